@@ -186,7 +186,7 @@ def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None
     net = nn.Linear(2, 2)
     mw.save_checkpoint(tmp_path, 1, net, torch.optim.AdamW(net.parameters()))
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match="states of AdamW, and the optimizer is SGD"):
+    with pytest.raises(CheckpointError, match="states of AdamW, but the optimizer is SGD"):
         mw.load_checkpoint(tmp_path, net, sgd)
     with pytest.raises(CheckpointError, match=r"0\.weight: no such tensor"):
         mw.load_checkpoint(tmp_path, nn.Sequential(net))

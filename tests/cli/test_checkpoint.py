@@ -54,7 +54,7 @@ def test_inspect_says_what_is_in_it(run: Path, capsys: pytest.CaptureFixture[str
 def test_verify_says_whether_it_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = run / "step_00000002"
     assert main(["checkpoint", "verify", str(step)]) == 0
-    assert "whole; 2 tensors, by SHA-256" in capsys.readouterr().out
+    assert "complete; 2 tensors, checked by SHA-256" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(step), "--json"]) == 0
     assert said(capsys)["ok"]
     file = step / "rank_00001.safetensors"
@@ -70,7 +70,7 @@ def test_diff_names_what_is_not_the_same(run: Path, capsys: pytest.CaptureFixtur
     assert main(["checkpoint", "diff", one, one]) == 0
     assert capsys.readouterr().out == "the same\n"
     assert main(["checkpoint", "diff", one, two]) == 1
-    assert capsys.readouterr().out == "model.w: 11 of 12 numbers, at most 11 apart\nstep: 1 and 2\n"
+    assert capsys.readouterr().out == "model.w: 11 of 12 elements differ, by at most 11\nstep: 1 and 2\n"
     assert main(["checkpoint", "diff", one, two, "--tolerance", "11", "--json"]) == 1
     assert said(capsys) == {"same": False, "differences": [{"name": "step", "what": "1 and 2"}]}
 

@@ -45,7 +45,7 @@ def test_help_does_not_wait_for_torch() -> None:
         ("train --step 3", "train --steps"),
         ("train --rank=4", "train --ranks"),
         ("run --process script.py", "run --processes"),
-        ("train --steps 0", "not a positive whole number"),
+        ("train --steps 0", "not a positive integer"),
         ("train --mesh ep=2", "AXIS=N"),
         ("train --mesh pp=2 --ranks 2", "not allowed with"),
         ("train --mesh pp=9", "9 pipeline stages"),
@@ -55,7 +55,7 @@ def test_help_does_not_wait_for_torch() -> None:
         ("run nowhere.py", "no file nowhere.py"),
         ("run", "SCRIPT"),
         ("schedule", "NAME"),
-        ("schedule 1F1B --times 1,-2", "up to four numbers"),
+        ("schedule 1F1B --times 1,-2", "up to four non-negative numbers"),
         ("schedule 1F1B --chunks 3", "takes no --chunks"),
         ("--steps 3", "--steps"),
     ],
@@ -198,7 +198,7 @@ def test_a_run_that_is_kept_goes_on_with_the_numbers_of_the_main_job(
         "start", "step", "checkpoint", "end",
     ]  # fmt: skip
     assert main([*TINY, "--mesh", "dp=2", "--save", folder]) == 0
-    assert "no step behind 3" in capsys.readouterr().out
+    assert "no step after 3" in capsys.readouterr().out
 
 
 def test_sigterm_ends_a_run_that_is_kept(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_schedule_that_cannot_run_is_refused(tmp_path: Path, capsys: pytest.Ca
     table = tmp_path / "a.txt"
     table.write_text("mine: 1 microbatch\nway: 0\n0: BW0.0 F0.0\n")
     assert main(["schedule", str(table)]) == 1
-    assert "rank 0 stands at BW0.0 and waits for F0.0" in capsys.readouterr().err
+    assert "rank 0 is at BW0.0 and waits for F0.0" in capsys.readouterr().err
     assert main(["schedule", "1F2B"]) == 1
     assert main(["schedule", "list"]) == 0
     assert "ZB-V" in capsys.readouterr().out

@@ -82,9 +82,9 @@ def test_a_function_gives_a_dataclass_or_a_mapping(tmp_path: Path) -> None:
     ("text", "answer"),
     [
         ("step = 3", "fix: write steps"),
-        ("steps = 0", "steps = 0: 0 is not a positive whole number"),
-        ('steps = "many"', "not a positive whole number"),
-        ("steps = 2.5", "not a positive whole number"),
+        ("steps = 0", "steps = 0: 0 is not a positive integer"),
+        ('steps = "many"', "not a positive integer"),
+        ("steps = 2.5", "not a positive integer"),
         ("processes = 1", "processes = true, or false"),
         ('mesh = "ep=2"', "AXIS=N"),
         ("mesh = [2, 2]", "AXIS=N"),

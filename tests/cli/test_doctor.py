@@ -34,7 +34,7 @@ def test_what_is_needed_and_missing_is_an_error(
     assert "pip install 'torch" in out
     assert "pip install 'rich" in out
     assert "without  ortools (solver)" in out
-    assert "pip install 'meshwright[solver]'  (not needed)" in out
+    assert "pip install 'meshwright[solver]'  (optional)" in out
     assert "simulated" not in out
 
 

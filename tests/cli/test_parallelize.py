@@ -146,7 +146,7 @@ def test_what_styles_cannot_say_is_left_out() -> None:
             return self.back(torch.relu(x @ self.matrix)).sum()
 
     found = suggest(Own(), [torch.randn(2, 1024)], mesh={"tp": 2})
-    assert any(line.startswith("matrix would lie as f32[1024, 4096@tp]") for line in found.left_out)
+    assert any(line.startswith("matrix: the plan has the layout f32[1024, 4096@tp]") for line in found.left_out)
     assert "# left out: matrix" in found.text()
 
 

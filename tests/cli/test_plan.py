@@ -28,8 +28,8 @@ def test_a_plan_is_found_and_told(config: str, capsys: pytest.CaptureFixture[str
     assert main(["plan", config, *ASKED, "--given", "tp=4"]) == 0
     said = capsys.readouterr().out
     assert "tp                   4" in said
-    assert "s a step" in said
-    assert "next come" in said
+    assert "s per step" in said
+    assert "the next best:" in said
 
 
 def test_a_plan_that_was_written_is_predicted_alike(
@@ -65,7 +65,7 @@ def test_uneven_experts_take_longer(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["--cluster", "2xV100"], 1, "GB are missing"),
         (["--imbalance", "1.2"], 2, "has no experts"),
-        (["--cluster", "many"], 1, "no count of devices"),
+        (["--cluster", "many"], 1, "neither a number of devices"),
         (["--given", "tp"], 2, "NAME=VALUE"),
         (["--given", "tensor=2"], 1, "tensor"),
         (["--given", "keep=2"], 1, "keep"),

@@ -62,7 +62,7 @@ def test_a_dry_run_measures_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(_profile, "launch", lambda argv, ranks: 1)
     assert main(["profile", "--ranks", "4", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "4 processes at once" in out
+    assert "4 concurrent processes" in out
     assert "10 measurements, about" in out
     assert main(["profile", "--ranks", "4"]) == 1
     assert "meshwright doctor" in capsys.readouterr().err

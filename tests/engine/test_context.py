@@ -343,7 +343,7 @@ CLUSTER = slow("4xA100-40GB, 1 per node, 25G")
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "context", "said"), [(4, "ulysses", "heads are cut in the place of"), (2, "gather", "queries are cut")]
+    ("kv_heads", "context", "said"), [(4, "ulysses", "shards heads instead of"), (2, "gather", "queries are sharded")]
 )
 def test_one_long_sequence_is_cut_along_its_length(kv_heads: int, context: str, said: str) -> None:
     tokens = torch.randint(0, 32, (1, 256), generator=torch.Generator().manual_seed(0))

@@ -217,7 +217,7 @@ def test_different_layouts_are_refused_and_nothing_is_changed() -> None:
             lambda: mw.parallelize(net, None, PAIR, mw.Parallelism({"0": mw.ColwiseParallel()})),
             lambda: mw.split_pipeline(net, stages),
         ):
-            with pytest.raises(mw.errors.SharedMemoryError, match=r"lay both alike.*one tensor of both"):
+            with pytest.raises(mw.errors.SharedMemoryError, match=r"give both the same layout.*one tensor for both"):
                 lay()
             assert [(dict(m._parameters), len(m._forward_pre_hooks)) for m in net.modules()] == before
         mw.split_pipeline(nn.Sequential(net), mw.ProcessMesh([0], ["pp"]))

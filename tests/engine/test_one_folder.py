@@ -106,7 +106,7 @@ def test_a_rank_of_another_kind_is_told(tmp_path: Path) -> None:
         made = model(3, 8)
         made.compile(*BATCH)
         made.save(tmp_path)
-    with use(Recorded(2, 3)), pytest.raises(ProgramFileError, match="rank 2 holds parts of other shapes"):
+    with use(Recorded(2, 3)), pytest.raises(ProgramFileError, match="the parts of rank 2 have other shapes"):
         model(3, 8).load(tmp_path)
 
 

@@ -175,11 +175,11 @@ NUMBERS = [
     picks_rows, sizes_by_numbers,
 ]  # fmt: skip
 OTHERS = [
-    (trains_inside, CaptureError, "the step's own"), (reads_gradients, CaptureError, r"\.grad"),
+    (trains_inside, CaptureError, "the step itself runs the backward pass"), (reads_gradients, CaptureError, r"\.grad"),
     (asks_for_parts, CaptureError, "local_map"), (takes_parts, mw.MeshwrightError, "local_map"),
-    (brings_a_distributed_tensor, CaptureError, "a buffer of a module"),
-    (brings_a_parameter, CaptureError, "a module of the model"),
-    (writes_in_a_function, CaptureError, "returns a new tensor"),
+    (brings_a_distributed_tensor, CaptureError, "a buffer of the model"),
+    (brings_a_parameter, CaptureError, "into the model"),
+    (writes_in_a_function, CaptureError, "return a new tensor"),
 ]  # fmt: skip
 
 
@@ -348,7 +348,7 @@ def with_a_batch_of_arrays() -> None:
 
 
 CASES: list[tuple[Callable[[], Any], type[mw.MeshwrightError], str]] = [
-    (of_another_model, CaptureError, "made after the marks"), (made_before_the_marks, CaptureError, "made after"),
+    (of_another_model, CaptureError, "after the marks"), (made_before_the_marks, CaptureError, "optimizer after"),
     (on_a_mesh_beyond_the_world, MeshError, "ranks=4"), (without_one_loss, CaptureError, "loss="),
     (with_backward_hooks, CaptureError, "register_hook"), (with_accumulate_hooks, CaptureError, "register_step_pre"),
     (with_a_closure, CaptureError, "another optimizer"), (with_numbers_of_states, CaptureError, "capturable"),
@@ -369,5 +369,5 @@ def test_a_program_that_breaks_the_laws() -> None:
     from meshwright.graph import Node, Program, Value, verify
 
     a, b = Value("a", (2,), torch.float32), Value("b", (2,), torch.float32)
-    with pytest.raises(ProgramError, match="read before it is made"):
+    with pytest.raises(ProgramError, match="read before it is computed"):
         verify(Program((), (Node(torch.ops.aten.neg.default, (a,), {}, b),), b))

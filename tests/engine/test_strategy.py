@@ -176,7 +176,7 @@ def test_own_passes_come_last(plain: Any) -> None:
         (lambda: FusedPasses(True, ("fuse_everything",)), "fuse_norm"),
         (lambda: Pipeline(accumulate_steps=0), "microbatch"),
         (lambda: mw.Strategy.of(pipeline={"enable": True}, release=True), "release"),
-        (lambda: mw.Strategy.of(pipeline={"enable": True}, gradient_merge={"enable": True, "k_steps": 2}), "pieces"),
+        (lambda: mw.Strategy.of(pipeline={"enable": True}, gradient_merge={"enable": True, "k_steps": 2}), "split"),
         (lambda: mw.Strategy.of(amp={"enable": True, "dtype": "float64"}), "bfloat16"),
         (lambda: mw.Strategy.of(amp={"init_loss_scaling": 0.0}), "positive"),
         (lambda: mw.Strategy.of(amp={"decr_ratio": 2.0}), "decr_ratio"),

@@ -64,7 +64,7 @@ def test_gradients_pass() -> None:
 def test_what_dtensor_cannot_say(text: str) -> None:
     x = mw.shard_tensor(torch.ones(4, 6).bool(), MESH, [])
     x = redistribute(x, MESH, parse_layout(text))
-    with pytest.raises(TorchDTensorError, match=r"fix:   mw\.reshard"):
+    with pytest.raises(TorchDTensorError, match=r"fix:   call mw\.reshard"):
         mw.to_torch_dtensor(x)
 
 

@@ -75,11 +75,11 @@ def test_a_script_for_one_device_runs_on_many(options: list[str]) -> None:
 def test_what_a_script_does_not_get_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     with unmarked():
         mw.simulate(train, 2)
-    assert "in cuts alone, without ZeRO" in capfd.readouterr().err
+    assert "gets shardings only, without ZeRO" in capfd.readouterr().err
 
 
 def test_a_script_whose_cuts_do_not_fit_is_told_what_would_have_more() -> None:
     machines = cluster("2xH100")
     tiny = replace(machines, device=replace(machines.device, memory=4e3))
-    with unmarked(tiny), pytest.raises(mw.MeshwrightError, match=r"cuts alone.*\n.*mw\.auto\(model"):
+    with unmarked(tiny), pytest.raises(mw.MeshwrightError, match=r"shardings only.*\n.*mw\.auto\(model"):
         mw.simulate(train, 2)

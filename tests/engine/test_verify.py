@@ -79,10 +79,10 @@ def test_the_callers_random_numbers_go_on_as_if_nothing_had_been() -> None:
 @pytest.mark.parametrize(
     ("wrong", "first", "look"),
     [
-        ("between", "input of 1.down", "the forward pass of 1 (Block) before it calls that"),
-        ("result", "output of 1", "the forward pass of 1 (Block): what goes into it is right"),
-        ("between backward", "gradient of the output of 1.act", "takes the output of 1.act (GELU), in 1 (Block)"),
-        ("result backward", "gradient of the output of 1.drop", "takes the output of 1.drop (Dropout), in 1 (Block)"),
+        ("between", "input of 1.down", "the forward pass of 1 (Block) before that call"),
+        ("result", "output of 1", "the forward pass of 1 (Block): its inputs are right"),
+        ("between backward", "gradient of the output of 1.act", "the code after 1.act (GELU), in 1 (Block)"),
+        ("result backward", "gradient of the output of 1.drop", "the code after 1.drop (Dropout), in 1 (Block)"),
     ],
 )
 def test_a_wrong_local_function_is_found(wrong: str, first: str, look: str) -> None:
@@ -94,7 +94,7 @@ def test_a_wrong_local_function_is_found(wrong: str, first: str, look: str) -> N
     with pytest.raises(DifferenceError, match=first):
         found.check()
     if wrong.endswith("backward"):
-        assert "2 times what one device gives" in found.first.why
+        assert "2 times the numbers of one device" in found.first.why
 
 
 def test_a_wrong_rule_is_found() -> None:

@@ -114,7 +114,7 @@ def test_no_refused_operator_can_be_loaded(program: Program, tmp_path: Path) -> 
     save_program(program, path)
     for op in REFUSED[::7]:
         with_operator(path, str(op))
-        with pytest.raises(ProgramFileError, match="not known as a function of tensors only"):
+        with pytest.raises(ProgramFileError, match="not known to be a function of tensors only"):
             load_program(path)
 
 

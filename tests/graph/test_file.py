@@ -266,7 +266,7 @@ def test_steps_are_kept_as_they_are_carried_out(kind: Any, tmp_path: Path) -> No
     node = Node(op, (x, x) if isinstance(op, Wait) else (x,), {}, y)
     program = Program((Input(x, "batch", "x", spec, 0),), (node,), {"out": y})
     check_same(loaded_here(program, tmp_path), program)
-    with pytest.raises(ProgramFileError, match="takes"):
+    with pytest.raises(ProgramFileError, match="must take"):
         save_program(replace(program, nodes=(replace(node, args=(x, 1, x)),)), tmp_path / "q")
 
 
@@ -352,7 +352,7 @@ EDITS: dict[str, tuple[Callable[[Any], None], str]] = {
     "a step that is none": (put("nodes", 0, 0, {"carry": ["Teleport(dp)", 0]}), "Teleport"),
     "a value that is not there": (put("nodes", 0, 1, [{"%": 17}]), "range"),
     "a value from behind": (put("nodes", 0, 1, [{"%": -1}]), "-1"),
-    "a value that is read too early": (put("nodes", 0, 1, [{"%": 3}, 2]), "before it is made"),
+    "a value that is read too early": (put("nodes", 0, 1, [{"%": 3}, 2]), "before it is computed"),
     "an argument of another kind": (put("nodes", 0, 1, [{"exec": "1"}]), "exec"),
     "a dtype that is none": (put("values", 0, 1, "load"), "torch.load"),
     "a device that is none": (put("values", 0, 3, "moon"), "moon"),
@@ -361,7 +361,7 @@ EDITS: dict[str, tuple[Callable[[Any], None], str]] = {
     "a size that is a truth": (put("values", 0, 2, [True]), "True"),
     "a constant of another shape": (put("values", 1, 2, [4]), "constant"),
     "a constant without a tensor": (put("inputs", 1, 4, {"tensor": "constant_9"}), "constant_9"),
-    "an input from nowhere": (put("inputs", 0, 4, None), "nothing tells"),
+    "an input from nowhere": (put("inputs", 0, 4, None), "the source of the input"),
     "a role that is none": (put("inputs", 0, 1, "guest"), "guest"),
     "a mesh of too few ranks": (put("meshes", [[[2, 2], [0, 1, 2], ["a", "b"]]]), "shape|invalid"),
     "a phase that is none": (put("origins", 0, 0, "sideways"), "sideways"),
@@ -394,7 +394,7 @@ def test_a_file_that_is_none_is_refused(saved: Path, tmp_path: Path) -> None:
         load_program(tmp_path / "missing")
     other = tmp_path / "other"
     other.write_bytes(save({"x": torch.ones(2)}))
-    with pytest.raises(ProgramFileError, match="no program in it"):
+    with pytest.raises(ProgramFileError, match="without a program"):
         load_program(other)
     other.write_bytes(struct.pack("<Q", 2**60) + b"{}")
     with pytest.raises(ProgramFileError):

@@ -96,9 +96,9 @@ def test_writing_over_takes_no_memory() -> None:
     ("build", "why"),
     [
         (lambda add, x: (add(aten.exp.default, x) and add(aten.add_.Tensor, x, 1) and x, ()), "does not write it back"),
-        (lambda add, x: (_late(add, x), [(x, x)]), "read after its memory was written over"),
+        (lambda add, x: (_late(add, x), [(x, x)]), "read after its memory was overwritten"),
         (lambda add, x: ((), [(x, add(aten.add_.Tensor, x, add(aten.neg.default, add(aten.t.default, x))))]), None),
-        (lambda add, x: ((), [(x, add(aten.add_.Tensor, x, add(aten.t.default, x)))]), "may lie in the memory of"),
+        (lambda add, x: ((), [(x, add(aten.add_.Tensor, x, add(aten.t.default, x)))]), "may share the memory of"),
     ],
 )
 def test_what_was_written_over_is_read_no_more(build: Any, why: str | None) -> None:

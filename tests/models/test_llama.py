@@ -67,7 +67,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int]) -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ModelError, match="a stage without a layer"):
+    with pytest.raises(ModelError, match="each stage needs at least one layer"):
         Job(SMALL, mesh=(3, 1, 1))
 
 

@@ -23,7 +23,7 @@ def test_gradients_are_one_bucket_and_the_same_bits() -> None:
     assert found.counts == {"AllReduce(dp)": 1}  # the loss goes with them
     assert found.is_equal
     assert [str(c) for c in found.told("bucket")] == [
-        "bucket: 5 × AllReduce(dp) are one of 852 bytes at backward (4 rounds)"
+        "bucket: 5 × AllReduce(dp) merged into one of 852 bytes at backward (4 rounds)"
     ]
 
 

@@ -75,7 +75,7 @@ def test_what_does_not_need_it_runs_while_a_collective_is_under_way() -> None:
     assert order(scheduled) == ["exp", "start", "neg", "wait", "abs"]
     (told,) = scheduled.changes
     assert told.saved["seconds"] == pytest.approx(1.0)  # neg is hidden: 5 seconds become 4
-    assert "1 collectives begun ahead" in told.what
+    assert "1 collectives started earlier" in told.what
 
 
 def test_gathers_are_fetched_ahead() -> None:

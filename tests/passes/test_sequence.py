@@ -92,7 +92,7 @@ def test_biases_positions_and_dropout_are_right() -> None:
 
 def test_the_record_stands_in_the_program() -> None:
     told = [c for c in llama(1, True, tp=2)[2].changes if c.by == "sequence_parallel"]
-    assert [c.what.split(" behind ")[0].split(" before ")[0] for c in told] == ["cut along the sequence"] * 3 + [
+    assert [c.what.split(" after ")[0].split(" before ")[0] for c in told] == ["sharded along the sequence"] * 3 + [
         "gathered"
     ] * 3
     assert told[0].saved == {"bytes": 2048}

@@ -37,21 +37,21 @@ BROKEN = {
     "a weight gradient is missing": (schedule_of("F0.0 B0.0", "F0.1 BW0.1"), "W0.0"),
     "twice": (schedule_of("F0.0 F0.0 BW0.0", "F0.1 BW0.1"), "F0.0 once"),
     "two kinds of backward": (schedule_of("F0.0 BW0.0 B0.0", "F0.1 BW0.1"), "once each"),
-    "backward before forward": (schedule_of("BW0.0 F0.0", "F0.1 BW0.1"), "rank 0 stands at BW0.0"),
+    "backward before forward": (schedule_of("BW0.0 F0.0", "F0.1 BW0.1"), "rank 0 is at BW0.0"),
     "another rank's chunk": (schedule_of("F0.0 F0.1 BW0.1 BW0.0", ""), "rank 1"),
     "no such microbatch": (schedule_of("F0.0 F7.0 BW0.0", "F0.1 BW0.1"), "counted from 0"),
     "weights before inputs": (schedule_of("F0.0 W0.0 B0.0", "F0.1 BW0.1"), "W0.0"),
     "ranks wait for each other": (
         schedule_of("F0.0 BW0.0 F1.0 BW1.0", "F1.1 BW1.1 F0.1 BW0.1", m=2),
-        "rank 0 stands at BW0.0 and waits for B0.1; rank 1 stands at F1.1 and waits for F1.0",
+        "rank 0 is at BW0.0 and waits for B0.1; rank 1 is at F1.1 and waits for F1.0",
     ),
     "a send without receive": (schedule_of("F0.0 >F0.0 <B0.1 BW0.0", "F0.1 BW0.1 >B0.1"), "with_transfers"),
     "an update too early": (schedule_of("F0.0 O BW0.0", "F0.1 BW0.1"), "stale=True"),
     "gathered too late": (schedule_of("F0.0 G.0 BW0.0", "F0.1 BW0.1"), "G.0 before it"),
-    "scattered too early": (schedule_of("F0.0 S.0 BW0.0", "F0.1 BW0.1"), "S.0 behind"),
+    "scattered too early": (schedule_of("F0.0 S.0 BW0.0", "F0.1 BW0.1"), "S.0 after"),
     "an edge that leads back": (replace(one_f_one_b(2, 1), edges=(Edge(1, 0),)), "0>1"),
     "a way to nowhere": (replace(one_f_one_b(2, 1), ways=((0, 5),)), "way: 0 1"),
-    "a route that is no way": (replace(one_f_one_b(2, 1), routes=(3,)), "one number of a way per microbatch"),
+    "a route that is no way": (replace(one_f_one_b(2, 1), routes=(3,)), "number of a way for each microbatch"),
     "slices that do not fit": (replace(one_f_one_b(2, 3), slices=2), "multiple"),
     "too few versions": (replace(one_f_one_b(2, 3), versions=(0,)), "3 numbers"),
 }
@@ -83,7 +83,7 @@ def test_stale_weights_are_asked_for() -> None:
     [
         ("F0.0 BW0.0 O F1.0 BW1.0", "F0.1 BW0.1 O F1.1 BW1.1", (), "microbatches 0 O 1 of chunk 0"),
         ("F0.0 F1.0 BW0.0 O BW1.0 O", "F0.1 F1.1 BW0.1 BW1.1 O", (), "0 1 O of chunk 1 on rank 1"),
-        ("F0.0 BW0.0 O O F1.0 BW1.0 O", "F0.1 BW0.1 O O F1.1 BW1.1 O", (), "as many microbatches"),
+        ("F0.0 BW0.0 O O F1.0 BW1.0 O", "F0.1 BW0.1 O O F1.1 BW1.1 O", (), "equally many microbatches"),
         ("F0.0 BW0.0 O F1.0 BW1.0 O", "F0.1 BW0.1 O F1.1 BW1.1 O", (0, 2), "with weights of 2 updates"),
     ],
 )
@@ -106,7 +106,7 @@ def test_receives_in_another_order_than_sends() -> None:
     schedule = schedule_of(*rows, m=2)
     with pytest.raises(ScheduleError, match=r"waits for >F0\.0, sent before it"):
         check(schedule, Channel.IN_ORDER)
-    with pytest.raises(ScheduleError, match="no rank can go on"):
+    with pytest.raises(ScheduleError, match="no rank can continue"):
         check(schedule, Channel.RENDEZVOUS)
 
 

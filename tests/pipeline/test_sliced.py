@@ -214,7 +214,7 @@ def backwards(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
         (both_ways, "scaled_dot_product_attention"),
         (with_a_mask, "mask"),
         (drops, "one dim"),
-        (centred, "comes later"),
+        (centred, "of the later slice"),
         (over_positions, "softmax"),
         (running, "cumsum"),
         (neighbours, "conv1d"),
@@ -253,5 +253,5 @@ def test_a_batch_without_sequences_is_refused() -> None:
 def test_buffers_that_a_batch_renews_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(WORDS, S), nn.BatchNorm1d(S), nn.Flatten(), nn.Linear(S * S, 1))
     captured = capture(model, lambda x: model(x).mean(), batch()[:1])
-    with pytest.raises(StageError, match="renews"):
+    with pytest.raises(StageError, match="updates"):
         in_slices(captured.program, (3, 3))

@@ -195,9 +195,9 @@ class Counting(torch.optim.SGD):
     ("options", "error", "says"),
     [
         ({"schedule_mode": "1F1B"}, StrategyError, "one update"),
-        ({"schedule_mode": "auto"}, StrategyError, "chosen"),
+        ({"schedule_mode": "auto"}, StrategyError, "synchronous schedules"),
         ({"schedule_mode": "PipeDream", "amp": {"enable": True, "dtype": "float16"}}, StrategyError, "loss scale"),
-        ({"schedule_mode": "PipeDream", "optimizer": Counting}, StageError, "makes anew"),
+        ({"schedule_mode": "PipeDream", "optimizer": Counting}, StageError, "creates anew"),
         ({"schedule_mode": "PipeDream", "asynchronous": False}, StageError, "asynchronous = true"),
     ],
 )

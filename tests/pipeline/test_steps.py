@@ -182,7 +182,7 @@ def test_microbatches_of_many_sizes(name: str, way: tuple[int, ...], tied: bool)
     [
         ([batch(0, 2)] * 3, {"pipeline": {"enable": True, "accumulate_steps": 4}}, "accumulate_steps = 4"),
         ([batch(0, 2)], {}, "no pipeline"),
-        ([batch(0, 2), batch(0, 2)[:2]], {"pipeline": {"enable": True, "accumulate_steps": 2}}, "built alike"),
+        ([batch(0, 2), batch(0, 2)[:2]], {"pipeline": {"enable": True, "accumulate_steps": 2}}, "same structure"),
     ],
 )
 def test_batches_that_are_no_microbatches_are_refused(batches: Any, options: dict[str, Any], says: str) -> None:
@@ -300,7 +300,7 @@ def test_a_table_is_a_schedule() -> None:
     ("way", "options", "error", "says"),
     [
         ((0, 1), {"schedule_mode": "ZB-V"}, StageError, "chunks on stages"),
-        ((0, 1), {"schedule_mode": "Chimera", "accumulate_steps": 2}, StageError, "renews"),
+        ((0, 1), {"schedule_mode": "Chimera", "accumulate_steps": 2}, StageError, "updates"),
         ((0, 1), {"schedule_mode": "no such"}, ScheduleError, "no such"),
         ((0, 1), {"schedule_mode": "PipeDream", "accumulate_steps": 4}, StageError, "versions of the weights"),
         ((0, 1), {"schedule_mode": "PipeDream-2BW", "accumulate_steps": 4}, StageError, "versions of the weights"),

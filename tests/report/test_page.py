@@ -116,7 +116,7 @@ def test_data_is_what_json_takes(told: Account) -> None:
 
 def test_text_fits_what_it_says(told: Account) -> None:
     said = text(told)
-    for title in ("tensors and how they lie", "where the time goes", "memory", "why"):
+    for title in ("layouts of tensors", "seconds of a step by part", "memory", "why"):
         assert f"\n{title}\n" in said
     assert all(line == line.rstrip() for line in said.splitlines())
 
@@ -173,7 +173,7 @@ def test_long_pipelines_are_drawn_from_their_beginning() -> None:
 
 def test_nothing_sent_is_said() -> None:
     told = account(LLAMA, Plan(batch=8), MACHINES)
-    assert "Nothing is sent." in page(told)
+    assert "No communication." in page(told)
     assert "no communication" in text(told)
 
 

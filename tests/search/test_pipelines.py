@@ -265,9 +265,9 @@ def test_a_plan_with_several_chunks_on_a_stage_says_so(layers: int, way: tuple[i
 @pytest.mark.parametrize(
     ("model", "batch", "said"),
     [
-        (Blocks(4, 8, skips=True), (8, 8), "looks at several layers"),
-        (Coder(), (8, 8), "layers in several lists, encoder and decoder"),
-        (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), (8, 8), "behind its last layer"),
+        (Blocks(4, 8, skips=True), (8, 8), "reads results of several layers"),
+        (Coder(), (8, 8), "the layers are in several lists: encoder and decoder"),
+        (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), (8, 8), "before the last layer"),
     ],
 )
 def test_what_is_no_chain_has_no_pipeline_and_says_so(model: nn.Module, batch: tuple[int, ...], said: str) -> None:
@@ -289,8 +289,8 @@ def test_what_is_no_chain_has_no_pipeline_and_says_so(model: nn.Module, batch: t
         ("microbatches = 2", "no split"),
         ("way = [0, 1]", "no split"),
         ("split = ['a']\nway = [0, 1, 1]", "2 chunks"),
-        ("split = ['a', 'b', 'c']\nway = [0, 2, 2, 0]", "each stage has one"),
-        ("split = ['a', 'b', 'c']\nway = [0, -1, 1, 0]", "each stage has one"),
+        ("split = ['a', 'b', 'c']\nway = [0, 2, 2, 0]", "each stage needs a chunk"),
+        ("split = ['a', 'b', 'c']\nway = [0, -1, 1, 0]", "each stage needs a chunk"),
         ("split = ['a', 'b']\nway = ['first', 'last', 'first']", "the stage of each chunk"),
         ("split = ['a', 'b', 'c']\nway = [0, 1, 2, 0]", "3 stages, along pp"),
     ],

@@ -82,11 +82,11 @@ def _verify(settings: argparse.Namespace, path: str) -> int:
     catalogue = verify(path)
     said = {"path": str(catalogue.folder), "kind": catalogue.kind, "tensors": len(catalogue.entries), "ok": True}
     has_checksums = any(facts.sha256 is not None for facts in catalogue.files.values())
-    checked = "by SHA-256" if has_checksums else "without checksums, of which it has none"
+    checked = "checked by SHA-256" if has_checksums else "without checksums"
     if settings.json:
         print_json(said)
     else:
-        say(f"{catalogue.folder}: whole; {len(catalogue.entries)} tensors, {checked}")
+        say(f"{catalogue.folder}: complete; {len(catalogue.entries)} tensors, {checked}")
     return OK
 
 
@@ -103,7 +103,10 @@ def differences(one: Catalogue, other: Catalogue, tolerance: float) -> Iterator[
     """Yield every tensor or value that differs between the two; layouts are not compared."""
     for name in dict.fromkeys([*one.entries, *other.entries]):
         if name not in one.entries or name not in other.entries:
-            yield {"name": name, "what": f"a tensor that only the {'first' if name in one.entries else 'second'} has"}
+            yield {
+                "name": name,
+                "what": f"a tensor only in the {'first' if name in one.entries else 'second'} checkpoint",
+            }
             continue
         a, b = one.entries[name], other.entries[name]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -127,7 +130,7 @@ def _apart(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> dict[str, Any]
         return None
     largest = float(apart.nan_to_num(nan=float("inf")).max())
     return {
-        "what": f"{count} of {a.numel()} numbers, at most {largest:.3g} apart",
+        "what": f"{count} of {a.numel()} elements differ, by at most {largest:.3g}",
         "count": count,
         "largest": str(largest),
     }

@@ -61,20 +61,20 @@ def told(findings: list[Finding]) -> str:
     width = max(len(f.name) for f in findings)
     lines = [f"{f.state:<8} {f.name:<{width}}  {f.found}" for f in findings]
     missing = [f for f in findings if not f.good]
-    todo = [f"  {f.name}: {f.write}" + ("" if f.needed else "  (not needed)") for f in missing]
+    todo = [f"  {f.name}: {f.write}" + ("" if f.needed else "  (optional)") for f in missing]
     bad = sum(f.needed for f in missing)
-    verdict = f"{bad} thing{'s' if bad > 1 else ''} missing" if bad else "ready"
-    return "\n".join([*lines, *(["", "to install or to change:", *todo] if todo else []), "", verdict])
+    verdict = f"{bad} required part{'s' if bad > 1 else ''} missing" if bad else "ready"
+    return "\n".join([*lines, *(["", "install or change:", *todo] if todo else []), "", verdict])
 
 
 def _packages() -> Iterator[Finding]:
     """Yield the findings for Python, and for the packages that this version of Meshwright needs or can use."""
     python = platform.python_version()
-    yield Finding("python", python, sys.version_info[:2] >= PYTHON, write="Python 3.11 or later")
+    yield Finding("python", python, sys.version_info[:2] >= PYTHON, write="install Python 3.11 or later")
     try:
         asked = requires("meshwright") or []
     except PackageNotFoundError:
-        yield Finding("meshwright", "its metadata is not there", False, write="pip install meshwright")
+        yield Finding("meshwright", "its metadata is missing", False, write="pip install meshwright")
         return
     yield Finding("meshwright", version("meshwright"))
     for line in asked:
@@ -139,14 +139,14 @@ def _installed_torch() -> Iterator[Finding]:
     yield _devices()
     there = distributed.is_available()
     gloo, nccl = there and distributed.is_gloo_available(), there and distributed.is_nccl_available()
-    yield Finding("gloo", _has(gloo), gloo, write="a build of torch with Gloo: pip install torch")
-    yield Finding("nccl", _has(nccl), nccl or not torch.cuda.is_available(), write="a build of torch with CUDA")
+    yield Finding("gloo", _has(gloo), gloo, write="install a build of torch with Gloo: pip install torch")
+    yield Finding("nccl", _has(nccl), nccl or not torch.cuda.is_available(), write="install a build of torch with CUDA")
     yield from _between_processes()
     yield _compiler()
 
 
 def _has(there: bool) -> str:
-    return "there" if there else "not in this build of torch"
+    return "available" if there else "not in this build of torch"
 
 
 def _devices() -> Finding:
@@ -155,7 +155,7 @@ def _devices() -> Finding:
     names = [f"{os.cpu_count() or 1} CPU cores, torch uses {torch.get_num_threads()}"]
     if torch.cuda.is_available():
         names += [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
-        names += [f"{_linked()} pairs that reach each other's memory"] if torch.cuda.device_count() > 1 else []
+        names += [f"{_linked()} GPU pairs with peer access"] if torch.cuda.device_count() > 1 else []
     elif torch.accelerator.is_available():
         names += [f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"]
     return Finding("devices", "; ".join(names))
@@ -173,16 +173,16 @@ def _between_processes() -> Iterator[Finding]:
     """Yield the findings for loopback and for shared memory."""
     try:
         with socket.create_server(("127.0.0.1", 0)):
-            yield Finding("loopback", "127.0.0.1 can be listened on")
+            yield Finding("loopback", "127.0.0.1 accepts connections")
     except OSError as error:
-        yield Finding("loopback", f"127.0.0.1: {error.strerror}", False, write="a network with the interface lo")
+        yield Finding("loopback", f"127.0.0.1: {error.strerror}", False, write="enable the network interface lo")
     folder = Path("/dev/shm")
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
     good = free >= ENOUGH_SHARED
     said = f"{free / 1e9:.1f} GB free in {folder}" if folder.is_dir() else f"no {folder}"
     yield Finding(
         "shared memory", said, good, False,
-        "more of it (docker run --shm-size=1g); without it processes of one host use sockets",
+        "enlarge it (docker run --shm-size=1g); without it, processes on one host use sockets",
     )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _compiler() -> Finding:
     found = next(filter(None, map(shutil.which, names)), None)
     return Finding(
         "C++ compiler", found or f"none of {', '.join(names)}", found is not None, False,
-        "g++ or clang++, or its path in CXX; Strategy(compile=…) needs one, nothing else does",
+        "install g++ or clang++, or set CXX to its path; only Strategy(compiler='inductor') needs one",
     )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _checked() -> Iterator[Finding]:
 
 
 def _timed(name: str, check: Callable[[], str]) -> Finding:
-    start, wrong = perf_counter(), "it did not end"
+    start, wrong = perf_counter(), "the check did not finish"
     with suppress(KeyboardInterrupt):
         try:
             wrong = check()
@@ -218,5 +218,5 @@ def _timed(name: str, check: Callable[[], str]) -> Finding:
             wrong = str(error).splitlines()[0]
     took = f"in {perf_counter() - start:.1f} s"
     if not wrong:
-        return Finding(name, f"forward and backward as on one device, {took}")
-    return Finding(name, f"{wrong}, {took}", False, write="an issue with what `meshwright doctor --json` prints")
+        return Finding(name, f"forward and backward equal one device, {took}")
+    return Finding(name, f"{wrong}, {took}", False, write="open an issue with the output of `meshwright doctor --json`")

@@ -67,11 +67,11 @@ def _measured(path: str | None) -> Mapping[str, float] | None:
     try:
         found = _numbers(read_text(path))
         if wrong := [f"{name} = {x}" for name, x in found.items() if not 0 < x < float("inf")]:
-            raise ValueError(f"{wrong[0]} is no number above 0")
+            raise ValueError(f"{wrong[0]} is not a positive number")
         if not found:
-            raise ValueError("no number in it")
+            raise ValueError("the file has no numbers")
     except (ValueError, TypeError, KeyError) as error:
-        why = f"there is no {error}" if isinstance(error, KeyError) else error
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
         if isinstance(error, InputError):
             why = f"{error.found}: {error.why}"
         fix = 'pass {"seconds": 1.2, "bytes": 7e10}, or the log.jsonl of a run'
@@ -91,7 +91,7 @@ def _numbers(text: str) -> Mapping[str, float]:
 def _object(told: Any) -> Mapping[str, Any]:
     """Return the JSON value, which must be an object. Raises ValueError otherwise."""
     if not isinstance(told, dict):
-        raise ValueError(f"a {type(told).__name__} where an object of names and numbers is")
+        raise ValueError(f"a {type(told).__name__} instead of an object of names and numbers")
     return cast(dict[str, Any], told)
 
 
@@ -103,6 +103,6 @@ def of_log(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
     """
     steps = [line for line in lines if line.get("event") == "step"]
     if not steps:
-        raise ValueError("a log without a step")
+        raise ValueError("the log has no step")
     seconds = median(float(step["seconds"]) for step in steps[1:] or steps)
     return {"seconds": seconds, "bytes": max(float(step["peak_memory"]) for step in steps)}

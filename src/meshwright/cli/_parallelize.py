@@ -23,7 +23,9 @@ WRITE = "  fix: pass file.py:function, where the function returns the module and
 def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
     """Print the lines to put into a program. Returns 1 if no plan fits or the model's file fails."""
     if settings.mesh is None and settings.ranks is None:
-        raise UsageError("meshwright parallelize: on how many ranks?\n  fix: pass --mesh dp=2,tp=4, or --ranks 8")
+        raise UsageError(
+            "meshwright parallelize: the number of ranks is missing\n  fix: pass --mesh dp=2,tp=4, or --ranks 8"
+        )
     check_folder(settings.out)
     try:
         model, batch, loss = _model(settings)
@@ -70,8 +72,8 @@ def _of_config(config: dict[str, Any], settings: argparse.Namespace) -> tuple[An
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise UsageError(
-            "meshwright parallelize: the names of modules are those of the package transformers, which is missing\n"
-            "  fix: run pip install 'meshwright[models]', or file.py:function"
+            "meshwright parallelize: the package transformers, which defines the modules, is missing\n"
+            "  fix: run pip install 'meshwright[models]', or pass file.py:function"
         ) from error
     told: dict[str, Any] = dict(config)
     try:

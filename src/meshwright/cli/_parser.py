@@ -10,28 +10,28 @@ from typing import NoReturn
 
 AXES = ("pp", "dp", "tp")
 COMMANDS = {
-    "train": "train a byte-level language model on a mesh of ranks, and beside it on one device",
+    "train": "train a byte-level language model on a mesh of ranks, and on one device for comparison",
     "run": "run a script on several ranks of this machine",
-    "schedule": "draw a pipeline schedule, known by name or read from a file, and say how long it takes",
-    "plan": "find the fastest plan for a model on a cluster that nobody has to rent for it",
-    "explain": "say why a training step takes what it takes under a plan, and what other plans would take",
-    "predict": "say what a training step takes under a plan: seconds, share of the peak, memory of the fullest rank",
-    "checkpoint": "say what is in a checkpoint, verify it, compare two, or write it in another format",
-    "parallelize": "suggest how to make a model parallel, by the names of its modules, from the search",
-    "profile": "measure this machine, and write a cluster file that plan, predict and explain read",
-    "doctor": "say what this machine has and what is missing, and try two ranks beside one device",
+    "schedule": "draw a pipeline schedule, from its name or a file, and show its duration",
+    "plan": "find the fastest plan for a model on a cluster, without using the cluster",
+    "explain": "explain the time and memory of a training step under a plan, and compare other plans",
+    "predict": "predict a training step under a plan: seconds, share of peak performance, memory of the fullest rank",
+    "checkpoint": "show the contents of a checkpoint, verify it, compare two, or convert it to another format",
+    "parallelize": "find the best plan for a model, and print the lines that make the model parallel",
+    "profile": "measure this machine, and write a cluster file for plan, predict and explain",
+    "doctor": "show what this machine has and lacks, and compare two ranks with one device",
 }
 FAILS = {
     "train": "the run failed, or the losses of the two runs differ by more than --tolerance",
     "run": "the script failed",
-    "schedule": "there is no such schedule, or it cannot run",
-    "plan": "nothing fits, or the model or the cluster cannot be understood",
-    "explain": "the model, the plan or the cluster cannot be understood",
-    "predict": "the model, the plan or the cluster cannot be understood",
-    "checkpoint": "a checkpoint is damaged or not there, or two are not the same",
+    "schedule": "the schedule is unknown, or it cannot run",
+    "plan": "no plan fits, or the model or the cluster is invalid",
+    "explain": "the model, the plan or the cluster is invalid",
+    "predict": "the model, the plan or the cluster is invalid",
+    "checkpoint": "a checkpoint is damaged or missing, or two checkpoints differ",
     "parallelize": "no plan fits, or the model's file or function fails",
-    "profile": "the ranks that measure fail",
-    "doctor": "something that is needed is missing, or two ranks differ from one device",
+    "profile": "the measuring ranks failed",
+    "doctor": "a required part is missing, or two ranks differ from one device",
 }
 """The meaning of exit code 1, by command."""
 CONFIG = "--config"
@@ -42,15 +42,15 @@ MOST_COLUMNS = 100_000
 
 
 def exit_codes(command: str = "") -> str:
-    failed = FAILS.get(command, "the command failed; its own help says how")
+    failed = FAILS.get(command, "the command failed; meshwright COMMAND --help names the causes")
     return f"""\
 exit codes:
-  0    all went well
+  0    success
   1    {failed}
-  2    the command line was not understood
+  2    the command line is invalid
   130  interrupted (128 + the signal's number)
-  143  ended by SIGTERM; a run with --save has finished its step and saved it
-  else the exit code of the script, or of the process that failed first
+  143  ended by SIGTERM; a run with --save has first finished and saved its step
+  else the exit code of the script, or of the first process that failed
 """
 
 
@@ -130,7 +130,7 @@ def top_parser() -> Parser:
     parser = Parser(
         "meshwright",
         "Automatic parallel training on PyTorch.",
-        f"commands:\n{commands}\n\nmeshwright COMMAND --help says more about one.\n\n{exit_codes()}",
+        f"commands:\n{commands}\n\nRun meshwright COMMAND --help for the options of one command.\n\n{exit_codes()}",
     )
     parser.usage = "meshwright COMMAND ..."
     parser.add_argument("--version", action="version", version=version())
@@ -151,23 +151,25 @@ def train_parser() -> Parser:
     model.add_argument("--layers", type=positive, default=6, metavar="N", help="blocks (6)")
     work = parser.add_argument_group("work")
     work.add_argument("--steps", type=positive, default=50, metavar="N", help="optimizer steps (50)")
-    work.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences in a step (16)")
-    work.add_argument("--microbatches", type=positive, default=4, metavar="N", help="parts of a pipeline's batch (4)")
-    work.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes in a sequence (128)")
-    work.add_argument("--seed", type=natural, default=0, metavar="N", help="of the weights and of the batches (0)")
+    work.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences per step (16)")
+    work.add_argument(
+        "--microbatches", type=positive, default=4, metavar="N", help="microbatches per step of a pipeline (4)"
+    )
+    work.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes per sequence (128)")
+    work.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the weights and the batches (0)")
     ranks = parser.add_argument_group("ranks")
     size = ranks.add_mutually_exclusive_group()
-    size.add_argument("--mesh", type=mesh, metavar="AXES", help="such as pp=2,dp=2,tp=2 (the default); others are 1")
-    size.add_argument("--ranks", type=local_ranks, metavar="N", help="as many ranks, shared out over the axes")
-    ranks.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
+    size.add_argument("--mesh", type=mesh, metavar="AXES", help="axis sizes; missing axes are 1 (pp=2,dp=2,tp=2)")
+    size.add_argument("--ranks", type=local_ranks, metavar="N", help="number of ranks, distributed over the axes")
+    ranks.add_argument("--processes", action="store_true", help="run one process per rank, not simulated ranks")
     add_trace(parser)
-    kept = parser.add_argument_group("a run that is kept, without the steps on one device")
+    kept = parser.add_argument_group("saved run, without the comparison with one device")
     kept.add_argument(
-        "--save", metavar="FOLDER", help="go on from its latest checkpoint; save at the end and at SIGTERM"
+        "--save", metavar="FOLDER", help="resume from the latest checkpoint; save at the end and at SIGTERM"
     )
-    kept.add_argument("--save-every", type=positive, metavar="N", help="save each N steps, too; needs --save")
-    kept.add_argument("--log", metavar="FILE", help="a line of JSON for each step (FOLDER/log.jsonl)")
-    kept.add_argument("--tensorboard", metavar="FOLDER", help="curves; needs the package tensorboard")
+    kept.add_argument("--save-every", type=positive, metavar="N", help="also save every N steps; needs --save")
+    kept.add_argument("--log", metavar="FILE", help="write one line of JSON per step (FOLDER/log.jsonl)")
+    kept.add_argument("--tensorboard", metavar="FOLDER", help="write curves; needs the package tensorboard")
     answer = parser.add_argument_group("answer")
     answer.add_argument(
         "--tolerance", type=tolerance, default=1e-4, metavar="X", help="allowed relative difference (1e-4)"
@@ -180,34 +182,40 @@ def run_parser() -> Parser:
     parser = Parser("meshwright run", f"{COMMANDS['run'].capitalize()}.", exit_codes("run"))
     options = "[--ranks N] [--processes] [--auto] [--all-ranks] [--trace FILE]"
     parser.usage = f"meshwright run {options} SCRIPT [ARGUMENT ...]"
-    parser.add_argument("--ranks", type=local_ranks, default=2, metavar="N", help="how many ranks (2)")
-    parser.add_argument("--processes", action="store_true", help="one process a rank; simulated ranks otherwise")
-    parser.add_argument("--auto", action="store_true", help="plan and lay the modules of a script without marks")
+    parser.add_argument("--ranks", type=local_ranks, default=2, metavar="N", help="number of ranks (2)")
+    parser.add_argument("--processes", action="store_true", help="run one process per rank, not simulated ranks")
+    parser.add_argument("--auto", action="store_true", help="plan and distribute the modules of a script without marks")
     parser.add_argument(
-        "--all-ranks", action="store_true", help="print what all ranks print, each line with its rank; else rank 0 does"
+        "--all-ranks",
+        action="store_true",
+        help="show the output of all ranks, each line with its rank; default: rank 0",
     )
     add_trace(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="what the script gets")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
 def schedule_parser() -> Parser:
     parser = Parser("meshwright schedule", f"{COMMANDS['schedule'].capitalize()}.", exit_codes("schedule"))
     parser.add_argument(
-        "name", metavar="NAME", help="a schedule such as 1F1B, a file with a table, or list for all names"
+        "name", metavar="NAME", help="a schedule such as 1F1B, a file with a table, or list to show all names"
     )
     shape = parser.add_argument_group("shape")
     shape.add_argument("--ranks", type=local_ranks, default=4, metavar="N", help="ranks of the pipeline (4)")
-    shape.add_argument("--microbatches", type=positive, default=8, metavar="N", help="microbatches of a step (8)")
+    shape.add_argument("--microbatches", type=positive, default=8, metavar="N", help="microbatches per step (8)")
     shape.add_argument("--chunks", type=positive, default=2, metavar="N", help="chunks per rank, or slices (2)")
     shape.add_argument(
-        "--times", type=times, default=(1.0, 1.0, 1.0, 0.0), metavar="F,B,W,MESSAGE", help="seconds of each (1,1,1,0)"
+        "--times",
+        type=times,
+        default=(1.0, 1.0, 1.0, 0.0),
+        metavar="F,B,W,MESSAGE",
+        help="seconds per action (1,1,1,0)",
     )
     answer = parser.add_argument_group("answer")
     answer.add_argument("--table", action="store_true", help="print the table instead of a picture")
     answer.add_argument("--json", action="store_true", help="print one JSON object")
-    answer.add_argument("--svg", metavar="FILE", help="write a picture")
+    answer.add_argument("--svg", metavar="FILE", help="write the picture as SVG")
     answer.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     answer.add_argument("--width", type=columns, default=100, metavar="N", help="columns of the picture (100)")
     return parser
@@ -218,12 +226,14 @@ def plan_parser() -> Parser:
     add_config(parser)
     add_model(parser)
     add_cluster(parser)
-    parser.add_argument("--ranks", type=positive, metavar="N", help="how many devices (all of the cluster)")
-    parser.add_argument("--batch", type=positive, required=True, metavar="N", help="sequences in a step")
-    parser.add_argument("--sequence", type=positive, required=True, metavar="N", help="tokens in a sequence")
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp8"), default="bf16", help="of products (bf16)")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="number of devices (all of the cluster)")
+    parser.add_argument("--batch", type=positive, required=True, metavar="N", help="sequences per step")
+    parser.add_argument("--sequence", type=positive, required=True, metavar="N", help="tokens per sequence")
     parser.add_argument(
-        "--given", type=decided, default={}, metavar="NAME=VALUE,...", help="what is decided, such as tp=8,zero=1"
+        "--precision", choices=("bf16", "fp16", "fp8"), default="bf16", help="precision of matrix products (bf16)"
+    )
+    parser.add_argument(
+        "--given", type=decided, default={}, metavar="NAME=VALUE,...", help="fixed choices, such as tp=8,zero=1"
     )
     parser.add_argument("--out", metavar="FILE", help="write the plan as TOML")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -244,11 +254,11 @@ def explain_parser() -> Parser:
     add_model(parser)
     parser.add_argument("plan", metavar="PLAN", help="a plan in TOML or JSON")
     add_cluster(parser)
-    parser.add_argument("--batch", type=positive, metavar="N", help="sequences in a step (those of the plan)")
-    parser.add_argument("--sequence", type=positive, metavar="N", help="tokens in a sequence (those of the plan)")
-    parser.add_argument("--measured", metavar="FILE", help="what was measured: JSON, or the log of a run")
-    parser.add_argument("--alone", action="store_true", help="look for no other plans")
-    parser.add_argument("--html", metavar="FILE", help="write a page that needs nothing else")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences per step (those of the plan)")
+    parser.add_argument("--sequence", type=positive, metavar="N", help="tokens per sequence (those of the plan)")
+    parser.add_argument("--measured", metavar="FILE", help="measured values: JSON, or the log of a run")
+    parser.add_argument("--alone", action="store_true", help="do not search for other plans")
+    parser.add_argument("--html", metavar="FILE", help="write a self-contained HTML page")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -263,11 +273,11 @@ def checkpoint_parser() -> Parser:
     )
     parser.add_argument(
         "--to", choices=("meshwright", "safetensors", "dcp"), default="meshwright", metavar="FORMAT",
-        help="of what convert writes: meshwright (the default), safetensors, dcp",
+        help="format that convert writes: meshwright (the default), safetensors, dcp",
     )  # fmt: skip
-    parser.add_argument("--only", default="", metavar="PREFIX", help="of the names that convert writes; taken away")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="convert only these names, and remove the prefix")
     parser.add_argument(
-        "--tolerance", type=tolerance, default=0.0, metavar="X", help="what diff takes for the same (0)"
+        "--tolerance", type=tolerance, default=0.0, metavar="X", help="absolute difference that diff accepts (0)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -275,7 +285,7 @@ def checkpoint_parser() -> Parser:
 
 def doctor_parser() -> Parser:
     parser = Parser("meshwright doctor", f"{COMMANDS['doctor'].capitalize()}.", exit_codes("doctor"))
-    parser.add_argument("--no-check", action="store_true", help="only look; run no ranks")
+    parser.add_argument("--no-check", action="store_true", help="show the findings only; run no ranks")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -287,41 +297,47 @@ def parallelize_parser() -> Parser:
         help="file.py:function, which returns a module and a batch (and a loss), or a model's config.json",
     )  # fmt: skip
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--mesh", type=axes, metavar="AXES", help="such as dp=2,tp=4")
-    size.add_argument("--ranks", type=positive, metavar="N", help="as many ranks, on the mesh that is best")
-    parser.add_argument("--suggest", action="store_true", help="print the plan; that is all it does, with or without")
-    parser.add_argument("--cluster", metavar="CLUSTER", help="such as '64xH100', or a TOML file (the cores here)")
-    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences, for a config.json (8)")
-    parser.add_argument("--sequence", type=positive, default=128, metavar="N", help="tokens, for a config.json (128)")
-    parser.add_argument("--out", metavar="FILE", help="write the lines as a Python file, too")
+    size.add_argument("--mesh", type=axes, metavar="AXES", help="axis sizes, such as dp=2,tp=4")
+    size.add_argument("--ranks", type=positive, metavar="N", help="number of ranks; the search chooses the mesh")
+    parser.add_argument("--suggest", action="store_true", help="print the suggestion; this is also the default")
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", help="such as '64xH100', or a TOML file (the cores of this machine)"
+    )
+    parser.add_argument(
+        "--batch", type=positive, default=8, metavar="N", help="sequences per step, for a config.json (8)"
+    )
+    parser.add_argument(
+        "--sequence", type=positive, default=128, metavar="N", help="tokens per sequence, for a config.json (128)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="also write the lines to a Python file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def profile_parser() -> Parser:
     parser = Parser("meshwright profile", f"{COMMANDS['profile'].capitalize()}.", exit_codes("profile"))
-    parser.add_argument("--ranks", type=local_ranks, metavar="N", help="processes at once (a GPU each, or a core)")
-    parser.add_argument("--seconds", type=seconds, default=0.2, metavar="X", help="for each of the measurements (0.2)")
-    parser.add_argument("--out", metavar="FILE", help="write the cluster as TOML; printed otherwise")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be measured, and how long it takes")
+    parser.add_argument("--ranks", type=local_ranks, metavar="N", help="number of processes (one per GPU, or per core)")
+    parser.add_argument("--seconds", type=seconds, default=0.2, metavar="X", help="seconds per measurement (0.2)")
+    parser.add_argument("--out", metavar="FILE", help="write the cluster as TOML to this file; default: print it")
+    parser.add_argument("--dry-run", action="store_true", help="show the planned measurements and their duration")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every measurement")
     return parser
 
 
 def add_config(parser: Parser) -> None:
     parser.add_argument(
-        CONFIG, metavar="FILE", help="options in TOML, or file.py:function that returns them; those here go before"
+        CONFIG, metavar="FILE", help="options in TOML, or file.py:function; the command line overrides them"
     )
 
 
 def add_trace(parser: Parser) -> None:
-    parser.add_argument("--trace", metavar="FILE", help="write what all ranks did and when, for ui.perfetto.dev")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace of all ranks for ui.perfetto.dev")
 
 
 def add_model(parser: Parser) -> None:
     parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
     parser.add_argument(
-        "--imbalance", type=float, metavar="X", help="tokens of the fullest rank's experts, in averages (1)"
+        "--imbalance", type=float, metavar="X", help="tokens of the fullest rank's experts, relative to the average (1)"
     )
 
 
@@ -370,14 +386,14 @@ def times(text: str) -> tuple[float, float, float, float]:
         given = [-1.0]
     filled = given + [1.0, 1.0, 1.0, 0.0][len(given) :]
     if len(given) > 4 or min(given) < 0 or not 0 < sum(filled) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not up to four numbers from 0 on, such as 3,4,2,0.5")
+        raise argparse.ArgumentTypeError(f"{text} is not a list of up to four non-negative numbers, such as 3,4,2,0.5")
     f, b, w, message = filled
     return f, b, w, message
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
 
 
@@ -388,14 +404,14 @@ def local_ranks(text: str) -> int:
 def few(ranks: int) -> int:
     """Return the number of ranks. Raises ArgumentTypeError for more than one machine can run."""
     if ranks > MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{ranks} ranks are more than one machine carries, which is {MOST_RANKS}")
+        raise argparse.ArgumentTypeError(f"{ranks} ranks are more than one machine can run ({MOST_RANKS})")
     return ranks
 
 
 def columns(text: str) -> int:
     found = positive(text)
     if found > MOST_COLUMNS:
-        raise argparse.ArgumentTypeError(f"{text} columns are more than {MOST_COLUMNS}")
+        raise argparse.ArgumentTypeError(f"{text} columns are more than the limit of {MOST_COLUMNS}")
     return found
 
 
@@ -405,13 +421,13 @@ def tolerance(text: str) -> float:
     except ValueError:
         found = -1.0
     if not found >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a non-negative number")
     return found
 
 
 def natural(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to {2**63 - 1}")
+        raise argparse.ArgumentTypeError(f"{text} is not an integer from 0 to {2**63 - 1}")
     return int(text)
 
 
@@ -435,7 +451,7 @@ def axes(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = part.partition("=")
         if not name.isidentifier() or not size or name in found:
-            raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N with an axis of its own")
+            raise argparse.ArgumentTypeError(f"{part} is not of the form AXIS=N, or repeats an axis")
         found[name] = positive(size)
     return found
 

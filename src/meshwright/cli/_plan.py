@@ -41,7 +41,9 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         model, machines = read_model(settings), cluster(settings.cluster)
         ranks = settings.ranks or machines.devices
         if ranks is None:
-            raise UsageError("meshwright plan: how many devices?\n  fix: pass --cluster 64xH100, or --ranks 64")
+            raise UsageError(
+                "meshwright plan: the number of devices is missing\n  fix: pass --cluster 64xH100, or --ranks 64"
+            )
         check_devices(ranks, machines)
         if doubled := sorted({"batch", "sequence", "precision"} & set(settings.given)):
             raise UsageError(f"meshwright plan: --given {doubled[0]}\n  fix: pass --{doubled[0]} alone")
@@ -61,7 +63,7 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         print_json({**best, **told})
         return 0
     say(written(best))
-    say(f"\nthe fastest of {found.fitting} plans that fit, of {found.considered}; next come")
+    say(f"\nthe fastest of {found.fitting} plans that fit ({found.considered} considered); the next best:")
     for other in found.next[:3]:
         say(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
     return 0
@@ -120,7 +122,7 @@ def written(told: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{told['ranks']} ranks", *lines, "",
-            f"{told['seconds']:.4g} s a step, {told['tokens per second']:,.0f} tokens/s, "
+            f"{told['seconds']:.4g} s per step, {told['tokens per second']:,.0f} tokens/s, "
             f"{100 * told['share of the peak']:.1f} % of the peak",
             *(f"  {name:<26} {s:10.4g} s" for name, s in told["seconds of"].items()), "",
             f"{told['bytes'] / GIGA:.1f} GB of {told['memory'] / GIGA:.0f} GB on the fullest rank{fits}",

@@ -45,7 +45,7 @@ def profile(settings: argparse.Namespace, argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         if launch(["-m", "meshwright.cli._measure", str(path), str(settings.seconds)], ranks) != 0:
-            say("meshwright profile: the ranks that measure failed\n  fix: run meshwright doctor", file=sys.stderr)
+            say("meshwright profile: the measuring ranks failed\n  fix: run meshwright doctor", file=sys.stderr)
             return FAILED
         measured: dict[str, Any] = read_json(read_text_file(path))
         toml = cluster_text(measured)
@@ -74,9 +74,10 @@ def _answer(settings: argparse.Namespace, measured: Mapping[str, Any], toml: str
 def _planned(ranks: int, device: str, seconds: float) -> str:
     """Return the description of the measurements that would be made."""
     what = measurements(ranks, device)
-    sizes = f"products of {', '.join(map(str, PRODUCTS[device]))} in {', '.join(map(write_dtype, DTYPES[device]))}"
-    rows = [f"{ranks} processes at once, each with {'a GPU' if device == 'cuda' else 'one thread'}", f"  {sizes}"]
-    rows += ["  the bandwidth of memory, and the time that an operator takes to begin"]
+    sizes = f"matrix products of {', '.join(map(str, PRODUCTS[device]))}"
+    sizes += f" in {', '.join(map(write_dtype, DTYPES[device]))}"
+    rows = [f"{ranks} concurrent processes, each with {'a GPU' if device == 'cuda' else 'one thread'}", f"  {sizes}"]
+    rows += ["  memory bandwidth, and the launch overhead of an operator"]
     if ranks > 1:
         rows.append(f"  all-reduces of {', '.join(f'{n:,}' for n in MESSAGES)} bytes")
     return "\n".join([*rows, f"{len(what)} measurements, about {START + len(what) * 1.5 * seconds:.0f} s"])
@@ -94,7 +95,7 @@ def cluster_text(measured: Mapping[str, Any]) -> str:
         f"memory = {device['memory'] / 1e9:.4g}        # GB",
         f"bandwidth = {device['bandwidth'] / 1e9:.4g}   # GB/s",
         f"overhead = {device['overhead'] * 1e6:.4g}     # microseconds",
-        "reach = 1.0       # the rates are those of products, not of a data sheet",
+        "reach = 1.0       # the rates are measured, not those of a data sheet",
         f"flops = {{ {flops} }}  # TFLOP/s",
     ]  # fmt: skip
     if inside is not None:

@@ -46,7 +46,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         return 0
     if (actions := settings.ranks * settings.microbatches * settings.chunks) > MOST_ACTIONS:
         few = f"--microbatches {max(1, MOST_ACTIONS // (settings.ranks * settings.chunks))}"
-        raise UsageError(f"meshwright schedule: about {actions} actions, more than {MOST_ACTIONS}\n  fix: {few}")
+        raise UsageError(f"meshwright schedule: about {actions} actions, more than {MOST_ACTIONS}\n  fix: pass {few}")
     try:
         table = asked_schedule(settings)
         check(table, stale=True)

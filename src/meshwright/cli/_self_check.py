@@ -34,7 +34,7 @@ def check() -> str:
         laid = shard_tensor(x, mesh, [of_x]).requires_grad_(), shard_tensor(w, mesh, [of_w]).requires_grad_()
         for name, a, b in zip(("result", "gradient of x", "gradient of w"), _step(*laid), expected, strict=True):
             if not torch.allclose(unshard_dtensor(a), b, rtol=1e-5, atol=1e-6):
-                return f"the {name} of a product with x as {of_x} is not that of one device"
+                return f"the {name} of a product with x as {of_x} differs from one device"
     return ""
 
 

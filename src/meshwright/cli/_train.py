@@ -121,7 +121,7 @@ def report_run(end: TrainingEnd, settings: argparse.Namespace) -> int:
         path = str(end.checkpoint) if end.checkpoint else None
         print_json({"begun": end.begun, "losses": end.losses, "stopped": end.stopped, "checkpoint": path})
         return end.exit_code
-    steps = f"steps {end.begun + 1} to {last}, loss {end.losses[-1]:.6f}" if end.losses else f"no step behind {last}"
+    steps = f"steps {end.begun + 1} to {last}, loss {end.losses[-1]:.6f}" if end.losses else f"no step after {last}"
     say(f"{steps}{', stopped by SIGTERM' if end.stopped else ''}{f', {end.checkpoint}' if end.checkpoint else ''}")
     return end.exit_code
 

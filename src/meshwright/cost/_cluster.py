@@ -38,7 +38,7 @@ class Cluster:
     number of devices, if known.
 
     >>> cluster_of("H100")
-    H100: 990 TFLOP/s bf16, 67 TFLOP/s f32, 3350 GB/s, 80 GB; 8 to a node on NVLink4; InfiniBand-NDR between nodes
+    H100: 990 TFLOP/s bf16, 67 TFLOP/s f32, 3350 GB/s, 80 GB; 8 per node on NVLink4; InfiniBand-NDR between nodes
 
     Raises:
         CostError: `per_node` is below 1, or `devices` is below 1 or above `MOST_DEVICES`.
@@ -54,16 +54,16 @@ class Cluster:
         if self.per_node < 1:
             raise CostError(
                 "a cluster",
-                f"{self.per_node} devices to a node",
-                "a node has devices",
-                "Cluster(device, link, per_node=8)",
+                f"{self.per_node} devices per node",
+                "a node needs at least one device",
+                "write Cluster(device, link, per_node=8)",
             )
         if self.devices is not None and not 1 <= self.devices <= MOST_DEVICES:
             raise CostError(
                 f"a cluster of {self.device.name}",
                 f"{self.devices} devices",
-                f"a cluster has a device, and at most {MOST_DEVICES:,}",
-                f"64x{self.device.name}",
+                f"a cluster has at least one device, and at most {MOST_DEVICES:,}",
+                f"write 64x{self.device.name}",
             )
 
     def link(self, group: Sequence[int]) -> Link:
@@ -118,7 +118,7 @@ class Cluster:
     def __repr__(self) -> str:
         between = f"; {self.outside.name} between nodes" if self.outside else ""
         count = f"{self.devices} x " if self.devices else ""
-        return f"{count}{self.device!r}; {self.per_node} to a node on {self.inside.name}{between}"
+        return f"{count}{self.device!r}; {self.per_node} per node on {self.inside.name}{between}"
 
 
 def slowest(kinds: Sequence[Cluster]) -> Cluster:

@@ -17,7 +17,7 @@ from ._device import DEVICES, GIGA, MICRO, TERA, Device
 from ._errors import CostError
 from ._link import LINKS, Link
 
-WRITE = "64xH100, or 64xA100-40GB, 8 per node, 200G (gigabits per second and device between nodes, or EFA-400)"
+WRITE = "write 64xH100, or 64xA100-40GB, 8 per node, 200G (gigabits per second and device between nodes, or EFA-400)"
 MOST_CHARACTERS = 4000
 _DEVICES = re.compile(r"(\d{1,40}) ?[x×*] ?([A-Za-z][\w .-]*)")
 _WORD = re.compile(r"([- ]?)([^- ]+)")
@@ -33,7 +33,7 @@ def cluster(text: str) -> Cluster:
     """Return the cluster that one line describes, or a TOML file if `text` is its path.
 
     >>> cluster("64xA100-40G, 4 per node, 100G")
-    64 x A100-40GB: 312 TFLOP/s bf16, 19.5 TFLOP/s f32, 1555 GB/s, 40 GB; 4 to a node on NVLink3; 100G between nodes
+    64 x A100-40GB: 312 TFLOP/s bf16, 19.5 TFLOP/s f32, 1555 GB/s, 40 GB; 4 per node on NVLink3; 100G between nodes
 
     Devices of several kinds ("8xH100 + 8xA100") work in step, each as fast as the slowest of them (`slowest`).
 
@@ -52,7 +52,7 @@ def _from_line(text: str) -> Cluster:
     made = kinds[0] if len(kinds) == 1 else slowest(kinds)
     for is_one in (_NODE.fullmatch, lambda word: word in LINKS or _NETWORK.fullmatch(word)):
         if len(twice := [word for word in rest if is_one(word)]) > 1:
-            raise CostError(f"a cluster {text!r}", " and ".join(map(repr, twice)), "only one of them can be", WRITE)
+            raise CostError(f"a cluster {text!r}", " and ".join(map(repr, twice)), "only one of them is allowed", WRITE)
     for word in rest:
         made = _changed(made, text, word)
     return made
@@ -102,18 +102,18 @@ def _changed(made: Cluster, text: str, word: str) -> Cluster:
 
 def _positive(text: str, word: str, number: str) -> str:
     if not float(number):
-        raise CostError(f"a cluster {text!r}", f"{word!r}", "nothing works with none of it", WRITE)
+        raise CostError(f"a cluster {text!r}", f"{word!r}", "the number must be above 0", WRITE)
     return number
 
 
 def _no_toml(text: str) -> CostError:
     return CostError(
-        f"a cluster {text!r}", "a path", "a file that describes a cluster is TOML by its name", "here.toml"
+        f"a cluster {text!r}", "a path", "the name of a cluster file must end in .toml", "pass a file such as here.toml"
     )
 
 
 def _unread(text: str, word: str) -> CostError:
-    why = "it is no count of devices, nodes or gigabits, and no link"
+    why = "the word is neither a number of devices, nodes or gigabits, nor a link"
     return CostError(f"a cluster {text!r}", f"{word!r}", why, WRITE)
 
 
@@ -121,20 +121,23 @@ def _from_file(path: Path) -> Cluster:
     try:
         given = read_toml(read_text_file(path))
     except InputError as error:
-        why = f"the file can't be read as TOML: {error.why}"
+        why = f"the file cannot be read as TOML: {error.why}"
         raise CostError(f"a cluster from {path}", error.found, why, WRITE) from error
     asked, tables = f"a cluster from {path}", ("device", "inside", "outside")
     if strange := set(given) - {"cluster", *tables}:
         raise CostError(
-            asked, f"tables {', '.join(sorted(strange))}", f"known are cluster, {', '.join(tables)}", EXAMPLE
+            asked, f"tables {', '.join(sorted(strange))}", f"the known names are cluster, {', '.join(tables)}", EXAMPLE
         )
     if not isinstance(given.get("cluster"), str):
-        raise CostError(asked, f"cluster = {given.get('cluster')!r}", "a line says what devices there are", EXAMPLE)
+        raise CostError(
+            asked, f"cluster = {given.get('cluster')!r}", "cluster must be a line that describes the devices", EXAMPLE
+        )
     made = _from_line(given["cluster"])
     return replace(made, **{name: _part(asked, name, made, given[name]) for name in tables if name in given})
 
 
-EXAMPLE = """cluster = "64xH100, 8 per node, 400G"
+EXAMPLE = """write lines such as
+cluster = "64xH100, 8 per node, 400G"
 [device]
 memory = 96        # GB
 bandwidth = 2400   # GB/s
@@ -152,11 +155,16 @@ def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
     old = getattr(made, table) or Link("", 1.0, 14 * MICRO)
     known = {field.name for field in fields(old)}
     if not isinstance(given, Mapping):
-        raise CostError(asked, f"{table} = {given!r}", "it is a table of numbers", EXAMPLE)
+        raise CostError(asked, f"{table} = {given!r}", "the entry must be a table of numbers", EXAMPLE)
     numbers = cast(Mapping[str, Any], given)
     if strange := sorted(set(numbers) - known):
         near = get_close_matches(strange[0], known, n=1, cutoff=0.0)[0]
-        raise CostError(asked, f"{strange[0]} in [{table}]", f"known are {', '.join(sorted(known))}: {near}?", EXAMPLE)
+        raise CostError(
+            asked,
+            f"{strange[0]} in [{table}]",
+            f"the known names are {', '.join(sorted(known))}; the closest is {near}",
+            EXAMPLE,
+        )
     if {"latency", "start"} & set(numbers) and isinstance(old, Link):
         numbers = {"lines": (), **numbers}  # a latency in the file holds for messages of every kind
     try:
@@ -164,7 +172,7 @@ def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
     except CostError:
         raise
     except (LayoutError, TypeError, ValueError, AttributeError) as error:
-        raise CostError(asked, f"[{table}]: {error}", "a number is needed there", EXAMPLE) from error
+        raise CostError(asked, f"[{table}]: {error}", "a number is needed here", EXAMPLE) from error
 
 
 def _pair(value: Any, unit: float = 1.0) -> tuple[float, float]:

@@ -57,8 +57,8 @@ class Device:
             raise CostError(
                 f"a device {self.name!r}", f"rates {dict(self.flops)}, {self.bandwidth} B/s, {self.memory} B, "
                 f"{self.overhead} s",
-                "seconds are work over rates, and rates are positive and finite",
-                "Device(name, {torch.float32: operations per second}, bytes per second, bytes)",
+                "rates must be positive and finite, because seconds are work divided by rates",
+                "write Device(name, {torch.float32: operations per second}, bytes per second, bytes)",
             )  # fmt: skip
 
     def peak(self, dtype: torch.dtype) -> float:

@@ -54,8 +54,8 @@ class Link:
         if not all(0 < x < float("inf") for x in ways) or not all(0 <= x < float("inf") for x in waits):
             raise CostError(
                 f"a link {self.name!r}", f"{self.bandwidth} B/s, {self.latency} s",
-                "bytes take time, and time goes forward",
-                "Link(name, bytes per second, seconds per hop)",
+                "bandwidth and reach must be positive, latency and start must not be negative",
+                "write Link(name, bytes per second, seconds per hop)",
             )  # fmt: skip
 
     def among(self, ranks: Numbers) -> Numbers:

@@ -91,13 +91,14 @@ class AroundStep:
         if any(callable(a) for a in (*args, *kwargs.values())):
             raise StrategyError(
                 f"{type(of).__name__}.step(closure) with master_weights or offload", "a closure",
-                "it would run the model inside the step, while the parameters are elsewhere", "loss.backward() before",
+                "the closure would run the model while parameters or states are swapped for the step",
+                "call loss.backward() before the step",
             )  # fmt: skip
         if self._params:
             raise StrategyError(
-                f"{type(of).__name__}.step() with master_weights or offload", "a step before it that has not ended",
-                "parameters and states are where that one needs them: it failed, or this one is called by it",
-                "an optimizer whose step does not call another class's step; behind a failure, load a checkpoint",
+                f"{type(of).__name__}.step() with master_weights or offload", "an earlier step that has not ended",
+                "parameters and states are still swapped for the earlier step, which failed or calls this step",
+                "use an optimizer whose step does not call another class's step; after a failure, load a checkpoint",
             )  # fmt: skip
         self._params = [group["params"] for group in of.param_groups]
         *others, last = list(self._buckets(of)) or [[]]

@@ -86,9 +86,9 @@ def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor
     """Return the forward pass with the loss as a program. Raises BatchError if the batch has no input for the model."""
     if loss is not None and len(batch) < 2:
         raise BatchError(
-            "a plan for a model and a loss", f"a batch of {len(batch)}",
-            "the loss takes the last part of it, and the model all others",
-            "(inputs, labels), or a model that gives its loss itself and loss=None",
+            "a plan for a model and a loss", f"a batch with {len(batch)} elements",
+            "the loss takes the last element of the batch, and the model takes the others",
+            "pass (inputs, labels); or pass loss=None and return the loss from the model",
         )  # fmt: skip
 
     def call(*args: Any) -> Any:
@@ -134,8 +134,8 @@ def auto(
     chosen = plan or fastest(program, machines_of(cluster), batch=leaves, states=states_of(optimizer))
     if chosen.mesh.size != current().size:
         raise SearchError(
-            f"a plan of {chosen.how}", f"{current().size} ranks", f"its mesh has {chosen.mesh.size}",
-            f"as many ranks, or sizes of the mesh that make {current().size}",
+            f"a plan of {chosen.how}", f"{current().size} ranks", f"the mesh of the plan has {chosen.mesh.size} ranks",
+            f"start {chosen.mesh.size} ranks, or choose mesh sizes whose product is {current().size}",
         )  # fmt: skip
     specs = _of_pieces(chosen, program)
     if chosen.pipeline is not None:
@@ -156,16 +156,16 @@ def _first(optimizer: Any, loader: Any) -> Sequence[Any]:
     if not isinstance(optimizer, Optimizer):
         raise BatchError(
             f"mw.auto with the optimizer {optimizer!r:.60}", f"a {type(optimizer).__name__}",
-            "the optimizer comes behind the model, and then the batches", "mw.auto(model, optimizer, loader, loss)",
+            "the optimizer comes after the model, and then the batches", "call mw.auto(model, optimizer, loader, loss)",
         )  # fmt: skip
     known = isinstance(loader, Iterable) and not isinstance(loader, (Tensor, Iterator, Mapping))
     batch: Any = next(iter(loader), None) if known else None
     if batch is None or (isinstance(loader, tuple) and isinstance(batch, Tensor)):
         raise BatchError(
             f"mw.auto with a loader that is a {type(loader).__name__}",
-            "no batches in it" if known and batch is None else "tensors, or what begins only once",
-            "its first batch is looked at, and then it is gone through from the beginning",
-            "a DataLoader, or a list of one batch: [(inputs, labels)]",
+            "a loader without batches" if known and batch is None else "tensors, or batches that can be read only once",
+            "the search reads the first batch, and training then starts again with the first batch",
+            "pass a DataLoader, or a list of one batch: [(inputs, labels)]",
         )  # fmt: skip
     return batch if isinstance(batch, (tuple, list)) else (batch,)
 
@@ -183,9 +183,9 @@ class _Counted:
     def __call__(self, leaves: Sequence[Any]) -> None:
         if self.how.ignores(leaves):
             raise SearchError(
-                f"a step of {self.plan.how}", "labels that are ignored, perhaps more in some pieces of the batch",
-                "the mean over pieces is that of the batch where as many labels count in each",
-                "mw.auto with such a batch, which plans without pieces, or Strategy(gradient_merge=...) for their mean",
+                f"a step of {self.plan.how}", "ignored labels, whose number may differ between the pieces of the batch",
+                "the mean over pieces equals that of the batch only if equally many labels count in each piece",
+                "plan with such a batch: mw.auto then uses no pieces. Or pass Strategy(gradient_merge=...)",
             )  # fmt: skip
 
 

@@ -90,8 +90,8 @@ def _held(state: Any) -> tuple[dict[str, Held], dict[str, Any]]:
     for name, leaf in _leaves("", state):
         if name in tensors or name in values:
             raise CheckpointError(
-                f"a state with {name}", "two leaves of that name", "names are keys, joined by dots",
-                "keys that differ when they are joined",
+                f"a state with {name}", "two values with that name", "a name consists of the keys, joined by dots",
+                "use keys whose joined names differ",
             )  # fmt: skip
         if isinstance(leaf, Tensor):
             tensors[name] = held(leaf)

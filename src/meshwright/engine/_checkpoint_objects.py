@@ -42,9 +42,9 @@ class Restored:
                 raise
             except Exception as error:
                 raise CheckpointError(
-                    f"to put back {name}",
+                    f"restoring {name}",
                     f"{type(error).__name__}: {error}",
-                    f"{type(thing).__name__} does not take the state that was saved: {str(state)[:200]}",
+                    f"{type(thing).__name__} rejects the saved state: {str(state)[:200]}",
                     f"pass the {name} that was saved, or {name}=None; nothing was loaded",
                 ) from error
 
@@ -97,7 +97,7 @@ class Options:
             for key, value in options.items():
                 now = group.get(key)
                 if isinstance(now, (int, float, Tensor)) and not isinstance(value, (int, float)):
-                    raise TypeError(f"{key} is a number here, and {type(value).__name__} in the checkpoint")
+                    raise TypeError(f"{key} is a number in the optimizer, and {type(value).__name__} in the checkpoint")
                 if isinstance(now, Tensor):
                     now.fill_(value)
                 else:

@@ -42,9 +42,9 @@ def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str
     shape = catalogue.entries[NAME].shape
     if len(shape) not in (1, 2) or shape[-1] > MOST_BYTES or shape[0] > MOST_BYTES:
         raise CheckpointError(
-            f"to load {NAME} from {catalogue.folder}", f"a tensor of shape {shape}",
+            f"loading {NAME} from {catalogue.folder}", f"a tensor of shape {shape}",
             f"the states of random generators are rows of at most {MOST_BYTES} bytes",
-            "a checkpoint that save_checkpoint wrote",
+            "pass a checkpoint that mw.save_checkpoint wrote",
         )  # fmt: skip
     if len(shape) == 1:
         return {NAME: Held(torch.empty(shape, dtype=torch.uint8))}
@@ -64,8 +64,8 @@ def check_random(found: Mapping[str, Held]) -> None:
         np.random.RandomState().set_state(_numpy_state(states))
     except (InputError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
-            "to put back the random generators", f"no states of them under the name {NAME!r}",
-            str(error).split("\n")[0], "a checkpoint that mw.save_checkpoint wrote",
+            "restoring the random generators", f"no states of random generators under the name {NAME!r}",
+            str(error).split("\n")[0], "pass a checkpoint that mw.save_checkpoint wrote",
         ) from error  # fmt: skip
 
 

@@ -200,8 +200,9 @@ def _check_run(catalogue: Catalogue) -> None:
     """Raise CheckpointError if `save_checkpoint` did not write the checkpoint."""
     if not _is_run(catalogue):
         raise CheckpointError(
-            f"to go on from {catalogue.folder}", "no step and no states of random generators in it",
-            "it was not written by mw.save_checkpoint", "mw.load_state_dict(state, path) for what is in it",
+            f"resuming from {catalogue.folder}", "a checkpoint that lacks the step or other entries of a run",
+            "the checkpoint was not written by mw.save_checkpoint",
+            "call mw.load_state_dict(state, path) to load its contents",
         )  # fmt: skip
 
 
@@ -225,13 +226,13 @@ def _other_optimizer(catalogue: Catalogue, optimizer: Optimizer) -> str:
     groups, here = catalogue.values.get(GROUPS, []), optimizer.param_groups
     saved, kind = catalogue.values.get(KIND), type(optimizer).__name__
     if saved is not None and saved != kind:
-        return f"states of {saved}, and the optimizer is {kind}"
+        return f"states of {saved}, but the optimizer is {kind}"
     if len(groups) != len(here):
-        return f"options of {len(groups)} groups of parameters, and the optimizer has {len(here)}"
+        return f"options of {len(groups)} parameter groups, but the optimizer has {len(here)}"
     for one, other in zip(groups, here, strict=True):
         lacks, has = one.keys() - other.keys(), other.keys() - one.keys() - {"params"}
         if saved is None and lacks and has:
-            return f"options {', '.join(sorted(lacks))}, where {kind} has {', '.join(sorted(has))}"
+            return f"options {', '.join(sorted(lacks))}, but {kind} has {', '.join(sorted(has))}"
     return ""
 
 

@@ -29,7 +29,7 @@ def clip_grad_norm_(
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     total = gradient_norm(owners, norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the norm of the gradients is {total.item()}: no step can be taken with it")
+        raise RuntimeError(f"the norm of the gradients is {total.item()}, so no gradient was changed")
     clip_to(owners, max_norm, total)
     return total
 

@@ -96,15 +96,17 @@ def _check(
     if not parameters or len({p.shape[:1] for p in parameters}) > 1 or not parameters[0].dim():
         raise ExpertsError(
             asked, f"parameters of shapes {[tuple(p.shape) for p in parameters]}",
-            "the first dim of every parameter counts the experts", "stacked parameters: [experts, ...], at least one",
+            "dim 0 of every parameter must count the experts",
+            "stack the parameters: pass at least one of shape [experts, ...]",
         )  # fmt: skip
     if indices.shape != weights.shape or indices.shape[:-1] != tokens.shape[:-1] or tokens.dim() < 2:
         raise ExpertsError(
             asked, f"indices {tuple(indices.shape)} and weights {tuple(weights.shape)}",
-            "each token has as many indices as weights", "tokens [..., d], indices [..., k], weights [..., k]",
+            "each token needs as many weights as indices",
+            "pass tokens [..., d], indices [..., k] and weights [..., k]",
         )  # fmt: skip
     if capacity is not None and capacity < 1:
         raise ExpertsError(
-            asked, f"a capacity of {capacity}", "an expert that takes no row is none",
-            "capacity=math.ceil(1.25 * indices.numel() / experts), or None for all rows",
+            asked, f"a capacity of {capacity}", "each expert must take at least one row",
+            "pass capacity=math.ceil(1.25 * indices.numel() / experts), or None for all rows",
         )  # fmt: skip

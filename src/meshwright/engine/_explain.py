@@ -18,8 +18,8 @@ from ._record import record
 
 _HEAD = ("call", "operand", "becomes", "by", "bytes", "result")
 _REMARKS = {
-    "ring": "keys and values round the ring",
-    "ulysses": "heads cut for the sequence, all to all",
+    "ring": "keys and values travel the ring",
+    "ulysses": "all-to-all: heads instead of the sequence",
     "whole": "on whole tensors: no rule",
     "parts": "as the calls below",
     "operators": "as the calls below",

@@ -27,52 +27,52 @@ class _Option:
 OF_THE_WHOLE = (
     _Option(
         "sharding", lambda s: s.sharding.enable, (ShardParameters, Regather),
-        "what is cut is gathered and scattered by the program that updates parameters, and here Python updates them",
-        "parameters marked by mw.shard_tensor(p, mesh, [mw.Shard(0)])",
+        "the program that updates parameters gathers and scatters them, but here Python updates them",
+        "mark parameters with mw.shard_tensor(p, mesh, [mw.Shard(0)])",
     ),
     _Option(
         "gradient_merge", lambda s: s.merge is not None, (),
-        "the program of a whole step takes its batch in parts, and here no program has the whole batch",
-        "a loop over parts of the batch, loss.backward() for each, one optimizer.step()",
+        "the program of a whole step splits its batch, but here no program has the whole batch",
+        "loop over parts of the batch: call loss.backward() for each, then optimizer.step() once",
     ),
     _Option(
         "pipeline", lambda s: s.pipeline.enable, (),
-        "a schedule runs parts of one program of a whole step, and here Python lies between programs",
-        "stages as they are marked, without pipeline, or a model that is one program",
+        "a schedule runs parts of one program of the whole step, but here Python runs between programs",
+        "mark the stages and leave out pipeline",
     ),
     _Option(
         "sp_optimization", lambda s: s.sp_optimization.enable, (SequenceParallel,),
-        "the sequence stays cut from one layer to the next, and Python lies between layers",
-        "mw.reshard(x, mesh, [mw.Shard(1)]) in the forward pass",
+        "the sequence stays sharded from one layer to the next, but here Python runs between layers",
+        "call mw.reshard(x, mesh, [mw.Shard(1)]) in the forward pass",
     ),
     _Option(
         "recompute", lambda s: s.recompute.enable, (Recompute,),
-        "layers and bytes are chosen in a program that runs forward and backward, and here those are two",
-        "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True) in the forward pass",
+        "recomputation is planned in one program of forward and backward pass, but here they are two programs",
+        "call torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True) in the forward pass",
     ),
     _Option(
         "amp.level = 'O2'", lambda s: s.amp.enable and s.amp.level != "O1", (),
-        "parameters and batch are cast once for all that reads them, and what is Python reads them, too",
-        'amp={"enable": True, "level": "O1"}, which is torch.autocast for programs and for Python',
+        "the program casts parameters and batch once for all readers, but here Python reads them, too",
+        'pass amp={"enable": True, "level": "O1"}, which is torch.autocast for programs and for Python',
     ),
     _Option(
         "amp.dtype = 'float16'", lambda s: s.amp.scaling is not None, (),
-        "the program that updates parameters is the one that scales, and here Python updates them",
-        'amp={"enable": True} in bfloat16, or the model itself with torch.autocast and torch.amp.GradScaler',
+        "the program that updates parameters scales the loss, but here Python updates them",
+        'pass amp={"enable": True} for bfloat16, or use the model itself with torch.autocast and torch.amp.GradScaler',
     ),
     _Option(
         "an Amp pass", lambda s: False, (Amp,),
-        "Python between programs would compute in another dtype than they", 'amp={"enable": True}',
+        "the Python code between programs would compute in another dtype", 'pass amp={"enable": True}',
     ),
     _Option(
         "release", lambda s: s.release, (Release,),
-        "gradients are let go by the program that updates parameters, and here Python updates them",
-        "release=False",
+        "the program that updates parameters frees the gradients, but here Python updates them",
+        "pass release=False",
     ),
     _Option(
         "layouts", lambda s: s.layouts is not None, (),
-        "layouts go by the names of one program's values, and here are many programs",
-        "marks: mw.shard_tensor for parameters, mw.reshard in the forward pass",
+        "layouts name the values of one program, but here are many programs",
+        "use marks: mw.shard_tensor for parameters, mw.reshard in the forward pass",
     ),
 )  # fmt: skip
 """The options, in the order in which they are refused."""
@@ -86,6 +86,6 @@ def refuse_of_the_whole(strategy: Strategy, reason: MeshwrightError) -> None:
             continue
         raise StaticError(
             f"{option.name if own is None else repr(own)} with Strategy(full_graph=False)",
-            f"a model that falls into pieces: {reason.found} ({reason.asked})",
-            option.why, f"{option.write}; or a model that is one program, by {reason.write}",
+            f"a model that runs in pieces: {reason.found} ({reason.asked})",
+            option.why, f"{option.write}; or make the model one program: {reason.write}",
         )  # fmt: skip

@@ -41,9 +41,9 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
         raise TrainingError(
             f"a step of {type(optimizer).__name__}",
             f"{len(left)} parameters without gradients, of shapes such as {tuple(left[0].shape)}, whose distributed "
-            "successors have them",
-            "the optimizer was made before the model was laid over the mesh, and holds what its parameters were",
-            "the optimizer behind the marks, or mw.parallelize(model, optimizer, mesh, config), which takes it along",
+            "replacements have them",
+            "the optimizer was created before the model was distributed, and still holds the old parameters",
+            "create the optimizer after the marks, or call mw.parallelize(model, optimizer, mesh, config)",
         )
 
 

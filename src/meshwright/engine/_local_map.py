@@ -149,8 +149,9 @@ def _per_input(
         return [None] * count
     if len(in_placements) != count:
         raise LocalMapError(
-            f"local_map of {_name(func)}", f"{count} positional arguments, and in_placements for {len(in_placements)}",
-            "each positional argument has an entry", "one list of placements per argument, None for what is no tensor",
+            f"local_map of {_name(func)}", f"{count} positional arguments, but in_placements for {len(in_placements)}",
+            "each positional argument needs an entry",
+            "pass one list of placements per tensor, and None for any other argument",
         )  # fmt: skip
     return in_placements
 
@@ -160,8 +161,8 @@ def _targets(
 ) -> list[Target]:
     if shapes is not None and len(shapes) != len(places):
         raise LocalMapError(
-            f"local_map of {_name(func)}", f"shapes for {len(shapes)} results, and placements for {len(places)}",
-            "each result has an entry in both", "one shape per result, None where parts are even",
+            f"local_map of {_name(func)}", f"shapes for {len(shapes)} results, but placements for {len(places)}",
+            "each result needs an entry in both", "pass one shape per result, and None where the parts are even",
         )  # fmt: skip
     known = shapes if shapes is not None else [None] * len(places)
     return [None if p is None else (*p, shape) for p, shape in zip(places, known, strict=True)]
@@ -177,9 +178,9 @@ def _placed(x: Any, wanted: PlacementList | None, mesh: ProcessMesh, may_move: b
     if may_move:
         return reshard(x, mesh, wanted)
     raise LocalMapError(
-        f"local_map of an input that lies as {list(wanted)} on {mesh!r}", f"{x.spec!r} on {x.mesh!r}",
-        "the function is written for local parts of the other layout",
-        "reshard_inputs=True, or mw.reshard(x, mesh, placements) before the call",
+        f"local_map of an input with the placements {list(wanted)} on {mesh!r}", f"{x.spec!r} on {x.mesh!r}",
+        "the function is written for local parts in the requested layout",
+        "pass reshard_inputs=True, or call mw.reshard(x, mesh, placements) first",
     )  # fmt: skip
 
 
@@ -216,8 +217,8 @@ def _listed(func: Any, out: Any, targets: Sequence[Target]) -> tuple[list[Any], 
     results: list[Any] = list(out) if many else [out]
     if len(results) != len(targets):
         raise LocalMapError(
-            f"local_map of {_name(func)}", f"{len(results)} results, and placements for {len(targets)}",
-            "each result has an entry", "one list of placements per result, None for what is no tensor",
+            f"local_map of {_name(func)}", f"{len(results)} results, but placements for {len(targets)}",
+            "each result needs an entry", "pass one list of placements per tensor, and None for any other result",
         )  # fmt: skip
     return results, many
 
@@ -225,9 +226,9 @@ def _listed(func: Any, out: Any, targets: Sequence[Target]) -> tuple[list[Any], 
 def _outside(func: Any, x: Any, target: Target, axes: frozenset[tuple[ProcessMesh, str]]) -> Any:
     if isinstance(x, DistTensor):
         raise LocalMapError(
-            f"local_map of {_name(func)}", f"a result {x.spec!r} that is distributed already",
-            "the function met a distributed tensor inside, beside local parts that it took for whole values",
-            "distributed tensors as arguments, so that they come in as local parts",
+            f"local_map of {_name(func)}", f"a result {x.spec!r} that is already distributed",
+            "the function used a distributed tensor from outside together with local parts",
+            "pass distributed tensors as arguments, so that the function gets their local parts",
         )  # fmt: skip
     if target is None or not isinstance(x, Tensor):
         return x

@@ -72,7 +72,7 @@ def _check_plain(optimizer: Optimizer) -> None:
         if found is not None:
             raise OperationError(
                 "torch.optim.SparseAdam.step()", f"a distributed parameter, {found.spec!r}",
-                "its gradient is dense, and nothing tells which rows of it were looked up",
+                "its gradient is dense and does not say which rows were looked up",
                 "use torch.optim.Adam, or SGD or Adagrad, which give the same numbers for dense gradients",
             )  # fmt: skip
 

@@ -99,16 +99,17 @@ class _Work:
         for key, x in module.__dict__.items():
             if isinstance(x, Tensor) and _device(x).type == "meta":
                 raise MaterializeError(
-                    f"to materialize {f'{path}.{key}'.lstrip('.')!r}", "a tensor that is neither parameter nor buffer",
-                    "it was made on the meta device, and nothing tells its values", "register_buffer for it",
+                    f"materializing {f'{path}.{key}'.lstrip('.')!r}",
+                    "a tensor that is neither a parameter nor a buffer",
+                    "it was created on the meta device, so its values are unknown", "register it with register_buffer",
                 )  # fmt: skip
         for _, key, x in _slots(module):
             if id(x) in self.first and not _has_values(_local(x)):
                 raise MaterializeError(
-                    f"to materialize {type(module).__name__}.{key}, at {f'{path}.{key}'.lstrip('.')!r}",
-                    "no value behind reset_parameters and init",
-                    "its constructor's values were lost on the meta device, and nothing else tells them",
-                    f"mw.materialize(model, init=fn), where fn(module) fills {type(module).__name__}.{key} in place",
+                    f"materializing {type(module).__name__}.{key}, at {f'{path}.{key}'.lstrip('.')!r}",
+                    "no values after reset_parameters and init",
+                    "the values from its constructor were lost on the meta device",
+                    f"call mw.materialize(model, init=fn); let fn(module) fill {type(module).__name__}.{key} in place",
                 )  # fmt: skip
 
     def _reset(self, module: nn.Module, init: Init | None) -> None:
@@ -122,8 +123,8 @@ class _Work:
         """Copy a buffer that `init` replaced into the old buffer. Raises MaterializeError for a parameter."""
         if isinstance(old, nn.Parameter) or old.shape != new.shape or old.dtype != new.dtype:
             raise MaterializeError(
-                f"to materialize {path!r}", "another tensor in its place",
-                "what it was is laid over a mesh, and an optimizer may hold it", "values written in place",
+                f"materializing {path!r}", "a new tensor in its place",
+                "the old tensor has its layout on the mesh, and an optimizer may hold it", "write the values in place",
             )  # fmt: skip
         with local_parts():
             values = place(new, old.spec.mesh, old.spec.layout) if isinstance(old, DistTensor) else new

@@ -56,8 +56,9 @@ class Microbatches:
         given, count = list(batches), self.schedule.microbatches
         if len(given) != count:
             raise StageError(
-                f"a step of {len(given)} microbatches", f"a schedule for {count}", "a table names its microbatches",
-                f"{count} batches",
+                f"a step of {len(given)} microbatches", f"a schedule for {count} microbatches",
+                "a schedule is made for a fixed number of microbatches",
+                f"pass {count} batches",
             )  # fmt: skip
         here = Posted(current())
         running: dict[int, Tensor] = {}
@@ -130,8 +131,9 @@ def microbatched(
     found = schedule_of(Pipeline(schedule_mode=schedule, accumulate_steps=microbatches), stages)
     if len(found.ways) > 1 or found.recomputed or found.slices > 1:
         raise StageError(
-            f"schedule {found.name!r} in the eager mode", "R, slices of sequences, or two copies of the model",
-            "a forward pass runs once and as a whole, and the model stands there once",
-            "torch.utils.checkpoint in the model, or mw.to_static(model, loader, loss, optimizer, strategy)",
+            f"schedule {found.name!r} in the eager mode",
+            "recomputation (R), slices of sequences, or two copies of the model",
+            "in the eager mode each forward pass runs once, as a whole, on the only copy of the model",
+            "use torch.utils.checkpoint in the model, or mw.to_static(model, loader, loss, optimizer, strategy)",
         )  # fmt: skip
     return Microbatches(model, loss, found, stages, autocast, scaler)

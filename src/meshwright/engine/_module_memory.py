@@ -100,8 +100,8 @@ class ModuleMemory:
             computed = next((s for s in group if not s.is_held and not s.tensor.is_leaf), None)
             if computed is not None and group[0].tensor is not computed.tensor:
                 raise SharedMemoryError(
-                    self._asked, f"{computed.path}, computed from {group[0].path} and on the same memory",
-                    "its gradient history begins at the tensor that the module had before it was laid",
+                    self._asked, f"{computed.path}, which was computed from {group[0].path} and shares its memory",
+                    "its gradient history begins at the tensor that the module had before it was distributed",
                     f"compute {computed.path} in forward(), or use {computed.path}.detach()",
                 )  # fmt: skip
 
@@ -118,8 +118,8 @@ class ModuleMemory:
                 if first is not None and spec is not first:
                     raise SharedMemoryError(
                         self._asked, f"{group[0].path} gets {first!r}, and {slot.path} gets {spec!r}",
-                        "both share one memory, and parts of different layouts cannot",
-                        f"lay both alike; or {_fix(group[0], slot)}",
+                        "tensors that share memory must have the same layout",
+                        f"give both the same layout; or {_fix(group[0], slot)}",
                     )  # fmt: skip
 
     def tie(self) -> None:
@@ -138,7 +138,7 @@ class ModuleMemory:
         shapes = [tuple(slot.tensor.shape) for slot in (one, other)]
         return SharedMemoryError(
             self._asked, f"{one.path} of shape {shapes[0]} and {other.path} of shape {shapes[1]} share some elements",
-            "on a mesh each would have parts of its own, and a write to one would not reach the other",
+            "on a mesh each would have its own parts, and a write to one would not reach the other",
             _fix(one, other),
         )  # fmt: skip
 
@@ -152,8 +152,8 @@ def refuse_shared_parameters(parameters: Iterable[Tensor], asked: str) -> None:
         one, other = (found[at] for at in numbers)
         raise SharedMemoryError(
             asked, f"parameters of shapes {tuple(one.shape)} and {tuple(other.shape)} that share memory",
-            "each would be updated in memory of its own, and the other one would not see the update",
-            "make one parameter of both, as in head.weight = embedding.weight, or write p.data = p.data.clone()",
+            "each would get its own memory, and an update of one would not reach the other",
+            "use one parameter for both, as in head.weight = embedding.weight, or write p.data = p.data.clone()",
         )  # fmt: skip
 
 
@@ -211,5 +211,5 @@ def _fix(one: _Slot, other: _Slot) -> str:
     """Return the advice to make one tensor of both, or to give each memory of its own."""
     if one.is_held and other.is_held:
         clone = f"{other.path}.data = {other.path}.data.clone()"
-        return f"make one tensor of both, as in {one.path} = {other.path}, or write {clone}"
-    return f"take the view of {one.path} in forward(), or write {other.path} = {other.path}.clone()"
+        return f"use one tensor for both, as in {one.path} = {other.path}, or write {clone}"
+    return f"create the view of {one.path} in forward(), or write {other.path} = {other.path}.clone()"

@@ -117,9 +117,10 @@ def refuse_master_weights(optimizer: Optimizer) -> None:
     around = _AROUND.get(optimizer)
     if around is not None and (around.master or around.memory):
         raise StaticError(
-            "a static step of an optimizer with master_weights or offload", "copies that Python brings before a step",
-            "a program reads and writes parameters and states where they are",
-            'parameters in float32 with Strategy(amp={"enable": True, "level": "O2"}), which casts them',
+            "a static step of an optimizer with master_weights or offload",
+            "parameters or states that Python swaps before a step",
+            "a program reads and writes parameters and states in place",
+            'keep parameters in float32 and pass Strategy(amp={"enable": True, "level": "O2"}), which casts them',
         )  # fmt: skip
 
 
@@ -130,8 +131,10 @@ def _around(optimizer: Optimizer, shard_fn: Any, master_weights: bool, offload: 
         return None
     if known is not None:
         raise StrategyError(
-            f"mw.shard_optimizer({type(optimizer).__name__}, ...)", "an optimizer whose step is prepared already",
-            "what is done around a step is said once", "one call: shard_fn, master_weights and offload together",
+            f"mw.shard_optimizer({type(optimizer).__name__}, ...)",
+            "an optimizer that shard_optimizer has already prepared",
+            "the hooks around a step can be set only once",
+            "make one call with shard_fn, master_weights and offload together",
         )  # fmt: skip
     asked = f"shard_optimizer of {type(optimizer).__name__} with master_weights or offload"
     refuse_shared_parameters((p for group in optimizer.param_groups for p in group["params"]), asked)

@@ -102,9 +102,9 @@ class _Piece(torch.autograd.Function):
         found: Compiled = ctx.found
         if torch.is_grad_enabled():
             raise StaticError(
-                f"create_graph=True through {found.name}", "a piece whose backward pass is a program",
-                "it was recorded once, and its gradients have no past of their own",
-                "the model itself in the place of mw.to_static(model), for gradients of gradients",
+                f"create_graph=True through {found.name}", "a piece whose backward pass is a recorded program",
+                "the backward pass was recorded once, and autograd cannot differentiate it",
+                "use the model itself instead of mw.to_static(model) for gradients of gradients",
             )  # fmt: skip
         back: list[Any] = [None] * (ctx.count + 1)
         if found.backward is None:

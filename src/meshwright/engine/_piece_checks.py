@@ -22,9 +22,9 @@ def check_plain(leaves: Iterable[Any], how: str, module: nn.Module) -> None:
     strange = next((x for x in leaves if not isinstance(x, (Tensor, *PLAIN))), None)
     if strange is not None:
         raise CaptureError(
-            f"to capture {type(module).__name__}, {how} {type(strange).__name__}",
-            "what is no tensor, and not the same in each call",
-            "a program would hold it as it was when it was recorded", "tensors, in tuples, lists and dicts",
+            f"capturing {type(module).__name__}, {how} {type(strange).__name__}",
+            "a value that is not a tensor and may differ from call to call",
+            "a program would keep the value from the recording", "use tensors, in tuples, lists and dicts",
         )  # fmt: skip
 
 
@@ -40,8 +40,8 @@ def check_mappings(out: Any, module: nn.Module) -> None:
     """Raise CaptureError for results in mappings other than dict, which programs do not make."""
     if isinstance(out, Mapping) and type(out) is not dict:
         raise CaptureError(
-            f"to capture {type(module).__name__}", f"results in a {type(out).__name__}",
-            "what a program gives lies in tuples, lists and dicts", "a dict",
+            f"capturing {type(module).__name__}", f"results in a {type(out).__name__}",
+            "a program returns tuples, lists and dicts only", "return a dict",
         )  # fmt: skip
     if isinstance(out, (tuple, list, dict)):
         for item in out.values() if isinstance(out, dict) else out:
@@ -53,6 +53,6 @@ def check_arguments_left_alone(program: Program, module: nn.Module) -> None:
     written = {x for x, _ in program.writes}
     if any(i.value in written for i in program.inputs if i.role == "batch"):
         raise CaptureError(
-            f"to capture {type(module).__name__}", "that it writes to its argument",
-            "the argument has a past in autograd, and a program cannot write a new one", "a result of its own",
+            f"capturing {type(module).__name__}", "a write to its argument",
+            "autograd must see the write to an argument, and a program hides it", "return a new tensor",
         )  # fmt: skip

@@ -119,7 +119,7 @@ class Pieces:
         if module in self._placed:
             return
         if "forward" in module.__dict__:
-            self.eager[path] = "its forward is an attribute of its own, put there by who made the model"
+            self.eager[path] = "its forward is an attribute that was assigned to the instance"
         if path in self.eager or type(module).forward is nn.Module.forward:  # a list of modules is not called
             self._put_parts(path, module)
             return
@@ -216,7 +216,7 @@ class Pieces:
 
         def call(*args: Any) -> Any:
             out = module.forward(*args)
-            check_plain(leaves_in(out), "giving", module)
+            check_plain(leaves_in(out), "returning", module)
             check_mappings(out, module)
             return form.taken_apart(out)
 
@@ -224,8 +224,8 @@ class Pieces:
             captured = capture(module, call, args, dynamic)
         except RuntimeError as error:  # Python raises it too, or runs operators that fake tensors do not support
             raise CaptureError(
-                f"to capture {type(module).__name__}", str(error).split("\n")[0],
-                "torch refuses it on tensors that hold nothing", "operators that torch.compile takes",
+                f"capturing {type(module).__name__}", str(error).split("\n")[0],
+                "torch cannot run it on tensors without data", "use operators that torch.compile supports",
             ) from error  # fmt: skip
         check_arguments_left_alone(captured.program, module)
         program = with_layouts(captured.program, complete(captured.program))

@@ -170,13 +170,15 @@ def _check_updates(schedule: Schedule, copies: Sequence[Parts], first: Program, 
     if states[1] or not all(isinstance(v, Value) for v in states[0].values()):
         name, key = next(k for made in states for k, v in made.items() if made is states[1] or not isinstance(v, Value))
         raise StageError(
-            f"schedule {schedule.name!r}", f"the optimizer's state {key!r} of {name}, which each update makes anew",
-            "a step makes several updates with one program", "an optimizer whose counters are tensors, or 1F1B",
+            f"schedule {schedule.name!r}", f"the optimizer's state {key!r} of {name}, which each update creates anew",
+            "one program runs the several updates of a step",
+            "use an optimizer whose counters are tensors, or schedule 1F1B",
         )  # fmt: skip
     if len(copies) > 1:
         raise StageError(
-            f"schedule {schedule.name!r}", "microbatches of several sizes", "each update takes some of them, alike",
-            "microbatches of one size, or 1F1B",
+            f"schedule {schedule.name!r}", "microbatches of several sizes",
+            "one program runs all updates, so all microbatches must have the same size",
+            "use microbatches of one size, or schedule 1F1B",
         )  # fmt: skip
 
 
@@ -191,8 +193,8 @@ def _staged_step(
 def _check_alike(found: Sequence[Stages]) -> None:
     if len({(stages.ranks, stages.way) for stages in found}) > 1:
         raise StageError(
-            "microbatches of other sizes", "a model whose chunks depend on the sizes of its batch",
-            "all microbatches go through the chunks of one schedule", "marks that are the same for all sizes",
+            "microbatches of several sizes, in a pipeline", "a model whose chunks depend on the sizes of its batch",
+            "one schedule runs all microbatches through the same chunks", "use marks that are the same for all sizes",
         )  # fmt: skip
 
 
@@ -204,12 +206,14 @@ def _step(captured: Capture, strategy: Strategy) -> Program:
 
 def _chosen(options: Pipeline, program: Program, stages: Stages, trained: Collection[str]) -> Chosen:
     if options.schedule_mode != AUTO or slices_of(options) > 1:
-        return Chosen(schedule_of(options, stages), f"{options.schedule_mode.splitlines()[0]}: as asked")
+        return Chosen(schedule_of(options, stages), f"{options.schedule_mode.splitlines()[0]}: as requested")
     times = chunk_times(program, stages, trained)
     problem = Problem(stages.way, options.accumulate_steps, times, capacity=options.capacity)
     found = find_schedule(problem, seconds=0.0)
     shares = ", ".join(" ".join(f"{t:.2f}" for t in times.of_chunk(c)) for c in range(len(stages.way)))
-    return Chosen(found.schedule, f"{found}, for times of F, B and W {shares} of the chunks on stages {stages.way}")
+    return Chosen(
+        found.schedule, f"{found}; times of F, B and W by chunk: {shares}; stages of the chunks: {stages.way}"
+    )
 
 
 def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
@@ -219,13 +223,13 @@ def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
     if found.sequences != options.accumulate_steps:
         raise StrategyError(
             f"pipeline.accumulate_steps = {options.accumulate_steps}", f"a table for {found.sequences} microbatches",
-            "a table names its microbatches", f"accumulate_steps = {found.sequences}",
+            "the table fixes the number of microbatches", f"set accumulate_steps = {found.sequences}",
         )  # fmt: skip
     if found.slices != slices_of(options):
         raise StrategyError(
             f"pipeline.slices = {options.slices}", f"a schedule with {found.slices} slices a sequence",
-            "its actions name the slices",
-            f"slices = {found.slices}" if found.slices > 1 else 'schedule_mode = "Seq1F1B", or slices = 1',
+            "the actions of the schedule fix the number of slices",
+            f"set slices = {found.slices}" if found.slices > 1 else 'set schedule_mode = "Seq1F1B", or slices = 1',
         )  # fmt: skip
     _check_meaning(found, options)
     check(found, stale=options.asynchronous)
@@ -238,15 +242,16 @@ def _check_meaning(found: Schedule, options: Pipeline) -> None:
         return
     if options.asynchronous:
         raise StrategyError(
-            "pipeline.asynchronous = true", f"schedule {found.name!r}, with one update behind all microbatches",
-            "a step means what it means on one device", 'schedule_mode = "PipeDream-2BW", or asynchronous = false',
+            "pipeline.asynchronous = true", f"schedule {found.name!r}, with one update after all microbatches",
+            "this schedule is synchronous: its step equals a step on one device",
+            'set schedule_mode = "PipeDream-2BW", or asynchronous = false',
         )  # fmt: skip
     versions = " and ".join(map(str, weight_versions(found)))
     raise StageError(
         f"schedule {found.name!r}", f"{versions} versions of the weights on its ranks",
-        "a step updates weights once, behind all of its microbatches: what the optimizer means on one device",
-        '"ZB-H1" or "ZB-2p", which fill the same bubbles; or pipeline.asynchronous = true with mw.to_static, where '
-        "gradients of older weights are wanted",
+        "a synchronous step updates weights once, after all of its microbatches, as on one device",
+        'use "ZB-H1" or "ZB-2p", which fill the same bubbles; or set pipeline.asynchronous = true with mw.to_static to '
+        "accept gradients of older weights",
     )  # fmt: skip
 
 
@@ -277,8 +282,9 @@ def sequences_cut(program: Program, options: Pipeline) -> Program:
     lengths = options.slices if not isinstance(options.slices, int) else _even(total, count)
     if sum(lengths) != total or 0 in lengths:
         raise StageError(
-            f"pipeline.slices = {options.slices}", f"a sequence of {total} positions: dim 1 of the batch",
-            "each position is in one slice, and no slice is empty", f"slices = 2, or lengths that are {total} together",
+            f"pipeline.slices = {options.slices}", f"a sequence of {total} positions (dim 1 of the batch)",
+            "each position must be in one slice, and no slice may be empty",
+            f"set slices = 2, or lengths whose sum is {total}",
         )  # fmt: skip
     return in_slices(program, lengths)
 

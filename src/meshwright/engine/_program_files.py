@@ -134,9 +134,9 @@ def save_programs(folder: Any, model: Model, variants: Variants[Any], marks: Map
     if not asked:
         raise StaticError(
             f"dist_model.save({os.fspath(folder)!r})", "no program that holds a whole step",
-            "programs are recorded at the first call for a kind of batch; what runs in pieces is no program, and no "
-            "file tells what a hook, a backward pass or an optimizer of your own did while a program was recorded",
-            "dist_model.compile(*batch) first, with tensors that may be on the meta device",
+            "the first call for a kind of batch records its program. A model in pieces has no such program. A program "
+            "cannot be saved if a hook, a backward pass or an optimizer of your own ran during its recording",
+            "call dist_model.compile(*batch) first; its tensors may be on the meta device",
         )  # fmt: skip
     write_index(place, model, marks, [row_of(place, v, kernels) for v in asked if is_writer(v.program)])
     here.barrier(tuple(range(here.size)))
@@ -212,7 +212,7 @@ def load_programs(folder: Any, model: Model, trusted: Trusted) -> list[tuple[str
         found += told(path, lambda path=path, index=index: _mine(path, index, trusted))
     if not found:
         rank = current().rank
-        raise no_program(place, f"rank {rank} holds parts of other shapes than the ranks whose programs were saved")
+        raise no_program(place, f"the parts of rank {rank} have other shapes than those of the saved programs")
     return found
 
 
@@ -253,6 +253,6 @@ def captures_of(row: Row) -> tuple[str, ...]:
 def _check_marks(folder: Path, index: Row, model: Model) -> None:
     """Raises StaticError for tensors that lie neither as they did at first, nor as programs take them."""
     for slot in slots_of(model.network):
-        lies, first = lies_text(slot.tensor), index["marks"].get(slot.name, "not there")
+        lies, first = lies_text(slot.tensor), index["marks"].get(slot.name, "missing")
         if lies not in (first, index["homes"].get(slot.name)):
             raise other_model(folder, slot.name, first, lies)

@@ -43,7 +43,7 @@ def file_name(rank: int, checksum: str) -> str:
 def checked_name(name: str) -> str:
     """Return the name of a program's file. Raises ValueError for another text, such as a path out of the folder."""
     if not re.fullmatch(r"program-\d+-[0-9a-f]{16}\.safetensors", name):
-        raise ValueError(f"{name!r} is no name of a program's file")
+        raise ValueError(f"{name!r} is not the name of a program file")
     return name
 
 
@@ -87,7 +87,7 @@ def read_indexes(folder: Path, model: Model) -> Iterator[tuple[Path, dict[str, A
     """
     paths = sorted(islice(folder.glob("programs-*.json"), MOST_INDEXES))
     if not paths:
-        raise no_program(folder, "there is no index of programs, such as programs-0.json, in this folder")
+        raise no_program(folder, "this folder has no index of programs, such as programs-0.json")
     for path in paths:
         index = told(path, lambda path=path: _index(read_file(path, MOST_INDEX, links=False)))
         _check(folder, index, model)
@@ -97,16 +97,16 @@ def read_indexes(folder: Path, model: Model) -> Iterator[tuple[Path, dict[str, A
 def _index(data: bytes) -> dict[str, Any]:
     outer = read_json(data, MOST_INDEX)
     if _sum(outer["index"]) != outer["sha256"]:
-        raise ValueError("its checksum is another one: the file was changed")
+        raise ValueError("its checksum does not match: the file was changed")
     index = read_json(outer["index"], MOST_INDEX)
     if index["kind"] != KIND or index["format"] > FORMAT:
-        raise ValueError(f"it is {index['kind']!r} of format {index['format']}, this reads formats up to {FORMAT}")
+        raise ValueError(f"it is {index['kind']!r} of format {index['format']}, but this reads formats up to {FORMAT}")
     if not isinstance(index["programs"], list) or not all(
         isinstance(index[k], dict) for k in ("model", "marks", "homes")
     ):
-        raise ValueError("it is no index of programs")
+        raise ValueError("it is not an index of programs")
     if not all(isinstance(row, dict) for row in index["programs"]):
-        raise ValueError("a row of it is no program")
+        raise ValueError("one of its rows is not a program")
     return {**index, "model": {"number of ranks": str(index["ranks"]), **index["model"]}}
 
 
@@ -115,15 +115,15 @@ def _check(folder: Path, index: Mapping[str, Any], model: Model) -> None:
     now, before = {"number of ranks": str(current().size), **model.text()}, index["model"]
     for what in dict.fromkeys((*now, *before)):
         if before.get(what) != now.get(what):
-            raise other_model(folder, what, before.get(what, "not there"), now.get(what, "not there"))
+            raise other_model(folder, what, before.get(what, "missing"), now.get(what, "missing"))
 
 
 def other_model(folder: Path, what: str, before: str, now: str) -> StaticError:
     """Return the error for programs of a model that differs in `what`."""
     return StaticError(
         f"dist_model.load({str(folder)!r})", f"{what} was {before}, and is {now}",
-        "a program is right for the model, and for the number of ranks, that it was recorded of",
-        "a folder that such a model saved on as many ranks; without load(), programs are recorded at the first calls",
+        "a program is valid only for the model and the number of ranks of its recording",
+        "pass a folder that this model saved on as many ranks; or leave out load(): the first calls record programs",
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class SameInputs:
             raise BatchError(
                 f"call {self._calls} of a parallel model with plain inputs",
                 f"tensors of shapes {shapes} that differ between ranks",
-                "a plain tensor is the whole batch on every rank; a data loader gave each rank rows of its own",
+                "a plain tensor must be the whole batch on every rank; a data loader gave each rank its own rows",
                 "pass the whole batch on every rank, without a DistributedSampler, or use mw.shard_dataloader. "
                 "With Accelerate or transformers' Trainer, call os.environ.update(LOCAL_RANK='-1', "
                 "WORLD_SIZE='1') after mw.init_process()",

@@ -78,7 +78,7 @@ class GlobalSampler:
         if batch < 1 or self.length < (batch if drop_last else 1):
             raise BatchError(
                 f"batches of {batch} samples", f"a data set of {self.length}, drop_last={drop_last}",
-                "an epoch has at least one batch", "a smaller batch, or drop_last=False",
+                "an epoch needs at least one batch", "pass a smaller batch, or drop_last=False",
             )  # fmt: skip
         self.target = None if axis is None else target(mesh, axis)
         self.place = Place()
@@ -137,8 +137,9 @@ class GlobalSampler:
         """
         if state["length"] != self.length:
             raise BatchError(
-                f"to go on with a data set of {self.length} samples", f"a place in one of {state['length']}",
-                "the order of the samples is that of all of them", "the data set of before, or a sampler that begins",
+                f"resuming a data set of {self.length} samples", f"a position in a data set of {state['length']}",
+                "the order of the samples depends on their number",
+                "use the data set of the saved run, or a new sampler",
             )  # fmt: skip
         self.seed, self.shuffle = state["seed"], state["shuffle"]
         self.place = self._settled(Place(state["epoch"], state["taken"]))
@@ -156,7 +157,7 @@ def target(mesh: ProcessMesh | None, axis: Axis) -> tuple[ProcessMesh, list[Plac
     for one in axis if isinstance(axis, tuple) else () if axis is None else (axis,):
         if isinstance(one, int) and not -mesh.ndim <= one < mesh.ndim:
             names = list(mesh.dim_names)
-            raise MeshError(f"shard_dims {one}", repr(mesh), f"there is no axis {one}", f"one of {names}")
+            raise MeshError(f"shard_dims {one}", repr(mesh), f"there is no axis {one}", f"write one of {names}")
         placements[one if isinstance(one, int) else mesh.axis(one)] = Shard(0)
     return mesh, placements
 

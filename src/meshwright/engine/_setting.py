@@ -136,7 +136,7 @@ def form_of(tree: Any) -> Any:
         return (type(tree), *[(key, form_of(v)) for key, v in tree.items()])
     if not isinstance(tree, Tensor) and not isinstance(tree, Hashable):
         raise StaticError(
-            f"a batch with a {type(tree).__name__}", "what is neither a tensor nor hashable",
-            "what is no tensor becomes part of the program, and tells programs apart", "torch.as_tensor(x)",
+            f"a batch with a {type(tree).__name__}", "a value that is neither a tensor nor hashable",
+            "a value that is not a tensor becomes part of the key that selects a program", "pass torch.as_tensor(x)",
         )  # fmt: skip
     return None

@@ -106,10 +106,10 @@ def _cut(optimizer: Optimizer, axes: Axes, least: int, asked: ShardingStage) -> 
 def _cut_of(p: Tensor, axes: tuple[str, ...], least: int, asked: ShardingStage) -> Spec:
     axis = next((a for a in axes if not isinstance(p, DistTensor) or a not in p.spec.mesh.sizes), None)
     if axis is not None:
-        found = f"a parameter on {p.spec.mesh!r}" if isinstance(p, DistTensor) else "a parameter on no mesh"
+        found = f"a parameter on {p.spec.mesh!r}" if isinstance(p, DistTensor) else "a parameter that is on no mesh"
         raise MeshError(
-            repr(asked), found, f"there is no axis {axis!r} to cut it along",
-            "mw.shard_layer(model, mesh) before the optimizer is made, and an axis of that mesh",
+            repr(asked), found, f"the parameter has no mesh axis {axis!r} to be sharded along",
+            "call mw.shard_layer(model, mesh) before you create the optimizer, and name an axis of that mesh",
         )  # fmt: skip
     return sharded(_spec(p), axes, least)
 

@@ -221,13 +221,13 @@ def _check(starts: Sequence[str], layers: Sequence[str], way: Sequence[int], sta
     unknown = next((name for name in starts if name not in layers), None)
     shown = ", ".join(layers[:6]) + (", …" if len(layers) > 6 else "")
     if unknown is not None:
-        found, why, write = f"no layer {unknown!r}", "a chunk begins at a layer", f"names of {shown}"
+        found, why, write = f"no layer {unknown!r}", "a chunk begins at a layer", f"use names of {shown}"
     elif len(starts) + 1 != len(way):
         found = f"{len(starts) + 1} chunks of {len(layers)} layers"
-        why, write = f"there are to be {len(way)}, on stages {tuple(way)}", f"{len(way) - 1} names of {shown}"
+        why, write = f"there must be {len(way)} chunks, on stages {tuple(way)}", f"pass {len(way) - 1} names of {shown}"
     elif set(way) != set(range(stages)):
-        found, why = f"stages {tuple(way)}", f"the mesh has {stages}, and each has a chunk"
-        write = f"way={tuple(range(stages))}, or chunks that go round or back"
+        found, why = f"stages {tuple(way)}", f"the mesh has {stages} stages, and each needs a chunk"
+        write = f"pass way={tuple(range(stages))}, or a way that visits every stage"
     else:
         return
     raise StageError("a model split for a pipeline", found, why, write)

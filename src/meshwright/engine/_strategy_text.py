@@ -22,8 +22,8 @@ def strategy_to_toml(strategy: Strategy) -> str:
     """
     if strategy.layouts is not None:
         raise StrategyError(
-            "a strategy in TOML", "layouts, which name meshes", "a text knows no mesh",
-            "str(dist_model.layouts) in a file of its own, and parse_layouts(text, mesh)",
+            "a strategy in TOML", "layouts, which refer to meshes", "TOML cannot express a mesh",
+            "write str(dist_model.layouts) to its own file, and read it with parse_layouts(text, mesh)",
         )  # fmt: skip
     lines = [*_lines(strategy)]
     for section in fields(strategy):
@@ -48,7 +48,9 @@ def strategy_from_toml(text: str) -> Strategy:
     try:
         found = read_toml(text)
     except InputError as error:
-        raise StrategyError("a strategy in TOML", error.found, error.why, 'compiler = "inductor"') from error
+        raise StrategyError(
+            "a strategy in TOML", error.found, error.why, 'write lines such as compiler = "inductor"'
+        ) from error
     return Strategy.of(**found)
 
 
@@ -80,6 +82,6 @@ def _written(item: Any, name: str) -> str:
     raise StrategyError(
         f"{name} in TOML",
         type(item).__name__,
-        "TOML holds numbers, texts, and lists of them",
-        "an option of such a type",
+        "TOML holds numbers, strings, and lists of them",
+        "use a value of such a type",
     )

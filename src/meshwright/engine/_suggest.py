@@ -79,7 +79,7 @@ def suggest(
     if strange := sorted(set(sizes) - set(AXES)):
         raise SearchError(
             f"a suggestion for a mesh with {strange[0]}", f"a mesh {sizes}",
-            "the search cuts layers (pp), batches (dp) and weights (tp)", "dp=2,tp=4, or pp=2,dp=2,tp=2",
+            "the search shards layers (pp), batches (dp) and weights (tp)", "pass dp=2,tp=4, or pp=2,dp=2,tp=2",
         )  # fmt: skip
     pp, dp, tp = (sizes.get(axis, 1) for axis in AXES)
     plans = plan(model, batch, loss, cluster=cluster, ranks=ranks or pp * dp * tp, stages=pp if mesh else None)
@@ -87,7 +87,7 @@ def suggest(
     if not found:
         raise SearchError(
             f"a suggestion for a mesh {sizes}", f"plans for {', '.join(p.how for p in plans)}",
-            "that mesh does not fit into memory, or its dp does not divide the batch", "another mesh, or none",
+            "that mesh does not fit into memory, or its dp does not divide the batch", "pass another mesh, or none",
         )  # fmt: skip
     best = found[0]
     styles = _patterns(model, dict(_styles(model, best.layouts)))
@@ -112,10 +112,10 @@ def _saved(saving: Saving) -> Iterator[str]:
     """Yield the memory-saving options of the plan that layouts do not express."""
     if saving.recompute:
         layers = {"enable": True, "layers": [*saving.recompute]}
-        yield f"{', '.join(saving.recompute)} made again: torch.utils.checkpoint, or Strategy.of(recompute={layers})"
+        yield f"recompute {', '.join(saving.recompute)}: torch.utils.checkpoint, or Strategy.of(recompute={layers})"
     if saving.accumulate > 1:
         merged = {"enable": True, "k_steps": saving.accumulate}
-        yield f"a batch in {saving.accumulate} pieces: so many per step, or Strategy.of(gradient_merge={merged})"
+        yield f"gradient accumulation over {saving.accumulate} pieces: a loop, or Strategy.of(gradient_merge={merged})"
 
 
 def _inputs(model: nn.Module, best: MeshPlan) -> dict[str, Spec]:
@@ -167,7 +167,7 @@ def _left_out(model: nn.Module, best: MeshPlan, config: Parallelism) -> Iterator
     for name, spec in best.layouts.items():
         own = held.get(name)
         if isinstance(own, DistTensor) and own.spec.layout.dims != spec.layout.dims:
-            yield f"{name} would lie as {spec!r}, and lies as {own.spec!r}"
+            yield f"{name}: the plan has the layout {spec!r}, and the styles give {own.spec!r}"
     for name, spec in _inputs(model, best).items():
         if [axes_of(d) for d in spec.layout.dims] != [config.batch, config.sequence, *[()] * spec.ndim][: spec.ndim]:
-            yield f"{name} would lie as {spec!r}"
+            yield f"{name}: the plan has the layout {spec!r}"

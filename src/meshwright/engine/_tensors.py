@@ -156,6 +156,7 @@ def check(placements: Sequence[Placement]) -> Sequence[Placement]:
     if isinstance(placements, (list, tuple)):
         return placements
     raise PlacementError(
-        f"placements {placements!r}", f"a {type(placements).__name__}", "there is a list, with one placement per axis",
-        f"[{placements!r}]" if isinstance(placements, Placement) else "[mw.Shard(0), mw.Replicate()]",
+        f"placements {placements!r}", f"a {type(placements).__name__}",
+        "placements are a list with one placement per mesh axis",
+        f"pass [{placements!r}]" if isinstance(placements, Placement) else "pass [mw.Shard(0), mw.Replicate()]",
     )  # fmt: skip

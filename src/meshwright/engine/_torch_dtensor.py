@@ -41,8 +41,8 @@ def to_torch_dtensor(x: DistTensor, device_mesh: DeviceMesh | None = None) -> DT
     if not (dist.is_available() and dist.is_initialized()):
         raise TorchDTensorError(
             f"{x.spec!r} as torch's DTensor", "no torch.distributed process group",
-            "a DTensor lives on process groups; simulated ranks have none",
-            "torch.distributed.init_process_group() on every process of the run, or mw.unshard_dtensor(x)",
+            "a DTensor needs process groups; simulated ranks have none",
+            "call torch.distributed.init_process_group() on every process of the run, or use mw.unshard_dtensor(x)",
         )  # fmt: skip
     placements = [_to_torch(x.spec, p) for p in x.placements]
     _check_order(x.spec)
@@ -77,9 +77,9 @@ def _check_order(spec: Spec) -> None:
     said = layout_of(spec.placements, spec.ndim, spec.mesh)
     if said.dims == spec.layout.dims:
         return
-    order, product = "axes that cut a dim in another order than the mesh's", "a dim that is a product of factors"
+    order, product = "axes that shard a dim in another order than the mesh's", "a dim that is a product of factors"
     found = order if spec.layout.is_simple else product
-    raise _unsayable(spec, found, "mw.reshard(x, placements=x.placements) first, which moves what has to move")
+    raise _unsayable(spec, found, "call mw.reshard(x, placements=x.placements) first, which changes the order")
 
 
 def _to_torch(spec: Spec, placement: Placement) -> Any:
@@ -88,12 +88,14 @@ def _to_torch(spec: Spec, placement: Placement) -> Any:
     if not isinstance(placement, Partial):
         return _torch().Replicate()
     if placement.op not in _OPS:
-        raise _unsayable(spec, f"terms of {placement.op}", "mw.reshard(x) first, which joins the terms")
+        raise _unsayable(
+            spec, f"a pending reduction by {placement.op}", "call mw.reshard(x) first, which does the reduction"
+        )
     return _torch().Partial(_OPS[placement.op])
 
 
 def _unsayable(spec: Spec, found: str, write: str) -> TorchDTensorError:
-    return TorchDTensorError(f"{spec!r} as torch's DTensor", found, "DTensor has no word for it", write)
+    return TorchDTensorError(f"{spec!r} as torch's DTensor", found, "DTensor cannot express it", write)
 
 
 def _from_torch(x: DTensor, placement: Any) -> Placement:
@@ -105,6 +107,6 @@ def _from_torch(x: DTensor, placement: Any) -> Placement:
         return Partial(_BACK[placement.reduce_op])
     raise TorchDTensorError(
         f"torch's DTensor with placements {list(x.placements)}", f"{placement!r}",
-        "it is private to torch, or joins terms in an unknown way",
-        "x.redistribute(placements=…) with Shard, Replicate and Partial first",
+        "the placement is private to torch, or its reduction is unknown",
+        "call x.redistribute(placements=…) with Shard, Replicate and Partial first",
     )  # fmt: skip

@@ -70,15 +70,17 @@ class Training:
     def __post_init__(self) -> None:
         if self.on_failed_save not in ON_FAILED_SAVE:
             raise TrainingError(f"on_failed_save={self.on_failed_save!r}", "no such choice",
-                                "a run stops or goes on", 'on_failed_save="stop" or "continue"')  # fmt: skip
+                                "a run stops or continues after a failed save",
+                                'pass on_failed_save="stop" or "continue"')  # fmt: skip
         every = {"steps": self.steps, "save_every": self.save_every, "evaluate_every": self.evaluate_every}
         wrong = next((name for name, n in every.items() if n is not None and n < 1), None)
         if wrong is not None:
-            raise TrainingError(f"{wrong}={every[wrong]}", "a number below one", "steps are counted from one on",
-                                f"{wrong}=100")  # fmt: skip
+            raise TrainingError(f"{wrong}={every[wrong]}", "a number below one",
+            "the number of steps must be at least 1",
+                                f"pass {wrong}=100")  # fmt: skip
         if self.save_every is not None and self.folder is None:
-            raise TrainingError(f"save_every={self.save_every}", "no folder", "checkpoints are folders in a folder",
-                                'folder="run"')  # fmt: skip
+            raise TrainingError(f"save_every={self.save_every}", "no folder", "checkpoints are written to this folder",
+                                'pass folder="run"')  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +188,8 @@ class _Run:
             return
         if not self.training.resume:
             raise TrainingError(
-                f"a run in {self.training.folder} with resume=False", f"{found} of a run before",
-                "a checkpoint is never written over", "another folder, or resume=True to go on",
+                f"a run in {self.training.folder} with resume=False", f"{found} from an earlier run",
+                "checkpoints are never overwritten", "pass another folder, or resume=True to continue the run",
             )  # fmt: skip
         resumed = load_checkpoint(
             found, self.network, self.optimizer, self.scheduler, data=_Kept(self.data, self.scaler)
@@ -316,20 +318,21 @@ def _check(model: Any, data: Any, training: Training, scaler: Any) -> None:
     """Raise TrainingError for a model or scaler that does not fit, BatchError for data that cannot resume."""
     if isinstance(model, Microbatches) and model.scaler not in (None, scaler):
         raise TrainingError(
-            "mw.train of microbatches with a scaler of their own", "a loop that does not know it",
-            "gradients would be taken for those of the loss as it is", "mw.train(..., scaler=scaler), and none there",
+            "mw.train of microbatches with their own scaler", "a training loop without this scaler",
+            "the loop would take scaled gradients for unscaled ones",
+            "pass the scaler to mw.train(..., scaler=scaler) instead",
         )  # fmt: skip
     if isinstance(model, DistModel):
         raise TrainingError(
-            "mw.train of a static model", "a step with the update in it",
-            "this loop looks at the gradients before the update",
-            "the model itself, mw.microbatched(model, …) for a pipeline, or a loop over dist_model(*batch)",
+            "mw.train of a static model", "a step that includes the update",
+            "this loop checks the gradients before the update",
+            "pass the model itself, or mw.microbatched(model, …) for a pipeline; or loop over dist_model(*batch)",
         )  # fmt: skip
     if training.folder is not None and not hasattr(data, "state_dict"):
         raise BatchError(
-            f"a run in {training.folder} that can go on", f"a {type(data).__name__} without state_dict",
-            "nothing would tell which samples were seen",
-            "mw.shard_dataloader(DataLoader(data, batch_sampler=mw.GlobalSampler(data, batch)), mesh, axis)",
+            f"a run in {training.folder} that can resume", f"a {type(data).__name__} without state_dict",
+            "nothing records which samples were seen",
+            "pass mw.shard_dataloader(DataLoader(data, batch_sampler=mw.GlobalSampler(data, batch)), mesh, axis)",
         )  # fmt: skip
 
 
@@ -339,9 +342,9 @@ def _non_finite(network: nn.Module, step: int, loss: float, norm: float) -> NonF
     wrong = [name for name, grad in of.items() if not unshard_dtensor(grad.isfinite().all()).item()]
     names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     return NonFiniteGradientError(
-        f"the update of step {step}", f"a gradient norm of {norm}, a loss of {loss:g}; not finite: {names}",
-        "an update with it would put numbers that are none into every parameter",
-        "a smaller learning rate, clip=1.0, or other data: the parameters are those of before the step",
+        f"the update of step {step}", f"a gradient norm of {norm} and a loss of {loss:g}; not finite: {names}",
+        "the update would write NaN into every parameter",
+        "lower the learning rate, pass clip=1.0, or use other data. The parameters are those from before the step",
     )  # fmt: skip
 
 
@@ -354,8 +357,8 @@ def _endless(data: Iterable[Any]) -> Iterator[Any]:
             empty = 0
             yield batch
     raise BatchError(
-        "the next batch", f"a {type(data).__name__} that gives none", "data are iterated over again and again",
-        "a list or a DataLoader, not an iterator that ends",
+        "the next batch", f"a {type(data).__name__} that yields no batch", "data are iterated over repeatedly",
+        "pass a list or a DataLoader, not an iterator that ends",
     )  # fmt: skip
 
 

@@ -76,8 +76,8 @@ def _lines(path: Path) -> Generator[Tell]:
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
-        why = "each step is a line of a file, which has to be there before the first"
-        raise TrainingError(f"the log {path}", f"{error.strerror}", why, "a folder that can be written to") from error
+        why = "the log file must be open before the first step, because each step writes a line"
+        raise TrainingError(f"the log {path}", f"{error.strerror}", why, "choose a folder that is writable") from error
     with opened as file:
         yield lambda event: _write_line(file, json.dumps({k: _in_json(v) for k, v in event.items()}))
 
@@ -87,7 +87,7 @@ def _write_line(file: IO[str], line: str) -> None:
     try:
         print(line, file=file)
     except OSError as error:
-        warnings.warn(f"the log {file.name} lacks a line: {error.strerror}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"the log {file.name} misses a line: {error.strerror}", RuntimeWarning, stacklevel=2)
 
 
 def _in_json(value: Any) -> Any:
@@ -101,8 +101,8 @@ def _curves(folder: Where) -> Generator[Tell]:
         writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
     except ImportError as error:
         raise TrainingError(
-            f"tensorboard={str(folder)!r}", f"{error}", "curves are written by TensorBoard's own package",
-            "pip install tensorboard, or log=FILE alone",
+            f"tensorboard={str(folder)!r}", f"{error}", "TensorBoard's own package writes the curves",
+            "run pip install tensorboard, or pass log=FILE alone",
         ) from error  # fmt: skip
 
     def draw(event: Event) -> None:

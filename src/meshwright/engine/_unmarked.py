@@ -22,7 +22,7 @@ from meshwright.tensor import DistTensor, lay, leaves_in, map_leaves, place
 from ._auto import MOST, fastest, machines_of
 from ._module_memory import ModuleMemory
 
-CUTS_ALONE = "a script is laid out in cuts alone, without ZeRO, recomputation or a batch in pieces"
+CUTS_ALONE = "a script gets shardings only, without ZeRO, recomputation or gradient accumulation"
 
 
 @contextmanager
@@ -82,7 +82,7 @@ class _Planner:
 
     def _laid(self, module: nn.Module, args: Any, kwargs: Any) -> Mapping[int, Spec]:
         """Distribute the module as its plan says; return the layouts of its inputs by their numbers."""
-        memory = ModuleMemory(module, f"to lay {type(module).__name__} without marks")
+        memory = ModuleMemory(module, f"distributing {type(module).__name__} without marks")
         program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs), most=MOST).program
         plan = self._cuts(program)
         if current().rank == 0:
@@ -102,7 +102,7 @@ class _Planner:
         try:
             return fastest(program, self._machines, saving=False)
         except SearchError as error:
-            write = f"{error.write}; or mw.auto(model, optimizer, loader, loss), whose plans may also have these"
+            write = f"{error.write}; or call mw.auto(model, optimizer, loader, loss), whose plans may use these"
             raise SearchError(error.asked, error.found, f"{error.why}; {CUTS_ALONE}", write) from error
 
 

@@ -23,12 +23,12 @@ Parts = Mapping[int, Part]
 MOST = 8
 NOISE = 10.0
 _LOOK = {
-    INPUT: "what makes the input of {0}: the forward pass of {1} before it calls that",
-    OUTPUT: "the forward pass of {0}: what goes into it is right",
-    LOSS: "what makes the loss of the model's result",
-    OF_OUTPUT: "the backward pass of what takes the output of {0}, in {1}: a rule, a local_map or an autograd.Function",
-    OF_INPUT: "the backward pass of {0}: what goes into that is right",
-    OF_PARAMETER: "how {0} is used: the gradients of what goes in and comes out around it are right",
+    INPUT: "the code that computes the input of {0}: the forward pass of {1} before that call",
+    OUTPUT: "the forward pass of {0}: its inputs are right",
+    LOSS: "the code that computes the loss from the model's result",
+    OF_OUTPUT: "the backward pass of the code after {0}, in {1}: a rule, a local_map or an autograd.Function",
+    OF_INPUT: "the backward pass of {0}: the gradients of its outputs are right",
+    OF_PARAMETER: "the use of {0}: the gradients of the inputs and outputs around it are right",
 }
 
 
@@ -145,7 +145,7 @@ def _marking(marks: Any) -> Callable[[nn.Module, ProcessMesh], Any]:
         return marks
     raise StrategyError(
         "verify(model, batch, mesh, marks)", f"a {type(marks).__name__} for marks",
-        "marks lay the model over the mesh", "a Parallelism, or a function of the model and the mesh",
+        "marks distribute the model over the mesh", "pass a Parallelism, or a function of the model and the mesh",
     )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def _compared(
         else:
             layout = repr(next((p.spec for p in held.values()), None) or "a plain tensor").strip("'")
             look = _LOOK[key[0]].format(*_names(model, key))
-            found.append(Difference(*key, layout, error, why or "other numbers", look))
+            found.append(Difference(*key, layout, error, why or "wrong numbers", look))
     return Verified(mesh, len(reference), largest, tuple(found))
 
 
@@ -194,14 +194,14 @@ def _apart(whole: Tensor, held: Parts, least: float) -> tuple[float, str]:
     norm.
     """
     if not held:
-        return float("inf"), "no rank of the mesh makes it"
+        return float("inf"), "no rank of the mesh computes it"
     specs = {part.spec for part in held.values()}
     if len(specs) > 1:
-        return float("inf"), f"it lies differently on different ranks: {', '.join(map(repr, specs))}"
+        return float("inf"), f"its layout differs between ranks: {', '.join(map(repr, specs))}"
     (spec,) = specs
     pairs = list(_pairs(whole, spec, held))
     if bad := next((pair for pair in pairs if pair[1].shape != pair[2].shape), None):
-        return float("inf"), f"its shape on rank {bad[0]} is {tuple(bad[1].shape)}, and should be {tuple(bad[2].shape)}"
+        return float("inf"), f"its shape on rank {bad[0]} is {tuple(bad[1].shape)}, but should be {tuple(bad[2].shape)}"
     scale = max(_size(whole), least)
     errors = [(_far(a, b), rank) for rank, a, b in pairs]
     worst, rank = max(errors)
@@ -249,5 +249,5 @@ def _oddness(pairs: Sequence[tuple[int, Tensor, Tensor]], rank: int) -> str:
     power = float((b.abs() ** 2).sum())
     ratio = float((a * b.conj()).real.sum()) / power if power else 1.0
     if power and _far(a, ratio * b) <= 1e-3 * abs(ratio) * float(b.abs().max()) and abs(ratio - 1) > 1e-3:
-        return f"{ratio:.4g} times what one device gives"
-    return f"other numbers on rank {rank}"
+        return f"{ratio:.4g} times the numbers of one device"
+    return f"wrong numbers on rank {rank}"

@@ -86,13 +86,13 @@ def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:
         return {}
     if len(line) > MOST_CHARACTERS:
         why = f"the shapes of a rule have at most {MOST_CHARACTERS} characters"
-        raise RewriteError(f"shapes {line[:80]!r}", f"{len(line)} characters", why, '"... d, d" for x and w')
+        raise RewriteError(f"shapes {line[:80]!r}", f"{len(line)} characters", why, 'write "... d, d" for x and w')
     entries = [entry.strip() for entry in line.split(",")]
     found = [_ENTRY.fullmatch(entry) for entry in entries]
     if len(entries) != len(tensors) or not all(found):
         raise RewriteError(
             f"shapes {line!r}", f"{len(entries)} entries, tensors {', '.join(tensors)}",
-            "there is one entry per tensor argument", '"... d, d" for x and w',
+            "there must be one entry per tensor argument", 'write "... d, d" for x and w',
         )  # fmt: skip
     return {
         name: Shape(tuple(m["dims"].split()), m["kind"] or "float", m["below"] or "")  # pyright: ignore[reportArgumentType] - one of its kinds
@@ -203,6 +203,6 @@ def _samples(name: str, kind: Any, default: Any, samples: Sequence[Any] | None) 
     if kind in _ATTRIBUTES:
         return _ATTRIBUTES[kind]
     raise RewriteError(
-        f"argument {name} of a rule", f"{kind!r}", "its constants are told apart by two values that work",
-        f'Rewrite(..., samples={{"{name}": (one, another)}})',
+        f"argument {name} of a rule", f"{kind!r}", "two valid values are needed to tell this constant from others",
+        f'pass Rewrite(..., samples={{"{name}": (one, another)}})',
     )  # fmt: skip

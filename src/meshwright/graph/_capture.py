@@ -114,7 +114,7 @@ def capture(
     """
 
     roots, reads = {"network": module, **{f"call{at}": x for at, x in enumerate(others)}}, reads_of_rank()
-    asked = f"to capture the forward pass of {type(module).__name__}"
+    asked = f"capturing the forward pass of {type(module).__name__}"
     checksum: str | None = None
 
     def known(first: Capture, ran: Executed) -> bool:
@@ -234,9 +234,9 @@ def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tens
                 continue
             if slot.is_parameter or not isinstance(new, Tensor) or new.shape != fake.shape or new.dtype != fake.dtype:
                 raise SideEffectError(
-                    "to capture the forward pass", f"{slot.name} is replaced by {type(new).__name__}",
+                    "capturing the forward pass", f"the forward pass replaces {slot.name} by a {type(new).__name__}",
                     "a program keeps its parameters, and the shapes and dtypes of its buffers",
-                    "a buffer of one shape, written to by tensor operations",
+                    "use a buffer of one shape, and write to it by tensor operations",
                 )  # fmt: skip
             found.append((fake, new))
     return found

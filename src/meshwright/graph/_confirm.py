@@ -102,18 +102,21 @@ class Confirmed:
         calls, outs = _without_idle_casts(put)
         wanted = results(sides.find.out)
         if len(outs) != len(wanted) or not all(isinstance(v, Value) for v in outs):
-            raise self._wrong(sides.given, f"find gives {len(wanted)} tensors, put {put.out!r}")
+            raise self._wrong(sides.given, f"find returns {len(wanted)} tensors, put returns {put.out!r}")
         wrong = [(a, b) for a, b in zip(wanted, outs, strict=True) if _looks(a) != _looks(b)]
         if wrong and modes is None:
-            raise self._wrong(sides.given, f"find gives {type_text(wrong[0][0])}, put {type_text(wrong[0][1])}")
+            raise self._wrong(
+                sides.given, f"find returns {type_text(wrong[0][0])}, put returns {type_text(wrong[0][1])}"
+            )
         sides.refused = bool(wrong) or any(_asks_sizes((call.args, call.kwargs)) for call in calls)
         sides.template = None if sides.refused else Template(put.inputs, calls, outs)
 
     def _wrong(self, given: Mapping[str, Any], found: str) -> RewriteError:
         about = ", ".join(f"{k}: {type_text(v) if isinstance(v, Value) else v!r}" for k, v in given.items())
         return RewriteError(
-            f"rule {self.rule.name} for {about}", found, "both sides of a rule give the same for the same arguments",
-            "a where=... that refuses such arguments, or a cast in put",
+            f"rule {self.rule.name} for {about}", found,
+            "both sides of a rule must return the same for the same arguments",
+            "add a where=... that refuses such arguments, or a cast in put",
         )  # fmt: skip
 
 

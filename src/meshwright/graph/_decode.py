@@ -59,7 +59,7 @@ class Decoder:
         Raises DataError, or a Python error (LookupError, TypeError, ...) for data of another structure.
         """
         if number(data["format"]) > FORMAT:
-            raise DataError(f"it has format {data['format']}, and this version reads formats up to {FORMAT}")
+            raise DataError(f"it has format {data['format']}, but this version reads formats up to {FORMAT}")
         self.numbers = computed(data["sizes"], self._symbols(data["symbols"]))
         self.read_specs(data)
         self.values = [self._value(*row) for row in data["values"]]
@@ -77,14 +77,14 @@ class Decoder:
     def read_specs(self, data: Any) -> list[Spec]:
         """Return the specs of the data after reading its meshes."""
         if (ranks := sum(prod(map(number, row(shape))) for shape, *_ in data["meshes"])) > MOST_RANKS:
-            raise DataError(f"its meshes have {ranks} ranks, and all meshes of a program at most {MOST_RANKS}")
+            raise DataError(f"its meshes have {ranks} ranks together, but a program may have at most {MOST_RANKS}")
         self.meshes = [_mesh(*each) for each in data["meshes"]]
         self.specs = [self._spec(*row) for row in data["specs"]]
         return self.specs
 
     def _symbols(self, rows: Mapping[str, Any]) -> dict[str, Any]:
         if len(rows) > MOST_SYMBOLS:
-            raise DataError(f"it has {len(rows)} symbols")
+            raise DataError(f"it has {len(rows)} symbols, more than the limit")
         world = new_sizes()
         return {text(name): named_symbol(world, name, *_symbol(*facts)) for name, facts in rows.items()}
 
@@ -120,7 +120,7 @@ class Decoder:
     def _input(self, value: Any, role: Any, name: Any, spec: Any, source: Any, first: Any = None) -> Input:
         v, where = self._at(value), self.tree(source)
         if not _SOURCES[one_of(Role, role)](where):
-            raise DataError(f"nothing tells where the input {name!r} comes from")
+            raise DataError(f"the source of the input {name!r} is unknown")
         if first is not None and (role != "state" or not isinstance(first, (int, float)) or not v.is_tensor):
             raise DataError(f"the input {name!r} is filled with {first!r}")
         if isinstance(where, Tensor):
@@ -134,7 +134,7 @@ class Decoder:
         node = Node(self._op(op), tuple(self.tree(row(args))), given, self.tree(out), item(origins, origin))
         tensors = 2 if isinstance(node.op, Wait) else 1 if isinstance(node.op, (Carry, Start)) else None
         if tensors is not None and (len(node.args) != tensors or not all(map(_is_value, (*node.args, node.out)))):
-            raise DataError(f"{node.op!r} takes {tensors} and gives a tensor")
+            raise DataError(f"{node.op!r} must take {tensors} tensors and return a tensor")
         return node
 
     def _op(self, data: Any) -> Op:
@@ -152,13 +152,13 @@ class Decoder:
             return OnCopy(self._operator(first), tuple(self.tree(row(second))))
         if kind == "over":
             return Over(self._operator(first), tuple(number(n) for n in row(second)))
-        raise DataError(f"an operator of the kind {kind!r}")
+        raise DataError(f"unknown kind of operator {kind!r}")
 
     def _operator(self, name: Any) -> Operator:
         found = operator_named(name)
         if not is_admitted(found, self.operators):
             raise DataError(
-                f"it names the operator {name!r}, which is not known as a function of tensors only; "
+                f"it names the operator {name!r}, which is not known to be a function of tensors only; "
                 "for an operator of another library, name it in load(folder, operators=[...])"
             )
         return found
@@ -166,7 +166,7 @@ class Decoder:
     def _carry(self, step: Step, src: Spec) -> Carry:
         op = Carry(step, src)
         if op.dst.dtype != src.dtype:
-            raise DataError(f"{op!r} gives {op.dst!r} of {src!r}")
+            raise DataError(f"{op!r} returns {op.dst!r} for {src!r}")
         return op
 
     def _step(self, data: Any) -> Step:
@@ -183,7 +183,7 @@ class Decoder:
             return x
         kind, what = only(x)
         if kind not in _READERS:
-            raise DataError(f"an argument of the kind {kind!r}")
+            raise DataError(f"unknown kind of argument {kind!r}")
         return _READERS[kind](self, what)
 
     def _tensor(self, name: Any) -> Tensor:
@@ -222,11 +222,11 @@ def operator_named(name: Any) -> Operator:
     found: Any = torch.ops
     kinds = (type(torch.ops.aten), type(torch.ops.aten.add), Operator)
     if len(parts) != len(kinds):
-        raise DataError(f"{name!r} names no overload")
+        raise DataError(f"{name!r} is not the name of an overload")
     for part, kind in zip(parts, kinds, strict=True):
         found = getattr(found, part, None)
         if not isinstance(found, kind):
-            raise DataError(f"torch.ops has no operator {name!r}: is the library imported that registers it?")
+            raise DataError(f"torch.ops has no operator {name!r}: import the library that registers it")
     operator: Any = found
     return operator
 
@@ -234,13 +234,13 @@ def operator_named(name: Any) -> Operator:
 def number(n: Any, least: int | None = 0) -> int:
     """Return `n`. Raises DataError if `n` is no int, below `least` (None: no lower bound), or not smaller than MOST."""
     if type(n) is not int or not (least is None or n >= least) or abs(n) >= MOST:
-        raise DataError(f"{n!r} is no number that can stand there")
+        raise DataError(f"{n!r} is not a valid number here")
     return n
 
 
 def text(x: Any) -> str:
     if not isinstance(x, str):
-        raise DataError(f"{x!r} stands where a text belongs")
+        raise DataError(f"{x!r} is not a string")
     return x
 
 
@@ -250,7 +250,7 @@ def texts(x: Any) -> tuple[str, ...]:
 
 def row(x: Any) -> list[Any]:
     if not isinstance(x, list):
-        raise DataError(f"{x!r} stands where a list belongs")
+        raise DataError(f"{x!r} is not a list")
     return x
 
 
@@ -274,7 +274,7 @@ def torch_name(kind: type, name: Any) -> Any:
     """Return `torch.<name>`. Raises DataError if it is not an instance of `kind`."""
     found = getattr(torch, text(name), None)
     if not isinstance(found, kind):
-        raise DataError(f"torch.{name} is no {kind.__name__}")
+        raise DataError(f"torch.{name} is not a {kind.__name__}")
     return found
 
 
@@ -294,7 +294,7 @@ def _mesh(shape: Any, ranks: Any, names: Any) -> ProcessMesh:
     """Return the mesh. `ranks` lists all ranks, or holds the first rank and the rank step of each dim."""
     sizes = [number(n) for n in row(shape)]
     if prod(sizes) > MOST_RANKS or min(sizes, default=0) < 1:
-        raise DataError(f"a mesh of shape {sizes}")
+        raise DataError(f"a mesh cannot have the shape {sizes}")
     if len(row(ranks)) == 2 and isinstance(ranks[1], list):
         return ProcessMesh(evenly(number(ranks[0]), [number(n, None) for n in ranks[1]], sizes), texts(names))
     return ProcessMesh(np.array([number(r) for r in ranks]).reshape(sizes), texts(names))

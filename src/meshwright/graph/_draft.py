@@ -140,8 +140,8 @@ class Draft:
         read = [v for v in spot.outs if self.users(v) or self.is_result(v)]
         if read:
             raise ProgramError(
-                f"to remove {name_of(spot.op)}", f"{read[0]!r} is read", "what reads it would have no value",
-                "draft.replace(value, other) before draft.remove(node)",
+                f"removing {name_of(spot.op)}", f"{read[0]!r} is read", "its readers would have no value",
+                "call draft.replace(value, other) before draft.remove(node)",
             )  # fmt: skip
         self._unread(spot)
         for v in spot.outs:

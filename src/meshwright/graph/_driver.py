@@ -165,9 +165,9 @@ class _Run:
 
     def summary(self) -> Iterator[Change]:
         told = ", ".join(f"{n} × {name}" for name, n in self.counts.items())
-        used = f", {self.heavier} of at most {self.limit} steps took nothing away"
+        used = f", {self.heavier} of at most {self.limit} steps did not reduce the weight"
         bound = used if self.measure.unproved or self.heavier else ""
-        yield Change(self.by, f"{told}; then nothing is left to do: {self.measure}{bound}")
+        yield Change(self.by, f"{told}; no rule applies any more: {self.measure}{bound}")
 
     def _sweep(self, index: _Index) -> bool:
         changed = False
@@ -311,9 +311,10 @@ class _Run:
         if self.heavier > self.limit:
             often = ", ".join(f"{name} ({n} times)" for name, n in self.counts.most_common(3))
             raise RewriteError(
-                f"{self.by} of {len(self.program.nodes)} operators", f"{self.heavier} steps that take nothing: {often}",
-                "rules that undo each other never come to an end",
-                "a where=... that refuses what another rule puts, or limit=... when so many steps are right",
+                f"{self.by} of {len(self.program.nodes)} operators",
+                f"{self.heavier} steps that do not reduce the weight: {often}",
+                "rules that undo each other never terminate",
+                "add a where=... that refuses results of another rule, or raise limit=... if so many steps are right",
             )  # fmt: skip
 
     def _around(self, touched: Sequence[Spot]) -> list[Spot]:

@@ -55,7 +55,7 @@ class Encoder:
         """Return the program as plain data. Raises ProgramFileError with the name of the part that cannot be saved."""
         inputs = [self._input(i) for i in program.inputs]
         nodes = [self._node(node) for node in program.nodes]
-        with _telling("what the program gives"):
+        with _telling("the results of the program"):
             ends = {
                 "outputs": self.tree(program.outputs),
                 "writes": [[self.values[x], self.values[v]] for x, v in program.writes],
@@ -200,7 +200,7 @@ def _telling(what: str) -> Generator[None]:
         yield
     except (_UnknownError, ExpressionError) as error:
         raise ProgramFileError(
-            "to save a program", what, str(error),
+            "saving a program", what, str(error),
             "operators of torch.ops in its place (torch.library.custom_op makes one of a function), and the program "
             "as it is before kernels are compiled",
         ) from None  # fmt: skip

@@ -118,13 +118,13 @@ def computed(rows: Sequence[Row], symbols: Mapping[str, Any], functions: Mapping
         row = f"e{at}"
         parts[row] = 1 + sum(parts.get(a, 1) for a in args if isinstance(a, str))
         if parts[row] > _MOST_PARTS:
-            raise ExpressionError(f"row {at} is made of more than {_MOST_PARTS} parts")
+            raise ExpressionError(f"row {at} has more than {_MOST_PARTS} parts")
         if name == "Symbol" and len(args) == 1 and args[0] in symbols:
             values[row] = symbols[args[0]]
         elif name in functions and args:
             values[row] = _limited(_applied(name, functions[name], [_argument(a, values) for a in args]))
         else:
-            raise ExpressionError(f"row {at} is {name!r} of {args}")
+            raise ExpressionError(f"row {at} is invalid: {name!r} of {args}")
     return values
 
 
@@ -137,7 +137,7 @@ def _argument(a: Any, values: Mapping[str, Any]) -> Any:
         return values[a]
     if isinstance(a, (int, float)) and isfinite(a):
         return a
-    raise ExpressionError(f"{a!r} is neither a number nor a row above")
+    raise ExpressionError(f"{a!r} is neither a number nor an earlier row")
 
 
 def _limited(value: Any) -> Any:

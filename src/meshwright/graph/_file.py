@@ -60,9 +60,9 @@ def save_program(program: Program, path: str | os.PathLike[str], read_back: bool
     data = save(tensors, metadata)
     if int.from_bytes(data[:8], "little") > LONGEST or len(text) > MOST_PROGRAM or len(data) > MOST_FILE:
         raise ProgramFileError(
-            "to save a program", f"a text of {len(text)} characters, a file of {len(data)} bytes",
-            f"a file holds a text of at most {MOST_PROGRAM}, and at most {MOST_FILE} bytes",
-            "a smaller program: the layers of a model as programs of their own",
+            "saving a program", f"a text of {len(text)} characters, a file of {len(data)} bytes",
+            f"the text may have at most {MOST_PROGRAM} characters, and the file at most {MOST_FILE} bytes",
+            "save smaller programs, such as one for each layer of the model",
         )  # fmt: skip
     write_whole(path, data)
     return checksum
@@ -89,7 +89,7 @@ def load_program(
     metadata, tensors = _read(path)
     text = metadata["program"]
     if not isinstance(text, str) or _checksum(text, tensors) != metadata["sha256"]:
-        raise no_program(path, "its checksum is another one: the file was changed, or not copied to its end")
+        raise no_program(path, "its checksum does not match: the file was changed, or not copied completely")
     return share(metadata["sha256"], lambda: decoded(path, text, tensors, operators))
 
 
@@ -115,8 +115,8 @@ def told(path: Any, act: Callable[[], T]) -> T:
 
 def no_program(path: Any, why: str) -> ProgramFileError:
     return ProgramFileError(
-        f"to load {os.fspath(path)}", "no program that can be read", why,
-        "a file that save_program wrote with this version of Meshwright or an older one",
+        f"loading {os.fspath(path)}", "no readable program", why,
+        "pass a file that save_program wrote with this version of Meshwright or an older one",
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
         data = read_file(path, MOST_FILE)
         length = int.from_bytes(data[:8], "little")
         if length > LONGEST:
-            raise no_program(path, f"its header has {length} bytes, and that of a program at most {LONGEST}")
+            raise no_program(path, f"its header has {length} bytes, but that of a program has at most {LONGEST}")
         tensors = load(data)
     except InputError as error:
         raise no_program(path, f"{error.found}: {error.why}") from error
@@ -134,7 +134,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
         raise no_program(path, str(error)) from error
     metadata: Any = told(path, lambda: read_json(data[8 : 8 + length], LONGEST)).get("__metadata__")
     if metadata is None or metadata.get("kind") != KIND or not metadata.keys() >= {"program", "sha256"}:
-        raise no_program(path, "it is a safetensors file, and there is no program in it")
+        raise no_program(path, "it is a safetensors file without a program")
     return metadata, tensors
 
 

@@ -83,9 +83,9 @@ class _Calls(TorchFunctionMode):
             return RemovableHandle(OrderedDict[int, Any]())
         if func in _REFUSED:
             raise CaptureError(
-                f"to capture {user_frame() or 'the forward pass'}", f"a use of {_REFUSED[func]} in it",
-                "a captured forward pass runs once, before any gradient is there",
-                "torch.autograd.grad for gradients that the loss is made of; the backward pass is the step's own",
+                f"capturing {user_frame() or 'the forward pass'}", f"a use of {_REFUSED[func]}",
+                "a captured forward pass runs once, before any gradient exists",
+                "use torch.autograd.grad for gradients inside the loss; the step itself runs the backward pass",
             )  # fmt: skip
         return func(*args, **kwargs)
 
@@ -103,9 +103,9 @@ _REFUSED: dict[Any, str] = {
 def _check_fresh(function: Any, args: tuple[Any, ...], out: Any) -> None:
     if any(r is a for r in tensors_in(out) for a in tensors_in(args)):
         raise CaptureError(
-            f"to capture {user_frame()}", f"{function.__name__}.apply, which writes to its argument",
-            "programs have no writes, and what the function does to other views of the memory is not known",
-            "a function that returns a new tensor",
+            f"capturing {user_frame()}", f"{function.__name__}.apply, which writes to its argument",
+            "programs have no writes, and the effect of the function on other views of the memory is unknown",
+            "return a new tensor from the function",
         )  # fmt: skip
 
 
@@ -113,21 +113,22 @@ def check_hooks(module: nn.Module) -> None:
     """Raise CaptureError for hooks that a program would not call."""
     if any(backward_hooks_of_all()):
         raise CaptureError(
-            f"to capture {type(module).__name__}", "a backward hook of all layers",
-            "a program has the gradients of tensors, not of layers",
-            "x.register_hook(fn) on the layer's input or output in its forward pass",
+            f"capturing {type(module).__name__}", "a backward hook of all layers",
+            "a program has gradients of tensors, not of layers",
+            "call x.register_hook(fn) on the layer's input or output in its forward pass",
         )  # fmt: skip
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(
-                f"to capture {type(module).__name__}", f"a backward hook of the layer {name or type(part).__name__}",
-                "a program has the gradients of tensors, not of layers",
-                "x.register_hook(fn) on the layer's input or output in its forward pass",
+                f"capturing {type(module).__name__}", f"a backward hook of the layer {name or type(part).__name__}",
+                "a program has gradients of tensors, not of layers",
+                "call x.register_hook(fn) on the layer's input or output in its forward pass",
             )  # fmt: skip
         for key, value in part._parameters.items():
             if value is not None and getattr(value, "_post_accumulate_grad_hooks", None):
                 raise CaptureError(
-                    f"to capture {type(module).__name__}", f"a hook that {name}.{key} calls once it has its gradient",
-                    "a program hands gradients to the optimizer, and no parameter accumulates them",
-                    "parameter.register_hook(fn), or optimizer.register_step_pre_hook(fn)",
+                    f"capturing {type(module).__name__}",
+                    f"a hook that {name}.{key} calls when its gradient is accumulated",
+                    "a program passes gradients to the optimizer, and parameters do not accumulate them",
+                    "use parameter.register_hook(fn), or optimizer.register_step_pre_hook(fn)",
                 )  # fmt: skip

@@ -30,9 +30,9 @@ def check_late_writes(program: Program, writes: Iterable[DetachedWrite]) -> None
         node = _reader(program, write)
         if node is not None:
             raise CaptureError(
-                f"to capture {write.where or 'the forward pass'}",
+                f"capturing {write.where or 'the forward pass'}",
                 f"a write through .data or detach() to a tensor that {node.op} at {node.origin.where} reads",
-                f"in eager mode the backward pass of {node.op} reads the new numbers, and a program keeps the old ones",
+                f"in eager mode the backward pass of {node.op} reads the new numbers, but a program keeps the old ones",
                 "write before the operator, or after the backward pass (between steps)",
             )  # fmt: skip
 

@@ -41,8 +41,8 @@ def parse_layouts(text: str, mesh: ProcessMesh | Mapping[str, ProcessMesh]) -> d
     found: dict[str, Spec] = {}
     if len(text) > MOST_TEXT or text.count("\n") > MOST_LINES:
         raise ProgramError(
-            "layouts in text", f"{len(text)} characters", f"such a text has {MOST_TEXT} characters, {MOST_LINES} lines",
-            "batch_0  f32[8@dp, 1024]",
+            "layouts in text", f"{len(text)} characters", f"the limit is {MOST_TEXT} characters and {MOST_LINES} lines",
+            "write lines such as batch_0  f32[8@dp, 1024]",
         )  # fmt: skip
     for number, line in enumerate(text.splitlines(), 1):
         body = line.split("#")[0].strip()
@@ -51,11 +51,13 @@ def parse_layouts(text: str, mesh: ProcessMesh | Mapping[str, ProcessMesh]) -> d
         name, _, spec = body.partition(" ")
         if not spec.strip():
             raise ProgramError(
-                f"line {number} of layouts", repr(line), "a line has the name of a value and its spec",
-                "batch_0  f32[8@dp, 1024]",
+                f"line {number} of layouts", repr(line), "a line consists of the name of a value and its spec",
+                "write lines such as batch_0  f32[8@dp, 1024]",
             )  # fmt: skip
         if not isinstance(mesh, ProcessMesh) and name not in mesh:
             known = ", ".join(list(mesh)[:5])
-            raise ProgramError(f"the layout of {name!r}", f"meshes of {known}", "it has no mesh", "a name of a value")
+            raise ProgramError(
+                f"the layout of {name!r}", f"meshes of {known}", "the value has no mesh", "add a mesh for this name"
+            )
         found[name] = parse_spec(spec.strip(), mesh if isinstance(mesh, ProcessMesh) else mesh[name])
     return found

@@ -80,9 +80,9 @@ def unscaled(grads: Mapping[str, Tensor], lie: Mapping[str, Spec | None], scale:
 def _part(grad: Tensor, spec: Spec | None) -> Tensor:
     if grad.dtype == torch.float16:
         raise CaptureError(
-            "to record a step with a loss scale", "a parameter in float16",
-            "its gradient is divided by the scale in float16, where it vanishes",
-            "model.float(): parameters in float32, operators in float16",
+            "recording a step with a loss scale", "a parameter in float16",
+            "its gradient is divided by the scale in float16, and may underflow",
+            "call model.float(): parameters stay in float32, operators run in float16",
         )  # fmt: skip
     if not isinstance(grad, DistTensor) or spec is None:
         return grad

@@ -32,9 +32,9 @@ class Measure:
 
     def __str__(self) -> str:
         if self.unproved:
-            return f"no proof for {', '.join(self.unproved)}"
+            return f"termination is not proved for {', '.join(self.unproved)}"
         heavy = sorted((f"{name} {w}" for name, w in self.weights.items() if w != 1), key=str)
-        return "each rule makes the program lighter" + (f" ({', '.join(heavy)})" if heavy else "")
+        return "each rule reduces the weight of the program" + (f" ({', '.join(heavy)})" if heavy else "")
 
 
 def kind_of(op: Any) -> str:

@@ -241,8 +241,8 @@ def refuse_writing(program: Program, asked: str) -> None:
     writing = next((node for node in program.nodes if writes_to(node.op)), None)
     if writing is not None:
         raise RewriteError(
-            asked, f"{name_of(writing.op)}, which writes over an operand",
-            "what it wrote over is read no more, so nodes can neither move nor run again", "InPlace as the last pass",
+            asked, f"{name_of(writing.op)}, which overwrites an operand",
+            "the overwritten value is lost, so nodes can neither move nor run again", "apply InPlace as the last pass",
         )  # fmt: skip
 
 
@@ -263,15 +263,15 @@ def overwritten(program: Program) -> Iterator[tuple[str, str, str]]:
     inputs = {given.value for given in program.inputs}
     for node in program.nodes:
         name = name_of(node.op)
-        yield from ((name, repr(v), "it is read after its memory was written over") for v in node.ins if v in stale)
+        yield from ((name, repr(v), "it is read after its memory was overwritten") for v in node.ins if v in stale)
         for x in values_in(tuple(_given(node, writes_to(node.op)))):
             there = members[found.of(x)]
             yield from ((name, repr(v), "the program does not write it back") for v in there & inputs if v not in kept)
             others = [v for v in node.ins if v in there and v is not x]
-            yield from ((name, repr(v), f"it may lie in the memory of {x!r}, which is written to") for v in others)
+            yield from ((name, repr(v), f"it may share the memory of {x!r}, which is written to") for v in others)
             stale |= there
         _take_in(node, found, members)
-    yield from (("return", repr(v), "its memory was written over") for v in program.results if v in stale)
+    yield from (("return", repr(v), "its memory was overwritten") for v in program.results if v in stale)
 
 
 def _take_in(node: Node, found: Memories, members: dict[Value, set[Value]]) -> None:

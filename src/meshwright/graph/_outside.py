@@ -54,8 +54,8 @@ class Outside:
         """
         if self._arrays and any(memory_of(x) in self._arrays for x in written.values()):
             raise CaptureError(
-                f"to capture {user_frame() or 'the forward pass'}", "a write to a tensor in memory of a NumPy array",
-                "a program does not know whether the array is made anew in each call, and would not change it",
+                f"capturing {user_frame() or 'the forward pass'}", "a write to a tensor in the memory of a NumPy array",
+                "a program does not know if each call makes a new array, and would not change the array",
                 "copy the array with torch.tensor(array), or make the tensor outside of forward() and the loss",
             )  # fmt: skip
         self._written |= {memory_of(x) for x in written.values() if not isinstance(x, FakeTensor) and not inside(x)}
@@ -109,10 +109,10 @@ def _check_kept(x: Tensor, fake: Tensor) -> None:
     if (fake.requires_grad and not x.requires_grad) or fake.shape != x.shape:
         found = "a value that requires gradients" if fake.requires_grad else f"the shape {tuple(fake.shape)}"
         raise CaptureError(
-            f"to capture {user_frame() or 'the forward pass'}",
-            f"a tensor from outside of shape {tuple(x.shape)} is written to, and gets {found}",
-            "it is kept from step to step, and a later backward pass would go through earlier steps",
-            "detach() for the value that is written, and a tensor of one shape",
+            f"capturing {user_frame() or 'the forward pass'}",
+            f"a write to an outside tensor of shape {tuple(x.shape)}, which gets {found}",
+            "the tensor is kept from step to step, so a later backward pass would reach into earlier steps",
+            "write a detached value (detach()) of the tensor's own shape",
         )  # fmt: skip
 
 
@@ -126,9 +126,9 @@ def check_stages(program: Program) -> None:
     """Raise CaptureError for a program on several meshes that writes an external tensor, which all ranks hold."""
     if writes_outside(program) and len(meshes_of(program)) > 1:
         raise CaptureError(
-            "to capture a model whose modules lie on several meshes", "a tensor from outside that is written to",
-            "each rank holds it, and only the ranks of the module that writes it would see the write",
-            "a buffer (register_buffer), which lies where the module does",
+            "capturing a model whose modules are on several meshes", "a write to an outside tensor",
+            "every rank holds the tensor, but only the ranks of the writing module would see the write",
+            "use a buffer (register_buffer), which is on the mesh of the module",
         )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def check_buffers(step: Program, buffers: Mapping[int, str]) -> None:
         name = buffers.get(id(given.source)) if given.role == "constant" else None
         if name is not None:
             raise CaptureError(
-                "to record a backward pass", f"a hook that uses {name}, which the forward pass writes to, too",
+                "recording a backward pass", f"a hook that uses {name}, which the forward pass also writes to",
                 "a program writes each buffer once, at its end",
-                "two buffers, or the whole change in forward()",
+                "use two buffers, or make the whole change in forward()",
             )  # fmt: skip

@@ -64,8 +64,8 @@ def save_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) 
         os.replace(beside, path)
     except RuntimeError as error:
         raise ProgramFileError(
-            "to save kernels", str(error).split("\n")[0], "Inductor makes them by a C++ compiler",
-            "dist_model.save(folder), without kernels: they are made where the program runs",
+            "saving kernels", str(error).split("\n")[0], "Inductor needs a C++ compiler to make kernels",
+            "call dist_model.save(folder) without kernels: Inductor then makes them where the program runs",
         ) from error  # fmt: skip
     finally:
         beside.unlink(missing_ok=True)

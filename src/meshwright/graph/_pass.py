@@ -46,8 +46,9 @@ class Pass(ABC):
         verify(out, by=repr(self), deep=deep)
         if _door(out) != _door(program):
             raise RewriteError(
-                f"{self!r}", f"{_door(out)}, before {_door(program)}", "a pass keeps what a program takes and gives",
-                "draft.replace(old, new) with values of the same type",
+                f"{self!r}", f"{_door(out)}, before {_door(program)}",
+                "a pass must keep the types of a program's inputs, results and writes",
+                "call draft.replace(old, new) with values of the same type",
             )  # fmt: skip
         return out if len(out.changes) > len(program.changes) else out.with_changes(Change(self.name, f"{self!r}"))
 
@@ -68,7 +69,10 @@ def apply_passes(program: Program, passes: Sequence[Pass], deep: bool = False) -
 def _taken(asked: str, name: str, taken: bool) -> None:
     if taken:
         raise RewriteError(
-            f"{asked}({name!r})", "another one of that name", "names tell what changed a program", "a name of its own"
+            f"{asked}({name!r})",
+            "another entry with this name",
+            "names identify what changed a program",
+            "choose another name",
         )
 
 
@@ -84,8 +88,8 @@ def register_pass(cls: P) -> P:
     """
     if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and cls.name):  # pyright: ignore[reportAttributeAccessIssue] - of any dataclass
         raise RewriteError(
-            f"register_pass({cls.__name__})", f"name {cls.name!r}", "a pass is a value that can be named and compared",
-            '@register_pass, below it @dataclass(frozen=True), and name: ClassVar[str] = "..."',
+            f"register_pass({cls.__name__})", f"name {cls.name!r}", "a pass must have a name and be comparable",
+            'write @register_pass, below it @dataclass(frozen=True), and name: ClassVar[str] = "..."',
         )  # fmt: skip
     _taken(
         "register_pass",

@@ -263,9 +263,9 @@ class Recorder(Modes):
             found = next((g for g in asked if not g.subs(values)), None)
             if found is not None:
                 raise CaptureError(
-                    "to record what every rank runs", f"it asked whether {found}, which is not so on rank {rank}",
-                    "a program is the same on every rank: it would go the way of the rank that recorded it",
-                    "torch.where on a tensor of the number, in the form of the rule",
+                    "recording what every rank runs", f"the code branches on {found}, which is false on rank {rank}",
+                    "every rank runs the same program, with the branch that the recording rank took",
+                    "use torch.where on a tensor of the number, in the form of the rule",
                 )  # fmt: skip
 
 
@@ -302,10 +302,10 @@ def _check_shape(node: Node, v: Value, found: Any) -> None:
     if isinstance(node.op, Operator) or not isinstance(found, Tensor) or tuple(found.shape) == tuple(v.shape):
         return
     raise CaptureError(
-        f"to record {node.op!r} {node.origin.where}".rstrip(),
-        f"a result of shape {tuple(found.shape)}, where {tuple(v.shape)} was captured",
-        "how its arguments lie was not known yet when the model was captured",
-        "in_placements=[...] with reshard_inputs=True, or out_shapes=[...]",
+        f"recording {node.op!r} {node.origin.where}".rstrip(),
+        f"a result of shape {tuple(found.shape)}, but {tuple(v.shape)} was captured",
+        "the layouts of its arguments were unknown when the model was captured",
+        "pass in_placements=[...] with reshard_inputs=True, or out_shapes=[...]",
     )  # fmt: skip
 
 
@@ -385,9 +385,9 @@ def _loss(out: Any) -> Tensor:
         return out
     found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
     raise CaptureError(
-        "a training step", f"the forward pass gives {found}",
-        "gradients are those of one number that depends on parameters",
-        "loss=a function of the model's output and the labels that gives a mean or a sum",
+        "a training step", f"the forward pass returns {found}",
+        "gradients need a loss: one number that depends on parameters",
+        "pass loss=a function of the model's output and the labels that returns a mean or a sum",
     )  # fmt: skip
 
 

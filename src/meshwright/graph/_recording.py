@@ -368,10 +368,10 @@ def _check_constant(x: Tensor) -> None:
     what = "a fake tensor of another capture" if isinstance(x, FakeTensor) else "a tensor that requires gradients"
     if isinstance(x, FakeTensor) or x.requires_grad:
         raise CaptureError(
-            f"to record {user_frame() or 'a program'}", f"{what}, of shape {tuple(x.shape)}",
-            "it is no parameter or buffer of the model, and no part of the batch: the program would not change it",
-            "a module of the model for what is trained (model.loss = loss), requires_grad_(False) for what is not, "
-            "detach() for a constant",
+            f"recording {user_frame() or 'a program'}", f"{what}, of shape {tuple(x.shape)}",
+            "the tensor is not in the model or the batch, so the program would treat it as a constant",
+            "put trained tensors into the model (model.loss = loss), call requires_grad_(False) on others, or "
+            "detach() a constant",
         )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ class Rewrite:
         if sides[0] != sides[1]:
             raise RewriteError(
                 f"rule {self.name}", f"find({', '.join(sides[0])}) and put({', '.join(sides[1])})",
-                "both sides are about the same things", f"def put({', '.join(sides[0])}): ...",
+                "both sides must have the same arguments", f"def put({', '.join(sides[0])}): ...",
             )  # fmt: skip
 
     @cached_property

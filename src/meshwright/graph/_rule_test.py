@@ -46,7 +46,7 @@ def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int 
     if not done:
         raise RewriteError(
             f"check of rule {rule.name}", "where=... refuses every sample", "nothing was compared",
-            "shapes and samples that the rule is for",
+            "pass shapes and samples that the rule accepts",
         )  # fmt: skip
     return done
 
@@ -66,8 +66,8 @@ def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0
             if a.shape != b.shape or not torch.allclose(a, b):
                 raise RewriteError(
                     f"check of rule {rule.name} for {', '.join(f'{k} {v!r}' for k, v in steps.items())} of {x}",
-                    f"on rank {rank} find gives {_type(a)}, put {_type(b)} of other numbers",
-                    "a rule changes no number", "a where=... that refuses such steps",
+                    f"on rank {rank} find returns {_type(a)}, and put returns {_type(b)} with other numbers",
+                    "a rule must not change numbers", "add a where=... that refuses such steps",
                 )  # fmt: skip
 
 
@@ -130,17 +130,19 @@ def _compare(rule: Rewrite, given: Mapping[str, Any], dtype: torch.dtype) -> Non
     names = [f"result {i}" for i in range(len(results(rule.find(**given))))]
     names += [f"the gradient of {k}" for k, v in given.items() if _is_real(v)]
     if len(found) != len(put):
-        raise _differ(rule, given, f"{len(found)} results and gradients of find, {len(put)} of put")
+        raise _differ(rule, given, f"{len(found)} results and gradients of find, but {len(put)} of put")
     for name, truth, ours, theirs in zip(names, exact, put, found, strict=True):
         if ours is None or theirs is None or truth is None:
             if ours is not theirs:
                 raise _differ(rule, given, f"{name}: only one side has it")
             continue
         if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-            raise _differ(rule, given, f"{name}: {_type(theirs)} of find, {_type(ours)} of put")
+            raise _differ(rule, given, f"{name}: {_type(theirs)} of find, but {_type(ours)} of put")
         allowed = max(_distance(theirs, truth), ROUNDINGS * _epsilon(dtype, ours) * _size(truth))
         if not _distance(ours, truth) <= allowed:
-            raise _differ(rule, given, f"{name}: {_distance(ours, truth):.3g} off, where {allowed:.3g} is rounding")
+            raise _differ(
+                rule, given, f"{name}: {_distance(ours, truth):.3g} off, but rounding explains only {allowed:.3g}"
+            )
 
 
 def _run(fn: Any, given: Mapping[str, Any], dtype: torch.dtype | None = None) -> Outcome:
@@ -184,6 +186,6 @@ def _type(x: Tensor) -> str:
 def _differ(rule: Rewrite, given: Mapping[str, Any], found: str) -> RewriteError:
     about = ", ".join(f"{k} {_type(v) if isinstance(v, Tensor) else v}" for k, v in given.items())
     return RewriteError(
-        f"check of rule {rule.name} for {about}", found, "both sides of a rule are the same computation",
-        "a put that computes what find does, or a where=... that refuses such arguments",
+        f"check of rule {rule.name} for {about}", found, "both sides of a rule must be the same computation",
+        "write a put that computes the same as find, or add a where=... that refuses such arguments",
     )  # fmt: skip

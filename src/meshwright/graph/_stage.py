@@ -37,7 +37,7 @@ from ._recording import Recording, written_by
 from .guards import unobserved, unobserved_if_torchs
 from .torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
 
-WITHOUT_NUMBERS = "tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
+WITHOUT_NUMBERS = "use tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
 
 
 _WITHOUT_MEMORY = ('set the storage of a tensor on device "meta"', "Cannot access storage of")
@@ -55,25 +55,25 @@ def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
         if isinstance(error, TypeError) and FakeTensor.__name__ not in str(error):  # a fake tensor used as a number
             raise
         raise CaptureError(
-            f"to capture {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
-            "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
+            f"capturing {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
+            "Python needs a tensor's numbers there, but a captured tensor has none", WITHOUT_NUMBERS,
         ) from error  # fmt: skip
     except RuntimeError as error:
         found = next((text for text in _WITHOUT_MEMORY if text in str(error)), None)
         if found is None:
             raise
         raise CaptureError(
-            f"to capture {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
-            "while a model is captured tensors have no memory that another one could be given",
-            "x.clone() in place of copy.copy, copy.deepcopy and set_; dense tensors",
+            f"capturing {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
+            "while a model is captured, tensors have no memory to copy or share",
+            "use x.clone() instead of copy.copy, copy.deepcopy and set_, and use dense tensors",
         ) from error  # fmt: skip
     except AttributeError as error:
         if not isinstance(error.obj, FakeTensor) or not hasattr(DistTensor, error.name or ""):
             raise
         raise CaptureError(
-            f"to capture {user_line(error.__traceback__) or 'the forward pass'}", f".{error.name} of a tensor",
-            "a model is captured as for one device: how its tensors lie is decided later",
-            "mw.reshard(x, mesh, placements) to say how x is to lie, mw.local_map for a function of local parts",
+            f"capturing {user_line(error.__traceback__) or 'the forward pass'}", f".{error.name} of a tensor",
+            "a model is captured as for one device; layouts are decided later",
+            "use mw.reshard(x, mesh, placements) to set a layout, and mw.local_map for a function of local parts",
         ) from error  # fmt: skip
 
 
@@ -81,9 +81,10 @@ def _check_whole(leaves: Sequence[Any]) -> None:
     for x in leaves:
         if isinstance(x, DistTensor):
             raise CaptureError(
-                f"to capture {user_frame() or 'the forward pass'}", f"a distributed tensor {x.spec!r} from elsewhere",
-                "a model is captured as for one device, and only its parameters, buffers and batch are taken for whole",
-                "a buffer of a module of the model (model.loss = loss for one of the loss), or the tensor in the batch",
+                f"capturing {user_frame() or 'the forward pass'}",
+                f"a distributed tensor {x.spec!r} from outside the model",
+                "a model is captured as for one device: only parameters, buffers and batch may be distributed",
+                "make the tensor a buffer of the model (for the loss: model.loss = loss), or a part of the batch",
             )  # fmt: skip
 
 
@@ -92,11 +93,11 @@ def _too_long(nodes: Sequence[Node], most: int) -> CaptureError:
     lines = Counter((node.origin.where, node.origin.layer) for node in nodes)
     (where, layer), count = lines.most_common(1)[0]
     return CaptureError(
-        f"to capture a forward pass of at most {most} operators",
+        f"capturing a forward pass of at most {most} operators",
         f"{count} of the first {len(nodes)} from {where or 'one line'} in {layer or 'the model'}",
-        "each step of a loop in Python is operators of its own, in every layer, and a search looks at all of them",
-        "the steps as one operator (torch.cumsum, chunks as in Mamba-2), or mw.suggest with shorter sequences: "
-        "its patterns do for all lengths",
+        "each step of a Python loop adds operators, in every layer, and a search visits all of them",
+        "write the loop as one operator (torch.cumsum, chunks as in Mamba-2), or call mw.suggest with short sequences: "
+        "its patterns hold for all lengths",
     )  # fmt: skip
 
 
@@ -174,15 +175,15 @@ class Stage:
     def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
         if transforming():
             raise CaptureError(
-                f"to capture {user_frame() or 'the forward pass'}", f"{op} inside a transform of torch.func",
-                "there tensors are torch's own wrappers, and no program has those",
-                "Strategy(full_graph=False): what cannot be captured then runs in Python",
+                f"capturing {user_frame() or 'the forward pass'}", f"{op} inside a transform of torch.func",
+                "inside a transform, tensors are wrappers of torch, which programs do not have",
+                "pass Strategy(full_graph=False), which runs code that cannot be captured in Python",
             )  # fmt: skip
         if any(isinstance(leaf, torch.Generator) for leaf in leaves_in((args, kwargs))):
             raise CaptureError(
-                f"to capture {user_frame() or 'the forward pass'}", f"{op} with a generator of its own",
-                "a program draws by torch's own generator, and would not advance another one",
-                "a call without `generator=`, after torch.manual_seed(seed)",
+                f"capturing {user_frame() or 'the forward pass'}", f"{op} with its own generator",
+                "a program draws from torch's default generator, and would not advance another one",
+                "leave out `generator=`, and call torch.manual_seed(seed)",
             )  # fmt: skip
         with interception_off():
             if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
@@ -211,8 +212,8 @@ class Stage:
         """
         if op._schema.name == "aten::_has_compatible_shallow_copy_type":
             raise CaptureError(
-                f"to capture {user_frame() or 'the forward pass'}", "an assignment x.data = y",
-                "x would look at the memory of y from then on, and a program keeps the memory of its tensors",
+                f"capturing {user_frame() or 'the forward pass'}", "an assignment x.data = y",
+                "x would share the memory of y from then on, but a program keeps the memory of its tensors",
                 "write x.copy_(y), under torch.no_grad() if x is a parameter",
             )  # fmt: skip
         values = [self.recording.value_of(x) for x in tensors_in((args, kwargs))]
@@ -220,8 +221,8 @@ class Stage:
         written = any(map(self.outside.was_written, tensors_in((args, kwargs))))
         if written or None in behind:
             raise CaptureError(
-                f"to capture {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
-                "Python needs a tensor's numbers there, and while a model is captured there are none", WITHOUT_NUMBERS,
+                f"capturing {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
+                "Python needs a tensor's numbers there, but a captured tensor has none", WITHOUT_NUMBERS,
             )  # fmt: skip
         self.asked += [x for constants in behind for x in constants or ()]
         return bool(values)

@@ -22,7 +22,7 @@ def verify(program: Program, by: str = "", deep: bool = False) -> Program:
     for what, found, why in (*_order(program), *_ends(program), *overwritten(program), *types):
         raise ProgramError(
             f"a program{f' made by {by}' if by else ''}", f"{what}: {found}", why,
-            "a pass that adds values before what reads them, and replaces what it removes (Draft does both)",
+            "in the pass, add values before their readers, and replace values before removal (Draft does both)",
         )  # fmt: skip
     return program
 
@@ -32,10 +32,10 @@ def _order(program: Program) -> Iterator[tuple[str, str, str]]:
     for node in program.nodes:
         for v in node.ins:
             if v not in known:
-                yield node_text(node), repr(v), "it is read before it is made"
+                yield node_text(node), repr(v), "it is read before it is computed"
         for v in node.outs:
             if v in known:
-                yield node_text(node), repr(v), "it is made twice"
+                yield node_text(node), repr(v), "it is computed twice"
         known.update(node.outs)
 
 
@@ -44,12 +44,16 @@ def _ends(program: Program) -> Iterator[tuple[str, str, str]]:
     known = inputs | set(program.producers)
     for v in values_in(program.outputs):
         if v not in known:
-            yield "return", repr(v), "nothing makes it"
+            yield "return", repr(v), "no node computes it"
     for x, v in program.writes:
         if x not in inputs or v not in known:
-            yield f"{x!r} <- {v!r}", repr(v if x in inputs else x), "an input takes over a value of the program"
+            yield (
+                f"{x!r} <- {v!r}",
+                repr(v if x in inputs else x),
+            )
+            "a write must assign a value of the program to an input"
         elif (x.sizes, x.dtype) != (v.sizes, v.dtype):
-            yield f"{x!r} <- {v!r}", f"{type_text(v)} into {type_text(x)}", "an input keeps its shape and dtype"
+            yield f"{x!r} <- {v!r}", f"{type_text(v)} into {type_text(x)}", "an input must keep its shape and dtype"
 
 
 def _types(program: Program) -> Iterator[tuple[str, str, str]]:
@@ -64,7 +68,11 @@ def _types(program: Program) -> Iterator[tuple[str, str, str]]:
 
 def _differences(node: Node, found: tuple[Value, ...]) -> Iterator[tuple[str, str, str]]:
     if len(found) != len(node.outs):
-        yield node_text(node), f"{len(found)} results", f"the operator gives {len(found)}, the node {len(node.outs)}"
+        yield (
+            node_text(node),
+            f"{len(found)} results",
+        )
+        f"the operator returns {len(found)}, the node has {len(node.outs)}"
     for v, w in zip(node.outs, found, strict=False):
         if (v.sizes, v.dtype) != (w.sizes, w.dtype):
-            yield node_text(node), type_text(v), f"the operator gives {type_text(w)}"
+            yield node_text(node), type_text(v), f"the operator returns {type_text(w)}"

@@ -74,8 +74,8 @@ class _Watch:
         found = self.memories.get(memory_of(x)) if found is None else found
         if found is None or found.shape != tuple(x.shape):
             raise RewriteError(
-                "a function of a rule", f"a tensor of shape {tuple(x.shape)} that no operator made",
-                "a rule has nothing but its arguments", "numbers, or an argument of the rule",
+                "a function of a rule", f"a tensor of shape {tuple(x.shape)} that no operator computed",
+                "a rule may use only its arguments", "use numbers, or an argument of the rule",
             )  # fmt: skip
         return found
 
@@ -85,7 +85,7 @@ class _Watch:
         if writes_to(op):
             raise RewriteError(
                 "a function of a rule", f"{op} writes to an argument", "programs have no writes",
-                f"the operator without the underscore: {str(op).replace('_.', '.')}",
+                f"use the operator without the underscore: {str(op).replace('_.', '.')}",
             )  # fmt: skip
         self.emit(op, self.tree(args), self.tree(kwargs), out)
 
@@ -110,8 +110,9 @@ class _Watch:
             return out
         if value not in self.specs:
             raise RewriteError(
-                f"carry({step!r}, x)", "a value that no step gave or took", "a step needs to know how its operand lies",
-                "carry(step, x) of an x that is the operand or the result of a step in `find`",
+                f"carry({step!r}, x)", "a value that is neither operand nor result of a step",
+                "a step needs the layout of its operand",
+                "call carry(step, x) with the operand or the result of a step in `find`",
             )  # fmt: skip
         op = Carry(step, self.specs[value])
         with no_modes():
@@ -139,8 +140,8 @@ def carry(step: Any, x: Any) -> Any:
     if run is not None:
         return run(step, x)
     raise RewriteError(
-        f"carry({step!r}, x)", "a call outside of a rule", "a step is carried out where all ranks are",
-        "mw.reshard(x, mesh, placements)",
+        f"carry({step!r}, x)", "a call outside of a rule", "carry works only inside a rule",
+        "call mw.reshard(x, mesh, placements)",
     )  # fmt: skip
 
 

@@ -39,8 +39,8 @@ def sample(number: int, length: int, seed: int) -> np.ndarray[Any, np.dtype[np.u
     """Return `length` consecutive bytes, at a place that depends on (seed, number) only."""
     text = corpus()
     if length >= len(text):
-        asked, why = f"sequences of {length - 1} bytes", "a sequence is a part of the text"
-        raise ModelError(asked, f"a text of {len(text)}", why, "--seq 128")
+        asked, why = f"sequences of {length - 1} bytes", "a sequence must be shorter than the text"
+        raise ModelError(asked, f"a text of {len(text)}", why, "pass --seq 128")
     start = np.random.default_rng([seed, number]).integers(len(text) - length)
     return text[start : start + length]
 

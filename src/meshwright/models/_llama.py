@@ -42,9 +42,9 @@ class LlamaConfig:
         if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
             raise ModelError(
                 f"a model of hidden {self.hidden} with {self.heads} heads and {self.kv_heads} key-value heads",
-                f"{self.hidden} / {self.heads} channels a head, {self.heads} / {self.kv_heads} heads a key-value head",
-                "a head has an even number of channels, and each key-value head serves the same number of heads",
-                "LlamaConfig(hidden=256, heads=8, kv_heads=4)",
+                f"{self.hidden} / {self.heads} channels per head, {self.heads} / {self.kv_heads} heads per kv head",
+                "a head needs an even number of channels, and each key-value head must serve the same number of heads",
+                "write LlamaConfig(hidden=256, heads=8, kv_heads=4)",
             )
 
     @property

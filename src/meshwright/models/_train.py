@@ -37,8 +37,8 @@ class Job:
             raise ModelError(
                 f"{self.mesh[0]} pipeline stages",
                 f"a model of {self.model.layers} layers",
-                "a stage without a layer has nothing to do",
-                f"--mesh pp={self.model.layers} or fewer, or more --layers",
+                "each stage needs at least one layer",
+                f"pass --mesh pp={self.model.layers} or fewer, or more --layers",
             )
 
     @property

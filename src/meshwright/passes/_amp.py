@@ -63,10 +63,15 @@ class Amp(Pass):
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise RewriteError(
-                f"Amp({self.dtype})", "bfloat16 and float16", "operators run in half precision", "Amp(torch.bfloat16)"
+                f"Amp({self.dtype})",
+                "an unsupported dtype",
+                "Amp runs operators in bfloat16 or float16",
+                "write Amp(torch.bfloat16)",
             )
         if self.level not in ("O1", "O2"):
-            raise RewriteError(f"Amp(level={self.level!r})", "levels O1 and O2", "there are no others", 'level="O1"')
+            raise RewriteError(
+                f"Amp(level={self.level!r})", "no such level", "the levels are O1 and O2", 'write level="O1"'
+            )
 
     def run(self, program: Program) -> Program:
         cast = _Cast(self, program)

@@ -202,7 +202,7 @@ def _fuse(draft: Draft, members: Sequence[Member], window: Window, at: dict[Spot
         draft.move(spot, before=anchor)
     for spot in spots:
         draft.remove(spot)
-    what = f"{len(spots)} × {op.step!r} are one of {sum(map(_row_bytes, spots)):,} bytes"
+    what = f"{len(spots)} × {op.step!r} merged into one of {sum(map(_row_bytes, spots)):,} bytes"
     return Change("bucket", what, place(origin), {"rounds": len(spots) - 1})
 
 

@@ -23,7 +23,7 @@ def _accumulated(edit: Edit, spot: Spot) -> str | None:
             continue
         if isinstance(acc, Value) and acc.sizes == v.sizes and acc.dtype == v.dtype:
             edit.replace(edit.add(aten.addmm.default, acc, *made.args))
-            return f"{v!r} is added to {acc!r} as it is made"
+            return f"the product {v!r} is computed directly into {acc!r}"
     return None
 
 

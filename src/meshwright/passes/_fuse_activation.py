@@ -21,7 +21,7 @@ LINEAR = (
         where=lambda x, w, b: x.dtype == w.dtype == b.dtype,
     ),
     Rewrite(
-        "linear of a turned weight",
+        "linear of a transposed weight",
         find=lambda x, w, b: x @ w + b,
         put=lambda x, w, b: F.linear(x, w.mT, b),
         shapes="... k, k n, n",

@@ -58,7 +58,7 @@ class InPlace(Pass):
             return program
         out = draft.finish()
         before, after = live_memory(program).peak, live_memory(out).peak
-        what = f"{len(reuse.saved)} operators write over an operand, {reuse.renewed} of them over an input"
+        what = f"{len(reuse.saved)} operators overwrite an operand, {reuse.renewed} of them an input"
         saved = {"bytes": before - after, "allocated bytes": sum(reuse.saved)}
         return out.with_changes(Change(self.name, f"{what}: peak {before:,} → {after:,} bytes", "", saved))
 

@@ -139,7 +139,7 @@ def _join(draft: Draft, spot: Spot, a: Reduced, b: Reduced) -> Change:
         draft.remove(gone)
     saved = received(a.op.step, a.op.src) + received(b.op.step, b.op.src) - received(op.step, op.src)
     return Change(
-        "linear", f"two {a.op!r} are one, behind their sum", place(spot.origin), {"bytes": saved, "rounds": 1}
+        "linear", f"two {a.op!r} merged into one, after their sum", place(spot.origin), {"bytes": saved, "rounds": 1}
     )
 
 

@@ -49,7 +49,10 @@ class Merge:
     def __post_init__(self) -> None:
         if self.pieces < 1:
             raise RewriteError(
-                f"Merge({self.pieces})", f"{self.pieces} pieces", "a batch has pieces", "Merge(4), or no merge"
+                f"Merge({self.pieces})",
+                f"{self.pieces} pieces",
+                "a batch needs at least one piece",
+                "write Merge(4), or leave out Merge",
             )
 
     def piece(self, batch: Any, number: int) -> Any:
@@ -81,8 +84,8 @@ class Merge:
     def _part(self, rows: int) -> int:
         if rows % self.pieces:
             raise RewriteError(
-                repr(self), f"{rows} rows", "pieces have one size, so that their mean is that of the batch",
-                f"a batch of a multiple of {self.pieces} rows on each rank",
+                repr(self), f"{rows} rows", "pieces must have one size, so that their mean is that of the batch",
+                f"use a batch with a multiple of {self.pieces} rows on each rank",
             )  # fmt: skip
         return rows // self.pieces
 
@@ -215,8 +218,8 @@ class _Merged:
 
 
 OTHER_ROWS = (
-    "a rank would take a piece of its own rows of one tensor, and of all rows of the other",
-    "tensors of a batch whose rows are cut along the same axes",
+    "a rank would take other rows of one tensor than of the other for a piece",
+    "shard the rows of all tensors of a batch along the same axes",
 )
 
 
@@ -226,7 +229,7 @@ def are_same_rows(lies: Iterable[Spec | None]) -> bool:
 
 
 def rows_text(lies: Iterable[Spec | None]) -> str:
-    return "rows that lie as " + ", ".join(repr(spec) if spec else "a plain tensor" for spec in lies)
+    return "rows in the layouts " + ", ".join(repr(spec) if spec else "a plain tensor" for spec in lies)
 
 
 def _bottom(v: Value, chain: Sequence[Node]) -> Value:

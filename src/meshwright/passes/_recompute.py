@@ -62,14 +62,20 @@ class Recompute(Pass):
         asked = f"Recompute(policy={self.policy}, budget={self.budget}, communication={self.communication})"
         if self.budget is None and not self.policy:
             raise RewriteError(
-                asked, "neither layers nor a budget", "there is nothing to choose by", 'policy=("blocks.*",)'
+                asked,
+                "neither layers nor a budget",
+                "layers or a budget must select the activations",
+                'write policy=("blocks.*",)',
             )
         if self.budget is not None and not 0 <= self.budget <= 1:
-            raise RewriteError(asked, f"a budget of {self.budget}", "it is the kept part of all bytes", "budget=0.5")
+            raise RewriteError(
+                asked, f"a budget of {self.budget}", "the budget is the kept fraction of all bytes", "write budget=0.5"
+            )
         if self.budget is not None and self.communication:
             raise RewriteError(
-                asked, "communication that some bytes decide on", "parts may differ in bytes, and ranks would disagree",
-                "a policy, which decides alike on all ranks",
+                asked, "communication with a budget of bytes",
+                "parts may differ in bytes, so ranks could decide differently",
+                "use a policy, which decides the same on all ranks",
             )  # fmt: skip
 
     def run(self, program: Program) -> Program:
@@ -81,9 +87,7 @@ class Recompute(Pass):
         made = _Again(program, saved, chosen)
         out = made.program()
         before, after = (live_memory(p).peak_in("forward", "backward") for p in (program, out))
-        peak = Change(
-            self.name, f"peak before the update, {before:,} bytes, becomes {after:,}", "", {"bytes": before - after}
-        )
+        peak = Change(self.name, f"peak before the update: {before:,} → {after:,} bytes", "", {"bytes": before - after})
         return out.with_changes(*made.changes(), peak)
 
 
@@ -265,7 +269,7 @@ class _Again:
             told |= roots
             freed = sum(self.saved.kept.get(root, 0) for root in roots)
             saved = {"bytes": freed, "seconds": -self.saved.seconds(nodes)}
-            yield Change("recompute", f"{len(nodes)} operators run again", layer, saved)
+            yield Change("recompute", f"{len(nodes)} operators recomputed", layer, saved)
 
     def _make(self, v: Value, at: Spot, draft: Draft) -> None:
         """Add the nodes that recompute `v`, unless it is kept or already recomputed."""

@@ -45,7 +45,7 @@ class Release(Pass):
         out = replace(program, nodes=moved)
         before, after = (_gradients(p, groups) for p in (program, out))
         what = (
-            f"{len(groups)} updates run where their gradient is made: at most {before:,} → {after:,} bytes of gradients"
+            f"{len(groups)} updates run once their gradient exists: at most {before:,} → {after:,} bytes of gradients"
         )
         return out.with_changes(Change(self.name, what, "", {"bytes": before - after}))
 

@@ -83,7 +83,7 @@ class _Way:
         self.draft.replace(self.last.outs[0], self._sliced(self.last.ins[0], before))
         for spot in (self.last, *before):
             self.draft.remove(spot)
-        what = f"what {self.op!r} takes of a sum is joined by {names}"
+        what = f"the sum that {self.op!r} reads is reduced by {names}"
         return Change("scatter", what, place(self.last.origin), {"bytes": nbytes, "rounds": rounds})
 
     def _is_sum(self, op: Carry) -> bool:

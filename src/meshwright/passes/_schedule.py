@@ -71,8 +71,8 @@ class Schedule(Pass):
     def _told(self, tasks: _Tasks, best: _Found) -> Change:
         alone, compute = sum(tasks.seconds), tasks.compute
         sent = alone - compute
-        what = f"{len(tasks.sends)} collectives begun ahead, at most {best.window} places"
-        shown = f"{sent:.3g} s of communication, of which {max(0.0, best.seconds - compute):.3g} s are not hidden"
+        what = f"{len(tasks.sends)} collectives started earlier, by at most {best.window} nodes"
+        shown = f"{sent:.3g} s of communication, of which {max(0.0, best.seconds - compute):.3g} s are exposed"
         saved = {"seconds": alone - best.seconds, "bytes": live_memory(tasks.program).peak - best.peak}
         return Change(self.name, f"{what}: {shown}", "", saved)
 

@@ -75,7 +75,7 @@ class Along:
         return Layout(tuple(dims), partial, varying)
 
     def __repr__(self) -> str:
-        return f"repeat along {self.axis}" if self.dim is None else f"cut dim {self.dim} along {self.axis}"
+        return f"replicate along {self.axis}" if self.dim is None else f"shard dim {self.dim} along {self.axis}"
 
 
 @register_pass
@@ -130,7 +130,7 @@ class _Way:
         (out,) = spot.outs
         self.streams.add(out.shape)
         self._insert(Along(self.axis, self.dim), spot, out)
-        self._note(f"cut along the sequence behind {spot.op}", spot, self._kept(out))
+        self._note(f"sharded along the sequence after {spot.op}", spot, self._kept(out))
 
     def remark(self, spot: Spot) -> None:
         """Change a mark that replicates the residual stream along the axis to a mark that shards it."""

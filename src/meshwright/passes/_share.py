@@ -67,7 +67,7 @@ class Share(Pass):
                 changes.append(_change(spot.op, twin, spot))
         local = merged - len(changes)
         if local:
-            changes.append(Change(self.name, "equal operators are one", saved={"operators": local}))
+            changes.append(Change(self.name, "equal operators merged", saved={"operators": local}))
         return draft.finish(*changes) if merged else program
 
     def _may_be_shared(self, spot: Spot, own: set[Value]) -> bool:

@@ -41,7 +41,7 @@ class SplitProducts(Pass):
     def __post_init__(self) -> None:
         if self.pieces < 2:
             raise RewriteError(
-                repr(self), f"{self.pieces} pieces", "one piece is the product as it is", "SplitProducts(pieces=2)"
+                repr(self), f"{self.pieces} pieces", "one piece is the whole product", "write SplitProducts(pieces=2)"
             )
 
     def run(self, program: Program) -> Program:

@@ -17,7 +17,7 @@ def _drop(edit: Edit, spot: Spot) -> str | None:
     if base is None:
         return None
     edit.replace(base)
-    return f"{base!r} is the same"
+    return f"equal to {base!r}"
 
 
 def _turn_back(edit: Edit, spot: Spot) -> str | None:
@@ -25,11 +25,11 @@ def _turn_back(edit: Edit, spot: Spot) -> str | None:
     if turned is None or turned.op is not aten.t.default:
         return None
     edit.replace(turned.args[0])
-    return f"{turned.args[0]!r} is turned twice"
+    return f"{turned.args[0]!r} is transposed twice"
 
 
 register_rewrite(Rewriter("idle operator", _drop), into="tidy")
-register_rewrite(Rewriter("turned twice", _turn_back, on=(aten.t.default,)), into="tidy")
+register_rewrite(Rewriter("transposed twice", _turn_back, on=(aten.t.default,)), into="tidy")
 
 
 @register_pass

@@ -57,28 +57,28 @@ def _check_ways(schedule: Schedule) -> None:
     if len(lengths) != 1 or 0 in lengths or not owners <= set(range(schedule.ranks)):
         raise _wrong(
             schedule, f"ways {schedule.ways} and {schedule.ranks} rows",
-            "each way names a rank that has a row for every chunk, and all copies have the same chunks",
-            "way: 0 1 for two chunks on two ranks",
+            "each way must name a rank with a row for every chunk, and all copies must have the same chunks",
+            "write way: 0 1 for two chunks on two ranks",
         )  # fmt: skip
     if schedule.routes and (
         len(schedule.routes) != schedule.microbatches or not set(schedule.routes) <= set(range(len(schedule.ways)))
     ):
         raise _wrong(
-            schedule, f"routes {schedule.routes}", f"each of {schedule.microbatches} microbatches takes one of "
-            f"{len(schedule.ways)} ways", "one number of a way per microbatch",
+            schedule, f"routes {schedule.routes}", f"each of {schedule.microbatches} microbatches must take one of "
+            f"{len(schedule.ways)} ways", "give the number of a way for each microbatch",
         )  # fmt: skip
     for e in schedule.edges:
         if not 0 <= e.source < e.target < schedule.chunks:
-            raise _wrong(schedule, f"an edge {e.source}>{e.target}", "data flows from a chunk to a later one", "0>1")
+            raise _wrong(schedule, f"an edge {e.source}>{e.target}", "an edge must lead to a later chunk", "write 0>1")
     if schedule.microbatches < 1 or schedule.slices < 1 or schedule.microbatches % schedule.slices:
         raise _wrong(
             schedule, f"{schedule.microbatches} microbatches in slices of {schedule.slices}",
-            "a sequence has all its slices", f"{max(1, schedule.slices)} microbatches, or a multiple of it",
+            "each sequence needs all its slices", f"use {max(1, schedule.slices)} microbatches, or a multiple of it",
         )  # fmt: skip
     if schedule.versions and len(schedule.versions) != schedule.microbatches:
         raise _wrong(
             schedule, f"versions {schedule.versions}", "each microbatch uses one version of the weights",
-            f"{schedule.microbatches} numbers",
+            f"give {schedule.microbatches} numbers",
         )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _check_actions(schedule: Schedule) -> None:
             raise _wrong(
                 schedule, f"{atom} on rank {rank}",
                 f"there are {schedule.microbatches} microbatches and {schedule.chunks} chunks, counted from 0",
-                "numbers below those",
+                "use smaller numbers",
             )  # fmt: skip
         _check_rank(schedule, rank, atom)
 
@@ -109,8 +109,8 @@ def _check_rank(schedule: Schedule, rank: int, atom: Action) -> None:
         owners = {way[atom.chunk] for way in schedule.ways}
     if rank not in owners:
         raise _wrong(
-            schedule, f"{atom} on rank {rank}", f"that belongs to rank {', '.join(map(str, sorted(owners)))}",
-            f"{atom} in that rank's row, or another way",
+            schedule, f"{atom} on rank {rank}", f"the action belongs to rank {', '.join(map(str, sorted(owners)))}",
+            f"move {atom} to that rank's row, or change the way",
         )  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def _check_complete(schedule: Schedule) -> None:
                 found = {"F": f, "BW": bw, "B": b, "W": w, "R": r}
                 raise _wrong(
                     schedule, f"microbatch {m} at chunk {c}: " + ", ".join(f"{n} times {k}" for k, n in found.items()),
-                    "each chunk runs one forward and one backward of each microbatch",
-                    f"F{m}.{c} once, and BW{m}.{c} once or B{m}.{c} and W{m}.{c} once each",
+                    "each chunk must run one forward and one backward of each microbatch",
+                    f"run F{m}.{c} once, and BW{m}.{c} once or B{m}.{c} and W{m}.{c} once each",
                 )  # fmt: skip
 
 
@@ -142,8 +142,8 @@ def _check_messages(schedule: Schedule) -> None:
         if counts[event] != 1 or event not in wanted:
             raise _wrong(
                 schedule, f"{counts[event]} times {_message(event)}",
-                "a message goes along each edge between chunks of two ranks: once there and, with a gradient, back",
-                "with_transfers(schedule without sends and receives)",
+                "each edge between two ranks carries one message forward, and one back if it has a gradient",
+                "call with_transfers on the schedule without sends and receives",
             )  # fmt: skip
 
 
@@ -175,8 +175,8 @@ def _check_updates(schedule: Schedule, stale: bool) -> None:
         if updates and (updates[0] < last or schedule.versions) and not stale:
             raise _wrong(
                 schedule, f"{kinds[updates[0]][1]} on rank {rank}, before {kinds[last][1]}",
-                "weights that change while microbatches are on their way change what the optimizer means",
-                "check(schedule, stale=True), if that is wanted, or O at the end of the row",
+                "updates with microbatches in flight change what the optimizer means",
+                "move O to the end of the row; or call check(schedule, stale=True) to allow it",
             )  # fmt: skip
         _check_gathers(schedule, rank, [atom for _, atom in kinds])
     if stale and is_stale(schedule):
@@ -192,8 +192,8 @@ def _check_groups(schedule: Schedule) -> None:
     if other != at or len({len(group) for group in first[:-1]}) != 1 or first[-1]:
         raise _wrong(
             schedule, " and ".join(_groups_text(*place, found[place]) for place in dict.fromkeys((at, other))),
-            "each update takes as many microbatches, the same ones on all ranks, and none is left out",
-            "O behind the last backward of each group, in every row",
+            "each update must take equally many microbatches, the same on all ranks, and none may be left out",
+            "put O after the last backward of each group, in every row",
         )  # fmt: skip
 
 
@@ -210,8 +210,9 @@ def _check_versions(schedule: Schedule) -> None:
             made += atom.kind is Kind.OPTIMIZER
             if not 0 <= version <= made:
                 raise _wrong(
-                    schedule, f"{atom} on rank {rank} with weights of {version} updates", f"{made} were made by then",
-                    f"versions of {made} at most",
+                    schedule, f"{atom} on rank {rank} with weights of {version} updates",
+                    f"only {made} updates exist at that time",
+                    f"use versions of at most {made}",
                 )  # fmt: skip
 
 
@@ -232,8 +233,8 @@ def _check_gathers(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> No
         if late or early:
             raise _wrong(
                 schedule, f"{atom} on rank {rank}",
-                f"the parameters of chunk {atom.chunk} are not gathered yet" if late else "there are no gradients yet",
-                f"G.{atom.chunk} before it" if late else f"S.{atom.chunk} behind a BW or W of that chunk",
+                f"the parameters of chunk {atom.chunk} are not gathered yet" if late else "no gradients exist yet",
+                f"put G.{atom.chunk} before it" if late else f"put S.{atom.chunk} after a BW or W of that chunk",
             )  # fmt: skip
         seen.add((atom.kind, atom.chunk))
 
@@ -245,8 +246,8 @@ def _check_capacity(schedule: Schedule, found: Sequence[float], capacity: float 
     for rank, (needed, there) in enumerate(zip(found, most, strict=True)):
         if needed > there:
             raise _wrong(
-                schedule, f"rank {rank} holds up to {needed:g}", f"it may hold {there:g}",
-                "a schedule with fewer microbatches on their way (ZB-1p, V-Half, V-Min), or smaller microbatches",
+                schedule, f"rank {rank} holds up to {needed:g}", f"its capacity is {there:g}",
+                "use a schedule with fewer microbatches in flight (ZB-1p, V-Half, V-Min), or smaller microbatches",
             )  # fmt: skip
 
 

@@ -199,7 +199,7 @@ class _Reader:
     def _crossing(self, number: int, source: Any, target: Any, tag: int) -> Crossing:
         node = self.whole.nodes[number]
         if not isinstance(node.op, Carry) or not isinstance(node.op.step, Exchange):
-            raise TypeError(f"node {number} is {node.op!r}, and no exchange")
+            raise TypeError(f"node {number} is {node.op!r}, not an exchange")
         (operand,), (result,) = node.ins, node.outs
         return Crossing(node.op, operand, result, _place(*source), _place(*target), int(tag))
 
@@ -214,5 +214,5 @@ class _Reader:
 
 def _place(part: Any, chunk: Any, number: Any) -> Place:
     if part not in get_args(Part):
-        raise ValueError(f"{part!r} is no part of a step")
+        raise ValueError(f"{part!r} is not a part of a step")
     return Place(part, int(chunk), int(number))

@@ -35,7 +35,7 @@ def counted(name: str, ranks: int, microbatches: int) -> None:
     """Raise ScheduleError if the number of ranks or of microbatches is below one."""
     asked(
         name, ranks >= 1 and microbatches >= 1, f"{ranks} ranks, {microbatches} microbatches",
-        "a pipeline has a rank, and something to do", "numbers from 1 on",
+        "a pipeline needs at least one rank and one microbatch", "use numbers from 1 on",
     )  # fmt: skip
 
 

@@ -52,9 +52,9 @@ def _check_rows(cut: Sequence[Input]) -> None:
     if len({i.spec.layout.dims[0] if i.spec else () for i in cut}) > 1:
         lies = ", ".join(repr(i.spec) if i.spec else "a plain tensor" for i in cut)
         raise StageError(
-            "a batch in microbatches", f"rows that lie as {lies}",
-            "a rank would take a piece of its own rows of one tensor, and of all rows of the other",
-            "tensors of a batch whose rows are cut along the same axes",
+            "a batch in microbatches", f"rows in the layouts {lies}",
+            "a rank would take other rows of one tensor than of the other for a microbatch",
+            "shard the rows of all tensors of a batch along the same axes",
         )  # fmt: skip
 
 
@@ -94,6 +94,6 @@ def _check_once(copies: Sequence[Parts]) -> None:
     one = next((i for i in read if i.role == "batch"), None)
     if one is not None:
         raise StageError(
-            "microbatches one by one", f"{one.name!r} of the batch is read where all microbatches are done",
-            "each microbatch has its own", "one batch, which is the same but for its rows: dist_model(*batch)",
+            "separate batches as microbatches", f"{one.name!r} of the batch is read once for all microbatches",
+            "each microbatch has its own value", "pass one batch, which is split along its rows: dist_model(*batch)",
         )  # fmt: skip

@@ -29,7 +29,7 @@ def _in_groups(groups: list[range], chunks: int, backwards: bool = False) -> lis
 
 def _numbers(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     counted(name, ranks, microbatches)
-    asked(name, chunks >= 1, f"{chunks} chunks per rank", "each rank has a chunk", "chunks=2")
+    asked(name, chunks >= 1, f"{chunks} chunks per rank", "each rank needs a chunk", "pass chunks=2")
 
 
 def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:

@@ -156,6 +156,9 @@ def known(name: str) -> Known:
         plain = {one.casefold(): one for one in KNOWN}
         near = get_close_matches(name.casefold(), plain, n=1, cutoff=0.0)[0]
         raise ScheduleError(
-            f"schedule {name!r}", "no such schedule", f"schedules are known by name: {', '.join(KNOWN)}", plain[near]
+            f"schedule {name!r}",
+            "no such schedule",
+            f"the known schedules are {', '.join(KNOWN)}",
+            f"write {plain[near]}",
         )
     return KNOWN[name]

@@ -59,7 +59,7 @@ class _Table:
             if not ready:
                 raise ScheduleError(
                     f"schedule {self.shape.name!r}", f"memory for {min(self.limits):g} on a rank",
-                    "no rank can go on", "more memory: one microbatch of every chunk of a rank, at least",
+                    "no rank can continue", "allow more memory: at least one microbatch of every chunk of a rank",
                 )  # fmt: skip
             _, rank, action = min(ready)
             self._take(rank, action)

@@ -27,8 +27,8 @@ def mirrored(program: Program, stages: Stages) -> Program:
     """
     if program.writes:
         raise StageError(
-            "two copies of a model", f"the buffer {program.writes[0][0]!r}, which each batch renews",
-            "each copy would renew its own", "a schedule with one copy, such as ZB-V",
+            "two copies of a model", f"the buffer {program.writes[0][0]!r}, which each batch updates",
+            "each copy would update its own buffer", "use a schedule with one copy, such as ZB-V",
         )  # fmt: skip
     opposite = _opposite(stages)
     became: dict[Value, Value] = {}
@@ -54,7 +54,8 @@ def _opposite(stages: Stages) -> Callable[[ProcessMesh], ProcessMesh]:
     if uneven is not None:
         raise StageError(
             "two copies of a model", f"stages of {len(uneven[0])} and of {len(uneven[1])} ranks opposite each other",
-            "a stage's copy lies on the ranks of the stage opposite", "stages of equal size, or a schedule of one copy",
+            "the copy of a stage is on the ranks of the opposite stage",
+            "use stages of equal size, or a schedule with one copy",
         )  # fmt: skip
 
     @cache
@@ -73,7 +74,7 @@ def _node(node: Node, became: dict[Value, Value], opposite: Callable[[ProcessMes
     op = Mark(opposite(node.op.mesh), node.op.layout) if isinstance(node.op, Mark) else node.op
     if not isinstance(op, (Mark, Operator)):
         raise StageError(
-            "two copies of a model", f"{op!r} {node.origin.where}".rstrip(), "it may hold meshes of its own",
-            "a schedule with one copy, such as ZB-V",
+            "two copies of a model", f"{op!r} {node.origin.where}".rstrip(), "the operator may contain meshes",
+            "use a schedule with one copy, such as ZB-V",
         )  # fmt: skip
     return Node(op, args, kwargs, node.out, node.origin)

@@ -290,9 +290,9 @@ class _Cut:
         """Move a node, with its producers after all microbatches, to the place of the gradient that it reads."""
         if isinstance(node.op, Carry) and isinstance(node.op.step, Exchange):
             raise StageError(
-                "weights that change on the way", f"{node.op!r}, which brings gradients to other ranks",
-                "there they would meet newer weights than the ones that they belong to",
-                "weights that are used as they are on the stages that share them, or a schedule such as 1F1B",
+                "a schedule with several updates per step", f"{node.op!r}, which brings gradients to other ranks",
+                "the gradients would arrive at newer weights than their own",
+                "give shared weights one layout on all stages that use them, or use a schedule such as 1F1B",
             )  # fmt: skip
         ins = [v for v in node.ins if self.of.get(v, BEFORE) != BEFORE]
         for made in (self.step.producers[v] for v in ins if self.of[v] == BEHIND):
@@ -383,7 +383,7 @@ class _Cut:
             if any(_is_late(place, self.of[v]) for v in node.ins if v in self.of):
                 raise StageError(
                     "a table of slices of a sequence", f"{node.op!r} {node.origin.layer}".rstrip(),
-                    "its gradient would be there later than a slice before needs it", "a schedule of whole sequences",
+                    "an earlier slice needs its gradient before it exists", "use a schedule of whole sequences",
                 )  # fmt: skip
 
     def _is_forward(self, v: Value) -> bool:

@@ -25,7 +25,7 @@ MEANS = {
     Kind.BACKWARD: "B backward",
     Kind.BACKWARD_INPUT: "B backward",
     Kind.BACKWARD_WEIGHT: "W gradients of weights",
-    Kind.RECOMPUTE: "R forward again",
+    Kind.RECOMPUTE: "R recomputed forward",
     Kind.GATHER: "parameters gathered, gradients scattered",
     Kind.SCATTER: "parameters gathered, gradients scattered",
     Kind.OPTIMIZER: "update",

@@ -25,9 +25,9 @@ def check_renewed(program: Program, schedule: Schedule) -> None:
         if max(reads) > max(written) or not all(_is_in_order(row, chunks) for row in schedule.rows):
             numbers = " and ".join(map(str, sorted(chunks)))
             raise StageError(
-                f"schedule {schedule.name!r}", f"the buffer {x!r}, which chunks {numbers} read or renew",
-                "a microbatch would find it as another one leaves it",
-                "a schedule with one chunk per rank, such as 1F1B, or all that has to do with the buffer in one chunk",
+                f"schedule {schedule.name!r}", f"the buffer {x!r}, which chunks {numbers} read or update",
+                "a microbatch would read the value that another one left",
+                "use a schedule with one chunk per rank, such as 1F1B, or keep all uses of the buffer in one chunk",
             )  # fmt: skip
 
 

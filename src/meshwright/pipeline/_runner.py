@@ -185,7 +185,7 @@ class PipelineRun:
         """Run the update that is entry n; microbatches in flight keep the weights that they have used."""
         base, at = step.base, len(step.outputs)
         step.versions.keep(n, base, self._behind.over(at, base), *step.held)
-        with here.seen.doing("pipeline", "behind all microbatches"):
+        with here.seen.doing("pipeline", "after all microbatches"):
             outputs, step.written = self._behind(at, base, step.totals.known, look_at)
         step.outputs.append(outputs)
         step.totals = _Totals()
@@ -331,11 +331,11 @@ def check_fits(schedule: Schedule, stages: Stages) -> None:
     last = len(stages.ranks) - 1
     ways = (stages.way, tuple(last - s for s in stages.way))
     if schedule.slices > 1 and schedule.recomputed:
-        found, why = "R, and slices of sequences", "what is made again would be made again for each slice"
+        found, why = "recomputation (R) with slices of sequences", "each slice would recompute the same values"
     elif schedule.ways != ways[: len(schedule.ways)]:
         found = f"chunks on stages {' and '.join(map(str, schedule.ways))}"
         why = f"the model's marks put its chunks on stages {stages.way}"
     else:
         return
-    write = "a schedule with the model's placement, or marks with the schedule's: docs/concepts/pipeline.md"
+    write = "use a schedule with the model's placement, or mark the model as the schedule: docs/concepts/pipeline.md"
     raise StageError(f"schedule {schedule.name!r}", found, why, write)

@@ -64,12 +64,12 @@ def attention(s: Slicer, node: Node) -> bool:
 
 def _not_causal(given: Mapping[str, Any], q: Pieces, k: Pieces, v: Pieces) -> str:
     if given["attn_mask"] is not None:
-        return "whether its mask hides later positions cannot be read off"
+        return "its mask may not hide later positions"
     if not given["is_causal"]:
-        return "each position sees later ones"
+        return "each position attends to later ones"
     if given["dropout_p"]:
-        return "it drops weights for the whole sequence"
-    return "queries and keys are cut at other places" if not q.cut == k.cut == v.cut else ""
+        return "its dropout draws for the whole sequence"
+    return "queries and keys are split at different positions" if not q.cut == k.cut == v.cut else ""
 
 
 def _device(v: Value) -> torch.device:
@@ -200,7 +200,7 @@ def part(s: Slicer, node: Node) -> bool:
     edges = [*x.cut.starts, x.cut.total]
     kept = [range(max(a, wanted.start), min(b, wanted.stop)) for a, b in pairwise(edges)]
     if wanted.step != 1 or not all(kept):
-        raise s.refusal(s.told, "a slice would have none of the positions that are left")
+        raise s.refusal(s.told, "a slice would keep no positions")
     made = [
         s.add(n, aten.slice.Tensor, v, x.cut.dim, own.start - start, own.stop - start)
         for n, (v, own, start) in enumerate(zip(x.values, kept, x.cut.starts, strict=True))
@@ -220,7 +220,7 @@ def dropout(s: Slicer, node: Node) -> bool:
     given = _arguments(node)
     x = s.held[given["input"]]
     if not isinstance(x, Pieces) or x.cut.before != 1:
-        raise s.refusal(s.told, "its rows and positions are one dim by then, or it drops terms of a sum")
+        raise s.refusal(s.told, "its rows and positions are merged into one dim, or it applies to terms of a sum")
     if not given["train"] or given["p"] == 0:
         s.held[node.outs[0]] = x
         return True

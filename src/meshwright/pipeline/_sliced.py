@@ -73,7 +73,7 @@ def sliced(program: Program, lengths: Sequence[int], specials: Mapping[str, Spec
     found = Slicer(program, tuple(lengths), specials)
     if program.writes:
         raise found.refusal(
-            f"the buffer {program.writes[0][0]!r}, which each batch renews", "each slice would renew it"
+            f"the buffer {program.writes[0][0]!r}, which each batch updates", "each slice would update it"
         )
     for node in program.nodes:
         found.take(node)
@@ -121,7 +121,7 @@ class Slicer:
         if not any(isinstance(x, Pieces) for x in self.held.values()):
             raise self.refusal(
                 f"no operator that takes {self.lengths} of dim 1 of the batch and a parameter",
-                "a sequence is dim 1 of the tensors of a batch",
+                "sequences must be dim 1 of the tensors of a batch",
             )
         outputs = map_values(self.whole, self.program.outputs)
         nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in self._draft)
@@ -160,9 +160,7 @@ class Slicer:
         assert self._node is not None
         ahead = next((v for v in values_in((args, kwargs)) if self._at.get(v, 0) > n), None)
         if ahead is not None:
-            raise self.refusal(
-                self.told, f"slice {n} would need what slice {self._at[ahead]} gives, and that comes later"
-            )
+            raise self.refusal(self.told, f"slice {n} would need a value of the later slice {self._at[ahead]}")
         out = self._draft.add(
             op, *args, before=self._draft.end, origin=replace(self._node.origin, slice=n), **kwargs
         )  # fmt: skip
@@ -198,7 +196,7 @@ class Slicer:
         held = self.held[v]
         if isinstance(held, Pieces):
             if held.cut != cut:
-                raise self.refusal(self.told, f"sequences are cut as {held.cut.lengths} and as {cut.lengths}")
+                raise self.refusal(self.told, f"sequences are split into {held.cut.lengths} and into {cut.lengths}")
             return held
         x = self.whole(v)
         if (x, cut) not in self._cut_before:
@@ -247,14 +245,14 @@ class Slicer:
         pieces = ((at, self._entering.get(v, self.held[v])) for at, v in enumerate(operands) if v is not None)
         cuts = {at: x.cut for at, x in pieces if isinstance(x, Pieces)}
         if not cuts:
-            raise self.refusal(self.told, "what is cut there is no operand of the operator's rule")
+            raise self.refusal(self.told, "the sliced value is not an operand of the operator's rule")
         bound = call.bound
         for at, cut in cuts.items():
             bound = _apart(bound, at, cut)
         factors = {_factor(bound, at, cut) for at, cut in cuts.items()}
         lengths = {cut.lengths for cut in cuts.values()}
         if len(factors) != 1 or None in factors or len(lengths) != 1:
-            raise self.refusal(self.told, "its operands are cut along different dims")
+            raise self.refusal(self.told, "its operands are sliced along different dims")
         (factor,), (own,) = factors, lengths
         assert factor is not None
         return bound, factor, own
@@ -270,7 +268,9 @@ class Slicer:
         ways = () if formed else tuple(ways_to_cut(bound, factor))
         fits = any("sum" not in w.ins and {*w.outs} <= {factor, "sum"} for w in ways)
         if not (fits or known) or is_drawing(node):
-            why = "it draws numbers for the whole sequence" if is_drawing(node) else "it needs the whole sequence"
+            why = (
+                "it draws random numbers for the whole sequence" if is_drawing(node) else "it needs the whole sequence"
+            )
             raise self.refusal(self.told, why)
         operands: list[Value | None] = self._described(node).operands(node.args, node.kwargs)
         found: dict[Value, tuple[Value, ...]] = {}
@@ -280,13 +280,13 @@ class Slicer:
             cut = _in_cut(bound, at, factor, lengths)
             now = (self.whole(v),) * len(lengths) if cut is None else self.cut(v, cut).values
             if found.setdefault(v, now) != now:
-                raise self.refusal(self.told, "an operand is to be cut along two dims")
+                raise self.refusal(self.told, "an operand would be sliced along two dims")
         return found | {v: (self.whole(v),) * len(lengths) for v in node.ins if v not in found}
 
     def _out_cut(self, node: Node, bound: Bound, factor: int, at: int, lengths: tuple[int, ...]) -> Cut:
         dims = [d for d, factors in enumerate(_out(bound, at)) if factor in factors]
         if len(dims) != 1 or len(_out(bound, at)) != len(node.outs[at].shape):
-            raise self.refusal(self.told, "its result is not cut along one dim")
+            raise self.refusal(self.told, "its result is not sliced along one dim")
         return _cut_of(bound, _out(bound, at)[dims[0]], dims[0], factor, lengths)
 
     def _described(self, node: Node) -> Call:
@@ -296,7 +296,7 @@ class Slicer:
         except RuleError:
             call = None
         if call is None or call.mutated:
-            raise self.refusal(self.told, "there is no rule that tells how it may be cut")
+            raise self.refusal(self.told, "it has no rule that says how to slice it")
         return call
 
     def stand_in(self, v: Value) -> Any:
@@ -321,8 +321,8 @@ class Slicer:
     def refusal(self, found: str, why: str) -> StageError:
         return StageError(
             f"{len(self.lengths)} slices of a sequence", found, why,
-            "operators that work on each position alone, and scaled_dot_product_attention(q, k, v, is_causal=True); "
-            'or a schedule of whole sequences, such as "1F1B"',
+            "use operators that act on each position alone, and scaled_dot_product_attention(q, k, v, is_causal=True); "
+            'or use a schedule of whole sequences, such as "1F1B"',
         )  # fmt: skip
 
 

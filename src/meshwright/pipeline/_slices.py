@@ -17,7 +17,7 @@ def _units(name: str, ranks: int, microbatches: int, slices: int) -> tuple[list[
     Slice s of sequence m is m * slices + s.
     """
     counted(name, ranks, microbatches)
-    asked(name, slices >= 1, f"{slices} slices", "a sequence is cut into slices", "slices=4")
+    asked(name, slices >= 1, f"{slices} slices", "a sequence needs at least one slice", "pass slices=4")
     forwards = list(range(microbatches * slices))
     return forwards, [m + s for m in forwards[::slices] for s in range(slices)[::-1]]
 

@@ -78,7 +78,7 @@ class _Staging:
         if len(stages) > 1 and home not in self.chain:
             raise StageError(
                 "stages of a pipeline", f"{given.name} on ranks of the stages {' and '.join(map(_one, stages))}",
-                "the ranks of a later stage do not take part when the first stage sends it",
+                "the first stage sends the input without the ranks of a later stage",
                 "give a plain tensor, or place it on the mesh of one stage",
             )  # fmt: skip
 
@@ -177,7 +177,7 @@ def _check_apart(ranks: Sequence[Ranks]) -> None:
         if set(a) & set(b):
             raise StageError(
                 "stages of a pipeline", f"stages on ranks {_one(a)} and on ranks {_one(b)}",
-                "a rank runs the actions of one stage", "meshes that are the same, or have no rank in common",
+                "a rank can run only one stage", "use meshes that are the same, or have no rank in common",
             )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None) -> Sc
     asked(
         "PipeDream-2BW", group >= ranks and microbatches % group == 0,
         f"{microbatches} microbatches in groups of {group} on {ranks} ranks",
-        "a group fills the pipeline, and is whole", f"group={ranks}, and a multiple of it as microbatches",
+        "a group must be complete and fill the pipeline", f"use group={ranks}, and a multiple of it as microbatches",
     )  # fmt: skip
     rows = tuple(tuple(_updated(row, range(group - 1, microbatches, group))) for row in plain.rows)
     versions = tuple(max(0, m // group - 1) for m in range(microbatches))

@@ -104,8 +104,8 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     asked(
         name, ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks,
         f"{ranks} ranks, {microbatches} microbatches",
-        "half of the microbatches comes from each end, and fills all ranks",
-        f"an even number of ranks, and {2 * (ranks + ranks % 2)} microbatches or more, an even number",
+        "half of the microbatches enter at each end, and must fill all ranks",
+        f"use an even number of ranks, and an even number of at least {2 * (ranks + ranks % 2)} microbatches",
     )  # fmt: skip
     half = microbatches // 2
 
@@ -128,7 +128,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     counted(name, ranks, microbatches)
     asked(
         name, microbatches >= 2 * ranks, f"{ranks} ranks, {microbatches} microbatches",
-        "the first microbatch is on its way back when the last one starts", f"{2 * ranks} microbatches or more",
+        "the first microbatch runs backward when the last one starts", f"use at least {2 * ranks} microbatches",
     )  # fmt: skip
 
     def row(r: int) -> tuple[Action, ...]:
@@ -157,7 +157,7 @@ def _chimera(name: str, ranks: int, microbatches: int, together: int) -> Schedul
     counted(name, ranks, microbatches)
     asked(
         name, ranks % 2 == 0 and microbatches % 2 == 0, f"{ranks} ranks, {microbatches} microbatches",
-        "half of the microbatches comes from each end", "even numbers",
+        "half of the microbatches enter at each end", "use even numbers",
     )  # fmt: skip
     units = [range(n, min(n + together * ranks, microbatches)) for n in range(0, microbatches, together * ranks)]
     halves = [(unit[: len(unit) // 2], unit[len(unit) // 2 :]) for unit in units]

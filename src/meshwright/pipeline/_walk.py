@@ -221,8 +221,8 @@ def walked(schedule: Schedule, channel: Channel = Channel.BUFFERED) -> Iterator[
     if stuck := walk.stuck():
         raise ScheduleError(
             f"schedule {schedule.name!r} over {channel} channels",
-            "; ".join(f"rank {s.rank} stands at {s.action} and waits for {s.waits_for}" for s in stuck),
-            "no rank can go on",
-            "each receive behind its send, sends in the order of the receives" if channel is not Channel.BUFFERED
-            else "each action behind what it needs",
+            "; ".join(f"rank {s.rank} is at {s.action} and waits for {s.waits_for}" for s in stuck),
+            "no rank can continue",
+            "put each receive after its send, and sends in the order of the receives" if channel is not Channel.BUFFERED
+            else "put each action after the actions that it needs",
         )  # fmt: skip

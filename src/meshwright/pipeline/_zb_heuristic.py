@@ -55,8 +55,8 @@ def zero_bubble(
     if not found:
         raise ScheduleError(
             f"schedule {name!r}", f"memory for {capacity:g} on {ranks} ranks",
-            "a rank holds at least one microbatch from its forward to its weight gradients",
-            f"a capacity of at least {at(memory.held, 0):g}",
+            "a rank must hold at least one microbatch from its forward to its weight gradients",
+            f"use a capacity of at least {at(memory.held, 0):g}",
         )  # fmt: skip
     return min(found, key=lambda f: f[:2])[2]
 

@@ -55,7 +55,7 @@ def _header(account: Account) -> Iterator[Markup]:
     told = (
         ("plan", account.how),
         ("where", account.where),
-        ("a step", seconds(account.seconds)),
+        ("seconds per step", seconds(account.seconds)),
         ("fullest rank", joined([f"{size(account.nbytes)} of {size(account.room)}", verdict])),
     )
     rows = [joined([element("dt", name), element("dd", value)]) for name, value in told]
@@ -63,14 +63,14 @@ def _header(account: Account) -> Iterator[Markup]:
 
 
 def _parts(account: Account, measured: Mapping[str, float] | None) -> Iterator[tuple[str, Markup]]:
-    yield "Why it takes so long", _why(account)
+    yield "Bottlenecks", _why(account)
     yield "Predicted and measured", _measured(account, measured) if measured else Markup()
-    yield "How tensors lie", tree(account.laid)
+    yield "Layouts of tensors", tree(account.laid)
     yield "Communications", _sent(account)
     yield "The pipeline", _timeline(account.timeline) if account.timeline else Markup()
     yield "Memory", _memory(account)
     yield "Other plans", _rivals(account)
-    yield "The plan in full", _decided(account)
+    yield "All settings of the plan", _decided(account)
 
 
 def _why(account: Account) -> Markup:
@@ -89,19 +89,19 @@ def _why(account: Account) -> Markup:
         [
             element("ul", *(element("li", line) for line in account.why)),
             element("div", *bar, class_="bar", aria_hidden="true"),
-            table("where the seconds of a step go", ("part", "seconds", "of the step"), rows, {1, 2}),
+            table("seconds of a step by part", ("part", "seconds", "of the step"), rows, {1, 2}),
         ]
     )
 
 
 def _measured(account: Account, measured: Mapping[str, float]) -> Markup:
     head = ("what", "predicted", "measured", "off by")
-    return table("what was predicted, beside what was measured", head, beside(account, measured), {1, 2, 3})
+    return table("predicted and measured values", head, beside(account, measured), {1, 2, 3})
 
 
 def _sent(account: Account) -> Markup:
     if not account.sent:
-        return element("p", "Nothing is sent.")
+        return element("p", "No communication.")
     sourced = any(row.source for row in account.sent)
     head = ("communication", "of what", "where", "link", "count", "bytes", "seconds", "exposed", "line")
     rows = [
@@ -112,7 +112,7 @@ def _sent(account: Account) -> Markup:
         )
         for s in account.sent
     ]  # fmt: skip
-    caption = "in order: how often in a step, the bytes of one, the seconds of all, and those that nothing hides"
+    caption = "in order of execution: calls per step, bytes per call, seconds of all calls, and exposed seconds"
     shown = table(caption, head, rows, {4, 5, 6, 7})
     total = f"{count(len(rows))} rows, {seconds(sum(s.seconds for s in account.sent))} in all"
     return folded(total, shown, is_open=len(rows) <= OPEN)
@@ -124,21 +124,21 @@ def _timeline(timeline: Timeline) -> Markup:
         most = DRAWN // len(timeline.rows)
         named = replace(timeline.schedule, name=f"{timeline.schedule.name}, its beginning")
         picture = replace(timeline, schedule=named, rows=tuple(row[:most] for row in timeline.rows))
-        cut = f" Of {count(sum(map(len, timeline.rows)))} actions, those that come first are drawn."
+        cut = f" Of {count(sum(map(len, timeline.rows)))} actions, only the first are drawn."
     said = (
         f"{timeline.schedule.name}: {seconds(timeline.makespan)}, of which ranks wait "
-        f"{share(timeline.bubble, 1.0)} on the average.{cut}"
+        f"{share(timeline.bubble, 1.0)} on average.{cut}"
     )
     rows = [
         (f"rank {rank}", count(len(row)), seconds(busy), seconds(timeline.makespan - busy), f"{held:g}")
         for rank, (row, busy, held) in enumerate(zip(timeline.rows, timeline.busy, timeline.peaks(), strict=True))
     ]
-    head = ("rank", "actions", "computes", "waits", "chunks of microbatches held")
+    head = ("rank", "actions", "computes", "waits", "chunks of microbatches in flight")
     return joined(
         [
             element("p", said),
             element("div", scrolled("time line of the pipeline", Markup(svg(picture, seconds))), class_="drawing"),
-            table("what each rank of the pipeline does", head, rows, {1, 2, 3, 4}),
+            table("seconds of each rank of the pipeline", head, rows, {1, 2, 3, 4}),
         ]
     )
 
@@ -160,14 +160,14 @@ def _memory(account: Account) -> Markup:
 def _rivals(account: Account) -> Markup:
     if not account.rivals:
         return Markup()
-    own = [("this one", seconds(account.seconds), "1.000", size(account.nbytes), "")]
+    own = [("this plan", seconds(account.seconds), "1.000", size(account.nbytes), "")]
     rows = [
         (r.how, seconds(r.seconds), f"{r.seconds / account.seconds:.3f}", size(r.nbytes), r.why) for r in account.rivals
     ]
-    head = ("plan", "a step", "times", "a rank", "against this one")
-    return table("the plan, and others that were looked at", head, [*own, *rows], {1, 2, 3})
+    head = ("plan", "seconds per step", "relative", "bytes per rank", "compared with this plan")
+    return table("this plan and the other plans", head, [*own, *rows], {1, 2, 3})
 
 
 def _decided(account: Account) -> Markup:
     rows = [(name, str(value)) for name, value in account.decided.items()]
-    return table("what was decided", ("name", "value"), rows) if rows else Markup()
+    return table("settings of the plan", ("name", "value"), rows) if rows else Markup()

@@ -70,7 +70,7 @@ class Listing:
         return table(self.title, _HEAD, self.rows, {2, 3})
 
 
-_HEAD = ("name", "lies", "whole", "a rank's part")
+_HEAD = ("name", "layout", "whole", "per rank")
 
 
 def show(x: Any, mesh: ProcessMesh | None = None) -> Picture | Listing:
@@ -99,8 +99,8 @@ def show(x: Any, mesh: ProcessMesh | None = None) -> Picture | Listing:
     if isinstance(x, nn.Module):
         return _listing(x)
     raise ShowError(
-        "a picture of how something lies", _described(x), "it lies on no mesh",
-        'a DistTensor, its spec, a model, or show("f32[8@dp, 16]", mesh)',
+        "a picture of a layout", _described(x), "the object is on no mesh",
+        'pass a DistTensor, its spec, a model, or call show("f32[8@dp, 16]", mesh)',
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _listing(model: nn.Module) -> Listing:
     meshes = dict.fromkeys(x.mesh for _, x in held if isinstance(x, DistTensor))
     where = ", ".join(map(repr, islice(meshes, 4))) or "no mesh"
     title = f"{type(model).__name__} on {where}{' and others' if len(meshes) > 4 else ''}"
-    return Listing(title, (*rows, ("in all", "", size(whole), size(part))))
+    return Listing(title, (*rows, ("total", "", size(whole), size(part))))
 
 
 def _most(spec: Spec) -> int:
@@ -142,7 +142,7 @@ def _text(pieces: Pieces) -> list[str]:
         widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
         lines += [title] if title else []
         lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return [*lines, *(["and so on"] if len(grids) > MOST_GRIDS else []), *pieces.empty[:MOST_GRIDS]]
+    return [*lines, *(["..."] if len(grids) > MOST_GRIDS else []), *pieces.empty[:MOST_GRIDS]]
 
 
 def _sides(pieces: Pieces) -> tuple[int | None, int | None]:

@@ -25,13 +25,13 @@ def _head(account: Account) -> list[str]:
     fits = "" if account.fits else "  DOES NOT FIT"
     held = f"{size(account.nbytes)} of {size(account.room)} on the fullest rank{fits}"
     return [
-        account.what, f"  {account.how}", f"  {account.where}", f"  {seconds(account.seconds)} a step; {held}",
+        account.what, f"  {account.how}", f"  {account.where}", f"  {seconds(account.seconds)} per step; {held}",
     ]  # fmt: skip
 
 
 def _tensors(account: Account) -> list[str]:
     rows = [(layer, row.name, row.layout, size(row.nbytes), row.note) for layer, row in _alike(account)]
-    return _table("tensors and how they lie", ("layer", "tensor", "layout", "a rank's part", ""), rows, {3})
+    return _table("layouts of tensors", ("layer", "tensor", "layout", "per rank", ""), rows, {3})
 
 
 def _alike(account: Account) -> Iterator[tuple[str, Laid]]:
@@ -57,7 +57,7 @@ def _sent(account: Account) -> list[str]:
 
 def _spent(account: Account) -> list[str]:
     rows = [(name, seconds(s), share(s, account.seconds)) for name, s in account.spent.items()]
-    return _table("where the time goes", ("part", "seconds", "of the step"), rows, {1, 2})
+    return _table("seconds of a step by part", ("part", "seconds", "of the step"), rows, {1, 2})
 
 
 def _held(account: Account) -> list[str]:
@@ -66,7 +66,7 @@ def _held(account: Account) -> list[str]:
         (rank, *(size(parts.get(kind, 0.0)) for kind in kinds), size(sum(parts.values())))
         for rank, parts in account.held.items()
     ]
-    return _table("memory", ("rank", *kinds, "in all"), rows, set(range(1, len(kinds) + 2)))
+    return _table("memory", ("rank", *kinds, "total"), rows, set(range(1, len(kinds) + 2)))
 
 
 def _measured(account: Account, measured: Mapping[str, float]) -> list[str]:
@@ -77,7 +77,7 @@ def _measured(account: Account, measured: Mapping[str, float]) -> list[str]:
 
 def _rivals(account: Account) -> list[str]:
     rows = [(r.how, f"{r.seconds / account.seconds:.3f} x", size(r.nbytes), r.why) for r in account.rivals]
-    return _table("instead", ("plan", "step", "a rank", "against this one"), rows, {1, 2})
+    return _table("other plans", ("plan", "step", "per rank", "compared with this plan"), rows, {1, 2})
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> list[str]:

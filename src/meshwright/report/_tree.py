@@ -54,10 +54,10 @@ def _inside(name: str, layer: _Layer, is_open: bool) -> Iterator[Markup]:
 
 def _summary(name: str, rows: list[Laid]) -> Markup:
     number, nbytes = sum(row.count for row in rows), sum(row.count * row.nbytes for row in rows)
-    many = f"{count(number)} tensor{'s' if number != 1 else ''}, {size(nbytes)} on a rank"
+    many = f"{count(number)} tensor{'s' if number != 1 else ''}, {size(nbytes)} per rank"
     return joined([f"{name} ", element("span", many)])
 
 
 def _tensors(name: str, rows: list[tuple[str, Laid]]) -> Markup:
     cells = [(own, element("code", row.layout), size(row.nbytes), row.note) for own, row in rows]
-    return table(f"tensors of {name}", ("tensor", "layout", "a rank's part", "note"), cells, {2})
+    return table(f"tensors of {name}", ("tensor", "layout", "per rank", "note"), cells, {2})

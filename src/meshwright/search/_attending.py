@@ -21,8 +21,8 @@ ATTENTION = "aten::scaled_dot_product_attention"
 SEQUENCE, HEADS = 2, 3
 """Dims of queries, keys, values and results, counted from the last."""
 SAID: Mapping[Context, str] = {
-    "gather": "queries are cut along the sequence, keys and values gathered",
-    "ulysses": "heads are cut in the place of the sequence, all to all, and back (ulysses)",
+    "gather": "queries are sharded along the sequence, keys and values gathered",
+    "ulysses": "all-to-all shards heads instead of the sequence, and back (ulysses)",
 }
 
 

@@ -35,9 +35,11 @@ def chain_of(program: Program, trains: Set[Value]) -> Chain:
     layers = blocks_of(program)
     lists = dict.fromkeys(layer.rpartition(".")[0] for layer in layers)
     if len(layers) < 2:
-        return Chain(layers, why_not="no layers that are repeated")
+        return Chain(layers, why_not="the model has no repeated layers")
     if len(lists) > 1:
-        return Chain(layers, why_not=f"layers in several lists, {' and '.join(path or 'the model' for path in lists)}")
+        return Chain(
+            layers, why_not=f"the layers are in several lists: {' and '.join(path or 'the model' for path in lists)}"
+        )
     return _Followed(program, layers, trains).told()
 
 
@@ -78,20 +80,20 @@ class _Followed:
         own, where = self._own(node), node.origin.layer or "the model"
         read = {self.of_value[v]: v for v in node.ins if v in self.of_value}
         if own is None:
-            return f"{where} looks at several layers" if len(read) > 1 else ""
+            return f"{where} reads results of several layers" if len(read) > 1 else ""
         if any(at > own for at in read):
-            return f"{where} comes behind {self.layers[max(read)]}"
+            return f"{where} reads a result of the later layer {self.layers[max(read)]}"
         if any(at < own - 1 and v in self.trains for at, v in read.items()):
-            return f"{where} looks back to {self.layers[min(read)]}"
+            return f"{where} reads a result of the earlier layer {self.layers[min(read)]}"
         return ""
 
     def _wrong_around(self) -> Iterator[str]:
         last = len(self.layers) - 1
         if any(self.of_value.get(v) != last for v in self.program.results):
-            yield "not all that it gives is made behind its last layer"
+            yield "some outputs are produced before the last layer"
         owners = [at for v in self._parameters if (at := self._first_use(v)) is not None]
         if owners != sorted(owners):
-            yield "its modules are registered in another order than they run"
+            yield "the modules are registered in another order than they run"
 
     @cached_property
     def _parameters(self) -> list[Value]:

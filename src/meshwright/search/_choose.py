@@ -167,28 +167,28 @@ def _none(
     given: Mapping[str, Any],
     software: Software,
 ) -> SearchError:
-    asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences a step"
+    asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences per step"
     decided = ", ".join(f"{name} = {value}" for name, value in given.items())
     asked = f"{asked}, with {decided}" if decided else asked
     if smallest is None and decided:
         return SearchError(
-            asked, "no degrees of parallelism beside what is given divide all that they must",
-            f"of the ranks, {model.layers} layers, {model.heads} heads, {model.kv_heads} of them for keys, "
+            asked, "no degrees of parallelism fit these fixed choices",
+            f"they must divide the ranks, {model.layers} layers, {model.heads} heads, {model.kv_heads} key heads, "
             f"{model.experts.count if model.experts else 'no'} experts and {batch} sequences",
-            "less of it: what is left out is found",
+            "fix fewer choices: the search finds the others",
         )  # fmt: skip
     if smallest is None:
         return SearchError(
-            asked, "no degrees of parallelism divide all that they must",
-            "ranks, sequences, layers and heads have no common divisors that make up the ranks",
-            "another number of ranks, or a batch that more of them divide",
+            asked, "no degrees of parallelism fit",
+            "no divisors of sequences, layers and heads have the number of ranks as their product",
+            "use another number of ranks, or a batch size with more divisors",
         )  # fmt: skip
     return SearchError(
         asked,
-        f"the smallest plan takes {smallest.nbytes / 1e9:.1f} GB a rank, of {room / 1e9:.1f} GB: {smallest.plan}; "
+        f"the smallest plan needs {smallest.nbytes / 1e9:.1f} GB per rank, of {room / 1e9:.1f} GB: {smallest.plan}; "
         f"the largest parts are {_largest_parts(model, smallest.plan, software)}",
         f"{(smallest.nbytes - room) / 1e9:.1f} GB are missing on each rank",
-        "more ranks, devices with more memory, a shorter sequence, or a lower precision",
+        "use more ranks, devices with more memory, a shorter sequence, or a lower precision",
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ experts=None, latent=None, window=None)
     if missing:
         raise SearchError(
             "a transformer from a configuration", f"{', '.join(sorted(config)) or 'nothing'}",
-            f"it does not say {', '.join(missing)}", f"add {', '.join(NAMES[n][0] for n in missing)}",
+            f"the configuration lacks {', '.join(missing)}", f"add {', '.join(NAMES[n][0] for n in missing)}",
         )  # fmt: skip
     layers, hidden, heads, vocab = (_whole(n, sizes[n]) for n in ("layers", "hidden", "heads", "vocab"))
     head_dim, expansion = _whole("head_dim", config.get("head_dim") or 0), config.get("expansion_ratio") or 4
@@ -56,9 +56,9 @@ def _check_family(config: Mapping[str, Any]) -> None:
     if family is not None and family not in GATED | PLAIN:
         raise SearchError(
             "a transformer from a configuration", f"model_type {family!r}",
-            "how its layers are made does not follow from sizes, or is not known",
-            "meshwright parallelize config.json --suggest, or mw.plan(model, ...): both read the model itself;"
-            " without model_type, sizes count as those of a Llama",
+            "the layers of this model type are unknown, or do not follow from sizes",
+            "run meshwright parallelize config.json --suggest, or call mw.plan(model, ...): both read the model itself;"
+            " without model_type, the sizes are read as those of a Llama",
         )  # fmt: skip
 
 
@@ -76,7 +76,10 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 def _whole(name: str, value: Any) -> int:
     if not isinstance(value, int) and not (isinstance(value, float) and value.is_integer()):
         raise SearchError(
-            "a transformer from a configuration", f"{name}: {value!r}", "it is no whole number", f'"{name}": 32'
+            "a transformer from a configuration",
+            f"{name}: {value!r}",
+            "the value must be an integer",
+            f'write "{name}": 32',
         )
     return int(value)
 

@@ -46,8 +46,8 @@ def solve(problem: Problem, start: Schedule, bound: float, until: float, workers
     """
     if not is_installed():
         raise SearchError(
-            "a schedule from a solver", "OR-tools is not installed", "the search for the best table needs it",
-            "pip install meshwright[solver]",
+            "a schedule from a solver", "OR-tools is not installed", "the solver is part of OR-tools",
+            "run pip install meshwright[solver]",
         )  # fmt: skip
     model = Whole(problem, start)
     answer = _asked({**_question(model, bound), "until": until, "workers": workers}, until)
@@ -92,6 +92,6 @@ def _asked(question: dict[str, Any], until: float) -> Mapping[str, Any]:
         said = (getattr(error, "stderr", None) or "").strip().splitlines()
         raise SearchError(
             "a schedule from a solver", said[-1] if said else str(error), "the solver's process failed",
-            "python -m pip check, or a search without solver",
+            "run python -m pip check, or search without the solver",
         ) from error  # fmt: skip
     return answer

@@ -32,7 +32,7 @@ def solve(problem: dict[str, Any]) -> dict[str, Any]:
     status = solver.solve(model.cp)
     name = solver.status_name(status)
     if name not in ("OPTIMAL", "FEASIBLE", "UNKNOWN"):
-        raise ValueError(f"{name}, but there is a schedule")
+        raise ValueError(f"solver status {name}, but a schedule exists")
     starts = None if name == "UNKNOWN" else [solver.value(s) for s in model.starts]
     known, proved = problem["cost"][0], solver.best_objective_bound
     return {"starts": starts, "bound": max(known, ceil(proved - NOTHING)) if isfinite(proved) else known}

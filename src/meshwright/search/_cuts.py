@@ -175,8 +175,8 @@ class CutProblem:
         if found is None:
             least = max(self.fewest, self.solved(DEAR).nbytes if self.fewest <= room else 0.0)
             raise SearchError(
-                f"a model on {self.prices.ranks} ranks of {enough(room)}", f"it takes {enough(least)} a rank",
-                f"{enough(least - room)} are missing however it is cut", "more ranks, or a smaller batch",
+                f"a model on {self.prices.ranks} ranks of {enough(room)}", f"the model needs {enough(least)} per rank",
+                f"{enough(least - room)} are missing with every sharding", "use more ranks, or a smaller batch",
             )  # fmt: skip
         return self.told(found)
 

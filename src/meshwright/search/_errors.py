@@ -16,4 +16,6 @@ MOST = 2**31 - 1
 def check_sizes(asked: str, **sizes: int) -> None:
     """Raise SearchError if a size is larger than `MOST`."""
     if large := [f"{name} = {size}" for name, size in sizes.items() if size > MOST]:
-        raise SearchError(asked, ", ".join(large), f"sizes are at most {MOST}", large[0].split()[0] + " = 4096")
+        raise SearchError(
+            asked, ", ".join(large), f"sizes are at most {MOST}", "write " + large[0].split()[0] + " = 4096"
+        )

@@ -61,7 +61,7 @@ class Evenly:
         if self.labels:
             yield "no label is ignored"
         if self.draws:
-            yield "each piece may draw random numbers of its own"
+            yield "each piece may draw its own random numbers"
 
     def ignores(self, leaves: Sequence[Any]) -> bool:
         """True if a batch has ignored labels; tensors on the meta device have no numbers and count as having none."""
@@ -73,7 +73,7 @@ def evenly(program: Program) -> Evenly:
     """Check if the captured loss is the mean of the losses of equal pieces of the batch."""
     rows = rows_of(program)
     pieces = next((n for n in range(2, rows + 1) if rows % n == 0), 1)
-    return _Followed(program, pieces, rows).told() if pieces > 1 else Evenly(f"a batch of {rows}")
+    return _Followed(program, pieces, rows).told() if pieces > 1 else Evenly(f"the batch has {rows} row")
 
 
 def rows_of(program: Program) -> int:
@@ -98,11 +98,11 @@ class _Followed:
                 self.forms[v] = ROWS
         for node in self.program.nodes:
             if any(v in self.forms for v in node.ins) and not self._follow(node):
-                return Evenly(f"{node.op} in {node.origin.layer or 'the model'} looks at all rows at once")
+                return Evenly(f"{node.op} in {node.origin.layer or 'the model'} depends on all rows at once")
         if any(v in self.forms for _, v in self.program.writes):
-            return Evenly("the model keeps something of its batch")
+            return Evenly("the model stores values that depend on its batch")
         if any(self.forms.get(v) != MEAN for v in self.program.results):
-            return Evenly("the loss is no mean over the batch")
+            return Evenly("the loss is not a mean over the batch")
         return Evenly(labels=tuple(self.labels.items()), draws=self.draws)
 
     def _follow(self, node: Node) -> bool:

@@ -40,8 +40,8 @@ class Found:
         return self.gap <= EQUAL
 
     def __str__(self) -> str:
-        proof = "proved shortest" if self.is_proved else f"at most {100 * self.gap:.1f} % from the shortest"
-        better = "" if self.schedule.name != "found" else f", {self.start} improved"
+        proof = "proved shortest" if self.is_proved else f"at most {100 * self.gap:.1f} % above the shortest"
+        better = "" if self.schedule.name != "found" else f" from {self.start}"
         return f"{self.schedule.name}{better}: {self.problem.objective} {self.value:g}, {proof} ({self.bound:g})"
 
 
@@ -112,8 +112,8 @@ def _best_hint(problem: Problem, least: float, until: float) -> tuple[float, Sch
     if not tables:
         raise SearchError(
             "a schedule", f"memory for {min(problem.limits):g} on a rank",
-            "a rank holds at least one microbatch of each of its chunks, from forward to backward",
-            "more memory per rank, recompute, smaller microbatches, or more ranks",
+            "a rank must hold at least one microbatch of each of its chunks, from forward to backward",
+            "provide more memory per rank, recompute, or use smaller microbatches or more ranks",
         )  # fmt: skip
     value, _, best = tables[0]
     for schedule in pulled(problem, (table for _, _, table in tables)):

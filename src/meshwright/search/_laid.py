@@ -124,7 +124,7 @@ def _parameter(layer: str, name: str, dims: Dims, plan: Plan, note: str = "") ->
     spread = "dp" if plan.dp > 1 and "ep" not in axes else ""
     if plan.zero == 3 and spread:
         dims = ((dims[0][0], (*dims[0][1], "dp")), *dims[1:])
-    parts = {1: "state cut over dp", 2: "gradient and state cut over dp", 3: "gathered over dp for use"}
+    parts = {1: "state sharded over dp", 2: "gradient and state sharded over dp", 3: "gathered over dp for use"}
     notes = [note, parts.get(plan.zero, "") if spread else ""]
     return _row(layer, name, dims, plan, "; ".join(filter(None, notes)))
 

@@ -111,7 +111,7 @@ class MeshPlan:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        head = f"{self.how}: {self.seconds:.4g} s a step, {self.nbytes / 1e9:.3g} GB a rank"
+        head = f"{self.how}: {self.seconds:.4g} s per step, {self.nbytes / 1e9:.3g} GB per rank"
         notes = [f"  {note}" for note in self.notes]
         return "\n".join([head, *notes, *(f"  {name:<40} {spec!r}" for name, spec in self.layouts.items())])
 
@@ -123,7 +123,7 @@ class MeshPlan:
         Raises:
             SearchError: the plan was written and not searched, so its costs are not known.
         """
-        self._searched("to explain")
+        self._searched("explaining")
         longest = sorted(self._meetings, key=lambda m: -m.seconds)
         spent = self._spent()
         rows = [
@@ -133,9 +133,9 @@ class MeshPlan:
             f"  operators {spent['computation']:.4g} s, {len(longest)} conversions {spent['conversions']:.4g} s, "
             + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in [*spent.items()][2:]),
             *(f"  {m}" for m in longest[:most]),
-            *([f"  and {len(longest) - most} shorter ones"] if len(longest) > most else []),
+            *([f"  and {len(longest) - most} shorter conversions"] if len(longest) > most else []),
             *(
-                f"instead {p.how}: {p.seconds / self.seconds:.3f} times as long, {p.nbytes / 1e9:.3g} GB a rank"
+                f"instead {p.how}: {p.seconds / self.seconds:.3f} times as long, {p.nbytes / 1e9:.3g} GB per rank"
                 for p in others
             ),
         ]
@@ -148,7 +148,8 @@ class MeshPlan:
         how = self.pipeline
         for n, (busy, held) in enumerate(zip(self.stages.timeline.busy, self.stages.held, strict=True)):
             where = ", ".join(how.begins(chunk) or "the beginning" for chunk in how.chunks_of(n))
-            yield f"stage {n} from {where}: {busy / how.microbatches:.4g} s a microbatch, {held / 1e9:.3g} GB a rank"
+            each = f"{busy / how.microbatches:.4g} s per microbatch, {held / 1e9:.3g} GB per rank"
+            yield f"stage {n} from {where}: {each}"
 
     def account(self, others: Sequence[MeshPlan] = ()) -> Account:
         """Return the content of `explain` as data: tensors with layouts, conversions, and why `others` are slower.
@@ -192,7 +193,7 @@ class MeshPlan:
         if self.cuts is None or self.cluster is None:
             raise SearchError(
                 f"{asked} a plan of {self.how}", "a plan that was read from a text",
-                "a text says how tensors lie, and not why", "mw.plan(model, batch, cluster=...)[0]",
+                "a text has layouts, but not their costs", "call mw.plan(model, batch, cluster=...)[0]",
             )  # fmt: skip
         return self.cuts, self.cluster
 
@@ -242,7 +243,7 @@ class MeshPlan:
             seconds = self._spent()["gradients of replicas"]
             nbytes = sum(row.nbytes for row in self._laid() if not row.name.startswith("batch_"))
             kind = "reduce-scatter and all-gather" if self.saving.zero else "all-reduce"
-            yield Sent(kind, "gradients over dp", "behind the backward pass", link, 1, nbytes, seconds, seconds)
+            yield Sent(kind, "gradients over dp", "after the backward pass", link, 1, nbytes, seconds, seconds)
 
     def _messages(self, cluster: Cluster, stages: Balanced) -> Sent:
         """Return the row of the messages between stages and of their gradients, for the largest boundary."""
@@ -289,12 +290,14 @@ def _found(name: str, spec: Spec, known: Mapping[str, Input]) -> Input:
         near = get_close_matches(name, known, n=1, cutoff=0.0)
         raise SearchError(
             f"a plan for {name!r}", f"a model with {', '.join([*known][:6])}{' ...' if len(known) > 6 else ''}",
-            "it has no parameter, buffer or input of that name", near[0] if near else "a plan without layouts",
+            "the model has no parameter, buffer or input of that name",
+            f"write {near[0]}" if near else "use a plan without layouts",
         )  # fmt: skip
     v = known[name].value
     if tuple(spec.shape) != tuple(map(hint, v.shape)) or spec.dtype != tensor_dtype(v):
         raise SearchError(
-            f"a plan with {name!r} as {spec!r}", f"{name} is {type_text(v)}", "a layout is that of the whole tensor",
-            f"{type_text(v)}, with @ and an axis behind the sizes that are cut",
+            f"a plan with {name!r} as {spec!r}", f"{name} is {type_text(v)}",
+            "a layout must have the shape and dtype of the whole tensor",
+            f"write {type_text(v)}, with @ and an axis after each sharded size",
         )  # fmt: skip
     return known[name]

@@ -52,8 +52,9 @@ def plan_mesh(
     replicas = [Replicas(asked, ranks // t, t) for t in shares]
     if not replicas:
         raise SearchError(
-            f"a plan for {ranks} ranks", f"a batch of {asked.rows}", "replicas take equal parts of a batch",
-            f"a batch that {ranks} divides",
+            f"a plan for {ranks} ranks", f"a batch of {asked.rows} rows",
+            "all replicas must get equal parts of the batch",
+            f"use a batch size that {ranks} divides",
         )  # fmt: skip
     tell = on_step or (lambda done, of: None)
     pipelines = Pipelines(replicas, stages) if saving and stages != 1 and ranks > 1 else None
@@ -111,8 +112,8 @@ def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
         raise SearchError(
             f"a plan with {stages} stages on {own.dp * own.tp} ranks",
             f"{own.dp} groups of {own.tp} ranks that share weights, and a batch of {own.of.rows}",
-            why_not or "no stages of as many groups each fit into memory",
-            "fewer stages, or none: stages=None",
+            why_not or "no division into as many stages fits into memory",
+            "request fewer stages, or none: stages=None",
         )  # fmt: skip
     return _of_pipeline(own.of, piped)
 
@@ -131,7 +132,7 @@ def _of_pipeline(asked: Asked, piped: Piped) -> MeshPlan:
 def _notes(asked: Asked, cuts: Cuts, pieces: int) -> list[str]:
     notes = [f"provided that {what}" for what in asked.evenly.provided if pieces > 1]
     if cuts.gap > PROVED:
-        notes.append(f"not proved to be the fastest cuts: at most {100 * cuts.gap:.2g} % above a bound")
+        notes.append(f"not proved to be the fastest shardings: at most {100 * cuts.gap:.2g} % above a lower bound")
     return notes + said(attending(cuts.options))
 
 

@@ -82,9 +82,7 @@ class Pipelines:
     def why_not(self) -> str:
         """Reason why the model has no pipelines, or an empty text."""
         asked = self.replicas[0].of
-        return self.chain.why_not or (
-            asked.evenly.why_not and f"pieces of the batch will not do: {asked.evenly.why_not}"
-        )
+        return self.chain.why_not or (asked.evenly.why_not and f"the batch cannot be split: {asked.evenly.why_not}")
 
     def best(self, replicas: Sequence[Replicas], limit: float = inf) -> Piped | None:
         """Return the fastest pipeline on these replicas that fits and takes less than `limit` seconds, or None.

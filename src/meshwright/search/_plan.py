@@ -13,8 +13,8 @@ from meshwright.layout import InputError, read_json, read_toml
 from ._errors import SearchError, check_sizes
 
 Recompute = Literal["none", "selective", "full"]
-_KINDS = {"int": "a whole number", "bool": "true or false", "str": "a word"}
-EXAMPLE = "dp = 8\ntp = 4\nbatch = 256"
+_KINDS = {"int": "an integer", "bool": "true or false", "str": "a string"}
+EXAMPLE = "write lines such as\ndp = 8\ntp = 4\nbatch = 256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,14 @@ class Plan:
         if low or self.zero not in (0, 1, 2, 3):
             raise SearchError(
                 "a plan", f"{', '.join(f'{n} = {getattr(self, n)}' for n in [*low, 'zero'])}",
-                "degrees are at least 1, and ZeRO has the stages 0 to 3", "Plan(dp=8, zero=1, batch=64)",
+                "degrees must be at least 1, and ZeRO has the stages 0 to 3", "write Plan(dp=8, zero=1, batch=64)",
             )  # fmt: skip
         check_sizes("a plan", **{name: getattr(self, name) for name in least})
         if self.recompute not in get_args(Recompute):
             raise _refused(
-                f"recompute = {self.recompute!r}", f"known are {', '.join(get_args(Recompute))}", "it is none of them"
+                f"recompute = {self.recompute!r}",
+                "no such setting",
+                f"the settings are {', '.join(get_args(Recompute))}",
             )
 
     @property
@@ -106,7 +108,7 @@ def read_text(text: str, asked: str, write: str) -> dict[str, Any]:
     try:
         return read_json(text) if text.lstrip().startswith("{") else read_toml(text)
     except InputError as error:
-        raise SearchError(asked, error.found, f"it is neither TOML nor JSON: {error.why}", write) from error
+        raise SearchError(asked, error.found, f"the text is neither TOML nor JSON: {error.why}", write) from error
 
 
 def plan_of(given: Mapping[str, Any]) -> Plan:
@@ -118,11 +120,13 @@ def plan_of(given: Mapping[str, Any]) -> Plan:
     kinds = {f.name: f.type for f in fields(Plan)}
     if unknown := sorted(set(given) - set(kinds)):
         near = get_close_matches(unknown[0], kinds, n=1, cutoff=0.0)[0]
-        raise _refused(", ".join(unknown), f"a plan has {', '.join(kinds)}", f"it has none of that name: {near}?")
+        raise _refused(
+            ", ".join(unknown), f"the fields are {', '.join(kinds)}", f"there is no such field; the closest is {near}"
+        )
     for name, value in given.items():
         kind = "str" if kinds[name] == "Recompute" else kinds[name]
         if type(value).__name__ != kind:
-            raise _refused(f"{name} = {value!r}", f"it is a {type(value).__name__}", f"{name} is {_KINDS[str(kind)]}")
+            raise _refused(f"{name} = {value!r}", f"a {type(value).__name__}", f"{name} must be {_KINDS[str(kind)]}")
     return Plan(**given)
 
 

@@ -27,7 +27,7 @@ from ._units import parameters
 OTHERS = "accumulation", "optimizer", "host"
 PARTS = {
     "communication": "ranks wait for links",
-    "bubble": "ranks of the pipeline wait for others",
+    "bubble": "ranks of the pipeline wait for other ranks",
     "accumulation": "gradients of microbatches are added up",
     "optimizer": "parameters are updated",
     "host": "the host prepares the step",
@@ -123,7 +123,7 @@ def _why(
     """Yield the bottleneck: memory if a faster plan does not fit, or else the largest part that is not computation."""
     whole, room = sum(spent.values()), cluster.device.memory * USABLE
     if nbytes > room:
-        yield f"memory: it takes {nbytes / 1e9:.1f} GB a rank, of {room / 1e9:.1f} GB"
+        yield f"memory: the plan needs {nbytes / 1e9:.1f} GB per rank, of {room / 1e9:.1f} GB"
     if choice is not None:
         yield from _better(plan, choice, whole, room)
     name = max((n for n in spent if n != "computation"), key=lambda n: spent[n])
@@ -133,7 +133,7 @@ def _why(
     yield f"{name}: {PARTS[name]} for {100 * spent[name] / whole:.1f} % of the step"
     if name == "communication" and rows:
         most = max(rows, key=lambda r: r.seconds if r.exposed is None else r.exposed)
-        yield f"most of it {most.kind} of {most.what}, {most.where}, on {most.link}"
+        yield f"most of it is {most.kind} of {most.what}, {most.where}, on {most.link}"
 
 
 def _better(plan: Plan, choice: Choice, whole: float, room: float) -> Iterator[str]:
@@ -143,7 +143,7 @@ def _better(plan: Plan, choice: Choice, whole: float, room: float) -> Iterator[s
         yield f"another plan takes {best.seconds / whole:.3f} of the time: {differences(plan, best.plan)}"
     if best.plan == plan and beyond is not None:
         yield (
-            f"memory: {differences(plan, beyond.plan)} would take {beyond.seconds / whole:.3f} of the time, and "
+            f"memory: {differences(plan, beyond.plan)} would take {beyond.seconds / whole:.3f} of the time, but needs "
             f"{beyond.nbytes / 1e9:.1f} GB of {room / 1e9:.1f} GB"
         )
 
@@ -158,7 +158,7 @@ def _rivals(
             on_step(n, len(others))
         by_table = has_short_table(plan) and has_short_table(other.plan)
         own, theirs = (_spent(model, p, cluster, software, by_table) for p in (plan, other.plan))
-        why = loses(own, theirs) or f"as fast, {(other.nbytes - nbytes) / 1e9:+.1f} GB a rank"
+        why = loses(own, theirs) or f"equally fast, {(other.nbytes - nbytes) / 1e9:+.1f} GB per rank"
         yield Rival(differences(plan, other.plan), other.seconds, other.nbytes, why)
 
 

@@ -64,8 +64,8 @@ def predict(
     """
     if plan.schedule not in FILLING:
         raise SearchError(
-            f"a plan with the schedule {plan.schedule!r}", f"known are {', '.join(FILLING)}",
-            "its bubble is in no table here", 'Plan(schedule="1F1B")',
+            f"a plan with the schedule {plan.schedule!r}", "a schedule without a formula for its bubble",
+            f"formulas exist for {', '.join(FILLING)}", 'write Plan(schedule="1F1B")',
         )  # fmt: skip
     return Step(model, plan, cluster, software, habits or Habits()).prediction()
 

@@ -41,12 +41,12 @@ class Problem:
         if not self.way or set(self.way) != set(range(self.ranks)) or self.microbatches < 1:
             raise SearchError(
                 "a problem", f"way {self.way}, {self.microbatches} microbatches",
-                "every rank has a chunk, and there is something to do", "Problem(linear(4)[0], 8)",
+                "each rank needs a chunk, and there must be a microbatch", "write Problem(linear(4)[0], 8)",
             )  # fmt: skip
         if isinstance(self.capacity, tuple) and len(self.capacity) != self.ranks:
             raise SearchError(
                 "a problem", f"{len(self.capacity)} capacities for {self.ranks} ranks",
-                "a tuple has one number per rank", "one number for all ranks, or one per rank",
+                "a tuple needs one number per rank", "pass one number for all ranks, or one per rank",
             )  # fmt: skip
 
     @property

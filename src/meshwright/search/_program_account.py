@@ -173,10 +173,10 @@ class _Priced:
 
     def _why(self, spent: Mapping[str, float], memory: LiveMemory) -> Iterator[str]:
         name, whole = max(spent, key=lambda n: spent[n]), sum(spent.values()) or 1.0
-        yield f"{name}: {100 * spent[name] / whole:.1f} % of the step; each node is priced by itself, nothing is hidden"
+        yield f"{name}: {100 * spent[name] / whole:.1f} % of the step; each node is priced by itself, without overlap"
         yield f"memory{' of one microbatch' if self.timeline else ''}: {memory}"
         if self.timeline is not None:
-            yield "chunks of other ranks are taken to last as long as those of this rank on the average"
+            yield "chunks of other ranks are assumed to last as long as those of this rank, on average"
 
     def _laid(self) -> Iterator[Laid]:
         for given in self.program.inputs:

@@ -63,7 +63,11 @@ class Asked:
     def evenly(self) -> Evenly:
         """Result of the check that pieces of a batch give the loss of the whole."""
         found = evenly(self.program)
-        return Evenly("labels are ignored, more in some pieces") if self.batch and found.ignores(self.batch) else found
+        return (
+            Evenly("the number of ignored labels differs between the pieces")
+            if self.batch and found.ignores(self.batch)
+            else found
+        )
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
@@ -192,10 +196,10 @@ class Replicas:
         return SearchError(
             f"a model on {self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)} of "
             f"{enough(room)}",
-            f"it takes {enough(least)} a rank; the largest tensors of the whole model are {largest(self.of.program)}",
-            f"{enough(least - room)} are missing however it is cut"
-            + (", with ZeRO, with layers made again, " if self.of.saving else "")
-            + (("and pieces of the batch will not do: " + why_not if why_not else "and with the batch in pieces")
+            f"the model needs {enough(least)} per rank; its largest whole tensors: {largest(self.of.program)}",
+            f"{enough(least - room)} are missing with every sharding"
+            + (", with ZeRO, with recomputation, " if self.of.saving else "")
+            + (("and the batch cannot be split: " + why_not if why_not else "and with gradient accumulation")
                if self.of.saving else ""),
-            f"devices of {enough(least / USABLE)} (libraries hold some), more ranks, or a smaller batch",
+            f"use devices of {enough(least / USABLE)} (libraries use some of it), more ranks, or a smaller batch",
         )  # fmt: skip

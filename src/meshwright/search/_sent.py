@@ -40,7 +40,7 @@ class _Sent:
         self.step = Step(model, plan, cluster, software, Habits())
         self.microbatches = _one(microbatches(plan))
         dense, sparse = max(shares(model.layers, model.dense_layers, plan.pp), key=lambda s: _one(np.add(*s)))
-        self.passes = ("forward", "backward", *(["computed again"] if plan.recompute == "full" else []))
+        self.passes = ("forward", "backward", *(["recomputed"] if plan.recompute == "full" else []))
         self.layers, self.sparse = _one(np.add(dense, sparse)), _one(sparse)
 
     def rows(self) -> Iterator[Sent]:
@@ -72,7 +72,7 @@ class _Sent:
         for where in self.passes:
             what = "its gradient" if where == "backward" else "the residual"
             yield self._collective(
-                kind, f"{what} over tp", f"twice a layer, {where}", nbytes, p.tp, together,
+                kind, f"{what} over tp", f"twice per layer, {where}", nbytes, p.tp, together,
                 2 * self.layers * self.microbatches, each, self.software.tensor,
             )  # fmt: skip
 
@@ -117,7 +117,7 @@ class _Sent:
         for kind, nbytes in kinds.items():
             what = "updated parameters over dp" if kind == "all-gather" else "gradients over dp"
             each = self.cluster.meeting(kind, nbytes, ranks, together)  # pyright: ignore[reportArgumentType] - a kind
-            yield self._collective(kind, what, "behind the backward pass", nbytes, ranks, together, 1, each, shown)
+            yield self._collective(kind, what, "after the backward pass", nbytes, ranks, together, 1, each, shown)
 
     def _gathered(self) -> Iterator[Sent]:
         ranks, together = self.step.replicas()

@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("_program.py")
 TOLD = {
     "bad gradient, whole": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
     "bad gradient, cut": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
-    "bad numbers, static": ("NonFiniteGradientError", "the gradient of 0.weight", "not finite on rank 0, 1"),
+    "bad numbers, static": ("NonFiniteGradientError", "the gradient of 0.weight", "non-finite numbers on rank 0, 1"),
     "flipped": ("ReplicaError", "step 1 of AdamW", "0.weight differs on rank 0, 1", "transient"),
     "flipped, static": ("ReplicaError", "step 1 of a static model", "0.weight differs on rank 0, 1"),
     "other start": ("ReplicaError", "step 0 of AdamW", "0.weight differs on rank 0, 1"),

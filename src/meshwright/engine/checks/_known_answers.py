@@ -20,7 +20,7 @@ def diagnosis(group: Group) -> str:
     wrong = {name: _wrong_ranks(test, group) for name, test in _TESTS.items()}
     told = [f"{name} are wrong on rank {', '.join(map(str, ranks))}" for name, ranks in wrong.items() if ranks]
     if not told:
-        return f"{' and '.join(_TESTS)} are right now, so the fault was transient, or of memory"
+        return f"{' and '.join(_TESTS)} are right now, so the fault was transient, or in memory"
     return f"{' and '.join(told)}: the fault persists"
 
 

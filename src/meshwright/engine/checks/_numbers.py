@@ -39,7 +39,7 @@ def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: s
     error = error_of(step, bad or "", group)
     if checks.bad_numbers == "stop":
         raise error
-    warnings.warn(f"{error.asked} is left out: {error.found}", RuntimeWarning, stacklevel=5)
+    warnings.warn(f"{error.asked} is skipped: {error.found}", RuntimeWarning, stacklevel=5)
     return True
 
 
@@ -79,13 +79,13 @@ def error_of(step: str, bad: str, group: Group) -> NonFiniteGradientError:
     for rank, name in zip(group, _names_of_all(bad, group), strict=True):
         if name:
             ranks_of.setdefault(name, []).append(str(rank))
-    told = [f"{name} has numbers that are not finite on rank {', '.join(ranks)}" for name, ranks in ranks_of.items()]
+    told = [f"{name} has non-finite numbers on rank {', '.join(ranks)}" for name, ranks in ranks_of.items()]
     return NonFiniteGradientError(
         f"the update of {step}",
         listed(told),
         "the update would write NaN or infinity into parameters",
-        "lower the learning rate, clip with mw.clip_grad_norm_, or look at the data; mw.check_steps('skip') leaves "
-        "such steps out on all ranks. The parameters are those of before the step",
+        "lower the learning rate, clip with mw.clip_grad_norm_, or check the data. Or use mw.check_steps('skip') "
+        "to skip such steps on all ranks. The parameters are those from before the step",
     )
 
 

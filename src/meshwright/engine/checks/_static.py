@@ -26,8 +26,8 @@ Result = tuple[Any, list[Any]]
 _SAME, _TRANSIENT, _LASTING = 0, 1, 2
 _WHY = (
     "the fault is gone",
-    "a third run gives the numbers of one of the first two: the fault was transient",
-    "a third run gives other numbers, too: the fault persists, or an operator is not deterministic",
+    "a third run equals one of the first two: the fault was transient",
+    "a third run differs from both: the fault persists, or an operator is not deterministic",
 )
 
 
@@ -118,7 +118,7 @@ def _told_apart(name: str, runs: Sequence[Result]) -> ReplicaError:
     kinds = [int(x) for x in here.all_gather(torch.tensor([kind]), group, [(1,)] * len(group))]
     ranks = ", ".join(str(rank) for rank, kind in zip(group, kinds, strict=True) if kind != _SAME)
     return ReplicaError(
-        f"the replay of {name}", f"rank {ranks} gives other numbers than in the first run",
+        f"the replay of {name}", f"rank {ranks} gives other numbers in the second run",
         _WHY[max(kinds)],
-        "start again from the last checkpoint; torch.use_deterministic_algorithms(True) if operators are the cause",
+        "start from the last checkpoint, with torch.use_deterministic_algorithms(True) if operators are the cause",
     )  # fmt: skip

@@ -75,9 +75,9 @@ def _check_states(reach: Reach) -> None:
     """Raise SideEffectError for a forward pass that reads the states of an optimizer, which its step changes."""
     if reach.reads_states():
         raise SideEffectError(
-            "to record a training step", "the forward pass or the loss reads optimizer.state",
-            "states are read and written by the optimizer's step alone, which is part of the program",
-            "a buffer (register_buffer) that holds what the forward pass reads",
+            "recording a training step", "the forward pass or the loss reads optimizer.state",
+            "only the optimizer's step, which is part of the program, may read and write states",
+            "keep the values that the forward pass reads in a buffer (register_buffer)",
         )  # fmt: skip
 
 
@@ -255,8 +255,8 @@ def _check_outside(ran: Executed, asked: str) -> None:
     """Raise SideEffectError for a call whose result no guard can compare."""
     for call in ran.outside:
         raise SideEffectError(
-            asked, f"it calls {call}", "a program is recorded once: what the call returns would stay as it was then",
-            "a tensor of the batch, or a call outside forward() and the loss",
+            asked, f"it calls {call}", "a program is recorded once, so the result of the call would never change",
+            "pass the result as a tensor of the batch, or make the call outside forward() and the loss",
         )  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def _check_real(guards: Guards, asked: str) -> None:
 
 
 _DRAWN = "use torch's random operators, a tensor of the batch, or Strategy(full_graph=False), which runs this in Python"
-_KEPT = "compute the table in __init__ or anew in each call, or write to a buffer by tensor operations"
+_KEPT = "compute the table in __init__ or again in each call, or write to a buffer by tensor operations"
 _BUFFER = "use a buffer (register_buffer), and change it by tensor operations"
 
 
@@ -278,7 +278,7 @@ def side_effect(asked: str, what: str, before: Any, after: Any, fix: str = _BUFF
     was, now = _short(before), _short(after)
     return SideEffectError(
         asked, f"{what} was {was}, and is {now} after it" if was != now else f"{what}, {now}, was changed",
-        "a program is recorded once: what Python changes in each pass would stay as it was then", fix,
+        "a program is recorded once, so changes that Python makes in each pass would be lost", fix,
     )  # fmt: skip
 
 

@@ -175,9 +175,9 @@ def _states_of(fake: _FakeStep) -> dict[StateKey, Any]:
     other: Any = next((key for key in fake.twin.state if key not in known), None)
     if other is not None:
         raise CaptureError(
-            "to record the optimizer's step", f"a state of {other!r:.60}",
-            "a program reads and writes states of the parameters that it trains",
-            "a state of a parameter, self.state[p][...], or a tensor among the group's options",
+            "recording the optimizer's step", f"a state of {other!r:.60}",
+            "a program has only the states of the parameters that it trains",
+            "use a state of a parameter, self.state[p][...], or a tensor in the group's options",
         )  # fmt: skip
     return {(known[p], key): v for p, state in fake.twin.state.items() for key, v in state.items()}
 
@@ -194,9 +194,9 @@ def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
     here = [x for x in recorder.recording.inputs if x.spec is None or recorder.carrier.rank in x.spec.mesh]
     if "parameter" not in wrote and any(x.role == "gradient" for x in here):
         raise CaptureError(
-            "to record the optimizer's step", "a step that writes to no parameter",
-            "what it does is done to other tensors than the parameters that it was given",
-            "a step that works on self.param_groups",
+            "recording the optimizer's step", "a step that writes to no parameter",
+            "the step must update the parameters of the optimizer",
+            "write a step that updates the parameters in self.param_groups",
         )  # fmt: skip
     made = {key: v for key, v in after.items() if key not in given or (is_number(v) and v is not given[key])}
     writes = [(given[key], v) for key, v in after.items() if isinstance(v, Tensor) and key in given]
@@ -214,7 +214,7 @@ def _check_path(recorder: Recorder) -> None:
     found = next((g for g in decided_outside(recorder.mode) if g.free_symbols & numbers), None)
     if found is not None:
         raise CaptureError(
-            "to record the optimizer's step", f"it asked whether {found} of a learning rate or of its own counters",
-            "a program is recorded once: it would go the same way when the answer is another one",
-            "torch.where, or a counter that is a tensor",
+            "recording the optimizer's step", f"the step branches on {found}, for a learning rate or its own counters",
+            "a program is recorded once, with the branch that was taken then",
+            "use torch.where, or a counter that is a tensor",
         )  # fmt: skip

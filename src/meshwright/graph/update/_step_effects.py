@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .._errors import CaptureError
 from ..guards import OPTIMIZER, Guards, side_effect
 
-ASKED = "to record the optimizer's step"
+ASKED = "recording the optimizer's step"
 _PLAIN = {int, float, bool, str}
 
 
@@ -26,7 +26,7 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
     if name is not None:
         raise CaptureError(
             ASKED, f"an optimizer inside an optimizer: {type(optimizer).__name__}.{name}",
-            "the inner one keeps states that no program writes",
+            "the inner optimizer keeps states that no program writes",
             "pass the inner optimizer, or make a subclass of it",
         )  # fmt: skip
 
@@ -47,7 +47,9 @@ def refusing_effects(optimizer: Optimizer, twin: Optimizer) -> Generator[None]:
             group.update(held)
     if changed is not None:
         raise side_effect(
-            ASKED, *changed, "keep it in a tensor of the state, self.state[p][...], or change it outside of the step"
+            ASKED,
+            *changed,
+            "keep the value in a tensor of the state, self.state[p][...], or change it outside of the step",
         )
 
 

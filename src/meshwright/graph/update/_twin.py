@@ -34,8 +34,8 @@ def stepped(twin: Optimizer) -> None:
         raise
     except (*DataDependent, TypeError, LookupError, AttributeError) as error:
         raise CaptureError(
-            f"to record a step of {type(twin).__name__}", _told(error),
-            "the step, or a hook of it, needs numbers of tensors in Python, or arguments that a program does not have",
+            f"recording a step of {type(twin).__name__}", _told(error),
+            "the step or one of its hooks needs numbers of tensors in Python, or arguments that a program lacks",
             "use another optimizer, or capturable=True; in a hook, write torch.where(condition, a, b) instead of `if`",
         ) from error  # fmt: skip
 
@@ -73,9 +73,9 @@ def _check_step(own: Any) -> None:
     """Raise CaptureError for a `step` set on the optimizer object, unless a learning rate scheduler set it."""
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         raise CaptureError(
-            "to record the optimizer's step", f"a step of its own on the object: {own!r}",
-            "it is bound to the optimizer itself, and would step real parameters while fake ones are recorded",
-            "a subclass with this step, or optimizer.register_step_pre_hook(fn)",
+            "recording the optimizer's step", f"a step that was set on the object: {own!r}",
+            "this step is bound to the optimizer itself, and would update real parameters during the recording",
+            "define the step in a subclass, or use optimizer.register_step_pre_hook(fn)",
         )  # fmt: skip
 
 
@@ -126,8 +126,8 @@ def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     name = names.get(id(parameter))
     if name is None:
         raise CaptureError(
-            "to record the optimizer's step", f"a parameter of shape {tuple(parameter.shape)} that the model lacks",
+            "recording the optimizer's step", f"a parameter of shape {tuple(parameter.shape)} that the model lacks",
             "a program updates the parameters of the model that it runs",
-            "the optimizer made after the marks: optimizer(model.parameters())",
+            "create the optimizer after the marks: optimizer(model.parameters())",
         )  # fmt: skip
     return name
