@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
-from meshwright.comm._rendezvous import host_store
+from meshwright.comm.launcher.rendezvous import host_store
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 30.0

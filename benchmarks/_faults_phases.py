@@ -27,17 +27,18 @@ _AT = "fault at "
 
 def _here(function: str) -> tuple[Any, str]:
     """The object and the name of the function in which rank 1 ends."""
-    from meshwright.comm import _process, torch_hooks
-    from meshwright.comm._guard import Guard
-    from meshwright.comm._links import Links
-    from meshwright.comm._shared_memory import SharedMemory
+    from meshwright.comm import torch_hooks
+    from meshwright.comm.checking.call_guard import Guard
+    from meshwright.comm.process import process_communicator
+    from meshwright.comm.transport.control_links import Links
+    from meshwright.comm.transport.shared_memory import SharedMemory
 
     return {
         "before the comparison": (Guard, "before"),
         "in the comparison": (Links, "receive"),
         "while a link opens": (Links, "wait_open"),
-        "while the memory opens": (_process, "open_shared"),
-        "while the backend opens": (_process, "open_backend"),
+        "while the memory opens": (process_communicator, "open_shared"),
+        "while the backend opens": (process_communicator, "open_backend"),
         "in the memory": (SharedMemory, "_meet"),
         "in the backend": (torch_hooks.Backend, "all_reduce"),
         "after the transfer": (Guard, "after"),

@@ -18,7 +18,7 @@ import meshwright as mw
 from benchmarks._fault_runs import Ended, Verdict, run_ranks
 from benchmarks.checkpoint_faults import harms
 from meshwright.checkpoint import CheckpointError
-from meshwright.checkpoint._checksums import CHECKSUMS
+from meshwright.checkpoint.formats.checksum_file import CHECKSUMS
 
 LIMIT = 120.0
 FORMS = ("meshwright", "safetensors", "dcp")

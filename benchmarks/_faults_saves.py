@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
 from benchmarks._fault_runs import Ended, Ranks, Verdict, run_ranks
-from meshwright.checkpoint import _format, _safetensors
+from meshwright.checkpoint.formats import format_interface, safetensors_file
 
 OFFSETS = 10
 LIMIT = 120.0
@@ -62,7 +62,7 @@ def dies_while_writing(folder: str, run: str, offset: str) -> None:
     """Save a step, and be killed at a byte of the next one."""
     mw.init_process()
     mw.save_state_dict(_state(WHOLE), Path(run) / "step_00000001")
-    _safetensors.open = lambda *args: _Deadly(open(*args), int(offset))  # pyright: ignore[reportAttributeAccessIssue]
+    safetensors_file.open = lambda *args: _Deadly(open(*args), int(offset))  # pyright: ignore[reportAttributeAccessIssue]
     mw.save_state_dict(_state(2 * WHOLE), Path(run) / "step_00000002")
 
 
@@ -70,7 +70,7 @@ def dies_before_the_commit(folder: str, run: str) -> None:
     """Save a step, and be killed between the files of the next one and its manifest."""
     mw.init_process()
     mw.save_state_dict(_state(WHOLE), Path(run) / "step_00000001")
-    _format.manifest_text = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore[reportAttributeAccessIssue]
+    format_interface.manifest_text = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # pyright: ignore[reportAttributeAccessIssue]
     mw.save_state_dict(_state(2 * WHOLE), Path(run) / "step_00000002")
 
 
@@ -136,7 +136,7 @@ def _break(how: str, rank: int, broken: bool) -> None:
     elif how == "permission" and rank == 0:
         os.seteuid(65534 if broken else 0)
     elif how == "input/output error" and rank == 1:
-        _safetensors.os = _Broken() if broken else os
+        safetensors_file.os = _Broken() if broken else os
 
 
 class _Broken:

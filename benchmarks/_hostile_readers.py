@@ -86,7 +86,7 @@ def _take_program(data: bytes) -> Any:
 def _put_program(found: Any, data: bytes) -> bytes:
     from safetensors.torch import load, save
 
-    from meshwright.graph._file import KIND, _checksum
+    from meshwright.graph.files.program_file import KIND, _checksum
 
     text, tensors = _dumped(found).decode("utf-8", "replace"), load(data)
     return save(tensors, {"kind": KIND, "program": text, "sha256": _checksum(text, tensors)})
@@ -144,8 +144,12 @@ def _programs(folder: Path) -> list[Reader]:
     program = next(place.glob("program-*.safetensors")).name
     index = "programs-0.json"
     sealed = {program: PROGRAM, index: INDEX}
-    file = ("graph._file:_read", "graph._file:decoded", "graph._file:decode")
-    folders = ("engine._program_index:read_indexes", "engine._program_index:_index", "engine._program_files:load")
+    file = ("graph.files.program_file:_read", "graph.files.program_file:decoded", "graph.files.program_file:decode")
+    folders = (
+        "engine.static.program_index:read_indexes",
+        "engine.static.program_index:_index",
+        "engine.static.program_files:load",
+    )
     both = (index, program)
     return [
         Reader("program", samples.load_program, place, (program,), file, sealed),

@@ -138,7 +138,7 @@ def _judged(act: Any) -> tuple[str, str]:
 
 def is_ours(error: BaseException) -> bool:
     """True for an error with four parts, or one of the command line that says what to write."""
-    from meshwright.cli._parser import UsageError
+    from meshwright.cli.console.parser import UsageError
     from meshwright.layout import MeshwrightError
 
     if isinstance(error, MeshwrightError):

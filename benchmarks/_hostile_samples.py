@@ -14,27 +14,27 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.checkpoint import Held
-from meshwright.cli._config import read_config
-from meshwright.cli._explain import _measured
-from meshwright.cli._files import read_object, read_text
-from meshwright.cli._parser import parse
-from meshwright.cli._plan import read_model
-from meshwright.cli._schedule import asked_schedule
+from meshwright.cli.commands.explain import _measured
+from meshwright.cli.commands.plan import read_model
+from meshwright.cli.commands.schedule import asked_schedule
+from meshwright.cli.console.config_file import read_config
+from meshwright.cli.console.files import read_object, read_text
+from meshwright.cli.console.parser import parse
 from meshwright.cost import cluster
-from meshwright.engine._checkpoint_random import NAME as RANDOM
-from meshwright.engine._checkpoint_random import _written as written_random
-from meshwright.engine._checkpoint_random import check_random
-from meshwright.engine._kept_programs import VARIABLE, Kept, _key
-from meshwright.engine._strategy_text import strategy_from_toml
+from meshwright.engine.recording.strategy_toml import strategy_from_toml
+from meshwright.engine.static.program_cache import VARIABLE, Kept, _key
+from meshwright.engine.training.random_states import NAME as RANDOM
+from meshwright.engine.training.random_states import _written as written_random
+from meshwright.engine.training.random_states import check_random
 from meshwright.graph import load_program as load_program
 from meshwright.graph import parse_layouts
-from meshwright.graph._arguments import parse_shapes
+from meshwright.graph.rewriting.rule_arguments import parse_shapes
 from meshwright.layout import parse_layout, parse_spec, read_dtype
 from meshwright.pipeline import check, parse_schedule
-from meshwright.pipeline._action import parse_action
+from meshwright.pipeline.table.action import parse_action
 from meshwright.reshard import parse_step
 from meshwright.search import parse_mesh_plan, parse_plan
-from meshwright.spmd._notation import parse_rule
+from meshwright.spmd.notation.equation import parse_rule
 
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 PLAN = 'dp = 8\ntp = 4\npp = 2\nbatch = 256\nschedule = "1F1B"\nrecompute = "full"\nsequence_parallel = true\n'
@@ -108,19 +108,19 @@ TEXTS: dict[str, Row] = {
     "step": (lambda text: parse_step(text, MESH), ("reshard._parse:parse_step",),
              "ReduceScatter(dp tp, dim 0 over dp max)",
              "AllToAll([@dp, :, 3 * 4@tp])", "View(f32[8@dp, 4])", "AllGather(dp tp, dim 0; tp, dim 1)"),
-    "rule": (parse_rule, ("spmd._notation:parse_rule",), "b h s d!, b h t! d!, b h t! e -> b h s e",
+    "rule": (parse_rule, ("spmd.notation.equation:parse_rule",), "b h s d!, b h t! d!, b h t! e -> b h s e",
              "... k * n k + n -> ... n", "v! d | ... -> ... d"),
-    "shapes": (lambda text: parse_shapes(text, ["x", "t"]), ("graph._arguments:parse_shapes",), "n c, int n < c"),
-    "layouts": (lambda text: parse_layouts(text, {"w": MESH, "batch_0": MESH}), ("graph._layouts:parse_layouts",),
+    "shapes": (lambda text: parse_shapes(text, ["x", "t"]), ("graph.rewriting.rule_arguments:parse_shapes",), "n c, int n < c"),
+    "layouts": (lambda text: parse_layouts(text, {"w": MESH, "batch_0": MESH}), ("graph.program.layouts:parse_layouts",),
                 "w        f32[8@dp, 4]  # mark\nbatch_0  f32[16@dp, 8]\n"),
-    "schedule": (_checked_schedule, ("pipeline._parse:parse_schedule",), SCHEDULE),
-    "action": (parse_action, ("pipeline._action:parse_action",), "F4.0&B1.3", ">F0.1", "BW10.1:3"),
-    "plan": (parse_plan, ("search._plan:parse_plan", "search._plan:read_text"), PLAN, '{"dp": 8, "batch": 256}'),
-    "mesh plan": (parse_mesh_plan, ("search._mesh_plan_text:parse_mesh_plan",), MESH_PLAN,
+    "schedule": (_checked_schedule, ("pipeline.table.parser:parse_schedule",), SCHEDULE),
+    "action": (parse_action, ("pipeline.table.action:parse_action",), "F4.0&B1.3", ">F0.1", "BW10.1:3"),
+    "plan": (parse_plan, ("search.plan_data.plan:parse_plan", "search.plan_data.plan:read_text"), PLAN, '{"dp": 8, "batch": 256}'),
+    "mesh plan": (parse_mesh_plan, ("search.module_plans.mesh_plan_parser:parse_mesh_plan",), MESH_PLAN,
                   '{"mesh": {"dp": 2}, "layouts": {"batch_0": "f32[8@dp, 4]"}}'),
-    "strategy": (strategy_from_toml, ("engine._strategy_text:strategy_from_toml",), STRATEGY),
+    "strategy": (strategy_from_toml, ("engine.recording.strategy_toml:strategy_from_toml",), STRATEGY),
     "cluster": (cluster, ("cost._describe:cluster",), "64xA100-40GB, 8 per node, 200G", "8xH100 + 8xA100, EFA-400"),
-    "random": (_read_random, ("engine._checkpoint_random:check_random",),
+    "random": (_read_random, ("engine.training.random_states:check_random",),
                written_random().decode()),
 }  # fmt: skip
 """Reader of a text → the function, what it covers, and good texts."""
@@ -130,16 +130,16 @@ def _configured(path: Path) -> Any:
     return read_config(str(path)), parse(["train", "--config", str(path)])
 
 
-PLAN_READERS = ("cli._files:read_text", "cli._explain:explain", "cli._plan:foretell")
+PLAN_READERS = ("cli.console.files:read_text", "cli.commands.explain:explain", "cli.commands.plan:foretell")
 FILES: dict[str, Row] = {
     "cluster file": (lambda path: cluster(str(path)), ("cost._describe:_from_file", "cost._describe:cluster"), CLUSTER),
     "model": (lambda path: read_model(Namespace(model=str(path), imbalance=None)),
-              ("cli._plan:read_model", "cli._files:read_object", "cli._parallelize:_model"), json.dumps(CONFIG)),
-    "measured": (lambda path: _measured(str(path)), ("cli._explain:_measured", "cli._explain:_numbers"),
+              ("cli.commands.plan:read_model", "cli.console.files:read_object", "cli.commands.parallelize:_model"), json.dumps(CONFIG)),
+    "measured": (lambda path: _measured(str(path)), ("cli.commands.explain:_measured", "cli.commands.explain:_numbers"),
                  '{"seconds": 1.2, "bytes": 7e10}', LOG.splitlines()[0] + "\n" + LOG),
-    "configuration": (_configured, ("cli._config:read_config",),
+    "configuration": (_configured, ("cli.console.config_file:read_config",),
                       'steps = 100\nbatch = 8\nmesh = {pp = 2, dp = 2, tp = 2}\n'),
-    "schedule file": (lambda path: asked_schedule(Namespace(name=str(path))), ("cli._schedule:_read",), SCHEDULE),
+    "schedule file": (lambda path: asked_schedule(Namespace(name=str(path))), ("cli.commands.schedule:_read",), SCHEDULE),
     "plan file": (lambda path: parse_plan(read_text(str(path))), PLAN_READERS, PLAN),
     "object": (lambda path: read_object(str(path), "pass JSON"), (), json.dumps(CONFIG)),
 }  # fmt: skip
@@ -220,15 +220,20 @@ def _resume(place: Path) -> Any:
     mw.load_checkpoint(place, *_network())
 
 
-SHARDS = ("checkpoint._safetensors:open_file", "checkpoint._safetensors:digest_of")
+SHARDS = ("checkpoint.formats.safetensors_file:open_file", "checkpoint.formats.safetensors_file:digest_of")
 CHECKPOINTS: tuple[tuple[str, Callable[[Path], Any], tuple[str, ...]], ...] = (
-    ("meshwright", _load, ("checkpoint._manifest:read_manifest", "checkpoint._json:parsed", *SHARDS)),
+    ("meshwright", _load, ("checkpoint.formats.manifest:read_manifest", "checkpoint.files.json_text:parsed", *SHARDS)),
     (
         "safetensors",
         _load,
-        ("checkpoint._hub:read_single", "checkpoint._hub:read_index", "checkpoint._checksums:checksums_in", *SHARDS),
+        (
+            "checkpoint.formats.hub_format:read_single",
+            "checkpoint.formats.hub_format:read_index",
+            "checkpoint.formats.checksum_file:checksums_in",
+            *SHARDS,
+        ),
     ),
-    ("dcp", _load, ("checkpoint._dcp:read_dcp", "checkpoint._dcp:_open")),
+    ("dcp", _load, ("checkpoint.formats.dcp_reader:read_dcp", "checkpoint.formats.dcp_reader:_open")),
     (TRAINED, _resume, ()),
 )
 """Form of a checkpoint, what loads it, and what that covers."""

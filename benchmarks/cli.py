@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli import main
-from meshwright.cli._parser import COMMANDS
+from meshwright.cli.console.parser import COMMANDS
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100,

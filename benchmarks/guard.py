@@ -23,7 +23,7 @@ import torch
 import meshwright as mw
 from meshwright.comm import ProcessCarrier, init_process, launch
 from meshwright.models import Llama, LlamaConfig
-from meshwright.tensor._identity import follow
+from meshwright.tensor.core.computation_numbers import follow
 
 GOAL = 0.03
 ELEMENTS = [1, 16 * 1024, 1024 * 1024]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import current, init_process, launch
-from meshwright.engine._inputs import fetch_of, lay_as_captured
+from meshwright.engine.recording.program_inputs import fetch_of, lay_as_captured
 from meshwright.graph import capture, complete, record_gradients, spread, with_layouts
 from meshwright.pipeline import (
     KNOWN,

@@ -29,8 +29,8 @@ import meshwright as mw
 from benchmarks import _samples
 from benchmarks._samples import Entry
 from meshwright.comm import current
-from meshwright.tensor._dispatch import _VALUED
-from meshwright.tensor._dist_tensor import PLANS
+from meshwright.tensor.core.dist_tensor import PLANS
+from meshwright.tensor.execution.dispatch import _VALUED
 
 VALUES = (0.5, 0.0, 1.0, -0.0, 2.0, float("inf"), float("nan"), -1.5)
 FEW = (0.5, 0.0, 1.0, float("inf"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks._blocks import best_ms
-from meshwright.graph._products import by_onednn, matmul
+from meshwright.graph.execution.matrix_products import by_onednn, matmul
 
 SHAPES = [(512, 512, 512), (512, 512, 1376), (512, 1376, 512), (512, 512, 2048), (512, 2048, 512)]
 GOAL = 1.0

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import Recorded, current, use
-from meshwright.engine._inputs import fetch_of, lay_as_captured
+from meshwright.engine.recording.program_inputs import fetch_of, lay_as_captured
 from meshwright.graph import capture, complete, memories, record_gradients, runner, spread, with_layouts
 from meshwright.passes import Recompute
 from meshwright.pipeline import Parts, staged, taken_apart
-from meshwright.pipeline._parts import Place
+from meshwright.pipeline.partition.step_parts import Place
 
 LENGTHS, WIDTH, ROWS, RANKS, MIDDLE = (8, 16, 32, 64), 64, 32, 3, 1
 LINEAR_GOAL = 1.25

@@ -19,46 +19,46 @@ CONTAINERS = frozenset({"dict", "list", "set", "defaultdict", "OrderedDict", "Co
 GROWING = frozenset({"append", "add", "setdefault", "update", "extend", "insert", "appendleft"})
 
 UNBOUNDED = {
-    "checkpoint._lock._held": "folders that this process saves to",
-    "checkpoint._lock._users": "folders that this process saves to",
-    "checkpoint._lock._writing": "saves that are under way",
-    "checkpoint._save._untold": "failed saves, until they are told",
-    "comm._identity.facts": "at most _MOST_FACTS entries; the oldest goes",
-    "comm._rank_globals._found": "a module's globals, one entry a module",
-    "engine._mesh._everywhere": "one entry, which is replaced",
-    "engine._stop._wishes": "signals of one run; cleared at its end",
-    "graph._inductor._BEGUN": "tickets in flight; each is taken",
-    "graph._inductor._CALLS": "steps of compiled programs, which name them by number",
-    "graph._inductor._CARRIED": "steps of compiled programs, which name them by number",
-    "graph._inductor._NUMBER_OF": "steps of compiled programs, which name them by number",
-    "graph._inductor._OVER": "steps of compiled programs, which name them by number",
-    "graph._pass._PASSES": "a registry that code fills",
-    "graph._pass._RULES": "a registry that code fills",
-    "graph._reader.SPELLINGS": "a registry that code fills",
-    "graph._reader._KNOWN": "operators of torch",
-    "tensor._explain._keepers": "records that are open",
-    "tensor._identity._functions": "cleared when it has _MOST_FUNCTIONS entries",
-    "tensor._functions._TOLD": "functions that are open",
-    "tensor._places._backward": "a registry that code fills",
+    "checkpoint.operations.folder_lock._held": "folders that this process saves to",
+    "checkpoint.operations.folder_lock._users": "folders that this process saves to",
+    "checkpoint.operations.folder_lock._writing": "saves that are under way",
+    "checkpoint.operations.save._untold": "failed saves, until they are told",
+    "comm.communicators.call_purpose.facts": "at most _MOST_FACTS entries; the oldest goes",
+    "comm.simulation.rank_globals._found": "a module's globals, one entry a module",
+    "engine.marks.default_mesh._everywhere": "one entry, which is replaced",
+    "engine.training.stop_signals._wishes": "signals of one run; cleared at its end",
+    "graph.execution.inductor._BEGUN": "tickets in flight; each is taken",
+    "graph.execution.inductor._CALLS": "steps of compiled programs, which name them by number",
+    "graph.execution.inductor._CARRIED": "steps of compiled programs, which name them by number",
+    "graph.execution.inductor._NUMBER_OF": "steps of compiled programs, which name them by number",
+    "graph.execution.inductor._OVER": "steps of compiled programs, which name them by number",
+    "graph.rewriting.program_pass._PASSES": "a registry that code fills",
+    "graph.rewriting.program_pass._RULES": "a registry that code fills",
+    "graph.rewriting.node_reader.SPELLINGS": "a registry that code fills",
+    "graph.rewriting.node_reader._KNOWN": "operators of torch",
+    "tensor.planning.decision_record._keepers": "records that are open",
+    "tensor.core.computation_numbers._functions": "cleared when it has _MOST_FUNCTIONS entries",
+    "tensor.autograd.user_functions._TOLD": "functions that are open",
+    "tensor.core.call_sites._backward": "a registry that code fills",
     "tensor.torch_hooks._AROUND": "functions of torch that are wrapped",
     "tensor.torch_hooks._LIBRARIES": "libraries of torch",
-    "cli._once.defined_once.known": "operators that a script defines",
-    "comm._counters.record_calls.log": "the caller's own record, while it is open",
-    "tensor._dispatch._by_setting.plans": "dtypes and settings of torch",
-    "tensor._outside.plan_outside.plans": "dtypes and settings of torch",
-    "tensor._outside.telling.known": "one entry",
-    "tensor._run._raising.known": "dtypes",
+    "cli.ranks.define_once.defined_once.known": "operators that a script defines",
+    "comm.communicators.counters.record_calls.log": "the caller's own record, while it is open",
+    "tensor.execution.dispatch._by_setting.plans": "dtypes and settings of torch",
+    "tensor.execution.outside_mesh.plan_outside.plans": "dtypes and settings of torch",
+    "tensor.execution.outside_mesh.telling.known": "one entry",
+    "tensor.execution.run_plan._raising.known": "dtypes",
 }
 """Containers that functions fill and that outlive the call: the reason why they stay small."""
 
 CALLS = frozenset({
-    "checkpoint._load.load.ready",
-    "checkpoint._open.open_together.found", "cli._run.run_simulated.failed", "comm._launch._forwarded_signals.seen",
-    "comm._profiler.one_profiler.running", "engine._materialize._children_first.seen", "engine._regather.before.pairs",
-    "engine._sharding.around.wholes", "engine._split._layers.found", "engine._trace_work.of_modules.updates",
-    "graph._execute.carrying.ways", "graph._package.save_kernels.made", "graph._rule_test.run.lie",
-    "graph._text.numbered.seen", "search._pipelines._found.found", "tensor._capture._captured.inputs",
-    "tensor._capture._captured.nodes", "tensor._capture.taken_apart.nodes", "tensor._outside._of_fill.nodes",
+    "checkpoint.operations.load.load.ready",
+    "checkpoint.operations.open_checkpoint.open_together.found", "cli.commands.run.run_simulated.failed", "comm.launcher.launch._forwarded_signals.seen",
+    "comm.simulation.profiler_guard.one_profiler.running", "engine.marks.materialize._children_first.seen", "engine.eager.regather.before.pairs",
+    "engine.eager.zero.around.wholes", "engine.eager.split_pipeline._layers.found", "engine.diagnostics.traced_work.of_modules.updates",
+    "graph.execution.fx_runner.carrying.ways", "graph.execution.kernel_files.save_kernels.made", "graph.rewriting.rule_check.run.lie",
+    "graph.program.node_text.numbered.seen", "search.module_plans.pipeline_search._found.found", "tensor.capture.call_capture._captured.inputs",
+    "tensor.capture.call_capture._captured.nodes", "tensor.capture.call_capture.taken_apart.nodes", "tensor.execution.outside_mesh._of_fill.nodes",
 })  # fmt: skip
 """Containers of one call, filled by functions inside it."""
 
@@ -129,13 +129,13 @@ def endless_caches() -> Iterator[str]:
 
 def test_every_container_that_grows_has_a_bound_or_a_reason() -> None:
     found = set(growing_containers())
-    assert sorted(found - set(UNBOUNDED) - CALLS - {"graph._decode._CARRIED"}) == []
+    assert sorted(found - set(UNBOUNDED) - CALLS - {"graph.files.decode._CARRIED"}) == []
     assert sorted(set(UNBOUNDED) - found) == []
     assert sorted(CALLS - found) == []
 
 
 def test_every_cached_function_has_a_bound() -> None:
-    local = {"pipeline._mirror.opposite"}  # lives as long as one call
+    local = {"pipeline.partition.mirrored_model.opposite"}  # lives as long as one call
     assert sorted(set(endless_caches()) - local) == []
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import meshwright as mw
-from meshwright.checkpoint import CheckpointError, _format
+from meshwright.checkpoint import CheckpointError
+from meshwright.checkpoint.formats import format_interface
 
 MESH, OTHER = mw.ProcessMesh([0, 1, 2], ["x"]), mw.ProcessMesh([2, 0], ["y"])
 WHOLE = torch.arange(70.0).reshape(7, 10)
@@ -43,7 +44,7 @@ def save_and_load(folder: Path) -> None:
 def one_is_killed(folder: Path) -> None:
     mw.save_state_dict(state(MESH, 0, WHOLE), folder / "step_00000001")
     if mw.get_rank() == 1:
-        _format.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        format_interface.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     saving = mw.save_state_dict(state(MESH, 0, WHOLE * 2), folder / "step_00000002", async_save=True)
     saving.wait()
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint import CheckpointError, _hub, save
-from meshwright.checkpoint._checksums import CHECKSUMS
+from meshwright.checkpoint import CheckpointError, save
+from meshwright.checkpoint.formats import hub_format
+from meshwright.checkpoint.formats.checksum_file import CHECKSUMS
 from meshwright.layout import ProcessMesh, parse_layout
 
 from .oracle import laid, numbered
@@ -42,8 +43,8 @@ def saved(folder: Path, form: str) -> Path:
         state: dict[str, Any] = {name: x for name, x in whole().items() if name != "a"}
         state["a"] = laid(whole()["a"], (PAIR, parse_layout("[@x, :]")))
         if form == "index":
-            tensors = {name: mw.engine._checkpoint.held(x) for name, x in state.items()}
-            save(folder / form, tensors, {}, _hub.HubFormat(20)).wait()
+            tensors = {name: mw.engine.training.state_checkpoint.held(x) for name, x in state.items()}
+            save(folder / form, tensors, {}, hub_format.HubFormat(20)).wait()
         else:
             values = (
                 {} if form == "safetensors" else {"step": 3, "options": [{"lr": 0.5, "betas": (0.9, float("inf"))}]}

@@ -14,7 +14,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.checkpoint import world
-from meshwright.engine import _checkpoint_training
+from meshwright.engine.training import training_checkpoint
 from meshwright.layout import MeshwrightError
 
 from .test_training import Data
@@ -83,7 +83,7 @@ def test_a_bad_value_in_any_part_is_refused_before_anything_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     Run(3).save(tmp_path)
-    real = _checkpoint_training.open_together
+    real = training_checkpoint.open_together
     every = sorted(real(tmp_path).values)
     assert {"data", "scheduler", "step", "optimizer.groups", "model._extra_state"} <= set(every)
     refused: dict[str, int] = {}
@@ -106,7 +106,7 @@ def test_a_bad_value_in_any_part_is_refused_before_anything_is_changed(
             is_bad = name not in OBJECTS or world().rank == ranks - 1
             return replace(found, values={**found.values, name: bad}) if is_bad else found
 
-        monkeypatch.setattr(_checkpoint_training, "open_together", opened)
+        monkeypatch.setattr(training_checkpoint, "open_together", opened)
         return mw.simulate(load_with, ranks)
 
     for name in every:

@@ -10,15 +10,10 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.checkpoint import (
-    CheckpointError,
-    WriteTimeoutError,
-    _dcp_format,  # pyright: ignore[reportPrivateUsage]
-    _files,  # pyright: ignore[reportPrivateUsage]
-    _format,  # pyright: ignore[reportPrivateUsage]
-    _safetensors,  # pyright: ignore[reportPrivateUsage]
-    _save,  # pyright: ignore[reportPrivateUsage]
-)
+from meshwright.checkpoint import CheckpointError, WriteTimeoutError
+from meshwright.checkpoint.files import file_operations
+from meshwright.checkpoint.formats import dcp_writer, format_interface, safetensors_file
+from meshwright.checkpoint.operations import save as _save
 
 FORMS = ("meshwright", "safetensors", "dcp")
 
@@ -29,7 +24,7 @@ class Dead:
     def __init__(self, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.n, self.forever = 0, n, threading.Event()
         self._lock = threading.Lock()
-        for module in (_save, _format, _safetensors, _dcp_format):
+        for module in (_save, format_interface, safetensors_file, dcp_writer):
             monkeypatch.setattr(module, "write_operation", self._operation)
 
     def _operation(self, path: Path, call: Any, *args: Any) -> Any:
@@ -37,9 +32,9 @@ class Dead:
             self.count += getattr(call, "__name__", "") != "exists"  # rank 0 asks as often as it waits
             is_dead = 0 < self.n <= self.count
         if is_dead:
-            _files.write_operation(path, self.forever.wait, 60)
+            file_operations.write_operation(path, self.forever.wait, 60)
             raise OSError(5, "the file system is gone")
-        return _files.write_operation(path, call, *args)
+        return file_operations.write_operation(path, call, *args)
 
 
 def save(folder: Path, form: str) -> None:

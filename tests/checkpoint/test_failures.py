@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.checkpoint import CheckpointError, CheckpointWarning, FolderInUseError, _lock, _safetensors
-from meshwright.engine._train_saves import Saves
+from meshwright.checkpoint import CheckpointError, CheckpointWarning, FolderInUseError
+from meshwright.checkpoint.formats import safetensors_file
+from meshwright.checkpoint.operations import folder_lock
+from meshwright.engine.training.background_saves import Saves
 
 HOLD = """
 import fcntl, os, sys
@@ -30,7 +32,7 @@ sys.stdin.read()
 @pytest.fixture
 def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """A folder that another process has locked, and that process."""
-    monkeypatch.setattr(_lock, "PATIENCE", 0.1)
+    monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
     how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], **how) as process:
         assert process.stdout is not None
@@ -69,7 +71,7 @@ def test_a_lock_ends_with_its_job(tmp_path: Path) -> None:
     import gc
 
     gc.collect()
-    assert not _lock.is_locked(tmp_path)
+    assert not folder_lock.is_locked(tmp_path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
@@ -92,7 +94,7 @@ def test_a_folder_that_cannot_be_locked_has_a_file_that_is(tmp_path: Path, monke
 
     monkeypatch.setattr(fcntl, "flock", flock)
     mw.simulate(lambda: mw.save_checkpoint(tmp_path, 1, nn.Linear(2, 2)), 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [_lock.LOCK_FILE, "step_00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder_lock.LOCK_FILE, "step_00000001"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
@@ -100,7 +102,7 @@ def test_a_folder_that_cannot_be_locked_has_a_file_that_is(tmp_path: Path, monke
 def test_a_failed_save_is_told_once_and_the_next_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, background: bool
 ) -> None:
-    real, broken = _safetensors.os.fsync, [True]
+    real, broken = safetensors_file.os.fsync, [True]
 
     def fsync(descriptor: int) -> None:
         if broken[0]:

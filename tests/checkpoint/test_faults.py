@@ -151,16 +151,16 @@ def test_nothing_is_written_over(folder: Path) -> None:
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshwright.checkpoint import _format
+    from meshwright.checkpoint.formats import format_interface
 
-    real = _format.write_file
+    real = format_interface.write_file
 
     def full(path: Path, *rest: Any) -> Any:
         if "00001" in path.name:
             raise OSError(28, "No space left on device", str(path))
         return real(path, *rest)
 
-    monkeypatch.setattr(_format, "write_file", full)
+    monkeypatch.setattr(format_interface, "write_file", full)
 
     def save() -> str:
         state = {"a": laid(numbered((4, 3)), (PAIR, parse_layout("[@x, :]")))}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.checkpoint._checksums import CHECKSUMS
+from meshwright.checkpoint.formats.checksum_file import CHECKSUMS
 
 from .harms import (
     FORMS,
@@ -31,7 +31,15 @@ from .harms import (
 )
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
-WRITERS = {"_save.py", "_lock.py", "_steps.py", "_format.py", "_safetensors.py", "_dcp_format.py", "_files.py"}
+WRITERS = {
+    "operations/save.py",
+    "operations/folder_lock.py",
+    "operations/step_folders.py",
+    "formats/format_interface.py",
+    "formats/safetensors_file.py",
+    "formats/dcp_writer.py",
+    "files/file_operations.py",
+}
 """Modules that write, lock or remove files, and the one through which all others read."""
 READS = {"open", "read_text", "read_bytes", "stat", "lstat", "exists", "is_file", "is_dir", "glob", "iterdir",
          "listdir", "scandir", "lexists", "safe_open", "fromfile", "memmap", "pread", "preadv"}  # fmt: skip

@@ -15,15 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint import (
-    CheckpointError,
-    CheckpointFileError,
-    _hub,
-    convert,
-    format_of,
-    open_checkpoint,
-    verify,
-)
+from meshwright.checkpoint import CheckpointError, CheckpointFileError, convert, format_of, open_checkpoint, verify
+from meshwright.checkpoint.formats import hub_format
 from meshwright.layout import ProcessMesh, parse_layout
 
 from .oracle import laid, numbered
@@ -61,9 +54,9 @@ def hub_folder(folder: Path) -> Path:
 
 
 def test_files_of_a_hub_are_read_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.checkpoint import _safetensors
+    from meshwright.checkpoint.formats import safetensors_file
 
-    folder, read = hub_folder(tmp_path / "hub"), _safetensors.SafetensorsFile.read
+    folder, read = hub_folder(tmp_path / "hub"), safetensors_file.SafetensorsFile.read
     sizes: list[int] = []
 
     def counted(*args: Any) -> Tensor:
@@ -71,7 +64,7 @@ def test_files_of_a_hub_are_read_in_slices(tmp_path: Path, monkeypatch: pytest.M
         sizes.append(out.numel())
         return out
 
-    monkeypatch.setattr(_safetensors.SafetensorsFile, "read", counted)
+    monkeypatch.setattr(safetensors_file.SafetensorsFile, "read", counted)
 
     def load() -> None:
         state = model(lambda x: cut(torch.zeros_like(x)))
@@ -92,8 +85,8 @@ def test_files_of_a_hub_are_read_in_slices(tmp_path: Path, monkeypatch: pytest.M
 def test_files_for_a_hub_are_whole_tensors_that_anybody_reads(tmp_path: Path, largest: int) -> None:
 
     def save() -> None:
-        tensors = {name: mw.engine._checkpoint.held(x) for name, x in model(cut).items()}
-        _save(tmp_path / "out", tensors, _hub.HubFormat(largest))
+        tensors = {name: mw.engine.training.state_checkpoint.held(x) for name, x in model(cut).items()}
+        _save(tmp_path / "out", tensors, hub_format.HubFormat(largest))
 
     mw.simulate(save, 3)
     files = sorted(tmp_path.glob("out/*.safetensors"))

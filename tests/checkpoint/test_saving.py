@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.checkpoint import CheckpointError, CheckpointWarning, _format, open_checkpoint, steps_in
+from meshwright.checkpoint import CheckpointError, CheckpointWarning, open_checkpoint, steps_in
+from meshwright.checkpoint.formats import format_interface
 from meshwright.layout import ProcessMesh, parse_layout
 
 from .oracle import laid, numbered
@@ -20,13 +21,13 @@ PAIR = ProcessMesh([0, 1], ["x"])
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Files are written once the event is set."""
-    real, go = _format.write_file, threading.Event()
+    real, go = format_interface.write_file, threading.Event()
 
     def write(*args: Any) -> Any:
         assert go.wait(20)
         return real(*args)
 
-    monkeypatch.setattr(_format, "write_file", write)
+    monkeypatch.setattr(format_interface, "write_file", write)
     return go
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cli import LINES, Line, make_files, wrong, wrong_processes
-from meshwright.cli._parser import COMMANDS
+from meshwright.cli.console.parser import COMMANDS
 
 FEWEST = 60
 

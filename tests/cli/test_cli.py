@@ -16,9 +16,9 @@ from rich.console import Console
 
 import meshwright.comm
 from meshwright.cli import main
-from meshwright.cli._parser import AXES, parse
-from meshwright.cli._progress import progress, side_by_side
-from meshwright.cli._train import Outcome, report
+from meshwright.cli.commands.train import Outcome, report
+from meshwright.cli.commands.training_progress import progress, side_by_side
+from meshwright.cli.console.parser import AXES, parse
 from meshwright.models import AXES as MODEL_AXES
 from meshwright.models import Job, LlamaConfig
 
@@ -26,7 +26,7 @@ TINY = ["train", "--steps", "3", "--hidden", "32", "--layers", "2", "--batch", "
 HELP = """
 import sys
 from meshwright.cli import main
-from meshwright.cli._parser import COMMANDS
+from meshwright.cli.console.parser import COMMANDS
 assert all(main([*command, "--help"]) == 0 for command in [[], *([name] for name in COMMANDS)])
 assert "torch" not in sys.modules
 """

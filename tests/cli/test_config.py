@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from meshwright.cli._parser import UsageError, parse
+from meshwright.cli.console.parser import UsageError, parse
 
 MODULE = """
 from dataclasses import dataclass, field

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.cli import _doctor, _self_check, main
+from meshwright.cli import main
+from meshwright.cli.commands import doctor
+from meshwright.cli.ranks import self_check
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> Mapping[str, Any]:
@@ -27,7 +29,7 @@ def test_what_is_needed_and_missing_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     versions = {"torch": "2.9.1+cpu", "rich": None, "ortools": None}
-    monkeypatch.setattr(_doctor, "_version", lambda name: versions.get(name, "99"))
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, "99"))
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "MISSING  torch" in out
@@ -45,17 +47,17 @@ def test_two_ranks_are_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     found = told(capsys)
     assert found["two simulated ranks"]["good"]
     assert "exit code 3" in found["two processes"]["found"]
-    assert started == [["-m", "meshwright.cli._self_check"]]
+    assert started == [["-m", "meshwright.cli.ranks.self_check"]]
 
 
 def test_a_wrong_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, seen = _self_check._step, []
+    right, seen = self_check._step, []
 
     def wrong(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         seen.append(x)
         out, of_x, of_w = right(x, w)
         return out, of_x, of_w * (1 if type(x) is torch.Tensor else 2)
 
-    assert _self_check.in_this_process() == ""
-    monkeypatch.setattr(_self_check, "_step", wrong)
-    assert "gradient of w" in _self_check.in_this_process()
+    assert self_check.in_this_process() == ""
+    monkeypatch.setattr(self_check, "_step", wrong)
+    assert "gradient of w" in self_check.in_this_process()

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.cli import PLAN, TYPED, Line, make_files, wrong
 from meshwright.cli import main
-from meshwright.cli._parser import PARSERS
+from meshwright.cli.console.parser import PARSERS
 
 MODEL = """
 import torch

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.cli import _measure, _profile, main
+from meshwright.cli import main
+from meshwright.cli.commands import profile
+from meshwright.cli.ranks import measure
 from meshwright.comm import current
 from meshwright.cost import cluster
 
@@ -21,15 +23,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launch(argv: Sequence[str], ranks: int) -> int:
         cpu = torch.device("cpu")
-        told = mw.simulate(lambda: _measure.measure(current(), float(argv[3]), cpu), ranks)
+        told = mw.simulate(lambda: measure.measure(current(), float(argv[3]), cpu), ranks)
         Path(argv[2]).write_text(json.dumps(told[0]))
         return 0
 
-    monkeypatch.setattr(_profile, "launch", launch)
-    monkeypatch.setattr(_profile.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(_measure.PRODUCTS, "cpu", (16, 32))
-    monkeypatch.setitem(_measure.COPIED, "cpu", 4096)
-    monkeypatch.setattr(_measure, "MESSAGES", (4, 1024))
+    monkeypatch.setattr(profile, "launch", launch)
+    monkeypatch.setattr(profile.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(measure.PRODUCTS, "cpu", (16, 32))
+    monkeypatch.setitem(measure.COPIED, "cpu", 4096)
+    monkeypatch.setattr(measure, "MESSAGES", (4, 1024))
 
 
 def test_a_cluster_file_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +61,7 @@ def test_it_answers_in_json_and_on_one_rank(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_dry_run_measures_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(_profile, "launch", lambda argv, ranks: 1)
+    monkeypatch.setattr(profile, "launch", lambda argv, ranks: 1)
     assert main(["profile", "--ranks", "4", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "4 concurrent processes" in out

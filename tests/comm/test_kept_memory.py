@@ -11,7 +11,7 @@ import pytest
 
 STEPS = """
 import resource, torch
-from meshwright.comm._kept_memory import keep_memory
+from meshwright.comm.process.retained_memory import keep_memory
 keep_memory()
 
 def step():

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _lag_program as program
 
 from meshwright.comm import launch
-from meshwright.tensor._identity import _writes
+from meshwright.tensor.core.computation_numbers import _writes
 
 SCRIPT = str(Path(program.__file__))
 

@@ -12,11 +12,11 @@ from collections.abc import Generator
 
 import pytest
 
-from meshwright.comm import _watch as watches
-from meshwright.comm._life import Identity, Life, own_identity
-from meshwright.comm._reaper import end_marked, marked, start_of
-from meshwright.comm._state import State, read_state, silent
-from meshwright.comm._watch import Watch
+from meshwright.comm.checking import wait_timer as watches
+from meshwright.comm.checking.wait_timer import Watch
+from meshwright.comm.launcher.process_state import Identity, Life, own_identity
+from meshwright.comm.launcher.reaper import end_marked, marked, start_of
+from meshwright.comm.transport.rank_state import State, read_state, silent
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc"), reason="the system has no /proc")
 CODE = "from time import sleep; print(flush=True); sleep(60)"

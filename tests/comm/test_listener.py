@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.comm import NoCarrierError
-from meshwright.comm._listener import MOST_WAITING, Hello, Listener
-from meshwright.comm._rendezvous import Place, host_store
-from meshwright.comm._token import LENGTH, VARIABLE, run_token, sealed, unsealed
+from meshwright.comm.launcher.rendezvous import Place, host_store
+from meshwright.comm.launcher.run_secret import LENGTH, VARIABLE, run_token, sealed, unsealed
+from meshwright.comm.transport.listener import MOST_WAITING, Hello, Listener
 
 TOKEN = bytes(range(16))
 HELLO = Hello(b"L", 1, "a-name").packed(TOKEN)

@@ -11,8 +11,8 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.comm import current, prefix_prints, simulate
-from meshwright.comm._links import State
-from meshwright.comm._looking import Kept, first_rank_prints, in_debugger
+from meshwright.comm.launcher.rank_console import Kept, first_rank_prints, in_debugger
+from meshwright.comm.transport.control_links import State
 
 SIMULATED = """
 import meshwright as mw
@@ -30,7 +30,7 @@ print(mw.simulate(program, 3))
 PROCESSES = """
 import sys, time, warnings
 from meshwright.comm import Check, init_process
-from meshwright.comm._looking import in_debugger
+from meshwright.comm.launcher.rank_console import in_debugger
 
 warnings.simplefilter("ignore")
 here = init_process(check=Check(limit=0.3, patience=0.6))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshwright.comm import Call, CommError
-from meshwright.comm._record import LENGTH, VARIABLE, Record, record_folder
-from meshwright.comm._rendezvous import Place
+from meshwright.comm.launcher.rendezvous import Place
+from meshwright.comm.process.flight_record import LENGTH, VARIABLE, Record, record_folder
 
 PLACE = Place(1, 2, 1, "127.0.0.1", 1, True, "run/../0")
 CALL = Call("all_reduce", "sum", torch.float32, ((2,),), ((2,),), (0, 1))

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import HashStore
 
-from meshwright.comm import _region, _shared_memory
-from meshwright.comm._reduce import REDUCTIONS, reduce
-from meshwright.comm._ring import RING, GoneError, Ring
-from meshwright.comm._shared_memory import SharedMemory, open_shared
+from meshwright.comm.communicators.reductions import REDUCTIONS, reduce
+from meshwright.comm.transport import shared_memory, shared_region
+from meshwright.comm.transport.ring_buffer import RING, GoneError, Ring
+from meshwright.comm.transport.shared_memory import SharedMemory, open_shared
 
 SHORT = timedelta(seconds=20)
 SLOT = 3072
@@ -32,7 +32,7 @@ Ranks = list[SharedMemory]
 
 def group_of(size: int, limit: timedelta = SHORT) -> Ranks:
     """The members of one group, in one process."""
-    memory = mmap.mmap(-1, size * (64 + 2 * _shared_memory.SLOT))
+    memory = mmap.mmap(-1, size * (64 + 2 * shared_memory.SLOT))
     return [SharedMemory(memory, place, size, limit) for place in range(size)]
 
 
@@ -44,8 +44,8 @@ def on_all(ranks: Ranks, call: Callable[[int, SharedMemory], Any]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_shared_memory, "SLOT", SLOT)
-    monkeypatch.setattr(_shared_memory, "_SHARED", 512)
+    monkeypatch.setattr(shared_memory, "SLOT", SLOT)
+    monkeypatch.setattr(shared_memory, "_SHARED", 512)
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -148,10 +148,10 @@ def opened(size: int) -> list[SharedMemory | None]:
 
 
 def names() -> set[str]:
-    return {path.name for path in _region.FOLDER.glob("meshwright-*")}
+    return {path.name for path in shared_region.FOLDER.glob("meshwright-*")}
 
 
-@pytest.mark.skipif(not _region.home(), reason="this machine shares no memory between processes")
+@pytest.mark.skipif(not shared_region.home(), reason="this machine shares no memory between processes")
 def test_opening_leaves_no_file_behind() -> None:
     before = names()
     ranks = [rank for rank in opened(3) if rank is not None]
@@ -166,13 +166,13 @@ def test_nobody_shares_where_one_may_not(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nobody_shares_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_shared_memory, "create", lambda size: None)
+    monkeypatch.setattr(shared_memory, "create", lambda size: None)
     assert opened(2) == [None, None]
 
 
 @pytest.mark.parametrize("name", ["", "meshwright-", "meshwright-../x", "other", "meshwright-0123"])
 def test_memory_of_a_bad_name_is_none(name: str) -> None:
-    assert _region.attach(name, 64) is None
+    assert shared_region.attach(name, 64) is None
 
 
 @many
@@ -218,4 +218,4 @@ def test_the_end_of_a_ring_is_told_after_what_was_written() -> None:
 def test_who_shares_a_processor_looks_seldom(ranks: str, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert _region.looking.__wrapped__()[0] == looks
+    assert shared_region.looking.__wrapped__()[0] == looks

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from meshwright.comm import simulate, stragglers
-from meshwright.comm._stragglers import Straggler, Waits, is_slow
+from meshwright.comm.communicators.stragglers import Straggler, Waits, is_slow
 
 Slowness = Callable[[int, int], float]
 """Seconds that a rank takes more in a step."""

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from torch import Tensor
 
-from meshwright.spmd._table import RULES
+from meshwright.spmd.rules.rule_table import RULES
 from tests.spmd.samples import build
 from tests.spmd.walker import check
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import meshwright as mw
 from benchmarks._static_models import SUBJECTS, Subject
 from meshwright.cost import Cluster, cluster_of
-from meshwright.engine._auto import states_of
-from meshwright.engine._suggest import suggest
+from meshwright.engine.planning.auto import states_of
+from meshwright.engine.planning.suggest import suggest
 from meshwright.graph import ALWAYS, capture, live_memory
 from meshwright.models import Llama, LlamaConfig
 from meshwright.pipeline import StageError
@@ -273,7 +273,7 @@ def test_a_module_that_is_too_wide_for_a_proof_has_a_plan(monkeypatch: pytest.Mo
         return next(p for p in plans if p.tp == 2)
 
     best = found()
-    monkeypatch.setattr("meshwright.search._cuts.MOST", 20)
+    monkeypatch.setattr("meshwright.search.sharding.sharding_search.MOST", 20)
     plan = found()
     assert best.notes == ()
     assert "not proved" in plan.notes[0]
@@ -292,7 +292,7 @@ def test_simulated_ranks_search_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(ranks)
         return search(program, cluster, ranks, *rest)
 
-    monkeypatch.setattr("meshwright.engine._auto.plan_mesh", counted)
+    monkeypatch.setattr("meshwright.engine.planning.auto.plan_mesh", counted)
     plans = mw.simulate(lambda: losses_under(None)[2], 4)
     assert asked == [4]
     assert all(plan == plans[0] for plan in plans)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.engine._local_step import ELEMENTWISE
+from meshwright.engine.eager.local_step import ELEMENTWISE
 
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
 CUTS = [[mw.Shard(0), mw.Replicate()], [mw.Shard(1), mw.Shard(0)], [mw.Replicate(), mw.Replicate()]]

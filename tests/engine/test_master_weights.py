@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.engine import StaticError, StrategyError
-from meshwright.engine._around_step import MASTER, HostMemory
-from meshwright.engine._optimizer import _AROUND
+from meshwright.engine.eager.master_weights import MASTER, HostMemory
+from meshwright.engine.eager.optimizer import _AROUND
 
 STEPS = 4
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])

@@ -50,7 +50,7 @@ def _(x: Tensor) -> Tensor:
 
 @pytest.fixture
 def ruled() -> Iterator[None]:
-    from meshwright.spmd._table import RULES
+    from meshwright.spmd.rules.rule_table import RULES
 
     mw.register_rule("meshwright_own.swiglu", "..., ... -> ...")
     yield
@@ -97,7 +97,7 @@ def of_each_rank(call: Any, x: Tensor, *_: Any) -> Tensor:
 
 
 def test_a_rule_counts_from_the_next_call_on() -> None:
-    from meshwright.spmd._table import RULES
+    from meshwright.spmd.rules.rule_table import RULES
 
     def spec() -> str:
         x = mw.shard_tensor(torch.ones(4), mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(0)])
@@ -115,7 +115,7 @@ def test_a_rule_counts_from_the_next_call_on() -> None:
 def test_a_program_goes_one_way_on_all_ranks(form: Any) -> None:
     from meshwright.graph import CaptureError
     from meshwright.spmd import Rule
-    from meshwright.spmd._table import RULES
+    from meshwright.spmd.rules.rule_table import RULES
 
     class Twice(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:

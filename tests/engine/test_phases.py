@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright as mw
-from meshwright.engine import _phases
-from meshwright.engine._phases import Phases
+from meshwright.engine.recording import recording_progress
+from meshwright.engine.recording.recording_progress import Phases
 
 
 class _Terminal(StringIO):
@@ -20,7 +20,7 @@ class _Terminal(StringIO):
 
 
 def _recorded(out: StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(_phases, "LEAST", 0.0)
+    monkeypatch.setattr(recording_progress, "LEAST", 0.0)
     monkeypatch.setattr("sys.stderr", out)
 
     def step() -> None:

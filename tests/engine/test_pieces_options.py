@@ -192,7 +192,7 @@ def test_what_runs_inside_autocast_is_not_cast_twice() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kernels_are_compiled_for_pieces(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    room: Any = import_module("meshwright.engine._pieces")
+    room: Any = import_module("meshwright.engine.static.pieces")
     compile_it = room.compiled
 
     def counted(program: Program, *args: Any, **kwargs: Any) -> Program:

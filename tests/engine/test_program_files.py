@@ -21,7 +21,7 @@ from meshwright.engine import StaticError
 from meshwright.graph import ProgramFileError
 from meshwright.models import Llama, LlamaConfig, mark
 
-inductor: Any = import_module("meshwright.graph._inductor")
+inductor: Any = import_module("meshwright.graph.execution.inductor")
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 DEFAULT = mw.Strategy()
 STEPS = 4

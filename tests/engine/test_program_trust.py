@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.engine import DistModel
-from meshwright.engine import _program_files as files
+from meshwright.engine.static import program_files as files
 from meshwright.graph import ProgramFileError, capture, load_program, save_program
 
 BATCH = torch.ones(2, 4)

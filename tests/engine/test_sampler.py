@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import meshwright as mw
 from meshwright.engine import BatchError
-from meshwright.engine._sampler import permuted
+from meshwright.engine.training.sampler import permuted
 
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 Legs = list[tuple[int, int, int]]

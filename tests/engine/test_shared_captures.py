@@ -21,7 +21,7 @@ import meshwright as mw
 from benchmarks._stale_case import Case, Kind, Run, random_batch
 from benchmarks._stale_kinds import KINDS
 from meshwright.comm import current
-from meshwright.engine import _builder
+from meshwright.engine.static import program_builder
 from meshwright.graph import capture, captured_for, meaning_or_none
 
 OFF, ON = 1.0, 2.0
@@ -135,13 +135,13 @@ def test_what_a_rank_reads_of_its_own_is_in_its_program(name: str) -> None:
 
 def test_ranks_that_are_alike_capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = list[int]()
-    plain = _builder.capture
+    plain = program_builder.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         ranks.append(current().rank)
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(_builder, "capture", counted)
+    monkeypatch.setattr(program_builder, "capture", counted)
 
     def go() -> Any:
         model = Scaled(_one)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.comm import current
 from meshwright.engine import StrategyError
-from meshwright.engine._inputs import fetch_of, lay_as_captured
+from meshwright.engine.recording.program_inputs import fetch_of, lay_as_captured
 from meshwright.graph import capture, complete, record_gradients, spread, with_layouts
 from meshwright.models import Llama, LlamaConfig
 from meshwright.pipeline import (

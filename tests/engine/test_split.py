@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.engine._split import costs_of, even_starts
+from meshwright.engine.eager.split_pipeline import costs_of, even_starts
 from meshwright.pipeline import StageError
 
 

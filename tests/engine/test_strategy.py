@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.engine import StrategyError, strategy_from_toml, strategy_to_toml
-from meshwright.engine._strategy import (
+from meshwright.engine.recording.strategy import (
     DpOptimization,
     FusedPasses,
     MixedPrecision,

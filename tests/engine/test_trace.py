@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.comm import current
 from meshwright.engine import CommTrace
-from meshwright.tensor._places import _Asking
+from meshwright.tensor.core.call_sites import _Asking
 
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 

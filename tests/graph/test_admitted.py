@@ -22,10 +22,10 @@ from meshwright.graph import (
     load_program,
     save_program,
 )
-from meshwright.graph._admitted import NAMESPACES, OWN, TYPES, WORDS
-from meshwright.graph._file import KIND, _checksum
+from meshwright.graph.files.admitted_operators import NAMESPACES, OWN, TYPES, WORDS
+from meshwright.graph.files.program_file import KIND, _checksum
 from meshwright.graph.torch_hooks import Operator
-from meshwright.spmd._table import RULES
+from meshwright.spmd.rules.rule_table import RULES
 
 DANGEROUS = re.compile(
     r"from_file|save|load|print|warn|seed|record_stream|backward$|torchbind|_call|rpc|symm|all_reduce|all_gather"

@@ -41,11 +41,11 @@ from meshwright.graph import (
     save_program,
     write_whole,
 )
-from meshwright.graph._decode import Decoder
-from meshwright.graph._encode import Encoder
-from meshwright.graph._expressions import CONDITIONS, ExpressionError, Rows, computed
-from meshwright.graph._file import _checksum
-from meshwright.graph._node import Carry, Start, Wait
+from meshwright.graph.files.decode import Decoder
+from meshwright.graph.files.encode import Encoder
+from meshwright.graph.files.program_file import _checksum
+from meshwright.graph.program.node import Carry, Start, Wait
+from meshwright.graph.recording.size_expressions import CONDITIONS, ExpressionError, Rows, computed
 from meshwright.layout import Layout, Product, Spec
 from meshwright.models import Llama, LlamaConfig, mark
 from meshwright.reshard import AllReduce, Exchange, View

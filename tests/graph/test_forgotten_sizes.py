@@ -12,7 +12,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.comm import Simulated, current
-from meshwright.engine._shared import MOST_KEPT
+from meshwright.engine.recording.shared_recordings import MOST_KEPT
 from meshwright.graph.torch_hooks import ShapeEnv
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.graph import SideEffectError, capture
-from meshwright.graph import _capture as passes
+from meshwright.graph.captures import capture as passes
 
 TEXT = """
 def scaled(x, seen):

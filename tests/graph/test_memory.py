@@ -26,8 +26,8 @@ from meshwright.graph import (
     verify,
     work_of,
 )
-from meshwright.graph._execute import carrying
-from meshwright.graph._memory import looked_at, read_last
+from meshwright.graph.analysis.live_memory import looked_at, read_last
+from meshwright.graph.execution.fx_runner import carrying
 from meshwright.passes import InPlace
 from meshwright.tensor import local_parts, map_tensors, operators_recorded, tensors_in
 from tests.passes.random_programs import program

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.graph import Program, _products
-from meshwright.graph._regions import DOUBLES, WITH_TENSORS, regions
-from meshwright.graph._scatters import options_for
+from meshwright.graph import Program
+from meshwright.graph.execution import matrix_products
+from meshwright.graph.execution.kernel_regions import DOUBLES, WITH_TENSORS, regions
+from meshwright.graph.execution.scatter_options import options_for
 
 aten = torch.ops.aten
 
@@ -127,8 +128,8 @@ def test_matrices_are_multiplied_right_by_either_library(
     torch.manual_seed(2)
     a, b = (torch.randn(s).t().contiguous().t() if t else torch.randn(s) for s, t in zip(shapes, turned, strict=True))
     for by_onednn in (False, True):
-        monkeypatch.setattr(_products, "by_onednn", lambda chosen=by_onednn: chosen)
-        torch.testing.assert_close(_products.matmul(a, b), a @ b, rtol=1e-4, atol=1e-4)
+        monkeypatch.setattr(matrix_products, "by_onednn", lambda chosen=by_onednn: chosen)
+        torch.testing.assert_close(matrix_products.matmul(a, b), a @ b, rtol=1e-4, atol=1e-4)
 
 
 class Relative(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.graph import Program, capture, map_values, name_of, record_update
-from meshwright.graph.update import _update
+from meshwright.graph.update import optimizer_update
 
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {})
@@ -52,7 +52,7 @@ def _update_of(name: str, repeats: bool, monkeypatch: pytest.MonkeyPatch) -> Pro
     names = {id(slot.tensor): slot.name for slot in captured.slots}
     with monkeypatch.context() as patch:
         if not repeats:
-            patch.setattr(_update, "repeated", lambda *_: None)
+            patch.setattr(optimizer_update, "repeated", lambda *_: None)
         return record_update(optimizer, names, trained, {}, 0, 1)
 
 

@@ -25,7 +25,7 @@ from meshwright.graph import (
     runner,
 )
 from meshwright.passes import FuseActivation, FuseAttention, FuseLoss, FuseNorm, Tidy
-from meshwright.passes._fuse_activation import MERGE
+from meshwright.passes.operators.fuse_activation import MERGE
 
 SETS = ("fuse_activation", "fuse_attention", "fuse_loss", "fuse_norm")
 RULES = [rule for name in SETS for rule in registered_rewrites(name) if isinstance(rule, Rewrite)]

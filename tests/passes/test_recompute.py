@@ -11,7 +11,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.graph import RewriteError, communication, count_ops, draws, live_memory
 from meshwright.passes import Recompute
-from meshwright.passes._recompute import _Saved
+from meshwright.passes.memory.recompute import _Saved
 
 from .steps import Step, assert_same, llama_step, recorded
 

@@ -10,7 +10,7 @@ import torch
 from meshwright.graph import Input, Value
 from meshwright.layout import ProcessMesh, parse_spec
 from meshwright.pipeline import StageError
-from meshwright.pipeline._intake import _check_rows
+from meshwright.pipeline.partition.microbatch_inputs import _check_rows
 
 MESH = ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
 SPECS = ["f32[8@x, 4]", "f32[8@y, 4]", "f32[8, 4]", None]

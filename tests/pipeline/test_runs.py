@@ -13,8 +13,8 @@ from meshwright.comm import simulate as simulate_ranks
 from meshwright.graph import Carry, Value
 from meshwright.layout import ProcessMesh, parse_spec
 from meshwright.pipeline import KNOWN, Memory, Runs, Schedule, Times, peaks, simulate
-from meshwright.pipeline._parts import Crossing, Place
-from meshwright.pipeline._runner import _message
+from meshwright.pipeline.partition.step_parts import Crossing, Place
+from meshwright.pipeline.runtime.runner import _message
 from meshwright.reshard import Exchange
 
 CASES = 5

@@ -17,7 +17,7 @@ from meshwright.pipeline import Memory, StageError, known, peaks
 
 from .oracle import Chain, batch, compare, laid, loss_of
 
-runner_module: Any = import_module("meshwright.pipeline._runner")
+runner_module: Any = import_module("meshwright.pipeline.runtime.runner")
 
 STEPS = 3
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -17,7 +17,7 @@ from meshwright.pipeline import ScheduleError, StageError, check, chunk_times, o
 
 from .oracle import STEPS, Chain, alone, batch, compare, laid, loss_of, piped
 
-runner_module: Any = import_module("meshwright.pipeline._runner")
+runner_module: Any = import_module("meshwright.pipeline.runtime.runner")
 
 CASES = [
     ("1F1B", (0, 1), 2, False),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.search import SearchError, transformer_of
-from meshwright.search._families import GATED, PLAIN, TIED
+from meshwright.search.transformer_plans.families import GATED, PLAIN, TIED
 
 ELSEWHERE = frozenset({"kimi_k2"})
 """Families whose code comes with their weights."""

@@ -15,8 +15,8 @@ from meshwright.cost import cluster_of
 from meshwright.graph import capture
 from meshwright.models import Llama, LlamaConfig
 from meshwright.search import Cuts, Form, Prices, SearchError, cut, every_cut
-from meshwright.search._cuts import CutProblem
-from meshwright.search._eliminate import _Part
+from meshwright.search.sharding.sharding_search import CutProblem
+from meshwright.search.sharding.variable_elimination import _Part
 
 CLUSTERS = ("V100", "A100", "H100", "cpu core")
 

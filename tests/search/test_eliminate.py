@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from meshwright.search._eliminate import Table, least
+from meshwright.search.sharding.variable_elimination import Table, least
 
 
 def some(seed: int) -> tuple[list[int], list[Table]]:

@@ -17,7 +17,7 @@ from meshwright.pipeline import (
     zigzag,
 )
 from meshwright.search import Problem, find_placement, find_schedule, lower_bound
-from meshwright.search._hints import known_tables
+from meshwright.search.scheduling.hints import known_tables
 
 UNEQUAL = Times((100.0, 97.0, 109.0, 117.0), (100.0, 97.0, 109.0, 117.0), (70.0, 68.0, 76.0, 82.0), transfer=3.0)
 PROBLEMS = [

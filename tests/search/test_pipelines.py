@@ -18,19 +18,19 @@ from meshwright.cost import Cluster, cluster, cluster_of
 from meshwright.graph import Program, capture
 from meshwright.pipeline import Memory, Schedule, Shape, known, peaks, simulate
 from meshwright.search import MeshPlan, SearchError, parse_mesh_plan, plan_mesh
-from meshwright.search import _chunk_starts as chunk_starts
-from meshwright.search._at_once import AtOnce, Layers
-from meshwright.search._balance import SHORTER, balance
-from meshwright.search._chain import chain_of
-from meshwright.search._chunk_starts import ChunkStarts
-from meshwright.search._cuts import CutProblem, Cuts
-from meshwright.search._eliminate import aligned
-from meshwright.search._layer_costs import LayerCosts, Links, layer_costs
-from meshwright.search._pipelines import Pipelines
-from meshwright.search._replicas import Asked, Replicas
-from meshwright.search._saving import Saving
-from meshwright.search._starts import in_order
-from meshwright.search._tables import IN_A_V, IN_LOOPS, SCHEDULES, one_each, several_each
+from meshwright.search.module_plans.pipeline_search import Pipelines
+from meshwright.search.module_plans.replicas import Asked, Replicas
+from meshwright.search.sharding.memory_saving import Saving
+from meshwright.search.sharding.sharding_search import CutProblem, Cuts
+from meshwright.search.sharding.variable_elimination import aligned
+from meshwright.search.stages import chunk_starts as chunk_starts
+from meshwright.search.stages.balance import SHORTER, balance
+from meshwright.search.stages.batched_step_time import AtOnce, Layers
+from meshwright.search.stages.chunk_starts import ChunkStarts
+from meshwright.search.stages.layer_chain import chain_of
+from meshwright.search.stages.layer_costs import LayerCosts, Links, layer_costs
+from meshwright.search.stages.schedule_tables import IN_A_V, IN_LOOPS, SCHEDULES, one_each, several_each
+from meshwright.search.stages.stage_starts import in_order
 
 from .chains import ODD, Block, Blocks
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.cost import Kernels, cluster_of
 from meshwright.search import Experts, Plan, Software, Transformer, hold, predict
-from meshwright.search._sent import sent
+from meshwright.search.transformer_plans.communication import sent
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
 SPARSE = Transformer(12, 2048, 16, 16, 128, 8192, 32000, experts=Experts(64, 6, 1408))

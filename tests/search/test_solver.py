@@ -15,8 +15,8 @@ import pytest
 
 from meshwright.pipeline import Action, Kind, Memory, Schedule, ScheduleError, Times, check, linear, looped, zigzag
 from meshwright.search import Problem, SearchError, find_schedule, hints, lower_bound
-from meshwright.search._cp_sat import WORKER, solve
-from meshwright.search._whole import Whole, unit
+from meshwright.search.scheduling.cp_sat import WORKER, solve
+from meshwright.search.scheduling.integer_model import Whole, unit
 
 needs_solver = pytest.mark.skipif(find_spec("ortools") is None, reason="OR-tools is not installed")
 
@@ -103,7 +103,7 @@ def test_a_solver_that_breaks_says_why() -> None:
 
 
 def test_a_search_without_solver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.search._cp_sat.is_installed", lambda: False)
+    monkeypatch.setattr("meshwright.search.scheduling.cp_sat.is_installed", lambda: False)
     with pytest.raises(SearchError, match=r"meshwright\[solver\]"):
         solve(SMALL["unequal"], next(hints(SMALL["unequal"])), 0.0, time.time())
 

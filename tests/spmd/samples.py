@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.spmd import _rules_linalg as linalg
-from meshwright.spmd import _rules_pointwise as pointwise
+from meshwright.spmd.rules import linalg as linalg
+from meshwright.spmd.rules import pointwise as pointwise
 
 from .walker import Sample
 

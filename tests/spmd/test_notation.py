@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.spmd import Rule, RuleError, bind, cut_choices, describe, parse_rule, register_rule
-from meshwright.spmd._table import RULES
+from meshwright.spmd.rules.rule_table import RULES
 
 NAMES = st.sampled_from(["a", "b", "c", "k0", "f1_4"])
 DIMS = st.one_of(

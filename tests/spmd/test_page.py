@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshwright.spmd._table import RULES
+from meshwright.spmd.rules.rule_table import RULES
 
 
 def test_the_examples_of_the_page_run() -> None:

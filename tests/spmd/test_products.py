@@ -11,8 +11,8 @@ from hypothesis import given
 
 from meshwright.layout import Layout, ProcessMesh, Product, Spec, axes_of, expand_products
 from meshwright.spmd import bind, dim_of
-from meshwright.spmd._derive import factor_axes
-from meshwright.spmd._rule import Rule
+from meshwright.spmd.derivation.sharding_choices import factor_axes
+from meshwright.spmd.notation.rule import Rule
 
 MESH = ProcessMesh([[0, 1], [2, 3], [4, 5]], ["x", "y"])
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from meshwright.spmd._table import RULES
+from meshwright.spmd.rules.rule_table import RULES
 
 from .samples import GONE, build, overload, samples
 from .walker import check

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from meshwright.spmd import Call, describe_passing, drawn_rule
-from meshwright.spmd._rules_layer import DRAWN
-from meshwright.spmd._table import RULES
+from meshwright.spmd.rules.layers import DRAWN
+from meshwright.spmd.rules.rule_table import RULES
 
 from .samples import build, samples
 from .walker import Sample, every_choice

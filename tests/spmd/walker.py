@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.layout import chunk
 from meshwright.spmd import REPEATED, Bound, Call, Choice, Held, cut_choices, describe
-from meshwright.spmd._derive import term_choices
+from meshwright.spmd.derivation.sharding_choices import term_choices
 
 JOIN: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda t: t.sum(0, dtype=t.dtype),

@@ -27,6 +27,6 @@ def test_a_call_gets_the_plan_of_its_own_numbers_and_settings(entry: Entry) -> N
 
 def test_the_walk_finds_a_plan_that_forgets_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that are kept for a type only: dropout with 0.0 is the identity."""
-    monkeypatch.setattr("meshwright.tensor._dispatch.floats_in", lambda args, kwargs: ())
+    monkeypatch.setattr("meshwright.tensor.execution.dispatch.floats_in", lambda args, kwargs: ())
     (entry,) = [e for e in ENTRIES if e.name == "alpha_dropout"]
     assert plans.failures_of(entry, quick=True)

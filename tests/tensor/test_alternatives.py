@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import meshwright as mw
 from meshwright.layout import parse_spec
 from meshwright.spmd import describe
-from meshwright.tensor._decide import decide
+from meshwright.tensor.planning.layout_decision import decide
 
 LINE = mw.ProcessMesh([0, 1], ["cp"])
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright.tensor import local_parts
-from meshwright.tensor._marks import capturing
-from meshwright.tensor._plan import _hinted
+from meshwright.tensor.core.capture_marks import capturing
+from meshwright.tensor.planning.call_plan import _hinted
 
 MESH = mw.ProcessMesh([[0], [1]], ["dp", "tp"])
 """The axis tp has one rank: what it cuts is whole."""

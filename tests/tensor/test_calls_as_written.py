@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright.tensor._overlap import share_elements
+from meshwright.tensor.core.shared_elements import share_elements
 
 MESH = mw.ProcessMesh(range(2), ["x"])
 VALUE = torch.arange(12.0).reshape(4, 3)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.tensor._whole import RAN_WHOLE
+from meshwright.tensor.conversion.whole_call import RAN_WHOLE
 
 torch.manual_seed(0)
 CELLS = {kind.__name__: kind(6, 8).double() for kind in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)}

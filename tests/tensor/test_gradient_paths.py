@@ -11,7 +11,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.tensor import map_tensors, tensors_in
-from meshwright.tensor._gradient_paths import gradient_paths
+from meshwright.tensor.capture.gradient_paths import gradient_paths
 from tests.spmd.samples import build, samples
 
 FIRST, SECOND = mw.ProcessMesh([0], ["tp"]), mw.ProcessMesh([1], ["tp"])

@@ -12,7 +12,7 @@ from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register_multi_grad_hook
 
 import meshwright as mw
-from meshwright.tensor._graph_node import GraphNode
+from meshwright.tensor.autograd.graph_node import GraphNode
 
 Lay = Callable[[Tensor], Tensor]
 PLACEMENTS = [mw.Shard(0), mw.Partial(), mw.Replicate()]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 import meshwright as mw
 from benchmarks import _samples
-from meshwright.tensor._capture import capture
+from meshwright.tensor.capture.call_capture import capture
 
 PROGRAMS = """
 F.conv2d(x, w); F.conv2d(x, w[:, :2], groups=2); F.conv2d(x, w[:4, :1], padding=1, groups=4); F.conv2d(x[0], w)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.tensor import _memory_overlap, shared_memory
+from meshwright.tensor import shared_memory
+from meshwright.tensor.views import memory_overlap
 
 
 def _views(seed: int) -> list[Tensor]:
@@ -58,6 +59,6 @@ def test_very_large_ranges_count_as_shared(monkeypatch: pytest.MonkeyPatch) -> N
     flat = torch.zeros(64, 8)
     pieces = [flat[:, :4], flat[:, 4:], flat[:, 2:3]]
     assert shared_memory(pieces[:2], 2) == ([], [])
-    monkeypatch.setattr(_memory_overlap, "MOST_UNITS", 8)
+    monkeypatch.setattr(memory_overlap, "MOST_UNITS", 8)
     assert shared_memory(pieces[:2], 2) == ([], [(0, 1)])
     assert shared_memory(pieces, 1) == ([], [(0, 1)])

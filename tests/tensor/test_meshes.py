@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.tensor._absent import Absent
-from meshwright.tensor._stage_order import StageOrder
+from meshwright.tensor.conversion.stage_order import StageOrder
+from meshwright.tensor.core.absent_tensor import Absent
 
 FIRST, SECOND = mw.ProcessMesh([0, 1], ["tp"]), mw.ProcessMesh([2, 3], ["tp"])
 

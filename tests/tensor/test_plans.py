@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.tensor._dist_tensor import PLANS
+from meshwright.tensor.core.dist_tensor import PLANS
 
 MESH = mw.ProcessMesh([0, 1], ["a"])
 

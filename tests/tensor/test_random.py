@@ -18,8 +18,8 @@ import meshwright as mw
 from meshwright import tensor
 from meshwright.comm import Recorded, use
 from meshwright.layout import Layout, parse_spec
-from meshwright.tensor._counter import _DIGITS, DISTRIBUTIONS, MASK, counted, is_counted, philox
-from meshwright.tensor._whole import RAN_WHOLE
+from meshwright.tensor.conversion.whole_call import RAN_WHOLE
+from meshwright.tensor.handlers.counter_draws import _DIGITS, DISTRIBUTIONS, MASK, counted, is_counted, philox
 
 CPU = torch.device("cpu")
 KEY = (0x12345678, 0x9ABCDEF0)

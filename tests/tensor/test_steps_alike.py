@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.tensor._dist_tensor import PLANS
+from meshwright.tensor.core.dist_tensor import PLANS
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),

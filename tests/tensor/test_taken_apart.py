@@ -13,7 +13,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.comm import current
-from meshwright.tensor import _capture
+from meshwright.tensor.capture import call_capture
 
 TIMES, SAMPLES, CLASSES = 6, 5, 4
 INPUTS, TARGETS = [6, 6, 5, 6, 4], [3, 2, 1, 3, 2]
@@ -94,11 +94,11 @@ def test_an_even_kernel_keeps_the_size_of_a_cut_dim(convolve: Any, kernel: tuple
             torch.testing.assert_close(found, wanted)
 
 
-def capture_of(function: Callable[[Tensor], Any]) -> _capture.Captured:
-    return _capture.capture(function, (torch.ones(3),), {}, lambda _: None)
+def capture_of(function: Callable[[Tensor], Any]) -> call_capture.Captured:
+    return call_capture.capture(function, (torch.ones(3),), {}, lambda _: None)
 
 
 def test_memory_that_nobody_wrote_to_is_not_read_by_a_plan() -> None:
-    assert _capture.reads_uninitialised(capture_of(lambda x: x + torch.empty(3, device="meta")))
-    assert not _capture.reads_uninitialised(capture_of(lambda x: torch.empty_like(x).copy_(x) + 1))
-    assert not _capture.reads_uninitialised(capture_of(torch.empty_like))
+    assert call_capture.reads_uninitialised(capture_of(lambda x: x + torch.empty(3, device="meta")))
+    assert not call_capture.reads_uninitialised(capture_of(lambda x: torch.empty_like(x).copy_(x) + 1))
+    assert not call_capture.reads_uninitialised(capture_of(torch.empty_like))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.tensor import _saved
+from meshwright.tensor.conversion import saved_operands
 
 Lay = Callable[[Tensor], Tensor]
 
@@ -149,7 +149,7 @@ def test_a_view_that_is_read_again_in_each_step_is_noted_once() -> None:
         for _ in range(3):
             b.mul_(2)
             v.sum()
-            notes.append(len(_saved._state.notes))
+            notes.append(len(saved_operands._state.notes))
         return notes[-1] - notes[0]
 
     assert mw.simulate(run, 2) == [0, 0]

@@ -1,7 +1,11 @@
-"""Checkpoints: files with tensors, their names and layouts, which can be loaded into any other layout or mesh."""
+"""Checkpoints: files with tensors, their names and layouts, which can be loaded into any other layout or mesh.
 
-from ._catalogue import Catalogue, Entry, FileFacts, Piece
-from ._convert import convert
+files        file operations, JSON, pickles and archives, with bounds on time and memory
+contents     tensors of a checkpoint, their parts, and the ranks that hold them
+formats      Meshwright's format, safetensors of model hubs, and torch's distributed checkpoints
+operations   save, load, open, verify and convert a checkpoint
+"""
+
 from ._errors import (
     CheckpointError,
     CheckpointFileError,
@@ -10,16 +14,18 @@ from ._errors import (
     ReadTimeoutError,
     WriteTimeoutError,
 )
-from ._fit import LoadReport
-from ._format import Format
-from ._load import load, read_whole
-from ._lock import hold_folder
-from ._open import FORMATS, format_of, open_checkpoint, open_together, verify
-from ._save import Saving, save
-from ._state import Held
-from ._steps import latest, step_name, steps_in
-from ._values import decoded, encoded
-from ._world import World, world
+from .contents.catalogue import Catalogue, Entry, FileFacts, Piece
+from .contents.rank_world import World, world
+from .files.json_values import decoded, encoded
+from .formats.format_interface import Format
+from .formats.saved_state import Held
+from .operations.convert import convert
+from .operations.folder_lock import hold_folder
+from .operations.load import load, read_whole
+from .operations.open_checkpoint import FORMATS, format_of, open_checkpoint, open_together, verify
+from .operations.save import Saving, save
+from .operations.state_differences import LoadReport
+from .operations.step_folders import latest, step_name, steps_in
 
 __all__ = [
     "FORMATS",

@@ -1,10 +1,13 @@
-"""Communication between ranks: one interface for collectives and messages, and the communicators that implement it."""
+"""Communication between ranks: one interface for collectives and messages, and its implementations.
 
-from ._call import Call, Group
-from ._carrier import Arrival, Arrived, Carrier, Receive
-from ._counters import Counters
-from ._current import current, install, installed, reads_of_rank, use
-from ._delayed import Delayed
+communicators   the interface, and communicators that need no processes
+simulation      simulation of all ranks in one process, one thread per rank
+launcher        start, addresses, secret and state of the processes of a run
+transport       connections, messages and shared memory between processes
+checking        comparison of calls before data moves, and errors for peers that cannot come
+process         the communicator with one process per rank
+"""
+
 from ._errors import (
     CallError,
     CommError,
@@ -18,17 +21,22 @@ from ._errors import (
     NoCarrierError,
     StragglerWarning,
 )
-from ._guard import Check
-from ._identity import identity, is_compared, note_fact, when_compared
-from ._launch import launch
-from ._looking import Kept, first_rank_prints, prefix_prints
-from ._posted import Posted
-from ._process import ProcessCarrier, init_process, stragglers
-from ._recorded import Recorded
-from ._reduce import reduce as joined
-from ._shared_values import WATCHES, Watch
-from ._simulated import Simulated, simulate
-from ._stragglers import Straggler
+from .checking.call_guard import Check
+from .communicators.call import Call, Group
+from .communicators.call_purpose import identity, is_compared, note_fact, when_compared
+from .communicators.communicator import Arrival, Arrived, Carrier, Receive
+from .communicators.counters import Counters
+from .communicators.current_communicator import current, install, installed, reads_of_rank, use
+from .communicators.delayed import Delayed
+from .communicators.posted_exchanges import Posted
+from .communicators.recorded import Recorded
+from .communicators.reductions import reduce as joined
+from .communicators.stragglers import Straggler
+from .launcher.launch import launch
+from .launcher.rank_console import Kept, first_rank_prints, prefix_prints
+from .process.process_communicator import ProcessCarrier, init_process, stragglers
+from .simulation.shared_values import WATCHES, Watch
+from .simulation.simulated_ranks import Simulated, simulate
 
 __all__ = [
     "WATCHES",

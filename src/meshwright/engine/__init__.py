@@ -1,13 +1,19 @@
-"""The public API of Meshwright's engine: the functions and classes that users call."""
+"""The public API of Meshwright's engine: the functions and classes that users call.
+
+marks         distribute tensors, layers and experts over a mesh, from inside a model
+eager         make a model parallel without recording: styles, pipeline split, optimizers, ZeRO
+checks        checks before each update of an optimizer: finite gradients, equal replicas
+recording     what a program is recorded from, and when a recorded program may run again
+static        `to_static`: build, run, save and load the programs of a model
+training      the training loop, its data loader, microbatches and checkpoints
+planning      apply plans that the search finds: `auto`, `suggest`, scripts without marks
+diagnostics   `explain`, `trace_comm` and `verify`: show and check what a program does
+_errors       the errors of the engine's public functions
+torch_hooks   the private names of torch that the engine needs, each with the reason
+"""
 
 from meshwright.tensor import pipe_split
 
-from ._auto import auto, plan
-from ._checkpoint import latest_checkpoint, load_state_dict, save_state_dict
-from ._checkpoint_training import Resumed, load_checkpoint, save_checkpoint
-from ._clip import clip_grad_norm_
-from ._context import context_parallel
-from ._data import ShardDataLoader, shard_dataloader
 from ._errors import (
     BatchError,
     DifferenceError,
@@ -22,25 +28,17 @@ from ._errors import (
     TorchDTensorError,
     TrainingError,
 )
-from ._experts import dispatch_experts
-from ._explain import Explanation, explain
-from ._layers import get_rank, shard_layer
-from ._left_behind import watch_left_behind
-from ._local_map import LocalLayer, local_map
-from ._local_step import watch_steps
-from ._materialize import materialize
-from ._mesh import get_mesh, init_mesh, set_mesh
-from ._microbatches import microbatched
-from ._optimizer import shard_optimizer
-from ._parallelize import Parallelism, parallelize
-from ._sampler import GlobalSampler
-from ._sharding import ShardingStage1, ShardingStage2, ShardingStage3
-from ._split import split_pipeline
-from ._static import DistModel, to_static
-from ._stop import STOPPED, stop_signals
-from ._strategy import Strategy
-from ._strategy_text import strategy_from_toml, strategy_to_toml
-from ._styles import (
+from .checks import StepChecks, check_steps
+from .diagnostics.comm_trace import CommTrace, trace_comm
+from .diagnostics.explain import Explanation, explain
+from .diagnostics.traced_call import TracedCall
+from .diagnostics.traced_work import TracedWork
+from .diagnostics.verify import Difference, Verified, verify
+from .eager.local_step import watch_steps
+from .eager.optimizer import shard_optimizer
+from .eager.parallelize import Parallelism, parallelize
+from .eager.split_pipeline import split_pipeline
+from .eager.styles import (
     ColwiseParallel,
     PrepareLayerInput,
     PrepareLayerOutput,
@@ -51,16 +49,30 @@ from ._styles import (
     SequenceParallelEnd,
     VocabParallel,
 )
-from ._suggest import Suggestion, said, suggest
-from ._tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
-from ._torch_dtensor import from_torch_dtensor, to_torch_dtensor
-from ._trace import CommTrace, trace_comm
-from ._trace_call import TracedCall
-from ._trace_work import TracedWork
-from ._train import Training, TrainingEnd, train
-from ._unmarked import unmarked
-from ._verify import Difference, Verified, verify
-from .checks import StepChecks, check_steps
+from .eager.zero import ShardingStage1, ShardingStage2, ShardingStage3
+from .marks.context_parallel import context_parallel
+from .marks.default_mesh import get_mesh, init_mesh, set_mesh
+from .marks.experts import dispatch_experts
+from .marks.layers import get_rank, shard_layer
+from .marks.local_map import LocalLayer, local_map
+from .marks.materialize import materialize
+from .marks.stale_parameters import watch_left_behind
+from .marks.tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
+from .marks.torch_dtensor import from_torch_dtensor, to_torch_dtensor
+from .planning.auto import auto, plan
+from .planning.suggest import Suggestion, said, suggest
+from .planning.unmarked import unmarked
+from .recording.strategy import Strategy
+from .recording.strategy_toml import strategy_from_toml, strategy_to_toml
+from .static.to_static import DistModel, to_static
+from .training.clip_grad_norm import clip_grad_norm_
+from .training.data_loader import ShardDataLoader, shard_dataloader
+from .training.microbatches import microbatched
+from .training.sampler import GlobalSampler
+from .training.state_checkpoint import latest_checkpoint, load_state_dict, save_state_dict
+from .training.stop_signals import STOPPED, stop_signals
+from .training.train import Training, TrainingEnd, train
+from .training.training_checkpoint import Resumed, load_checkpoint, save_checkpoint
 
 __all__ = [
     "STOPPED",

@@ -1,32 +1,56 @@
-"""Programs: capture, layout completion, recording for each rank, verification, rewrites and execution."""
+"""Programs: capture, layout completion, recording for each rank, verification, rewrites and execution.
 
-from ._admitted import is_admitted, libraries_of
-from ._alike import are_alike, first_alike, specs_data, specs_in, specs_of
-from ._brought import Sent, brought, meshes_of
-from ._capture import Capture, Slot, capture, captured_for, slots_of
-from ._cells import overwriting
-from ._complete import complete, with_layouts
-from ._draft import Draft, Spot
-from ._driver import Edit, rewrite
-from ._dynamic import Fits, Holds, holds_of
-from ._effects import asserts, crosses, draws, is_drawing, is_pure, is_view, writes_to
-from ._encode import program_data
+In reading order:
+
+    program      programs as immutable data: values, nodes, inputs; and the editable form, `Draft`
+    analysis     properties of a program: live memory, work, strides, constants, validity
+    completion   layouts and meshes of all values of a captured program, derived from the user's marks
+    recording    operators called on fake tensors become nodes without writes
+    guards       comparisons of everything that Python code read while a program was recorded
+    files        program files, and texts by which processes and ranks compare programs
+    captures     capture of a model's forward pass on fake unsharded tensors
+    replay       replay of a captured program for one rank, with gradients and explicit communication
+    update       the optimizer's step as a program
+    rewriting    rewrite rules, their patterns and checks, the driver that applies them, and passes
+    execution    execution of a program node by node, or in kernels compiled by Inductor
+"""
+
 from ._errors import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
-from ._execute import Run, runner, to_fx
-from ._file import load_program, no_program, save_program, told, write_whole
-from ._imagine import strides_of
-from ._inductor import Kernels, compiled
-from ._infer import Names
-from ._interception import Hook, UserFunction
-from ._join import joined
-from ._layouts import Layouts, parse_layouts
-from ._linear_tail import linear_tail
-from ._loss_scale import HELD, LOSS_SCALE, Scaling
-from ._match import Match
-from ._meaning import meaning_of, meaning_or_none
-from ._measure import Measure, measure_of
-from ._memory import LiveMemory, Memories, live_memory, looked_at, memories, refuse_writing, written_inputs
-from ._node import (
+from .analysis.linear_tail import linear_tail
+from .analysis.live_memory import LiveMemory, Memories, live_memory, looked_at, memories, refuse_writing, written_inputs
+from .analysis.node_work import Work, work_of
+from .analysis.strides import strides_of
+from .analysis.verify import verify
+from .captures.capture import Capture, Slot, capture, captured_for, slots_of
+from .captures.external_writes import check_stages, writes_outside
+from .captures.interception import Hook, UserFunction
+from .completion.batch_copies import spread
+from .completion.layout_completion import complete, with_layouts
+from .completion.stage_sends import Sent, brought, meshes_of
+from .execution.fx_runner import Run, runner, to_fx
+from .execution.inductor import Kernels, compiled
+from .execution.kernel_files import machine, save_kernels, with_kernels
+from .execution.two_part_step import InTwo, LookAt, Looking, in_two
+from .files.admitted_operators import is_admitted, libraries_of
+from .files.alike_ranks import are_alike, first_alike, specs_data, specs_in, specs_of
+from .files.canonical_text import meaning_of, meaning_or_none
+from .files.encode import program_data
+from .files.program_file import load_program, no_program, save_program, told, write_whole
+from .guards import (
+    OWN,
+    Executed,
+    Guards,
+    class_text,
+    described,
+    executed_code,
+    is_plain,
+    observed,
+)
+from .program.backward_reads import ReadBack
+from .program.draft import Draft, Spot
+from .program.effects import asserts, crosses, draws, is_drawing, is_pure, is_view, writes_to
+from .program.layouts import Layouts, parse_layouts
+from .program.node import (
     ALWAYS,
     EVERYWHERE,
     Carry,
@@ -43,9 +67,18 @@ from ._node import (
     tensor_dtype,
     values_in,
 )
-from ._outside import check_stages, writes_outside
-from ._package import machine, save_kernels, with_kernels
-from ._pass import (
+from .program.node_text import node_text, numbered, type_text
+from .program.program import Change, Input, Program, communication, communication_text, count_ops
+from .program.shape_inference import Names
+from .recording.dynamic_sizes import Fits, Holds, holds_of
+from .recording.functionalization import overwriting
+from .recording.recording import is_lifted
+from .replay.joined_programs import joined
+from .replay.loss_scale import HELD, LOSS_SCALE, Scaling
+from .replay.model_piece import Piece, record_piece
+from .replay.recorder import record_forward, record_gradients
+from .rewriting.pattern_match import Match
+from .rewriting.program_pass import (
     OwnRules,
     Pass,
     RulePass,
@@ -55,29 +88,11 @@ from ._pass import (
     registered_passes,
     registered_rewrites,
 )
-from ._piece import Piece, record_piece
-from ._program import Change, Input, Program, communication, communication_text, count_ops
-from ._read_back import ReadBack
-from ._record import record_forward, record_gradients
-from ._recording import is_lifted
-from ._rewrite import AnyRewrite, Rewrite, Rewriter
-from ._rule_test import check_rule, check_steps
-from ._spread import spread
-from ._text import node_text, numbered, type_text
-from ._update_apart import InTwo, LookAt, Looking, in_two
-from ._verify import verify
-from ._watch import carry
-from ._work import Work, work_of
-from .guards import (
-    OWN,
-    Executed,
-    Guards,
-    class_text,
-    described,
-    executed_code,
-    is_plain,
-    observed,
-)
+from .rewriting.rewrite_driver import Edit, rewrite
+from .rewriting.rewrite_rule import AnyRewrite, Rewrite, Rewriter
+from .rewriting.rule_check import check_rule, check_steps
+from .rewriting.rule_trace import carry
+from .rewriting.termination_measure import Measure, measure_of
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
 from .update import StateKey, lies_as, made_states, new_state, record_update, runs_users_code
 

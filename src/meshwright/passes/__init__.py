@@ -1,28 +1,36 @@
-"""Passes: optimizations of programs, one file for each."""
+"""Passes: optimizations of programs, one module for each.
 
-from ._amp import Amp
-from ._bucket import Bucket
-from ._cancel import Cancel
-from ._foreach import Foreach
-from ._fuse_accumulation import FuseAccumulation
-from ._fuse_activation import FuseActivation
-from ._fuse_attention import FuseAttention
-from ._fuse_loss import FuseLoss
-from ._fuse_norm import FuseNorm
-from ._hierarchy import Hierarchy
-from ._inplace import InPlace
-from ._linear import Linear
-from ._merge import Merge
-from ._recompute import Recompute, layer_of
-from ._regather import Regather
-from ._release import Release
-from ._scatter import Scatter
-from ._schedule import Schedule
-from ._sequence import SequenceParallel
-from ._share import Share
-from ._split_products import SplitProducts
-from ._tidy import Tidy
-from ._zero import ShardParameters, data_axes, sharded, shards
+In reading order:
+
+    strategies      how the training step is computed: precision, sharding, gradient accumulation
+    operators       fewer and larger operators: removal, merging, fusion
+    communication   fewer and smaller collectives, and their overlap with operators
+    memory          less memory: recomputation, early release, reuse in place
+"""
+
+from .communication.bucket import Bucket
+from .communication.conversion_chains import Cancel
+from .communication.deferred_reductions import Linear
+from .communication.hierarchical_all_reduce import Hierarchy
+from .communication.overlap_schedule import Schedule
+from .communication.reduce_scatter import Scatter
+from .communication.split_products import SplitProducts
+from .memory.early_release import Release
+from .memory.in_place import InPlace
+from .memory.recompute import Recompute, layer_of
+from .memory.regather import Regather
+from .operators.common_subexpressions import Share
+from .operators.foreach import Foreach
+from .operators.fuse_accumulation import FuseAccumulation
+from .operators.fuse_activation import FuseActivation
+from .operators.fuse_attention import FuseAttention
+from .operators.fuse_loss import FuseLoss
+from .operators.fuse_norm import FuseNorm
+from .operators.identity_removal import Tidy
+from .strategies.amp import Amp
+from .strategies.gradient_accumulation import Merge
+from .strategies.sequence_parallel import SequenceParallel
+from .strategies.shard_parameters import ShardParameters, data_axes, sharded, shards
 
 __all__ = [
     "Amp",

@@ -1,37 +1,45 @@
-"""Pipeline schedules as tables of actions: the known schedules, a checker, a simulator and a runner."""
+"""Pipeline schedules as tables of actions: the known schedules, a checker, a simulator and a runner.
 
-from ._action import Action, Kind, parse_action
-from ._behind import Make
-from ._check import channels, check
-from ._chunk_times import chunk_times
-from ._end_to_end import end_to_end, taken_up
+table        schedules as tables of actions: text form, order of execution, memory, checks
+simulation   start and end of every action, pictures, and tables made from times
+schedules    the known schedules, by name and with closed forms
+partition    a captured program, split into stages, actions and slices of sequences
+runtime      execution of a rank's row on its communicator
+"""
+
 from ._errors import ScheduleError, StageError
-from ._flush import eager_one_f_one_b, gpipe, one_f_one_b
-from ._intake import Intake, in_pieces, one_by_one
-from ._interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
-from ._known import KNOWN, Known, Shape, known
-from ._memory import Memory, peaks
-from ._mirror import mirrored
-from ._parse import parse_schedule
-from ._parts import BEHIND, Parts, taken_apart
-from ._picture import summary, svg, terminal, trace
-from ._renewed import check_renewed
-from ._runner import PipelineRun, check_fits
-from ._runs import Runs
-from ._schedule import Edge, Schedule, both_ways, linear, looped, zigzag
-from ._simulate import Timed, Timeline, Times, simulate
-from ._slice_specials import in_slices
-from ._slices import seq_one_f_one_b, terapipe
-from ._squeeze import squeezed
-from ._stages import Stages, staged
-from ._stale import is_stale, pipedream, pipedream_2bw, updates, weight_versions
-from ._sums import behind_all, with_behind
-from ._transfers import whole_backward, with_transfers
-from ._two_ways import chimera, chimera_doubled, dualpipe, dualpipe_v
-from ._v_shapes import v_half, v_min, zb_v
-from ._walk import Channel
-from ._zb_heuristic import zb_1p, zb_2p, zero_bubble
-from ._zero_bubble import zb_h1, zb_h2
+from .partition.buffer_check import check_renewed
+from .partition.chunk_times import chunk_times
+from .partition.epilogue import behind_all, with_behind
+from .partition.microbatch_inputs import Intake, in_pieces, one_by_one
+from .partition.mirrored_model import mirrored
+from .partition.slice_operators import in_slices
+from .partition.stages import Stages, staged
+from .partition.step_parts import BEHIND, Parts, taken_apart
+from .partition.step_program import end_to_end, taken_up
+from .runtime.runner import PipelineRun, check_fits
+from .runtime.weight_updates import Make
+from .schedules.asynchronous import pipedream, pipedream_2bw
+from .schedules.bidirectional import chimera, chimera_doubled, dualpipe, dualpipe_v
+from .schedules.flush_schedules import eager_one_f_one_b, gpipe, one_f_one_b
+from .schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
+from .schedules.known_schedules import KNOWN, Known, Shape, known
+from .schedules.sliced_sequences import seq_one_f_one_b, terapipe
+from .schedules.v_shaped import v_half, v_min, zb_v
+from .schedules.zero_bubble import zb_h1, zb_h2
+from .schedules.zero_bubble_heuristic import zb_1p, zb_2p, zero_bubble
+from .simulation.batched_simulation import Runs
+from .simulation.compaction import squeezed
+from .simulation.picture import summary, svg, terminal, trace
+from .simulation.simulator import Timed, Timeline, Times, simulate
+from .table.action import Action, Kind, parse_action
+from .table.checker import channels, check
+from .table.execution_order import Channel
+from .table.parser import parse_schedule
+from .table.peak_memory import Memory, peaks
+from .table.schedule import Edge, Schedule, both_ways, linear, looped, zigzag
+from .table.transfers import whole_backward, with_transfers
+from .table.weight_versions import is_stale, updates, weight_versions
 
 __all__ = [
     "BEHIND",

@@ -1,7 +1,17 @@
-"""Sharding rules: descriptions of operators from which all their shardings are derived."""
+"""Sharding rules: descriptions of operators from which all their shardings are derived.
 
-from ._call import Call, Place, describe, describe_passing
-from ._derive import (
+In reading order:
+
+    notation     rules as text and as data, and the interface of second forms
+    forms        second forms: local functions that run instead of an operator if a factor is sharded
+    rules        the rules of ATen operators, and the table that holds them
+    derivation   the sharding choices of a call, derived from its rule
+"""
+
+from ._errors import RuleError
+from .derivation.call import Call, Place, describe, describe_passing
+from .derivation.pending_sums import keeps_terms
+from .derivation.sharding_choices import (
     ELSEWHERE,
     REPEATED,
     Bound,
@@ -17,12 +27,10 @@ from ._derive import (
     refined,
     term_choices,
 )
-from ._errors import RuleError
-from ._forms import LocalCall
-from ._notation import parse_rule
-from ._rule import Alternative, Rule
-from ._table import Entry, drawn_rule, find_rule, is_computed, on_new_rule, register_rule
-from ._terms import keeps_terms
+from .notation.equation import parse_rule
+from .notation.local_call import LocalCall
+from .notation.rule import Alternative, Rule
+from .rules.rule_table import Entry, drawn_rule, find_rule, is_computed, on_new_rule, register_rule
 
 __all__ = [
     "ELSEWHERE",

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.comm import launch
-from meshwright.engine.checks._numbers import first_bad
-from meshwright.engine.checks._replicas import replicas_of, sums
-from meshwright.engine.checks._rhythm import MOST_STEPS, SHARE, WARM_STEPS, Rhythm
-from meshwright.engine.checks._tensors import Named
+from meshwright.engine.checks.comparison_steps import MOST_STEPS, SHARE, WARM_STEPS, Rhythm
+from meshwright.engine.checks.finite_gradients import first_bad
+from meshwright.engine.checks.named_tensors import Named
+from meshwright.engine.checks.replicas import replicas_of, sums
 from meshwright.errors import StrategyError
 from meshwright.layout import Spec, layout_of
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.engine import _builder as builder
-from meshwright.engine.checks import _static as static
+from meshwright.engine.checks import static_checks as static
+from meshwright.engine.static import program_builder as builder
 from meshwright.errors import CaptureError
 
 LEFT_OUT = {"LBFGS", "SparseAdam", "Muon"}

@@ -1,20 +1,18 @@
 """Checks before each update of an optimizer, on ranks that are processes.
 
-Modules, in reading order:
-
-- `_settings`: the available checks, and how often each is made
-- `_tensors`: the parameters and states of an optimizer, by name
-- `_numbers`: gradients that are not finite
-- `_rhythm`: the steps at which replicas are compared
-- `_first_values`: whole parameters that ranks have distributed, compared before the first update
-- `_replicas`: parameters and states that are replicated on several ranks
-- `_known_answers`: sums and products with known results, to tell a persistent fault from a transient one
-- `_eager`: the checks before `optimizer.step()`
-- `_static`: the checks around a static step, which may run twice
+step_checks        the available checks, and the frequency of each
+named_tensors      the parameters and states of an optimizer, by name
+finite_gradients   find gradients with elements that are not finite, and agree on them
+comparison_steps   the steps at which replicas are compared, and the comparison
+initial_values     compare the whole parameters that ranks distributed, before the first update
+replicas           compare parts that several ranks hold, by sums of their bits
+known_answers      compute sums and products with known results, to find a persistent fault
+before_step        the checks before `optimizer.step()` in a user's own loop
+static_checks      the checks around a step of a static program, which may be repeated
 """
 
-from ._eager import before_step
-from ._settings import StepChecks, check_steps
-from ._static import StaticChecks
+from .before_step import before_step
+from .static_checks import StaticChecks
+from .step_checks import StepChecks, check_steps
 
 __all__ = ["StaticChecks", "StepChecks", "before_step", "check_steps"]

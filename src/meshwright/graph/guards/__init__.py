@@ -2,24 +2,24 @@
 
 In reading order:
 
-    _trusted    libraries whose code is trusted: values that they read are not guarded
-    _executed   the code that runs while a program is recorded
-    _slots      places that hold what code reads, and their values
-    _kinds      kinds of objects, and what is followed of each
-    _reach      every place that code can read, from some roots
-    _fast       all places compared at once
-    _twins      objects that are alike wherever code can read
-    _guards     the guards of a program; calls that change something each time
-    _describe   texts for values
+    trusted_libraries    libraries whose code is trusted: values that they read are not guarded
+    executed             collection of the code that runs while a program is recorded
+    slots                slots that hold values read by code, with their stored values
+    object_kinds         kinds of objects: which references are followed and which values are read
+    reachable_slots      search for all slots that code can read, from some roots
+    fast_comparison      comparison of all slots at once, by identity
+    object_equivalence   test if two objects are alike wherever the code that ran can read
+    guards               `Guards` of a program, and the check that a further call would do the same
+    value_descriptions   texts by which another process can detect if its values are equal
 """
 
-from ._describe import class_text, code_text, described
-from ._executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
-from ._guards import Comparison, Guards, Places, side_effect, steady
-from ._kinds import global_hooks
-from ._reach import OPTIMIZER, OWN, STEP_HOOKS
-from ._slots import is_plain
-from ._trusted import is_trusted, is_trusted_call
+from .executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
+from .guards import Comparison, Guards, Places, side_effect, steady
+from .object_kinds import global_hooks
+from .reachable_slots import OPTIMIZER, OWN, STEP_HOOKS
+from .slots import is_plain
+from .trusted_libraries import is_trusted, is_trusted_call
+from .value_descriptions import class_text, code_text, described
 
 __all__ = [
     "OPTIMIZER", "OWN", "STEP_HOOKS", "Comparison", "Executed", "Guards", "Places", "class_text", "code_text",

@@ -2,20 +2,20 @@
 
 In reading order:
 
-    _twin           a copy of the optimizer, which runs the step
-    _standing       redirection of the model's parameters to fake ones, so that hooks work on the fake ones
-    _step_effects   check that a step with user code changes no other state
-    _states         states during the recording of a step
-    _recorded       the recorded step of some parameters
-    _repeat         repetition of the update of one parameter for all parameters of its kind
-    _first_states   states that are created before the first step
-    _update         the update of all parameters
+    optimizer_copy          copy of the optimizer, which runs the step on fake parameters and states
+    parameter_redirection   uses of the model's parameters are redirected to the fake ones, for hooks
+    step_effects            check that a step with user code changes only tensors
+    optimizer_states        states as inputs of the program, and a key for equal kinds of states
+    recorded_step           the recorded step of some parameters
+    repeated_update         the update of one parameter, repeated for all parameters of its kind
+    first_states            states that can be created before the first step
+    optimizer_update        `record_update`: the update of all parameters
 """
 
-from ._first_states import made_states, new_state
-from ._recorded import runs_users_code
-from ._states import lies_as
-from ._twin import StateKey
-from ._update import record_update
+from .first_states import made_states, new_state
+from .optimizer_copy import StateKey
+from .optimizer_states import lies_as
+from .optimizer_update import record_update
+from .recorded_step import runs_users_code
 
 __all__ = ["StateKey", "lies_as", "made_states", "new_state", "record_update", "runs_users_code"]

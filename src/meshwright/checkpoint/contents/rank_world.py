@@ -1,0 +1,88 @@
+"""The ranks that save or load together, and their communication.
+
+All messages are short texts: file names, errors, tables of names. Without a communicator the world is one rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from meshwright.comm import Carrier, NoCarrierError, current
+from meshwright.layout import ProcessMesh
+
+from .._errors import error_of, text_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The caller's rank, the number of ranks, and the communicator."""
+
+    rank: int
+    size: int
+    carrier: Carrier | None
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """Return the mesh of all ranks in a row."""
+        return ProcessMesh(range(self.size), ["world"])
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks in rank order; any JSON value."""
+        if self.carrier is None or self.size == 1:
+            return [value]
+        group = tuple(range(self.size))
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self.carrier.all_gather(torch.tensor([data.numel()]), group, [(1,)] * self.size)
+        texts = self.carrier.all_gather(data, group, [(int(n),) for n in lengths])
+        return [json.loads(text.numpy().tobytes()) for text in texts]
+
+    def all_gather_distinct(self, text: str, digest: str) -> dict[str, list[int]]:
+        """Return the distinct texts of all ranks, each with its ranks; each text is sent once."""
+        digests: list[str] = self.gathered(digest)
+        first = digests.index(digest) == self.rank
+        texts = self.gathered(text if first else None)
+        return {
+            texts[digests.index(d)]: [r for r, other in enumerate(digests) if other == d]
+            for d in dict.fromkeys(digests)
+        }
+
+    def agreed(self, act: Callable[[], T]) -> tuple[T, list[T]]:
+        """Return the result of `act` on this rank, and the results on all ranks.
+
+        If `act` raises on any rank, every rank raises. A rank on which it raised raises that error unchanged; the
+        others raise a CheckpointError with its text.
+        """
+        told: Mapping[str, Any]
+        mine: T | None = None
+        error: Exception | None = None
+        try:
+            mine = act()
+            told = {"value": mine}
+        except Exception as caught:
+            error, told = caught, {"error": text_of(caught)}
+        everyone = self.gathered(told)
+        for rank, other in enumerate(everyone):
+            if "error" in other:
+                raise error if error is not None else _noted(error_of(other["error"]), rank)
+        return everyone[self.rank]["value"] if mine is None else mine, [other["value"] for other in everyone]  # pyright: ignore[reportReturnType] - as `act` gives it
+
+
+def world() -> World:
+    """Return the world of the caller; a world of one rank without ranks."""
+    try:
+        carrier = current()
+    except NoCarrierError:
+        return World(0, 1, None)
+    return World(carrier.rank, carrier.size, carrier)
+
+
+def _noted(error: Exception, rank: int) -> Exception:
+    error.add_note(f"raised on rank {rank}")
+    return error

@@ -1,0 +1,129 @@
+"""The state that all ranks save: one table of names, merged from the tensors and values of each rank.
+
+Ranks of a pipeline hold different tensors, so a name needs to be on some ranks only. If two ranks differ about a name,
+nothing is saved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import ProcessMesh, Spec, parse_spec, replicated
+
+from .._errors import CheckpointError
+from ..contents.rank_world import World
+from ..files.json_values import encoded
+from .manifest import mesh_json, mesh_of
+from .safetensors_file import check_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor as a rank holds it: this rank's part with the spec, or a whole plain tensor without a spec."""
+
+    part: Tensor
+    spec: Spec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Everything to be saved: the spec of each tensor, and the values as JSON."""
+
+    specs: Mapping[str, Spec]
+    values: Mapping[str, Any]
+
+
+def table_of(tensors: Mapping[str, Held], values: Mapping[str, Any], ranks: World) -> Table:
+    """Return the table of all ranks. Raises CheckpointError, on every rank, for a state that cannot be saved."""
+    text, _ = ranks.agreed(lambda: _text(tensors, values))
+    found = ranks.all_gather_distinct(text, sha256(text.encode()).hexdigest())
+    return _merged([(json.loads(text), members) for text, members in found.items()], ranks)
+
+
+def _text(tensors: Mapping[str, Held], values: Mapping[str, Any]) -> str:
+    """Return this rank's tensors and values as text."""
+    meshes: list[ProcessMesh] = []
+    told: dict[str, Any] = {}
+    for name, held in tensors.items():
+        _check_dense(name, held.part)
+        check_dtype(name, held.part.dtype if held.spec is None else held.spec.dtype)
+        if held.spec is None:
+            plain = Spec(ProcessMesh([0]), replicated(held.part.dim()), held.part.shape, held.part.dtype)
+            told[name] = [repr(plain), None]
+            continue
+        check_whole(name, held.spec, "to save")
+        if held.spec.mesh not in meshes:
+            meshes.append(held.spec.mesh)
+        told[name] = [repr(held.spec), meshes.index(held.spec.mesh)]
+    if twice := tensors.keys() & values.keys():
+        raise CheckpointError(f"to save {min(twice)}", "a tensor and a value of that name", "a name has one meaning",
+                              "use keys that differ when they are joined by dots")  # fmt: skip
+    told_values = {name: encoded(name, value) for name, value in values.items()}
+    return json.dumps({"meshes": [mesh_json(m) for m in meshes], "tensors": told, "values": told_values})
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    """Raise CheckpointError for tensors that are not strided numbers in memory."""
+    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
+        what = "quantized" if x.is_quantized else "on the meta device" if x.is_meta else f"of layout {x.layout}"
+        raise CheckpointError(f"to save {name}", f"a tensor {what}", "a file holds every number of a tensor",
+                              "save x.to_dense(), x.dequantize(), or a tensor with values")  # fmt: skip
+
+
+def check_whole(name: str, spec: Spec, asked: str) -> None:
+    """Raise CheckpointError for a pending reduction."""
+    if spec.layout.partial:
+        raise CheckpointError(
+            f"{asked} {name}", f"{spec!r} on {spec.mesh!r}", "each rank has one term of the value",
+            "call mw.reshard(x, x.mesh, placements) without Partial first",
+        )  # fmt: skip
+
+
+def _merged(told: Sequence[tuple[Any, list[int]]], ranks: World) -> Table:
+    specs: dict[str, tuple[str, ProcessMesh | None]] = {}
+    plain: dict[str, list[int]] = {}
+    values: dict[str, Any] = {}
+    for table, members in told:
+        meshes = [mesh_of(mesh) for mesh in table["meshes"]]
+        for name, (text, at) in table["tensors"].items():
+            mesh = None if at is None else meshes[at]
+            _same(name, specs.setdefault(name, (text, mesh)), (text, mesh))
+            if mesh is None:
+                plain.setdefault(name, []).extend(members)
+        for name, value in table["values"].items():
+            _same(name, values.setdefault(name, value), value)
+    if twice := specs.keys() & values.keys():
+        _same(min(twice), "a tensor", "a value")
+    found = {
+        name: parse_spec(text, mesh or ProcessMesh(sorted(plain[name]), ["world"]))
+        for name, (text, mesh) in specs.items()
+    }
+    _check_there({name: spec for name, spec in found.items() if name not in plain}, told, ranks)
+    return Table(found, values)
+
+
+def _check_there(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]], ranks: World) -> None:
+    """Raise CheckpointError if a rank of a tensor's mesh does not have the tensor."""
+    for table, members in told:
+        for name in specs.keys() - table["tensors"].keys():
+            for rank in members:
+                if rank in specs[name].mesh:
+                    raise CheckpointError(
+                        f"to save {name}", f"rank {rank} of {ranks.size}, which does not have it",
+                        f"the tensor is on {specs[name].mesh!r}", "save the same state on every rank of the mesh",
+                    )  # fmt: skip
+
+
+def _same(name: str, one: Any, other: Any) -> None:
+    if one != other:
+        raise CheckpointError(
+            f"to save {name}", f"{str(one)[:200]} on one rank and {str(other)[:200]} on another",
+            "all ranks save one state", "use the same value on every rank, or a sharded tensor",
+        )  # fmt: skip

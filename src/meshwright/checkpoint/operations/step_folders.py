@@ -1,0 +1,95 @@
+"""A folder of checkpoints: one folder per step. The latest complete one is found, and old ones are removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from secrets import token_hex
+
+from .._errors import CheckpointFileError, CheckpointWarning, ReadTimeoutError
+from ..files.file_operations import names_in, timed
+from ..formats.manifest import check_sizes, read_manifest
+
+_STEP = re.compile(r"step_([0-9]{8,18})")
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a step.
+
+    >>> step_name(10)
+    'step_00000010'
+    """
+    return f"step_{step:08}"
+
+
+def is_step(path: Path) -> bool:
+    """True if a path is named as the folder of a step."""
+    return _STEP.fullmatch(path.name) is not None
+
+
+def steps_in(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """Return every folder of a step, the latest first, complete or not."""
+    place = Path(folder)
+    names = names_in(place)
+    found = [(int(match[1]), place / name) for name in names if (match := _STEP.fullmatch(name))]
+    return sorted(found, reverse=True)
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the folder of the latest step with a complete checkpoint, or None.
+
+    Complete means that the manifest is valid, and every file exists with its length. Loading checks the checksums too.
+    """
+    return timed(lambda: next((path for _, path in steps_in(folder) if is_complete(path)), None))
+
+
+def is_complete(path: Path) -> bool:
+    """True if a folder holds a complete checkpoint. Raises ReadTimeoutError if the file system does not answer."""
+    try:
+        timed(lambda: check_sizes(read_manifest(path)))
+    except ReadTimeoutError:
+        raise
+    except CheckpointFileError:
+        return False
+    return True
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the latest `keep` complete steps, and the remains of earlier removals.
+
+    A step that cannot be removed is reported by a CheckpointWarning, because the new checkpoint is complete.
+    """
+    complete = [path for _, path in steps_in(folder) if is_complete(path)]
+    for path in complete[keep:]:
+        try:
+            path.rename(folder / f".gone.{path.name}.{token_hex(8)}")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            warnings.warn(f"{path} was not removed, although only {keep} steps are kept: {error.strerror}",
+                          CheckpointWarning, stacklevel=2)  # fmt: skip
+    for path in folder.glob(".gone.step_*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def leftovers(path: Path) -> Iterator[Path]:
+    """Yield the folders of writers of this checkpoint that were killed."""
+    return path.parent.glob(f".{path.name}.*.writing")
+
+
+def beside(path: Path) -> Path:
+    """Return a new temporary name, under which the checkpoint is written."""
+    return path.with_name(f".{path.name}.{token_hex(8)}.writing")
+
+
+def sync_folder(path: Path) -> None:
+    """Sync the names in a folder to the disk."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,142 @@
+"""`meshwright plan` finds the best plan for a model on a cluster; `meshwright predict` predicts a given plan."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.cli.console.exit_codes import FAILED
+from meshwright.cli.console.files import check_folder, read_object, read_text, write_text
+from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.parser import UsageError
+from meshwright.cost import Cluster, cluster
+from meshwright.layout import MeshwrightError
+from meshwright.search import (
+    Plan,
+    Transformer,
+    choose,
+    differences,
+    hold,
+    parse_plan,
+    plan_of,
+    predict,
+    share_of_peak,
+    shown,
+    simulated,
+    transformer_of,
+)
+
+GIGA = 1e9
+
+
+def plan(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Print the best plan with its costs, and the next best plans. Returns 1 if no plan fits."""
+    check_folder(settings.out)
+    try:
+        model, machines = read_model(settings), cluster(settings.cluster)
+        ranks = settings.ranks or machines.devices
+        if ranks is None:
+            raise UsageError(
+                "meshwright plan: the number of devices is missing\n  fix: pass --cluster 64xH100, or --ranks 64"
+            )
+        check_devices(ranks, machines)
+        if doubled := sorted({"batch", "sequence", "precision"} & set(settings.given)):
+            raise UsageError(f"meshwright plan: --given {doubled[0]}\n  fix: pass --{doubled[0]} alone")
+        plan_of(settings.given)
+        with shown(f"plans for {ranks} ranks", silent=settings.json) as on_step:
+            asked = (settings.batch, settings.sequence, settings.precision)
+            found = choose(model, machines, ranks, *asked, on_step=on_step, **settings.given)
+    except MeshwrightError as error:
+        say(error, file=sys.stderr)
+        return FAILED
+    best = priced(model, found.best.plan, machines)
+    if settings.out:
+        write_text(settings.out, found.best.plan.text())
+    if settings.json:
+        others = [{"plan": asdict(p.plan), "seconds": p.seconds, "bytes": p.nbytes} for p in found.next]
+        told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds, "next": others}
+        print_json({**best, **told})
+        return 0
+    say(written(best))
+    say(f"\nthe fastest of {found.fitting} plans that fit ({found.considered} considered); the next best:")
+    for other in found.next[:3]:
+        say(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
+    return 0
+
+
+def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Print the costs of a step under a plan, and whether it fits."""
+    try:
+        model, machines = read_model(settings), cluster(settings.cluster)
+        with shown("the step, action by action", silent=settings.json):
+            asked = parse_plan(read_text(settings.plan))
+            check_devices(asked.ranks, machines)
+            told = priced(model, asked, machines)
+    except MeshwrightError as error:
+        say(error, file=sys.stderr)
+        return FAILED
+    if settings.json:
+        print_json(told)
+    else:
+        say(written(told))
+    return 0
+
+
+def check_devices(ranks: int, machines: Cluster) -> None:
+    """Raise UsageError for more ranks than devices, if the cluster says how many it has."""
+    if machines.devices is not None and ranks > machines.devices:
+        fix = f"pass --cluster {ranks}x{machines.device.name}, or fewer ranks"
+        raise UsageError(f"meshwright: {ranks} ranks on a cluster of {machines.devices} devices\n  fix: {fix}")
+
+
+def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]:
+    """Return the costs of a plan, for programs."""
+    step, held = predict(model, asked, machines), hold(model, asked)
+    seconds, nbytes = simulated(model, asked, machines), float(np.asarray(held.nbytes))
+    parts = {name: float(np.asarray(x)) for name, x in step.parts.items()}
+    parts["microbatches"] += seconds - sum(parts.values())
+    return {
+        "plan": asdict(asked),
+        "ranks": asked.ranks,
+        "seconds": seconds,
+        "tokens per second": asked.batch * asked.sequence / seconds,
+        "share of the peak": share_of_peak(model, asked, machines, seconds),
+        "bytes": nbytes,
+        "memory": machines.device.memory,
+        "fits": nbytes <= machines.device.memory,
+        "seconds of": parts,
+        "bytes of": {name: float(np.asarray(x)) for name, x in held.parts.items()},
+    }
+
+
+def written(told: Mapping[str, Any]) -> str:
+    """Return the costs of a plan, for people."""
+    usual = asdict(Plan())
+    lines = [f"  {name:<20} {value}" for name, value in told["plan"].items() if value != usual[name]]
+    fits = "" if told["fits"] else "  DOES NOT FIT"
+    return "\n".join(
+        [
+            f"{told['ranks']} ranks", *lines, "",
+            f"{told['seconds']:.4g} s per step, {told['tokens per second']:,.0f} tokens/s, "
+            f"{100 * told['share of the peak']:.1f} % of the peak",
+            *(f"  {name:<26} {s:10.4g} s" for name, s in told["seconds of"].items()), "",
+            f"{told['bytes'] / GIGA:.1f} GB of {told['memory'] / GIGA:.0f} GB on the fullest rank{fits}",
+            *(f"  {name:<26} {b / GIGA:10.2f} GB" for name, b in told["bytes of"].items()),
+        ]
+    )  # fmt: skip
+
+
+def read_model(settings: argparse.Namespace) -> Transformer:
+    """Return the model of the command line, with the imbalance of experts that it gives."""
+    path, imbalance = settings.model, settings.imbalance
+    model = transformer_of(read_object(path, "pass a model's config.json"))
+    if imbalance is None:
+        return model
+    if model.experts is None:
+        raise UsageError(f"meshwright: --imbalance {imbalance:g}: {path} has no experts\n  fix: leave out --imbalance")
+    return replace(model, experts=replace(model.experts, imbalance=imbalance))

@@ -1,0 +1,120 @@
+"""`meshwright profile`: measure this machine, and write a cluster file for `plan`, `predict` and `explain`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.cli.console.exit_codes import FAILED, OK
+from meshwright.cli.console.files import check_folder, write_text
+from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.parser import UsageError
+from meshwright.cli.ranks.measure import DTYPES, MESSAGES, PRODUCTS, measurements
+from meshwright.comm import launch
+from meshwright.cost import DEVICES, cluster
+from meshwright.layout import MeshwrightError, read_json, read_text_file, write_dtype
+
+START = 10.0
+"""Seconds until processes have imported torch and are connected."""
+
+
+def profile(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Print or write the cluster. Returns 1 if the ranks fail."""
+    check_folder(settings.out)
+    cuda = torch.cuda.is_available()
+    there = torch.cuda.device_count() if cuda else os.cpu_count() or 1
+    ranks = settings.ranks or there
+    if cuda and ranks > there:
+        raise UsageError(f"meshwright profile: {ranks} ranks on {there} GPUs\n  fix: pass --ranks {there}")
+    if settings.dry_run:
+        device = "cuda" if cuda else "cpu"
+        if settings.json:
+            what = [{"what": w, "dtype": dtype, "size": size} for w, dtype, size in measurements(ranks, device)]
+            print_json({"ranks": ranks, "device": device, "measurements": what})
+        else:
+            say(_planned(ranks, device, settings.seconds))
+        return OK
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.json"
+        if launch(["-m", "meshwright.cli.ranks.measure", str(path), str(settings.seconds)], ranks) != 0:
+            say("meshwright profile: the measuring ranks failed\n  fix: run meshwright doctor", file=sys.stderr)
+            return FAILED
+        measured: dict[str, Any] = read_json(read_text_file(path))
+        toml = cluster_text(measured)
+        read = Path(folder) / "cluster.toml"
+        read.write_text(toml)
+        try:
+            machines = cluster(str(read))
+        except MeshwrightError as error:
+            say(error, file=sys.stderr)
+            return FAILED
+    _answer(settings, measured, toml, repr(machines))
+    return OK
+
+
+def _answer(settings: argparse.Namespace, measured: Mapping[str, Any], toml: str, machines: str) -> None:
+    if settings.out:
+        write_text(settings.out, toml)
+    if settings.json:
+        print_json({**measured, "cluster": machines})
+    elif settings.out:
+        say(f"{settings.out}: {machines}\n  meshwright plan CONFIG --cluster {settings.out} …")
+    else:
+        say(toml, end="")
+
+
+def _planned(ranks: int, device: str, seconds: float) -> str:
+    """Return the description of the measurements that would be made."""
+    what = measurements(ranks, device)
+    sizes = f"matrix products of {', '.join(map(str, PRODUCTS[device]))}"
+    sizes += f" in {', '.join(map(write_dtype, DTYPES[device]))}"
+    rows = [f"{ranks} concurrent processes, each with {'a GPU' if device == 'cuda' else 'one thread'}", f"  {sizes}"]
+    rows += ["  memory bandwidth, and the launch overhead of an operator"]
+    if ranks > 1:
+        rows.append(f"  all-reduces of {', '.join(f'{n:,}' for n in MESSAGES)} bytes")
+    return "\n".join([*rows, f"{len(what)} measurements, about {START + len(what) * 1.5 * seconds:.0f} s"])
+
+
+def cluster_text(measured: Mapping[str, Any]) -> str:
+    """Return the cluster file: the closest known device, with the measured numbers."""
+    device, inside, ranks = measured["device"], measured.get("inside"), measured["ranks"]
+    flops = ", ".join(f"{name} = {x / 1e12:.4g}" for name, x in device["flops"].items())
+    lines = [
+        f"# measured by `meshwright profile`, torch {measured['torch']}, {measured['name']}",
+        f'cluster = "{ranks}x{known(measured["name"])}, {ranks} per node"', "",
+        "[device]",
+        f"name = {json.dumps(measured['name'])}", 'source = "meshwright profile"',
+        f"memory = {device['memory'] / 1e9:.4g}        # GB",
+        f"bandwidth = {device['bandwidth'] / 1e9:.4g}   # GB/s",
+        f"overhead = {device['overhead'] * 1e6:.4g}     # microseconds",
+        "reach = 1.0       # the rates are measured, not those of a data sheet",
+        f"flops = {{ {flops} }}  # TFLOP/s",
+    ]  # fmt: skip
+    if inside is not None:
+        lines += [
+            "", "[inside]",
+            f'name = "between {ranks} processes"', 'source = "meshwright profile"',
+            f"bandwidth = {inside['bandwidth'] / 1e9:.4g}   # GB/s",
+            f"start = {inside['start'] * 1e6:.4g}           # microseconds",
+            "latency = 0.0", "reach = 1.0",
+        ]  # fmt: skip
+    return "\n".join([*lines, ""])
+
+
+def known(name: str) -> str:
+    """Return the known device whose name is part of `name`, word by word; else "A100" for NVIDIA, or "cpu core".
+
+    >>> known("NVIDIA H200"), known("NVIDIA A100-SXM4-40GB"), known("Intel(R) Xeon(R)"), known("NVIDIA L4")
+    ('H200', 'A100-40GB', 'cpu core', 'A100')
+    """
+    words = set(name.replace("-", " ").split())
+    fitting = [device for device in DEVICES if set(device.split("-")) <= words]
+    return max(fitting, key=len) if fitting else "A100" if "NVIDIA" in name else "cpu core"

@@ -1,0 +1,111 @@
+"""`meshwright schedule`: check and draw a pipeline schedule."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.console.exit_codes import FAILED
+from meshwright.cli.console.files import check_folder
+from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.parser import UsageError
+from meshwright.graph import write_whole
+from meshwright.layout import InputError, MeshwrightError, read_text_file
+from meshwright.pipeline import (
+    KNOWN,
+    Schedule,
+    Timeline,
+    Times,
+    channels,
+    check,
+    known,
+    parse_schedule,
+    simulate,
+    svg,
+    terminal,
+    trace,
+    with_transfers,
+)
+
+MOST_ACTIONS = 1_000_000
+"""Most actions of a schedule that is drawn here."""
+
+
+def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Print the picture or the table, and write the files asked for. Returns 1 for a table that cannot run."""
+    check_folder(settings.svg, settings.trace)
+    if settings.name == "list":
+        told = {k.name: (k.make.__doc__ or "").splitlines()[0] for k in KNOWN.values()}
+        if settings.json:
+            print_json({"schedules": told})
+        else:
+            say("\n".join(f"{name:24} {said}" for name, said in told.items()))
+        return 0
+    if (actions := settings.ranks * settings.microbatches * settings.chunks) > MOST_ACTIONS:
+        few = f"--microbatches {max(1, MOST_ACTIONS // (settings.ranks * settings.chunks))}"
+        raise UsageError(f"meshwright schedule: about {actions} actions, more than {MOST_ACTIONS}\n  fix: pass {few}")
+    try:
+        table = asked_schedule(settings)
+        check(table, stale=True)
+        timeline = simulate(table, Times(*settings.times[:3], transfer=settings.times[3]))
+    except MeshwrightError as error:
+        say(error, file=sys.stderr)
+        return FAILED
+    _write(settings.svg, svg, timeline)
+    _write(settings.trace, trace, timeline)
+    if settings.json:
+        print_json(described(timeline))
+    else:
+        print(str(table) if settings.table else terminal(timeline, settings.width, sys.stdout.isatty()))
+    return 0
+
+
+def asked_schedule(settings: argparse.Namespace) -> Schedule:
+    """Return the schedule of a file, or a known schedule."""
+    if Path(settings.name).exists():
+        return parse_schedule(_read(settings.name))
+    k = known(settings.name)
+    if k.takes:
+        return k.make(settings.ranks, settings.microbatches, settings.chunks)
+    if settings.chunks != 2:
+        raise UsageError(f"meshwright schedule: {k.name} takes no --chunks\n  fix: run meshwright schedule {k.name!r}")
+    return k.make(settings.ranks, settings.microbatches)
+
+
+def _read(path: str) -> str:
+    try:
+        return read_text_file(path)
+    except InputError as error:
+        raise _no_file(path, error.found, "pass a text file with a schedule") from error
+
+
+def _write(path: str | None, drawn: Callable[[Timeline], str], timeline: Timeline) -> None:
+    """Write the drawing of a timeline to a file, if one is asked for."""
+    if not path:
+        return
+    try:
+        write_whole(path, drawn(timeline).encode())
+    except OSError as error:
+        raise _no_file(path, error.strerror, "write to a file in a folder that is writable") from error
+
+
+def _no_file(path: str, why: str | None, fix: str) -> UsageError:
+    return UsageError(f"meshwright schedule: {path}: {why}\n  fix: {fix}")
+
+
+def described(timeline: Timeline) -> dict[str, Any]:
+    """Return the description of a schedule, for programs."""
+    table = timeline.schedule
+    return {
+        "name": table.name,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble": timeline.bubble,
+        "span_bubble": timeline.span_bubble,
+        "peaks": timeline.peaks(),
+        "channels": {str(c): runs for c, runs in channels(with_transfers(table)).items()},
+        "rows": [[str(action) for action in row] for row in table.rows],
+    }

@@ -1,0 +1,202 @@
+"""The frames of calls: each rank sends its own to the peers of a call, and reads theirs, at once or later.
+
+A transport that blocks the process, as on the CPU, waits for all ranks anyway. There the frames are read before the
+data moves. On devices with streams a call is only queued, and the process continues. There frames may lag behind
+(`begin` without `settle`): they are read when they arrive, and all of them before a parameter is written. Meanwhile the
+watchdog reads them (`tend`), since the process may end up waiting for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .._errors import CommError
+from ..communicators.call import Call
+from ..communicators.stragglers import Waits
+from ..transport.control_links import Frame, GoneError, Links
+from .peer_examiner import Examiner
+from .wait_timer import Watch
+
+_MOST = 16
+"""Upper bound on the calls that lag. Their frames fit into the buffer of a link, so no rank waits for a reader."""
+
+
+@dataclass(slots=True)
+class Meeting:
+    """One call and the frames of its peers; `waits_for` are the peers whose frames have not been read."""
+
+    call: Call
+    frame: Frame
+    watch: Watch
+    waits_for: list[int]
+    unsent: list[int]
+    waited: dict[int, float]
+    frames: dict[int, Frame]
+
+
+class Meetings:
+    """The calls of this rank with unread frames, the oldest first.
+
+    `compare(meeting, peer)` raises if the frame of a peer differs, and `balance(meeting)` if the frames of all peers do
+    not match together.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        examiner: Examiner,
+        waits: Waits,
+        compare: Callable[[Meeting, int], None],
+        balance: Callable[[Meeting], None],
+    ) -> None:
+        self._links, self._examiner, self._waits = links, examiner, waits
+        self._compare, self._balance = compare, balance
+        self._open = deque[Meeting]()
+        self._lock = threading.RLock()
+        self._given_up: tuple[int, ...] = ()
+        self.failed: CommError | None = None
+        """The error that the watchdog has found and this rank has not raised yet."""
+
+    def awaited(self) -> tuple[int, ...]:
+        """Return the peers whose frames the oldest call waits for, or waited for until it failed."""
+        try:
+            return tuple(self._open[0].waits_for)  # another thread may ask while this one reads
+        except IndexError:
+            return self._given_up
+
+    def begin(self, call: Call, frame: Frame, limits: tuple[float, float], waits: bool) -> None:
+        """Send the frame of a call to its peers; the call is open until their frames are read.
+
+        Nearly always all peers send the same bytes at nearly the same time, so these are compared first. With `waits`,
+        wait for them as long as this process need not sleep. `limits` are those of `Watch`.
+        """
+        with self._lock:
+            self._raise_failed()
+            self._given_up = ()
+            rank, data = self._links.rank, frame.packed()
+            peers = [peer for peer in call.group if peer != rank]
+            unsent = [peer for peer in peers if not self._send(call, peer, data)]
+            waited = dict.fromkeys(peers, 0.0)
+            if not (self._open or unsent or frame.balance):
+                waited = self._without_same(waited, data, waits)
+            if waited:
+                same = {peer: frame for peer in peers if peer not in waited}
+                self._open.append(Meeting(call, frame, Watch(*limits), list(waited), unsent, waited, same))
+
+    def settle(self) -> None:
+        """Wait until all frames of all open calls have been read and match.
+
+        Raises:
+            CommError: a peer makes another call, or none. The error is raised once; all open calls are over then.
+        """
+        with self._lock:
+            self._raise_failed()
+            while self._open:
+                self._read(self._open[0], waits=True)
+
+    def look(self) -> None:
+        """Read the frames that have arrived; wait if too many calls are open, or if one of them has no link yet."""
+        with self._lock:
+            self._raise_failed()
+            if len(self._open) > _MOST or any(meeting.unsent for meeting in self._open):
+                self.settle()
+            while self._open and self._read(self._open[0], waits=False):
+                pass
+
+    def tend(self) -> CommError | None:
+        """Read the frames that have arrived, and return the error, if any; for the watchdog's thread."""
+        if not self._open or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            while self._open and self._read(self._open[0], waits=False):
+                pass
+            if self._open:
+                self._examine(self._open[0])
+        except CommError as error:
+            self.failed = error
+            self._open.clear()
+        finally:
+            self._lock.release()
+        return self.failed
+
+    def _without_same(self, peers: Iterable[int], data: bytes, waits: bool) -> dict[int, float]:
+        """Read the frames that consist of these bytes; return the other peers, with the seconds waited for each."""
+        others: dict[int, float] = {}
+        begin = time.perf_counter()
+        for peer in peers:
+            same = self._links.has_read(peer, data, waits)
+            end = time.perf_counter()
+            if same:
+                self._waits.note(peer, end - begin)
+            else:
+                others[peer] = end - begin
+            begin = end
+        return others
+
+    def _raise_failed(self) -> None:
+        error, self.failed = self.failed, None
+        if error is not None:
+            raise error
+
+    def _read(self, meeting: Meeting, waits: bool) -> bool:
+        """Read frames of the oldest call; True if all are read.
+
+        With `waits`, wait until the next check of the peers.
+        """
+        try:
+            for peer in list(meeting.waits_for):
+                limit = meeting.watch.slice() / len(meeting.waits_for) if waits else 0.0
+                begin = time.perf_counter()
+                found = self._receive(meeting, peer, limit)
+                meeting.waited[peer] += time.perf_counter() - begin
+                if found is not None:
+                    self._note(meeting, peer, found)
+            if meeting.waits_for:
+                if waits:
+                    self._examine(meeting)
+                return False
+            self._balance(meeting)
+        except CommError:
+            self._given_up = tuple(meeting.waits_for)
+            self._open.clear()
+            raise
+        self._open.popleft()
+        return True
+
+    def _note(self, meeting: Meeting, peer: int, found: Frame) -> None:
+        self._waits.note(peer, meeting.waited[peer])
+        meeting.frames[peer] = found
+        self._compare(meeting, peer)
+        meeting.waits_for.remove(peer)
+
+    def _examine(self, meeting: Meeting) -> None:
+        """Raise an error if an awaited peer will never come."""
+        call, watch = meeting.call, meeting.watch
+        if watch.is_time():
+            self._examiner.look(call, meeting.waits_for, watch)
+        if watch.is_late():
+            self._examiner.examine(call, meeting.waits_for, watch)
+
+    def _send(self, call: Call, peer: int, data: bytes) -> bool:
+        try:
+            return self._links.send(peer, data)
+        except GoneError:
+            if not self._links.is_open(peer):
+                raise self._examiner.gone(call, peer) from None
+            return True  # its last frames are still unread, and may say why
+
+    def _receive(self, meeting: Meeting, peer: int, limit: float) -> Frame | None:
+        call = meeting.call
+        try:
+            if peer in meeting.unsent:
+                if not self._links.wait_open(peer, limit):
+                    return None
+                meeting.unsent.remove(peer)
+                self._send(call, peer, meeting.frame.packed())
+            return self._links.receive(peer, limit)
+        except GoneError:
+            raise self._examiner.gone(call, peer) from None

@@ -1,0 +1,294 @@
+"""Comparison of calls before a collective moves data.
+
+torch answers a swapped, skipped or different call with wrong data or a hang of half an hour. Here each rank sends its
+peers a frame: group, number of the call in the group, hash of the call, the call as text. Then it reads their frames.
+Two ranks that share several groups must make their calls in the same order. So the first frame that differs is the
+first mistake, and its text names the other rank's call.
+
+    a frame that differs                      DisagreementError, at once
+    a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
+    no frame                                  the result of `peer_examiner.py`
+
+If a call is only queued on a device, its frames may lag behind it (`call_frames.py`). A message has no frame, since its
+two ranks make their calls at different times. A rank that waits for a message detects ended, waiting and slow ranks in
+the same manner.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from meshwright.layout import user_frame
+
+from .._errors import CallError, CommError, DisagreementError, disagreement
+from ..communicators.call import Call, Group, common_part, is_pairwise, transfers
+from ..communicators.call_purpose import identity
+from ..communicators.stragglers import Waits
+from ..launcher.rank_console import in_debugger
+from ..transport.background_thread import Side
+from ..transport.control_links import Frame, GoneError, Links
+from ..transport.messages import Message, Messages
+from ..transport.rank_state import State
+from .call_frames import Meeting, Meetings
+from .peer_examiner import Examiner
+from .rank_facts import Facts
+from .wait_timer import Watch
+
+_MASK = (1 << 64) - 1
+_PRIME = 1000003
+_LONGEST_TEXT = 1000
+_KEPT_PRINTS = 8192
+_LOOKS_AFTER_FAILURE = 10
+_LONGEST_SAID = 300
+_OTHER_VALUES = (
+    "the calls have the same form but are for different values: the operators, the tensors or the number of steps "
+    "before them differ"
+)
+_WRITE_FOR_VALUES = "use the same program, settings, seeds and whole tensors on every rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Settings of the comparison of calls: every `every`-th call of a group (0: none), and the time limits.
+
+    After `limit` seconds a deadlock or a stopped process is an error. After four limits a slow rank causes a warning,
+    and after `patience` seconds an error.
+
+    >>> Check.parse("100")
+    Check(every=100, limit=20.0, patience=1800.0)
+    """
+
+    every: int = 1
+    limit: float = 20.0
+    patience: float = 1800.0
+
+    @staticmethod
+    def parse(text: str | int, limit: float = 20.0, patience: float = 1800.0) -> Check:
+        """Return the check for "every", "off", or a number N (every N-th call)."""
+        words = {"every": 1, "off": 0}
+        every = words.get(str(text))
+        if every is None and str(text).isdecimal():
+            every = int(text)
+        if every is None:
+            raise CallError(
+                f"check={text!r}",
+                "an unknown check",
+                "the check is the interval between compared calls: every call, none, or every N-th call",
+                'use "every", "off" or a number',
+            )
+        return Check(every, limit, patience)
+
+    @staticmethod
+    def from_environment(env: Mapping[str, str] | None = None) -> Check:
+        """Return the check that MESHWRIGHT_CHECK, MESHWRIGHT_LIMIT and MESHWRIGHT_PATIENCE describe."""
+        env = os.environ if env is None else env
+        limit, patience = float(env.get("MESHWRIGHT_LIMIT", "20")), float(env.get("MESHWRIGHT_PATIENCE", "1800"))
+        return Check.parse(env.get("MESHWRIGHT_CHECK", "every"), limit, patience)
+
+
+def _named(call: Call, name: str) -> str:
+    """Return the text of a call, with the name of the operator or program that makes it."""
+    return f"{call} for {name}" if name else str(call)
+
+
+class _Print(NamedTuple):
+    """The part of a frame that depends on the call and the name of its operator alone."""
+
+    common: int
+    balance: int
+    text: bytes
+
+
+class Guard:
+    """Comparisons of one rank's calls with those of its peers."""
+
+    def __init__(self, rank: int, check: Check, messages: Messages, side: Side, facts: Facts) -> None:
+        self.rank = rank
+        self.check = check
+        self._facts = facts
+        self._messages, self._side = messages, side
+        self._prints: dict[tuple[Call, str], _Print] = {}
+        self._numbers: dict[Group, int] = {}
+        self._chains: dict[Group, tuple[int, int, int]] = {}
+        self._names: dict[Group, int] = {}
+        self._call: Call | None = None
+        self._is_aside = False
+        self._receive_call: Call | None = None
+        self._last: Call | None = None
+        self._calls = 0
+        self.waits = Waits()
+
+    def connect(self, links: Links) -> None:
+        """Set the links to use from now on."""
+        self._links = links
+        self.examiner = Examiner(self.rank, links, self._messages, self.state)
+        self.meetings = Meetings(links, self.examiner, self.waits, self._compare, self._balance)
+
+    def state(self) -> State:
+        """Return the current state of the rank, for peers that ask."""
+        call, receive = self._call, self._receive_call
+        calls = [str(each) for each in (receive, call) if each is not None]
+        meets = () if call is None else self.meetings.awaited()
+        sender = () if receive is None else (receive.message[0],)
+        waits = receive is not None or (call is not None and not self._is_aside)
+        works = self._messages.is_moving() or (self._side.is_busy() and not meets)
+        what = " and in ".join(calls)
+        stuck, last, at = waits and not works, self._last, "" if calls else _line_of_main()
+        said = "" if last is None else str(last)[:_LONGEST_SAID]
+        return State(
+            what, sender + meets, self._calls, receive is not None, stuck, in_debugger(), said, at, self.waits.share()
+        )
+
+    def before(self, call: Call, lags: bool = False) -> None:
+        """Compare `call` with the peers' calls; return when all peers are about to make it, or earlier with `lags`.
+
+        If a peer did not come, the rank still counts as waiting in this call, so that its peers reach the same result.
+        """
+        self._call, self._is_aside = call, self._side.is_here()
+        self._calls += 1
+        if self.check.every == 0:
+            return
+        frame = self._frame_of(call)
+        if frame is None:
+            return
+        try:
+            self.meetings.begin(call, frame, (self.check.limit, self.check.patience), waits=not lags)
+            self.meetings.look() if lags else self.meetings.settle()
+        except DisagreementError:
+            self.after()
+            raise
+
+    def after(self) -> None:
+        """Mark the call as finished."""
+        self._last, self._call = self._call, None
+
+    def wait_for_message(self, call: Call, limit: float) -> Message:
+        """Return the message of a receive, within `limit` seconds."""
+        peer, *_ = call.message
+        self._receive_call = call
+        self._calls += 1
+        watch = Watch(self.check.limit, limit)
+        try:
+            while (found := self._messages.receive(peer, call.tag, watch.slice())) is None:
+                if watch.is_time():
+                    watch.note_life(peer, self._links.life(peer))
+                if watch.is_late():
+                    self.examiner.examine(call, [peer], watch)
+        except GoneError:
+            raise self.examiner.gone(call, peer) from None
+        self._receive_call, self._last = None, call
+        return found
+
+    def explain(self, call: Call, error: Exception) -> CommError:
+        """Return the error to raise after a failure of the transport; it names an ended peer, if there is one."""
+        peers = [peer for peer in call.group if peer != self.rank]
+        for _ in range(_LOOKS_AFTER_FAILURE):
+            for peer in peers:
+                if self._links.ask(peer) is None:
+                    return self.examiner.gone(call, peer)
+            time.sleep(0.2)
+        return CommError(
+            f"rank {self.rank}: {call}",
+            f"{type(error).__name__}: {error}",
+            "the transport failed, although every rank of the group is alive",
+            "use another backend, or check the network between the ranks",
+        )
+
+    def _compare(self, meeting: Meeting, peer: int) -> None:
+        """Raise DisagreementError if the frame of a peer differs."""
+        mine, other = meeting.frame, meeting.frames[peer]
+        if mine[:4] == other[:4]:
+            return
+        text = other.text.decode(errors="replace")
+        if mine[:3] == other[:3]:
+            raise self._other_values(meeting, peer, text)
+        if mine.text != other.text:
+            why = "the ranks make different calls, or the same calls in different orders"
+        elif mine.number != other.number:
+            why = f"on this group, rank {self.rank} has made {mine.number} calls and rank {peer} {other.number} calls"
+        else:
+            why = "earlier calls differ, which were not compared"
+        raise disagreement(self.rank, self._told(meeting), peer, text, why)
+
+    def _told(self, meeting: Meeting) -> str:
+        """Return this rank's call, with the line of the user's code if the call is the current one."""
+        line, said = user_frame(), meeting.frame.text.decode(errors="replace")
+        return f"{said} at {line}" if line and meeting.call is self._call else said
+
+    def _other_values(self, meeting: Meeting, peer: int, text: str) -> DisagreementError:
+        """Return the error for a call that is made for other values than the peer's."""
+        at = f"{meeting.frame.group}/{meeting.frame.number}"
+        self._facts.tell(at)
+        rows = self._facts.differences(at, peer)
+        error = disagreement(self.rank, self._told(meeting), peer, text, _OTHER_VALUES)
+        found = f"{error.found}; {rows}" if rows else error.found
+        return DisagreementError(error.asked, found, _OTHER_VALUES, _WRITE_FOR_VALUES)
+
+    def _balance(self, meeting: Meeting) -> None:
+        """Raise DisagreementError if a rank sends something else than its peer expects."""
+        call, frames = meeting.call, meeting.frames
+        if not (meeting.frame.balance + sum(other.balance for other in frames.values())) & _MASK:
+            return
+        sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()}
+        told = sorted((sides | {self.rank: self._told(meeting)}).items())
+        raise DisagreementError(
+            f"one {call.kind} of ranks {', '.join(map(str, call.group))}",
+            "; ".join(f"rank {rank} calls {text}" for rank, text in told),
+            "the pieces that one rank sends differ from the pieces that its peer expects",
+            "take the shapes of all pieces from one layout on all ranks",
+        )
+
+    def _frame_of(self, call: Call) -> Frame | None:
+        """Return the frame of the next call; None if the call is not compared."""
+        group = call.group
+        number = self._numbers[group] = self._numbers.get(group, 0) + 1
+        what, name = identity.what
+        common, balance, text = self._print_of(call, name)
+        what &= _MASK
+        if self.check.every > 1:
+            common, what, balance = self._chained(group, common, what, balance)
+        if number % self.check.every:
+            return None
+        return Frame(self._name_of(group), number, common, what, balance, text)
+
+    def _print_of(self, call: Call, name: str) -> _Print:
+        found = self._prints.get((call, name))
+        if found is None:
+            if len(self._prints) >= _KEPT_PRINTS:
+                self._prints.clear()
+            balance = 0
+            if is_pairwise(call):
+                balance = sum(count * _hash(key) for key, count in transfers(call, self.rank).items()) & _MASK
+            text = _named(call, name).encode()[:_LONGEST_TEXT]
+            found = self._prints[call, name] = _Print(_hash(common_part(call)), balance, text)
+        return found
+
+    def _chained(self, group: Group, common: int, what: int, balance: int) -> tuple[int, int, int]:
+        """Return hashes of all calls of the group so far, which cover the calls that were not compared."""
+        commons, whats, balances = self._chains.get(group, (0, 0, 0))
+        found = (commons * _PRIME + common) & _MASK, (whats * _PRIME + what) & _MASK, (balances + balance) & _MASK
+        self._chains[group] = found
+        return found
+
+    def _name_of(self, group: Group) -> int:
+        name = self._names.get(group)
+        if name is None:
+            name = self._names[group] = _hash(group)
+        return name
+
+
+def _line_of_main() -> str:
+    """Return the line of the user's code that the main thread executes."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "" if frame is None else user_frame(frame)
+
+
+def _hash(value: object) -> int:
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,13 @@
+"""The interface of all communicators, and the communicators that need no processes.
+
+call                   Call: one rank's side of a collective or message, and its comparison with a peer's
+reductions             the reductions, and the dtypes that each one accepts
+counters               Counters: exact numbers of calls and bytes of a rank
+call_purpose           numbers of the purposes of calls, which ranks that run one program have in common
+stragglers             Straggler: a slow rank, detected from the waits of other ranks
+communicator           Carrier: the interface of all communicators, with shared checks and counters
+current_communicator   the communicator of the calling thread, otherwise that of the process
+recorded               Recorded: a communicator without peers, with correct shapes and exact counts
+delayed                Delayed: a simulated slow network around another communicator
+posted_exchanges       Posted: exchanges as messages that are sent without waiting
+"""

@@ -1,0 +1,111 @@
+"""Rendezvous of the processes of one run."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from .._errors import CommError, NoCarrierError
+from ..torch_hooks import PrefixStore, Store, TCPStore, default_store
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables in which launchers without torchrun's variables give the number of processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Rank and addresses of a process in its run, from torchrun's environment variables."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    port: int
+    store_is_elsewhere: bool
+    attempt: str
+
+    @property
+    def loopback(self) -> bool:
+        """True if the whole run is on this machine, so that no port needs to be open beyond it."""
+        return self.host in LOOPBACK
+
+
+def read_place(env: Mapping[str, str] | None = None) -> Place:
+    """Return the place that torchrun or `meshwright run` gave this process; a process started alone is the only rank.
+
+    Raises:
+        NoCarrierError: the environment shows that there are other processes, but not their address.
+    """
+    env = os.environ if env is None else env
+    lacking = [name for name in VARIABLES if name not in env]
+    crowd = [f"{name} is {env[name]}" for name in OTHER_LAUNCHERS if env.get(name, "1") != "1"]
+    if len(lacking) == len(VARIABLES) and not crowd:
+        return Place(0, 1, 0, LOOPBACK[0], 0, False, "alone/0")
+    if lacking:
+        raise NoCarrierError(
+            "this process as one rank of a run",
+            "; ".join([f"no {', '.join(lacking)} in its environment", *crowd]),
+            "a rank must know its number and the address of rank 0",
+            "start the script with `meshwright run --ranks N script.py` or torchrun",
+        )
+    return Place(
+        rank=int(env["RANK"]),
+        size=int(env["WORLD_SIZE"]),
+        local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+        host=env["MASTER_ADDR"],
+        port=int(env["MASTER_PORT"]),
+        store_is_elsewhere=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=f"{env.get('TORCHELASTIC_RUN_ID', 'run')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )
+
+
+def open_store(place: Place, limit: timedelta) -> Store:
+    """Return the run's key-value store.
+
+    Its keys have the attempt as prefix: a restart never reads the keys of a dead run.
+    """
+    store = default_store() or _connect(place, limit)
+    return PrefixStore(f"meshwright/{place.attempt}", store)
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on one interface only."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind((host, port))
+    server.listen(1024)
+    return server
+
+
+def host_store(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
+    """Return a store that this process serves on `host`; on loopback it listens on no other interface.
+
+    Raises:
+        CommError: the port cannot be used, because another job uses it, say.
+    """
+    try:
+        if host not in LOOPBACK:
+            return TCPStore(host, port, size, True, limit, wait_for_workers=False)
+        server = listen("127.0.0.1", port)
+        port = server.getsockname()[1]
+        return TCPStore("127.0.0.1", port, size, True, limit, wait_for_workers=False, master_listen_fd=server.detach())
+    except (OSError, RuntimeError) as error:
+        raise CommError(
+            f"to serve the store of this run at {host}:{port}",
+            f"{type(error).__name__}: {error}",
+            "two jobs cannot share a port",
+            "set MASTER_PORT to a free port, let `meshwright run` or torchrun --standalone choose one, or end the job "
+            "that uses it",
+        ) from error
+
+
+def _connect(place: Place, limit: timedelta) -> TCPStore:
+    if place.rank == 0 and not place.store_is_elsewhere:
+        return host_store(place.host, place.port, place.size, limit)
+    host = "127.0.0.1" if place.loopback else place.host
+    return TCPStore(host, place.port, place.size, False, limit)

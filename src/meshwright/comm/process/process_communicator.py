@@ -1,0 +1,426 @@
+"""Communicator with one process per rank, over torch.distributed's backends: Gloo on CPU, NCCL on CUDA, or others.
+
+Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. Messages use their
+own connections, between the memories of the hosts.
+
+If a backend does not reduce a dtype exactly, the data is moved as bytes and reduced here, in the order of the group.
+Gloo loses NaN in max and min, and does not support int16, float8, or the product of complex numbers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from hashlib import sha1
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import MeshwrightError, user_place
+from meshwright.reshard import Plan
+
+from .._errors import CallError, CommError, StragglerWarning
+from ..checking.call_guard import Check, Guard
+from ..checking.rank_facts import Facts
+from ..checking.watchdog import Watchdog
+from ..communicators.call import Call, Group, Shape
+from ..communicators.call_purpose import calls_are_compared, identity
+from ..communicators.communicator import Arrival, Carrier, Receive, check_message
+from ..communicators.current_communicator import current, install, installed
+from ..communicators.reductions import reduce
+from ..communicators.stragglers import Straggler, is_slow
+from ..launcher.process_state import Life
+from ..launcher.rendezvous import Place, open_store, read_place
+from ..torch_hooks import Backend, PrefixStore, Store, another_connection, open_backend
+from ..transport.background_thread import Side
+from ..transport.control_links import GoneError, Links
+from ..transport.messages import Message, Messages
+from ..transport.shared_memory import Peers, SharedMemory, open_shared
+from .flight_record import Noted, Record
+from .retained_memory import keep_memory
+
+T = TypeVar("T")
+Transport = Backend | SharedMemory
+
+_AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
+_TIME_FOR_LAST_MESSAGES = 60.0
+_BETWEEN_WARNINGS, _BETWEEN_QUESTIONS = 60.0, 5.0
+
+
+class ProcessCarrier(Carrier):
+    """Communicator of one process of a run; `init_process` creates it."""
+
+    kind = "process"
+
+    def __init__(self, place: Place, backend: str, check: Check, limit: timedelta) -> None:
+        super().__init__(place.rank, place.size)
+        self.local_rank = place.local_rank
+        self._place = place
+        self._backend = backend
+        self._shares = backend != "gloo" or not torch.accelerator.is_available()
+        self._limit = limit
+        self._store: Store = open_store(place, limit)
+        self._opened: dict[tuple[str, Group], Transport] = {}
+        self._side = Side()
+        self._messages = Messages()
+        self._guard = Guard(place.rank, check, self._messages, self._side, Facts(place.rank, self._store))
+        self._record = Record(place)
+        self._process = os.getpid()
+        self._lags = True
+        self._links = Links(place, self._store, self._guard.state, self._messages.welcome)
+        self._messages.connect(self._links)
+        self._guard.connect(self._links)
+        self._watchdog = Watchdog(self._guard, self._links, self._store, self._end_at_once)
+
+    @contextmanager
+    def checking(self, check: Check | str | int) -> Generator[None]:
+        """Use another check inside the block; every rank enters and leaves it at the same place."""
+        before, self._guard.check = self._guard.check, _check_of(check)
+        try:
+            yield
+        finally:
+            self._guard.check = before
+
+    def start(self, way: Plan, x: Tensor) -> Arrival:
+        """Begin a conversion in a separate thread; on devices with streams the caller converts."""
+        if x.device.type != "cpu" or not way.rounds:
+            return super().start(way, x)
+        plain, what = x.as_subclass(Tensor), identity.what
+
+        def convert() -> Tensor:
+            identity.what = what
+            return self.convert(way, plain)
+
+        return self._side.begin(convert)
+
+    def close(self) -> None:
+        """Tell the other ranks that this one has ended; called at the exit of the process."""
+        if os.getpid() != self._process:
+            return  # in a forked process
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is None:
+            self._settle_at_end()
+        self._watchdog.close()
+        if error is None:
+            self._messages.finish(_TIME_FOR_LAST_MESSAGES)
+        elif self._record.path is None:
+            self._record.write(_last_words(error), self._about())
+        self._links.say_farewell(None if error is None else _last_words(error))
+        self._messages.close()
+        self._opened.clear()  # their threads end here; at the interpreter's end they would abort the process
+
+    def _settle_at_end(self) -> None:
+        try:
+            self._guard.meetings.settle()
+        except CommError as error:
+            self._end_at_once(error)
+
+    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+        return self._carried(call, lambda: self._reduce_all(x, call, over=False), x)
+
+    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+        return self._carried(call, lambda: self._reduce_all(x, call, over=True), x)
+
+    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+        return self._carried(call, lambda: self._gather(x, call.receives, call.group), x)
+
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+        return self._carried(call, lambda: self._scatter(pieces, call), pieces[0])
+
+    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+        return self._carried(call, lambda: self._swap(pieces, call.receives, call.group), pieces[0])
+
+    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+        return self._carried(call, lambda: self._post(sends, receives, call.group))
+
+    def _send(self, x: Tensor, call: Call) -> None:
+        _check_host(x.device, call)
+        message = Message(str(call), _bytes(x))
+        with self._noted(call):
+            try:
+                self._messages.send(call.message[0], call.tag, message, self._limit.total_seconds())
+            except GoneError:
+                raise self._guard.examiner.gone(call, call.message[0]) from None
+
+    def _receive(self, call: Call, device: torch.device) -> Tensor:
+        _check_host(device, call)
+        with self._noted(call):
+            sent, data = self._guard.wait_for_message(call, self._limit.total_seconds())
+            check_message(call, self.rank, sent)
+        _, shape, dtype = call.message
+        return data.view(dtype).view(shape)
+
+    def _barrier(self, call: Call) -> None:
+        self._carried(call, lambda: self._open("gloo", call.group).barrier())
+
+    def _check_group(self, group: Group) -> None:
+        """Check the group, the first step of every call, after the conversions in the background have finished."""
+        self._side.drain()
+        super()._check_group(group)
+
+    def settle(self) -> None:
+        try:
+            self._guard.meetings.settle()
+        except CommError as error:
+            self._record.name_in(error, self._about())
+            raise
+
+    @contextmanager
+    def comparing_first(self) -> Generator[None]:
+        before, self._lags = self._lags, False
+        try:
+            yield
+        finally:
+            self._lags = before
+
+    def _is_queued(self, x: Tensor) -> bool:
+        """True if a call with `x` is only queued on its device."""
+        return x.device.type != "cpu"
+
+    def _carried(self, call: Call, carry: Callable[[], T], x: Tensor | None = None) -> T:
+        """Run `carry()` once all ranks of the call are about to make it; at once if the call of `x` is queued."""
+        with self._noted(call) as noted:
+            self._guard.before(call, lags=self._lags and x is not None and self._is_queued(x))
+            noted.agreed = time.time()
+            self._watchdog.begin(call)
+            try:
+                return carry()
+            except MeshwrightError:
+                raise
+            except (RuntimeError, OSError) as error:
+                raise self._guard.explain(call, error) from error
+            finally:
+                self._watchdog.end()
+                self._guard.after()
+
+    @contextmanager
+    def _noted(self, call: Call) -> Generator[Noted]:
+        """Add a call to the record, which is written if the call fails."""
+        noted = self._record.begin(call)
+        try:
+            yield noted
+        except CommError as error:
+            self._record.name_in(error, self._about())
+            raise
+        noted.ended = time.time()
+        if self._guard.waits.is_suspicious():
+            self._warn_of_stragglers()
+
+    def _about(self) -> dict[str, Any]:
+        """Return the entries of the record beside the calls."""
+        peers = self._guard.waits.by_peer().values()
+        return {"state": str(self._guard.state()), "waits": {each.rank: round(each.share, 4) for each in peers}}
+
+    def stragglers(self) -> list[Straggler]:
+        """Return the ranks that this rank waits for although they wait for nobody; the slowest first."""
+        return self._guard.waits.stragglers(self._waiting_share)
+
+    def _waiting_share(self, peer: int) -> float | None:
+        state = self._links.ask(peer)
+        return None if state is None or state.silence else state.waits
+
+    def _warn_of_stragglers(self) -> None:
+        found = [each for each in self.stragglers() if is_slow(each)]
+        self._guard.waits.warned(_BETWEEN_WARNINGS if found else _BETWEEN_QUESTIONS)
+        if found:
+            text = "; ".join(map(str, found))
+            warnings.warn(f"rank {self.rank} waits for slower ranks: {text}", StragglerWarning, stacklevel=2)
+
+    def _end_at_once(self, error: CommError) -> None:
+        """End the process, whose call cannot be interrupted; runs in the watchdog's thread."""
+        self._record.name_in(error, self._about())
+        print(f"meshwright: rank {self.rank} ends with an error:\n{error}", file=sys.stderr, flush=True)
+        self._links.say_farewell(f"{type(error).__name__}: {error.found}")
+        os._exit(1)
+
+    def _reduce_all(self, x: Tensor, call: Call, over: bool) -> Tensor:
+        op = "sum" if call.op == _AS_SUM else call.op
+        transport = self._open_for(x, call.group)
+        if op in _AS_BYTES:
+            return transport.all_reduce((x != 0).to(torch.uint8), _AS_BYTES[op]).to(x.dtype)
+        if not transport.reduces(op, x.dtype):
+            shapes = (tuple(x.shape),) * len(call.group)
+            return reduce(self._gather(x, shapes, call.group), call.op)
+        total = transport.all_reduce(x, op, over)
+        return total.div_(len(call.group)) if call.op == _AS_SUM else total
+
+    def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+        data = _bytes(x)
+        if all(shape == shapes[0] for shape in shapes):
+            out = data.new_empty(len(group) * data.numel())
+            self._open_for(x, group).all_gather(out, data)
+            return _unpacked(out, [data.numel()] * len(group), shapes, x.dtype)
+        sends = [(peer, x) for peer in group if peer != self.rank]
+        receives = [(peer, s, x.dtype, x.device) for peer, s in zip(group, shapes, strict=True) if peer != self.rank]
+        arrived = iter(self._post(sends, receives, group))
+        return [_copy(x) if peer == self.rank else next(arrived) for peer in group]
+
+    def _scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+        shape, dtype = call.receives[0], pieces[0].dtype
+        even = all(sent == shape for sent in call.sends)
+        transport = self._open_for(pieces[0], call.group)
+        if not (even and call.op in ("sum", _AS_SUM) and transport.reduces("sum", dtype)):
+            return reduce(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
+        packed = torch.cat([_plain(piece).view(-1) for piece in pieces])
+        out = packed.new_empty(shape)
+        transport.reduce_scatter(out.view(-1), packed)
+        return out.div_(len(call.group)) if call.op == _AS_SUM else out
+
+    def _swap(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+        flat = [_bytes(piece) for piece in pieces]
+        dtype = pieces[0].dtype
+        arriving = [_numel(shape) * dtype.itemsize for shape in shapes]
+        out = flat[0].new_empty(sum(arriving))
+        backend = self._open_for(out, group)
+        backend.all_to_all(out, torch.cat(flat), arriving, [data.numel() for data in flat])
+        return _unpacked(out, arriving, shapes, dtype)
+
+    def _post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
+        """Post all messages at once.
+
+        The n-th message between two ranks has tag n. Empty messages and messages to itself do not travel.
+        """
+        out = [torch.empty(tuple(shape), dtype=dtype, device=device) for _, shape, dtype, device in receives]
+        own = iter([x for peer, x in sends if peer == self.rank])
+        leaving = _tagged([(peer, x) for peer, x in sends if peer != self.rank], group)
+        arriving: list[tuple[int, Tensor]] = []
+        for (peer, *_), tensor in zip(receives, out, strict=True):
+            if peer == self.rank:
+                tensor.copy_(next(own))
+            else:
+                arriving.append((peer, tensor))
+        awaited = _tagged(arriving, group)
+        if len(group) > 1:
+            # a member without messages opens the backend too, because the others wait for it
+            like = next((x for *_, x in leaving + awaited), None)
+            backend = self._open(self._backend, group) if like is None else self._open_for(like, group)
+            backend.messages(leaving, awaited)
+        return out
+
+    def _peers_of(self, group: Group) -> Peers:
+        return Peers(self._watchdog.check, lambda place: self._links.life(group[place]) is Life.GONE)
+
+    def _open_for(self, x: Tensor, group: Group) -> Transport:
+        return self._open("gloo" if x.device.type == "cpu" else self._backend, group)
+
+    def _open(self, name: str, group: Group) -> Transport:
+        """Return the group's transport; its members open it on their first call."""
+        found = self._opened.get((name, group))
+        if found is None:
+            key = sha1(repr(group).encode(), usedforsecurity=False).hexdigest()
+            # the transport blocks the connection to the store: other threads use another one
+            store = PrefixStore(f"{name}/{key}", another_connection(self._store))
+            place, size = group.index(self.rank), len(group)
+            if name == "gloo" and self._shares:
+                found = open_shared(store, place, size, self._limit, self._peers_of(group))
+            if found is None:
+                found = open_backend(name, store, place, size, self._limit, self._place.loopback)
+            self._opened[(name, group)] = found
+        return found
+
+
+def init_process(
+    backend: str | None = None,
+    check: Check | str | int | None = None,
+    transfer_limit: float = 1800.0,
+    place: Place | None = None,
+) -> Carrier:
+    """Return the communicator of this process, and install it for all its threads; reads torchrun's environment.
+
+    Under `simulate` or `meshwright run`, returns the existing communicator and ignores the arguments. A process that
+    was started alone, as by `python script.py`, is the only rank.
+
+    Args:
+        backend: backend for tensors that are not on the CPU; by default "nccl" if CUDA is available.
+        check: "every", "off", a number N (every N-th call of a group) or a `Check`; by default MESHWRIGHT_CHECK.
+        transfer_limit: seconds that one transfer may take once all its ranks have agreed on it.
+        place: rank, size and addresses; by default those of the environment.
+    """
+    there = installed()
+    if there is not None:
+        return there
+    check = Check.from_environment() if check is None else _check_of(check)
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    place = place or read_place()
+    if backend == "nccl":
+        torch.cuda.set_device(place.local_rank)
+    keep_memory()
+    carrier = ProcessCarrier(place, backend, check, timedelta(seconds=transfer_limit))
+    install(carrier)
+    atexit.register(carrier.close)
+    if place.size > 1 and check.every:
+        calls_are_compared()
+    return carrier
+
+
+def stragglers() -> list[Straggler]:
+    """Return the ranks that are slower than this one, the slowest first, from the waits of the last seconds.
+
+    A `Straggler` has the `rank`, the `share` of this rank's time that it costs, and the mean `wait` in seconds. Each
+    rank may call this at any time, and alone. The list is empty in the first seconds, if ranks are slow in turns, and
+    on simulated ranks. A `StragglerWarning` reports the same, at most once a minute, if a rank costs a fifth of the
+    time.
+    """
+    return current().stragglers()
+
+
+def _last_words(error: BaseException) -> str:
+    """Return the text of an error, and the line of the user's code that raised it."""
+    at = user_place(error.__traceback__)
+    return f"{type(error).__name__}: {str(error)[:300]}" + (f", at {at}" if at else "")
+
+
+def _check_of(check: Check | str | int) -> Check:
+    return check if isinstance(check, Check) else Check.parse(check)
+
+
+def _check_host(device: torch.device, call: Call) -> None:
+    if device.type != "cpu":
+        raise CallError(
+            str(call),
+            f"the device {device}",
+            "messages go through host memory: NCCL has no tags, and its senders wait for their receivers",
+            'call send(x.cpu(), peer, tag) and receive(peer, tag, shape, dtype, "cpu").to(device)',
+        )
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return _plain(x).view(-1).view(torch.uint8)
+
+
+def _numel(shape: Shape) -> int:
+    return torch.Size(shape).numel()
+
+
+def _unpacked(data: Tensor, lengths: Sequence[int], shapes: Sequence[Shape], dtype: torch.dtype) -> list[Tensor]:
+    """Return the tensors stored one after the other in `data`; each has its own memory, aligned for its dtype."""
+    parts = data.split(list(lengths))
+    return [part.clone().view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _tagged(messages: Sequence[tuple[int, Tensor]], group: Group) -> list[tuple[int, int, Tensor]]:
+    """Return (place in the group, number of earlier messages with that peer, bytes) of the messages with data."""
+    counts: dict[int, int] = {}
+    found: list[tuple[int, int, Tensor]] = []
+    for peer, x in messages:
+        if x.numel() == 0:
+            continue
+        tag = counts[peer] = counts.get(peer, -1) + 1
+        found.append((group.index(peer), tag, _bytes(x)))
+    return found

@@ -1,0 +1,41 @@
+"""The checks before `optimizer.step()` in a loop of the user's own."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from meshwright.comm import current, is_compared
+from meshwright.tensor import called_for, count_step, flush
+
+from .comparison_steps import Rhythm, compare_replicas
+from .finite_gradients import leaves_out
+from .named_tensors import parameters_of, ranks_of, states_of
+from .step_checks import chosen
+
+_rhythms: WeakKeyDictionary[Optimizer, Rhythm] = WeakKeyDictionary()
+
+
+def before_step(optimizer: Optimizer) -> bool:
+    """Look at replicas and gradients before an update; True if all ranks are to leave the update out.
+
+    Raises:
+        ReplicaError: ranks that should hold the same numbers do not.
+        NonFiniteGradientError: a gradient has numbers that are not finite. Both are raised on all ranks.
+    """
+    if not is_compared():
+        return False
+    flush()
+    count_step(optimizer)
+    parameters = parameters_of(optimizer)
+    group = ranks_of(parameters)
+    if len(group) < 2 or current().rank not in group:
+        return False
+    checks, rhythm = chosen(), _rhythms.setdefault(optimizer, Rhythm())
+    step = f"step {rhythm.step} of {type(optimizer).__name__}"
+    with torch.no_grad(), called_for("the check of a step"):
+        compare_replicas(rhythm, checks, lambda: [*parameters, *states_of(optimizer, parameters)], step, group)
+        grads = {f"the gradient of {each.name}": each.tensor.grad for each in parameters}
+        return leaves_out(grads, checks, step, group)

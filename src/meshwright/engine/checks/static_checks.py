@@ -1,0 +1,124 @@
+"""The checks around a step of a static program; parameters are written only after the step was found right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current, is_compared
+from meshwright.graph import Looking
+from meshwright.tensor import DistTensor, called_for, map_tensors, tensors_in
+
+from .._errors import ReplicaError
+from .comparison_steps import Rhythm, compare_replicas
+from .finite_gradients import leaves_out
+from .named_tensors import Named
+from .replicas import bits
+from .step_checks import chosen
+
+Result = tuple[Any, list[Any]]
+"""Outputs, and the values that are written back."""
+
+
+_SAME, _TRANSIENT, _LASTING = 0, 1, 2
+_WHY = (
+    "the fault is gone",
+    "a third run equals one of the first two: the fault was transient",
+    "a third run differs from both: the fault persists, or an operator is not deterministic",
+)
+
+
+class StepLike(Protocol):
+    """A training step as a program; `apart` has the update as a separate part, if there is one."""
+
+    @property
+    def run(self) -> Callable[..., Result]: ...
+    @property
+    def apart(self) -> Looking | None: ...
+
+
+class StaticChecks:
+    """The checks of the steps of one static model; `tensors` returns its parameters and states by name."""
+
+    def __init__(self, tensors: Callable[[], Mapping[str, Any]]) -> None:
+        self.tensors = tensors
+        self.rhythm = Rhythm()
+
+    def run(self, step: StepLike, given: Sequence[Any]) -> tuple[Any, list[Any] | None]:
+        """Return the outputs of a training step, and the values that it writes (None if the update is skipped).
+
+        Raises:
+            ReplicaError: replicas differ, or the step gives other numbers when it is repeated.
+            NonFiniteGradientError: a gradient has elements that are not finite. Both are raised on all ranks.
+        """
+        if not is_compared():
+            return step.run(*given)
+        checks, group = chosen(), tuple(range(current().size))
+        number, name = self.rhythm.step, f"step {self.rhythm.step} of a static model"
+        with called_for("the check of a step"):
+            compare_replicas(self.rhythm, checks, self._named, name, group)
+        if checks.replay and number % checks.replay == 0:
+            _replay(step.run, given, name)
+        if step.apart is None:
+            with current().comparing_first():
+                return step.run(*given)
+
+        def look_at(gradients: Mapping[str, Tensor]) -> bool:
+            with called_for("the check of a step"):
+                return leaves_out({f"the gradient of {n}": x for n, x in gradients.items()}, checks, name, group)
+
+        return step.apart(given, look_at)
+
+    def _named(self) -> list[Named]:
+        return [Named(name, x) for name, x in self.tensors().items() if isinstance(x, DistTensor)]
+
+
+def _replay(program: Callable[..., Result], given: Sequence[Any], name: str) -> None:
+    """Run a step twice on copies of its inputs. Raises ReplicaError on all ranks if the results differ on a rank."""
+    state, group = _random_states(), tuple(range(current().size))
+    runs = [_once(program, given, state) for _ in range(2)]
+    told = torch.tensor([float(_differ(*runs))])
+    if current().all_reduce(told, "max", group).item():
+        runs.append(_once(program, given, state))
+        raise _told_apart(name, runs)
+    _set_random_states(state)
+
+
+def _random_states() -> tuple[Tensor, list[Tensor]]:
+    devices = torch.accelerator.is_available()
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else []
+
+
+def _set_random_states(state: tuple[Tensor, list[Tensor]]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+def _once(program: Callable[..., Result], given: Sequence[Any], state: tuple[Tensor, list[Tensor]]) -> Result:
+    """Return the results of the program on copies of its inputs, from the given random states."""
+    _set_random_states(state)
+    return program(*map_tensors(lambda x: x.clone(), list(given)))
+
+
+def _differ(a: Result, b: Result) -> bool:
+    """True if the bits of two results differ."""
+    pairs = zip(tensors_in(a), tensors_in(b), strict=True)
+    return any(not torch.equal(bits(x), bits(y)) for x, y in pairs)
+
+
+def _told_apart(name: str, runs: Sequence[Result]) -> ReplicaError:
+    """Return the error about a step that gave other numbers when it was repeated; every rank makes the call."""
+    a, b, c = runs
+    kind = _SAME if not _differ(a, b) else _TRANSIENT if not (_differ(a, c) and _differ(b, c)) else _LASTING
+    here, group = current(), tuple(range(current().size))
+    kinds = [int(x) for x in here.all_gather(torch.tensor([kind]), group, [(1,)] * len(group))]
+    ranks = ", ".join(str(rank) for rank, kind in zip(group, kinds, strict=True) if kind != _SAME)
+    return ReplicaError(
+        f"the replay of {name}", f"rank {ranks} gives other numbers in the second run",
+        _WHY[max(kinds)],
+        "start from the last checkpoint, with torch.use_deterministic_algorithms(True) if operators are the cause",
+    )  # fmt: skip

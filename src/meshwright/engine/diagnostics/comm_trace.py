@@ -1,0 +1,165 @@
+"""Trace the collectives of a program in order, with the lines that need them, and the work of the rank meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+from types import FrameType
+
+from meshwright.checkpoint import world
+from meshwright.comm import Call, Carrier, current
+from meshwright.graph import write_whole
+from meshwright.layout import ProcessMesh, module_path, user_frame
+from meshwright.reshard import Plan, Purpose
+from meshwright.tensor import bucket_of, in_backward, place_of_gradient, places_kept
+
+from .trace_file import rank_events, trace_file
+from .traced_call import TracedCall
+from .traced_work import TracedWork, Works, clock
+
+_HEAD = ("", "call", "by", "over", "bytes", "pass", "line", "module")
+_NUMBERS = {"", "bytes"}
+
+
+@dataclass(repr=False)
+class CommTrace:
+    """The communication of one rank inside `trace_comm`, in order, and its work; print it, or save it."""
+
+    rank: int
+    calls: list[TracedCall] = field(default_factory=list[TracedCall])
+    works: list[TracedWork] = field(default_factory=list[TracedWork])
+
+    @property
+    def received(self) -> int:
+        """Return the bytes received from other ranks."""
+        return sum(call.received for call in self.calls)
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        works = [asdict(work) for work in self.works]
+        return json.dumps({"rank": self.rank, "calls": [asdict(call) for call in self.calls], "works": works})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the traces of all ranks into one file for ui.perfetto.dev or Chrome's tracing page.
+
+        Every rank makes the call, after the block. The file appears complete or not at all; rank 0 writes it.
+        """
+        events = world().gathered(list(rank_events(self.rank, self.calls, self.works)))
+        if self.rank == 0:
+            write_whole(path, trace_file(events).encode())
+
+    def __str__(self) -> str:
+        last = f"rank {self.rank}: {len(self.calls)} calls, {self.received} bytes received"
+        if not self.calls:
+            return f"rank {self.rank}: no communication"
+        rows = [_HEAD, *(_row(at, call) for at, call in enumerate(self.calls, 1))]
+        widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
+        return "\n".join([*(_aligned(row, widths) for row in rows), last])
+
+    __repr__ = __str__
+
+
+@contextmanager
+def trace_comm() -> Generator[CommTrace]:
+    """Record the collectives and messages of this rank inside the block, each with the program line that needs it.
+
+    Communication of a backward pass has the line of the forward pass whose gradient needs it, if that line ran inside
+    the block as well. Gradients of parameters are reduced together, when they are first read. A program by Inductor has
+    the line that calls it. For `save`, calls have times, and the work around them is recorded: forward and backward
+    passes of modules, updates, programs, and a pipeline's actions.
+
+    Raises:
+        NoCarrierError: there are no ranks; put the block inside the function that is simulated.
+
+    >>> import torch, meshwright as mw
+    >>> mesh = mw.ProcessMesh([0, 1], ["tp"])
+    >>> def program():
+    ...     a = mw.shard_tensor(torch.ones(4, 8), mesh, [mw.Shard(1)])
+    ...     b = mw.shard_tensor(torch.ones(8, 6), mesh, [mw.Shard(0)])
+    ...     with mw.trace_comm() as trace:
+    ...         torch.relu(a @ b)
+    ...     return trace
+    >>> [call] = mw.simulate(program, 2)[0].calls
+    >>> call.step, call.axes, call.received, call.stage
+    ('AllReduce(tp)', ('tp',), 96, 'forward')
+    """
+    here = current()
+    trace = CommTrace(here.rank)
+
+    own, works = threading.get_ident(), Works(here.seen, trace.works)
+
+    def listen(call: Call, received: int) -> Callable[[], None]:
+        at, began = len(trace.calls), clock()
+        told = _traced(here, call, received, sys._getframe(1))
+        trace.calls.append(replace(told, began=began, aside=threading.get_ident() != own))
+
+        def ended() -> None:
+            trace.calls[at] = replace(trace.calls[at], seconds=clock() - began)
+
+        return ended
+
+    with here.seen.telling(listen, works.watch), places_kept(), works.of_modules():
+        yield trace
+
+
+def _traced(here: Carrier, call: Call, received: int, frame: FrameType) -> TracedCall:
+    step, axes, purpose = _step(here.rank, call, frame)
+    at = user_frame(frame)
+    stage, line, module = purpose or ("forward", at, module_path(frame))
+    line = line or at
+    bucket = bucket_of(frame)
+    if bucket is not None:
+        stage, axes = "gradients", _axes(bucket.mesh, here.rank, call.group)
+    elif purpose is None and in_backward():
+        place = place_of_gradient(frame)
+        stage, line, module = "backward", *(place or (at, module))
+    peer = call.message[0] if call.kind in ("send", "receive") else None
+    told = (call.kind, str(call), call.group, axes, step, received, stage, line, module, at)
+    return TracedCall(*told, peer=peer, tag=call.tag)
+
+
+def _step(rank: int, call: Call, frame: FrameType | None) -> tuple[str, tuple[str, ...], Purpose | None]:
+    """Return the conversion's step that makes the call, the axes of its group, and the conversion's purpose."""
+    while frame is not None and not isinstance(frame.f_locals.get("way"), Plan):
+        frame = frame.f_back
+    if frame is None:
+        return "", (), None
+    way: Plan = frame.f_locals["way"]
+    for step, spec in way.walk():
+        if set(step.group(spec, rank)) == set(call.group) and len(call.group) > 1:
+            return repr(step), _axes(spec.mesh, rank, call.group), way.purpose
+    return "", (), way.purpose
+
+
+def _axes(mesh: ProcessMesh, rank: int, group: Sequence[int]) -> tuple[str, ...]:
+    """Return the fewest axes of the mesh that span the group; () if no axes do."""
+    if rank not in mesh:
+        return ()
+    every = (axes for count in range(1, mesh.ndim + 1) for axes in combinations(mesh.dim_names, count))
+    return next((axes for axes in every if set(mesh.group(rank, axes)) == set(group)), ())
+
+
+def _row(at: int, call: TracedCall) -> tuple[str, ...]:
+    over = "@".join(call.axes) or f"ranks {', '.join(map(str, call.group))}"
+    return (str(at), call.kind, call.step, over, str(call.received), call.stage, _short(call.line), call.module)
+
+
+def _short(line: str) -> str:
+    path, _, number = line.rpartition(":")
+    return f"{Path(path).name}:{number}" if path else line
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(_cells(row, widths)).rstrip()
+
+
+def _cells(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    for name, cell, width in zip(_HEAD, row, widths, strict=True):
+        yield cell.rjust(width) if name in _NUMBERS else cell.ljust(width)

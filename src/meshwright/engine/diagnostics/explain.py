@@ -1,0 +1,145 @@
+"""Explain the decisions for each call of a program, as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.comm import Carrier, NoCarrierError, Recorded, current, use
+from meshwright.layout import Spec
+from meshwright.reshard import Plan, Relabel, transposed
+from meshwright.reshard import plan as reshard_plan
+from meshwright.tensor import Decided
+
+from ..marks.decision_record import record
+
+_HEAD = ("call", "operand", "becomes", "by", "bytes", "result")
+_REMARKS = {
+    "ring": "keys and values travel the ring",
+    "ulysses": "all-to-all: heads instead of the sequence",
+    "whole": "on whole tensors: no rule",
+    "parts": "as the calls below",
+    "operators": "as the calls below",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The decisions on `rank`: each call with its operands' layouts, the inserted steps, and its results' layouts.
+
+    `calls` holds the same as values. `collectives` counts the communication by kind, and `received` is the bytes
+    received for it. Both include backward passes and the reading of values. `result` is the result of the function.
+    """
+
+    rank: int
+    calls: tuple[Decided, ...]
+    collectives: dict[str, int]
+    received: int
+    result: Any
+
+    def __str__(self) -> str:
+        rows = [_HEAD] + [row for call in self.calls for row in _rows(call, self.rank)]
+        counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.collectives.items())) or "no communication"
+        return f"{_aligned(rows)}\nrank {self.rank}: {counts}, {self.received} bytes received"
+
+    __repr__ = __str__
+
+
+def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Run `fn(*args, **kwargs)` and return the decisions for each call in it; print the result.
+
+    Inside `simulate` or a process, every rank makes the call and gets its own account. Without ranks, `fn` runs as rank
+    0 of a world in which no data arrive, whatever the size of the mesh: layouts, steps and bytes are right, numbers are
+    not.
+
+    >>> import torch, meshwright as mw
+    >>> mesh = mw.ProcessMesh([0, 1], ["tp"])
+    >>> def program():
+    ...     a = mw.shard_tensor(torch.ones(4, 8), mesh, [mw.Replicate()])
+    ...     b = mw.shard_tensor(torch.ones(8, 6), mesh, [mw.Shard(0)])
+    ...     return torch.relu(a @ b)
+    >>> print(mw.explain(program))
+    call    operand        becomes       by                bytes  result
+    matmul  f32[4, 8]      f32[4, 8@tp]  Slice(tp, dim 1)      0  f32[4, 6] +tp
+            f32[8@tp, 6]
+    relu    f32[4, 6] +tp  f32[4, 6]     AllReduce(tp)        96  f32[4, 6]
+    rank 0: 1 all_reduce, 96 bytes received
+    """
+    with _somewhere() as carrier:
+        seen = carrier.seen
+        calls, received = Counter(seen.calls), seen.total_received
+        with record() as found:
+            result = fn(*args, **kwargs)
+        made = Counter(seen.calls) - calls
+        return Explanation(carrier.rank, tuple(found), dict(made), seen.total_received - received, result)
+
+
+class _Here(AbstractContextManager[Carrier]):
+    """The communicator that exists already."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self.carrier = carrier
+
+    def __enter__(self) -> Carrier:
+        return self.carrier
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def _somewhere() -> AbstractContextManager[Carrier]:
+    try:
+        return _Here(current())
+    except NoCarrierError:
+        return use(Recorded())
+
+
+def _rows(call: Decided, rank: int) -> Iterator[tuple[str, ...]]:
+    """One row per operand; the first also has the call's name, its results and any remark."""
+    operands = list(_operands(call)) or [("", None)]
+    results = ", ".join(map(repr, call.outs))
+    for at, (operand, plan) in enumerate(operands):
+        becomes, by, received = _change(plan, rank)
+        if at == 0:
+            by = by or _REMARKS.get(call.how, "")
+        yield (call.name if at == 0 else "", operand, becomes, by, received, results if at == 0 else "")
+
+
+def _operands(call: Decided) -> Iterator[tuple[str, Plan | None]]:
+    """Every distributed operand with the plan that changes it, then the plain operands that change."""
+    plans = {at: how.plan for at, how in call.moves}
+    sure = {at for at, plan in plans.items() if at < len(call.ins) and call.ins[at] is plan.src}
+    for at, spec in enumerate(call.ins):
+        mine = at if at in sure else next((k for k in plans if k not in sure and plans[k].src is spec), None)
+        yield repr(spec), None if mine is None else plans.pop(mine)
+    for plan in plans.values():
+        yield f"{plan.src!r} (plain)", plan
+
+
+def _change(plan: Plan | None, rank: int) -> tuple[str, str, str]:
+    """Return the operand's new layout, the steps to it, and the bytes; without steps, the steps of its gradient."""
+    if plan is None:
+        return "", "", ""
+    steps = " · ".join(repr(step) for step in plan.steps if not isinstance(step, Relabel))
+    back = transposed(plan.src, plan.dst)
+    return _target(plan.src, plan.dst), steps or f"gradient: {reshard_plan(*back)!r}", str(plan.received(rank))
+
+
+def _target(src: Spec, dst: Spec) -> str:
+    return repr(dst) if dst.mesh is src.mesh else f"{dst!r} on {dst.mesh!r}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows as text, columns two blanks apart; numbers are aligned right, texts left."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if name == "bytes" else cell.ljust(width)
+            for name, cell, width in zip(_HEAD, row, widths, strict=True)
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)

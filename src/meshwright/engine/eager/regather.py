@@ -1,0 +1,146 @@
+"""Save local parts for the backward pass, in place of the tensors that were gathered from them for a module.
+
+A gathered parameter (ZeRO-3) or sequence (Korthikanti et al. 2022) is freed after its module's forward pass. It is
+gathered again when a gradient needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.layout import Layout, Spec
+from meshwright.tensor import DistTensor, local_parts, map_tensors, place, stamp, transforming
+
+from ..torch_hooks import top_saved_hooks
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """A tensor that was gathered, the part it was gathered from, and its version counter at that time."""
+
+    part: DistTensor
+    whole: DistTensor
+    version: int
+
+
+class _Live(threading.local):
+    def __init__(self) -> None:
+        self.found: dict[int, _Gathered] = {}
+
+
+_live = _Live()
+"""Address → the tensor that was gathered there, while a module that uses it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The view of a tensor on its memory: dtype, offset, shape and strides, and lazy conjugation and negation."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    conjugate: bool
+    negative: bool
+
+    @staticmethod
+    def by(x: Tensor) -> _View:
+        return _View(x.dtype, int(x.storage_offset()), x.shape, x.stride(), x.is_conj(), x.is_neg())
+
+    def of(self, memory: Tensor) -> Tensor:
+        plain = torch.empty(0, dtype=self.dtype, device=memory.device)
+        seen = plain.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
+        seen = seen.conj() if self.conjugate else seen
+        return seen.neg() if self.negative else seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """The object saved in place of a gathered tensor; `redeem` gathers it again, distributed if it has a spec."""
+
+    part: DistTensor
+    layout: Layout
+    view: _View
+    spec: Spec | None
+
+    def redeem(self) -> Tensor:
+        with torch.no_grad():
+            whole = place(self.part.detach(), self.part.spec.mesh, self.layout)
+            with local_parts():
+                found = self.view.of(whole)
+        return found if self.spec is None else stamp(found, self.spec)
+
+
+class Regather:
+    """Save parts in place of gathered tensors, from `enter` to `leave`.
+
+    If other hooks see what is saved, such as those of `torch.utils.checkpoint`, it is left to them: a checkpointed
+    module saves nothing, and gathers again when it is run again.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Any, list[int]]] = []
+
+    def enter(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Begin the run of a module with pairs of parts and gathered tensors; during capture nothing is replaced."""
+        real = [(p, w) for p, w in pairs if isinstance(p, DistTensor) and isinstance(w, DistTensor) and p is not w]
+        top = top_saved_hooks(True)
+        free = real and not transforming() and (top is None or top[1] is _unpack)
+        hooks = saved_tensors_hooks(_pack, _unpack) if free else nullcontext()
+        found = {_address(whole): _Gathered(part, whole, whole._version) for part, whole in real}
+        _live.found |= found
+        self._open.append((hooks, list(found)))
+        hooks.__enter__()
+
+    def leave(self) -> None:
+        if not self._open:
+            return
+        hooks, addresses = self._open.pop()
+        hooks.__exit__(None, None, None)
+        for at in addresses:
+            _live.found.pop(at, None)
+
+
+def gather_inputs(layer: nn.Module, gather: Callable[[Tensor], Tensor]) -> None:
+    """Gather the layer's inputs by `gather` from now on; the layer saves their local parts for the backward pass."""
+    watch = Regather()
+
+    def before(_: nn.Module, inputs: Any, named: Any) -> Any:
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def gathered(x: Tensor) -> Tensor:
+            pairs.append((x, gather(x)))
+            return pairs[-1][1]
+
+        out = map_tensors(gathered, inputs), map_tensors(gathered, named)
+        watch.enter(pairs)
+        return out
+
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+    layer.register_forward_hook(lambda *_: watch.leave(), always_call=True)
+
+
+def _pack(saved: Tensor) -> Any:
+    found = _live.found.get(_address(saved))
+    if found is None or found.whole._version != found.version:
+        return saved
+    with local_parts():
+        spec = saved.spec if isinstance(saved, DistTensor) else None
+        return _Ticket(found.part, found.whole.spec.layout, _View.by(saved), spec)
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved.redeem() if isinstance(saved, _Ticket) else saved
+
+
+def _address(x: Tensor) -> int:
+    with local_parts():
+        return x.untyped_storage().data_ptr()

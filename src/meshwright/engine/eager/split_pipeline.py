@@ -1,0 +1,233 @@
+"""Split a model into the chunks of a pipeline without changing its code: at named modules, or evenly by cost."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, chain
+from math import inf
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.graph import capture, work_of
+from meshwright.layout import Placement, ProcessMesh
+from meshwright.pipeline import StageError
+from meshwright.tensor import DistTensor, StageOrder
+
+from ..marks.layers import ShardFn, shard_layer
+from ..marks.module_memory import memory_kept
+from ..marks.tensors import shard_tensor
+from .stage_entry import Entry
+from .swapped_parameters import stand_in
+
+Costs = Mapping[str, float]
+"""Module path → its cost: operations of a forward pass, or parameters."""
+
+
+def split_pipeline(
+    model: nn.Module,
+    mesh: ProcessMesh,
+    at: Sequence[str] | None = None,
+    *,
+    axis: str = "pp",
+    way: Sequence[int] | None = None,
+    batch: Sequence[Placement] = (),
+    shard_fn: ShardFn | None = None,
+    example: Sequence[Any] | None = None,
+) -> nn.Module:
+    """Put the layers of `model` on the stages of `mesh` along `axis`; returns the same module.
+
+    A chunk begins at each module that `at` names, in the order of registration. Without names, the layers of the
+    longest list are divided so that the most expensive chunk costs least. The cost is the operations of a forward pass
+    of `example`, which is captured and not run, or else parameters. `way` has the stage of each chunk; the default is
+    one chunk per stage.
+
+    Inputs of a layer are moved to its stage. Plain tensors get the placements `batch` there; distributed ones keep
+    their placements. `shard_fn` marks parameters as in `shard_layer`, including those that modules around layers hold.
+    A parameter that layers share is on the stage of the first of them, and is sent to the others. A parameter that a
+    module around layers holds is on the stage of its first layer, a scalar on that of its last.
+
+    Raises:
+        StageError: a name or the number of chunks does not fit.
+
+    >>> import meshwright as mw
+    >>> net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    >>> mesh = mw.ProcessMesh([0, 1], ["pp"])
+    >>> mw.simulate(lambda: [p.mesh.process_ids for p in mw.split_pipeline(net, mesh).parameters()][::2], 2)[0]
+    [(0,), (0,), (1,), (1,)]
+    """
+    stages = mesh.get_dim_size(axis)
+    way = tuple(range(stages)) if way is None else tuple(way)
+    layers = _layers(model)
+    starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
+    _check(starts, layers, way, stages)
+    order = StageOrder(mesh[axis, stage] for stage in range(stages))
+    shared, homes = _Shared(), dict[str, ProcessMesh]()
+    with memory_kept(model, f"split_pipeline of {type(model).__name__}"):
+        for name, chunk in zip(layers, accumulate(int(name in starts) for name in layers), strict=True):
+            begins = name in starts
+            home = homes[name] = mesh[axis, way[chunk]]
+            same = begins and chunk > 0 and way[chunk] == way[chunk - 1]
+            part = model.get_submodule(name)
+            with shared.kept(part):
+                shard_layer(part, home, shard_fn)
+            if begins or _holds(part):
+                Entry(order, home, batch, same).put_on(part)
+        _lay_between(model, homes, shared, shard_fn)
+    _keep_order(model, order)
+    return model
+
+
+def _lay_between(model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _Shared, shard_fn: ShardFn | None) -> None:
+    """Distribute the tensors that modules around layers hold themselves, such as embeddings and scalars.
+
+    Scalars, which scale the output, go to the stage of the module's last layer. All others go to the stage of its first
+    layer, with the marks of `shard_fn`. A tensor that a layer holds too stays one tensor.
+    """
+    inside: dict[str, list[ProcessMesh]] = {}
+    for name, home in homes.items():
+        for path in ("", *(name[:at] for at, letter in enumerate(name) if letter == ".")):
+            ends = inside.setdefault(path, [home, home])
+            ends[1] = home
+    for path, module in model.named_modules():
+        inner = inside.get(path, [])
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers] if inner else []
+        plain = [(t, name, x) for t in tables for name, x in t.items() if _is_plain(x)]
+        if plain and shard_fn is not None:
+            shard_fn(path, module, inner[0])
+        for table, name, x in plain:
+            table[name] = shared.laid(x, table[name], inner[-1 if x.dim() == 0 else 0])
+
+
+def _is_plain(x: Any) -> bool:
+    return x is not None and not isinstance(x, DistTensor)
+
+
+class _Shared:
+    """Parameters of several layers: each is distributed once, and used by the other layers when they run."""
+
+    def __init__(self) -> None:
+        self._laid: dict[int, tuple[Tensor, Any]] = {}
+
+    def laid(self, x: Tensor, marked: Tensor, home: ProcessMesh) -> Any:
+        """Return the distributed tensor for `x`: that of a layer, else the marked one, else replicated on `home`."""
+        own = marked if isinstance(marked, DistTensor) else shard_tensor(x, home, [])
+        return self._laid.setdefault(id(x), (x, own))[1]
+
+    @contextmanager
+    def kept(self, part: nn.Module) -> Generator[None]:
+        """Replace, after the block, parameters of `part` that an earlier layer shares by that layer's tensors."""
+        slots = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
+        yield
+        for module, name, old in slots:
+            new: Any = module._parameters[name]
+            first = self._laid.setdefault(id(old), (old, new))[1]
+            if first is not new:
+                module._parameters[name] = first
+                stand_in(module, {name: new.spec})
+
+
+def _holds(part: nn.Module) -> bool:
+    """True if a layer has tensors. A layer without tensors runs on the stage of its inputs."""
+    return next(chain(part.parameters(), part.buffers()), None) is not None
+
+
+def _keep_order(model: nn.Module, order: StageOrder) -> None:
+    """Send a value to a stage only once during a call of `model`."""
+    model.register_forward_pre_hook(lambda *_: order.begin())
+    model.register_forward_hook(lambda *_: order.end(), always_call=True)
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """Return the modules of the list with the most parameters, and all modules beside it, in registered order."""
+    lists = {
+        path: m for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    }
+    longest = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()), default="")
+    found: list[str] = []
+
+    def walk(path: str) -> None:
+        for name, _ in model.get_submodule(path).named_children():
+            inner = f"{path}.{name}" if path else name
+            if longest == inner or longest.startswith(f"{inner}."):
+                walk(inner)
+            else:
+                found.append(inner)
+
+    walk("")
+    return found
+
+
+def costs_of(model: nn.Module, example: Sequence[Any] | None = None) -> Costs:
+    """Return each module's cost without its children: operations of a forward pass of `example`, or parameters."""
+    costs: dict[str, float] = {}
+    if example is None:
+        for name, p in model.named_parameters():
+            owner = name.rpartition(".")[0]
+            costs[owner] = costs.get(owner, 0.0) + p.numel()
+        return costs
+    for node in capture(model, model, example).program.nodes:
+        costs[node.origin.layer] = costs.get(node.origin.layer, 0.0) + work_of(node).flops
+    return costs
+
+
+def even_starts(layers: Sequence[str], costs: Costs, chunks: int) -> list[str]:
+    """Return the layers at which all chunks but the first begin, such that the most expensive chunk costs least."""
+    if not 0 < chunks <= len(layers):
+        return []
+    total = [0.0, *accumulate(_prices(layers, costs))]
+    tables = [[(cost, 0) for cost in total]]
+    while len(tables) < chunks:
+        tables.append(_one_more(tables[-1], total, len(tables)))
+    starts: list[int] = []
+    end = len(layers)
+    for table in reversed(tables[1:]):
+        end = table[end][1]
+        starts.append(end)
+    return [layers[k] for k in reversed(starts)]
+
+
+def _prices(layers: Sequence[str], costs: Costs) -> list[float]:
+    """Return the cost of each layer with all that is inside it."""
+    found: dict[str, float] = dict.fromkeys(layers, 0.0)
+    for path, cost in costs.items():
+        for end in (*(at for at, letter in enumerate(path) if letter == "."), len(path)):
+            if path[:end] in found:
+                found[path[:end]] += cost
+    return [found[name] for name in layers]
+
+
+def _one_more(before: Sequence[tuple[float, int]], total: Sequence[float], least: int) -> list[tuple[float, int]]:
+    """Return the tables of the dynamic program for one chunk more.
+
+    Entry n is for the first n layers: the cost of the most expensive chunk, and the begin of the last chunk. The later
+    the last chunk begins, the more the layers before it cost, and the less it costs itself. The best begin is where the
+    two costs meet; of equal ones it is the first. `least` is the number of chunks before.
+    """
+    found = [(inf, 0)] * len(total)
+    for end in range(least + 1, len(total)):
+        places = range(least, end)
+        at = bisect_left(places, True, key=lambda k, end=end: before[k][0] >= total[end] - total[k])
+        later = before[places[at]][0] if at < len(places) else inf
+        cost = min(later, total[end] - total[places[at - 1]] if at else inf)
+        first = bisect_left(places, True, key=lambda k, end=end, cost=cost: total[end] - total[k] <= cost)
+        found[end] = cost, places[first]
+    return found
+
+
+def _check(starts: Sequence[str], layers: Sequence[str], way: Sequence[int], stages: int) -> None:
+    unknown = next((name for name in starts if name not in layers), None)
+    shown = ", ".join(layers[:6]) + (", …" if len(layers) > 6 else "")
+    if unknown is not None:
+        found, why, write = f"no layer {unknown!r}", "a chunk begins at a layer", f"use names of {shown}"
+    elif len(starts) + 1 != len(way):
+        found = f"{len(starts) + 1} chunks of {len(layers)} layers"
+        why, write = f"there must be {len(way)} chunks, on stages {tuple(way)}", f"pass {len(way) - 1} names of {shown}"
+    elif set(way) != set(range(stages)):
+        found, why = f"stages {tuple(way)}", f"the mesh has {stages} stages, and each needs a chunk"
+        write = f"pass way={tuple(range(stages))}, or a way that visits every stage"
+    else:
+        return
+    raise StageError("a model split for a pipeline", found, why, write)

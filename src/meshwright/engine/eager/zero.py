@@ -1,0 +1,147 @@
+"""ZeRO in the eager mode: optimizer states, gradients and parameters are sharded along axes that shard the batch.
+
+All three stages are layouts (Rajbhandari et al. 2020). In stage 1 a parameter is sharded only during the optimizer's
+step. In stages 2 and 3 it is always sharded, and the modules that own it compute with the whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.layout import MeshError, Spec
+from meshwright.passes import sharded
+from meshwright.tensor import DistTensor, lay, place
+
+from ..marks.module_memory import refuse_shared_parameters
+from .regather import Regather
+from .swapped_parameters import stand_in
+
+Axes = str | tuple[str, ...]
+Around = Callable[[], None]
+Cut = Mapping[Tensor, Spec]
+"""Parameter → its sharded layout."""
+
+
+@dataclass(frozen=True)
+class ShardingStage1:
+    """ZeRO stage 1: states sharded along `axes`. Each rank updates its part of a parameter; then parts are gathered.
+
+    Parameters of fewer than `least` elements stay whole.
+    """
+
+    axes: Axes
+    least: int = 1024
+
+    def around(self, optimizer: Optimizer) -> tuple[Around, Around]:
+        """Return the functions to call before and after each step.
+
+        Raises:
+            MeshError: a parameter's mesh lacks an axis.
+        """
+        cut = _cut(optimizer, self.axes, self.least, self)
+        wholes: dict[Tensor, tuple[Spec, Any]] = {}
+
+        def before() -> None:
+            for p, spec in cut.items():
+                wholes[p] = (_spec(p), p.grad)
+                _lay_with_gradient(p, spec)
+
+        def behind() -> None:
+            for p, (spec, grad) in wholes.items():
+                p.grad = None
+                lay(p, spec)
+                p.grad = grad
+            wholes.clear()
+
+        return before, behind
+
+
+@dataclass(frozen=True)
+class ShardingStage2:
+    """ZeRO stage 2: states, gradients and parameters sharded along `axes`; modules gather them once per step.
+
+    Modules gather the parameters that they own. A gathered parameter lives from its module's forward to its backward
+    pass. Its gradient is reduced and scattered. Parameters of fewer than `least` elements stay whole.
+    """
+
+    axes: Axes
+    model: nn.Module = field(repr=False)
+    least: int = 1024
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Shard the parameters, and hook the modules. Raises MeshError if a parameter's mesh lacks an axis."""
+        gather_at_use(self.model, _cut(optimizer, self.axes, self.least, self))
+
+
+@dataclass(frozen=True)
+class ShardingStage3:
+    """ZeRO stage 3: like stage 2, but a gathered parameter is freed after the forward pass and gathered again."""
+
+    axes: Axes
+    model: nn.Module = field(repr=False)
+    least: int = 1024
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Shard the parameters, and hook the modules. Raises MeshError if a parameter's mesh lacks an axis."""
+        gather_at_use(self.model, _cut(optimizer, self.axes, self.least, self), again=True)
+
+
+ShardingStage = ShardingStage1 | ShardingStage2 | ShardingStage3
+
+
+def _cut(optimizer: Optimizer, axes: Axes, least: int, asked: ShardingStage) -> Cut:
+    """Return the parameters that are to be sharded, with their sharded layouts."""
+    names = (axes,) if isinstance(axes, str) else axes
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {p: _cut_of(p, names, least, asked) for p in parameters}
+    refuse_shared_parameters(parameters, repr(asked))
+    return {p: spec for p, spec in found.items() if spec is not _spec(p)}
+
+
+def _cut_of(p: Tensor, axes: tuple[str, ...], least: int, asked: ShardingStage) -> Spec:
+    axis = next((a for a in axes if not isinstance(p, DistTensor) or a not in p.spec.mesh.sizes), None)
+    if axis is not None:
+        found = f"a parameter on {p.spec.mesh!r}" if isinstance(p, DistTensor) else "a parameter that is on no mesh"
+        raise MeshError(
+            repr(asked), found, f"the parameter has no mesh axis {axis!r} to be sharded along",
+            "call mw.shard_layer(model, mesh) before you create the optimizer, and name an axis of that mesh",
+        )  # fmt: skip
+    return sharded(_spec(p), axes, least)
+
+
+def _spec(p: Any) -> Spec:
+    return p.spec
+
+
+def _lay_with_gradient(p: Tensor, spec: Spec) -> None:
+    """Change the layout of a parameter to `spec`, and that of its gradient to the dual one."""
+    grad = p.grad
+    part = None if grad is None else place(grad, spec.mesh, spec.dual().layout)
+    p.grad = None
+    lay(p, spec)
+    p.grad = part
+
+
+# --- parameters that are gathered where they are used --------------------------------------------------------------
+
+
+def gather_at_use(model: nn.Module, cut: Cut, again: bool = False) -> None:
+    """Shard the parameters, and gather them while a module that owns them runs; with `again`, once more backward."""
+    wholes = {p: _varying(_spec(p), spec) for p, spec in cut.items()}
+    for p, spec in cut.items():
+        _lay_with_gradient(p, spec)
+    regather = Regather() if again else None
+    for module in model.modules():
+        owned = {name: wholes[p] for name, p in module._parameters.items() if p is not None and p in wholes}
+        stand_in(module, owned, regather)
+
+
+def _varying(whole: Spec, cut: Spec) -> Spec:
+    """Return the layout of the gathered parameter; it is varying, so that its gradient is scattered."""
+    axes = tuple(a for a in cut.layout.cut_axes if a not in whole.layout.axes)
+    return whole.with_layout(replace(whole.layout, varying=(*whole.layout.varying, *axes)))

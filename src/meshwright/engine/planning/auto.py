@@ -1,0 +1,235 @@
+"""Training without marks: the mesh and the shardings are chosen from the model, a batch and the machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.comm import current
+from meshwright.cost import Cluster, cluster_of
+from meshwright.cost import cluster as read_cluster
+from meshwright.graph import Program, capture
+from meshwright.layout import Spec
+from meshwright.search import REPLICAS, Evenly, MeshPlan, SearchError, evenly, plan_mesh, rows_of, shown
+from meshwright.tensor import context, leaves_in
+
+from .._errors import BatchError
+from ..marks.context_parallel import ContextHooks
+from ..recording.shared_recordings import searched_once
+from ..recording.strategy import GradientMerge, Pipeline, Recomputing, Sharding, Strategy
+from ..static.to_static import DistModel
+from .stage_distribution import lay_in_stages
+
+ADAM, SMALL = 2.0, 64
+"""Adam's states, in multiples of the parameter's size; and the size of the parameter of an optimizer's trial step."""
+MOST = 20_000
+"""Most operators of a forward pass that a search accepts; a layer has about a hundred."""
+
+
+def plan(
+    model: nn.Module,
+    batch: Sequence[Any],
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    *,
+    cluster: Cluster | str | None = None,
+    ranks: int | None = None,
+    stages: int | None = None,
+) -> tuple[MeshPlan, ...]:
+    """Return the plans for training `model` on `ranks` devices of a cluster, fastest first; nothing runs.
+
+    Model and batch may be on the meta device. `loss` is called as by `to_static`, as `loss(model(*batch[:-1]),
+    batch[-1])`; without it the model returns the loss itself. `optimizer` determines the memory of its states; without
+    it they are Adam's. `cluster` is a cluster or its text ("64xH100"); without it, the cores of this machine. A plan
+    with a pipeline is included if it is the fastest of all. With `stages`, all plans have that many pipeline stages,
+    and with stages=1 no plan has a pipeline.
+
+    Raises:
+        SearchError: no plan fits into memory; the message says how much is missing.
+        CaptureError: the model cannot be captured; the message names the line at fault.
+    """
+    machines = machines_of(cluster)
+    devices = ranks or machines.devices or current().size
+    program, states = _captured(model, batch, loss), states_of(optimizer)
+    with shown(f"plans for {devices} ranks") as on_step:
+        leaves = list(leaves_in(batch))
+        return plan_mesh(program, machines, devices, on_step, batch=leaves, states=states, stages=stages)
+
+
+def states_of(optimizer: Optimizer | None) -> float:
+    """Return the size of an optimizer's states, in multiples of the size of their parameter.
+
+    It is measured by one step of an optimizer of the same class on a small parameter.
+    """
+    if optimizer is None:
+        return ADAM
+    kind, weight = type(optimizer), torch.zeros(SMALL, SMALL, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    try:
+        twin: Any = kind([weight], **optimizer.defaults)
+        twin.step()
+    except (TypeError, ValueError, RuntimeError):  # created or called in another way: assume Adam's
+        return ADAM
+    return sum(x.numel() for x in twin.state[weight].values() if isinstance(x, Tensor) and x.dim()) / weight.numel()
+
+
+def machines_of(cluster: Cluster | str | None) -> Cluster:
+    return read_cluster(cluster) if isinstance(cluster, str) else cluster or cluster_of("cpu core")
+
+
+def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor] | None) -> Program:
+    """Return the forward pass with the loss as a program. Raises BatchError if the batch has no input for the model."""
+    if loss is not None and len(batch) < 2:
+        raise BatchError(
+            "a plan for a model and a loss", f"a batch with {len(batch)} elements",
+            "the loss takes the last element of the batch, and the model takes the others",
+            "pass (inputs, labels); or pass loss=None and return the loss from the model",
+        )  # fmt: skip
+
+    def call(*args: Any) -> Any:
+        return model(*args) if loss is None else loss(model(*args[:-1]), args[-1])
+
+    return capture(model, call, batch, most=MOST).program
+
+
+def auto(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Iterable[Any],
+    loss: Callable[..., Tensor] | None = None,
+    *,
+    cluster: Cluster | str | None = None,
+    strategy: Strategy | None = None,
+    plan: MeshPlan | None = None,
+) -> DistModel:
+    """Return `to_static` of the model on all ranks, with the best mesh and shardings; every rank must call it.
+
+    `loader` yields batches, a tuple each: a DataLoader, or a list of one batch. The first batch is captured for the
+    search. Every rank gets all of each batch. Without a `loss` the model returns the loss. With a `plan` there is no
+    search: it is one of the results of the function `plan`, or the result of `meshwright.search.parse_mesh_plan` for a
+    plan that a person wrote.
+
+    Raises:
+        SearchError: the plan does not fit this model, or is for another number of ranks.
+        BatchError: the loader has no batch.
+
+    >>> import meshwright as mw, torch
+    >>> from torch.nn.functional import mse_loss
+    >>> def train():
+    ...     model = torch.nn.Linear(4, 2)
+    ...     batch = torch.randn(8, 4), torch.randn(8, 2)
+    ...     step = mw.auto(model, torch.optim.SGD(model.parameters(), lr=0.1), [batch], mse_loss)
+    ...     return [step(*batch).item() for _ in range(2)]
+    >>> first, then = mw.simulate(train, 4)[0]
+    >>> then < first
+    True
+    """
+    batch, options = _first(optimizer, loader), strategy or Strategy()
+    program, leaves = _captured(model, batch, loss), list(leaves_in(batch))
+    chosen = plan or fastest(program, machines_of(cluster), batch=leaves, states=states_of(optimizer))
+    if chosen.mesh.size != current().size:
+        raise SearchError(
+            f"a plan of {chosen.how}", f"{current().size} ranks", f"the mesh of the plan has {chosen.mesh.size} ranks",
+            f"start {chosen.mesh.size} ranks, or choose mesh sizes whose product is {current().size}",
+        )  # fmt: skip
+    specs = _of_pieces(chosen, program)
+    if chosen.pipeline is not None:
+        lay_in_stages(model, optimizer, chosen)
+        specs = {}
+    if chosen.context != "gather" and context() == "gather":
+        ContextHooks(chosen.context).put_on(model)
+    layouts = {**specs, **(options.layouts or {})}
+    step = DistModel(model, loader, loss, optimizer, replace(carried_out(chosen, options), layouts=layouts))
+    step.plan = chosen
+    if chosen.pieces > 1:
+        step.before.append(_Counted(evenly(program), chosen))
+    return step
+
+
+def _first(optimizer: Any, loader: Any) -> Sequence[Any]:
+    """Return the first batch of the loader. Raises BatchError unless the loader can be iterated again."""
+    if not isinstance(optimizer, Optimizer):
+        raise BatchError(
+            f"mw.auto with the optimizer {optimizer!r:.60}", f"a {type(optimizer).__name__}",
+            "the optimizer comes after the model, and then the batches", "call mw.auto(model, optimizer, loader, loss)",
+        )  # fmt: skip
+    known = isinstance(loader, Iterable) and not isinstance(loader, (Tensor, Iterator, Mapping))
+    batch: Any = next(iter(loader), None) if known else None
+    if batch is None or (isinstance(loader, tuple) and isinstance(batch, Tensor)):
+        raise BatchError(
+            f"mw.auto with a loader that is a {type(loader).__name__}",
+            "a loader without batches" if known and batch is None else "tensors, or batches that can be read only once",
+            "the search reads the first batch, and training then starts again with the first batch",
+            "pass a DataLoader, or a list of one batch: [(inputs, labels)]",
+        )  # fmt: skip
+    return batch if isinstance(batch, (tuple, list)) else (batch,)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A check that refuses batches whose pieces have different numbers of ignored labels.
+
+    The mean of the pieces' losses would then differ from the loss of the batch.
+    """
+
+    how: Evenly
+    plan: MeshPlan
+
+    def __call__(self, leaves: Sequence[Any]) -> None:
+        if self.how.ignores(leaves):
+            raise SearchError(
+                f"a step of {self.plan.how}", "ignored labels, whose number may differ between the pieces of the batch",
+                "the mean over pieces equals that of the batch only if equally many labels count in each piece",
+                "plan with such a batch: mw.auto then uses no pieces. Or pass Strategy(gradient_merge=...)",
+            )  # fmt: skip
+
+
+def carried_out(plan: MeshPlan, options: Strategy) -> Strategy:
+    """Return the strategy with a plan's pipeline and its options for saving memory.
+
+    Options that the user has switched on stay as they are.
+    """
+    saving, chosen = plan.saving, dict[str, Any]()
+    if saving.zero and not options.sharding.enable:
+        axes = (REPLICAS,) if REPLICAS in plan.mesh.sizes else None
+        chosen["sharding"] = Sharding(enable=True, stage=saving.zero, axes=axes)
+    if saving.recompute and not options.recompute.enable:
+        chosen["recompute"] = Recomputing(enable=True, layers=saving.recompute)
+    if saving.accumulate > 1 and options.merge is None:
+        chosen["gradient_merge"] = GradientMerge(enable=True, k_steps=saving.accumulate)
+    if plan.pipeline is not None and not options.pipeline.enable:
+        how = plan.pipeline
+        chosen["pipeline"] = Pipeline(enable=True, schedule_mode=how.schedule, accumulate_steps=how.microbatches)
+    return replace(options, **chosen)
+
+
+def _of_pieces(plan: MeshPlan, program: Program) -> dict[str, Spec]:
+    """Return the layouts by the names of values. If the batch is taken in pieces, its layouts are those of a piece."""
+    specs, pieces = plan.specs(program), plan.saving.accumulate
+    rows = rows_of(program)
+    for given in program.inputs:
+        spec = specs.get(given.value.name)
+        if given.role == "batch" and spec is not None and spec.shape[:1] == (rows,) and pieces > 1:
+            specs[given.value.name] = Spec(spec.mesh, spec.layout, (rows // pieces, *spec.shape[1:]), spec.dtype)
+    return specs
+
+
+def fastest(
+    program: Program, machines: Cluster, saving: bool = True, batch: Sequence[Any] = (), states: float = ADAM
+) -> MeshPlan:
+    """Return the best plan for the existing ranks; rank 0 shows the progress.
+
+    Without `saving`, only the mesh and the shardings are chosen.
+    """
+    here = current()
+
+    def search() -> MeshPlan:
+        with shown(f"plans for {here.size} ranks", silent=here.rank != 0) as on_step:
+            return plan_mesh(program, machines, here.size, on_step, saving, batch, states)[0]
+
+    return searched_once(here, program, (machines, saving, states), search)

@@ -1,0 +1,88 @@
+"""The inputs of a recording: a network, its loss, its optimizer and a strategy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.graph import Slot, StateKey, slots_of
+from meshwright.tensor import local_parts
+
+from .memory_overlap import lie_apart
+from .setting_text import code_of
+from .strategy import Strategy
+
+Mode = Literal["train", "eval", "predict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The network, loss, optimizer and strategy that programs are recorded from."""
+
+    network: nn.Module
+    loss: Callable[..., Tensor] | None
+    optimizer: Optimizer | None
+    strategy: Strategy
+
+    def slots(self) -> Sequence[Slot]:
+        """Return the parameters and buffers."""
+        return slots_of(self.network)
+
+    def states(self) -> dict[StateKey, Any]:
+        """Return the optimizer's states by parameter and key; empty without an optimizer."""
+        if self.optimizer is None:
+            return {}
+        names = {id(s.tensor): s.name for s in self.slots()}
+        held = ((p, state) for p, state in self.optimizer.state.items() if id(p) in names)
+        return {(names[id(p)], key): value for p, state in held for key, value in state.items()}
+
+    def call(self, mode: Mode, *batch: Any) -> Any:
+        """Return the loss of a batch, whose last part is the labels; without a loss, the network's result."""
+        if mode == "predict" or self.loss is None:
+            return self.network(*batch)
+        *inputs, labels = batch
+        return self.loss(self.network(*inputs), labels)
+
+    def constants(self) -> tuple[Any, ...]:
+        """Return the constants of a training step: the optimizer's options other than learning rates."""
+        return tuple(
+            (at, key, _frozen(value))
+            for at, group in enumerate(self.optimizer.param_groups if self.optimizer else ())
+            for key, value in group.items()
+            if key not in ("lr", "initial_lr", "params") and not isinstance(value, Tensor)
+        )
+
+    def lies_apart(self) -> bool:
+        """True if no two parameters, buffers or states share memory."""
+        with local_parts():
+            return lie_apart((*(s.tensor for s in self.slots()), *self.states().values()))
+
+    def writes(self) -> bool:
+        """True if kernels may write parameters, buffers and states in place."""
+        return self.strategy.inplace and self.lies_apart()
+
+    def text(self) -> dict[str, str]:
+        """Return the facts, as text, that must be equal for a program to be used with this model."""
+        plan = replace(self.strategy, compiler="none", max_programs=1)
+        return {
+            **code_of(self.network, self.loss, self.optimizer),
+            "strategy": re.sub(r" at 0x\w+", "", repr(plan)),
+            **{f"tensor {s.name}": f"{s.tensor.dtype}{list(s.tensor.shape)}" for s in self.slots()},
+        }
+
+
+def _frozen(value: Any) -> Any:
+    """Return an option as a value that can be compared and hashed; of objects, their type."""
+    if isinstance(value, (int, float, bool, str, type(None))):
+        return value
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(_frozen, cast("Sequence[Any]", value)))
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return ("dict", *((_frozen(key), _frozen(item)) for key, item in items))
+    return type(value).__qualname__

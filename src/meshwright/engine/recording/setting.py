@@ -1,0 +1,142 @@
+"""The setting of a program: everything that Python read while it was recorded, layouts of tensors, and torch's state.
+
+A program is recorded once. Before it runs again, its setting is compared with the present one. This finds changed
+attributes and globals, switched layers, frozen or replaced parameters, loaded states, and hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.graph import Capture, Guards, backend_flags, modes_on, slots_of
+from meshwright.tensor import DistTensor, context, drawing_by, local_parts
+
+from .._errors import StaticError
+from ..eager.local_step import own_hook
+from .setting_text import lies_text
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """The objects from which a program was recorded: a network, functions beside it such as the loss, an optimizer."""
+
+    network: nn.Module
+    calls: tuple[Any, ...] = ()
+    optimizer: Optimizer | None = None
+
+    def named(self) -> dict[str, Any]:
+        """Return the roots of `Guards`, by name."""
+        return {"network": self.network, **{f"call{at}": call for at, call in enumerate(self.calls)}, **self.beside}
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """The objects that a capture does not run."""
+        return {} if self.optimizer is None else {"optimizer": self.optimizer}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The setting that one program was recorded in."""
+
+    roots: Roots
+    guards: Guards
+    facts: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, roots: Roots, captured: Capture) -> Setting:
+        """Return the setting of now, for a program of a captured call.
+
+        The places of the capture are those of the program if no other code ran since, and nothing changed.
+        """
+        places = captured.places
+        known = places is not None and places.are_of(captured.ran) and places.guards.holds()
+        guards = places.guards if places is not None and known else Guards.of(roots.named(), captured.ran)
+        return cls(roots, guards, facts_of(roots))
+
+    def holds(self) -> bool:
+        """True if nothing changed that the program depends on."""
+        return self.guards.holds() and facts_of(self.roots) == self.facts
+
+    def changed(self) -> str | None:
+        """Return the name of a place that changed, and its values, for people."""
+        found = next(self.guards.changes(), None)
+        return None if found is None else f"{found[0]} was {found[1]!r:.60}, and is {found[2]!r:.60}"
+
+
+def first_marks(network: nn.Module) -> dict[str, str]:
+    """Return the layouts of parameters and buffers as text, by name."""
+    return {slot.name: lies_text(slot.tensor) for slot in slots_of(network)}
+
+
+def facts_of(roots: Roots) -> tuple[Any, ...]:
+    """Return the facts about torch's state and tensors that a program depends on; tensors count by layout."""
+    with local_parts():
+        return (*torch_state(), *_of_network(roots.network), *_of_optimizer(roots.optimizer))
+
+
+def torch_state() -> Iterator[Any]:
+    """Yield the state of torch and of this library that operators and layers depend on."""
+    yield drawing_by(), context(), torch.get_default_dtype(), torch.get_default_device()
+    yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
+    yield torch.get_float32_matmul_precision(), modes_on(), backend_flags()
+    for device in _autocast_devices():
+        if torch.is_autocast_enabled(device):
+            yield device, torch.get_autocast_dtype(device)
+
+
+def _autocast_devices() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def _of_network(network: nn.Module) -> Iterator[Any]:
+    for part in network.modules():
+        for p in part._parameters.values():
+            yield None if p is None else (p.requires_grad, _lies(p), _hooks(p, PARAMETER_HOOKS))
+        yield from (None if x is None else _lies(x) for x in part._buffers.values())
+
+
+def _of_optimizer(optimizer: Optimizer | None) -> Iterator[Any]:
+    if optimizer is None:
+        return
+    yield _hooks(optimizer, STEP_HOOKS, own_hook(optimizer))
+    for group in optimizer.param_groups:
+        yield [id(p) for p in group["params"]], [id(x) for x in group.values() if isinstance(x, Tensor)]
+    for p, state in optimizer.state.items():
+        yield id(p), [(key, _lies(v) if isinstance(v, Tensor) else type(v)) for key, v in state.items()]
+
+
+def _hooks(owner: Any, kinds: tuple[str, ...], own: int | None = None) -> tuple[Any, ...]:
+    """Return the ids of the hooks of a parameter or an optimizer other than our `own`; torch never reuses an id."""
+    held = [tuple(number for number in getattr(owner, kind, None) or () if number != own) for kind in kinds]
+    return tuple(held) if any(held) else ()
+
+
+def _lies(x: Tensor) -> Any:
+    return x._spec if type(x) is DistTensor else (x.shape, x.dtype, x.device)
+
+
+def form_of(tree: Any) -> Any:
+    """Return the structure of a batch without its tensors: types, lengths, keys in their order.
+
+    Raises StaticError for a leaf that is no tensor and cannot be compared.
+    """
+    if isinstance(tree, (tuple, list)):
+        return (type(tree), *[form_of(v) for v in tree])
+    if isinstance(tree, Mapping):
+        return (type(tree), *[(key, form_of(v)) for key, v in tree.items()])
+    if not isinstance(tree, Tensor) and not isinstance(tree, Hashable):
+        raise StaticError(
+            f"a batch with a {type(tree).__name__}", "a value that is neither a tensor nor hashable",
+            "a value that is not a tensor becomes part of the key that selects a program", "pass torch.as_tensor(x)",
+        )  # fmt: skip
+    return None

@@ -1,0 +1,293 @@
+"""Pipelines in the static mode: the model's stages, the schedule, and the run of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.comm import current
+from meshwright.graph import Capture, Program, Value, apply_passes, record_gradients, verify
+from meshwright.pipeline import (
+    BEHIND,
+    Intake,
+    Make,
+    Parts,
+    PipelineRun,
+    Schedule,
+    StageError,
+    Stages,
+    behind_all,
+    check,
+    check_fits,
+    check_renewed,
+    chunk_times,
+    end_to_end,
+    in_pieces,
+    in_slices,
+    is_stale,
+    known,
+    mirrored,
+    one_by_one,
+    parse_schedule,
+    staged,
+    taken_apart,
+    taken_up,
+    updates,
+    weight_versions,
+    with_behind,
+)
+from meshwright.search import Problem, find_schedule
+from meshwright.tensor import leaves_in
+
+from .._errors import StrategyError
+from ..recording.strategy import Pipeline, Strategy
+from ..recording.variants import sizes_of
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The schedule of a pipeline, and the reason for it in one line."""
+
+    schedule: Schedule
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piped:
+    """A step in a pipeline: this rank's parts for each copy of the model, the intake of batches, and the schedule.
+
+    `again` is the program of all updates of an asynchronous step but the first, if the first creates states.
+    """
+
+    copies: tuple[Parts, ...]
+    intake: Intake
+    chosen: Chosen
+    again: Program | None = None
+
+    def after(self, act: Callable[[Program], Program]) -> Piped:
+        """Return the step with `act` applied to each of its programs."""
+        again = None if self.again is None else act(self.again)
+        return replace(self, copies=tuple(parts.after(act) for parts in self.copies), again=again)
+
+    def runs(self, make: Make, looks: bool = False) -> PipelineRun:
+        """Return the step as a function of its inputs; `make` gives each of its programs as one.
+
+        With `looks`, gradients can be looked at before the update, if it is a single one.
+        """
+        here, schedule = current().rank, self.chosen.schedule
+        return PipelineRun(self.copies, schedule, here, self.intake, make, again=self.again, looks=looks)
+
+    def end_to_end(self) -> tuple[Program, Mapping[str, Any]]:
+        """Return all programs joined into one, to be read and saved, and the table that separates them."""
+        program, table = end_to_end(self.copies, self.intake, self.chosen.schedule)
+        return program, {**table, "why": self.chosen.why}
+
+
+def taken_from(program: Program, table: Mapping[str, Any]) -> Piped:
+    """Return the step that `Piped.end_to_end` joined. Raises Python's own errors for a table of another form."""
+    copies, intake, schedule = taken_up(program, table)
+    check(schedule, stale=True)
+    check_fits(schedule, copies[0].stages)
+    return Piped(copies, intake, Chosen(schedule, str(table["why"])))
+
+
+class Separate(tuple[Any, ...]):
+    """Batches that are passed one by one, as the microbatches of a step."""
+
+    __slots__ = ()
+
+    @property
+    def firsts(self) -> list[Any]:
+        """Return the first batch of each form, which is the sizes of its tensors."""
+        found: dict[Any, Any] = {}
+        for batch in self:
+            found.setdefault(_sizes(batch), batch)
+        return [*found.values()]
+
+    @property
+    def form_of(self) -> tuple[int, ...]:
+        """Return the number of each batch's form."""
+        sizes = [_sizes(batch) for batch in self.firsts]
+        return tuple(sizes.index(_sizes(batch)) for batch in self)
+
+
+def _sizes(batch: Any) -> Any:
+    return sizes_of(list(leaves_in(batch)))
+
+
+def piped(
+    captured: Sequence[Capture],
+    batch: Sequence[Any],
+    strategy: Strategy,
+    update: Callable[[Program], Sequence[Program]],
+) -> Piped:
+    """Return the step of a batch; `update` appends the optimizer's step and returns the first and any later variants.
+
+    For `Separate` batches, there is one capture per form.
+
+    Raises:
+        StageError, ScheduleError: the schedule does not fit the model's chunks.
+        StrategyError: the schedule is for another number of microbatches.
+    """
+    first, *_ = programs = [staged(c.program) for c in captured]
+    trained = {slot.name for slot in captured[0].slots if slot.is_parameter and slot.tensor.requires_grad}
+    chosen = _chosen(strategy.pipeline, *first, trained)
+    schedule = chosen.schedule
+    for program, _ in programs:
+        check_renewed(program, schedule)
+    count = range(schedule.sequences)
+    form_of = batch.form_of if isinstance(batch, Separate) else (0,) * len(count)
+    way_of = [schedule.way_of(m * schedule.slices) for m in count]
+    pairs = sorted({*zip(way_of, form_of, strict=True)})
+    steps = [_staged_step(captured[form], programs[form], way, strategy) for way, form in pairs]
+    _check_alike([stages for (way, _), (_, stages) in zip(pairs, steps, strict=True) if way == 0])
+    own = first[1].of(current().rank)
+    split = own is not None and schedule.splits(own)
+    how = bool(schedule.recomputed), schedule.slices, split, is_stale(schedule)
+    copies = [taken_apart(step, stages, *how) for step, stages in steps]
+    per_step = updates(schedule)
+    first_update, *others = update(behind_all(copies, schedule.sequences // per_step))
+    _check_updates(schedule, copies, first_update, others)
+    again = with_behind(copies, others[0])[0].programs[BEHIND] if others and per_step > 1 else None
+    copies = with_behind(copies, first_update)
+    if isinstance(batch, Separate):
+        copy_of = [pairs.index(pair) for pair in zip(way_of, form_of, strict=True)]
+        return Piped(copies, one_by_one(copies, copy_of, len(list(leaves_in(batch[0])))), chosen, again)
+    how = strategy.microbatches
+    assert how is not None
+    return Piped(copies, in_pieces(copies, schedule, how.leaves(list(leaves_in(batch)))), chosen, again)
+
+
+def _check_updates(schedule: Schedule, copies: Sequence[Parts], first: Program, others: Sequence[Program]) -> None:
+    """Raise StageError if the several updates of an asynchronous step cannot be runs of one program."""
+    if not is_stale(schedule):
+        return
+    last = others[0] if others else first
+    states = (first.outputs["state"], last.outputs["state"])
+    if states[1] or not all(isinstance(v, Value) for v in states[0].values()):
+        name, key = next(k for made in states for k, v in made.items() if made is states[1] or not isinstance(v, Value))
+        raise StageError(
+            f"schedule {schedule.name!r}", f"the optimizer's state {key!r} of {name}, which each update creates anew",
+            "one program runs the several updates of a step",
+            "use an optimizer whose counters are tensors, or schedule 1F1B",
+        )  # fmt: skip
+    if len(copies) > 1:
+        raise StageError(
+            f"schedule {schedule.name!r}", "microbatches of several sizes",
+            "one program runs all updates, so all microbatches must have the same size",
+            "use microbatches of one size, or schedule 1F1B",
+        )  # fmt: skip
+
+
+def _staged_step(
+    captured: Capture, found: tuple[Program, Stages], way: int, strategy: Strategy
+) -> tuple[Program, Stages]:
+    """Return the step of one microbatch in one direction through the chunks, and its stages."""
+    program, stages = staged(mirrored(captured.program, found[1])) if way else found
+    return _step(replace(captured, program=program), strategy), stages
+
+
+def _check_alike(found: Sequence[Stages]) -> None:
+    if len({(stages.ranks, stages.way) for stages in found}) > 1:
+        raise StageError(
+            "microbatches of several sizes, in a pipeline", "a model whose chunks depend on the sizes of its batch",
+            "one schedule runs all microbatches through the same chunks", "use marks that are the same for all sizes",
+        )  # fmt: skip
+
+
+def _step(captured: Capture, strategy: Strategy) -> Program:
+    """Return the step of one microbatch, after the passes that need its forward and backward pass together."""
+    step = verify(record_gradients(captured, current().rank, current().size, strategy.amp.scaling is not None))
+    return apply_passes(step, strategy.passes_on("step"))
+
+
+def _chosen(options: Pipeline, program: Program, stages: Stages, trained: Collection[str]) -> Chosen:
+    if options.schedule_mode != AUTO or slices_of(options) > 1:
+        return Chosen(schedule_of(options, stages), f"{options.schedule_mode.splitlines()[0]}: as requested")
+    times = chunk_times(program, stages, trained)
+    problem = Problem(stages.way, options.accumulate_steps, times, capacity=options.capacity)
+    found = find_schedule(problem, seconds=0.0)
+    shares = ", ".join(" ".join(f"{t:.2f}" for t in times.of_chunk(c)) for c in range(len(stages.way)))
+    return Chosen(
+        found.schedule, f"{found}; times of F, B and W by chunk: {shares}; stages of the chunks: {stages.way}"
+    )
+
+
+def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
+    """Return the schedule for these stages, checked. Raises StrategyError or StageError if it does not fit."""
+    found = _table(options, stages)
+    check_fits(found, stages)
+    if found.sequences != options.accumulate_steps:
+        raise StrategyError(
+            f"pipeline.accumulate_steps = {options.accumulate_steps}", f"a table for {found.sequences} microbatches",
+            "the table fixes the number of microbatches", f"set accumulate_steps = {found.sequences}",
+        )  # fmt: skip
+    if found.slices != slices_of(options):
+        raise StrategyError(
+            f"pipeline.slices = {options.slices}", f"a schedule with {found.slices} slices a sequence",
+            "the actions of the schedule fix the number of slices",
+            f"set slices = {found.slices}" if found.slices > 1 else 'set schedule_mode = "Seq1F1B", or slices = 1',
+        )  # fmt: skip
+    _check_meaning(found, options)
+    check(found, stale=options.asynchronous)
+    return found
+
+
+def _check_meaning(found: Schedule, options: Pipeline) -> None:
+    """Raise an error unless `asynchronous` says whether the schedule updates weights while batches are in flight."""
+    if is_stale(found) == options.asynchronous:
+        return
+    if options.asynchronous:
+        raise StrategyError(
+            "pipeline.asynchronous = true", f"schedule {found.name!r}, with one update after all microbatches",
+            "this schedule is synchronous: its step equals a step on one device",
+            'set schedule_mode = "PipeDream-2BW", or asynchronous = false',
+        )  # fmt: skip
+    versions = " and ".join(map(str, weight_versions(found)))
+    raise StageError(
+        f"schedule {found.name!r}", f"{versions} versions of the weights on its ranks",
+        "a synchronous step updates weights once, after all of its microbatches, as on one device",
+        'use "ZB-H1" or "ZB-2p", which fill the same bubbles; or set pipeline.asynchronous = true with mw.to_static to '
+        "accept gradients of older weights",
+    )  # fmt: skip
+
+
+def _table(options: Pipeline, stages: Stages) -> Schedule:
+    if "\n" in options.schedule_mode:
+        return parse_schedule(options.schedule_mode)
+    how = known(options.schedule_mode)
+    ranks, microbatches = len(stages.ranks), options.accumulate_steps
+    if not how.takes:
+        return how.make(ranks, microbatches)
+    chunks = max(1, len(stages.way) // ranks)
+    return how.make(ranks, microbatches, slices_of(options) if how.takes == "slices" else chunks)
+
+
+def slices_of(options: Pipeline) -> int:
+    """Return the number of slices of a sequence; the text of a table has its own."""
+    if options.slices == 1 and "\n" in options.schedule_mode:
+        return parse_schedule(options.schedule_mode).slices
+    return options.slices if isinstance(options.slices, int) else len(options.slices)
+
+
+def sequences_cut(program: Program, options: Pipeline) -> Program:
+    """Return the captured program of a microbatch, with its sequence in slices if the options ask for it."""
+    count = slices_of(options)
+    if count == 1:
+        return program
+    total = next((i.value.shape[1] for i in program.inputs if i.role == "batch" and len(i.value.shape) > 1), 0)
+    lengths = options.slices if not isinstance(options.slices, int) else _even(total, count)
+    if sum(lengths) != total or 0 in lengths:
+        raise StageError(
+            f"pipeline.slices = {options.slices}", f"a sequence of {total} positions (dim 1 of the batch)",
+            "each position must be in one slice, and no slice may be empty",
+            f"set slices = 2, or lengths whose sum is {total}",
+        )  # fmt: skip
+    return in_slices(program, lengths)
+
+
+def _even(total: int, count: int) -> list[int]:
+    return [total // count + (n < total % count) for n in range(count)]

@@ -1,0 +1,439 @@
+"""From a model and a batch to the program of this rank: captured, laid out, recorded, and behind all passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.comm import current, is_compared
+from meshwright.graph import (
+    Capture,
+    Fits,
+    Input,
+    Layouts,
+    Looking,
+    Pass,
+    Program,
+    Run,
+    StateKey,
+    Value,
+    apply_passes,
+    brought,
+    capture,
+    check_stages,
+    compiled,
+    in_two,
+    joined,
+    libraries_of,
+    made_states,
+    meshes_of,
+    observed,
+    record_forward,
+    record_gradients,
+    record_update,
+    runner,
+    runs_users_code,
+    spread,
+    tensor_dtype,
+    verify,
+    with_layouts,
+)
+from meshwright.layout import Spec
+from meshwright.passes import data_axes, shards
+from meshwright.tensor import leaves_in, stages_of
+
+from ..eager.optimizer import refuse_master_weights
+from ..recording.digest import checksums, digest_of
+from ..recording.loss_scale import LossScale
+from ..recording.memory_overlap import check_apart, without_inputs
+from ..recording.program_inputs import Fetch, fetch_of, lay_as_captured
+from ..recording.recorded_model import Mode, Model
+from ..recording.recording_progress import Phases
+from ..recording.refuse_call import refuse_shared_laid
+from ..recording.setting import Roots, form_of
+from ..recording.shared_recordings import (
+    SteadyCalls,
+    captured_once,
+    completed_once,
+    constant_numbers,
+    constants_of,
+    is_shared,
+    recorded_once,
+    runner_once,
+)
+from ..recording.variants import Dynamic, sizes_of
+from ..recording.without_gc import uncollected
+from .pipeline_step import Chosen, Piped, Separate, piped, sequences_cut
+from .program_cache import Kept
+from .program_files import Saved
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A program, the function that runs it, and where each of its inputs comes from; of a pipeline also its table.
+
+    One that is not `whole` runs more than its program says, and is in no file: the first of asynchronous steps, where
+    the updates behind its first one are others.
+    """
+
+    program: Program
+    run: Run
+    inputs: tuple[Input, ...]
+    fetch: tuple[Fetch, ...]
+    writes: tuple[int, ...]
+    table: Mapping[str, Any] | None = None
+    whole: bool = True
+    shared: bool = True
+    """True if the program is for other ranks, too: for those that hold parts of the same shapes."""
+    digest: str | None = None
+    """A checksum of all that decides which program a recording gives; None where no checksum tells."""
+    captures: tuple[str, ...] = ()
+    """Checksums of the calls that were captured for it."""
+    constants: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Place of an input that is a constant of the captured calls → number of this constant in the calls."""
+    apart: Looking | None = None
+    """The step with the update as a part of its own, if gradients are looked at before it."""
+    addresses: list[int] = field(default_factory=list[int])
+    """The addresses of the tensors that the last check showed to share no memory with what the program writes."""
+
+    def check_apart(self, given: Sequence[Any], leaves: Sequence[Any]) -> None:
+        """Raise StaticError if an input that the program writes shares memory with another input.
+
+        `given` are the tensors and numbers for the inputs; some of them are copies of the `leaves` of the batch. The
+        batch counts if the program writes to it.
+        """
+        held = list(self._held(given, leaves))
+        addresses = [x.data_ptr() for x in held if isinstance(x, Tensor)]
+        if addresses != self.addresses:
+            check_apart(self.inputs, held, self.writes)
+            self.addresses = addresses
+
+    def _held(self, given: Sequence[Any], leaves: Sequence[Any]) -> Iterator[Any]:
+        """Yield the inputs; None for a tensor of the batch, or the caller's own tensor if the program writes any."""
+        writes_batch = any(self.inputs[at].role == "batch" for at in self.writes)
+        for i, x in zip(self.inputs, given, strict=True):
+            if i.role != "batch":
+                yield x
+            else:
+                yield leaves[i.source] if writes_batch else None
+
+
+@dataclass(slots=True)
+class Builder:
+    """Makes the programs of a model. What it lays once stays: `homes` are the layouts of parameters and buffers."""
+
+    model: Model
+    mode: Mode
+    loss_scale: LossScale | None = None
+    homes: dict[str, Spec] = field(default_factory=dict[str, Spec])
+    layouts: Layouts | None = None
+    pipeline: Chosen | None = None
+    loaded: list[tuple[str, Saved]] = field(default_factory=list[Any])
+    """Programs that were loaded, with their digests."""
+    kept: Kept = field(default_factory=Kept)
+    recordings: int = 0
+    phases: Phases = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Measure the phases of a new program."""
+        self.phases = Phases(f"{self.mode} program of {type(self.model.network).__name__}")
+
+    def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Capture]:
+        """The program for such a batch, which other batches it fits, and the call that was captured for it.
+
+        Ranks whose `key` is the same share the program.
+        """
+        self._begin()
+        with uncollected():
+            found = self._built(batch, dynamic, key)
+        self.phases.tell()
+        return found
+
+    def _built(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Capture]:
+        if self.mode == "train" and self.model.strategy.pipeline.enable:
+            return self._build_pipeline(batch, key)
+        strategy = self.model.strategy
+        merge = strategy.merge if self.mode == "train" else None
+        captured, layouts = self._captured(merge.piece(batch, 0) if merge else batch, dynamic)
+        sizes = sizes_of(list(leaves_in(batch)))
+        how = (key, dynamic, sizes, self.model.lies_apart())
+        digest = digest_of([captured], (key, dynamic, () if dynamic else sizes, how[-1]), self.model)
+        saved = self._saved(digest, batch, [captured])
+        if saved is not None:
+            self._lay(captured, layouts)
+            return self._loaded(saved.of_call(self._constants([captured])), digest), saved.holds, captured
+        how = (*how, strategy, self._states_lie(), type(self.model.optimizer))
+        alike = self._records_alike
+        program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch), alike)
+        self.recordings += 1
+        self._lay(captured, layouts)
+        ready = self._with_facts(self._ready(program), [captured], digest)
+        return ready, fits, captured
+
+    def _saved(self, digest: str | None, batch: Sequence[Any], captured: Sequence[Capture]) -> Saved | None:
+        """Return the loaded or kept program with this digest that takes the batch.
+
+        A kept program may use operators of the libraries whose operators the captured calls use.
+        """
+        if digest is None:
+            return None
+        leaves, trains = list(leaves_in(batch)), self.mode == "train"
+        libraries = libraries_of([node.op for each in captured for node in each.program.nodes])
+        kept = self.kept.find(digest, self.model, libraries)
+        found = chain((saved for at, saved in self.loaded if at == digest), kept)
+        return next((saved for saved in found if saved.fits(leaves, self.model, trains)), None)
+
+    @property
+    def _records_alike(self) -> bool:
+        """True if each rank makes the same tensors of Python numbers while it records."""
+        return self.model.optimizer is None or not runs_users_code(self.model.optimizer)
+
+    def _loaded(self, saved: Saved, digest: str | None) -> Compiled:
+        """A program of a file, ready to run."""
+        pipeline = saved.piped
+        if pipeline is not None:
+            found = self._ready_pipeline(pipeline)
+        else:
+            strategy = self.model.strategy
+            lowered = saved.lowered(self.model.writes()) if strategy.compiler == "inductor" else None
+            found = self._ready(saved.program, lowered)
+        return replace(found, shared=saved.shared, digest=digest, captures=saved.captures, constants=saved.constants)
+
+    def _captured(
+        self, batch: Sequence[Any], dynamic: Dynamic, homes: Mapping[str, Spec] | None = None
+    ) -> tuple[Capture, Layouts]:
+        """The captured model, its layouts completed, after the passes on captured programs; `homes` lie as they are."""
+        model, strategy = self.model, self.model.strategy
+        with strategy.autocast(leaves_in(batch)), self.phases.phase("capture"):
+            calls = () if model.loss is None else (model.loss,)
+            roots = Roots(model.network, calls, model.optimizer if self.mode == "train" else None)
+            steady = self._steady_calls()
+            captured = captured_once(
+                current(),
+                batch,
+                (self.mode, form_of(tuple(batch)), dynamic),
+                roots,
+                lambda: self._capture(batch, dynamic, roots, steady),
+            )
+        program = self._on_stages(spread(captured.program))
+        check_stages(program)
+        if self.mode == "train" and strategy.pipeline.enable:
+            program = sequences_cut(program, strategy.pipeline)
+        given = {**_of_dtype(program, {**self.homes, **(homes or {})}), **(strategy.layouts or {})}
+        with self.phases.phase("complete layouts"):
+            layouts = completed_once(current(), program, given)
+            if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
+                layouts = completed_once(current(), program, {**uncut, **given})
+        forward = with_layouts(program, layouts)
+        captured = replace(captured, program=apply_passes(forward, strategy.passes_on("captured")))
+        refuse_shared_laid(captured)
+        return captured, layouts
+
+    def _capture(self, batch: Sequence[Any], dynamic: Dynamic, roots: Roots, steady: SteadyCalls) -> Capture:
+        """Return the captured call of the model."""
+        model = self.model
+        captured = capture(
+            model.network,
+            lambda *leaves: model.call(self.mode, *leaves),
+            batch,
+            dynamic,
+            others=roots.calls,
+            is_known=steady.__contains__,
+            beside=roots.beside,
+        )
+        steady.add(captured.checksum)
+        return captured
+
+    def _steady_calls(self) -> SteadyCalls:
+        """Return the calls that were captured before for a program that is there."""
+        loaded = (checksum for _, saved in self.loaded for checksum in saved.captures)
+        return SteadyCalls(current(), (*loaded, *self.kept.captures(self.model)))
+
+    def _on_stages(self, program: Program) -> Program:
+        """The captured program; of a pipeline, each operand is sent to the stage that reads it."""
+        meshes = meshes_of(program)
+        in_stages = self.mode == "train" and self.model.strategy.pipeline.enable
+        return brought(program) if len(meshes) > 1 and (in_stages or stages_of(meshes) is not None) else program
+
+    def _uncut(self, program: Program, layouts: Layouts, batch: Sequence[Any]) -> dict[str, Spec]:
+        """Whole rows for what a batch in pieces has plain, where its tensors would be cut along different axes.
+
+        A rank takes a piece of its own part, and those must be the same rows in all tensors.
+        """
+        how = self.model.strategy.merge or self.model.strategy.microbatches
+        if how is None:
+            return {}
+        cut = how.leaves(list(leaves_in(batch)))
+        specs = {i: layouts.specs.get(i.value.name) for i in program.inputs if i.role == "batch" and i.source in cut}
+        if len({spec.layout.dims[0] if spec else () for spec in specs.values()}) <= 1:
+            return {}
+        plain = ((i.value.name, spec) for i, spec in specs.items() if spec is not None and i.spec is None)
+        return {n: spec.with_layout(replace(spec.layout, dims=((), *spec.layout.dims[1:]))) for n, spec in plain}
+
+    def _lay(self, captured: Capture, layouts: Layouts) -> None:
+        """Parameters, buffers and states lie from now on as the program takes them."""
+        lay_as_captured(captured, self.model.optimizer)
+        self.homes |= _homes(captured, layouts)
+        self.layouts = layouts
+
+    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[Compiled, Fits, Capture]:
+        """The actions of a pipeline's microbatches, each with a program."""
+        strategy = self.model.strategy
+        how = strategy.microbatches
+        assert how is not None
+        firsts = batch.firsts if isinstance(batch, Separate) else [how.piece(batch, 0)]
+        captured, layouts = self._captured(firsts[0], {})
+        homes = _homes(captured, layouts)
+        others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
+        sizes = sizes_of(list(leaves_in(batch)))
+        digest = digest_of([captured, *others], (key, sizes, self.model.lies_apart()), self.model)
+        saved = self._saved(digest, batch, [captured, *others])
+        if saved is not None:
+            self._lay(captured, layouts)
+            return self._loaded(saved.of_call(self._constants([captured, *others])), digest), saved.holds, captured
+        self.recordings += 1
+        with self.phases.phase("record"):
+            found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
+        fits = captured.fits()
+        self._lay(captured, layouts)
+        passes = self._last_passes()
+        with self.phases.phase("passes"):
+            found = found.after(lambda part: apply_passes(part, passes))
+        ready = self._ready_pipeline(found)
+        check_stages(ready.program)
+        return self._with_facts(ready, [captured, *others], digest), fits, captured
+
+    def _constants(self, captured: Sequence[Capture]) -> list[Tensor]:
+        """Return the constants of the captured calls, then the optimizer's options that are tensors."""
+        groups = self.model.optimizer.param_groups if self.mode == "train" and self.model.optimizer else ()
+        options = [x for group in groups for x in group.values() if isinstance(x, Tensor)]
+        return [*(x for each in captured for x in constants_of(each)), *options]
+
+    def _with_facts(self, ready: Compiled, captured: Sequence[Capture], digest: str | None) -> Compiled:
+        """Return the compiled program with the checksums and constants of its captured calls."""
+        constants = self._constants(captured)
+        return replace(
+            ready,
+            shared=is_shared(ready.program, constants, self._records_alike),
+            digest=digest,
+            captures=checksums(captured),
+            constants=constant_numbers(ready.program, constants),
+        )
+
+    def _ready_pipeline(self, found: Piped) -> Compiled:
+        """A pipeline's step, each part compiled where the strategy asks for it."""
+        model = self.model
+
+        def make(part: Program) -> tuple[Run, tuple[Value, ...]]:
+            if model.strategy.compiler == "inductor":
+                with self.phases.phase("compile"):
+                    part = compiled(part, current(), writes=model.writes())
+            return runner(part), tuple(x for x, _ in part.writes)
+
+        self.pipeline = found.chosen
+        run = found.runs(make, looks=is_compared() and model.strategy.compiler != "inductor")
+        at = {given.value: n for n, given in enumerate(run.inputs)}
+        slots = model.slots()
+        fetch = tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in run.inputs)
+        program, table = found.end_to_end()
+        writes = tuple(at[x] for x in run.writes)
+        apart = run.looking if run.looks else None
+        return Compiled(program, run, tuple(run.inputs), fetch, writes, table, found.again is None, apart=apart)
+
+    def _ready(self, program: Program, lowered: Program | None = None) -> Compiled:
+        """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""
+        model = self.model
+        writes = {given.value: at for at, given in enumerate(program.inputs)}
+        if lowered is None:
+            lowered = program
+            if model.strategy.compiler == "inductor":
+                with self.phases.phase("compile"):
+                    lowered = compiled(program, current(), writes=model.writes())
+        slots = model.slots()
+        return Compiled(
+            program,
+            runner_once(current(), lowered),
+            program.inputs,
+            tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in program.inputs),
+            tuple(writes[x] for x, _ in lowered.writes),
+            apart=in_two(lowered) if self.mode == "train" and is_compared() else None,
+        )
+
+    def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:
+        """The program of this rank, after all passes."""
+        with self.phases.phase("record"):
+            program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
+        with self.phases.phase("passes"):
+            return apply_passes(program, self._last_passes())
+
+    def _last_passes(self) -> Sequence[Pass]:
+        """The passes on what is recorded; inputs that look at one memory are not written over."""
+        passes = self.model.strategy.passes_on("recorded")
+        return passes if self.model.lies_apart() else without_inputs(passes)
+
+    def _states_lie(self) -> Any:
+        """Return the optimizer's states by key, with their specs or shapes; () outside of training."""
+        if self.mode != "train":
+            return ()
+        return [(key, getattr(x, "_spec", getattr(x, "shape", x))) for key, x in self.model.states().items()]
+
+    def _recorded(self, captured: Capture, batch: Sequence[Any]) -> Program:
+        here, strategy = current(), self.model.strategy
+        if self.mode != "train":
+            return record_forward(captured, here.rank, here.size)
+        step = record_gradients(captured, here.rank, here.size, self.loss_scale is not None)
+        if strategy.merge is not None:
+            step = strategy.merge.program(step, list(leaves_in(batch)))
+        return self._with_update(captured, step)
+
+    def _with_updates(self, captured: Capture, step: Program) -> list[Program]:
+        """The step with the optimizer's behind it; and, where that makes states, with one that finds them."""
+        first = self._with_update(captured, step)
+        made = made_states(first)
+        if not (made and self.model.strategy.pipeline.asynchronous):
+            return [first]
+        return [first, self._with_update(captured, step, made)]
+
+    def _with_update(self, captured: Capture, step: Program, made: Mapping[StateKey, Input] | None = None) -> Program:
+        """The step, whose outputs are a loss and gradients, and the optimizer's step behind it.
+
+        States are those that there are, and those that are `made` by then.
+        """
+        optimizer, strategy, here = self.model.optimizer, self.model.strategy, current()
+        assert optimizer is not None
+        refuse_master_weights(optimizer)
+        grads: Mapping[str, Any] = step.outputs["grads"]
+        trained = [i for i in captured.program.inputs if i.role == "parameter" and i.name in grads]
+        names = {id(s.tensor): s.name for s in captured.slots}
+        sharding = strategy.sharding
+        cut: Mapping[str, Spec] = {}
+        if sharding.enable and sharding.stage < 3:
+            cut = shards(trained, sharding.axes or data_axes(captured.program), sharding.least)
+        states, scaling = {**self.model.states(), **(made or {})}, strategy.amp.scaling
+        captured.ran.before_update()
+        with observed(captured.ran, runs_users_code(optimizer)):
+            update = record_update(optimizer, names, trained, states, here.rank, here.size, cut, scaling)
+        feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
+        return joined(step, update, feeds, lambda a, b: {"out": a["out"], **b})
+
+
+def _of_dtype(program: Program, homes: Mapping[str, Spec]) -> dict[str, Spec]:
+    """Return the layouts of inputs; those that were cast since have another dtype."""
+    dtypes = {i.value.name: tensor_dtype(i.value) for i in program.inputs if i.value.is_tensor}
+    return {
+        name: Spec(spec.mesh, spec.layout, spec.shape, dtypes.get(name, spec.dtype), spec.strides)
+        for name, spec in homes.items()
+    }
+
+
+def _homes(captured: Capture, layouts: Layouts) -> dict[str, Spec]:
+    """Return the layouts of parameters and buffers."""
+    held = {i.value.name for i in captured.program.inputs if i.role in ("parameter", "buffer")}
+    return {name: spec for name, spec in layouts.specs.items() if name in held}

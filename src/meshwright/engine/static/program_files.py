@@ -1,0 +1,258 @@
+"""Programs of a model in a folder: saved once recorded, and taken from there instead of being recorded again.
+
+One folder is for all ranks. Ranks that hold parts of the same shapes run one program, and the first of them saves it. A
+program is taken where the model was captured and its digest is the saved one's: then recording would give the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.comm import current
+from meshwright.graph import (
+    Holds,
+    Program,
+    are_alike,
+    compiled,
+    first_alike,
+    holds_of,
+    load_program,
+    machine,
+    no_program,
+    save_kernels,
+    save_program,
+    slots_of,
+    specs_data,
+    specs_in,
+    specs_of,
+    told,
+    with_kernels,
+)
+from meshwright.layout import inside, read_file
+
+from .._errors import StaticError
+from ..recording.program_inputs import states_fit
+from ..recording.recorded_model import Model
+from ..recording.setting_text import lies_text
+from ..recording.shared_recordings import made_once
+from ..recording.variants import Variant, Variants
+from .pipeline_step import Piped, taken_from
+from .program_index import checked_name, file_name, other_model, read_indexes, write_index
+
+Row = Mapping[str, Any]
+
+
+MOST_KERNELS = 2**30
+"""Bytes of a file of kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A file of kernels, and the checksum that the index has for it."""
+
+    path: Path
+    sha256: str
+
+    def load(self, program: Program) -> Program | None:
+        """Return the program with the kernels; None unless the file has the checksum.
+
+        The kernels are loaded from a copy of the bytes that were checked, so that nobody can exchange them in between.
+        """
+        data = read_file(self.path, MOST_KERNELS, links=False)
+        if sha256(data).hexdigest() != self.sha256:
+            return None
+        with TemporaryDirectory() as folder:
+            copy = Path(folder) / self.path.name
+            copy.write_bytes(data)
+            return with_kernels(program, current(), copy)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A program of a file, and the file of its kernels where this machine can run them; or a pipeline's step.
+
+    It is `shared` if it is for all ranks that hold parts of the same shapes. `holds` tells which batches it is for.
+    `table` describes the pipeline, if there is one. `constants` maps the place of each input that is a constant of the
+    captured call to the number of this constant in the call.
+    """
+
+    program: Program
+    holds: Callable[[Sequence[Any]], bool]
+    shared: bool
+    kernels: Kernels | None = None
+    table: Mapping[str, Any] | None = None
+    captures: tuple[str, ...] = ()
+    constants: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def piped(self) -> Piped | None:
+        """The step of a pipeline, or None. Raises an error of Python for a table of another form."""
+        return None if self.table is None else taken_from(self.program, self.table)
+
+    def of_call(self, constants: Sequence[Tensor]) -> Saved:
+        """Return the program with the constants of this captured call: Python may write to them between steps."""
+        if not self.constants:
+            return self
+        inputs = list(self.program.inputs)
+        for at, number in self.constants.items():
+            inputs[at] = replace(inputs[at], source=constants[number])
+        return replace(self, program=replace(self.program, inputs=tuple(inputs)))
+
+    def lowered(self, writes: bool) -> Program:
+        """The program with kernels: those of the file, or new ones, which write in place where they may."""
+        if self.kernels is not None:
+            found = self.kernels.load(self.program)
+            if found is not None:
+                return found
+        return compiled(self.program, current(), writes=writes)
+
+    def fits(self, leaves: Sequence[Any], model: Model, trains: bool) -> bool:
+        """True for a batch of such sizes and, for a training step, an optimizer with such states.
+
+        States that can be made before the first step may be missing.
+        """
+        optimizer = model.optimizer if trains else None
+        return self.holds(leaves) and states_fit(self.program.inputs, model.slots(), optimizer)
+
+
+def save_programs(folder: Any, model: Model, variants: Variants[Any], marks: Mapping[str, str], kernels: bool) -> None:
+    """Write the programs that can still be asked for, each by the first rank that it is for, and remove earlier ones.
+
+    Every rank makes the call, which returns when all have written.
+    """
+    here, place = current(), Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    asked = [v for found in variants.known.values() for v in found if can_be_saved(v.program)]
+    if not asked:
+        raise StaticError(
+            f"dist_model.save({os.fspath(folder)!r})", "no program that holds a whole step",
+            "the first call for a kind of batch records its program. A model in pieces has no such program. A program "
+            "cannot be saved if a hook, a backward pass or an optimizer of your own ran during its recording",
+            "call dist_model.compile(*batch) first; its tensors may be on the meta device",
+        )  # fmt: skip
+    write_index(place, model, marks, [row_of(place, v, kernels) for v in asked if is_writer(v.program)])
+    here.barrier(tuple(range(here.size)))
+
+
+def can_be_saved(found: Any) -> bool:
+    """True for a compiled program that holds a whole step and has a digest."""
+    return found.whole and found.digest is not None
+
+
+def is_writer(found: Any) -> bool:
+    """True if this rank is the first one that the compiled program is for."""
+    here = current().rank
+    return not found.shared or first_alike(specs_in(found.program), here) == here
+
+
+def row_of(place: Path, variant: Variant[Any], kernels: bool = False, read_back: bool = True) -> dict[str, Any]:
+    """Write the program of a variant into the folder, and return its row of the index."""
+    assert isinstance(variant.holds, Holds)
+    found = variant.program
+    program: Program = found.program
+    beside = place / f".program-{current().rank}.{os.getpid()}"
+    checksum = save_program(program, beside, read_back)
+    name = file_name(current().rank, checksum)
+    os.replace(beside, place / name)
+    return {
+        "file": name,
+        "digest": found.digest,
+        "captures": list(found.captures),
+        "rank": program.rank,
+        "shared": found.shared,
+        "parts": specs_data(specs_in(program)),
+        "holds": variant.holds.as_data(),
+        "kernels": list(_saved_kernels(place, name, program)) if kernels and found.table is None else [],
+        "pipeline": found.table,
+        "constants": sorted(found.constants.items()),
+    }
+
+
+def _saved_kernels(place: Path, name: str, program: Program) -> Iterator[dict[str, Any]]:
+    """Yield the file of the program's kernels, its checksum and the machine, if they can be saved."""
+    path = place / name.replace(".safetensors", ".pt2")
+    if save_kernels(program, current(), path):
+        checksum = sha256(read_file(path, MOST_KERNELS)).hexdigest()
+        yield {"file": path.name, "sha256": checksum, "machine": machine()}
+
+
+def _kernels(place: Path, rows: Sequence[Row], program: str) -> Kernels | None:
+    """The file with kernels and its checksum, where it is what was saved, and was saved on such a machine."""
+    name = program.replace(".safetensors", ".pt2")
+    for row in rows:
+        if row["machine"] == machine() and row["file"] == name and (place / name).exists():
+            return Kernels(inside(place, name), str(row["sha256"]))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Trusted:
+    """The code that the caller of a load trusts: native code of `kernels`, and `operators` of other libraries."""
+
+    kernels: bool = False
+    operators: frozenset[str] = frozenset()
+
+
+def load_programs(folder: Any, model: Model, trusted: Trusted) -> list[tuple[str, Saved]]:
+    """Return the programs of a folder that are for this rank, with their digests.
+
+    Raises ProgramFileError for files that hold none, and StaticError for programs of another model.
+    """
+    place, found = Path(folder), list[tuple[str, Saved]]()
+    for path, index in read_indexes(place, model):
+        _check_marks(place, index, model)
+        found += told(path, lambda path=path, index=index: _mine(path, index, trusted))
+    if not found:
+        rank = current().rank
+        raise no_program(place, f"the parts of rank {rank} have other shapes than those of the saved programs")
+    return found
+
+
+def _mine(path: Path, index: Row, trusted: Trusted) -> list[tuple[str, Saved]]:
+    """Return the programs of an index that are for this rank, with their digests."""
+    return [(str(row["digest"]), saved_of(path.parent, row, trusted)) for row in index["programs"] if is_mine(row)]
+
+
+def is_mine(row: Row) -> bool:
+    """True if the program of the row is for this rank."""
+    rank, here = int(row["rank"]), current().rank
+    return rank == here or (row["shared"] is True and are_alike(specs_of(row["parts"]), rank, here))
+
+
+def saved_of(place: Path, row: Row, trusted: Trusted) -> Saved:
+    """Return the program of a row, with kernels if they are trusted. Raises ProgramFileError for a file of none."""
+    name, table = checked_name(row["file"]), row["pipeline"]
+
+    def share(checksum: str, decode: Callable[[], Program]) -> Program:
+        return made_once(current(), ("files", checksum, trusted), decode)
+
+    program = load_program(inside(place, name), share, trusted.operators)
+    kernels = _kernels(place, row["kernels"], name) if trusted.kernels else None
+    constants = {int(at): int(number) for at, number in row["constants"]}
+    if any(program.inputs[at].role != "constant" for at in constants):
+        raise ValueError(f"inputs {sorted(constants)} are not all constants of the program")
+    found = Saved(program, holds_of(row["holds"]), row["shared"] is True, kernels, table, captures_of(row), constants)
+    _ = found.piped  # raises for a table of another form
+    return found
+
+
+def captures_of(row: Row) -> tuple[str, ...]:
+    """Return the checksums of the calls that the program of a row was captured of."""
+    found = row.get("captures", ())
+    return tuple(map(str, found)) if isinstance(found, list) else ()
+
+
+def _check_marks(folder: Path, index: Row, model: Model) -> None:
+    """Raises StaticError for tensors that lie neither as they did at first, nor as programs take them."""
+    for slot in slots_of(model.network):
+        lies, first = lies_text(slot.tensor), index["marks"].get(slot.name, "missing")
+        if lies not in (first, index["homes"].get(slot.name)):
+            raise other_model(folder, slot.name, first, lies)

@@ -1,0 +1,324 @@
+"""One call from a module to programs: `to_static` gives a model whose steps are captured, recorded and run as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.comm import current
+from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
+from meshwright.search import MeshPlan
+from meshwright.tensor import called_for, leaves_in, local_parts, made_alike, map_tensors, stamp, whole
+
+from .._errors import StaticError
+from ..checks import StaticChecks
+from ..recording.loss_scale import LossScale
+from ..recording.recorded_model import Mode, Model
+from ..recording.refuse_call import refuse_call, refuse_shared
+from ..recording.setting import Roots, Setting, first_marks, form_of
+from ..recording.strategy import Strategy
+from ..recording.variants import Variant, Variants, sizes_of
+from .pieces import Pieces
+from .pipeline_step import Chosen, Separate
+from .program_builder import Builder, Compiled
+from .program_files import Trusted, load_programs, save_programs
+
+
+def to_static(
+    layer: nn.Module,
+    loader: Iterable[Any] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    strategy: Strategy | None = None,
+) -> DistModel:
+    """`layer`, whose training step (forward, loss, backward, update) runs as one program recorded for every rank.
+
+    Programs are recorded at the first call for a batch of new shapes. `layer` and `optimizer` stay what they are and
+    share their tensors with the programs: going on eagerly is a matter of calling them.
+    """
+    return DistModel(layer, loader, loss, optimizer, strategy or Strategy())
+
+
+class DistModel:
+    """A model whose steps run as programs, made by `to_static`: call it with a batch.
+
+    In training it makes a step and gives the loss of the whole batch; in evaluation it gives the loss, in prediction
+    what the network gives. It trains where there are a loss and an optimizer, and predicts where there is none.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loader: Iterable[Any] | None,
+        loss: Callable[..., Tensor] | None,
+        optimizer: Optimizer | None,
+        strategy: Strategy,
+    ) -> None:
+        self.loader = loader
+        self._variants: Variants[Compiled] = Variants(strategy.max_programs)
+        self._roots = Roots(network, () if loss is None else (loss,), optimizer)
+        self._marks: dict[str, str] = {}
+        self._latest: Compiled | None = None
+        self._runs = 0
+        self._checks = StaticChecks(self.state_dict)
+        mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
+        scaling = strategy.amp.scaling
+        scale = None if scaling is None else LossScale(strategy.amp.init_loss_scaling, scaling)
+        self._builder = Builder(Model(network, loss, optimizer, strategy), mode, scale)
+        self.plan: MeshPlan | None = None
+        """The plan that `auto` has chosen; None for a marked model."""
+        self.before: list[Callable[[Sequence[Any]], None]] = []
+        """Is called with the leaves of each batch that is trained on, and may refuse it."""
+        self.pieces: Pieces | None = None
+        """The modules that run as programs, where the whole could not be one."""
+
+    @property
+    def network(self) -> nn.Module:
+        return self._builder.model.network
+
+    @property
+    def loss(self) -> Callable[..., Tensor] | None:
+        return self._builder.model.loss
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._builder.model.optimizer
+
+    @property
+    def strategy(self) -> Strategy:
+        return self._builder.model.strategy
+
+    @property
+    def layouts(self) -> Layouts | None:
+        """Return the layouts of the captured model's values; None before the first call."""
+        return self._builder.layouts
+
+    @property
+    def pipeline(self) -> Chosen | None:
+        """The schedule of the microbatches, and why it is that one; once a pipeline was called."""
+        return self._builder.pipeline
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The factor of the loss in training with `amp` in float16, which the steps change; None without."""
+        return self._builder.loss_scale
+
+    @property
+    def mode(self) -> Mode:
+        return self._builder.mode
+
+    def train(self) -> DistModel:
+        """From now on calls make training steps. Raises StaticError where there is no optimizer."""
+        if self.optimizer is None:
+            raise StaticError(
+                "dist_model.train()", "a model without an optimizer", "a training step updates parameters",
+                "call mw.to_static(model, loader, loss, optimizer)",
+            )  # fmt: skip
+        self._builder.mode = "train"
+        self.network.train()
+        return self
+
+    def eval(self) -> DistModel:
+        """From now on calls give the loss and change nothing."""
+        self._builder.mode = "eval"
+        self.network.eval()
+        return self
+
+    def predict(self) -> DistModel:
+        """From now on calls give what the network gives."""
+        self._builder.mode = "predict"
+        self.network.eval()
+        return self
+
+    def __call__(self, *batch: Any) -> Any:
+        """The loss of the whole batch, the same on every rank; what the network gives in prediction."""
+        leaves = list(leaves_in(batch))
+        for check in self.before if self.mode == "train" else ():
+            check(leaves)
+        refuse_shared(self.network)
+        if self.pieces is None:
+            refuse_call(self._now.optimizer)
+            try:
+                found = self._found(batch, leaves)
+            except CaptureError as error:
+                if self.strategy.full_graph:
+                    raise
+                self.pieces = Pieces(self.network, self.strategy, error)
+            else:
+                return self._run(found, leaves)
+        return self._run_pieces(batch)
+
+    def accumulate(self, batches: Iterable[Sequence[Any]]) -> Tensor:
+        """A training step whose microbatches are these batches, each with sizes of its own; gives their mean loss.
+
+        There are as many as the pipeline has microbatches, and each counts as much as any other. Each new row of sizes
+        is recorded anew. Raises StaticError without a pipeline, and for another number.
+        """
+        separate = Separate(batches)
+        self._check_separate(separate)
+        refuse_shared(self.network)
+        leaves = list(leaves_in(tuple(separate)))
+        return self._run(self._found(separate, leaves), leaves)
+
+    def _check_separate(self, batches: Separate) -> None:
+        options = self.strategy.pipeline
+        asked = f"dist_model.accumulate({len(batches)} batches)"
+        if self.mode != "train" or not options.enable:
+            raise StaticError(
+                asked, "no pipeline in training mode", "each batch is one microbatch of a pipeline",
+                'pass mw.Strategy.of(pipeline={"enable": True, "accumulate_steps": 8}), and call dist_model.train()',
+            )  # fmt: skip
+        if len(batches) != options.accumulate_steps or len({form_of(tuple(b)) for b in batches}) != 1:
+            raise StaticError(
+                asked, f"pipeline.accumulate_steps = {options.accumulate_steps}",
+                "there must be one batch for each microbatch, all with the same structure",
+                f"pass {options.accumulate_steps} batches with the same structure",
+            )  # fmt: skip
+
+    def compile(self, *batch: Any) -> Program:
+        """The program for such a batch, recorded and not run; tensors may be on the meta device."""
+        return self._found(batch, list(leaves_in(batch))).program
+
+    def _found(self, batch: Sequence[Any], leaves: Sequence[Any]) -> Compiled:
+        """The program that takes the batch, recorded now if there is none."""
+        key = self._key(batch)
+        found = self._variants.find(key, leaves)
+        if found is None:
+            found = self._built(batch, key, leaves)
+        self._latest = found
+        return found
+
+    def _built(self, batch: Sequence[Any], key: Any, leaves: Sequence[Any]) -> Compiled:
+        """The program for the batch, recorded now if no file has it."""
+        open_sizes = self._variants.open_sizes(key, leaves)
+        dynamic = {} if self._is_of_one_size else open_sizes
+        self._marks = self._marks or first_marks(self.network)
+        before = self.recordings
+        try:
+            found, fits, captured = self._builder.build(batch, dynamic, key)
+        except (SideEffectError, TypeError):
+            if not dynamic:
+                raise
+            dynamic = {}  # the code needs sizes as numbers: as keys of a dict, or for a table that it keeps
+            found, fits, captured = self._builder.build(batch, dynamic, key)
+            self._variants.fixed.add(key)
+        variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, captured), found.digest)
+        self._variants.add(key, leaves, variant)
+        if self.recordings > before:
+            self._builder.kept.add(self._builder.model, self._marks, variant)
+        return found
+
+    @property
+    def _is_of_one_size(self) -> bool:
+        """True where a program is right for the sizes that it was recorded with: of kernels, and of pieces."""
+        in_pieces = self.strategy.merge is not None or self.strategy.pipeline.enable
+        return self.strategy.compiler == "inductor" or (in_pieces and self.mode == "train")
+
+    @property
+    def program(self) -> Program:
+        """The program that ran last. Raises StaticError before the first call."""
+        if self._latest is None:
+            raise StaticError(
+                "dist_model.program", "a model that has not been called",
+                "a program is recorded for the shapes of a batch",
+                "call dist_model(*batch) first",
+            )  # fmt: skip
+        return self._latest.program
+
+    @property
+    def recordings(self) -> int:
+        """Return the number of programs recorded so far; loaded ones do not count."""
+        return self._builder.recordings
+
+    def save(self, folder: str | os.PathLike[str], kernels: bool = False) -> None:
+        """Write every program recorded so far into a folder, one for all ranks; `load` takes them from there.
+
+        Every rank makes the call, which returns when the folder is complete. Of ranks that hold parts of the same
+        shapes the first one writes. Parameters and states are no part of it. With `kernels`, programs in which ranks do
+        not communicate are compiled ahead of time for `Strategy(compiler="inductor")`.
+
+        Raises ProgramFileError for programs that no file can hold.
+        """
+        save_programs(folder, self._builder.model, self._variants, self._marks, kernels)
+
+    def load(self, folder: str | os.PathLike[str], kernels: bool = False, operators: Collection[str] = ()) -> DistModel:
+        """From now on the programs that such a model saved are used, and not recorded again; gives the model itself.
+
+        The model is still captured at the first call for a kind of batch. A program is used if the capture is the one
+        that it was recorded of. A file may name operators of torch that are functions of tensors only; `operators`
+        names those of other libraries that it may use too, such as "mylib" or "mylib.scale". With `kernels`, compiled
+        kernels of the folder are used: they are native code, so pass it only for files that you trust.
+
+        Raises StaticError for programs of another model, another loss, optimizer or strategy, or of another number of
+        ranks, and ProgramFileError for files that hold none.
+        """
+        self._builder.loaded += load_programs(folder, self._builder.model, Trusted(kernels, frozenset(operators)))
+        return self
+
+    @property
+    def _now(self) -> Roots:
+        """Return the objects that are called in this mode."""
+        return self._roots if self.mode == "train" else replace(self._roots, optimizer=None)
+
+    def state_dict(self, mode: Literal["all", "param", "opt"] = "all") -> dict[str, Any]:
+        """Parameters and buffers by name, and the optimizer's states by "parameter.key"."""
+        found: dict[str, Any] = {}
+        model = self._builder.model
+        if mode in ("all", "param"):
+            found |= {slot.name: slot.tensor for slot in model.slots()}
+        if mode in ("all", "opt"):
+            found |= {f"{name}.{key}": value for (name, key), value in model.states().items()}
+        return found
+
+    def _run(self, found: Compiled, leaves: Sequence[Any]) -> Any:
+        step = current().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
+        self._runs += 1
+        alike = made_alike(self.optimizer if self.mode == "train" else None)
+        what = called_for(f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs, *alike))
+        with local_parts(), torch.no_grad(), step, what:
+            given = [fetch(leaves) for fetch in found.fetch]
+            found.check_apart(given, leaves)
+            trains = self.mode == "train"
+            outputs, written = self._checks.run(found, given) if trains else found.run(*given)
+            if written is None:
+                return outputs["out"]
+            for at, value in zip(found.writes, written, strict=True):
+                given[at].copy_(value)
+        if "state" in outputs and self.optimizer is not None:
+            note_step(self.optimizer)
+        made = outputs.get("state", {})
+        if made and not ("skipped" in outputs and bool(outputs["skipped"])):
+            self._keep_states(made, found.program)
+        return outputs["out"]
+
+    def _run_pieces(self, batch: Sequence[Any]) -> Any:
+        """The step in Python, with programs in the place of the modules that could be captured."""
+        assert self.pieces is not None
+        with self.pieces.in_place(), torch.set_grad_enabled(self.mode == "train"):
+            out = self._builder.model.call(self.mode, *batch)
+        if self.mode == "train" and self.optimizer is not None:
+            out.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return map_tensors(lambda x: whole(x.detach()), out)
+
+    def _keep_states(self, states: Mapping[StateKey, Any], program: Program) -> None:
+        """The optimizer's states that the first step made."""
+        if self.optimizer is None:
+            return
+        parameters = {slot.name: slot.tensor for slot in self._builder.model.slots()}
+        for (name, key), value in states.items():
+            made = program.outputs["state"][name, key]
+            spec = program.specs.get(made) if isinstance(made, Value) else None
+            self.optimizer.state[parameters[name]][key] = value if spec is None else stamp(value, spec)
+
+    def _key(self, batch: Sequence[Any]) -> Any:
+        """Return the key that two calls must share, beside the sizes of their batches, to use one program."""
+        constants = self._builder.model.constants() if self.mode == "train" else ()
+        return (self.mode, constants, form_of(batch))

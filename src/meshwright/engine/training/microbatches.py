@@ -1,0 +1,139 @@
+"""Microbatches in the eager mode: a model with stages on the ranks of a mesh, run in the order of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm import Posted, current
+from meshwright.layout import ProcessMesh
+from meshwright.passes import Merge
+from meshwright.pipeline import Kind, Schedule, StageError, Stages
+
+from ..recording.strategy import Pipeline
+from ..static.pipeline_step import schedule_of
+
+_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""The actions that run a backward pass. It computes the gradients of weights too, so W has nothing left to do."""
+
+
+class Microbatches:
+    """A training step of forward and backward passes over microbatches in the order of a schedule, run eagerly.
+
+    Call it with a batch, whose leaves are split along dim 0. Gradients are added to `.grad`. Gradients and the returned
+    loss are means over the microbatches. The caller runs the optimizer. Forward passes run under `autocast` if it is a
+    dtype, and gradients are those of the loss scaled by `scaler`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Tensor] | None,
+        schedule: Schedule,
+        stages: Stages,
+        autocast: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.model, self.loss, self.schedule = model, loss, schedule
+        self.autocast, self.scaler = autocast, scaler
+        self._stages = stages
+
+    def under(self, autocast: torch.dtype | None, scaler: torch.amp.GradScaler | None) -> Microbatches:
+        """Return the same steps with another autocast dtype and another scaler."""
+        return Microbatches(self.model, self.loss, self.schedule, self._stages, autocast, scaler)
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Return the mean loss of all microbatches of a batch. Raises RewriteError if their sizes would differ."""
+        count = self.schedule.microbatches
+        return self.accumulate([Merge(count).piece(batch, m) for m in range(count)])
+
+    def accumulate(self, batches: Iterable[Sequence[Any]]) -> Tensor:
+        """Return the mean loss of these batches: each is a microbatch, and their sizes may differ."""
+        given, count = list(batches), self.schedule.microbatches
+        if len(given) != count:
+            raise StageError(
+                f"a step of {len(given)} microbatches", f"a schedule for {count} microbatches",
+                "a schedule is made for a fixed number of microbatches",
+                f"pass {count} batches",
+            )  # fmt: skip
+        here = Posted(current())
+        running: dict[int, Tensor] = {}
+        total: Any = 0.0
+        for is_backward, m in self._row(here.rank):
+            name = f"{Kind.BACKWARD if is_backward else Kind.FORWARD}{m}"
+            with here.during(2 * m + is_backward), here.seen.doing("pipeline", name):
+                if is_backward:
+                    loss = running.pop(m)
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                else:
+                    with self._autocast():
+                        running[m] = self._loss_of(given[m]) / count
+                    total = running[m].detach() + total
+        return total
+
+    def _row(self, rank: int) -> Iterator[tuple[bool, int]]:
+        """Yield (is_backward, microbatch) in the order of this rank; a rank without a stage follows the first stage."""
+        for action in self.schedule.rows[self._stages.of(rank) or 0]:
+            for atom in action.atoms:
+                if atom.kind is Kind.FORWARD or atom.kind in _BACKWARD:
+                    yield atom.kind in _BACKWARD, atom.microbatch
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, self.autocast)
+
+    def _loss_of(self, batch: Sequence[Any]) -> Tensor:
+        if self.loss is None:
+            return self.model(*batch)
+        *inputs, labels = batch
+        return self.loss(self.model(*inputs), labels)
+
+
+def microbatched(
+    model: nn.Module,
+    loss: Callable[..., Tensor] | None,
+    mesh: ProcessMesh,
+    microbatches: int,
+    schedule: str = "1F1B",
+    *,
+    axis: str = "pp",
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Microbatches:
+    """Return `model`, with its stages on `mesh` along `axis`, as steps over microbatches in the eager mode.
+
+    `loss` gets the model's result and the last input of a batch; without it, the model returns the loss itself.
+    `schedule` is the name or the text of a table with one chunk per rank. Schedules with recomputation, slices or two
+    copies of the model need `to_static`. Forward passes run under `autocast`. Losses are scaled by `scaler`, with which
+    the caller makes the optimizer's step.
+
+    Raises:
+        ScheduleError, StageError: the table does not fit.
+
+    >>> import torch, meshwright as mw
+    >>> def step():
+    ...     mesh = mw.ProcessMesh([0, 1], ["pp"])
+    ...     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    ...     for p in mw.split_pipeline(net, mesh).parameters():
+    ...         nn.init.ones_(p)
+    ...     run = mw.microbatched(net, lambda out, y: (out - y).mean(), mesh, microbatches=4)
+    ...     return run(torch.ones(8, 4), torch.ones(8, 1)).item()
+    >>> mw.simulate(step, 2)
+    [15.0, 15.0]
+    """
+    ranks = tuple(mesh[axis, stage].process_ids for stage in range(mesh.get_dim_size(axis)))
+    stages = Stages(tuple(tuple(sorted(r)) for r in ranks), tuple(range(len(ranks))))
+    found = schedule_of(Pipeline(schedule_mode=schedule, accumulate_steps=microbatches), stages)
+    if len(found.ways) > 1 or found.recomputed or found.slices > 1:
+        raise StageError(
+            f"schedule {found.name!r} in the eager mode",
+            "recomputation (R), slices of sequences, or two copies of the model",
+            "in the eager mode each forward pass runs once, as a whole, on the only copy of the model",
+            "use torch.utils.checkpoint in the model, or mw.to_static(model, loader, loss, optimizer, strategy)",
+        )  # fmt: skip
+    return Microbatches(model, loss, found, stages, autocast, scaler)

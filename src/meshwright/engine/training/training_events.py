@@ -1,0 +1,168 @@
+"""Report the events of a training run: as lines of JSON, as curves, and as a progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .._errors import TrainingError
+
+Event = Mapping[str, Any]
+"""An event with its step and its numbers.
+
+`event` is start, step, evaluation, checkpoint, failed checkpoint, error or end.
+"""
+Tell = Callable[[Event], None]
+Where = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTold:
+    """The numbers of one step; `mfu` is the share of the devices' peak, if the work and the peak are known.
+
+    `peak_memory` is the most bytes that a rank has held so far, of its device or of its process. A `gradient_norm` that
+    is not finite, with a `loss_scale`, means that the update was skipped.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    tokens_per_second_per_device: float
+    mfu: float | None
+    peak_memory: int
+    loss_scale: float | None = None
+
+    @property
+    def event(self) -> Event:
+        return {"event": "step", **asdict(self)}
+
+
+@contextmanager
+def told(steps: int, log: Where | None, tensorboard: Where | None, show: bool, tell: Tell | None) -> Generator[Tell]:
+    """Yield the function to call with each event; it passes the event to all listeners."""
+    with ExitStack() as stack:
+        listeners = [] if tell is None else [tell]
+        if log is not None:
+            listeners.append(stack.enter_context(_lines(Path(log))))
+        if tensorboard is not None:
+            listeners.append(stack.enter_context(_curves(tensorboard)))
+        if show:
+            listeners.append(stack.enter_context(_shown(steps)))
+
+        def all_of_them(event: Event) -> None:
+            for listener in listeners:
+                listener(event)
+
+        yield all_of_them
+
+
+@contextmanager
+def _lines(path: Path) -> Generator[Tell]:
+    """Append one JSON object per line. A number that is not finite becomes a string, because JSON has none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        why = "the log file must be open before the first step, because each step writes a line"
+        raise TrainingError(f"the log {path}", f"{error.strerror}", why, "choose a folder that is writable") from error
+    with opened as file:
+        yield lambda event: _write_line(file, json.dumps({k: _in_json(v) for k, v in event.items()}))
+
+
+def _write_line(file: IO[str], line: str) -> None:
+    """Write a line; a full disk does not end the run."""
+    try:
+        print(line, file=file)
+    except OSError as error:
+        warnings.warn(f"the log {file.name} misses a line: {error.strerror}", RuntimeWarning, stacklevel=2)
+
+
+def _in_json(value: Any) -> Any:
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def _curves(folder: Where) -> Generator[Tell]:
+    """Write numbers by step for TensorBoard, which is imported only here."""
+    try:
+        writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+    except ImportError as error:
+        raise TrainingError(
+            f"tensorboard={str(folder)!r}", f"{error}", "TensorBoard's own package writes the curves",
+            "run pip install tensorboard, or pass log=FILE alone",
+        ) from error  # fmt: skip
+
+    def draw(event: Event) -> None:
+        for name, number in _numbers(event):
+            writer.add_scalar(f"{event['event']}/{name}", number, event["step"])
+
+    try:
+        yield draw
+    finally:
+        writer.close()
+
+
+def _numbers(event: Event) -> Iterator[tuple[str, float]]:
+    if event["event"] in ("step", "evaluation"):
+        yield from ((k, v) for k, v in event.items() if k != "step" and isinstance(v, (int, float)))
+
+
+@contextmanager
+def _shown(steps: int) -> Generator[Tell]:
+    """Show the banner, a bar with the numbers of the latest step, and a line for every other event."""
+    columns = (
+        TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.fields[numbers]}"),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=steps, numbers="")
+
+        def show(event: Event) -> None:
+            if event["event"] == "start":
+                bar.update(task, completed=event["step"])
+            if event["event"] == "step":
+                bar.update(task, completed=event["step"], numbers=_numbers_of_step(event))
+            else:
+                bar.console.print(line_of(event), highlight=False, markup=False)
+
+        yield show
+
+
+def _numbers_of_step(event: Event) -> str:
+    parts = [
+        f"loss {event['loss']:.4f}", f"norm {event['gradient_norm']:.3g}", f"lr {event['learning_rate']:.3g}",
+        f"{event['tokens_per_second_per_device']:,.0f} tokens/s a device",
+        *([] if event["mfu"] is None else [f"MFU {event['mfu']:.1%}"]), f"{event['peak_memory'] / 2**20:,.0f} MiB",
+    ]  # fmt: skip
+    return "  ".join(parts)
+
+
+def line_of(event: Event) -> str:
+    """Return an event as a line for a person.
+
+    >>> line_of({"event": "evaluation", "step": 20, "loss": 0.5})
+    'evaluation at step 20: loss 0.5'
+    """
+    kind, rest = event["event"], {k: v for k, v in event.items() if k not in ("event", "step") and v is not None}
+    if kind == "start":
+        return "\n".join(f"{name.replace('_', ' '):>14}  {_written(value)}" for name, value in rest.items())
+    return f"{kind} at step {event['step']}: {', '.join(f'{k} {_written(v)}' for k, v in rest.items())}"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

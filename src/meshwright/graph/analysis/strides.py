@@ -1,0 +1,98 @@
+"""Run of a program on meta tensors, to find the strides of every value."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import hint
+from meshwright.reshard import View
+from meshwright.tensor import map_tensors
+
+from ..program.node import Carry, Node, Start, Value, Wait, bind_values, map_values
+from ..program.program import Input, Program
+from ..program.shape_inference import carried_shape
+from ..torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
+
+NOWHERE = torch.device("meta")
+"""The meta device. Operators on it are faster than on fake tensors, which are the fallback if an operator fails."""
+
+
+def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
+    """Return the strides of the tensors of a program with contiguous inputs. Symbolic sizes have their recorded values.
+
+    A view that is impossible for contiguous inputs shows that some inputs are not contiguous. Then the view and the
+    values computed from it are left out.
+    """
+    known: dict[Value, Any] = {}
+    ran: dict[Any, Any] = {}
+    with no_modes(), torch.no_grad():
+        for given in program.inputs:
+            known[given.value] = _stand_in(given, program)
+        for node in program.nodes:
+            if all(v in known for v in node.ins):
+                with suppress(ValueError):
+                    bind_values(node.out, _run_once(node, known, program.rank, ran), known)
+    return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
+
+
+def _stand_in(given: Input, program: Program) -> Any:
+    v = given.value
+    if isinstance(v.dtype, torch.dtype):
+        return torch.empty(_known(v.shape), dtype=v.dtype, device=NOWHERE)
+    if given.role != "size":
+        return v.dtype(2)
+    leaf = next(i.value for i in program.inputs if i.role == "batch" and i.source == given.source.leaf)
+    return hint(leaf.shape[given.source.dim])
+
+
+def _known(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(map(hint, shape))
+
+
+def _run_once(node: Node, known: dict[Value, Any], rank: int, ran: dict[Any, Any]) -> Any:
+    """Return the results of a node; what an operator `ran` on tensors that lie the same is taken from there."""
+    if not isinstance(node.op, Operator):
+        return _run(node, known, rank)
+    given = map_values(lambda v: _look(known[v]), (node.args, dict(node.kwargs)))
+    key = node.op, repr(given), *(v.device for v in node.outs if v.is_tensor)
+    if key not in ran:
+        ran[key] = _run(node, known, rank)
+    return ran[key]
+
+
+def _look(x: Any) -> Any:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:
+    args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
+    if isinstance(node.op, Wait):
+        return args[0]
+    if isinstance(node.op, Start):
+        return args[0].new_empty(_known(carried_shape(node.op.carry, node.ins[0], rank)))
+    if isinstance(node.op, Carry):
+        shape = _known(carried_shape(node.op, node.ins[0], rank))
+        return args[0].reshape(shape) if isinstance(node.op.step, View) else args[0].new_empty(shape)
+    if isinstance(node.op, Operator) and isinstance(node.out, Value) and not isinstance(node.out.dtype, torch.dtype):
+        return node.out.dtype(2)
+    elsewhere = {key: NOWHERE if isinstance(value, torch.device) else value for key, value in kwargs.items()}
+    try:
+        return node.op(*args, **elsewhere)
+    except (RuntimeError, NotImplementedError):
+        return _faked(node, args, kwargs)
+
+
+def _faked(node: Node, args: Any, kwargs: Any) -> Any:
+    """Return the results of a node as meta tensors, from a run on fake tensors of the node's device."""
+    device = next((v.device for v in (*node.ins, *node.outs) if v.is_tensor), "cpu")
+
+    def there(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+    with imagining(FakeMode(shape_env=ShapeEnv())):
+        out: Any = node.op(*map_tensors(there, args), **map_tensors(there, kwargs))  # pyright: ignore[reportCallIssue] - no step
+    return map_tensors(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=NOWHERE), out)

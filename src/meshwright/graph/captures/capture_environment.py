@@ -1,0 +1,276 @@
+"""Environment for the capture of a forward pass: fake unsharded tensors, and recording of all operations on them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import MeshwrightError, Spec, user_frame, user_line
+from meshwright.tensor import (
+    SPLIT,
+    Arrival,
+    DistTensor,
+    Mark,
+    capturing,
+    context,
+    leaves_in,
+    map_tensors,
+    note_spec,
+    operators_recorded,
+    tensors_in,
+    transforming,
+)
+
+from .._errors import CaptureError
+from ..guards import unobserved, unobserved_if_torchs
+from ..program.effects import draws, writes_to
+from ..program.node import Node, Origin
+from ..recording.dynamic_sizes import DynamicSizes
+from ..recording.recording import Recording, written_by
+from ..torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
+from .external_writes import Outside
+from .interception import intercepted
+
+WITHOUT_NUMBERS = "use tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
+
+
+_WITHOUT_MEMORY = ('set the storage of a tensor on device "meta"', "Cannot access storage of")
+"""Texts of torch's errors for code that accesses the memory of a fake tensor."""
+
+
+def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Return `call(*args)`. Errors that fake tensors cause are converted to CaptureError."""
+    try:
+        with failures_told():
+            return call(*args)
+    except MeshwrightError:
+        raise
+    except (*DataDependent, TypeError) as error:
+        if isinstance(error, TypeError) and FakeTensor.__name__ not in str(error):  # a fake tensor used as a number
+            raise
+        raise CaptureError(
+            f"capturing {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
+            "Python needs a tensor's numbers there, but a captured tensor has none", WITHOUT_NUMBERS,
+        ) from error  # fmt: skip
+    except RuntimeError as error:
+        found = next((text for text in _WITHOUT_MEMORY if text in str(error)), None)
+        if found is None:
+            raise
+        raise CaptureError(
+            f"capturing {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
+            "while a model is captured, tensors have no memory to copy or share",
+            "use x.clone() instead of copy.copy, copy.deepcopy and set_, and use dense tensors",
+        ) from error  # fmt: skip
+    except AttributeError as error:
+        if not isinstance(error.obj, FakeTensor) or not hasattr(DistTensor, error.name or ""):
+            raise
+        raise CaptureError(
+            f"capturing {user_line(error.__traceback__) or 'the forward pass'}", f".{error.name} of a tensor",
+            "a model is captured as for one device; layouts are decided later",
+            "use mw.reshard(x, mesh, placements) to set a layout, and mw.local_map for a function of local parts",
+        ) from error  # fmt: skip
+
+
+def _check_whole(leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if isinstance(x, DistTensor):
+            raise CaptureError(
+                f"capturing {user_frame() or 'the forward pass'}",
+                f"a distributed tensor {x.spec!r} from outside the model",
+                "a model is captured as for one device: only parameters, buffers and batch may be distributed",
+                "make the tensor a buffer of the model (for the loss: model.loss = loss), or a part of the batch",
+            )  # fmt: skip
+
+
+def _too_long(nodes: Sequence[Node], most: int) -> CaptureError:
+    """Return the error for a program of more than `most` operators; it names the line and layer with most of them."""
+    lines = Counter((node.origin.where, node.origin.layer) for node in nodes)
+    (where, layer), count = lines.most_common(1)[0]
+    return CaptureError(
+        f"capturing a forward pass of at most {most} operators",
+        f"{count} of the first {len(nodes)} from {where or 'one line'} in {layer or 'the model'}",
+        "each step of a Python loop adds operators, in every layer, and a search visits all of them",
+        "write the loop as one operator (torch.cumsum, chunks as in Mamba-2), or call mw.suggest with short sequences: "
+        "its patterns hold for all lengths",
+    )  # fmt: skip
+
+
+class Stage:
+    """Environment in which a forward pass is captured."""
+
+    def __init__(
+        self, module: nn.Module, mode: FakeMode, recording: Recording, sizes: DynamicSizes, most: int | None = None
+    ) -> None:
+        self.module, self.mode, self.recording, self.sizes, self.most = module, mode, recording, sizes, most
+        self.path: list[str] = [""]
+        self.asked: list[Tensor] = []
+        self.outside = Outside(mode)
+        self.in_node = False
+        recording.origin = self.origin
+
+    def given(self, x: Tensor, role: Any, name: str, spec: Spec | None, source: Any = None) -> Tensor:
+        """Return a fake unsharded tensor for `x`, which becomes an input of the program."""
+        shape = self.sizes.of(x, source) if role == "batch" else tuple(x.shape)
+        if spec is not None and role == "batch":
+            spec = Spec(spec.mesh, spec.layout, shape, spec.dtype)
+        with self.mode:
+            fake = torch.empty(shape, dtype=x.dtype, device=_device(x))
+        fake.requires_grad_(x.requires_grad)
+        for key in vars(x).keys() - vars(fake).keys():
+            if not key.startswith("_"):
+                setattr(fake, key, vars(x)[key])
+        if isinstance(x, nn.Parameter):
+            fake._is_param = True
+        note_spec(fake, spec)
+        self.recording.add_input(fake, role, name, spec, source)
+        return fake
+
+    def origin(self) -> Origin:
+        return Origin("forward", self.path[-1], user_frame(), torch.is_grad_enabled(), _autocast(), context())
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Record operators, marks and users' autograd functions inside the context."""
+        with ExitStack() as stack, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute")  # raised when a tensor is faked
+            for name, part in self.module.named_modules():
+                enter = part.register_forward_pre_hook(self._entering(name))
+                leave = part.register_forward_hook(lambda *_: self._left(), always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            stack.enter_context(capturing(self.opaque))
+            stack.enter_context(intercepted(self.opaque))
+            stack.enter_context(operators_recorded(unobserved(self.note), self.run))
+            yield
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.path.append(name)
+
+    def _left(self) -> None:
+        self.path.pop()
+
+    def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator. Random operators, and operators with symbolic sizes, return fake tensors."""
+        leaves = list(leaves_in((args, kwargs)))
+        _check_whole(leaves)
+        with interception_off():
+            self.outside.note(written_by(op, args, kwargs), self.recording.made)
+            if self.outside.stands_in(op, (args, kwargs)):
+                return unobserved(self.outside.run)(op, args, kwargs)
+        if op is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self.outside.lifted(args[0])
+        if draws(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
+            return args[0]  # its content is unknown before the program runs
+        if not draws(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
+            return unobserved_if_torchs(op)(*args, **kwargs)
+        with self.mode:
+            return unobserved_if_torchs(op)(*args, **kwargs)
+
+    def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
+        if transforming():
+            raise CaptureError(
+                f"capturing {user_frame() or 'the forward pass'}", f"{op} inside a transform of torch.func",
+                "inside a transform, tensors are wrappers of torch, which programs do not have",
+                "pass Strategy(full_graph=False), which runs code that cannot be captured in Python",
+            )  # fmt: skip
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves_in((args, kwargs))):
+            raise CaptureError(
+                f"capturing {user_frame() or 'the forward pass'}", f"{op} with its own generator",
+                "a program draws from torch's default generator, and would not advance another one",
+                "leave out `generator=`, and call torch.manual_seed(seed)",
+            )  # fmt: skip
+        with interception_off():
+            if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
+                return
+            if self._is_sized_by_constants(op, args, kwargs):
+                return  # its result is a constant of the program, because fake tensors have no such shape
+            if op is SPLIT:  # x[:] of a model, which starts no chunk
+                op, args = torch.ops.aten.permute.default, (args[0], list(range(args[0].dim())))
+            self.recording.note(op, args, kwargs, out)
+            if self.most is not None and len(self.recording.nodes) > self.most:
+                raise _too_long(self.recording.nodes, self.most)
+
+    def _is_sized_by_constants(self, op: Operator, args: Any, kwargs: Any) -> bool:
+        """True for an operator whose result's shape depends on the elements of its operands, if all are constants."""
+        tensors = list(tensors_in((args, kwargs)))
+        if not tensors or any(isinstance(x, FakeTensor) for x in tensors):
+            return False
+        if not all(self.recording.is_constant(self.recording.value_of(x)) for x in tensors):
+            return False
+        return _needs_numbers(op, args, kwargs) and self._is_answered(op, args, kwargs)
+
+    def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
+        """True if Python code reads elements of constants only.
+
+        Raises CaptureError if the elements may differ between runs, and for an assignment `x.data = y`.
+        """
+        if op._schema.name == "aten::_has_compatible_shallow_copy_type":
+            raise CaptureError(
+                f"capturing {user_frame() or 'the forward pass'}", "an assignment x.data = y",
+                "x would share the memory of y from then on, but a program keeps the memory of its tensors",
+                "write x.copy_(y), under torch.no_grad() if x is a parameter",
+            )  # fmt: skip
+        values = [self.recording.value_of(x) for x in tensors_in((args, kwargs))]
+        behind = [self.recording.constants_behind(v) for v in values]
+        written = any(map(self.outside.was_written, tensors_in((args, kwargs))))
+        if written or None in behind:
+            raise CaptureError(
+                f"capturing {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
+                "Python needs a tensor's numbers there, but a captured tensor has none", WITHOUT_NUMBERS,
+            )  # fmt: skip
+        self.asked += [x for constants in behind for x in constants or ()]
+        return bool(values)
+
+    def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
+        """Record a call as one node; `shown()` returns its result as fake unsharded tensors.
+
+        Nested calls, such as a user's function that another one calls, are part of the node.
+        """
+        if self.in_node:
+            return shown()
+        self.in_node = True
+        try:
+            with unrecorded(), self.mode:
+                out = shown()
+        finally:
+            self.in_node = False
+        with unrecorded(), self.mode:
+            if isinstance(op, Mark) and not isinstance(op, Arrival):
+                note_spec(out, Spec(op.mesh, op.layout, out.shape, out.dtype))
+        with interception_off():
+            self.recording.note(op, args, {}, out)
+        return out
+
+
+def _needs_numbers(op: Operator, args: Any, kwargs: Any) -> bool:
+    """True if torch cannot infer the shape of the result without the elements of the operands."""
+
+    def numberless(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    with unrecorded(), FakeMode(), torch.no_grad():
+        try:
+            op(*map_tensors(numberless, args), **map_tensors(numberless, kwargs))
+        except DataDependent:
+            return True
+        except Exception:  # torch refuses fake tensors with various errors
+            return False
+    return False
+
+
+def _device(x: Tensor) -> torch.device:
+    """Return the device of the tensor; for a meta tensor, which is not allocated yet, the default device."""
+    return torch.get_default_device() if x.device.type == "meta" else x.device
+
+
+def _autocast() -> tuple[str, torch.dtype] | None:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return device, torch.get_autocast_dtype(device)
+    return None

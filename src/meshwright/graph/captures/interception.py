@@ -1,0 +1,134 @@
+"""Interception of events that operators do not show: users' autograd functions, tensor hooks, uses of gradients."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.layout import user_frame
+from meshwright.tensor import Opaque, functions_told, tensors_in
+
+from .._errors import CaptureError
+from ..torch_hooks import backward_hooks_of_all
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """A user's `torch.autograd.Function` as an operator; it keeps the user's backward pass."""
+
+    function: type[torch.autograd.Function]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self.function.__name__}.apply"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """`x.register_hook(fn)` on a tensor of the forward pass, as an operator without result."""
+
+    fn: Callable[[Tensor], Tensor | None]
+
+    def __call__(self, x: Tensor) -> None:
+        x.register_hook(self.fn)
+
+    def __repr__(self) -> str:
+        return f"hook {getattr(self.fn, '__name__', self.fn)}"
+
+
+@contextmanager
+def intercepted(note: Opaque) -> Generator[None]:
+    """Report calls of autograd functions and tensor hooks to `note` inside the context.
+
+    Raises CaptureError for uses of `.grad` and `backward()`, and for a function that returns one of its arguments.
+    """
+
+    def apply(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is CheckpointFunction:  # passes decide about recomputation
+            run, _, *rest = args
+            return run(*rest)
+        out = note(UserFunction(function), (args, kwargs), lambda: call(*args, **kwargs))
+        _check_fresh(function, args, out)
+        return out
+
+    with functions_told(apply), _Calls(note):
+        yield
+
+
+class _Calls(TorchFunctionMode):
+    """Mode that intercepts methods and attributes of tensors."""
+
+    def __init__(self, note: Opaque) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            x, fn = (*args, *kwargs.values())
+            handle: Any = func(x, fn)  # refuses what torch refuses
+            handle.remove()
+            self.note(Hook(fn), (x,), lambda: None)
+            return RemovableHandle(OrderedDict[int, Any]())
+        if func in _REFUSED:
+            raise CaptureError(
+                f"capturing {user_frame() or 'the forward pass'}", f"a use of {_REFUSED[func]}",
+                "a captured forward pass runs once, before any gradient exists",
+                "use torch.autograd.grad for gradients inside the loss; the step itself runs the backward pass",
+            )  # fmt: skip
+        return func(*args, **kwargs)
+
+
+_GRAD: Any = Tensor.grad
+_REFUSED: dict[Any, str] = {
+    Tensor.backward: "backward()",
+    Tensor.retain_grad: "retain_grad()",
+    Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook()",
+    _GRAD.__get__: ".grad",
+    _GRAD.__set__: ".grad",
+}
+
+
+def _check_fresh(function: Any, args: tuple[Any, ...], out: Any) -> None:
+    if any(r is a for r in tensors_in(out) for a in tensors_in(args)):
+        raise CaptureError(
+            f"capturing {user_frame()}", f"{function.__name__}.apply, which writes to its argument",
+            "programs have no writes, and the effect of the function on other views of the memory is unknown",
+            "return a new tensor from the function",
+        )  # fmt: skip
+
+
+def check_hooks(module: nn.Module) -> None:
+    """Raise CaptureError for hooks that a program would not call."""
+    if any(backward_hooks_of_all()):
+        raise CaptureError(
+            f"capturing {type(module).__name__}", "a backward hook of all layers",
+            "a program has gradients of tensors, not of layers",
+            "call x.register_hook(fn) on the layer's input or output in its forward pass",
+        )  # fmt: skip
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise CaptureError(
+                f"capturing {type(module).__name__}", f"a backward hook of the layer {name or type(part).__name__}",
+                "a program has gradients of tensors, not of layers",
+                "call x.register_hook(fn) on the layer's input or output in its forward pass",
+            )  # fmt: skip
+        for key, value in part._parameters.items():
+            if value is not None and getattr(value, "_post_accumulate_grad_hooks", None):
+                raise CaptureError(
+                    f"capturing {type(module).__name__}",
+                    f"a hook that {name}.{key} calls when its gradient is accumulated",
+                    "a program passes gradients to the optimizer, and parameters do not accumulate them",
+                    "use parameter.register_hook(fn), or optimizer.register_step_pre_hook(fn)",
+                )  # fmt: skip

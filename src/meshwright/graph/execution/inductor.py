@@ -1,0 +1,227 @@
+"""Compilation of a program's tensor operators into kernels by Inductor. Operators on Python numbers are not compiled.
+
+Communication is a custom operator, which Inductor calls in place. Kernels are compiled for one rank, whose numbers are
+constants in them. A result that one rank does not need may be needed by another rank. So all communication writes to
+one tensor, `order`: Inductor then neither removes nor reorders communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import Arrival, Carrier, current
+
+from ..program.node import Carry, Node, Start, Value, Wait, tensor_dtype, values_in
+from ..program.program import Input, Program
+from ..torch_hooks import FakeMode, compile_graph
+from .all_reduce_grouping import meeting_late
+from .fx_runner import carrying, origin_of, reducing_over, reductions_over, starting, to_fx
+from .kernel_regions import Regions, regions
+from .matrix_products import matmul
+from .scatter_options import options_for
+
+aten = torch.ops.aten
+_CARRIED: list[Carry] = []
+"""Conversion steps that compiled programs call, by number."""
+_CALLS: list[Callable[[Tensor], Tensor]] = []
+_OVER: list[Callable[[Tensor], Tensor]] = []
+_NUMBER_OF: dict[Carry, int] = {}
+
+
+def number_of(op: Carry) -> int:
+    """Return the number by which compiled programs call the step, after registering it if needed."""
+    if op not in _NUMBER_OF:
+        _NUMBER_OF[op] = len(_CARRIED)
+        _CARRIED.append(op)
+        _CALLS.append(carrying(op))
+        _OVER.append(reducing_over(op))
+    return _NUMBER_OF[op]
+
+
+_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+"""Library of the communication operators; its calls have less overhead than those of `torch.library.custom_op`."""
+_LIBRARY.define("carry(Tensor x, Tensor(a!) order, int number) -> Tensor")
+_LIBRARY.define("reduce_over(Tensor(a!) x, Tensor(b!) order, int number) -> ()")
+_LIBRARY.define("start(Tensor x, Tensor(a!) order, int number) -> Tensor")
+_LIBRARY.define("wait(Tensor ticket, Tensor x, Tensor(a!) order, int number) -> Tensor")
+
+
+def _carry(x: Tensor, order: Tensor, number: int) -> Tensor:
+    """Run a conversion step on the caller's communicator."""
+    return _CALLS[number](x)
+
+
+def _shown(x: Tensor, order: Tensor, number: int) -> Tensor:
+    return x.new_empty(current().local_shape(_CARRIED[number].dst))
+
+
+def _reduce_over(x: Tensor, order: Tensor, number: int) -> None:
+    """Write the result of an all-reduce of `x` into `x`."""
+    out = _OVER[number](x)
+    if out.data_ptr() != x.data_ptr():
+        x.copy_(out)
+
+
+def _shown_over(x: Tensor, order: Tensor, number: int) -> None:
+    return None
+
+
+_TICKETS = count(1)
+_BEGUN: dict[int, Arrival] = {}
+"""Steps in flight, by ticket number."""
+
+
+def _start(x: Tensor, order: Tensor, number: int) -> Tensor:
+    """Start a conversion step and return its ticket, which `wait` takes."""
+    ticket = next(_TICKETS)
+    _BEGUN[ticket] = starting(_CARRIED[number])(x)
+    return torch.tensor([ticket], device="cpu")
+
+
+def _shown_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="meta")
+
+
+def _wait(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
+    """Wait for the step and return its result. The argument `x` keeps the operand alive until then."""
+    return _BEGUN.pop(int(ticket)).wait()
+
+
+def _shown_later(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
+    return _shown(x, order, number)
+
+
+for _name, _real, _meta in (
+    ("carry", _carry, _shown),
+    ("reduce_over", _reduce_over, _shown_over),
+    ("start", _start, _shown_ticket),
+    ("wait", _wait, _shown_later),
+):
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _meta, "Meta")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernels:
+    """Operator for many nodes: a compiled function of the values that they read."""
+
+    call: Callable[..., Any]
+    nodes: tuple[Node, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def __repr__(self) -> str:
+        return f"kernels of {len(self.nodes)} operators"
+
+
+Make = Callable[[Program, dict[Value, int]], Callable[..., Any]]
+"""`make(part, numbers)` returns a function for a part of a program; `numbers` maps some of its values to constants."""
+
+
+def compiled(
+    program: Program,
+    here: Carrier,
+    options: dict[str, Any] | None = None,
+    make: Make | None = None,
+    writes: bool = True,
+) -> Program:
+    """Return the program with its tensor operators as one call of compiled kernels.
+
+    Python numbers are computed before the call. Nodes that need numbers from kernels run after it (`regions`). Kernels
+    write inputs in place if `writes` is True; it must be False if two inputs share memory. `make` supplies other
+    kernels instead of compiling; these write to no input.
+    """
+    program = replace(program, nodes=meeting_late(program.nodes))
+    rank_numbers = {i.value: i.source(here) for i in program.inputs if i.role == "number"}
+    parts = regions(program, rank_numbers)
+    if not parts.kernels:
+        return program
+    inside = {v for n in parts.kernels for v in n.outs}
+    written = _written_inside(program, parts, inside) if writes and make is None else ()
+    outside = tuple(pair for pair in program.writes if pair not in written)
+    needed = {v for n in parts.behind for v in n.ins} | {*values_in(program.outputs), *(v for _, v in outside)}
+    gives = tuple(v for n in parts.kernels for v in n.outs if v in needed)
+    wanted = (v for v in (*(v for n in parts.kernels for v in n.ins), *(x for x, _ in written)) if v not in inside)
+    reads = [v for v in dict.fromkeys(wanted) if v not in rank_numbers and v is not parts.packed]
+    copies = [Node(aten.copy_.default, (x, v), {}, Value(f"{x.name}_written", x.shape, x.dtype)) for x, v in written]
+    order = Value("order", (1,), torch.float32)
+    in_order = {node: _in_order(node, order) for node in parts.kernels if _carried(node)}
+    over = {in_order[node] for node in reductions_over(program) if node in in_order}
+    takes = [*([order] if in_order else []), *reads, *([parts.packed] if parts.numbers else [])]
+    inputs = tuple(Input(v, "batch", v.name) for v in takes)
+    part = Program(inputs, (*(in_order.get(n, n) for n in parts.kernels), *copies), gives, rank=program.rank)
+    if make is not None:
+        call = make(part, rank_numbers)
+    else:
+        call = _compile(part, rank_numbers, over, options or {}, len(written))
+    call = partial(call, torch.zeros(1, dtype=torch.float32, device="cpu")) if in_order else call
+    kernels = Kernels(_packing(call, len(reads)) if parts.numbers else call, parts.kernels)
+    node = Node(kernels, (*reads, *parts.numbers), {}, gives, parts.kernels[0].origin)
+    return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
+
+
+def _carried(node: Node) -> Carry | None:
+    """Return the step that the node runs, starts or waits for, if it communicates."""
+    step = node.op.carry if isinstance(node.op, (Start, Wait)) else node.op
+    return step if isinstance(step, Carry) and step.communicates else None
+
+
+def _in_order(node: Node, order: Value) -> Node:
+    """Return a communicating node with `order` appended to its arguments."""
+    return replace(node, args=(*node.args, order))
+
+
+def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """Return a function that packs the numbers after the first `tensors` arguments into one tensor for `call`."""
+
+    def packing(*args: Any) -> Any:
+        return call(*args[:tensors], torch.tensor(args[tensors:], dtype=torch.float64, device="cpu"))
+
+    return packing
+
+
+def _written_inside(program: Program, parts: Regions, inside: Container[Value]) -> tuple[tuple[Value, Value], ...]:
+    """Return the writes that kernels do: of inputs that no later node reads and no result shares memory with."""
+    read_behind = {v for n in parts.behind for v in n.ins}
+    looked_at = {origin_of(program, v) for v in program.results} | read_behind
+    return tuple((x, v) for x, v in program.writes if v in inside and x not in looked_at)
+
+
+def _compile(
+    part: Program, rank_numbers: dict[Value, int], over: set[Node], options: dict[str, Any], written: int
+) -> Callable[..., Any]:
+    module = to_fx(part, lambda node: _as_operator(node, node in over), rank_numbers, part.outputs)
+    with FakeMode():
+        examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value), device=i.value.device) for i in part.inputs]
+    at = {i.value: n for n, i in enumerate(part.inputs)}
+    options = {**options_for(part), **options}
+    return compile_graph(module, examples, options, [at[n.args[0]] for n in part.nodes[len(part.nodes) - written :]])
+
+
+def _as_operator(node: Node, over: bool) -> Callable[..., Any] | None:
+    if node.op is aten.mm.default:
+        return matmul
+    step = _carried(node)
+    if step is None:
+        return None
+    ours, number = torch.ops.meshwright, number_of(step)
+    if isinstance(node.op, Start):
+        return lambda x, order: ours.start(x, order, number)
+    if isinstance(node.op, Wait):
+        return lambda ticket, x, order: ours.wait(ticket, x, order, number)
+    if not over:
+        return lambda x, order: ours.carry(x, order, number)
+
+    def reduce(x: Tensor, order: Tensor) -> Tensor:
+        ours.reduce_over(x, order, number)
+        return x
+
+    return reduce

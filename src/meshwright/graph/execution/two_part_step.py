@@ -1,0 +1,145 @@
+"""Execution of a training step in two parts, so that its gradients can be inspected before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..program.effects import writes_to
+from ..program.node import Node, Value, values_in
+from ..program.program import Input, Program
+from .fx_runner import exchanged, origin_of, reducing_over, reductions_over, to_fx
+
+LookAt = Callable[[Mapping[str, Any]], bool]
+"""Is called with the gradients by the names of their parameters; True if the update is to be left out."""
+Looking = Callable[[Sequence[Any], LookAt], tuple[Any, list[Any] | None]]
+"""A step of given inputs: its outputs, and the values that it writes; None for these if the update is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class InTwo:
+    """A step whose update is a part of its own.
+
+    A run returns None for the values to write if the update is left out, and no outputs that come from the update.
+    """
+
+    first: Callable[..., Any]
+    second: Callable[..., Any]
+    gradients: tuple[tuple[str, int], ...]
+    """The name of each parameter, and the place of its gradient among the inputs and the results of the first part."""
+    exchanged: tuple[int, ...]
+
+    def __call__(self, given: Sequence[Any], look_at: LookAt) -> tuple[Any, list[Any] | None]:
+        with torch.no_grad():
+            outputs, crossing = self.first(*given)
+            held = [*given, *crossing]
+            if look_at({name: held[at] for name, at in self.gradients}):
+                return outputs, None
+            late, written = self.second(*given, *crossing)
+            for at in self.exchanged:
+                written[at] = written[at].clone()
+            return {**outputs, **late}, written
+
+
+def in_two(program: Program) -> InTwo | None:
+    """Return the step in two parts; None if it has no update, or if it cannot be split.
+
+    The first part has to be able to run before the whole update: nothing in it writes over what the update reads, and
+    the output "out" does not come from the update.
+    """
+    update = _update(program)
+    first = [node for node in program.nodes if node not in update]
+    made = {v for node in first for v in node.outs}
+    crossing = _crossing(program, update, made)
+    early, late = _outputs(program, update)
+    if not update or not _may_come_first(program, update) or "out" not in early:
+        return None
+    over = {n: op for n, op in reductions_over(program).items() if n in update or n.ins[0] not in crossing}
+
+    def op_of(node: Node) -> Any:
+        return reducing_over(over[node], node.origin.purpose) if node in over else None
+
+    begin = to_fx(replace(program, nodes=first), op_of, results=(early, list(crossing)))
+    inputs = (*program.inputs, *[Input(v, "batch", v.name) for v in crossing])
+    end = to_fx(
+        replace(program, inputs=inputs, nodes=[n for n in program.nodes if n in update]), op_of,
+        results=(late, [v for _, v in program.writes]),
+    )  # fmt: skip
+    at = {v: n for n, v in enumerate([*[i.value for i in program.inputs], *crossing])}
+    saved = [i.value for i in program.inputs if i.role == "saved"]
+    gradients = tuple((name, at[v]) for v, name in _named(program, update, [*crossing, *saved]).items())
+    return InTwo(begin, end, gradients, exchanged(program))
+
+
+def _update(program: Program) -> set[Node]:
+    """Return the nodes of the update, and all nodes that depend on them."""
+    found, made = set[Node](), set[Value]()
+    for node in program.nodes:
+        if node.origin.phase == "update" or not made.isdisjoint(node.ins):
+            found.add(node)
+            made.update(node.outs)
+    return found
+
+
+def _crossing(program: Program, update: set[Node], made: set[Value]) -> tuple[Value, ...]:
+    """Return the values of the first part that the update reads or the program writes."""
+    read = [v for node in program.nodes if node in update for v in node.ins]
+    given = values_in([program.outputs, [v for _, v in program.writes]])
+    return tuple(v for v in dict.fromkeys([*read, *given]) if v in made)
+
+
+def _may_come_first(program: Program, update: set[Node]) -> bool:
+    """True if no node of the first part that comes after a node of the update writes in place."""
+    began = False
+    for node in program.nodes:
+        began |= node in update
+        if began and node not in update and writes_to(node.op):
+            return False
+    return True
+
+
+def _outputs(program: Program, update: set[Node]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the outputs that do not come from the update, and those that do."""
+    made = {v for node in update for v in node.outs}
+    late = {name: each for name, each in program.outputs.items() if not made.isdisjoint(values_in(each))}
+    return {name: each for name, each in program.outputs.items() if name not in late}, late
+
+
+def _named(program: Program, update: set[Node], given: Iterable[Value]) -> dict[Value, str]:
+    """Return the given values that change a parameter or a state in the update, with the parameter's name."""
+    owners = {i.value: i.source[0] if i.role == "state" else i.name for i in program.inputs if i.role in _OWNERS}
+    owners |= {v: name for (name, _), v in program.outputs.get("state", {}).items()}
+    found = {v: _owner_of(program, update, v, owners) for v in given if v.is_tensor}
+    return {v: name for v, name in found.items() if name is not None}
+
+
+def _owner_of(program: Program, update: set[Node], v: Value, owners: Mapping[Value, str]) -> str | None:
+    """Return the name of the parameter that a value reaches first, or of which it reaches a state first."""
+    seen, ahead = {v}, [v]
+    while ahead:
+        calls = [call for x in ahead for node in program.users.get(x, ()) if node in update for call in _calls(node, x)]
+        near = (owners.get(origin_of(program, y), owners.get(y)) for ins, outs in calls for y in (*ins, *outs))
+        name = next((each for each in near if each is not None), None)
+        if name is not None:
+            return name
+        ahead = list(dict.fromkeys(y for _, outs in calls for y in outs if y not in seen))
+        seen.update(ahead)
+    return None
+
+
+_OWNERS = ("parameter", "state")
+
+
+def _calls(node: Node, v: Value) -> Iterator[tuple[Sequence[Value], Sequence[Value]]]:
+    """Yield what is computed with a value, and what is made of it: of lists, the entries at one place."""
+    lists = [list(a) for a in node.args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Value)]
+    if not lists:
+        yield node.ins, node.outs
+        return
+    rows = zip(*[each for each in lists if len(each) == len(lists[0])], strict=True)
+    for at, row in enumerate(rows):
+        if v in row:
+            yield row, node.outs[at : at + 1] if len(node.outs) == len(lists[0]) else node.outs

@@ -1,0 +1,79 @@
+"""Side effects of nodes: predicates that say which nodes may be removed, moved or merged."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.reshard import Exchange
+
+from ..torch_hooks import Operator
+from .node import Carry, Node, OnCopy, Op, Over, Start, Value, Wait, values_in
+
+
+def writes_to(op: Op) -> tuple[int | str, ...]:
+    """Return the arguments of `op` that it writes to: positions, or names of keyword arguments."""
+    if isinstance(op, Over):
+        return op.places
+    if not isinstance(op, Operator):
+        return ()
+    found: list[int | str] = []
+    for at, a in enumerate(op._schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            found.append(a.name if a.kwarg_only else at)
+    return tuple(found)
+
+
+def draws(op: Op) -> bool:
+    """True if `op` draws random numbers. Such operators keep their order."""
+    if isinstance(op, (OnCopy, Over)):
+        return draws(op.op)
+    return isinstance(op, Operator) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def is_drawing(node: Node) -> bool:
+    """True if the call draws random numbers. Attention with `dropout_p=0` does not, though its operator can."""
+    if not draws(node.op) or not isinstance(node.op, Operator):
+        return draws(node.op)
+    given = dict(zip((a.name for a in node.op._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    left = next((a for a in node.op._schema.arguments if a.name == "dropout_p"), None)
+    return left is None or given.get("dropout_p", left.default_value) != 0
+
+
+def is_pure(op: Op) -> bool:
+    """True if equal arguments give equal results, and a call whose results are not read may be removed."""
+    return not writes_to(op) and not draws(op) and not asserts(op)
+
+
+def crosses(op: Op) -> bool:
+    """True for conversion steps from one mesh to another."""
+    carry = op.carry if isinstance(op, (Start, Wait)) else op
+    return isinstance(carry, Carry) and isinstance(carry.step, Exchange)
+
+
+def asserts(op: Op) -> bool:
+    """True for assertion operators."""
+    return isinstance(op, Operator) and "assert" in op._schema.name
+
+
+def is_view(op: Op) -> bool:
+    """True if results may share memory with arguments."""
+    if isinstance(op, Carry):
+        return not op.communicates
+    if not isinstance(op, Operator):
+        return False
+    return any(r.alias_info is not None for r in op._schema.returns) or op._schema.name == "aten::reshape"
+
+
+def is_needed(op: Op, args: Sequence[Any], outs: Sequence[Value], needed: Container[Value]) -> bool:
+    """True if a node must stay. `needed` are the values that later nodes read, and the results.
+
+    A node that draws random numbers stays: without it, later nodes would draw other numbers. A step to another mesh
+    stays, since the ranks of that mesh have their own programs.
+    """
+    if draws(op) or asserts(op) or crosses(op) or any(v in needed for v in outs):
+        return True
+    written = [args[at] for at in writes_to(op) if isinstance(at, int) and at < len(args)]
+    return any(v in needed for v in values_in(written)) or bool(writes_to(op) and not written)

@@ -1,0 +1,400 @@
+"""Recording of operators called on fake tensors, as nodes without writes; each tensor is mapped to its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Spec, user_frame
+from meshwright.tensor import DistTensor, map_tensors, tensors_in
+
+from .._errors import CaptureError
+from ..program.effects import draws, writes_to
+from ..program.node import Node, OnCopy, Op, Origin, Place, Value, values_in
+from ..program.program import Input, Role
+from ..program.shape_inference import Names, as_values, stem_of
+from ..torch_hooks import FakeTensor, Operator, faked, forget_numbers, memory_of, no_modes
+from .detached_writes import DetachedWrite
+from .functionalization import FRESH, IDENTITIES, Cell, Memory, View, functional
+from .symbolic_numbers import Numbers
+
+aten = torch.ops.aten
+
+SECRET_WRITES: dict[str, tuple[tuple[int, ...], int]] = {
+    "aten::batch_norm": ((3, 4), 5),
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::_batch_norm_impl_index": ((3, 4), 5),
+    "aten::instance_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+}
+"""Operators whose schema hides that they write to arguments: written positions, and the enabling argument."""
+
+SILENT = {"prim::device", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::is_same_size"}
+"""Operators that only query metadata; they are not recorded."""
+
+
+_LIFTED = "_meshwright_lifted"
+
+
+def is_lifted(x: Tensor) -> bool:
+    """True for a tensor that the recorded code created from Python numbers, such as `torch.tensor(0.0)`."""
+    return _LIFTED in x.__dict__
+
+
+def lifted_copy(x: Tensor) -> Tensor:
+    """Return a copy of a constant that is marked as lifted if the constant is."""
+    copy = x.clone()
+    if is_lifted(x):
+        setattr(copy, _LIFTED, True)
+    return copy
+
+
+@dataclass(slots=True)
+class Recording:
+    """The nodes recorded so far, and the cell of every tensor that was seen.
+
+    `above` says that the recording is above autograd: operators that matter only to autograd are kept. With `forgets`,
+    Python code cannot read the elements of tensors that it creates from numbers, as if they were inputs.
+    """
+
+    inputs: list[Input] = field(default_factory=list[Input])
+    nodes: list[Node] = field(default_factory=list[Node])
+    names: Names = field(default_factory=lambda: Names(iter(())))
+    numbers: Numbers = field(default_factory=Numbers)
+    cells: dict[int, Cell] = field(default_factory=dict[int, Cell])
+    memories: dict[Any, list[Cell]] = field(default_factory=dict[Any, list[Cell]])
+    kept: list[Any] = field(default_factory=list[Any])
+    origin: Callable[[], Origin] = Origin
+    above: bool = False
+    forgets: bool = False
+    detached_writes: list[DetachedWrite] = field(default_factory=list[DetachedWrite])
+    _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
+
+    def add_input(self, x: Tensor, role: Role, name: str, spec: Any = None, source: Any = None) -> Value:
+        """Add the tensor `x` as an input of the program, and return its value."""
+        value = Value(self.names.fresh(name.replace(".", "_")), tuple(x.shape), x.dtype, str(x.device))
+        self.inputs.append(Input(value, role, name, spec, source))
+        self._given.append((self.inputs[-1], x))
+        self._bind(x, Cell(value, Memory(), x))
+        return value
+
+    def add_number(self, symbol: Any, role: Role, name: str, source: Any) -> Value:
+        """Add a symbolic number as an input of the program, and return its value."""
+        kind = float if isinstance(symbol, torch.SymFloat) else int
+        value = Value(self.names.fresh(name.replace(".", "_")), (), kind)
+        self.inputs.append(Input(value, role, name, None, source))
+        self.numbers.bind(symbol, value)
+        return value
+
+    def specs(self) -> dict[Value, Spec]:
+        """Return the specs of the latest values of all DistTensors."""
+        tensors = [x for x in self.kept if isinstance(x, DistTensor)]
+        return {self.cells[id(x)].value: x.spec for x in tensors}
+
+    def input_of(self, x: Tensor) -> Value:
+        """Return the value of the input that was added for `x`."""
+        return next(given.value for given, t in self._given if t is x)
+
+    def value_of(self, x: Tensor) -> Value:
+        """Return the current value of `x`. An unseen tensor is added as a constant.
+
+        Raises CaptureError for an unseen tensor that is fake or requires gradients.
+        """
+        cell = self._find(x)
+        if cell is not None:
+            return (_saved(x, cell) if self.above else cell).read(self._node)
+        _check_constant(x)
+        return self.add_input(x, "constant", "constant", source=x)
+
+    def is_constant(self, value: Value) -> bool:
+        """True if a value depends on constants alone, and on no random numbers."""
+        return self.constants_behind(value) is not None
+
+    def constants_behind(self, value: Value) -> list[Tensor] | None:
+        """Return the constants that a value depends on; None if it depends on other inputs or on random numbers."""
+        makers = {v: node for node in self.nodes for v in node.outs}
+        inputs = {given.value: given for given in self.inputs}
+        found: list[Tensor] = []
+        left, seen = [value], set[Value]()
+        while left:
+            v = left.pop()
+            if (v in inputs and inputs[v].role != "constant") or (v in makers and draws(makers[v].op)):
+                return None
+            if v in inputs:
+                found.append(inputs[v].source)
+            new = set(makers[v].ins) - seen if v in makers else set[Value]()
+            seen |= new
+            left += new
+        return found
+
+    def made(self, x: Tensor) -> bool:
+        """True if the tensor is in memory of a recorded tensor that is no constant."""
+        constants = {
+            memory_of(t) for given, fake in self._given if given.role == "constant" for t in (fake, given.source)
+        }
+        return memory_of(x) in self.memories and memory_of(x) not in constants
+
+    def stand_for(self, x: Tensor, real: Tensor) -> None:
+        """Bind the tensor `real` to the cell of the constant `x`."""
+        cell = self._find(x)
+        assert cell is not None
+        self._bind(real, cell)
+
+    def written(self) -> tuple[tuple[Value, Value], ...]:
+        """Return the inputs that were written to, and their final values."""
+        found = [(given.value, self.value_of(x)) for given, x in self._given]
+        return tuple((x, v) for x, v in found if x is not v)
+
+    def tree_of(self, tree: Any) -> Any:
+        """Return `tree` with tensors and symbolic numbers replaced by values."""
+        if isinstance(tree, Tensor):
+            return self.value_of(tree)
+        if isinstance(tree, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self.numbers.value_of(tree, self)
+        if isinstance(tree, (tuple, list)):
+            items = [self.tree_of(v) for v in tree]
+            return items if type(tree) is list else tuple(items)
+        if isinstance(tree, Mapping):
+            return {k: self.tree_of(v) for k, v in tree.items()}
+        if isinstance(tree, slice):
+            return slice(self.tree_of(tree.start), self.tree_of(tree.stop), self.tree_of(tree.step))
+        return tree
+
+    def note(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+        """Record that `op(*args, **kwargs)` was called and returned `out`."""
+        if isinstance(op, Operator):
+            if self._is_silent(op, args, out):
+                return
+            written = written_by(op, args, kwargs)
+            if written:
+                self._note_write(op, args, kwargs, out, written)
+                return
+            if any(out is a for a in tensors_in(args)):
+                return  # `x.float()` of a float tensor is `x`
+        values = self.tree_of(args), self.tree_of(kwargs)
+        shown = self._node(op, *values, out)
+        self._bind_results(op, args, values, out, shown)
+
+    def emit_number(self, op: Op, args: tuple[Any, ...], kind: type) -> Value:
+        """Add a node on Python numbers, and return its value."""
+        out = Value(self.names.fresh(stem_of(op)), (), kind)
+        self.nodes.append(Node(op, args, {}, out, self.origin()))
+        return out
+
+    def _is_silent(self, op: Operator, args: Any, out: Any) -> bool:
+        name = op._schema.name
+        if name in SILENT:
+            return True
+        if name.split("::")[1] in (FRESH if self.above else IDENTITIES) and isinstance(out, Tensor):
+            fresh = name == "aten::lift_fresh"
+            if fresh and type(args[0]) is Tensor:
+                args[0].__dict__[_LIFTED] = True
+                if self.forgets:
+                    forget_numbers(out)
+            self.value_of(args[0])
+            cell = self._find(args[0])
+            assert cell is not None
+            self._bind(out, Cell(cell.value, Memory(), out) if fresh else cell)
+            return True
+        return False
+
+    def _node(self, op: Op, args: Any, kwargs: Any, out: Any) -> Any:
+        shown = as_values(out, lambda: self.names.fresh(stem_of(op)))
+        self.nodes.append(Node(op, args, kwargs, shown, self.origin()))
+        self.numbers.see(out, shown)
+        return shown
+
+    def _find(self, x: Tensor) -> Cell | None:
+        cell = self.cells.get(id(x))
+        if cell is None:
+            cell = next((c for c in self.memories.get(memory_of(x), []) if _looks_alike(c.like, x)), None)
+            if cell is not None and self.above and not isinstance(x, FakeTensor):
+                cell = self._detached(x, cell)
+            cell = self._seen_otherwise(x) if cell is None and self.above else cell
+            if cell is not None:
+                self._bind(x, cell)
+        return cell
+
+    def _detached(self, x: Tensor, base: Cell) -> Cell:
+        """Record a `detach` node for `x`, the `.data` of a real tensor, since torch calls no operator for it."""
+        detach = aten.detach.default
+        shown = self._node(detach, (base.read(self._node),), {}, x)
+        return Cell(shown, base.memory, x, base.version, View(detach, (base,), {}, base, x, None))
+
+    def _seen_otherwise(self, x: Tensor) -> Cell | None:
+        """Return a cell for a view that an operator took internally and saved for its backward pass, or None.
+
+        Examples are a transposed weight and a flattened input.
+        """
+        for cell in self.memories.get(memory_of(x), []):
+            found = _view_between(cell.like, x)
+            if found is not None:
+                op, how = found
+                return Cell(self._node(op, (cell.read(self._node), how), {}, x), Memory(), x)
+        return None
+
+    def _bind(self, x: Tensor, cell: Cell) -> None:
+        self.cells[id(x)] = cell
+        self.kept.append(x)
+        cells = self.memories.setdefault(memory_of(x), [])
+        if cell not in cells:
+            cells.append(cell)
+
+    def _bind_results(self, op: Op, args: Any, values: Any, out: Any, shown: Any) -> None:
+        base = self._viewed(op, args)
+        many = not isinstance(out, Tensor)
+        given = {id(t) for t in tensors_in(args)}
+        for at, (t, v) in enumerate(zip(tensors_in(out), _tensor_values(shown), strict=True)):
+            if id(t) in given and isinstance(op, Operator):  # one of several results is an argument
+                continue
+            if base is None or memory_of(t) != memory_of(base.like):
+                self._bind(t, Cell(v, Memory(), t))
+                continue
+            assert isinstance(op, Operator)
+            held = (base, *values[0][1:])
+            view = View(op, held, values[1], base, out, at if many else None)
+            self._bind(t, Cell(v, base.memory, t, base.memory.version, view))
+
+    def _viewed(self, op: Op, args: Any) -> Cell | None:
+        """Return the cell of the first argument if results of `op` may be views of it, otherwise None."""
+        if not isinstance(op, Operator) or not any(r.alias_info is not None for r in op._schema.returns):
+            return None
+        return self._find(args[0]) if args and isinstance(args[0], Tensor) else None
+
+    def _note_write(self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[Place, Tensor]) -> None:
+        if self.above:
+            self._note_detached(written.values())
+        values = self.tree_of(args), self.tree_of(kwargs)
+        trained = self.above and any(t.requires_grad for t in tensors_in((args, kwargs)))
+        twin = _twin(op, args, kwargs) if list(written) == [0] else None
+        if twin is aten.copy.default and self.above:
+            new: list[Value] = [self._copied(args[0], values[0][1])]
+        elif twin is not None:
+            new = [self._node(twin, *values, written[0])]
+        else:
+            shown = self._node(OnCopy(op, tuple(written)), *values, (out, *written.values()))
+            new = list(shown[1:])
+            self._bind_fresh(op, out, shown[0], written)
+        for t, v in zip(written.values(), new, strict=True):
+            cell = self._find(t)
+            assert cell is not None
+            if self.above and not torch.is_grad_enabled():
+                cell.write_beside_gradients(v, self._node)
+            else:
+                cell.write(v, self._node, trained)
+        if _gives_arguments(op):
+            for result, t in zip(tensors_in(out), written.values(), strict=True):
+                cell = self._find(t)
+                if cell is not None and result is not t:  # a fake tensor instead of a real one
+                    self._bind(result, cell)
+
+    def _note_detached(self, written: Iterable[Tensor]) -> None:
+        """Note writes through `.data` and detached views."""
+        for t in written:
+            cell = self._find(t)
+            if cell is not None and cell.is_detached:
+                self.detached_writes.append(DetachedWrite(cell.root.value, len(self.nodes), user_frame() or ""))
+
+    def _copied(self, x: Tensor, value: Value) -> Value:
+        """Return the value of `x` after a copy of `value` into it, without `aten.copy`, which has no gradient."""
+        like = torch.empty(value.shape, dtype=x.dtype, device=x.device) if tuple(x.shape) != value.shape else x
+        if (value.dtype, value.device) != (x.dtype, str(x.device)):
+            value = self._node(aten.to.device, (value, x.device, x.dtype), {}, like)
+        return value if like is x else self._node(aten.expand.default, (value, tuple(x.shape)), {}, x)
+
+    def _bind_fresh(self, op: Operator, out: Any, shown: Any, written: dict[Place, Tensor]) -> None:
+        """Bind the results of an in-place operator that are not its written arguments."""
+        if _gives_arguments(op):
+            return
+        mine = {memory_of(w) for w in written.values()}
+        for t, v in zip(tensors_in(out), _tensor_values(shown), strict=True):
+            if memory_of(t) not in mine:
+                self._bind(t, Cell(v, Memory(), t))
+
+
+def _twin(op: Operator, args: Any, kwargs: Any) -> Operator | None:
+    """Return the out-of-place form of `op`, or None if its result does not fit the written argument."""
+    twin = functional(op)
+    if twin is None or draws(op):
+        return None
+    fake: Any = next((x for x in tensors_in((args, kwargs)) if isinstance(x, FakeTensor)), None)
+    with no_modes(), torch.no_grad():
+        if fake is not None:
+            args, kwargs = map_tensors(partial(faked, fake.fake_mode), (args, kwargs))
+        out = twin(*args, **kwargs)
+    fits = isinstance(out, Tensor) and out.dtype == args[0].dtype and out.shape == args[0].shape
+    return twin if fits else None
+
+
+def _gives_arguments(op: Operator) -> bool:
+    """True if all results of `op` are arguments that it wrote to."""
+    infos = [r.alias_info for r in op._schema.returns]
+    return bool(infos) and all(info is not None and info.is_write for info in infos)
+
+
+def written_by(op: Operator, args: Any, kwargs: Any) -> dict[Place, Tensor]:
+    """Return the tensors that the call writes to, by position or name of the argument."""
+    places: list[int | str] = list(writes_to(op))
+    secret = SECRET_WRITES.get(op._schema.name)
+    if secret is not None and len(args) > secret[1] and args[secret[1]]:
+        places += secret[0]
+    found: dict[Place, Tensor] = {}
+    for place in places:
+        given = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        if isinstance(given, Tensor):
+            found[place] = given
+        elif isinstance(given, (list, tuple)):
+            found |= {(place, at): t for at, t in enumerate(given) if isinstance(t, Tensor)}
+    return found
+
+
+def _saved(x: Tensor, cell: Cell) -> Cell:
+    """Return the cell of the original tensor for a tensor that autograd saved for its backward pass.
+
+    Autograd detaches a saved tensor and restores its `grad_fn`.
+    """
+    view = cell.view
+    return view.base if view is not None and view.op is aten.detach.default and x.grad_fn is not None else cell
+
+
+def _check_constant(x: Tensor) -> None:
+    """Raise CaptureError for a tensor that cannot be a constant: a fake one, or one that requires gradients."""
+    what = "a fake tensor of another capture" if isinstance(x, FakeTensor) else "a tensor that requires gradients"
+    if isinstance(x, FakeTensor) or x.requires_grad:
+        raise CaptureError(
+            f"recording {user_frame() or 'a program'}", f"{what}, of shape {tuple(x.shape)}",
+            "the tensor is not in the model or the batch, so the program would treat it as a constant",
+            "put trained tensors into the model (model.loss = loss), call requires_grad_(False) on others, or "
+            "detach() a constant",
+        )  # fmt: skip
+
+
+def _looks_alike(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and tuple(a.shape) == tuple(b.shape)
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+    )
+
+
+def _view_between(a: Tensor, b: Tensor) -> tuple[Operator, list[Any]] | None:
+    """Return the operator that makes the view `b` of `a` (`view` or `permute`) and its argument, or None."""
+    if a.dtype != b.dtype or a.storage_offset() != b.storage_offset() or a.numel() != b.numel():
+        return None
+    if a.is_contiguous() and b.is_contiguous():
+        return aten.view.default, list(b.shape)
+    orders = permutations(range(a.dim())) if a.dim() == b.dim() <= 4 else ()
+    found = (list(p) for p in orders if _looks_alike(a.permute(p), b))
+    order = next(found, None)
+    return None if order is None else (aten.permute.default, order)
+
+
+def _tensor_values(tree: Any) -> Sequence[Value]:
+    return [v for v in values_in(tree) if v.is_tensor]

@@ -1,0 +1,290 @@
+"""Patterns of rules: the operators that `find` calls, with names for the parts that may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .._errors import RewriteError
+from ..program.node import Node, Op, Value, name_of
+from .node_reader import CAST, Reader, Reading, Said, argument_names, full_arguments
+from .rule_arguments import Shape, Variant, sample_sizes
+from .rule_trace import StepName, Told, watch
+from .spellings import aten
+
+COMMUTE: set[Any] = {
+    aten.mul.Tensor,
+    aten.add.Tensor,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.eq.Tensor,
+    aten.ne.Tensor,
+    aten.bitwise_and.Tensor,
+    aten.bitwise_or.Tensor,
+    aten.bitwise_xor.Tensor,
+    aten.logical_and.default,
+    aten.logical_or.default,
+}
+"""Operators that commute in their first two arguments."""
+
+
+DIMS = {"dim", "dims", "dim0", "dim1", "axis"}
+"""Names of arguments that are dims: -1 and the last dim are equal."""
+
+ANY = {"device", "pin_memory", "layout", "memory_format", "non_blocking", "copy"}
+"""Names of arguments that a rule does not compare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A tensor argument of the rule."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An attribute of the rule; if `name` is empty, a constant that `find` computes from shapes or attributes.
+
+    `at` is its position: number of the call, then the path to the argument. `flip` means the reciprocal.
+    """
+
+    name: str
+    at: tuple[Any, ...]
+    flip: bool = False
+
+    def flipped(self) -> Constant:
+        return replace(self, flip=not self.flip)
+
+    def undone(self, found: Any) -> Any:
+        """Return the constant for a matched argument: its reciprocal if `flip` is set."""
+        return 1 / found if self.flip else found
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """Result `place` of a call. `number` is the number of the call in `find`, -1 for a call of another spelling."""
+
+    op: Any
+    args: tuple[Any, ...]
+    place: int
+    number: int
+
+    @cached_property
+    def commutes(self) -> bool:
+        return self.op in COMMUTE and self.args[2:] in ((), (1,))
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, bool], ...]:
+        """Positions of the arguments to compare, each with True if the argument is a dim.
+
+        The order is by selectivity: constants, then operators, then names, which match everything.
+        """
+        names = argument_names(self.op)
+        places = [at for at in range(len(self.args)) if at >= len(names) or names[at] not in ANY]
+        cost = {
+            at: 2 if isinstance(a, Name) else int(isinstance(a, (Term, list, tuple))) for at, a in enumerate(self.args)
+        }
+        dims = {
+            at for at in places if at < len(names) and names[at] in DIMS and not isinstance(self.args[at], Constant)
+        }
+        return tuple((at, at in dims) for at in sorted(places, key=cost.__getitem__))
+
+    def __repr__(self) -> str:
+        return f"{self.op.name if isinstance(self.op, StepName) else name_of(self.op)}{self.args}"
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Pattern of one variant of a rule; `roots` are its results."""
+
+    variant: Variant
+    roots: tuple[Term, ...]
+    told: Told
+    terms: tuple[Term, ...] = field(repr=False)
+
+    @cached_property
+    def ops(self) -> tuple[Op | StepName, ...]:
+        """The operators that `find` calls."""
+        return tuple(call.op for call in self.told.calls)
+
+    @cached_property
+    def entrances(self) -> tuple[tuple[Any, frozenset[frozenset[int]]], ...]:
+        """Operators that may produce the first root, each with its needs: sets of ids of operators.
+
+        Some operand must be readable as an operator of each set. A cast at the root may be absent, so the operator
+        below it is included.
+        """
+        found: list[tuple[Any, frozenset[frozenset[int]]]] = []
+        term: Any = self.roots[0]
+        while isinstance(term, Term):
+            found.append((term.op, frozenset(filter(None, map(_makers, term.args)))))
+            term = term.args[0] if term.op is CAST else None
+        return tuple(found)
+
+
+def _makers(a: Any) -> frozenset[int]:
+    """Return the ids of the operators that may produce an operand; empty for any. A cast may be absent."""
+    if not isinstance(a, Term) or isinstance(a.op, StepName):
+        return frozenset()
+    if a.op is not CAST:
+        return frozenset([id(a.op)])
+    inner = _makers(a.args[0])
+    return inner | {id(CAST)} if inner else inner
+
+
+def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False) -> dict[str, Value]:
+    """Return a value for every tensor argument: a square matrix if the argument has no shape."""
+    sizes = sample_sizes(shapes, other)
+    dtypes = {"float": torch.bfloat16, "int": torch.int64, "bool": torch.bool}
+    found: dict[str, Value] = {}
+    for name in variant.tensors:
+        shape = shapes.get(name)
+        dims = shape.sized(sizes) if shape else (6, 6) if other else (4, 4)
+        found[name] = Value(name, dims, dtypes[shape.kind if shape else "float"])
+    return found
+
+
+def sample_arguments(variant: Variant, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """Return one value for every argument of a rule."""
+    steps = {a.name: StepName(a.name, a.of) for a in variant.steps}
+    return {
+        **variant.given,
+        **{a.name: a.samples[0] for a in variant.attributes},
+        **steps,
+        **stand_ins(variant, shapes),
+    }
+
+
+def make_pattern(find: Callable[..., Any], variant: Variant, shapes: Mapping[str, Shape], rule: str) -> Pattern:
+    """Return the pattern of a variant, from traces of `find`.
+
+    `find` is traced once, and again for a second value of each attribute and for other shapes. Raises RewriteError if
+    the traces have different operators.
+    """
+    given = sample_arguments(variant, shapes)
+    told = watch(find, given)
+    others: list[tuple[str, Any, Any, Told]] = []
+    for a in variant.attributes:
+        others.append((a.name, a.samples[0], a.samples[1], watch(find, given | {a.name: a.samples[1]})))
+    resized = watch(find, given | stand_ins(variant, shapes, other=True))
+    others.append(("", None, None, resized))
+    for name, _, _, other in others:
+        if [c.op for c in other.calls] != [c.op for c in told.calls]:
+            raise RewriteError(
+                f"rule {rule}", f"other operators for another {name or 'shape'}",
+                "a pattern must have the same operators for all arguments",
+                "where `find` branches, use an argument with options, such as `kind: Literal['relu', 'gelu']`",
+            )  # fmt: skip
+    return _Maker(told, others, rule).made(variant)
+
+
+@dataclass(slots=True)
+class _Maker:
+    told: Told
+    others: list[tuple[str, Any, Any, Told]]
+    rule: str
+    terms: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    producers: dict[Value, Any] = field(default_factory=dict[Value, Any])
+    numbers: dict[int, int] = field(default_factory=dict[int, int])
+
+    def made(self, variant: Variant) -> Pattern:
+        for number, call in enumerate(self.told.calls):
+            marked = self._marked_call(number, call)
+            self.numbers[id(marked)] = number
+            self.producers.update((v, marked) for v in call.outs)
+        reader = Reader(self.producers.get)
+        out = self.told.out
+        results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        roots = tuple(self._term(reader, v) for v in results)
+        if not roots or not all(isinstance(r, Term) for r in roots):
+            raise RewriteError(
+                f"rule {self.rule}", f"find returns {out!r}", "an operator must make every result of find",
+                "return the result of the last operator of the pattern, or a tuple of results",
+            )  # fmt: skip
+        self._check_names(variant, roots)
+        return Pattern(variant, roots, self.told, tuple(t for t in self.terms.values() if isinstance(t, Term)))
+
+    def _marked_call(self, number: int, call: Node) -> Node:
+        full = full_arguments(call.op, call.args, call.kwargs)
+        return Node(call.op, tuple(self._marked((number, at), a) for at, a in enumerate(full)), {}, call.out)
+
+    def _marked(self, at: tuple[Any, ...], tree: Any) -> Any:
+        """Return `tree` with names for the constants that differ in other traces of `find`."""
+        if isinstance(tree, Value):
+            return tree
+        seen = [(name, a, b, constant_at(other, at)) for name, a, b, other in self.others]
+        changed = [entry for entry in seen if not _same_tree(entry[3], tree)]
+        if not changed:
+            return tree
+        name, a, b, found = changed[0]
+        if len(changed) == 1 and name and _same_tree(tree, a) and _same_tree(found, b):
+            return Constant(name, at)
+        whole = [entry[3] for entry in changed]
+        if isinstance(tree, (list, tuple)) and all(isinstance(t, (list, tuple)) and len(t) == len(tree) for t in whole):
+            return type(tree)([self._marked((*at, i), item) for i, item in enumerate(tree)])
+        return Constant("", at)
+
+    def _term(self, reader: Reader, v: Any) -> Any:
+        if isinstance(v, (list, tuple)):
+            return type(v)([self._term(reader, item) for item in v])
+        if not isinstance(v, (Value, Said)):
+            return v
+        if v not in self.terms:
+            reading = reader.normal(v)
+            if reading is None:
+                assert isinstance(v, Value)
+                self.terms[v] = Name(v.name)
+            else:
+                args = tuple(self._term(reader, a) for a in (*reading.args, *_named_dtype(reading)))
+                self.terms[v] = Term(reading.op, args, reading.place, self.numbers.get(id(reading.call), -1))
+        return self.terms[v]
+
+    def _check_names(self, variant: Variant, roots: tuple[Term, ...]) -> None:
+        used = {leaf.name for leaf in leaves(roots) if isinstance(leaf, (Name, Constant))}
+        used |= {t.op.name for t in self.terms.values() if isinstance(t, Term) and isinstance(t.op, StepName)}
+        wanted = {*variant.tensors, *(a.name for a in (*variant.attributes, *variant.steps))}
+        if wanted - used:
+            raise RewriteError(
+                f"rule {self.rule}", f"find does not use {', '.join(sorted(wanted - used))}",
+                "an unused argument cannot be matched", "pass the argument to an operator unchanged",
+            )  # fmt: skip
+
+
+def _named_dtype(reading: Reading) -> tuple[Constant, ...]:
+    """Return the dtype of a cast if it is an argument of the rule."""
+    if reading.op is not CAST or reading.call is None:
+        return ()
+    return tuple(a for a in reading.call.args if isinstance(a, Constant) and a.name)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the names and constants below terms."""
+    if isinstance(tree, Term):
+        yield from leaves(tree.args)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def constant_at(told: Told, at: tuple[Any, ...]) -> Any:
+    """Return the argument at a position: number of the call, then the path to the argument."""
+    call = told.calls[at[0]]
+    found: Any = full_arguments(call.op, call.args, call.kwargs)[at[1]]
+    for step in at[2:]:
+        found = found[step]
+    return found
+
+
+def _same_tree(a: Any, b: Any) -> bool:
+    if isinstance(a, Value) or isinstance(b, Value):
+        return isinstance(a, Value) and isinstance(b, Value)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same_tree, a, b))
+    return type(a) is type(b) and a == b

@@ -1,0 +1,191 @@
+"""Checks of rules: both sides are compared on random tensors, with gradients, in every dtype and for every choice.
+
+The reference is `find` in float64. The error of `put` may be a few roundings, or as large as that of `find`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current, simulate
+from meshwright.layout import Spec
+from meshwright.reshard import Plan, Step, execute
+
+from .._errors import RewriteError
+from ..program.node import Value
+from .match_confirmation import results
+from .rewrite_rule import Rewrite
+from .rule_arguments import Shape, Variant, sample_sizes, variants_of
+from .rule_trace import carrying
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+ROUNDINGS = 16
+"""Allowed error of `put`, in roundings of the dtype relative to the largest number."""
+
+Outcome = tuple[Tensor | None, ...]
+
+
+def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int = 0) -> int:
+    """Return the number of compared cases, on which both sides agree. Rules about steps are checked by `check_steps`.
+
+    Raises:
+        RewriteError: the sides differ in a case, or `where` refuses every sample.
+    """
+    torch.manual_seed(seed)
+    done = 0
+    for variant in variants_of(rule.arguments):
+        for given, dtype in _cases(rule, variant, dtypes):
+            if rule.is_met({k: _as_value(k, v) for k, v in given.items()}):
+                _compare(rule, given, dtype)
+                done += 1
+    if not done:
+        raise RewriteError(
+            f"check of rule {rule.name}", "where=... refuses every sample", "nothing was compared",
+            "pass shapes and samples that the rule accepts",
+        )  # fmt: skip
+    return done
+
+
+def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0) -> None:
+    """Check a rule about steps on all ranks of the mesh, with a random tensor of the spec `x` as every tensor argument.
+
+    Gradients need no check: they follow from the transposes of the steps.
+
+    Raises:
+        RewriteError: the sides differ on a rank.
+    """
+
+    found, put = (_on_all_ranks(fn, rule, steps, x, seed) for fn in (rule.find, rule.put))
+    for rank, (theirs, ours) in enumerate(zip(found, put, strict=True)):
+        for a, b in zip(theirs, ours, strict=True):
+            if a.shape != b.shape or not torch.allclose(a, b):
+                raise RewriteError(
+                    f"check of rule {rule.name} for {', '.join(f'{k} {v!r}' for k, v in steps.items())} of {x}",
+                    f"on rank {rank} find returns {_type(a)}, and put returns {_type(b)} with other numbers",
+                    "a rule must not change numbers", "add a where=... that refuses such steps",
+                )  # fmt: skip
+
+
+def _on_all_ranks(
+    fn: Callable[..., Any], rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int
+) -> list[tuple[Tensor, ...]]:
+    """Return the results of a side on each simulated rank; all tensor arguments are one random tensor."""
+
+    def run() -> tuple[Tensor, ...]:
+        rank = current().rank
+        torch.manual_seed(seed + rank)
+        part = torch.randn(x.local_shape(rank), dtype=x.dtype)
+        lie: dict[int, tuple[Spec, Tensor]] = {id(part): (x, part)}
+
+        def carried(step: Step, t: Tensor) -> Tensor:
+            src = lie[id(t)][0]
+            out = execute(Plan(src, step.apply(src), (step,)), t, current())
+            lie[id(out)] = (step.apply(src), out)
+            return out
+
+        with carrying(carried):
+            return results(fn(**{a.name: steps[a.name] if a.kind == "step" else part for a in rule.arguments}))
+
+    return simulate(run, x.mesh.size)
+
+
+def _cases(
+    rule: Rewrite, variant: Variant, dtypes: Sequence[torch.dtype]
+) -> Iterator[tuple[dict[str, Any], torch.dtype]]:
+    """Yield arguments of a rule for two sets of sizes, all dtypes, and both samples of the constants."""
+    names = [a.name for a in variant.attributes]
+    constants = list(zip(*(a.samples for a in variant.attributes), strict=True)) or [()]
+    for other, dtype, chosen in product((False, True), dtypes, constants):
+        sizes = sample_sizes(rule.tensor_shapes, other)
+        named = dict(zip(names, chosen, strict=True))
+        yield {**variant.given, **named, **_tensors(variant, rule.tensor_shapes, sizes, dtype)}, dtype
+
+
+def _tensors(
+    variant: Variant, shapes: Mapping[str, Shape], sizes: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in variant.tensors:
+        shape = shapes.get(name, Shape(("4", "4")))
+        dims = shape.sized(sizes)
+        if shape.kind == "float":
+            found[name] = torch.randn(dims, dtype=torch.float64).to(dtype)
+        else:
+            below = 2 if shape.kind == "bool" else sizes[shape.below] if shape.below else 4
+            found[name] = torch.randint(0, below, dims).to(torch.bool if shape.kind == "bool" else torch.int64)
+    return found
+
+
+def _as_value(name: str, v: Any) -> Any:
+    return Value(name, tuple(v.shape), v.dtype, str(v.device)) if isinstance(v, Tensor) else v
+
+
+def _compare(rule: Rewrite, given: Mapping[str, Any], dtype: torch.dtype) -> None:
+    exact, found, put = _run(rule.find, given, torch.float64), _run(rule.find, given), _run(rule.put, given)
+    names = [f"result {i}" for i in range(len(results(rule.find(**given))))]
+    names += [f"the gradient of {k}" for k, v in given.items() if _is_real(v)]
+    if len(found) != len(put):
+        raise _differ(rule, given, f"{len(found)} results and gradients of find, but {len(put)} of put")
+    for name, truth, ours, theirs in zip(names, exact, put, found, strict=True):
+        if ours is None or theirs is None or truth is None:
+            if ours is not theirs:
+                raise _differ(rule, given, f"{name}: only one side has it")
+            continue
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            raise _differ(rule, given, f"{name}: {_type(theirs)} of find, but {_type(ours)} of put")
+        allowed = max(_distance(theirs, truth), ROUNDINGS * _epsilon(dtype, ours) * _size(truth))
+        if not _distance(ours, truth) <= allowed:
+            raise _differ(
+                rule, given, f"{name}: {_distance(ours, truth):.3g} off, but rounding explains only {allowed:.3g}"
+            )
+
+
+def _run(fn: Any, given: Mapping[str, Any], dtype: torch.dtype | None = None) -> Outcome:
+    """Return the results of a side, then the gradients of its float arguments for a fixed random cotangent."""
+    args = {k: v.to(dtype or v.dtype).detach().requires_grad_() if _is_real(v) else v for k, v in given.items()}
+    outs = results(fn(**args))
+    wanted = [v for v in args.values() if _is_real(v)]
+    sources = [v for v in outs if v.requires_grad]
+    drawn = torch.Generator().manual_seed(1)
+    seeds = [torch.randn(v.shape, generator=drawn, dtype=torch.float64).to(v.dtype) for v in sources]
+    grads = (
+        torch.autograd.grad(sources, wanted, seeds, allow_unused=True) if sources and wanted else (None,) * len(wanted)
+    )
+    return (*(v.detach() for v in outs), *grads)
+
+
+def _is_real(v: Any) -> bool:
+    return isinstance(v, Tensor) and v.is_floating_point()
+
+
+def _epsilon(dtype: torch.dtype, x: Tensor) -> float:
+    """Return the larger machine epsilon of the arguments' dtype and the result's dtype; 0 for integers."""
+    return max(torch.finfo(dtype).eps, torch.finfo(x.dtype).eps) if x.is_floating_point() else 0.0
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference; infinite if only one side is NaN."""
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(same, 0.0, (a - b).abs().nan_to_num(torch.inf)).max()) if a.numel() else 0.0
+
+
+def _size(x: Tensor) -> float:
+    return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
+
+
+def _type(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{tuple(x.shape)}"
+
+
+def _differ(rule: Rewrite, given: Mapping[str, Any], found: str) -> RewriteError:
+    about = ", ".join(f"{k} {_type(v) if isinstance(v, Tensor) else v}" for k, v in given.items())
+    return RewriteError(
+        f"check of rule {rule.name} for {about}", found, "both sides of a rule must be the same computation",
+        "write a put that computes the same as find, or add a where=... that refuses such arguments",
+    )  # fmt: skip

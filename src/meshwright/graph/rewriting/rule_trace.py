@@ -1,0 +1,199 @@
+"""Tracing of a rule's function: the operators that it calls on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Spec
+from meshwright.reshard import Step
+from meshwright.tensor import operators_recorded
+
+from .._errors import RewriteError
+from ..program.effects import writes_to
+from ..program.node import Carry, Node, Op, Origin, Value
+from ..program.shape_inference import Names, as_values, carried_shape, stem_of
+from ..torch_hooks import FakeMode, Operator, imagining, memory_of, no_modes
+
+SILENT = {"lift_fresh", "detach_", "alias", "device", "sym_size", "sym_numel", "sym_stride"}
+"""Operators that return their argument unchanged or only query metadata; they are not traced."""
+
+Modes = tuple[str, torch.dtype] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepName:
+    """Placeholder for a step argument of a rule."""
+
+    name: str
+    kind: type[Step]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Trace of a function: its inputs, its calls, and its result with values for tensors."""
+
+    inputs: Mapping[str, Value]
+    calls: tuple[Node, ...]
+    out: Any
+
+
+@dataclass(slots=True)
+class _Watch:
+    rank: int
+    specs: dict[Value, Spec]
+    values: dict[int, Value] = field(default_factory=dict[int, Value])
+    memories: dict[Any, Value] = field(default_factory=dict[Any, Value])
+    kept: list[Any] = field(default_factory=list[Any])
+    calls: list[Node] = field(default_factory=list[Node])
+    names: Names = field(default_factory=lambda: Names(iter(())))
+
+    def bind(self, x: Tensor, value: Value) -> None:
+        self.values[id(x)] = value
+        self.memories.setdefault(memory_of(x), value)
+        self.kept.append(x)
+
+    def tree(self, tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return self.value(tree)
+        if isinstance(tree, (tuple, list)):
+            items = [self.tree(v) for v in tree]
+            return items if isinstance(tree, list) else tuple(items)
+        if isinstance(tree, dict):
+            return {k: self.tree(v) for k, v in tree.items()}
+        return tree
+
+    def value(self, x: Tensor) -> Value:
+        found = self.values.get(id(x))
+        found = self.memories.get(memory_of(x)) if found is None else found
+        if found is None or found.shape != tuple(x.shape):
+            raise RewriteError(
+                "a function of a rule", f"a tensor of shape {tuple(x.shape)} that no operator computed",
+                "a rule may use only its arguments", "use numbers, or an argument of the rule",
+            )  # fmt: skip
+        return found
+
+    def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
+        if op._schema.name.split("::")[1] in SILENT:
+            return
+        if writes_to(op):
+            raise RewriteError(
+                "a function of a rule", f"{op} writes to an argument", "programs have no writes",
+                f"use the operator without the underscore: {str(op).replace('_.', '.')}",
+            )  # fmt: skip
+        self.emit(op, self.tree(args), self.tree(kwargs), out)
+
+    def emit(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+        shown = as_values(out, lambda: self.names.fresh(stem_of(op)))
+        self.calls.append(Node(op, args, kwargs, shown))
+        self._bind_all(out, shown)
+
+    def _bind_all(self, out: Any, shown: Any) -> None:
+        if isinstance(out, Tensor):
+            self.bind(out, shown)
+        elif isinstance(out, (tuple, list)):
+            for x, v in zip(out, shown, strict=True):
+                self._bind_all(x, v)
+
+    def carry(self, step: Step | StepName, x: Tensor) -> Tensor:
+        value = self.value(x)
+        if isinstance(step, StepName):
+            with no_modes():
+                out = torch.empty_like(x)
+            self.emit(step, (value,), {}, out)  # pyright: ignore[reportArgumentType] - stands for the step
+            return out
+        if value not in self.specs:
+            raise RewriteError(
+                f"carry({step!r}, x)", "a value that is neither operand nor result of a step",
+                "a step needs the layout of its operand",
+                "call carry(step, x) with the operand or the result of a step in `find`",
+            )  # fmt: skip
+        op = Carry(step, self.specs[value])
+        with no_modes():
+            out = torch.empty(carried_shape(op, value, self.rank), dtype=x.dtype, device=x.device)
+        self.emit(op, (value,), {}, out)
+        self.specs[self.values[id(out)]] = op.dst
+        return out
+
+
+_watching: ContextVar[_Watch | None] = ContextVar("watching", default=None)
+_carrying: ContextVar[Callable[[Step, Any], Any] | None] = ContextVar("carrying", default=None)
+
+
+def carry(step: Any, x: Any) -> Any:
+    """Apply a conversion step to `x` in a rule. The step is an argument of the rule, or a new step.
+
+    A new step needs the spec of `x`, so `x` must be the operand or the result of another step of the rule.
+
+    Raises:
+        RewriteError: the call is outside of a rule, or the spec of `x` is unknown.
+    """
+    watch, run = _watching.get(), _carrying.get()
+    if watch is not None:
+        return watch.carry(step, x)
+    if run is not None:
+        return run(step, x)
+    raise RewriteError(
+        f"carry({step!r}, x)", "a call outside of a rule", "carry works only inside a rule",
+        "call mw.reshard(x, mesh, placements)",
+    )  # fmt: skip
+
+
+@contextmanager
+def carrying(run: Callable[[Step, Any], Any]) -> Generator[None]:
+    """Let `carry(step, x)` return `run(step, x)` inside the context."""
+    token = _carrying.set(run)
+    try:
+        yield
+    finally:
+        _carrying.reset(token)
+
+
+def watch(
+    fn: Callable[..., Any],
+    given: Mapping[str, Any],
+    rank: int = 0,
+    modes: Modes = None,
+    specs: Mapping[Value, Spec] | None = None,
+) -> Told:
+    """Return the trace of `fn` for the arguments `given`. Values are passed as fake tensors, others unchanged."""
+    seen = _Watch(rank, dict(specs or {}))
+    with no_modes(), imagining(_mode(given)), torch.no_grad(), _autocast(modes):
+        args = {name: _stand_in(seen, v) if isinstance(v, Value) else v for name, v in given.items()}
+        token = _watching.set(seen)
+        try:
+            with operators_recorded(seen.note):
+                out = fn(**args)
+        finally:
+            _watching.reset(token)
+        form = seen.tree(out)
+    return Told({name: v for name, v in given.items() if isinstance(v, Value)}, tuple(seen.calls), form)
+
+
+def origin_modes(origin: Origin) -> tuple[bool, Modes]:
+    """Return the modes that a node ran in: True if gradients were enabled, and the autocast mode."""
+    return origin.grad, origin.autocast
+
+
+def _autocast(modes: Modes) -> AbstractContextManager[Any]:
+    return nullcontext() if modes is None else torch.autocast(modes[0], modes[1])
+
+
+def _mode(given: Mapping[str, Any]) -> FakeMode:
+    for v in given.values():
+        for n in v.shape if isinstance(v, Value) else ():
+            if not isinstance(n, int):
+                return FakeMode(shape_env=n.node.shape_env)
+    return FakeMode()
+
+
+def _stand_in(seen: _Watch, value: Value) -> Tensor:
+    x = torch.empty(value.shape, dtype=value.dtype, device=value.device)  # pyright: ignore[reportArgumentType, reportCallIssue] - or int, float
+    seen.bind(x, value)
+    return x

@@ -1,0 +1,174 @@
+"""Detection of optimizer states that can be created before the first step, so that all steps run one program.
+
+The first step of most optimizers fills new states with a number, and then does the same as every later step. To check
+this, two recordings are compared, one without states and one with states. From the results backward both must be equal,
+except for values that the second recording reads from states and the first one fills with a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program.effects import draws
+from ..program.node import Carry, Node, Op, Value, tensor_dtype
+from ..program.program import Input, Program
+
+aten = torch.ops.aten
+Pair = tuple[Value, Value]
+
+
+def made_states(update: Program) -> dict[tuple[str, str], Input]:
+    """Return the states that an update creates, as inputs of the next one, without Python numbers."""
+    states: Mapping[tuple[str, str], Any] = update.outputs["state"]
+    made = {key: v for key, v in states.items() if isinstance(v, Value) and v.is_tensor}
+    return {key: _as_input(key, v, update) for key, v in made.items()}
+
+
+def _as_input(key: tuple[str, str], v: Value, update: Program) -> Input:
+    name = ".".join(key)
+    spec, shape = update.specs.get(v), v.shape
+    shape = shape if spec is None else tuple(spec.shape)
+    return Input(Value(name, shape, v.dtype, v.device), "state", name, spec, key)
+
+
+def with_first_states(first: Program, again: Program) -> Program | None:
+    """Return `again` with the first number of each new state set in its input; None if the first step differs."""
+    states = first.outputs["state"]
+    if again.outputs["state"] or any(draws(node.op) for node in first.nodes):
+        return None
+    numbers = _first_numbers(first, again, states)
+    if numbers is None or numbers.keys() != states.keys():
+        return None
+    inputs = (replace(i, first=numbers[i.source]) if _is_of(i, states) else i for i in again.inputs)
+    return replace(again, inputs=tuple(inputs))
+
+
+def _is_of(given: Input, states: Mapping[tuple[str, str], Any]) -> bool:
+    return given.role == "state" and given.source in states
+
+
+def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) -> dict[Any, float] | None:
+    """Return the number that each state is filled with; None if the recordings differ."""
+    one, other = {i.value: i for i in first.inputs}, {i.value: i for i in again.inputs}
+    todo, done, numbers = _results(first, again, states), set[Pair](), dict[Any, float]()
+    while todo:
+        pair = todo.pop()
+        if pair in done:
+            continue
+        done.add(pair)
+        a, b = pair
+        given = other.get(b)
+        if given is None:
+            below = _operands(first.producers.get(a), again.producers[b], a, b)
+            if below is None:
+                return None
+            todo += below
+        elif _is_of(given, states):
+            number = _number_in(first, one, a)
+            if number is None or numbers.setdefault(given.source, number) != number or a.dtype != b.dtype:
+                return None
+        elif not _is_same(one.get(a), given):
+            return None
+    return numbers
+
+
+def _results(first: Program, again: Program, states: Mapping[Any, Any]) -> list[Pair]:
+    """Return pairs of results of both recordings: final values of parameters and states, and other outputs."""
+    named = {(i.role, i.name): i for i in again.inputs}
+    before, after = dict(first.writes), dict(again.writes)
+    pairs: list[Pair] = []
+    for i in first.inputs:
+        twin = named.get((i.role, i.name))
+        if twin is not None and i.role != "constant":
+            pairs.append((before.get(i.value, i.value), after.get(twin.value, twin.value)))
+    held = {i.source: i.value for i in again.inputs if _is_of(i, states)}
+    pairs += [(v, after.get(held[key], held[key])) for key, v in states.items() if key in held]
+    others = (name for name in first.outputs if name != "state")
+    return pairs + [(first.outputs[name], again.outputs[name]) for name in others]
+
+
+def _operands(x: Node | None, y: Node, a: Value, b: Value) -> list[Pair] | None:
+    """Return pairs of the operands of two nodes; None if the nodes differ."""
+    if x is None or x.op != y.op or x.outs.index(a) != y.outs.index(b) or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return None
+    pairs: list[Pair] = []
+    same = _pair(x.args, y.args, pairs) and _pair(dict(x.kwargs), dict(y.kwargs), pairs)
+    return pairs if same else None
+
+
+def _pair(a: Any, b: Any, pairs: list[Pair]) -> bool:
+    """Append the pairs of values in two trees to `pairs`; False if the trees differ otherwise."""
+    if isinstance(a, Value) and isinstance(b, Value):
+        pairs.append((a, b))
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(_pair(x, y, pairs) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_pair(x, b[key], pairs) for key, x in a.items())
+    return bool(a == b)
+
+
+def _is_same(a: Input | None, b: Input) -> bool:
+    if a is None or a.role != b.role:
+        return False
+    if isinstance(a.source, Tensor) and isinstance(b.source, Tensor):
+        return a.source.dtype == b.source.dtype and torch.equal(a.source, b.source)
+    return a.source == b.source if a.role == "number" else a.name == b.name
+
+
+_PASSING = {
+    *(aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default, aten._to_copy.default),
+    *(aten.view.default, aten.reshape.default, aten.expand.default, aten.t.default, aten.lift_fresh.default),
+}
+"""Operators whose result is filled with the number that fills the operand."""
+_FILLING: dict[Any, int] = {
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), 0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1),
+}
+"""Operator that fills a tensor → the number."""
+_PLACES: dict[Any, int] = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2}
+"""Operator that fills a tensor with one of its arguments → position of the argument."""
+
+
+def _number_in(program: Program, inputs: Mapping[Value, Input], v: Value) -> float | None:
+    """Return the number that fills a value, or None if it is unknown."""
+    node = program.producers.get(v)
+    if node is None:
+        source = inputs[v].source
+        return _number_of(source) if isinstance(source, Tensor) else None
+    if node.op in _PLACES:
+        number = node.args[_PLACES[node.op]]
+        return number if isinstance(number, (int, float)) else None
+    if node.op in _FILLING:
+        return _FILLING[node.op]
+    return _number_in(program, inputs, node.args[0]) if _passes(node.op) else None
+
+
+def _passes(op: Op) -> bool:
+    """True if the result is filled with the number that fills the operand."""
+    if isinstance(op, Carry):
+        return not op.src.layout.partial and not op.dst.layout.partial
+    return op in _PASSING
+
+
+def _number_of(x: Tensor) -> float | None:
+    """Return the number that fills a constant, or None if its elements differ."""
+    if x.numel() == 0 or x.is_complex() or not bool((x == x.reshape(-1)[0]).all()):
+        return None
+    return x.reshape(-1)[0].item()
+
+
+def new_state(given: Input, shape: tuple[int, ...], strides: tuple[int, ...] | None, device: str) -> Tensor:
+    """Return a new state of this shape, filled with its first number."""
+    assert given.first is not None
+    dtype = tensor_dtype(given.value)
+    if strides is None:
+        return torch.full(shape, given.first, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(given.first)

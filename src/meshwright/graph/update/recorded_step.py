@@ -1,0 +1,220 @@
+"""Recording of an optimizer's own `step`: a copy of the optimizer works on fake parameters, gradients and states."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.layout import Spec
+from meshwright.tensor import DistTensor, redistribute
+
+from .._errors import CaptureError
+from ..guards import OWN, STEP_HOOKS, global_hooks, is_trusted, is_trusted_call
+from ..program.node import Node, Value
+from ..program.program import Input, Program
+from ..replay.loss_scale import HELD, Scaling, Unscaled, kept_where, scale_input, unscaled
+from ..replay.recorder import Recorder
+from ..torch_hooks import decided_outside
+from .optimizer_copy import StateKey, stepped, twin_of
+from .optimizer_states import is_number, stand_in
+from .parameter_redirection import standing_for
+from .step_effects import refusing_effects
+
+STEP, END = 1, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The recorded update of some parameters, and the part of the update that produces each value.
+
+    The parts are: before the step, the step, the gathers after it, and the end.
+    """
+
+    program: Program
+    parts: Mapping[Value, int]
+
+    def part(self, node: Node) -> int:
+        """Return the part that a node is in."""
+        return self.parts.get(node.outs[0], END)
+
+
+@dataclass(frozen=True, slots=True)
+class _FakeStep:
+    """The fake tensors of a recorded step, by parameter name, and the twin optimizer that runs the step."""
+
+    wholes: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    """The shards that this rank updates."""
+    states: Mapping[StateKey, Any]
+    unscaled: Unscaled | None
+    twin: Optimizer
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step of an optimizer, which `recorded` records."""
+
+    optimizer: Optimizer
+    names: Mapping[int, str]
+    rank: int
+    size: int
+    shards: Mapping[str, Spec]
+    scaling: Scaling | None
+
+    @cached_property
+    def held(self) -> Mapping[str, tuple[int, Tensor]]:
+        """The parameters of the optimizer by name, each with the number of its group."""
+        groups = enumerate(self.optimizer.param_groups)
+        return {self.names.get(id(p), ""): (at, p) for at, group in groups for p in group["params"]}
+
+    @cached_property
+    def is_users(self) -> bool:
+        """True if the step runs user code."""
+        return runs_users_code(self.optimizer)
+
+    def is_moved(self, given: Input) -> bool:
+        """True if the program takes the parameter in another layout than its current one; its states move with it."""
+        return given.name in self.held and getattr(self.held[given.name][1], "_spec", None) is not given.spec
+
+    def recorded(self, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Recorded:
+        """Record the update of the parameters `trained`."""
+        recorder = Recorder(self.rank, self.size)
+        recorder.recording.forgets = True
+        with recorder.recording_as("update"), torch.no_grad():
+            fake = self._fake(recorder, trained, states)
+            ends = [len(recorder.recording.nodes)]
+            self._make(fake)
+            ends.append(len(recorder.recording.nodes))
+            for name in (n for n in fake.parameters if n in self.shards):
+                fake.wholes[name].copy_(fake.parameters[name])
+            if fake.unscaled is not None and self.scaling is not None:
+                fake.unscaled.renew(self.scaling)
+        nodes = list(enumerate(recorder.recording.nodes))
+        parts = {v: bisect_right(ends, at) for at, node in nodes for v in node.outs}
+        return Recorded(_finished(recorder, fake), parts)
+
+    def _fake(self, recorder: Recorder, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> _FakeStep:
+        """Return fake parameters with gradients and states, which are inputs of the program."""
+        pieces = {i.name: replace(i, spec=self.shards.get(i.name, i.spec)) for i in trained}
+        wholes = {i.name: recorder.add(i) for i in trained}
+        grads = {i.name: recorder.add(_gradient(i)) for i in trained}
+        parameters = {name: _piece(x, pieces[name].spec) for name, x in wholes.items()}
+        plain = None if self.scaling is None else _unscaled(recorder, grads, pieces)
+        for name, x in parameters.items():
+            x.grad = grads[name] if plain is None else plain.grads[name]
+        moved = {i.name for i in trained if self.is_moved(i)}
+        given = {
+            key: stand_in(recorder, key, value, pieces[key[0]], key[0] in moved)
+            for key, value in states.items()
+            if key[0] in pieces
+        }
+        held = {**self._idle(recorder, parameters), **parameters}
+        twin = twin_of(self.optimizer, self.names, held, given, recorder)
+        return _FakeStep(wholes, parameters, given, plain, twin)
+
+    def _idle(self, recorder: Recorder, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return fake tensors for parameters without a gradient, because user code may count parameters."""
+        others = {name: p for name, (_, p) in self.held.items() if self.is_users and name and name not in trained}
+        return {name: recorder.unknown(p) for name, p in others.items()}
+
+    def _make(self, fake: _FakeStep) -> None:
+        """Run the step of the twin."""
+        pairs = [(self.held[name][1], x) for name, x in fake.parameters.items() if name in self.held]
+        for real, x in pairs:
+            _share_attributes(real, x)
+        checked = refusing_effects(self.optimizer, fake.twin) if self.is_users else nullcontext()
+        with standing_for(pairs), checked:
+            stepped(fake.twin)
+
+
+def runs_users_code(optimizer: Optimizer) -> bool:
+    """True if a step of the optimizer runs untrusted code: a method of a user's class, or a hook."""
+    tables = (*(getattr(optimizer, table) for table in STEP_HOOKS), *global_hooks())
+    hooks = (hook for table in tables for hook in table.values())
+    return not all(map(is_trusted_call, hooks)) or not all(map(is_trusted, type(optimizer).__mro__))
+
+
+def _share_attributes(real: Tensor, fake: Tensor) -> None:
+    """Copy the attributes that the user set on a parameter to its fake parameter."""
+    for key in vars(real).keys() - vars(fake).keys() - OWN:
+        setattr(fake, key, vars(real)[key])
+
+
+def _gradient(parameter: Input) -> Input:
+    v, spec = parameter.value, parameter.spec
+    value = Value(f"{v.name}_grad", v.shape, v.dtype, v.device)
+    return Input(value, "gradient", parameter.name, None if spec is None else spec.dual())
+
+
+def _unscaled(recorder: Recorder, grads: Mapping[str, Tensor], pieces: Mapping[str, Input]) -> Unscaled:
+    device = next(iter(grads.values())).device
+    scale, count = (recorder.add(scale_input(key, device)) for key in HELD)
+    return unscaled(grads, {name: i.spec for name, i in pieces.items()}, scale, count)
+
+
+def _piece(x: Tensor, spec: Spec | None) -> Tensor:
+    """Return the shard of a parameter that this rank updates, as a parameter of its own."""
+    if not isinstance(x, DistTensor) or spec is None or spec is x.spec:
+        return x
+    out = redistribute(x, spec.mesh, spec.layout)
+    out._is_param = True
+    return out
+
+
+def _states_of(fake: _FakeStep) -> dict[StateKey, Any]:
+    """Return the states after the step. Raises CaptureError for a state whose key is no parameter."""
+    known = {x: name for name, x in fake.parameters.items()}
+    other: Any = next((key for key in fake.twin.state if key not in known), None)
+    if other is not None:
+        raise CaptureError(
+            "recording the optimizer's step", f"a state of {other!r:.60}",
+            "a program has only the states of the parameters that it trains",
+            "use a state of a parameter, self.state[p][...], or a tensor in the group's options",
+        )  # fmt: skip
+    return {(known[p], key): v for p, state in fake.twin.state.items() for key, v in state.items()}
+
+
+def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
+    """Return the program. It writes existing state tensors back; new states and changed numbers are its outputs.
+
+    Raises CaptureError for a step that writes to no parameter.
+    """
+    given, after, plain = fake.states, _states_of(fake), fake.unscaled
+    _check_path(recorder)
+    written = {value for value, _ in recorder.recording.written()}
+    wrote = {x.role for x in recorder.recording.inputs if x.value in written}
+    here = [x for x in recorder.recording.inputs if x.spec is None or recorder.carrier.rank in x.spec.mesh]
+    if "parameter" not in wrote and any(x.role == "gradient" for x in here):
+        raise CaptureError(
+            "recording the optimizer's step", "a step that writes to no parameter",
+            "the step must update the parameters of the optimizer",
+            "write a step that updates the parameters in self.param_groups",
+        )  # fmt: skip
+    made = {key: v for key, v in after.items() if key not in given or (is_number(v) and v is not given[key])}
+    writes = [(given[key], v) for key, v in after.items() if isinstance(v, Tensor) and key in given]
+    writes = [(x, v) for x, v in writes if x is not v]
+    if plain is None:
+        return recorder.finish({"state": made}, writes)
+    program = recorder.finish({"state": made, "skipped": plain.found}, writes)
+    renewed = [recorder.recording.input_of(x) for x in (plain.scale, plain.count)]
+    return kept_where(program, program.outputs["skipped"], renewed)
+
+
+def _check_path(recorder: Recorder) -> None:
+    """Raise CaptureError if Python code branched on a number that may change in the next step."""
+    numbers = recorder.scalars()
+    found = next((g for g in decided_outside(recorder.mode) if g.free_symbols & numbers), None)
+    if found is not None:
+        raise CaptureError(
+            "recording the optimizer's step", f"the step branches on {found}, for a learning rate or its own counters",
+            "a program is recorded once, with the branch that was taken then",
+            "use torch.where, or a counter that is a tensor",
+        )  # fmt: skip

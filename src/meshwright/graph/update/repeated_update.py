@@ -1,0 +1,192 @@
+"""Repetition of the update of one parameter for all parameters of its kind.
+
+An optimizer of torch treats parameters of one kind equally: those of one group with equal shapes, layouts and kinds of
+states. So two parameters of each kind are recorded, and the nodes of one are copied for the others. Two are needed to
+detect an optimizer that combines parameters: then a node reads values of both, and nothing is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..program.effects import crosses, draws
+from ..program.node import Node, Value, map_values
+from ..program.program import Input, Program
+from ..program.shape_inference import Names, stem_of
+from ..recording.recording import lifted_copy
+from .recorded_step import END, STEP, Recorded
+
+
+def repeated(
+    found: Recorded, templates: Mapping[str, str], trained: Sequence[Input], stepped: Sequence[str]
+) -> Program | None:
+    """Return the update of all parameters, or None if the optimizer combines parameters.
+
+    `templates` gives for each parameter the recorded one of its kind; a recorded parameter is its own template.
+    `trained` are the inputs of all parameters. The optimizer updates those in `stepped`, in this order.
+    """
+    owners = _owners(found.program)
+    if owners is None:
+        return None
+    copies = _Copies(found.program, owners, templates)
+    inputs = tuple(copies.inputs(trained, stepped))
+    for part in range(END + 1):
+        nodes = [node for node in found.program.nodes if found.part(node) == part]
+        copies.add(nodes, stepped if part == STEP else [i.name for i in trained])
+    return copies.finish(inputs, stepped)
+
+
+def _owners(program: Program) -> dict[Value, str] | None:
+    """Return the parameter that each value belongs to, without shared values; None if a value belongs to several."""
+    owners = {i.value: name for i in program.inputs if (name := owner_of(i)) is not None}
+    states = program.outputs["state"]
+    if not _own_forward(program, owners) or not all(isinstance(v, Value) for v in states.values()):
+        return None
+    for (name, _), value in states.items():
+        if not _own_back(program, owners, name, value):
+            return None
+    if not _own_forward(program, owners):
+        return None
+    # an exchange with no owner receives what a parameter of another stage sends; it would be lost without a reader
+    lost = any(crosses(node.op) and not any(v in owners for v in (*node.ins, *node.outs)) for node in program.nodes)
+    return None if lost else owners
+
+
+def owner_of(given: Input) -> str | None:
+    """Return the parameter that an input of an update belongs to, or None."""
+    if given.role in ("parameter", "gradient"):
+        return given.name
+    return given.source[0] if isinstance(given.source, tuple) else None
+
+
+def _own_forward(program: Program, owners: dict[Value, str]) -> bool:
+    """Propagate owners to the results of nodes. False if a node has several owners, draws, or has no result."""
+    for node in program.nodes:
+        names = {owners[v] for v in (*node.ins, *node.outs) if v in owners}
+        if len(names) > 1 or not node.outs or draws(node.op):
+            return False
+        owners.update((v, name) for v in node.outs for name in names)
+    return True
+
+
+def _own_back(program: Program, owners: dict[Value, str], name: str, value: Value) -> bool:
+    """Assign to `name` the values that its state depends on, such as `torch.tensor(0.0)`. False if others own one."""
+    constants = {i.value for i in program.inputs if i.role == "constant"}
+    left = [value]
+    while left:
+        v = left.pop()
+        if owners.get(v, name) != name or (v not in program.producers and v not in constants and v not in owners):
+            return False
+        if v not in owners:
+            owners[v] = name
+            left += [x for x in program.producers[v].ins if x.is_tensor] if v in program.producers else []
+    return True
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Builder of the whole program, with copies of the template's values for each parameter."""
+
+    program: Program
+    owners: Mapping[Value, str]
+    templates: Mapping[str, str]
+    nodes: list[Node] = field(default_factory=list[Node])
+    _became: dict[str, dict[Value, Value]] = field(default_factory=dict[str, dict[Value, Value]])
+    _shared: set[Node] = field(default_factory=set[Node])
+    _names: Names = field(init=False)
+
+    def __post_init__(self) -> None:
+        made = (v.name for node in self.program.nodes for v in node.outs)
+        self._names = Names(iter((*(i.value.name for i in self.program.inputs), *made)))
+        self._became = {name: {} for name in self.templates}
+
+    def inputs(self, trained: Sequence[Input], stepped: Sequence[str]) -> Iterator[Input]:
+        """Yield the inputs: parameters, gradients and states of all parameters, then shared inputs."""
+        held: dict[str, list[Input]] = {}
+        for given in self.program.inputs:
+            held.setdefault(self.owners.get(given.value, ""), []).append(given)
+        for role in ("parameter", "gradient"):
+            for own in trained:
+                (given,) = (i for i in held[self.templates[own.name]] if i.role == role)
+                yield self._input(own.name, given)
+        for name in stepped:
+            yield from (
+                self._input(name, i) for i in held[self.templates[name]] if i.role not in ("parameter", "gradient")
+            )
+        yield from held.get("", ())
+
+    def _input(self, name: str, given: Input) -> Input:
+        if name == self.templates[name]:
+            return given
+        source: Any = given.source
+        if isinstance(source, Tensor):
+            new, source = given.name, lifted_copy(source)
+        elif isinstance(source, tuple):
+            new, source = f"{name}.{source[1]}", (name, source[1])
+        else:
+            new = name
+        return replace(given, value=self._copied(name, given.value, new.replace(".", "_")), name=new, source=source)
+
+    def _copied(self, name: str, v: Value, called: str) -> Value:
+        copy = self._became[name][v] = Value(self._names.fresh(called), v.shape, v.dtype, v.device)
+        return copy
+
+    def add(self, nodes: Sequence[Node], order: Sequence[str]) -> None:
+        """Add the nodes of each parameter in turn."""
+        held: dict[str, list[Node]] = {}
+        for node in nodes:
+            held.setdefault(self.owners.get(node.outs[0], ""), []).append(node)
+        for name in order:
+            for node in held.get(self.templates[name], ()):
+                self._add_shared(node)
+                self.nodes.append(self._node(name, node))
+
+    def _add_shared(self, node: Node) -> None:
+        """Add the shared nodes that this node reads, before their first reader."""
+        makers = self.program.producers
+        for maker in [makers[v] for v in node.ins if v in makers and v not in self.owners]:
+            if maker not in self._shared:
+                self._shared.add(maker)
+                self._add_shared(maker)
+                self.nodes.append(maker)
+
+    def _node(self, name: str, node: Node) -> Node:
+        if name == self.templates[name]:
+            return node
+        for v in node.outs:
+            self._copied(name, v, stem_of(node.op))
+        args, kwargs, out = self._of(name, (node.args, dict(node.kwargs), node.out))
+        return replace(node, args=args, kwargs=kwargs, out=out)
+
+    def _of(self, name: str, tree: Any) -> Any:
+        became = self._became[name]
+        return map_values(lambda v: became.get(v, v), tree)
+
+    def finish(self, inputs: tuple[Input, ...], stepped: Sequence[str]) -> Program:
+        """Return the program with these inputs; the output states are in the order of the updates."""
+        followers: dict[str, list[str]] = {}
+        for name, template in self.templates.items():
+            followers.setdefault(template, []).append(name)
+        writes = {
+            self._of(name, x): self._of(name, v) for x, v in self.program.writes for name in followers[self.owners[x]]
+        }
+        given: dict[tuple[str, str], Any] = self.program.outputs["state"]
+        keys = {name: [key for owner, key in given if owner == self.templates[name]] for name in stepped}
+        states = {(n, key): self._of(n, given[self.templates[n], key]) for n in stepped for key in keys[n]}
+        specs = {self._of(name, v): spec for v, spec in self.program.specs.items() for name in self._holders(v)}
+        return replace(
+            self.program,
+            inputs=inputs,
+            nodes=tuple(self.nodes),
+            outputs={**self.program.outputs, "state": states},
+            writes=tuple((i.value, writes[i.value]) for i in inputs if i.value in writes),
+            specs={**self.program.specs, **specs},
+        )
+
+    def _holders(self, v: Value) -> list[str]:
+        """Return the parameters with a copy of the value."""
+        return [name for name, became in self._became.items() if v in became]

@@ -1,0 +1,116 @@
+"""Common subexpression elimination: equal nodes are merged, so each value is computed and sent once.
+
+Two nodes are equal if they call the same operator, under the same modes, on equal operands. Two steps are equal if also
+their operands have equal specs. Equal nodes give equal results on every rank, so all ranks merge the same collectives:
+numbers that depend on the rank are inputs of a program, not constants in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from meshwright.graph import (
+    Carry,
+    Change,
+    Draft,
+    Pass,
+    Program,
+    Spot,
+    Value,
+    is_pure,
+    is_view,
+    register_pass,
+    values_in,
+)
+from meshwright.reshard import Exchange
+
+from .._rows import place, received
+
+
+@register_pass
+@dataclass(frozen=True)
+class Share(Pass):
+    """Merge equal nodes; with `local=False`, merge only steps.
+
+    With `phases`, values of the forward pass are also shared with the backward pass: fewer gathers, but more memory.
+    Without it, a parameter that is gathered in each phase still is. Values that the caller receives are not merged, so
+    they stay separate tensors. Steps from mesh to mesh are not merged, since ranks of the other mesh cannot know that
+    they are equal.
+
+    >>> Share(phases=True)
+    Share(local=True, phases=True)
+    """
+
+    name: ClassVar[str] = "share"
+    local: bool = True
+    phases: bool = False
+
+    def run(self, program: Program) -> Program:
+        draft = Draft(program)
+        own = _seen_outside(draft)
+        first: dict[Any, Spot] = {}
+        changes: list[Change] = []
+        merged = 0
+        for spot in list(draft):
+            if not self._may_be_shared(spot, own):
+                continue
+            twin = first.setdefault(self._key(spot), spot)
+            if twin is spot:
+                continue
+            for old, new in zip(spot.outs, twin.outs, strict=True):
+                draft.replace(old, new)
+            draft.remove(spot)
+            merged += 1
+            if isinstance(spot.op, Carry) and spot.op.communicates:
+                changes.append(_change(spot.op, twin, spot))
+        local = merged - len(changes)
+        if local:
+            changes.append(Change(self.name, "equal operators merged", saved={"operators": local}))
+        return draft.finish(*changes) if merged else program
+
+    def _may_be_shared(self, spot: Spot, own: set[Value]) -> bool:
+        if not spot.outs or not is_pure(spot.op) or any(v in own for v in spot.outs):
+            return False
+        if isinstance(spot.op, Carry):
+            return not isinstance(spot.op.step, Exchange)
+        return self.local
+
+    def _key(self, spot: Spot) -> Any:
+        origin = spot.origin
+        phase = "" if self.phases and origin.phase != "update" else origin.phase
+        return spot.op, _frozen(spot.args), _frozen(spot.kwargs), phase, origin.grad, origin.autocast
+
+
+def _frozen(tree: Any) -> Any:
+    """Return `tree` as a key. Numbers are compared by type and text (0.0 is not -0.0, and 1 is not True)."""
+    if isinstance(tree, Value):
+        return tree
+    if isinstance(tree, (tuple, list)):
+        return tuple(_frozen(v) for v in tree)
+    if isinstance(tree, Mapping):
+        return tuple((k, _frozen(v)) for k, v in sorted(tree.items()))
+    if isinstance(tree, slice):
+        return slice, _frozen(tree.start), _frozen(tree.stop), _frozen(tree.step)
+    return type(tree), repr(tree)
+
+
+def _seen_outside(draft: Draft) -> set[Value]:
+    """Return the values that the caller receives, and their bases if they are views; these are never merged."""
+    waiting = list(values_in(draft.program.outputs))
+    found: set[Value] = set()
+    while waiting:
+        v = waiting.pop()
+        maker = draft.producer(v)
+        if v in found:
+            continue
+        found.add(v)
+        if maker is not None and is_view(maker.op):
+            waiting += maker.ins
+    return found
+
+
+def _change(op: Carry, twin: Spot, spot: Spot) -> Change:
+    what = f"{op!r} of {op.src!r} is shared with {place(twin.origin)}"
+    return Change("share", what, place(spot.origin), {"bytes": received(op.step, op.src), "rounds": 1})

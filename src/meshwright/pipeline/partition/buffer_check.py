@@ -1,0 +1,48 @@
+"""Check of buffers that each microbatch renews: a table must pass them from one microbatch to the next in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.graph import Node, Program
+
+from .._errors import StageError
+from ..table.action import Kind
+from ..table.schedule import Row, Schedule
+
+
+def check_renewed(program: Program, schedule: Schedule) -> None:
+    """Raise StageError if a microbatch would read a buffer of the captured program as another microbatch left it.
+
+    That can happen if several chunks of a rank read or renew one buffer.
+    """
+    for x, v in program.writes:
+        reads = {_chunk(node) for node in program.users.get(x, ())}
+        written = {_chunk(node) for node in program.nodes if v in node.outs}
+        chunks = {c for c in reads | written if c >= 0}
+        if len(chunks) < 2:
+            continue
+        if max(reads) > max(written) or not all(_is_in_order(row, chunks) for row in schedule.rows):
+            numbers = " and ".join(map(str, sorted(chunks)))
+            raise StageError(
+                f"schedule {schedule.name!r}", f"the buffer {x!r}, which chunks {numbers} read or update",
+                "a microbatch would read the value that another one left",
+                "use a schedule with one chunk per rank, such as 1F1B, or keep all uses of the buffer in one chunk",
+            )  # fmt: skip
+
+
+def _chunk(node: Node) -> int:
+    """Return the chunk in which a node's operands are read; -1 if it has no chunk."""
+    edge, chunk = node.origin.edge, node.origin.chunk
+    return edge.source if edge is not None else -1 if chunk is None else chunk
+
+
+def _is_in_order(row: Row, chunks: set[int]) -> bool:
+    """True if the forward passes of these chunks take the microbatches in ascending order."""
+    found = [*_forwards(row, chunks)]
+    return found == sorted(found)
+
+
+def _forwards(row: Row, chunks: set[int]) -> Iterator[int]:
+    for action in row:
+        yield from (a.microbatch for a in action.atoms if a.kind is Kind.FORWARD and a.chunk in chunks)

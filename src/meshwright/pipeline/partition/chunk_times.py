@@ -1,0 +1,65 @@
+"""Relative run time of a model's chunks, counted from the captured program. The longest forward pass is 1."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+
+from meshwright.graph import ALWAYS, Node, Program, Value, work_of
+
+from ..simulation.simulator import Times
+from .stages import Stages
+
+LEAST = 1e-3
+ATTENTION_BACKWARD = 2.5
+"""Operations of an attention's backward per operation of its forward.
+
+The backward recomputes the forward products, and computes two gradients of each of them.
+"""
+
+
+class Work(NamedTuple):
+    """Operations of a node: its forward pass, the gradients of activations, and the gradients of weights."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def chunk_times(program: Program, stages: Stages, trained: Collection[str]) -> Times:
+    """Return the times of F, B and W of each chunk of a staged program, in units of the longest F.
+
+    `trained` are the parameters that get a gradient. A product of x and w is computed once more for each of its
+    gradients: that of x belongs to B, that of w to W. Values without a gradient cost neither: inputs, labels, frozen
+    weights.
+    """
+    once = {i.value for i in program.inputs if i.role in ("parameter", "buffer", "constant")}
+    needs = {i.value for i in program.inputs if i.role == "parameter" and i.name in trained}
+    totals = [Work(0.0, 0.0, 0.0)] * len(stages.way)
+    for node in program.nodes:
+        chunk = node.origin.chunk
+        if chunk == ALWAYS:
+            once.update(node.outs)
+        elif chunk is not None and chunk >= 0:
+            work = _work(node, once, needs)
+            totals[chunk] = Work(*(a + b for a, b in zip(totals[chunk], work, strict=True)))
+        if any(v in needs for v in node.ins):
+            needs.update(v for v in node.outs if _is_float(v))
+    most = max((total.forward for total in totals), default=0.0) or 1.0
+    forward, backward, weight = (tuple(max(n / most, LEAST) for n in column) for column in zip(*totals, strict=True))
+    return Times(forward, backward, weight)
+
+
+def _is_float(v: Value) -> bool:
+    return isinstance(v.dtype, torch.dtype) and v.dtype.is_floating_point
+
+
+def _work(node: Node, once: Collection[Value], needs: Collection[Value]) -> Work:
+    flops = work_of(node).flops
+    wanted = [v for v in node.ins if v in needs]
+    weights = [v for v in wanted if v in once]
+    if "attention" in str(node.op):
+        return Work(flops, ATTENTION_BACKWARD * flops if wanted else 0.0, 0.0)
+    return Work(flops, flops * (len(wanted) - len(weights)), flops * sum(1 for v in weights if v.is_tensor))

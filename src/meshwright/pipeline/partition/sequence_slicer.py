@@ -1,0 +1,370 @@
+"""A captured forward pass in slices of its sequence: each operator runs once per slice, and may read earlier slices.
+
+Slices are like the shards of one more mesh axis, and the same rules decide: a value is cut, whole, or a sum of terms.
+But slices exchange no messages. A value that a slice needs of earlier slices is a value of the program, and so is its
+gradient. A table runs F from the first slice to the last and B from the last to the first, so no operator may read a
+later slice. An operator that would is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+
+from meshwright.graph import Draft, Node, Operator, Program, Sent, Value, is_drawing, map_values, name_of, values_in
+from meshwright.spmd import Bound, Call, RuleError, describe, factors_split
+from meshwright.spmd import cut_choices as ways_to_cut
+from meshwright.tensor import SPLIT, Mark
+
+from .._errors import StageError
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Dim `dim` has the size `before` · sequence · `after`; the sequence is cut into slices of these lengths."""
+
+    dim: int
+    before: int
+    after: int
+    lengths: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.lengths[:-1], initial=0))
+
+    def shape_of(self, whole: Sequence[int], n: int) -> list[int]:
+        """Return the shape of slice n of a tensor of shape `whole`."""
+        return [self.before * self.lengths[n] * self.after if d == self.dim else m for d, m in enumerate(whole)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A value with one value per slice."""
+
+    cut: Cut
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A value that is the sum of one term per slice."""
+
+    values: tuple[Value, ...]
+
+
+Held = Value | Pieces | Terms
+Special = Callable[["Slicer", Node], bool]
+"""Cuts a node without its rule; returns False if the rule applies."""
+
+
+def sliced(program: Program, lengths: Sequence[int], specials: Mapping[str, Special]) -> Program:
+    """Return the captured program in slices of these lengths; `specials` take precedence over rules."""
+    found = Slicer(program, tuple(lengths), specials)
+    if program.writes:
+        raise found.refusal(
+            f"the buffer {program.writes[0][0]!r}, which each batch updates", "each slice would update it"
+        )
+    for node in program.nodes:
+        found.take(node)
+    return found.finished()
+
+
+class Slicer:
+    """The sliced program so far, and the sliced form of each value of the original program."""
+
+    def __init__(self, program: Program, lengths: tuple[int, ...], specials: Mapping[str, Special]) -> None:
+        self.program, self.lengths = program, lengths
+        self.held: dict[Value, Held] = {i.value: i.value for i in program.inputs}
+        self._specials = specials
+        self._draft = Draft(replace(program, nodes=(), outputs=None, writes=()))
+        for v in (v for node in program.nodes for v in node.outs):
+            self._draft.names.fresh(v.name)
+        self._at: dict[Value, int] = {}
+        self._given = {i.value for i in program.inputs if i.role == "batch"}
+        self._learned = {i.value for i in program.inputs if i.role == "parameter"}
+        self._stand_ins: dict[Value, Any] = {}
+        self._cut_before: dict[tuple[Value, Cut], tuple[Value, ...]] = {}
+        self._entering: dict[Value, Pieces] = {}
+        self._node: Node | None = None
+
+    # --- the walk ------------------------------------------------------------------------------------------------
+
+    def take(self, node: Node) -> None:
+        """Slice the next node of the original program."""
+        self._node = node
+        if not self._is_cut(node):
+            self._keep(node)
+        elif isinstance(node.op, (Mark, Sent)) or node.op is SPLIT:
+            (x,) = (self.held[v] for v in node.ins)
+            assert isinstance(x, Pieces)
+            self._mark(node, x)
+        else:
+            special = self._specials.get(node.op._schema.name) if isinstance(node.op, Operator) else None
+            if special is None or not special(self, node):
+                self.by_rule(node)
+        for known in (self._given, self._learned):
+            if any(v in known for v in node.ins):
+                known.update(node.outs)
+
+    def finished(self) -> Program:
+        if not any(isinstance(x, Pieces) for x in self.held.values()):
+            raise self.refusal(
+                f"no operator that takes {self.lengths} of dim 1 of the batch and a parameter",
+                "sequences must be dim 1 of the tensors of a batch",
+            )
+        outputs = map_values(self.whole, self.program.outputs)
+        nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in self._draft)
+        return Draft(replace(self.program, nodes=nodes, outputs=outputs)).finish()
+
+    def _is_cut(self, node: Node) -> bool:
+        """True if an operand is cut, or must be cut here: a whole sequence of the batch that meets a parameter."""
+        if any(isinstance(self.held[v], Pieces) for v in node.ins):
+            return True
+        mixed = any(v in self._given and v in self._learned for v in node.ins)
+        meets = any(v in self._learned for v in node.ins) and not mixed
+        fits = [v for v in node.ins if v in self._given and len(v.shape) > 1 and v.shape[1] == sum(self.lengths)]
+        self._entering = {v: self.cut(v, Cut(1, 1, 1, self.lengths)) for v in fits} if meets else {}
+        return bool(self._entering)
+
+    def _keep(self, node: Node) -> None:
+        args, kwargs = map_values(self.whole, (node.args, dict(node.kwargs)))
+        at = max((self._at.get(v, 0) for v in values_in((args, kwargs))), default=0)
+        self._draft.add_as(node.op, args, kwargs, node.out, self._draft.end, replace(node.origin, slice=at))
+        self._at.update(dict.fromkeys(node.outs, at))
+        self.held |= {v: v for v in node.outs}
+
+    def _mark(self, node: Node, x: Pieces) -> None:
+        (out,) = node.outs
+        names = self._draft.names
+        made = [Value(names.fresh(out.name), v.shape, v.dtype, v.device) for v in x.values]
+        for n, (v, new) in enumerate(zip(x.values, made, strict=True)):
+            self._draft.add_as(node.op, (v,), {}, new, self._draft.end, replace(node.origin, slice=n))
+            self._at[new] = n
+        self.held[out] = Pieces(x.cut, tuple(made))
+
+    # --- values --------------------------------------------------------------------------------------------------
+
+    def add(self, n: int, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add a node of slice n and return its output. Raises StageError if it would read a value of a later slice."""
+        assert self._node is not None
+        ahead = next((v for v in values_in((args, kwargs)) if self._at.get(v, 0) > n), None)
+        if ahead is not None:
+            raise self.refusal(self.told, f"slice {n} would need a value of the later slice {self._at[ahead]}")
+        out = self._draft.add(
+            op, *args, before=self._draft.end, origin=replace(self._node.origin, slice=n), **kwargs
+        )  # fmt: skip
+        self._at.update(dict.fromkeys(values_in(out), n))
+        return out
+
+    def whole(self, v: Value) -> Value:
+        """Return the whole value; terms are added up in the order of the slices.
+
+        Raises StageError if the value is cut.
+        """
+        held = self.held[v]
+        if isinstance(held, Value):
+            return held
+        if isinstance(held, Pieces):
+            raise self.refusal(self.told, "it needs the whole sequence")
+        self.held[v] = total = self.joined(held)
+        return total
+
+    def slice_of(self, v: Value) -> int:
+        """Return the slice that completes a value that is not cut."""
+        return self._at.get(self.whole(v), 0)
+
+    def joined(self, terms: Terms) -> Value:
+        """Return the sum of the terms of all slices, in their order."""
+        total = terms.values[0]
+        for n, term in enumerate(terms.values[1:], 1):
+            total = self.add(n, aten.add.Tensor, total, term)
+        return total
+
+    def cut(self, v: Value, cut: Cut) -> Pieces:
+        """Return a value in slices; a whole value is cut. Raises StageError if it is cut in another way."""
+        held = self.held[v]
+        if isinstance(held, Pieces):
+            if held.cut != cut:
+                raise self.refusal(self.told, f"sequences are split into {held.cut.lengths} and into {cut.lengths}")
+            return held
+        x = self.whole(v)
+        if (x, cut) not in self._cut_before:
+            pieces = (self._slice(x, cut, n) for n in range(len(cut.lengths)))
+            self._cut_before[x, cut] = tuple(pieces)
+        return Pieces(cut, self._cut_before[x, cut])
+
+    def _slice(self, x: Value, cut: Cut, n: int) -> Value:
+        start = cut.starts[n]
+        if cut.before == cut.after == 1:
+            return self.add(n, aten.slice.Tensor, x, cut.dim, start, start + cut.lengths[n])
+        d, shape = cut.dim, list(x.shape)
+        apart = self.add(n, aten.reshape.default, x, [*shape[:d], cut.before, cut.total, cut.after, *shape[d + 1 :]])
+        part = self.add(n, aten.slice.Tensor, apart, d + 1, start, start + cut.lengths[n])
+        return self.add(n, aten.reshape.default, part, cut.shape_of(shape, n))
+
+    # --- by the rules --------------------------------------------------------------------------------------------
+
+    def by_rule(self, node: Node) -> None:
+        """Cut a node along the factor that its operands are cut along."""
+        bound, factor, lengths = self.factor(node)
+        local = self.local(node, bound, factor, lengths)
+        results: list[list[Value]] = []
+        for n in range(len(lengths)):
+            args, kwargs = map_values(lambda v, n=n: local[v][n], (node.args, dict(node.kwargs)))
+            for key in bound.rule.sizes:
+                args, kwargs = _with_size(args, kwargs, key, self.out_shape(node, bound, factor, lengths, n))
+            results.append(list(values_in(self.add(n, node.op, *args, **kwargs))))
+        for at, v in enumerate(node.outs):
+            values = tuple(row[at] for row in results)
+            has = any(factor in dim for dim in _out(bound, at))
+            self.held[v] = Pieces(self._out_cut(node, bound, factor, at, lengths), values) if has else Terms(values)
+
+    def out_shape(self, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...], n: int) -> list[int]:
+        """Return the shape of slice n of the first result."""
+        return self._out_cut(node, bound, factor, 0, lengths).shape_of(node.outs[0].shape, n)
+
+    def as_pieces(self, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...], made: Sequence[Value]) -> None:
+        """Store the slices `made` as the single result of a node."""
+        self.held[node.outs[0]] = Pieces(self._out_cut(node, bound, factor, 0, lengths), tuple(made))
+
+    def factor(self, node: Node) -> tuple[Bound, int, tuple[int, ...]]:
+        """Return the node's bound rule, the factor along which its operands are cut, and the lengths of its slices."""
+        call = self._described(node)
+        operands: list[Value | None] = call.operands(node.args, node.kwargs)
+        pieces = ((at, self._entering.get(v, self.held[v])) for at, v in enumerate(operands) if v is not None)
+        cuts = {at: x.cut for at, x in pieces if isinstance(x, Pieces)}
+        if not cuts:
+            raise self.refusal(self.told, "the sliced value is not an operand of the operator's rule")
+        bound = call.bound
+        for at, cut in cuts.items():
+            bound = _apart(bound, at, cut)
+        factors = {_factor(bound, at, cut) for at, cut in cuts.items()}
+        lengths = {cut.lengths for cut in cuts.values()}
+        if len(factors) != 1 or None in factors or len(lengths) != 1:
+            raise self.refusal(self.told, "its operands are sliced along different dims")
+        (factor,), (own,) = factors, lengths
+        assert factor is not None
+        return bound, factor, own
+
+    def local(
+        self, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...], known: bool = False
+    ) -> dict[Value, tuple[Value, ...]]:
+        """Return each operand in each slice.
+
+        Unless it is `known` that the node may be cut along the factor, its rule is checked first.
+        """
+        formed = bound.names[factor] in bound.rule.forms or factor in bound.whole
+        ways = () if formed else tuple(ways_to_cut(bound, factor))
+        fits = any("sum" not in w.ins and {*w.outs} <= {factor, "sum"} for w in ways)
+        if not (fits or known) or is_drawing(node):
+            why = (
+                "it draws random numbers for the whole sequence" if is_drawing(node) else "it needs the whole sequence"
+            )
+            raise self.refusal(self.told, why)
+        operands: list[Value | None] = self._described(node).operands(node.args, node.kwargs)
+        found: dict[Value, tuple[Value, ...]] = {}
+        for at, v in enumerate(operands):
+            if v is None:
+                continue
+            cut = _in_cut(bound, at, factor, lengths)
+            now = (self.whole(v),) * len(lengths) if cut is None else self.cut(v, cut).values
+            if found.setdefault(v, now) != now:
+                raise self.refusal(self.told, "an operand would be sliced along two dims")
+        return found | {v: (self.whole(v),) * len(lengths) for v in node.ins if v not in found}
+
+    def _out_cut(self, node: Node, bound: Bound, factor: int, at: int, lengths: tuple[int, ...]) -> Cut:
+        dims = [d for d, factors in enumerate(_out(bound, at)) if factor in factors]
+        if len(dims) != 1 or len(_out(bound, at)) != len(node.outs[at].shape):
+            raise self.refusal(self.told, "its result is not sliced along one dim")
+        return _cut_of(bound, _out(bound, at)[dims[0]], dims[0], factor, lengths)
+
+    def _described(self, node: Node) -> Call:
+        args, kwargs = map_values(self.stand_in, (node.args, dict(node.kwargs)))
+        try:
+            call = describe(node.op, args, kwargs) if isinstance(node.op, Operator) else None
+        except RuleError:
+            call = None
+        if call is None or call.mutated:
+            raise self.refusal(self.told, "it has no rule that says how to slice it")
+        return call
+
+    def stand_in(self, v: Value) -> Any:
+        """Return a meta tensor of the shape of the whole value."""
+        if not isinstance(v.dtype, torch.dtype):
+            return v.dtype(2)
+        if v not in self._stand_ins:
+            self._stand_ins[v] = torch.empty(v.shape, dtype=v.dtype, device="meta")
+        return self._stand_ins[v]
+
+    # --- errors --------------------------------------------------------------------------------------------------
+
+    @property
+    def told(self) -> str:
+        """Description of the node that is being cut: operator, module and the user's line."""
+        assert self._node is not None
+        origin = self._node.origin
+        return " ".join(
+            [name_of(self._node.op), *([f"in {origin.layer}"] if origin.layer else []), *([origin.where] or [])]
+        ).rstrip()
+
+    def refusal(self, found: str, why: str) -> StageError:
+        return StageError(
+            f"{len(self.lengths)} slices of a sequence", found, why,
+            "use operators that act on each position alone, and scaled_dot_product_attention(q, k, v, is_causal=True); "
+            'or use a schedule of whole sequences, such as "1F1B"',
+        )  # fmt: skip
+
+
+def _with_size(args: Any, kwargs: Any, key: int | str, shape: list[int]) -> tuple[Any, Any]:
+    if isinstance(key, int) and key < len(args):
+        return (*args[:key], shape, *args[key + 1 :]), kwargs
+    return (args, {**kwargs, key: shape}) if isinstance(key, str) and key in kwargs else (args, kwargs)
+
+
+def _out(bound: Bound, at: int) -> tuple[tuple[int, ...], ...]:
+    return bound.outs[at] if at < len(bound.outs) else bound.outs[-1]
+
+
+def _apart(bound: Bound, at: int, cut: Cut) -> Bound:
+    """Return `bound` with the factor of a dim split, if the dim is a product of which the sequence is one factor."""
+    factors = bound.ins[at][cut.dim] if cut.dim < len(bound.ins[at]) else ()
+    sizes = tuple(n for n in (cut.before, cut.total, cut.after) if n != 1)
+    if len(factors) != 1 or len(sizes) < 2 or bound.sizes[factors[0]] != prod(sizes):
+        return bound
+    return factors_split(bound, factors[0], sizes)
+
+
+def _factor(bound: Bound, at: int, cut: Cut) -> int | None:
+    """Return the factor of operand `at` that is its sequence; None if there is none."""
+    factors = bound.ins[at][cut.dim] if cut.dim < len(bound.ins[at]) else ()
+    before = 1
+    for f in factors:
+        if before == cut.before and bound.sizes[f] == cut.total:
+            return f
+        before *= bound.sizes[f]
+    return None
+
+
+def _in_cut(bound: Bound, at: int, factor: int, lengths: tuple[int, ...]) -> Cut | None:
+    """Return the cut that operand `at` needs; None if the operand stays whole."""
+    for d, factors in enumerate(bound.ins[at]):
+        if factor in factors:
+            return _cut_of(bound, factors, d, factor, lengths)
+    return None
+
+
+def _cut_of(bound: Bound, factors: Sequence[int], dim: int, factor: int, lengths: tuple[int, ...]) -> Cut:
+    at = factors.index(factor)
+    before, after = (prod(bound.sizes[f] for f in part) for part in (factors[:at], factors[at + 1 :]))
+    return Cut(dim, before, after, lengths)

@@ -1,0 +1,279 @@
+"""Operators that a sequence can be sliced along though their rules do not shard it.
+
+They are causal attention, means, losses and the selection of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from meshwright.graph import Node, Program, Value, tensor_dtype
+from meshwright.spmd import Bound
+
+from .sequence_slicer import Cut, Pieces, Slicer, Special, Terms, sliced
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2
+CLASSES = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd", "aten::nll_loss2d")
+ELEMENTS = (
+    *("aten::mse_loss", "aten::l1_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::soft_margin_loss"),
+    *("aten::kl_div", "aten::poisson_nll_loss", "aten::hinge_embedding_loss", "aten::margin_ranking_loss"),
+    *("aten::binary_cross_entropy", "aten::binary_cross_entropy_with_logits"),
+)
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """Return the arguments of an operator by name, including defaults."""
+    schema: Any = node.op._schema  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess] - an operator
+    found = {a.name: a.default_value for a in schema.arguments}
+    return found | dict(zip(found, node.args, strict=False)) | dict(node.kwargs)
+
+
+def attention(s: Slicer, node: Node) -> bool:
+    """Cut causal attention: the queries of a slice attend to the keys of this slice and all earlier ones."""
+    given = _arguments(node)
+    q, k, v = (s.held[given[name]] for name in ("query", "key", "value"))
+    at = len(given["query"].shape) - 2
+    if not all(isinstance(x, Pieces) and x.cut.dim == at and x.cut.before * x.cut.after == 1 for x in (q, k, v)):
+        return False
+    assert isinstance(q, Pieces)
+    assert isinstance(k, Pieces)
+    assert isinstance(v, Pieces)
+    why = _not_causal(given, q, k, v)
+    if why:
+        raise s.refusal(s.told, why)
+    options = {name: given[name] for name in ("scale", "enable_gqa")}
+    made: list[Value] = []
+    for n, (query, length, start) in enumerate(zip(q.values, q.cut.lengths, q.cut.starts, strict=True)):
+        keys, values = (
+            x[0] if n == 0 else s.add(n, aten.cat.default, list(x[: n + 1]), at) for x in (k.values, v.values)
+        )
+        mask = None
+        if n:
+            every = s.add(n, aten.ones.default, [length, start + length], dtype=torch.bool, device=_device(query))
+            mask = s.add(n, aten.tril.default, every, start)
+        made.append(s.add(n, node.op, query, keys, values, mask, 0.0, n == 0, **options))
+    s.held[node.outs[0]] = Pieces(q.cut, tuple(made))
+    return True
+
+
+def _not_causal(given: Mapping[str, Any], q: Pieces, k: Pieces, v: Pieces) -> str:
+    if given["attn_mask"] is not None:
+        return "its mask may not hide later positions"
+    if not given["is_causal"]:
+        return "each position attends to later ones"
+    if given["dropout_p"]:
+        return "its dropout draws for the whole sequence"
+    return "queries and keys are split at different positions" if not q.cut == k.cut == v.cut else ""
+
+
+def _device(v: Value) -> torch.device:
+    return torch.device(v.device)
+
+
+def class_loss(s: Slicer, node: Node) -> bool:
+    """Cut a loss over classes into a sum per slice.
+
+    A mean divides by the weights of all targets that are not ignored.
+    """
+    given = _arguments(node)
+    if given["reduction"] == NONE:
+        return False
+    bound, factor, lengths = s.factor(node)
+    x, target = given["self"], given["target"]
+    classes = min(len(x.shape) - 1, 1)
+    if factor in bound.ins[0][classes]:
+        return False
+    _sum(s, node, bound, factor, lengths)
+    if given["reduction"] == MEAN and tensor_dtype(target).is_floating_point:
+        _divide(s, node, prod(n for d, n in enumerate(x.shape) if d != classes))
+    elif given["reduction"] == MEAN:
+        targets = s.local(node, bound, factor, lengths, known=True)[target]
+        ignored = given["ignore_index"]
+        counts = [
+            _mass(s, n, t, s.whole(w) if (w := given["weight"]) else None, ignored) for n, t in enumerate(targets)
+        ]
+        _divide(s, node, Terms(tuple(counts)))
+    return True
+
+
+def _mass(s: Slicer, n: int, target: Value, weight: Value | None, ignored: int) -> Value:
+    """Return the total weight of the targets of a slice."""
+    counted = s.add(n, aten.ne.Scalar, target, ignored)
+    if weight is None:
+        return s.add(n, aten.sum.default, counted)
+    rows = s.add(n, aten.reshape.default, s.add(n, aten.mul.Tensor, target, counted), [-1])
+    each = s.add(n, aten.index_select.default, weight, 0, rows)
+    return s.add(n, aten.sum.default, s.add(n, aten.mul.Tensor, each, s.add(n, aten.reshape.default, counted, [-1])))
+
+
+def element_loss(s: Slicer, node: Node) -> bool:
+    """Cut an elementwise loss into a sum per slice. A mean divides by the number of all elements."""
+    given = _arguments(node)
+    if given["reduction"] == NONE:
+        return False
+    bound, factor, lengths = s.factor(node)
+    _sum(s, node, bound, factor, lengths)
+    if given["reduction"] == MEAN:
+        shapes = [x.shape for x in given.values() if isinstance(x, Value)]
+        _divide(s, node, prod(torch.broadcast_shapes(*shapes)))
+    return True
+
+
+def _sum(s: Slicer, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...]) -> None:
+    """Store the result of a loss as one term per slice."""
+    local = s.local(node, bound, factor, lengths, known=True)
+    given = {**_arguments(node), "reduction": SUM}
+    terms: list[Value] = []
+    for n in range(len(lengths)):
+        args = [local[x][n] if isinstance(x, Value) else x for x in given.values()]
+        terms.append(s.add(n, node.op, *args))
+    s.held[node.outs[0]] = Terms(tuple(terms))
+
+
+def _divide(s: Slicer, node: Node, by: int | Terms) -> None:
+    """Turn the result of a node, terms of a sum so far, into a mean."""
+    (out,) = node.outs
+    last = len(s.lengths) - 1
+    total = s.whole(out)
+    s.held[out] = s.add(last, aten.div.Tensor, total, by if isinstance(by, int) else s.joined(by))
+
+
+def mean(s: Slicer, node: Node) -> bool:
+    """Cut a mean over the sequence into a sum per slice, divided by the number of all elements."""
+    bound, factor, lengths = s.factor(node)
+    if any(factor in dim for dim in bound.outs[0]):
+        return False
+    given = _arguments(node)
+    x, (out,) = given["self"], node.outs
+    local = s.local(node, bound, factor, lengths, known=True)[x]
+    listed = given.get("dim") or list(range(len(x.shape)))
+    how = (listed, given.get("keepdim", False))
+    terms = (s.add(n, aten.sum.dim_IntList, v, *how, dtype=given["dtype"]) for n, v in enumerate(local))
+    s.held[out] = Terms(tuple(terms))
+    _divide(s, node, prod(x.shape[d] for d in listed))
+    return True
+
+
+def reshaped(s: Slicer, node: Node) -> bool:
+    """Reshape each slice to the shape of its slice of the result."""
+    bound, factor, lengths = s.factor(node)
+    local = s.local(node, bound, factor, lengths, known=True)[node.ins[0]]
+    shapes = [s.out_shape(node, bound, factor, lengths, n) for n in range(len(lengths))]
+    made = [s.add(n, aten.reshape.default, v, shape) for n, (v, shape) in enumerate(zip(local, shapes, strict=True))]
+    s.as_pieces(node, bound, factor, lengths, made)
+    return True
+
+
+def _along(s: Slicer, node: Node, dim: int) -> Pieces | None:
+    """Return the operand if it is cut along `dim` only; otherwise None."""
+    x = s.held[node.ins[0]]
+    if not isinstance(x, Pieces) or x.cut.before * x.cut.after != 1 or x.cut.dim != dim % len(node.ins[0].shape):
+        return None
+    return x
+
+
+def select(s: Slicer, node: Node) -> bool:
+    """Select one position from the slice that contains it."""
+    given = _arguments(node)
+    x = _along(s, node, given["dim"])
+    if x is None:
+        return False
+    at = given["index"] % x.cut.total
+    n = max(n for n, start in enumerate(x.cut.starts) if start <= at)
+    s.held[node.outs[0]] = s.add(n, node.op, x.values[n], x.cut.dim, at - x.cut.starts[n])
+    return True
+
+
+def part(s: Slicer, node: Node) -> bool:
+    """Select consecutive positions: each slice keeps its part of them."""
+    given = _arguments(node)
+    x = _along(s, node, given["dim"])
+    if x is None:
+        return False
+    wanted = range(x.cut.total)[_range(given)]
+    edges = [*x.cut.starts, x.cut.total]
+    kept = [range(max(a, wanted.start), min(b, wanted.stop)) for a, b in pairwise(edges)]
+    if wanted.step != 1 or not all(kept):
+        raise s.refusal(s.told, "a slice would keep no positions")
+    made = [
+        s.add(n, aten.slice.Tensor, v, x.cut.dim, own.start - start, own.stop - start)
+        for n, (v, own, start) in enumerate(zip(x.values, kept, x.cut.starts, strict=True))
+    ]
+    s.held[node.outs[0]] = Pieces(Cut(x.cut.dim, 1, 1, tuple(map(len, kept))), tuple(made))
+    return True
+
+
+def _range(given: Mapping[str, Any]) -> slice:
+    if "length" in given:
+        return slice(given["start"], given["start"] + given["length"])
+    return slice(given["start"], given["end"], given["step"])
+
+
+def dropout(s: Slicer, node: Node) -> bool:
+    """Draw one mask for the whole sequence with the first slice; each slice uses its part of the mask."""
+    given = _arguments(node)
+    x = s.held[given["input"]]
+    if not isinstance(x, Pieces) or x.cut.before != 1:
+        raise s.refusal(s.told, "its rows and positions are merged into one dim, or it applies to terms of a sum")
+    if not given["train"] or given["p"] == 0:
+        s.held[node.outs[0]] = x
+        return True
+    ones = s.add(0, aten.new_ones.default, x.values[0], list(given["input"].shape))
+    mask = s.add(0, node.op, ones, given["p"], True)
+    made: list[Value] = []
+    for n, (v, start, length) in enumerate(zip(x.values, x.cut.starts, x.cut.lengths, strict=True)):
+        own = s.add(n, aten.narrow.default, mask, x.cut.dim, start * x.cut.after, length * x.cut.after)
+        made.append(s.add(n, aten.mul.Tensor, v, own))
+    s.held[node.outs[0]] = Pieces(x.cut, tuple(made))
+    return True
+
+
+def spread(s: Slicer, node: Node) -> bool:
+    """Broadcast tensors: sliced tensors keep their shape, whole tensors are expanded if needed."""
+    xs, outs = list(node.ins), list(node.outs)
+    pairs = [(x, s.held[x], out) for x, out in zip(xs, outs, strict=True)]
+    if any(isinstance(held, Pieces) and x.shape != out.shape for x, held, out in pairs):
+        return False
+    for x, held, out in pairs:
+        same = isinstance(held, Pieces) or x.shape == out.shape
+        s.held[out] = held if same else s.add(s.slice_of(x), aten.expand.default, s.whole(x), list(out.shape))
+    return True
+
+
+def fresh(s: Slicer, node: Node) -> bool:
+    """Create a tensor of explicit sizes, which reads only the dtype of its operand."""
+    x = s.held[node.ins[0]]
+    assert isinstance(x, Pieces)
+    s.held[node.outs[0]] = s.add(0, node.op, x.values[0], *node.args[1:], **node.kwargs)
+    return True
+
+
+SPECIALS: Mapping[str, Special] = {
+    "aten::scaled_dot_product_attention": attention,
+    **dict.fromkeys(CLASSES, class_loss),
+    **dict.fromkeys(ELEMENTS, element_loss),
+    "aten::mean": mean,
+    **dict.fromkeys(("aten::unflatten", "aten::squeeze"), reshaped),
+    "aten::select": select,
+    **dict.fromkeys(("aten::slice", "aten::narrow"), part),
+    "aten::dropout": dropout,
+    "aten::broadcast_tensors": spread,
+    **dict.fromkeys(("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty"), fresh),
+}
+
+
+def in_slices(program: Program, lengths: Sequence[int]) -> Program:
+    """Return the captured program with its sequence, dim 1 of the batch, in slices of these lengths.
+
+    The origin of each node names its slice.
+
+    Raises:
+        StageError: an operator needs a later slice, or the batch has no such dim.
+    """
+    return sliced(program, lengths, SPECIALS)

@@ -1,0 +1,185 @@
+"""The chunks of a model, from the marks that move values from one mesh to another.
+
+A captured program whose marks change meshes is a chain of chunks, and each chunk is on one mesh. The chain is the
+longest path through the changes. A node belongs to the first chunk on its mesh that is not before the chunks of its
+operands. So values that bypass chunks (skip connections, masks, labels) join the chain on their mesh. Draws, and values
+that depend only on buffers that batches renew, belong to the chunk that uses them. Values that depend on no batch
+belong to no chunk: they are computed once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, count
+
+from meshwright.graph import ALWAYS, EVERYWHERE, Edge, Input, Node, Program, Value, is_drawing
+from meshwright.tensor import SPLIT
+
+from .._errors import StageError
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The ranks of each stage, and the stage of each chunk."""
+
+    ranks: tuple[Ranks, ...]
+    way: tuple[int, ...]
+
+    def of(self, rank: int) -> int | None:
+        """Return the stage of a rank; None for a rank in no stage."""
+        return next((at for at, ranks in enumerate(self.ranks) if rank in ranks), None)
+
+
+def staged(program: Program) -> tuple[Program, Stages]:
+    """Return the captured program, whose values have known layouts, with the chunk of each node; and its stages.
+
+    A value that returns to the mesh of an earlier chunk begins another chunk there.
+
+    Raises:
+        StageError: the meshes of two stages overlap.
+    """
+    found = _Staging(program)
+    ranks = tuple(dict.fromkeys(found.chain))
+    _check_apart(ranks)
+    numbers = count()
+    nodes = tuple(found.told(node, numbers) for node in program.nodes)
+    return replace(program, nodes=nodes), Stages(ranks, tuple(ranks.index(r) for r in found.chain))
+
+
+@dataclass
+class _Staging:
+    program: Program
+    chunk: dict[Value, int] = field(default_factory=dict[Value, int])
+    chain: tuple[Ranks, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._find_always()
+        self.chain = self._longest()
+        for given in self.program.inputs:
+            home = self._home(given.value)
+            self._check_input(given, home)
+            self.chunk.setdefault(given.value, EVERYWHERE if home is None else self._first(home, 0, None))
+        for node in self.program.nodes:
+            if all(v in self.chunk for v in node.outs) and node.outs:
+                continue
+            before = max((self.chunk[v] for v in node.ins), default=EVERYWHERE)
+            home = self._of_node(node)
+            nowhere = home is None and before < 0
+            at = EVERYWHERE if nowhere else self._first(home, max(before, 0) + (node.op is SPLIT), node)
+            self.chunk.update(dict.fromkeys(node.outs, at))
+        self._put_off()
+
+    def _check_input(self, given: Input, home: Ranks | None) -> None:
+        """Raise StageError if ranks of several stages hold parts of an input: no single stage could send it."""
+        stages = [ranks for ranks in dict.fromkeys(self.chain) if set(ranks) & set(home or ())]
+        if len(stages) > 1 and home not in self.chain:
+            raise StageError(
+                "stages of a pipeline", f"{given.name} on ranks of the stages {' and '.join(map(_one, stages))}",
+                "the first stage sends the input without the ranks of a later stage",
+                "give a plain tensor, or place it on the mesh of one stage",
+            )  # fmt: skip
+
+    def _home(self, v: Value) -> Ranks | None:
+        """Return the ranks that hold a value; None if they are not known."""
+        spec = self.program.specs.get(v)
+        return None if spec is None else tuple(sorted(spec.mesh.process_ids))
+
+    def _of_node(self, node: Node) -> Ranks | None:
+        return next((r for v in (*node.outs, *node.ins) if (r := self._home(v)) is not None), None)
+
+    def _find_always(self) -> None:
+        """Find the values that depend on no batch, on no buffer that changes, and on no draw."""
+        changed = {x for x, _ in self.program.writes}
+        for given in self.program.inputs:
+            if given.role in ("parameter", "buffer", "constant") and given.value not in changed:
+                self.chunk[given.value] = ALWAYS
+        for node in self.program.nodes:
+            if not is_drawing(node) and all(self.chunk.get(v) == ALWAYS for v in node.ins):
+                self.chunk.update(dict.fromkeys(node.outs, ALWAYS))
+
+    def _put_off(self) -> None:
+        """Move draws, and values of renewed buffers only, to the chunk that uses them or that draws next.
+
+        By then earlier chunks have drawn their numbers, and earlier microbatches have renewed the buffers.
+        """
+        waiting = self._waiting()
+        next_draw = len(self.chain)
+        for node in reversed(self.program.nodes):
+            if node in waiting:
+                users = [u for v in node.outs for u in self.program.users.get(v, ())]
+                latest = min((self.chunk[v] for u in users for v in u.outs), default=0)
+                self._put_at(node, min(latest, next_draw) if is_drawing(node) else latest)
+            if is_drawing(node):
+                next_draw = min([next_draw, *(self.chunk[v] for v in node.outs if self.chunk[v] >= 0)])
+
+    def _waiting(self) -> set[Node]:
+        free = {x for x, _ in self.program.writes}
+        found: set[Node] = set()
+        for node in self.program.nodes:
+            waits = is_drawing(node) or any(v in free for v in node.ins)
+            if waits and all(v in free or self.chunk[v] < 0 for v in node.ins):
+                free.update(node.outs)
+                found.add(node)
+        return found
+
+    def _put_at(self, node: Node, latest: int) -> None:
+        """Put a node into the last chunk on its mesh that is not after `latest`.
+
+        It stays where it is if there is none.
+        """
+        at = self.chunk[node.outs[0]] if node.outs else EVERYWHERE
+        later = (c for c in range(at + 1, latest + 1) if at >= 0 and self.chain[c] == self.chain[at])
+        self.chunk.update(dict.fromkeys(node.outs, max(later, default=at)))
+
+    def _longest(self) -> tuple[Ranks, ...]:
+        """Return the meshes along the longest path through changes of mesh."""
+        ways: dict[Value, tuple[Ranks, ...]] = {}
+        best: tuple[Ranks, ...] = ()
+        for node in self.program.nodes:
+            if any(self.chunk.get(v) == ALWAYS for v in node.outs):
+                continue
+            way = max((ways.get(v) or self._start(v) for v in node.ins), key=len, default=())
+            home = self._of_node(node)
+            if home is not None and (way[-1:] != (home,) or node.op is SPLIT):
+                way = (*way, home)
+            ways.update(dict.fromkeys(node.outs, way))
+            best = max(best, way, key=len)
+        return best
+
+    def _start(self, v: Value) -> tuple[Ranks, ...]:
+        home = self._home(v)
+        return () if home is None or self.chunk.get(v) == ALWAYS else (home,)
+
+    def _first(self, home: Ranks | None, least: int, node: Node | None) -> int:
+        """Return the first chunk from `least` on that is on these ranks; a node begins a new chunk if there is none."""
+        if home is None or not self.chain:
+            return least
+        found = next((c for c in range(least, len(self.chain)) if self.chain[c] == home), None)
+        if found is None and node is not None:
+            self.chain = (*self.chain, home)
+            return len(self.chain) - 1
+        return least if found is None else found
+
+    def told(self, node: Node, numbers: Iterator[int]) -> Node:
+        """Return the node with its chunk, and with an edge if it leads from one chunk to another."""
+        at = self.chunk[node.outs[0]] if node.outs else 0
+        edge: Edge | None = None
+        if at >= 0 and len(node.ins) == 1 and self._home(node.ins[0]) not in (None, self._of_node(node)):
+            edge = Edge(self.chunk[node.ins[0]], at, next(numbers))
+        return replace(node, origin=replace(node.origin, chunk=at, edge=edge))
+
+
+def _check_apart(ranks: Sequence[Ranks]) -> None:
+    for a, b in combinations(ranks, 2):
+        if set(a) & set(b):
+            raise StageError(
+                "stages of a pipeline", f"stages on ranks {_one(a)} and on ranks {_one(b)}",
+                "a rank can run only one stage", "use meshes that are the same, or have no rank in common",
+            )  # fmt: skip
+
+
+def _one(ranks: Ranks) -> str:
+    return f"{ranks[0]}…{ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))

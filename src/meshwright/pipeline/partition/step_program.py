@@ -1,0 +1,218 @@
+"""A pipeline step as one program and a table of names, and back: all parts of a rank, one after the other.
+
+The program can be read, and written to a file. The table is plain data. It gives the range of nodes of each part, and
+the values that pass from one part to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+from meshwright.graph import Carry, Change, Input, Names, Node, Program, Value, map_values, values_in
+from meshwright.layout import Spec
+from meshwright.reshard import Exchange
+
+from ..table.parser import parse_schedule
+from ..table.schedule import Schedule
+from .epilogue import Total
+from .microbatch_inputs import Feed, Intake
+from .stages import Stages
+from .step_parts import BEFORE, BEHIND, Crossing, Part, Parts, Place, read_by
+
+Table = Mapping[str, Any]
+
+
+def end_to_end(copies: Sequence[Parts], intake: Intake, schedule: Schedule) -> tuple[Program, Table]:
+    """Return the parts of all copies, copy by copy, and the work after them, as one program; and the table for it.
+
+    Every value of the program has its own name.
+    """
+    writer = _Writer(copies[0].programs[BEFORE].rank)
+    for given in (*intake.inputs, *(i for parts in copies for i in parts.inputs)):
+        writer.take(given)
+    rows = [writer.copy(parts) for parts in copies]
+    behind = copies[0].programs[BEHIND]
+    begin, end = writer.nodes_of(behind)
+    table = {
+        "schedule": str(schedule),
+        "copies": rows,
+        "behind": [begin, end, [[writer.name(i.value), *writer.source(i)] for i in behind.inputs if i.role == "saved"]],
+        "inputs": len(intake.inputs),
+        "copy of": list(intake.copies),
+        "feeds": [[[writer.name(f.value), writer.name(f.given), f.is_piece] for f in row] for row in intake.feeds],
+    }
+    return writer.program(behind), table
+
+
+@dataclass
+class _Writer:
+    """The program written so far; `new` maps the values of the parts to its values."""
+
+    rank: int
+    inputs: list[Input] = field(default_factory=list[Input])
+    nodes: list[Node] = field(default_factory=list[Node])
+    specs: dict[Value, Spec] = field(default_factory=dict[Value, Spec])
+    changes: list[Change] = field(default_factory=list[Change])
+    new: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    _there: set[Value] = field(default_factory=set[Value])
+    _names: Names = field(default_factory=lambda: Names(iter(())))
+
+    def of(self, v: Value) -> Value:
+        if v not in self.new:
+            self.new[v] = Value(self._names.fresh(v.name), v.shape, v.dtype, v.device)
+        return self.new[v]
+
+    def name(self, v: Value) -> str:
+        return self.of(v).name
+
+    def take(self, given: Input) -> None:
+        """Add an input, if it is not there yet."""
+        if given.value not in self._there:
+            self._there.add(given.value)
+            self.inputs.append(replace(given, value=self.of(given.value)))
+
+    def add(self, node: Node) -> None:
+        for v in node.ins:
+            self.take(Input(v, "saved", v.name))  # the value of another rank, or a sum
+        args, kwargs = map_values(self.of, (node.args, dict(node.kwargs)))
+        self.nodes.append(Node(node.op, args, kwargs, map_values(self.of, node.out), node.origin))
+        self._there.update(node.outs)
+
+    def nodes_of(self, program: Program) -> tuple[int, int]:
+        """Write the nodes of a part; return the index of its first node, and the index after its last node."""
+        begin = len(self.nodes)
+        for node in program.nodes:
+            self.add(node)
+        self.specs |= {self.of(v): spec for v, spec in program.specs.items()}
+        self.changes += program.changes
+        return begin, len(self.nodes)
+
+    def copy(self, parts: Parts) -> Table:
+        """Write the parts of a copy; return its entry in the table."""
+        rows: list[Any] = []
+        crossings: list[Any] = []
+        for place in sorted(parts.programs, key=_by_need):
+            if place == BEHIND:
+                continue
+            crossings += self._crossings(c for c in parts.crossings if c.target == place)
+            program = parts.programs[place]
+            begin, end = self.nodes_of(program)
+            pairs = zip(parts.gives[place], values_in(program.outputs), strict=True)
+            rows.append([*place, begin, end, [[self.name(v), self.name(w)] for v, w in pairs]])
+            away = (c for c in parts.crossings if c.source == place and c.target not in parts.programs)
+            crossings += self._crossings(away)
+        return {
+            "stages": [list(map(list, parts.stages.ranks)), list(parts.stages.way)],
+            "parts": rows,
+            "crossings": crossings,
+            "terms": [[self.name(x), self.name(v)] for x, v in parts.terms],
+            "renewed": [[self.name(x), self.name(v)] for x, v in parts.renewed],
+        }
+
+    def _crossings(self, found: Iterable[Crossing]) -> Iterator[Any]:
+        for c in found:
+            self.add(Node(c.carry, (c.operand,), {}, c.result))
+            yield [len(self.nodes) - 1, list(c.source), list(c.target), c.tag]
+
+    def source(self, given: Input) -> tuple[bool, str]:
+        """Return True if an input of the program behind is a sum over all microbatches, and the name of the value."""
+        of_total = isinstance(given.source, Total)
+        return of_total, self.name(given.source.of if of_total else given.source)
+
+    def program(self, behind: Program) -> Program:
+        outputs = map_values(self.of, behind.outputs)
+        for v in behind.results:
+            self.take(Input(v, "saved", v.name))
+        writes = tuple((self.of(x), self.of(v)) for x, v in behind.writes)
+        specs = {v: spec for v, spec in self.specs.items() if v in {self.new[w] for w in self._there}}
+        return Program(
+            tuple(self.inputs), tuple(self.nodes), outputs, writes, tuple(self.changes), self.rank, specs
+        )  # fmt: skip
+
+
+def _by_need(place: Place) -> tuple[int, ...]:
+    """Sort key: parts in an order in which each part reads only outputs of earlier parts."""
+    part, chunk, number = place
+    if part in ("R", "B"):
+        return (2, -chunk, -number, part == "B")
+    return ({"always": 0, "F": 1, "W": 3, "end": 4}[part], chunk, number)
+
+
+def taken_up(program: Program, table: Table) -> tuple[tuple[Parts, ...], Intake, Schedule]:
+    """Return the parts, intake and schedule that `end_to_end` wrote.
+
+    Raises:
+        LookupError, TypeError, ValueError: the table belongs to another program.
+    """
+    reader = _Reader(program)
+    schedule = parse_schedule(table["schedule"])
+    copies = tuple(map(reader.copy, table["copies"]))
+    behind = reader.behind(*table["behind"])
+    programs = ({**parts.programs, BEHIND: Program((), (), None) if n else behind} for n, parts in enumerate(copies))
+    copies = tuple(replace(parts, programs=p) for parts, p in zip(copies, programs, strict=True))
+    feeds = tuple(
+        tuple(Feed(reader.of(value), reader.of(given), is_piece is True) for value, given, is_piece in row)
+        for row in table["feeds"]
+    )
+    copy_of = tuple(range(len(copies))[n] for n in table["copy of"])
+    return copies, Intake(program.inputs[: table["inputs"]], copy_of, feeds), schedule
+
+
+class _Reader:
+    """The values of a program by their names."""
+
+    def __init__(self, whole: Program) -> None:
+        self.whole = whole
+        self.known = {v.name: v for v in (*(i.value for i in whole.inputs), *(v for n in whole.nodes for v in n.outs))}
+        self.inputs = tuple(i for i in whole.inputs if i.role != "saved")
+
+    def of(self, name: str) -> Value:
+        return self.known[name]
+
+    def called(self, name: str, v: Value) -> Value:
+        """Return the value that a part outputs as `v`. It may be read only by another rank or by a sum."""
+        return self.known.setdefault(name, Value(name, v.shape, v.dtype, v.device))
+
+    def copy(self, row: Table) -> Parts:
+        ranks, way = row["stages"]
+        programs: dict[Place, Program] = {}
+        gives: dict[Place, tuple[Value, ...]] = {BEHIND: ()}
+        for part, chunk, number, begin, end, given in row["parts"]:
+            place = _place(part, chunk, number)
+            outputs = tuple(self.of(name) for _, name in given)
+            programs[place] = self._program(begin, end, outputs, outputs)
+            gives[place] = tuple(self.called(name, v) for (name, _), v in zip(given, outputs, strict=True))
+        terms = tuple((self.of(x), self.called(v, self.of(x))) for x, v in row["terms"])
+        renewed = tuple((self.of(x), self.of(v)) for x, v in row["renewed"])
+        stages = Stages(tuple(map(tuple, ranks)), tuple(way))
+        crossings = tuple(self._crossing(*each) for each in row["crossings"])
+        return Parts(
+            self.inputs, stages, programs, gives, crossings, tuple(v for _, v in terms), terms, renewed
+        )  # fmt: skip
+
+    def _program(self, begin: int, end: int, outputs: Any, results: Iterable[Value]) -> Program:
+        nodes, specs = self.whole.nodes[begin:end], self.whole.specs
+        return Program(read_by(nodes, results, self.inputs, specs), nodes, outputs, rank=self.whole.rank, specs=specs)
+
+    def _crossing(self, number: int, source: Any, target: Any, tag: int) -> Crossing:
+        node = self.whole.nodes[number]
+        if not isinstance(node.op, Carry) or not isinstance(node.op.step, Exchange):
+            raise TypeError(f"node {number} is {node.op!r}, not an exchange")
+        (operand,), (result,) = node.ins, node.outs
+        return Crossing(node.op, operand, result, _place(*source), _place(*target), int(tag))
+
+    def behind(self, begin: int, end: int, sources: Any) -> Program:
+        whole = self.whole
+        results = [v for pair in whole.writes for v in pair] + list(values_in(whole.outputs))
+        program = self._program(begin, end, whole.outputs, results)
+        found = {self.of(name): Total(self.of(v)) if is_sum is True else self.of(v) for name, is_sum, v in sources}
+        inputs = tuple(replace(i, source=found[i.value]) if i.role == "saved" else i for i in program.inputs)
+        return replace(program, inputs=inputs, writes=whole.writes)
+
+
+def _place(part: Any, chunk: Any, number: Any) -> Place:
+    if part not in get_args(Part):
+        raise ValueError(f"{part!r} is not a part of a step")
+    return Place(part, int(chunk), int(number))

@@ -1,0 +1,91 @@
+"""Random numbers in the order of one device, for ranks that run forward passes in another order.
+
+One device takes the microbatches one after the other, each from the first chunk to the last. A row with several chunks
+or two ways has another order. For such a row, all draws of a step run once before the step, in the order of one device.
+The results of these draws are not used. The state of the generator before each forward pass is saved, and restored when
+the pass runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.graph import Carry, Node, Program, Run, Value, is_drawing, runner
+
+from ..partition.step_parts import Parts, Place, read_by
+
+Entry = tuple[int, Place, int]
+"""Copy of the model, place and microbatch."""
+States = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """The draws of the forward passes of a row, in the order of one device."""
+
+    entries: tuple[Entry, ...]
+    draws: Mapping[tuple[int, Place], tuple[Run, tuple[Value, ...]]]
+    devices: tuple[str, ...]
+
+    def states(self, base: Mapping[Value, Any]) -> dict[Entry, States]:
+        """Run all draws; return the state of the generators before each entry.
+
+        Afterwards the generators have the state that one device has after the step.
+        """
+        found: dict[Entry, States] = {}
+        for copy, place, m in self.entries:
+            found[copy, place, m] = self.now()
+            run, reads = self.draws[copy, place]
+            run(*(base[v] for v in reads))
+        return found
+
+    def now(self) -> States:
+        return {d: torch.cuda.get_rng_state(d) if "cuda" in d else torch.get_rng_state() for d in self.devices}
+
+
+def set_states(states: States) -> None:
+    """Set the random generators of these devices to these states."""
+    for device, state in states.items():
+        if "cuda" in device:
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+
+
+def rehearsal(row: Sequence[Entry], copies: Sequence[Parts], known: Collection[Value]) -> Rehearsal | None:
+    """Return the draws to run before a step; None if the row draws in the order of one device by itself.
+
+    Also None if draws read other values than those `known` before the step, such as a probability that is part of the
+    batch. Numbers are then drawn in the order of the row.
+    """
+    programs = {(n, place): _draws(p) for n, parts in enumerate(copies) for place, p in parts.programs.items()}
+    entries = [e for e in row if e[1].part == "F" and programs[e[:2]].nodes]
+    in_order = sorted(entries, key=lambda entry: (entry[2], entry[1].chunk, entry[1].slice))
+    drawn = {e[:2]: programs[e[:2]] for e in entries}
+    if entries == in_order or not all(_can_be_first(p, known) for p in drawn.values()):
+        return None
+    devices = {v.device for p in drawn.values() for node in p.nodes if is_drawing(node) for v in node.outs}
+    runs = {at: (runner(p), tuple(i.value for i in p.inputs)) for at, p in drawn.items()}
+    return Rehearsal(tuple(in_order), runs, tuple(sorted(devices)))
+
+
+def _draws(program: Program) -> Program:
+    """Return the part of the program that consists of its draws and the values that they read."""
+    needed: set[Value] = set()
+    kept: list[Node] = []
+    for node in reversed(program.nodes):
+        if is_drawing(node) or any(v in needed for v in node.outs):
+            needed.update(node.ins)
+            kept.append(node)
+    nodes = tuple(reversed(kept))
+    return replace(program, inputs=read_by(nodes, (), program.inputs, {}), nodes=nodes, outputs=(), writes=())
+
+
+def _can_be_first(program: Program, known: Collection[Value]) -> bool:
+    speaks = any(isinstance(node.op, Carry) and node.op.communicates for node in program.nodes)
+    return not speaks and all(i.value in known for i in program.inputs)

@@ -1,0 +1,341 @@
+"""Interpreter of all tables: runs a rank's row action by action, on the rank's communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import Carrier, current
+from meshwright.graph import Input, LookAt, Program, Run, Value, tensor_dtype
+from meshwright.reshard import Halves, halves_of
+
+from .._errors import StageError
+from ..partition.microbatch_inputs import Intake
+from ..partition.stages import Stages
+from ..partition.step_parts import BEFORE, BEHIND, Crossing, Part, Parts, Place
+from ..table.action import Kind
+from ..table.schedule import Schedule
+from ..table.weight_versions import is_stale, updates, versions_used
+from .random_draws import Entry, rehearsal, set_states
+from .weight_stash import Known, Versions
+from .weight_updates import Behind, Make, mean_of, plainly
+
+_PARTS: Mapping[Kind, tuple[Part, ...]] = {
+    Kind.FORWARD: ("F",),
+    Kind.RECOMPUTE: ("R",),
+    Kind.BACKWARD: ("R", "B", "W"),
+    Kind.BACKWARD_INPUT: ("R", "B"),
+    Kind.BACKWARD_WEIGHT: ("W",),
+}
+"""Parts that run for each kind of action.
+
+Messages are sent and received with the actions that make and read them, so message actions run nothing.
+"""
+_MAY_LACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+"""Kinds that run fewer programs if the step was split into fewer parts."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A program of a place, its inputs and outputs, and the messages before and after it; `layers` is its name."""
+
+    run: Run
+    reads: tuple[Value, ...]
+    gives: tuple[Value, ...]
+    arriving: list[_Message]
+    leaving: list[_Message]
+    terms: tuple[tuple[Value, Value], ...]
+    renewed: tuple[tuple[Value, Value], ...]
+    layers: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A crossing from the view of one rank."""
+
+    crossing: Crossing
+    halves: Halves | None
+    like: Tensor
+
+    def send(self, held: Known, here: Carrier, tag: int) -> None:
+        x = held[self.crossing.operand]
+        if self.halves is None:
+            held[self.crossing.result] = x
+            return
+        for peer, take in self.halves.outgoing:
+            here.send(take(x), peer, tag)
+        if self.halves.kept:
+            held[self.crossing.result] = [take(x) for take in self.halves.kept]
+
+    def receive(self, held: Known, here: Carrier, tag: int) -> None:
+        if self.halves is None:
+            return
+        like, kept = self.like, held.get(self.crossing.result, [])
+        parts = [here.receive(peer, tag, shape, like.dtype, like.device) for peer, shape in self.halves.expected]
+        held[self.crossing.result] = self.halves.join([*parts, *kept], like)
+
+
+class _Totals:
+    """Sums over microbatches. The first term is never written to, since other values may share its memory."""
+
+    def __init__(self) -> None:
+        self.known: Known = {}
+        self._own: set[Value] = set()
+
+    def add(self, v: Value, term: Tensor) -> None:
+        if v not in self.known:
+            self.known[v] = term
+        elif v in self._own:
+            self.known[v].add_(term)
+        else:
+            self.known[v] = self.known[v] + term
+            self._own.add(v)
+
+
+class PipelineRun:
+    """A training step of all microbatches, in the order of a schedule's row.
+
+    `copies` are the parts of the model's copies, and `intake` gives the copy for each microbatch. Each way of the
+    schedule has a copy; microbatches of other sizes have their own copies. `run(*inputs)` takes the values of `inputs`.
+    It returns the outputs of the program behind, and the new values of `writes`. After each action `watch` gets the
+    values held for each microbatch.
+
+    An asynchronous schedule runs the program behind once per update, which writes to its inputs in place. With `again`,
+    all updates but the first run that program (`Behind`). With `looks`, `looking` can be called.
+    """
+
+    def __init__(
+        self, copies: Sequence[Parts], schedule: Schedule, rank: int, intake: Intake,
+        make: Make = plainly, watch: Callable[[Sequence[Known]], None] | None = None, again: Program | None = None,
+        looks: bool = False,
+    ) -> None:  # fmt: skip
+        self._behind = Behind(copies[0].programs[BEHIND], again, updates(schedule), make, looks)
+        self.looks = self._behind.looks
+        """True if gradients can be looked at before the update."""
+        self.inputs = (*intake.inputs, *self._behind.inputs)
+        self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
+        self._before = [(p.programs[BEFORE], p.gives[BEFORE], make(p.programs[BEFORE])[0]) for p in copies]
+        self._parts = {
+            (copy, place): _part(place, parts, [_message(c, rank) for c in parts.crossings], make)
+            for copy, parts in enumerate(copies)
+            for place in parts.programs
+            if place not in (BEFORE, BEHIND)
+        }
+        stage = copies[0].stages.of(rank)
+        steps = _steps(schedule, stage, intake.copies, self._parts)
+        self._row, self._used = tuple(entry for entry, _ in steps), [version for _, version in steps]
+        self._ways = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
+        once = {v for _, gives, _ in self._before for v in gives}
+        fed = {feed.value for feeds in intake.feeds for feed in feeds}
+        known = once | {i.value for i in self.inputs} - fed
+        self._drops = _drops(self._row, self._parts, known)
+        self._rehearsal = rehearsal(self._row, copies, known)
+        self._same = _buffers(self.inputs)
+        self._renewed = tuple(dict.fromkeys(self._same.get(x, (x,))[0] for parts in copies for x, _ in parts.renewed))
+        self.writes = (*self._renewed, *self._behind.writes)
+        self._read = {v for part in self._parts.values() for v in part.reads} & known - self._same.keys()
+
+    def __call__(self, *inputs: Any) -> tuple[Any, list[Any]]:
+        outputs, written = self._run(inputs, None)
+        return outputs, written or []
+
+    def looking(self, inputs: Sequence[Any], look_at: LookAt) -> tuple[Any, list[Any] | None]:
+        """Return outputs and values to write as a call does; None for these if `look_at` leaves the update out."""
+        return self._run(inputs, look_at)
+
+    def _run(self, inputs: Sequence[Any], look_at: LookAt | None) -> tuple[Any, list[Any] | None]:
+        here, count = current(), self._microbatches
+        base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
+        with torch.no_grad():
+            self._begin(base)
+            step = _Step(base, self._dealt(base), Versions(self._used, self._read))
+            states = self._rehearsal.states(base) if self._rehearsal else {}
+            end = self._rehearsal.now() if self._rehearsal else {}
+            for n, ((copy, place, m), gone) in enumerate(zip(self._row, self._drops, strict=True)):
+                if place == BEHIND:
+                    set_states(end)
+                    self._update(n, step, here, look_at)
+                    continue
+                set_states(states.get((copy, place, m), {}))
+                part, way, held = self._parts[copy, place], self._ways[m], step.held[m]
+                with here.seen.doing("pipeline", f"{place.part}{m}.{place.chunk} {part.layers}"):
+                    known = step.versions.of(n, base)
+                    _act(part, known, held, step.totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
+                for x, v in part.renewed:
+                    base.update(dict.fromkeys(self._same.get(x, (x,)), held[v]))
+                for v in gone:
+                    held.pop(v, None)
+                step.versions.drop(n)
+                if self._watch is not None:
+                    self._watch(step.held)
+        written = None if step.written is None else [*(base[x] for x in self._renewed), *step.written]
+        return mean_of(step.outputs), written
+
+    def _begin(self, base: Known) -> None:
+        """Run the programs before the microbatches, once for each version of the weights."""
+        for program, gives, run in self._before:
+            out, _ = run(*(base[i.value] for i in program.inputs))
+            base.update(zip(gives, out, strict=True))
+
+    def _update(self, n: int, step: _Step, here: Carrier, look_at: LookAt | None) -> None:
+        """Run the update that is entry n; microbatches in flight keep the weights that they have used."""
+        base, at = step.base, len(step.outputs)
+        step.versions.keep(n, base, self._behind.over(at, base), *step.held)
+        with here.seen.doing("pipeline", "after all microbatches"):
+            outputs, step.written = self._behind(at, base, step.totals.known, look_at)
+        step.outputs.append(outputs)
+        step.totals = _Totals()
+        if n + 1 < len(self._row):
+            self._begin(base)
+
+    def _dealt(self, base: Known) -> list[Known]:
+        """Return the input values of each microbatch."""
+        cut = {feed.given for feeds in self._feeds for feed in feeds if feed.is_piece}
+        count = self._microbatches
+        pieces = {v: base[v].chunk(count) if base[v].shape[0] else [base[v]] * count for v in cut}
+        return [
+            {feed.value: pieces[feed.given][m] if feed.is_piece else base[feed.given] for feed in feeds}
+            for m, feeds in enumerate(self._feeds)
+        ]
+
+
+@dataclass(slots=True)
+class _Step:
+    """State of a running step: known values, the values held for each microbatch, and the results of updates."""
+
+    base: Known
+    held: list[Known]
+    versions: Versions
+    totals: _Totals = field(default_factory=_Totals)
+    outputs: list[Any] = field(default_factory=list[Any])
+    written: list[Any] | None = field(default_factory=list[Any])
+
+
+def _act(
+    part: _Part, known: Mapping[Value, Any], held: Known, totals: _Totals, here: Carrier, tag: Callable[[int], int]
+) -> None:
+    for message in part.arriving:
+        message.receive(held, here, tag(message.crossing.tag))
+    if part.gives:
+        out, _ = part.run(*[held[v] if v in held else known[v] for v in part.reads])
+        held.update(zip(part.gives, out, strict=True))
+    for x, v in part.terms:
+        totals.add(v, held[x])
+    for message in part.leaving:
+        message.send(held, here, tag(message.crossing.tag))
+
+
+def _buffers(inputs: Sequence[Input]) -> Mapping[Value, tuple[Value, ...]]:
+    """Map each input that is a buffer to the inputs for the same buffer in all copies of the model."""
+    named: dict[str, tuple[Value, ...]] = {}
+    for given in inputs:
+        if given.role == "buffer":
+            named[given.name] = (*named.get(given.name, ()), given.value)
+    return {v: same for same in named.values() for v in same}
+
+
+def _message(crossing: Crossing, rank: int) -> _Message:
+    step = crossing.carry.step
+    v = crossing.result
+    like = torch.empty(0, dtype=tensor_dtype(v), device=v.device)
+    return _Message(crossing, halves_of(step, crossing.carry.src, rank), like)  # pyright: ignore[reportArgumentType] - an Exchange
+
+
+def _part(place: Place, parts: Parts, messages: Sequence[_Message], make: Make) -> _Part:
+    program = parts.programs[place]
+    gives = parts.gives[place]
+    arriving = [m for m in messages if m.crossing.target == place]
+    here = {*gives, *(m.crossing.result for m in arriving)}
+    return _Part(
+        make(program)[0],
+        tuple(i.value for i in program.inputs),
+        gives,
+        arriving,
+        [m for m in messages if m.crossing.source == place],
+        tuple((x, v) for x, v in parts.terms if x in here),
+        tuple((x, v) for x, v in parts.renewed if v in here),
+        _layers(parts.programs.get(place._replace(part="F"), program)),
+    )
+
+
+def _layers(program: Program) -> str:
+    """Return the names of the first and the last module of a part of the forward pass."""
+    found = [*dict.fromkeys(node.origin.layer for node in program.nodes if node.origin.layer)]
+    return " … ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
+
+
+def _steps(
+    schedule: Schedule, stage: int | None, copies: Sequence[int], there: Collection[tuple[int, Place]]
+) -> list[tuple[Entry, int]]:
+    """Return the entries of a rank in order, with the version of the weights of each; a rank in no stage only updates.
+
+    An asynchronous schedule gives the place of the updates; otherwise one update comes last.
+    """
+    if is_stale(schedule) and stage is not None:
+        return [*_entries(schedule, stage, copies, there)]
+    row = () if stage is None else _entries(schedule, stage, copies, there)
+    last = [((0, BEHIND, 0), n + 1) for n in range(updates(schedule))]
+    return [*(step for step in row if step[0][1] != BEHIND), *last]
+
+
+def _entries(
+    schedule: Schedule, stage: int, copies: Sequence[int], there: Collection[tuple[int, Place]]
+) -> Iterator[tuple[Entry, int]]:
+    """Yield the entries of a row: copy, place and microbatch, with the version of the weights.
+
+    A chunk that was recomputed by an R action is not recomputed again. Slices of a sequence are one microbatch here,
+    and read the values of the slices before them. A backward pass has an R and a W if they are in `there`.
+    """
+    done = schedule.recomputed
+    for atom, version in versions_used(schedule, schedule.rows[stage]):
+        if atom.kind is Kind.OPTIMIZER:
+            yield (0, BEHIND, 0), version
+            continue
+        m, number = divmod(atom.microbatch, schedule.slices)
+        for part in _PARTS.get(atom.kind, ()):
+            copy, place = copies[m], Place(part, atom.chunk, number)
+            if part == "R" and atom.kind is not Kind.RECOMPUTE and (atom.microbatch, atom.chunk) in done:
+                continue
+            if atom.kind in _MAY_LACK and part != "B" and (copy, place) not in there:
+                continue
+            yield (copy, place, m), version
+
+
+def _drops(
+    row: Sequence[Entry], parts: Mapping[tuple[int, Place], _Part], kept: set[Value]
+) -> tuple[tuple[Value, ...], ...]:
+    """Return, for each entry of the row, the values of its microbatch that no later entry reads."""
+    seen: list[set[Value]] = [set() for _ in range(1 + max((m for *_, m in row), default=0))]
+    drops: list[tuple[Value, ...]] = []
+    for copy, place, m in reversed(row):
+        if place == BEHIND:
+            drops.append(())
+            continue
+        part = parts[copy, place]
+        touched = {*part.reads, *part.gives, *(x.crossing.operand for x in part.leaving)}
+        touched |= {x.crossing.result for x in part.arriving}
+        drops.append(tuple(touched - seen[m] - kept))
+        seen[m] |= touched
+    return tuple(reversed(drops))
+
+
+def check_fits(schedule: Schedule, stages: Stages) -> None:
+    """Raise StageError for a table that does not fit this model.
+
+    Its chunks are on other stages than the model's, or it combines slices with recomputation.
+    """
+    last = len(stages.ranks) - 1
+    ways = (stages.way, tuple(last - s for s in stages.way))
+    if schedule.slices > 1 and schedule.recomputed:
+        found, why = "recomputation (R) with slices of sequences", "each slice would recompute the same values"
+    elif schedule.ways != ways[: len(schedule.ways)]:
+        found = f"chunks on stages {' and '.join(map(str, schedule.ways))}"
+        why = f"the model's marks put its chunks on stages {stages.way}"
+    else:
+        return
+    write = "use a schedule with the model's placement, or mark the model as the schedule: docs/concepts/pipeline.md"
+    raise StageError(f"schedule {schedule.name!r}", found, why, write)

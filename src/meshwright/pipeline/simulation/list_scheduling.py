@@ -1,0 +1,95 @@
+"""List scheduling: at each time, each rank runs the most urgent action that is ready and fits into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .._errors import ScheduleError
+from ..table.action import Action, Kind
+from ..table.peak_memory import Memory
+from ..table.schedule import Schedule, Way
+from .simulator import Clock, Times
+
+Rule = Sequence[tuple[Kind, int]]
+"""Kinds and local chunks, the most urgent first; pairs that are not listed, such as weight gradients, come last."""
+
+
+def list_schedule(
+    name: str, way: Way, microbatches: int, rule: Rule, times: Times, memory: Memory, limits: Sequence[float]
+) -> Schedule:
+    """Return the schedule in which every rank starts the earliest possible action, ties broken by `rule`.
+
+    A forward leaves enough memory for one forward of each later chunk of its rank, so that microbatches in flight can
+    continue.
+
+    Raises:
+        ScheduleError: the memory is too small for that.
+    """
+    return _Table(name, way, microbatches, rule, times, memory, limits).filled()
+
+
+class _Table:
+    """The rows while they are filled."""
+
+    def __init__(
+        self, name: str, way: Way, m: int, rule: Rule, times: Times, memory: Memory, limits: Sequence[float]
+    ) -> None:
+        self.ranks = max(way) + 1
+        self.shape = Schedule(name, (way,), m, ((),) * self.ranks)
+        self.memory, self.limits, self.m = memory, limits, m
+        self.clock = Clock(self.shape, times)
+        self.own = [[c for c, owner in enumerate(way) if owner == r] for r in range(self.ranks)]
+        self.urgency = {pair: n for n, pair in enumerate(rule)}
+        self.rows: list[list[Action]] = [[] for _ in range(self.ranks)]
+        self.done = {(kind, c): 0 for kind in _ORDER for c in range(len(way))}
+        self.held = [0.0] * self.ranks
+        self.room = {c: self._room(c, way[c]) for c in range(len(way))}
+
+    def _room(self, chunk: int, rank: int) -> float:
+        """Return the memory that must be free for a forward: its own, and that of one forward of each later chunk."""
+        return sum(self._change(Action(Kind.FORWARD, 0, c)) for c in self.own[rank] if c >= chunk)
+
+    def _change(self, action: Action) -> float:
+        return self.memory.change(self.shape, action)
+
+    def filled(self) -> Schedule:
+        best = [self._next(r) for r in range(self.ranks)]
+        for _ in range(len(self.done) * self.m):
+            ready = [(found[0], r, found[2]) for r, found in enumerate(best) if found is not None]
+            if not ready:
+                raise ScheduleError(
+                    f"schedule {self.shape.name!r}", f"memory for {min(self.limits):g} on a rank",
+                    "no rank can continue", "allow more memory: at least one microbatch of every chunk of a rank",
+                )  # fmt: skip
+            _, rank, action = min(ready)
+            self._take(rank, action)
+            for r in self.shape.neighbours[rank]:
+                best[r] = self._next(r)
+        return Schedule(self.shape.name, self.shape.ways, self.m, tuple(map(tuple, self.rows)))
+
+    def _take(self, rank: int, action: Action) -> None:
+        self.rows[rank].append(action)
+        self.done[action.kind, action.chunk] += 1
+        self.held[rank] += self._change(action)
+        self.clock.run(rank, action)
+
+    def _next(self, rank: int) -> tuple[float, int, Action] | None:
+        """Return (start, urgency, action) of the next action of the rank; None if no action is ready."""
+        found: list[tuple[float, int, Action]] = []
+        for place, c in enumerate(self.own[rank]):
+            for kind in _ORDER:
+                action = Action(kind, self.done[kind, c], c)
+                start = self._start(rank, action)
+                if start is not None:
+                    found.append((start, self.urgency.get((kind, place), len(self.urgency)), action))
+        return min(found, default=None)
+
+    def _start(self, rank: int, action: Action) -> float | None:
+        if action.microbatch >= self.m:
+            return None
+        if action.kind is Kind.FORWARD and self.held[rank] + self.room[action.chunk] > self.limits[rank]:
+            return None
+        return self.clock.start(rank, action)
+
+
+_ORDER = (Kind.BACKWARD_INPUT, Kind.FORWARD, Kind.BACKWARD_WEIGHT)

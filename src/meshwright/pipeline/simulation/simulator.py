@@ -1,0 +1,177 @@
+"""Simulator of tables: start and end of each action, from the times of actions and messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..table.action import COMPUTES, RECEIVES, SENDS, Action, Kind
+from ..table.execution_order import Event, events, needs, walked
+from ..table.peak_memory import Memory, at, peaks
+from ..table.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one microbatch per chunk: one number per chunk, or one number for all chunks.
+
+    `transfer` is the time of a message between two ranks, per edge that begins at a chunk. `overhead` is the time of
+    each action before it begins. BW takes as long as B and W. `slowdown` is the time of two actions side by side, as a
+    fraction of their sum.
+    """
+
+    forward: float | tuple[float, ...] = 1.0
+    backward: float | tuple[float, ...] = 1.0
+    weight: float | tuple[float, ...] = 1.0
+    transfer: float | tuple[float, ...] = 0.0
+    recompute: float | tuple[float, ...] | None = None
+    gather: float | tuple[float, ...] = 0.0
+    scatter: float | tuple[float, ...] = 0.0
+    optimizer: float = 0.0
+    overhead: float = 0.0
+    slowdown: float = 1.0
+
+    def of(self, action: Action) -> float:
+        """Return the seconds of one action (one atom), without overhead."""
+        c = action.chunk
+        match action.kind:
+            case Kind.FORWARD:
+                return at(self.forward, c)
+            case Kind.BACKWARD_INPUT:
+                return at(self.backward, c)
+            case Kind.BACKWARD_WEIGHT:
+                return at(self.weight, c)
+            case Kind.BACKWARD:
+                return at(self.backward, c) + at(self.weight, c)
+            case Kind.RECOMPUTE:
+                return at(self.forward if self.recompute is None else self.recompute, c)
+            case Kind.GATHER:
+                return at(self.gather, c)
+            case Kind.SCATTER:
+                return at(self.scatter, c)
+            case Kind.OPTIMIZER:
+                return self.optimizer
+            case _:
+                return 0.0
+
+    def length(self, action: Action) -> float:
+        """Return the seconds for which an action, with the actions beside it, occupies its rank."""
+        if action.beside is None:
+            return self.overhead + self.of(action)
+        return self.overhead + sum(map(self.of, action.atoms)) * self.slowdown
+
+    def of_chunk(self, chunk: int) -> tuple[float, float, float]:
+        """Return the seconds of a chunk's F, B and W."""
+        return at(self.forward, chunk), at(self.backward, chunk), at(self.weight, chunk)
+
+    def message(self, source: int, target: int) -> float:
+        """Return the seconds of a message between two chunks."""
+        return at(self.transfer, min(source, target))
+
+
+class Timed(NamedTuple):
+    """An action with its start and its end."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of every action of a schedule, in seconds from the start."""
+
+    schedule: Schedule
+    times: Times
+    rows: tuple[tuple[Timed, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """Time from the first start to the last end over all ranks: a step whose optimizer waits for all ranks."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+    @cached_property
+    def span(self) -> float:
+        """Longest time of one rank from its own start to its own end.
+
+        It is the time of a step whose optimizer does not wait for other ranks.
+        """
+        return max((row[-1].end - row[0].start for row in self.rows if row), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Compute seconds of each rank."""
+        return tuple(
+            sum(self.times.of(atom) for timed in row for atom in timed.action.atoms if atom.kind in COMPUTES)
+            for row in self.rows
+        )
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of the makespan in which ranks do not compute."""
+        return 1 - sum(self.busy) / (len(self.rows) * self.makespan)
+
+    @property
+    def span_bubble(self) -> float:
+        """Fraction of the span in which the busiest rank does not compute, as in zero-bubble papers."""
+        return 1 - max(self.busy) / self.span
+
+    def peaks(self, memory: Memory | None = None) -> tuple[float, ...]:
+        """Return the peak memory of each rank."""
+        return peaks(self.schedule, memory)
+
+
+def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
+    """Start each action as early as its rank and its inputs allow. Raises ScheduleError if ranks deadlock.
+
+    >>> from meshwright.pipeline import one_f_one_b
+    >>> simulate(one_f_one_b(4, 8)).makespan
+    33.0
+    """
+    clock = Clock(schedule, times or Times())
+    rows: list[list[Timed]] = [[] for _ in range(schedule.ranks)]
+    for rank, action in walked(schedule):
+        rows[rank].append(clock.run(rank, action))
+    return Timeline(schedule, clock.times, tuple(map(tuple, rows)))
+
+
+class Clock:
+    """The end of each event so far, and the time from which each rank is free."""
+
+    def __init__(self, schedule: Schedule, times: Times) -> None:
+        self.schedule, self.times = schedule, times
+        self.free = [0.0] * schedule.ranks
+        self._ended: dict[Event, float] = {}
+
+    def start(self, rank: int, action: Action) -> float | None:
+        """Return the earliest start of an action on a rank; None if an event that it needs has not happened yet."""
+        start = self.free[rank]
+        for atom in action.atoms:
+            for event in needs(self.schedule, atom):
+                if event not in self._ended:
+                    return None
+                hop = crossed(self.schedule, event, atom, rank)
+                start = max(start, self._ended[event] + (self.times.message(*hop) if hop else 0.0))
+        return start
+
+    def run(self, rank: int, action: Action) -> Timed:
+        """Run the action at its earliest start."""
+        start = self.start(rank, action)
+        assert start is not None
+        end = self.free[rank] = start + self.times.length(action)
+        for event in (e for atom in action.atoms for e in events(atom)):
+            self._ended[event] = end
+        return Timed(action, start, end)
+
+
+def crossed(schedule: Schedule, event: Event, atom: Action, rank: int) -> tuple[int, int] | None:
+    """Return the two chunks between which the output of `event` travels to `atom` on `rank`.
+
+    None if no message is needed.
+    """
+    target = atom.other_end if atom.kind in RECEIVES else atom.chunk
+    if event.kind in SENDS:
+        return event.chunk, target
+    crosses = event.chunk != target and schedule.rank_of(event.microbatch, event.chunk) != rank
+    return (event.chunk, target) if crosses and not schedule.has_transfers else None

@@ -1,0 +1,157 @@
+"""Schedules: a table with the actions of each rank of a pipeline, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .action import TRANSFERS, Action, Kind
+
+Row = tuple[Action, ...]
+Way = tuple[int, ...]
+"""The rank that runs each chunk of a model, from the first chunk to the last."""
+
+
+class Edge(NamedTuple):
+    """A value that flows from one chunk to a later one; `gradient` is True if a gradient returns."""
+
+    source: int
+    target: int
+    gradient: bool = True
+
+
+def linear(ranks: int) -> tuple[Way, ...]:
+    """Return a way with one chunk per rank, in order."""
+    return (tuple(range(ranks)),)
+
+
+def looped(ranks: int, chunks: int = 2) -> tuple[Way, ...]:
+    """Return a way with `chunks` chunks per rank that continues from the last rank at the first one."""
+    return (tuple(range(ranks)) * chunks,)
+
+
+def zigzag(ranks: int, chunks: int = 2) -> tuple[Way, ...]:
+    """Return a way with `chunks` chunks per rank that turns at the last and at the first rank; two chunks are a V."""
+    there = tuple(range(ranks))
+    return (tuple(r for n in range(chunks) for r in (there if n % 2 == 0 else there[::-1])),)
+
+
+def both_ways(ranks: int) -> tuple[Way, ...]:
+    """Return the ways of two copies of the model: from the first rank to the last, and back (Chimera, DualPipe)."""
+    return (tuple(range(ranks)), tuple(range(ranks))[::-1])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Rows of actions, one row per rank; `ways` gives the rank of each chunk.
+
+    A model with several copies has several `ways`, and `routes` gives the way of each microbatch (empty: the first).
+    With `slices`, so many consecutive microbatches are slices of one sequence; each needs the slices before it. `edges`
+    are the values that flow between chunks (empty: from each chunk to the next). `versions` gives, for each microbatch,
+    the number of updates that its weights have had (empty: the updates before it in the row).
+    """
+
+    name: str
+    ways: tuple[Way, ...]
+    microbatches: int
+    rows: tuple[Row, ...]
+    routes: tuple[int, ...] = ()
+    slices: int = 1
+    edges: tuple[Edge, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def sequences(self) -> int:
+        """The number of whole microbatches, each of `slices` slices."""
+        return self.microbatches // self.slices
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks of the model."""
+        return len(self.ways[0])
+
+    @cached_property
+    def chunks_per_rank(self) -> int:
+        """The largest number of chunks that one rank runs on one way."""
+        return max(way.count(rank) for way in self.ways for rank in range(self.ranks))
+
+    def rank_of(self, microbatch: int, chunk: int) -> int:
+        """Return the rank that runs `chunk` for `microbatch`."""
+        return self.ways[self.way_of(microbatch)][chunk]
+
+    def way_of(self, microbatch: int) -> int:
+        """Return the number of the way of a microbatch."""
+        return self.routes[microbatch] if self.routes else 0
+
+    @cached_property
+    def into(self) -> Mapping[int, tuple[Edge, ...]]:
+        """Chunk → the edges that end in it."""
+        return {c: tuple(e for e in self.all_edges if e.target == c) for c in range(self.chunks)}
+
+    @cached_property
+    def out_of(self) -> Mapping[int, tuple[Edge, ...]]:
+        """Chunk → the edges that begin in it."""
+        return {c: tuple(e for e in self.all_edges if e.source == c) for c in range(self.chunks)}
+
+    @cached_property
+    def neighbours(self) -> tuple[frozenset[int], ...]:
+        """Rank → itself and the ranks that it sends values to or receives values from."""
+        pairs = {(way[e.source], way[e.target]) for way in self.ways for e in self.all_edges}
+        return tuple(
+            frozenset({r} | {b for a, b in pairs if a == r} | {a for a, b in pairs if b == r})
+            for r in range(self.ranks)
+        )
+
+    @property
+    def all_edges(self) -> tuple[Edge, ...]:
+        """The values that flow between chunks."""
+        return self.edges or tuple(Edge(c, c + 1) for c in range(self.chunks - 1))
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """True if the table has send and receive actions; otherwise messages travel when they are needed."""
+        return any(atom.kind in TRANSFERS for _, atom in self.atoms())
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """The (microbatch, chunk) whose forward runs once more before the backward."""
+        return frozenset((a.microbatch, a.chunk) for _, a in self.atoms() if a.kind is Kind.RECOMPUTE)
+
+    def splits(self, rank: int) -> bool:
+        """True if the rank computes the gradients of weights separately from those of inputs."""
+        return any(atom.kind is Kind.BACKWARD_WEIGHT for action in self.rows[rank] for atom in action.atoms)
+
+    def atoms(self) -> Iterator[tuple[int, Action]]:
+        """Yield every (rank, action) row by row; actions that run side by side are yielded separately."""
+        for rank, row in enumerate(self.rows):
+            for action in row:
+                if action.beside is None:
+                    yield rank, action
+                else:
+                    yield from ((rank, atom) for atom in action.atoms)
+
+    def __str__(self) -> str:
+        """Return the text that `parse_schedule` reads: a head, the ways, and one line per rank."""
+        m, slices = self.microbatches, self.slices
+        lines = [
+            f"{self.name}: {m} microbatch{'' if m == 1 else 'es'}"
+            + (f", {slices} slices a sequence" if slices > 1 else "")
+        ]
+        lines += [_line("way", way) for way in self.ways]
+        named = {"routes": self.routes, "edges": tuple(map(_edge_text, self.edges)), "versions": self.versions}
+        lines += [_line(name, items) for name, items in named.items() if items]
+        return "\n".join([*lines, *(_line(rank, row) for rank, row in enumerate(self.rows))])
+
+
+def _line(head: object, items: Sequence[object]) -> str:
+    return " ".join([f"{head}:", *map(str, items)])
+
+
+def _edge_text(edge: Edge) -> str:
+    return f"{edge.source}>{edge.target}{'' if edge.gradient else '-'}"

@@ -1,0 +1,90 @@
+"""Versions of the weights in asynchronous schedules: weights that change while microbatches are in flight.
+
+The optimizer then computes something else than on one device. `check` refuses these schedules without `stale=True`, and
+the static mode without `pipeline.asynchronous`. Each update takes the mean gradient of a group of microbatches. The
+group is the same on all ranks, so "version n" means n updates on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from .action import COMPUTES, Action, Kind
+from .schedule import Row, Schedule
+
+
+def is_stale(schedule: Schedule) -> bool:
+    """True if weights change while microbatches are in flight."""
+    return bool(schedule.versions) or any(_updates_early(row) for row in schedule.rows)
+
+
+def _updates_early(row: Row) -> bool:
+    kinds = [atom.kind for action in row for atom in action.atoms]
+    return any(kind in COMPUTES for kind in kinds[kinds.index(Kind.OPTIMIZER) :]) if Kind.OPTIMIZER in kinds else False
+
+
+def updates(schedule: Schedule) -> int:
+    """Return the number of weight updates of a step; it is 1 unless the schedule is asynchronous.
+
+    >>> from meshwright.pipeline import one_f_one_b, pipedream, pipedream_2bw
+    >>> updates(pipedream(4, 8)), updates(pipedream_2bw(4, 8)), updates(one_f_one_b(4, 8))
+    (8, 2, 1)
+    """
+    kinds = [atom.kind for action in schedule.rows[0] for atom in action.atoms]
+    return kinds.count(Kind.OPTIMIZER) if is_stale(schedule) else 1
+
+
+def groups(schedule: Schedule) -> Mapping[tuple[int, int], tuple[frozenset[int], ...]]:
+    """Map each (rank, chunk) to the microbatches whose gradients each update takes.
+
+    The last group belongs to no update.
+    """
+    return {(rank, chunk): taken for rank, row in enumerate(schedule.rows) for chunk, taken in _groups(row)}
+
+
+def _groups(row: Row) -> Iterator[tuple[int, tuple[frozenset[int], ...]]]:
+    atoms = [atom for action in row for atom in action.atoms]
+    for chunk in sorted({atom.chunk for atom in atoms if atom.kind in COMPUTES}):
+        taken: list[set[int]] = [set()]
+        for atom in atoms:
+            if atom.kind is Kind.OPTIMIZER:
+                taken.append(set())
+            elif atom.chunk == chunk and atom.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                taken[-1].add(atom.microbatch)
+        yield chunk, tuple(map(frozenset, taken))
+
+
+def versions_used(schedule: Schedule, row: Row) -> Iterator[tuple[Action, int]]:
+    """Yield the actions of a row separately, with the version of the weights that each uses.
+
+    Version n is the version after n updates. An update is paired with the version that it makes. A microbatch's
+    backward pass uses the version of its forward pass.
+    """
+    made = 0
+    used: dict[tuple[int, int], int] = {}
+    for atom in (atom for action in row for atom in action.atoms):
+        m, at = atom.microbatch, (atom.microbatch, atom.chunk)
+        if atom.kind is Kind.FORWARD:
+            used[at] = schedule.versions[m] if schedule.versions else made
+        made += atom.kind is Kind.OPTIMIZER
+        yield atom, used.get(at, made)
+
+
+def versions_held(schedule: Schedule, row: Row) -> Iterator[int]:
+    """Yield, after each action of a row, the number of versions held: the newest, and those that later actions use."""
+    used = [*versions_used(schedule, row)]
+    last = {version: n for n, (_, version) in enumerate(used)}
+    made = 0
+    for n, (atom, _) in enumerate(used):
+        made += atom.kind is Kind.OPTIMIZER
+        yield 1 + sum(version < made and at > n for version, at in last.items())
+
+
+def weight_versions(schedule: Schedule) -> tuple[int, ...]:
+    """Return the largest number of versions of the weights that each rank holds at one time.
+
+    >>> from meshwright.pipeline import one_f_one_b, pipedream, pipedream_2bw
+    >>> weight_versions(pipedream(4, 8)), weight_versions(pipedream_2bw(4, 8)), weight_versions(one_f_one_b(4, 8))
+    ((4, 3, 2, 1), (2, 2, 2, 2), (1, 1, 1, 1))
+    """
+    return tuple(max(versions_held(schedule, row), default=1) for row in schedule.rows)

@@ -1,0 +1,166 @@
+"""Search for the mesh of a captured model: the number of replicas, the ranks of each, and the cuts of its operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost import Cluster
+from meshwright.graph import Input, Program, tensor_dtype
+from meshwright.layout import Layout, ProcessMesh, Spec
+from meshwright.tensor import Context
+
+from .._errors import SearchError
+from ..plan_data.progress_bar import OnStep
+from ..sharding.attention_options import attending, said
+from ..sharding.forms import WHOLE, Form
+from ..sharding.sharding_search import Cuts
+from .mesh_plan import REPLICAS, SHARES, STAGES, MeshPlan, named_inputs
+from .pipeline_search import Piped, Pipelines
+from .replicas import Asked, Replicas
+
+PROVED = 1e-9
+"""Largest gap at which cuts count as proved to be the best."""
+
+
+def plan_mesh(
+    program: Program,
+    cluster: Cluster,
+    ranks: int,
+    on_step: OnStep | None = None,
+    saving: bool = True,
+    batch: Sequence[Any] = (),
+    states: float = 2.0,
+    stages: int | None = None,
+) -> tuple[MeshPlan, ...]:
+    """Return the plans for a captured forward pass, one per number of ranks that share a replica, fastest first.
+
+    If the fastest cuts do not fit into the memory of the devices, the plan uses the fastest of these: cuts that take
+    less, ZeRO, recomputed layers, or a batch in pieces. Without `saving`, it uses other cuts only. A pipeline is among
+    the plans if the fastest one takes less time than all others. With `stages`, all plans have that many stages.
+    `batch` are the leaves of a batch, whose numbers may show that pieces would change the loss. The optimizer has
+    `states` states, each as large as its parameter.
+
+    Raises:
+        SearchError: nothing fits, or no number of replicas divides both the ranks and the batch.
+    """
+    asked = Asked(program, cluster, saving, batch, states)
+    shares = [t for t in range(1, ranks + 1) if ranks % t == 0 and asked.rows % (ranks // t) == 0]
+    replicas = [Replicas(asked, ranks // t, t) for t in shares]
+    if not replicas:
+        raise SearchError(
+            f"a plan for {ranks} ranks", f"a batch of {asked.rows} rows",
+            "all replicas must get equal parts of the batch",
+            f"use a batch size that {ranks} divides",
+        )  # fmt: skip
+    tell = on_step or (lambda done, of: None)
+    pipelines = Pipelines(replicas, stages) if saving and stages != 1 and ranks > 1 else None
+    found, errors = list[MeshPlan](), list[SearchError]()
+    for n, own in enumerate(replicas):
+        tell(n, len(replicas) + 1)
+        try:
+            found.append(_plain(own, pipelines) if stages in (None, 1) else _staged(own, pipelines))
+        except SearchError as error:
+            errors.append(error)
+    tell(len(replicas), len(replicas) + 1)
+    if pipelines is not None and stages is None:
+        piped = pipelines.best(replicas, min((plan.seconds for plan in found), default=inf))
+        found += [] if piped is None else [_of_pipeline(asked, piped)]
+    if not found and stages in (None, 1):
+        raise _least(replicas).nothing()
+    if not found:
+        raise errors[-1]
+    return tuple(sorted(found, key=lambda plan: plan.seconds))
+
+
+def _least(replicas: Sequence[Replicas]) -> Replicas:
+    """Return the replicas that need the fewest bytes per rank."""
+    first, *others = sorted(replicas, key=lambda own: own.at_least)
+    for own in others:
+        if own.at_least < first.fewest and own.fewest < first.fewest:
+            first = own
+    return first
+
+
+def _plain(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
+    """Return the fastest plan without a pipeline, for this number of replicas and ranks."""
+    cuts, saving = own.found
+    mesh = ProcessMesh(np.arange(own.dp * own.tp).reshape(own.dp, own.tp), [REPLICAS, SHARES])
+    layouts = _layouts(own.of.program, cuts, mesh, saving.accumulate)
+    notes = _notes(own.of, cuts, saving.accumulate)
+    if pipelines is not None and pipelines.why_not and len(own.of.blocks) > 1:
+        notes.append(f"no pipeline: {pipelines.why_not}")
+    seconds = cuts.seconds + own.sync(cuts, saving)
+    return MeshPlan(
+        mesh, layouts, seconds, cuts.nbytes, saving, context=_context(cuts), notes=tuple(notes), states=own.of.states,
+        cuts=cuts, cluster=own.of.cluster,
+    )  # fmt: skip
+
+
+def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
+    """Return the fastest plan with stages.
+
+    Raises:
+        SearchError: no plan has the number of stages that was asked for.
+    """
+    piped = pipelines.best([own]) if pipelines is not None else None
+    if pipelines is None or piped is None:
+        stages, why_not = pipelines.stages if pipelines else 0, pipelines.why_not if pipelines else "there is one rank"
+        raise SearchError(
+            f"a plan with {stages} stages on {own.dp * own.tp} ranks",
+            f"{own.dp} groups of {own.tp} ranks that share weights, and a batch of {own.of.rows}",
+            why_not or "no division into as many stages fits into memory",
+            "request fewer stages, or none: stages=None",
+        )  # fmt: skip
+    return _of_pipeline(own.of, piped)
+
+
+def _of_pipeline(asked: Asked, piped: Piped) -> MeshPlan:
+    sizes = piped.how.stages, piped.dp, piped.tp
+    mesh = ProcessMesh(np.arange(np.prod(sizes)).reshape(sizes), [STAGES, REPLICAS, SHARES])
+    layouts = _layouts(asked.program, piped.cuts, mesh[STAGES, 0], piped.how.microbatches, staged=True)
+    notes = tuple(_notes(asked, piped.cuts, piped.how.microbatches))
+    return MeshPlan(
+        mesh, layouts, piped.seconds, piped.nbytes, piped.saving, piped.how, _context(piped.cuts), notes, asked.states,
+        piped.cuts, asked.cluster, piped.stages,
+    )  # fmt: skip
+
+
+def _notes(asked: Asked, cuts: Cuts, pieces: int) -> list[str]:
+    notes = [f"provided that {what}" for what in asked.evenly.provided if pieces > 1]
+    if cuts.gap > PROVED:
+        notes.append(f"not proved to be the fastest shardings: at most {100 * cuts.gap:.2g} % above a lower bound")
+    return notes + said(attending(cuts.options))
+
+
+def _context(cuts: Cuts) -> Context:
+    return "ulysses" if attending(cuts.options)["ulysses"] else "gather"
+
+
+def _layouts(program: Program, cuts: Cuts, mesh: ProcessMesh, pieces: int, staged: bool = False) -> dict[str, Spec]:
+    """Return the layouts of the inputs on the mesh of replicas and shares.
+
+    If the batch is taken in pieces, all its tensors keep the rows of the replica. With stages, the batch is sharded in
+    rows only.
+    """
+
+    def lies(given: Input) -> Layout:
+        v = given.value
+        dims: list[tuple[str, ...]] = [()] * len(v.shape)
+        form, of_batch = cuts.of(v) if v in cuts.forms else WHOLE, given.role == "batch"
+        if of_batch and dims and mesh.sizes[REPLICAS] > 1:
+            dims[0] = (REPLICAS,)
+        if _is_plain(form) and not (of_batch and (staged or (pieces > 1 and form.dim == 0))):
+            dims[form.dim] = (*dims[form.dim], SHARES)
+        return Layout(tuple(dims))
+
+    inputs = named_inputs(program).items()
+    return {name: Spec(mesh, lies(i), i.value.shape, tensor_dtype(i.value)) for name, i in inputs}
+
+
+def _is_plain(form: Form) -> bool:
+    """True if a form shards a whole dim, and not a factor of one."""
+    return form.kind == "cut" and isinstance(form.cut, tuple)

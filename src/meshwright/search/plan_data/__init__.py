@@ -1,0 +1,7 @@
+"""Plans and accounts as data, with what their texts need.
+
+plan           `Plan`: degrees of parallelism and other choices, with its text form
+account        `Account`: time and memory of a step by part, for a text or a page
+units          numbers as text with units
+progress_bar   progress bar on a terminal, for work that takes longer than a second
+"""

@@ -1,0 +1,124 @@
+"""Account of a training step: its time and memory by part, as data for a text or a page.
+
+It describes a plan by sizes (`account`), a plan for a module (`MeshPlan.account`) or a program (`program_account`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.pipeline import Kind, Timeline
+
+from .units import signed
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A tensor and its layout.
+
+    `layer` is the path of the tensor's layer, `layout` is written with the whole shape, and `nbytes` are the bytes of
+    one rank's part. `count` is the number of such tensors, if layers are alike.
+    """
+
+    layer: str
+    name: str
+    layout: str
+    nbytes: float
+    note: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One kind of communication of a step.
+
+    `kind` is the collective, `what` the tensor, `where` the phase and layer. `count` is the number of calls in a step,
+    `nbytes` the bytes of one call, `seconds` the time of all calls. `exposed` are the seconds that nothing hides, if
+    known. `source` is the line of the model that causes the communication.
+    """
+
+    kind: str
+    what: str
+    where: str
+    link: str
+    count: float
+    nbytes: float
+    seconds: float
+    exposed: float | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Another plan: how it differs, what it takes, and in which parts of the step it is slower."""
+
+    how: str
+    seconds: float
+    nbytes: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Bytes that a rank holds over time: `points` are (when, bytes) at each change, `unit` is the unit of `when`."""
+
+    rank: str
+    points: tuple[tuple[float, float], ...]
+    unit: str = "s"
+
+
+@dataclass(frozen=True)
+class Account:
+    """Account of a step: the model, the plan and the ranks, with the parts of its time and memory.
+
+    `what` names the model, `how` the plan, `where` the ranks. `room` is the number of bytes that a rank may hold. `why`
+    names the bottleneck, in lines. `spent` are the seconds by part. `held` are the bytes by kind, rank by rank.
+    """
+
+    what: str
+    how: str
+    where: str
+    seconds: float
+    nbytes: float
+    room: float
+    why: tuple[str, ...]
+    spent: Mapping[str, float]
+    held: Mapping[str, Mapping[str, float]]
+    laid: tuple[Laid, ...]
+    sent: tuple[Sent, ...]
+    rivals: tuple[Rival, ...] = ()
+    decided: Mapping[str, object] = field(default_factory=dict[str, object])
+    timeline: Timeline | None = field(default=None, repr=False)
+    curves: tuple[Curve, ...] = field(default=(), repr=False)
+
+    @property
+    def fits(self) -> bool:
+        return self.nbytes <= self.room
+
+
+def rising(name: str, timeline: Timeline, rank: int, base: float, each: Sequence[float]) -> Curve:
+    """Return the memory curve of a pipeline rank: `base`, plus `each` chunk's bytes per microbatch in flight."""
+    now, points = base, {0.0: base}
+    for timed in timeline.rows[rank]:
+        change = sum(ALIVE[atom.kind] * each[atom.chunk] for atom in timed.action.atoms if atom.kind in ALIVE)
+        if change:
+            now += change
+            points[timed.start if change > 0 else timed.end] = now
+    return Curve(name, (*points.items(), (timeline.makespan, now)))
+
+
+ALIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
+"""Change of the number of microbatches in flight: a forward begins one, the last of its gradients ends it."""
+
+
+def loses(own: Mapping[str, float], other: Mapping[str, float], most: int = 2) -> str:
+    """Return the parts of a step in which `other` takes longer or shorter than `own`, the largest differences first.
+
+    >>> loses({"computation": 1.0, "bubble": 0.1}, {"computation": 0.9, "bubble": 0.4})
+    'bubble +300 ms, computation -100 ms'
+    """
+    changes = {name: other.get(name, 0.0) - own.get(name, 0.0) for name in {**own, **other}}
+    whole = sum(own.values()) or 1.0
+    longest = sorted(changes, key=lambda name: -abs(changes[name]))[:most]
+    return ", ".join(f"{name} {signed(changes[name])}" for name in longest if abs(changes[name]) > whole * 1e-4)

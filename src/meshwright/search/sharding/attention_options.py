@@ -1,0 +1,76 @@
+"""Context parallelism of attention: keys and values are gathered, or heads are sharded instead ("ulysses").
+
+"gather" follows from the rule of attention for sharded queries. "ulysses" is an option of its own: operands and results
+are sharded along the sequence, an all-to-all changes this to sharded heads and back, and attention runs under the
+option that shards heads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from meshwright.graph import Node, Operator, Value
+from meshwright.layout import hint
+from meshwright.tensor import Context
+
+from .forms import AXIS, Form
+from .operator_options import Option, tensors_of
+
+ATTENTION = "aten::scaled_dot_product_attention"
+SEQUENCE, HEADS = 2, 3
+"""Dims of queries, keys, values and results, counted from the last."""
+SAID: Mapping[Context, str] = {
+    "gather": "queries are sharded along the sequence, keys and values gathered",
+    "ulysses": "all-to-all shards heads instead of the sequence, and back (ulysses)",
+}
+
+
+def exchanged(node: Node, options: Sequence[Option], ranks: int, price: Callable[[Value], float]) -> Iterator[Option]:
+    """Yield the option "ulysses" of an attention, if it can shard heads and the sequence divides evenly.
+
+    `price` returns the seconds of the all-to-all of a value, and of its gradient.
+    """
+    operands, made = tensors_of(node.ins), tensors_of(node.outs)
+    given = node.ins[:3]
+    lengths = {hint(v.shape[-SEQUENCE]) for v in given if len(v.shape) >= HEADS}
+    if len(lengths) != 1 or lengths.pop() % ranks or len({len(v.shape) for v in (*given, *made)}) != 1:
+        return
+    rest = [v for v in operands if v not in given]
+    for option in options:
+        needs = dict(zip(operands, option.needs, strict=True))
+        if all(_has_heads(v, needs[v]) for v in given) and not any(needs[v].kind == "cut" for v in rest):
+            along = {v: _along(v) for v in given}
+            seconds = option.seconds + sum(map(price, (*given, *made)))
+            yield Option(tuple(along.get(v, needs[v]) for v in operands), tuple(map(_along, made)), seconds)
+            return
+
+
+def attending(options: Mapping[Node, Option]) -> Counter[Context]:
+    """Count the attentions along a sharded sequence, by context-parallel method."""
+    return Counter(_ways(options))
+
+
+def said(found: Counter[Context]) -> list[str]:
+    """Return the counts as sentences."""
+    return [f"context parallel: in {n} attention{'s' * (n > 1)} {SAID[name]}" for name, n in found.items()]
+
+
+def _ways(options: Mapping[Node, Option]) -> Iterator[Context]:
+    for node, option in options.items():
+        if is_attention(node) and option.needs[0] == _along(node.ins[0]):
+            key = option.needs[tensors_of(node.ins).index(node.ins[1])]
+            yield "ulysses" if key.kind == "cut" else "gather"
+
+
+def is_attention(node: Node) -> bool:
+    return isinstance(node.op, Operator) and node.op.name().partition(".")[0] == ATTENTION
+
+
+def _has_heads(v: Value, form: Form) -> bool:
+    return form.kind == "cut" and form.cut == (AXIS,) and len(v.shape) - form.dim == HEADS
+
+
+def _along(v: Value) -> Form:
+    """Return the form that is sharded along the sequence."""
+    return Form("cut", len(v.shape) - SEQUENCE, (AXIS,))

@@ -1,0 +1,127 @@
+"""Options of a step that save memory: ZeRO, recomputed activations, and a batch in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.graph import Node, Program, Value, asserts, is_drawing, looked_at, writes_to
+from meshwright.passes import layer_of
+
+from ..plan_data.plan import quoted
+
+LEAST = 1024
+"""Elements of the smallest parameter that ZeRO shards: the default of `Sharding`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Memory-saving options: the stage of `zero` over replicas, the recomputed layers, and the pieces of a batch.
+
+    >>> str(Saving(2, ("blocks.*",), 4))
+    'ZeRO-2, recompute blocks.*, 4 pieces'
+    >>> str(Saving())
+    ''
+    """
+
+    zero: int = 0
+    recompute: tuple[str, ...] = ()
+    accumulate: int = 1
+
+    def __str__(self) -> str:
+        few = [*self.recompute[:2], *([f"... {self.recompute[-1]}"] if len(self.recompute) > 2 else [])]
+        said = [
+            f"ZeRO-{self.zero}" if self.zero else "",
+            f"recompute {', '.join(few)}" if few else "",
+            f"{self.accumulate} pieces" if self.accumulate > 1 else "",
+        ]
+        return ", ".join(filter(None, said))
+
+    def lines(self) -> list[str]:
+        """Return the options as lines of TOML, as a plan has them.
+
+        >>> Saving(1, accumulate=4).lines()
+        ['zero = 1', 'accumulate = 4']
+        """
+        said = [
+            f"zero = {self.zero}" if self.zero else "",
+            f"recompute = [{', '.join(map(quoted, self.recompute))}]" if self.recompute else "",
+            f"accumulate = {self.accumulate}" if self.accumulate > 1 else "",
+        ]
+        return [line for line in said if line]
+
+    def parameter(self, replicas: int) -> tuple[float, float, float]:
+        """Return the fractions of a parameter, its gradient and its state that a replica holds.
+
+        With pieces, whole gradients are accumulated and reduced once.
+        """
+        part = 1 / replicas
+        is_reduced = self.zero >= 2 and self.accumulate == 1
+        return part if self.zero == 3 else 1.0, part if is_reduced else 1.0, part if self.zero else 1.0
+
+
+NOTHING = Saving()
+
+
+def blocks_of(program: Program) -> tuple[str, ...]:
+    """Return the repeated layers in order: the outermost ones that have a number in a list of modules."""
+    found = (block_of(node.origin.layer) for node in program.nodes)
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def block_of(layer: str) -> str:
+    """Return the outermost numbered layer that holds `layer`, or an empty text if there is none.
+
+    >>> block_of("decoder.layers.3.mlp.0"), block_of("head")
+    ('decoder.layers.3', '')
+    """
+    parts = layer.split(".")
+    at = next((n for n, part in enumerate(parts) if part.isdigit()), None)
+    return "" if at is None else ".".join(parts[: at + 1])
+
+
+def patterns_of(blocks: Collection[str]) -> tuple[str, ...]:
+    """Return patterns that match all of these blocks and nothing without a number.
+
+    >>> patterns_of(["blocks.0", "blocks.1"]), patterns_of(["0", "1"])
+    (('blocks.*',), ('[0-9]*',))
+    """
+    lists = dict.fromkeys(block.rpartition(".")[0] for block in blocks)
+    return tuple(f"{path}.*" if path else "[0-9]*" for path in lists)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Values that a program does not keep for its backward pass if the layers of `saving` are recomputed.
+
+    As in the pass `Recompute`, these are values made in a layer and read by that layer alone, except random and
+    communicated ones.
+    """
+
+    program: Program
+    saving: Saving
+
+    def layer(self, node: Node) -> str | None:
+        """Return the recomputed layer of a node that runs again, or None."""
+        if not self.saving.recompute or is_drawing(node) or writes_to(node.op) or asserts(node.op):
+            return None
+        return layer_of(node.origin.layer, self.saving.recompute)
+
+    @cached_property
+    def values(self) -> Mapping[Value, str]:
+        """Value → the layer in which it is recomputed."""
+        if not self.saving.recompute:
+            return {}
+        made = {v: layer for n in self.program.nodes if (layer := self.layer(n)) is not None for v in n.outs}
+        held = set(self.program.results)
+        inside = {v: layer for v, layer in made.items() if v not in held and self._is_read_inside(v, layer)}
+        for node in reversed(self.program.nodes):  # a value is kept if a view of it is kept
+            for v, x in looked_at(node):
+                if x in inside and v not in inside:
+                    del inside[x]
+        return inside
+
+    def _is_read_inside(self, v: Value, layer: str) -> bool:
+        policy = self.saving.recompute
+        return all(layer_of(n.origin.layer, policy) == layer for n in self.program.users.get(v, ()))

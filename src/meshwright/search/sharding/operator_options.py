@@ -1,0 +1,94 @@
+"""Options that rules allow for an operator along one axis of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.graph import Node, Operator, Value, map_values
+from meshwright.layout import hint
+from meshwright.spmd import (
+    REPEATED,
+    Bound,
+    Call,
+    Choice,
+    Held,
+    RuleError,
+    cut_choices,
+    describe_passing,
+    dim_of,
+    lets_terms_pass,
+    term_choices,
+)
+
+from .forms import AXIS, PENDING, VARYING, WHOLE, Form
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of an operator: the forms that its operands need and its results have, and its seconds.
+
+    Operands and results are those of `tensors_of`, each once, in order.
+    """
+
+    needs: tuple[Form, ...]
+    gives: tuple[Form, ...]
+    seconds: float
+
+
+def tensors_of(values: Sequence[Value]) -> tuple[Value, ...]:
+    """Return the tensors among values, each once."""
+    return tuple(dict.fromkeys(v for v in values if v.is_tensor))
+
+
+def call_of(node: Node) -> Call | None:
+    """Return the call of an operator that has a rule and writes to nothing, or None."""
+    if not isinstance(node.op, Operator):
+        return None
+    args, kwargs = map_values(_stand_in, (node.args, dict(node.kwargs)))
+    try:
+        call = describe_passing(node.op, args, kwargs)
+    except RuleError:
+        return None
+    return None if call is None or call.mutated else call
+
+
+def _stand_in(v: Value) -> Any:
+    """Return what a rule reads in place of a value: a tensor of its shape without data, or a number."""
+    if not isinstance(v.dtype, torch.dtype):
+        return v.dtype(2)
+    return torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta")
+
+
+def choices(bound: Bound, ranks: int) -> Iterator[Choice]:
+    """Yield all options that a rule allows on so many ranks, with even parts."""
+    for factor, size in enumerate(bound.sizes):
+        if hint(size) % ranks == 0 and hint(size) > 1:
+            yield from (c for c in cut_choices(bound, factor) if lets_terms_pass(bound, c, c.ins))
+    yield from (c for c in term_choices(bound, (REPEATED,) * len(bound.ins)) if lets_terms_pass(bound, c, c.ins))
+
+
+def needs_of(bound: Bound, choice: Choice, operands: Sequence[Value | None], ranks: int) -> dict[Value, Form] | None:
+    """Return the form that a choice needs of each operand; None if it needs one operand in two forms."""
+    needs: dict[Value, Form] = {}
+    varies = any(need != REPEATED for need in choice.ins)
+    for v, held, dims in zip(operands, choice.ins, bound.ins, strict=True):
+        if v is None:
+            continue
+        form = form_of(bound, held, dims, ranks)
+        form = VARYING if form == WHOLE and varies else form
+        if needs.setdefault(v, form) != form:
+            return None
+    return needs
+
+
+def form_of(bound: Bound, held: Held, dims: tuple[tuple[int, ...], ...], ranks: int) -> Form:
+    if isinstance(held, str):
+        return PENDING if held == "sum" else Form(held)
+    at = next((d for d, factors in enumerate(dims) if held in factors), None)
+    if at is None:
+        return WHOLE
+    return Form("cut", at, dim_of(dims[at], {held: (AXIS,)}, bound, {AXIS: ranks}))

@@ -1,0 +1,57 @@
+"""Estimates for memory-saving options, made before cuts are searched under each of them."""
+
+from __future__ import annotations
+
+from meshwright.graph import Node, Value
+
+from .memory_model import per_byte
+from .memory_saving import NOTHING, Dropped, Saving
+from .sharding_search import BACKWARD, CutProblem
+
+
+class About:
+    """Estimates for memory-saving options, derived from the fastest cuts without any of them."""
+
+    def __init__(self, plain: CutProblem) -> None:
+        self.plain = plain
+        self._again: dict[tuple[str, ...], tuple[float, float]] = {}
+        kept, forms = plain.kept, plain.forms
+        parameters = [v for v in forms if v in kept.given & kept.trains]
+        self._small, self._large = (
+            sum(self._fewest(v) for v in parameters if kept.is_cut_by_zero(v) == large) for large in (False, True)
+        )
+        self._fixed = sum(self._fewest(v) for v in forms if v in kept.given and v not in kept.trains)
+        self._late = sum(self._fewest(v) for v in forms if v in kept.late) + sum(map(self._inside, plain.options))
+
+    def _fewest(self, v: Value) -> float:
+        """Return the bytes of a value in the form in which a rank holds least."""
+        is_cut = any(form.kind == "cut" for form in self.plain.forms[v])
+        return self.plain.kept.nbytes(v) / (self.plain.prices.ranks if is_cut else 1)
+
+    def _inside(self, node: Node) -> float:
+        """Return the bytes inside an operator, under the option that holds least."""
+        return self.plain.kept.fewest_inside(node, self.plain.options[node])
+
+    def nbytes(self, saving: Saving) -> float:
+        """Return a lower bound on the bytes of a rank under any cuts."""
+        replicas, late = self.plain.prices.replicas, self._late - self._layers(saving.recompute)[1]
+        large, small = (per_byte(how, replicas, self.plain.prices.states) for how in (saving, NOTHING))
+        return self._fixed + self._small * small + self._large * large + late / saving.accumulate
+
+    def seconds(self, saving: Saving) -> float:
+        """Return the estimated seconds of the fastest cuts under an option.
+
+        Recomputed operators run their forward pass twice. A batch in pieces starts each operator once per piece.
+        """
+        begun = self.plain.prices.cluster.device.overhead * (1 + BACKWARD) * len(self.plain.program.nodes)
+        return self.plain.fastest.seconds + self._layers(saving.recompute)[0] + begun * (saving.accumulate - 1)
+
+    def _layers(self, recompute: tuple[str, ...]) -> tuple[float, float]:
+        """Return the forward seconds of the recomputed layers, and the bytes that they do not keep, at the least."""
+        if recompute not in self._again:
+            plain, dropped = self.plain, Dropped(self.plain.program, Saving(recompute=recompute))
+            seconds = sum(o.seconds for n, o in plain.fastest.options.items() if dropped.layer(n) is not None)
+            freed = sum(self._fewest(v) for v in dropped.values if v in plain.kept.late)
+            freed += sum(self._inside(n) for n in plain.options if dropped.layer(n) is not None)
+            self._again[recompute] = seconds / (1 + BACKWARD), freed
+        return self._again[recompute]

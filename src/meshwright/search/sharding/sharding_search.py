@@ -1,0 +1,391 @@
+"""Exact search for the best sharding of every operator of a captured model along one axis of ranks.
+
+The problem. Each operator has the options that its rule allows: shard a factor, pass on pending sums, or repeat all
+work. Each value has one form on the axis: repeated, varying, cut along a dim, or pending. The value is converted once
+from the form that its operator gives, and then to the form that each use needs. Gradients are converted the dual way in
+the backward pass. The objective is the seconds of operators and conversions, plus the price of held bytes.
+
+The objective is a sum of tables over pairs of variables (an operator's option and a value's form). A model is a long
+chain of narrow layers, so variable elimination minimises the sum exactly (`_eliminate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+from typing import Any, TypeVar
+
+import numpy as np
+
+from meshwright.graph import Node, Operator, Program, Value, map_values, work_of
+from meshwright.layout import Shard
+from meshwright.spmd import Call
+
+from .._errors import SearchError
+from ..plan_data.units import enough
+from .attention_options import exchanged
+from .conversion_prices import EXPOSED, Prices
+from .forms import VARYING, WHOLE, Form, collective, dual
+from .memory_model import Kept
+from .memory_saving import Saving
+from .operator_options import Option, call_of, choices, form_of, needs_of, tensors_of
+from .variable_elimination import MOST, Elimination, Table, aligned, elimination, least, order_of
+
+T = TypeVar("T")
+BACKWARD = 2.0
+"""Seconds of an operator's backward pass relative to its forward pass, if it has a backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A conversion that takes time: its value, the forms before and after, and its place in the model.
+
+    `seconds` are those of the forward and the backward pass.
+    """
+
+    value: Value
+    have: Form
+    need: Form
+    nbytes: float
+    seconds: float
+    layer: str
+    source: str = ""
+    node: Node | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """The collective of the conversion: the forward one or, if the forward pass needs none, the backward one."""
+        return collective(self.have, self.need) or collective(dual(self.need), dual(self.have)) or "none"
+
+    def __str__(self) -> str:
+        return (
+            f"{1e3 * self.seconds:9.3f} ms  {self.nbytes / 1e6:10.2f} MB  {self.have!r} to {self.need!r}: "
+            f"{self.value!r} in {self.layer or 'the model'}"
+        )
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The best cuts that were found: the option of every operator and the form of every value.
+
+    `seconds` are those of a step, `nbytes` those of a rank. `held` is the part of `nbytes` that is a sum over values;
+    the search puts its price on these bytes. If the search was not exact, the optimum may be lower by `gap`, as a
+    fraction of a lower bound.
+    """
+
+    seconds: float
+    nbytes: float
+    program: Program = field(repr=False)
+    options: Mapping[Node, Option] = field(repr=False)
+    forms: Mapping[Value, Form] = field(repr=False)
+    meetings: tuple[Meeting, ...] = field(default=(), repr=False)
+    gap: float = 0.0
+    held: float = 0.0
+
+    def worth(self, byte: float) -> float:
+        """Return the Lagrangian: the seconds plus the price of the held bytes, at `byte` seconds each."""
+        return self.seconds + byte * self.held
+
+    def of(self, v: Value) -> Form:
+        """Return the initial form of a value of the model or of the batch.
+
+        This is the form that all its uses need, or else whole.
+        """
+        if self.forms[v].kind == "cut":
+            return self.forms[v]
+        needs = {self.options[node].needs[tensors_of(node.ins).index(v)] for node in self.program.users.get(v, ())}
+        (only, *others) = needs or {WHOLE}
+        return only if not others and only.kind == "cut" else WHOLE
+
+    def placements(self) -> dict[str, Shard | None]:
+        """Return the dim along which each parameter is best sharded, or None."""
+        own = {i.name: self.of(i.value) for i in self.program.inputs if i.role == "parameter" and i.value in self.forms}
+        return {name: Shard(form.dim) if form.kind == "cut" else None for name, form in own.items()}
+
+
+def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
+    """Return the best cuts of the captured forward pass `program`, for training along one axis of ranks.
+
+    A rank holds at most `room` bytes. If the fastest cuts take more, bytes get a price (a Lagrange multiplier). The
+    price is the one at which the fastest cuts so far that fit and those that do not have equal value. The search ends
+    if no cuts are better than both, or if their seconds differ by less than `GAP`. The result is the fastest of all
+    cuts that take no more bytes.
+
+    If too many values depend on each other, the search is not exact. The result is then the best that was found, and
+    `gap` says how far it may be from the optimum.
+
+    Raises:
+        SearchError: no cuts fit.
+    """
+    return CutProblem(program, prices).within(room)
+
+
+def every_cut(program: Program, prices: Prices) -> float:
+    """Return the minimum of the objective of `cut`, over all combinations of options; for programs of few operators."""
+    return CutProblem(program, prices).smallest(prices.byte)
+
+
+class CutProblem:
+    """Variables and tables of the search: an option for each operator, then a form for each value.
+
+    Equal tables are computed once.
+    """
+
+    def __init__(self, program: Program, prices: Prices) -> None:
+        self.program, self.prices = program, prices
+        self._alike: dict[Any, Any] = {}
+        self.kept = Kept(program, prices, self._once)
+        self.trains, self.dropped = self.kept.trains, self.kept.dropped
+        self.options = {
+            node: self._once(self._signature(node), lambda n=node: list(self._options(n))) for node in program.nodes
+        }
+        self.forms = self._forms()
+        self.number = {v: len(self.options) + n for n, v in enumerate(self.forms)}
+        self.sizes = [len(options) for options in self.options.values()] + [len(forms) for forms in self.forms.values()]
+        self.tables = list(self._tables())
+        self.held = list(self.kept.tables(self.options, self.forms, self.number))
+        self.order = order_of(self.sizes, self.tables, MOST)
+
+    def saving(self, how: Saving) -> CutProblem:
+        """Return the same problem with another stage of ZeRO."""
+        return self.holding(replace(self.prices, saving=how))
+
+    def holding(self, prices: Prices) -> CutProblem:
+        """Return the same problem with prices that change only what is held: ZeRO, replicas, microbatches in flight."""
+        if prices == self.prices:
+            return self
+        other = copy(self)
+        for name in ("fastest", "_steps"):
+            other.__dict__.pop(name, None)
+        other.prices = prices
+        other.kept = Kept(self.program, prices, self._once)
+        other.held = list(other.kept.tables(self.options, self.forms, self.number))
+        return other
+
+    def within(self, room: float) -> Cuts:
+        """Return the fastest cuts that take no more than `room` bytes, as `cut` does.
+
+        Raises:
+            SearchError: no cuts fit.
+        """
+        found = self.best_of(lambda cuts: cuts if cuts.nbytes <= room else None, self.fewest <= room)
+        if found is None:
+            least = max(self.fewest, self.solved(DEAR).nbytes if self.fewest <= room else 0.0)
+            raise SearchError(
+                f"a model on {self.prices.ranks} ranks of {enough(room)}", f"the model needs {enough(least)} per rank",
+                f"{enough(least - room)} are missing with every sharding", "use more ranks, or a smaller batch",
+            )  # fmt: skip
+        return self.told(found)
+
+    def best_of(self, fits: Callable[[Cuts], T | None], may: bool = True) -> T | None:
+        """Return `fits(cuts)` for the fastest cuts for which it is not None; None if it is None for all.
+
+        If it is None for the fastest cuts of all, and `may` allows it, bytes get a price as in `cut`.
+        """
+        wide = self.fastest
+        best = fits(wide)
+        if best is not None or not may:
+            return best
+        narrow = self.solved(DEAR)
+        best = fits(narrow)
+        while best is not None and narrow.seconds > wide.seconds * (1 + GAP):
+            byte = (narrow.seconds - wide.seconds) / (wide.held - narrow.held)
+            tried = self.solved(byte)
+            if tried.worth(byte) >= narrow.worth(byte) * (1 - ENOUGH):
+                break
+            found = fits(tried)
+            wide, narrow, best = (tried, narrow, best) if found is None else (wide, tried, found)
+        return best
+
+    @cached_property
+    def fastest(self) -> Cuts:
+        """The best cuts if a held byte costs `prices.byte` seconds."""
+        return self.solved(self.prices.byte)
+
+    def solved(self, byte: float) -> Cuts:
+        """Return the best cuts if a held byte costs `byte` seconds."""
+        priced = {id(table.costs): byte * table.costs for table in self.held}
+        worth = [Table(table.variables, priced[id(table.costs)]) for table in self.held]
+        value, chosen, bound = least(self.sizes, [*self.tables, *worth], self._steps, MOST)
+        nbytes = sum(float(table.costs[tuple(chosen[v] for v in table.variables)]) for table in self.held)
+        options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
+        forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}
+        total = nbytes + self.kept.passing(options, forms) + self.kept.beside(forms)
+        return Cuts(
+            value - byte * nbytes,
+            total,
+            self.program,
+            options,
+            forms,
+            gap=value / bound - 1 if bound > 0 else 0.0,
+            held=nbytes,
+        )
+
+    @cached_property
+    def _steps(self) -> Elimination:
+        return elimination(self.sizes, [*self.tables, *self.held], MOST, self.order)
+
+    @property
+    def smallest_bytes(self) -> float:
+        """The smallest `room` for which `within` finds cuts."""
+        return min(self.fastest.nbytes, self.solved(DEAR).nbytes)
+
+    @property
+    def fewest(self) -> float:
+        """A lower bound on the held bytes of every solution."""
+        return sum(float(table.costs.min()) for table in self.held)
+
+    def told(self, found: Cuts) -> Cuts:
+        """Return a solution with its conversions in `meetings`."""
+        return replace(found, meetings=tuple(self._met(found.options, found.forms)))
+
+    def _met(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> Iterator[Meeting]:
+        """Yield the conversions of a solution that take time."""
+        for given in self.program.inputs:
+            if given.value in forms:
+                form = forms[given.value]
+                yield from self._costly(given.value, form if form.kind == "cut" else WHOLE, form, given.name)
+        for node, option in options.items():
+            for v, have in zip(tensors_of(node.outs), option.gives, strict=True):
+                yield from self._costly(v, have, forms[v], node.origin.layer, node)
+            for v, need in zip(tensors_of(node.ins), option.needs, strict=True):
+                yield from self._costly(v, forms[v], need, node.origin.layer, node)
+        for v in self._results & set(forms):
+            yield from self._costly(v, forms[v], WHOLE, "the end")
+
+    def _costly(self, v: Value, have: Form, need: Form, layer: str, node: Node | None = None) -> Iterator[Meeting]:
+        seconds = float(self._conversions(v, (have,), (need,))[0, 0])
+        if seconds > 0:
+            source = node.origin.where if node else ""
+            yield Meeting(v, have, need, self.kept.nbytes(v), seconds, layer, source, node)
+
+    def smallest(self, byte: float) -> float:
+        """Return the minimum of the objective, from all combinations at once."""
+        total = np.zeros(self.sizes)
+        held = [Table(table.variables, byte * table.costs) for table in self.held]
+        for table in (*self.tables, *held):
+            total = total + aligned(table, tuple(range(len(self.sizes))))
+        return float(total.min())
+
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        """Return the object that was made for an equal key, or make it now: one object for all equal tables."""
+        if key not in self._alike:
+            self._alike[key] = make()
+        return self._alike[key]
+
+    # --- options
+
+    def _signature(self, node: Node) -> Any:
+        """Return everything that the options of an operator depend on, as a key."""
+        place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
+        args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
+        again = self.dropped.layer(node) is not None
+        return ("options", node.op, repr(args), repr(kwargs), tuple(v in self.trains for v in node.outs), again)
+
+    def _options(self, node: Node) -> Iterator[Option]:
+        """Yield the options of an operator by its rule; without a rule, it runs on whole values."""
+        work = work_of(node)
+        device, share = self.prices.cluster.device, self.kept.share
+        times = self._times(node) * self.prices.saving.accumulate
+        begun = device.overhead * times if work.nbytes else 0.0
+        whole = times * device.seconds(work.flops * share, work.nbytes * share, work.dtype) if work.nbytes else 0.0
+        operands, made = tensors_of(node.ins), tensors_of(node.outs)
+        yield Option((WHOLE,) * len(operands), (WHOLE,) * len(made), whole)
+        call = call_of(node)
+        if call is None or len(call.bound.outs) != len(made):
+            return
+        ways = list(self._by_rule(node, call, whole, begun))
+        yield from ways
+        if "ulysses" in call.rule.alternatives:
+            yield from exchanged(node, ways, self.prices.ranks, self._exchange)
+
+    def _exchange(self, v: Value) -> float:
+        """Return the seconds of resharding an operand or result along another dim, for all pieces of a batch."""
+        return self.prices.exchanged(self.kept.nbytes(v), v in self.trains) * self.prices.saving.accumulate
+
+    def _by_rule(self, node: Node, call: Call, whole: float, begun: float) -> Iterator[Option]:
+        operands = tensors_of(node.ins)
+        given: list[Value | None] = call.operands(node.args, node.kwargs)
+        name = node.op.name() if isinstance(node.op, Operator) else ""
+        for choice in choices(call.bound, self.prices.ranks):
+            if name in WRITTEN and any(isinstance(h, str) for h in choice.outs):
+                continue
+            needs = needs_of(call.bound, choice, given, self.prices.ranks)
+            if needs is not None:
+                gives = zip(choice.outs, call.bound.outs, strict=True)
+                forms = tuple(form_of(call.bound, held, dims, self.prices.ranks) for held, dims in gives)
+                divided = begun + (whole - begun) / self.prices.ranks if choice.factor is not None else whole
+                yield Option(tuple(needs.get(v, VARYING) for v in operands), forms, divided)
+
+    def _times(self, node: Node) -> float:
+        """Return the seconds of all passes of an operator, relative to its forward pass."""
+        if not any(v in self.trains for v in node.outs):
+            return 1.0
+        return 1.0 + BACKWARD + (self.dropped.layer(node) is not None)
+
+    # --- forms
+
+    def _forms(self) -> dict[Value, tuple[Form, ...]]:
+        """Return the forms of each value: whole, and those that an option gives or needs."""
+        found: dict[Value, dict[Form, None]] = {}
+        for given in self.program.inputs:
+            if given.value.is_tensor:
+                found[given.value] = {WHOLE: None}
+        for node, options in self.options.items():
+            operands, made = tensors_of(node.ins), tensors_of(node.outs)
+            for option in options:
+                for v, form in zip((*made, *operands), (*option.gives, *option.needs), strict=True):
+                    found.setdefault(v, {WHOLE: None})[form] = None
+        return {v: tuple(forms) for v, forms in found.items()}
+
+    def _tables(self) -> Iterator[Table]:
+        for n, (node, options) in enumerate(self.options.items()):
+            yield Table(
+                (n,), self._once(("seconds", id(options)), lambda w=options: np.array([option.seconds for option in w]))
+            )
+            for place, v in enumerate(tensors_of(node.outs)):
+                given = tuple(option.gives[place] for option in options)
+                yield Table((n, self.number[v]), self._conversions(v, given, self.forms[v]))
+            for place, v in enumerate(tensors_of(node.ins)):
+                needed = tuple(option.needs[place] for option in options)
+                yield Table((self.number[v], n), self._conversions(v, self.forms[v], needed))
+        for v in (i.value for i in self.program.inputs if i.value in self.forms):
+            lies = tuple((form if form.kind == "cut" else WHOLE) for form in self.forms[v])
+            made = self._conversions(v, lies, self.forms[v])
+            yield Table((self.number[v],), self._once(("given", id(made)), lambda made=made: np.diagonal(made)))
+        for v in self._results:
+            if v in self.forms:
+                yield Table((self.number[v],), self._conversions(v, self.forms[v], (WHOLE,))[:, 0])
+
+    def _conversions(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...]) -> Any:
+        """Return the seconds from each form in `have` to each in `need`, forward and backward, as a matrix."""
+        nbytes, trains = self.kept.nbytes(v), v in self.trains
+
+        shown = EXPOSED if v in self.kept.given else float(self.prices.saving.accumulate)
+
+        def one(a: Form, b: Form) -> float:
+            return self._once((a, b, nbytes, trains), lambda: self.prices.convert(a, b, nbytes, trains))
+
+        key = (have, need, nbytes, trains, shown)
+        return self._once(key, lambda: shown * np.array([[one(a, b) for b in need] for a in have]))
+
+    @cached_property
+    def _results(self) -> set[Value]:
+        return set(self.program.results)
+
+
+WRITTEN = frozenset({"aten::scaled_dot_product_attention"})
+"""Operators whose options with pending results are skipped.
+
+Their form for cut sums writes values to memory that the operator itself does not, which is never worth it.
+"""
+DEAR, ENOUGH, GAP = 1e-3, 1e-9, 1e-3
+"""Constants of the search for a price of bytes.
+
+`DEAR` is the price, in seconds per byte, at which only bytes count. `ENOUGH` is the relative difference of two
+objectives that makes no difference. `GAP` is the relative difference in seconds, between the fastest cuts that fit and
+the fastest that do not, at which the search ends.
+"""

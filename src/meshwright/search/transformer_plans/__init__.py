@@ -1,0 +1,18 @@
+"""Plans for a transformer that is described by its sizes: predicted, compared and chosen.
+
+sizes            `Transformer`: the sizes from which the sizes of operators follow
+config           read the sizes from a published `config.json`
+families         families of models that the sizes describe
+software         properties of training software that change time and memory
+degrees          many plans at once, as one array for each degree
+layer_shares     number of layers on the ranks of a pipeline
+layer_time       seconds of one layer on one rank
+peak_memory      bytes of the fullest rank, by kind
+predict          seconds of a training step, in closed form
+simulated_step   seconds of a training step with a simulated pipeline
+candidates       all candidate plans for a number of ranks
+choose           search for the fastest plan that fits into memory
+communication    each kind of communication of a plan, with count, bytes and seconds
+tensor_layouts   layouts of parameters and activations under a plan
+plan_account     account of a plan: time, memory, the bottleneck, and other plans
+"""

@@ -1,0 +1,199 @@
+"""Search for the plan with the least predicted time among those that fit into memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost import Cluster
+from meshwright.pipeline import ScheduleError
+
+from .._errors import SearchError, check_sizes
+from ..plan_data.plan import Plan
+from ..plan_data.progress_bar import OnStep
+from ..plan_data.units import parameters
+from .candidates import candidates, count_bundles
+from .degrees import NUMBERS, Plans
+from .peak_memory import hold
+from .predict import predict
+from .simulated_step import has_short_table, simulated
+from .sizes import Transformer
+from .software import OURS, Software
+
+USABLE = 0.94
+"""Fraction of a device's memory that a plan may take: libraries hold some, and allocators round up."""
+SHOWN_PARTS = 3
+KEPT = 8
+REHEARSAL = 5.0
+"""Seconds for the simulation of the tables of the best plans."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan with its predicted seconds per step and bytes on the fullest rank."""
+
+    plan: Plan
+    seconds: float
+    nbytes: float
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.3g} s, {self.nbytes / 1e9:.1f} GB: {self.plan}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best plan, the next ones, and the number of plans that were considered.
+
+    `beyond` is the fastest plan that does not fit into memory, if it is faster than the best.
+    """
+
+    best: Priced
+    next: tuple[Priced, ...]
+    considered: int
+    fitting: int
+    seconds: float
+    beyond: Priced | None = None
+
+
+def choose(
+    model: Transformer,
+    cluster: Cluster,
+    ranks: int,
+    batch: int,
+    sequence: int,
+    precision: str = "bf16",
+    software: Software = OURS,
+    keep: int = KEPT,
+    on_step: OnStep | None = None,
+    **given: Any,
+) -> Choice:
+    """Return the fastest plan for `ranks` devices of a cluster; `given` fixes fields of the plan, as `tp=8`.
+
+    `keep` is the number of plans that are returned. `on_step` is called with the progress. Of plans that take equally
+    long, the one with the smaller tp * cp * pp comes first.
+
+    Raises:
+        SearchError: a size or a given field is not valid, or no plan fits. The message says what is missing.
+    """
+    begin = time.monotonic()
+    check_sizes("a plan", ranks=ranks, batch=batch, sequence=sequence)
+    room = cluster.device.memory * USABLE
+    found: list[Priced] = []
+    too_large: list[Priced] = []
+    considered = fitting = 0
+    smallest: Priced | None = None
+    tell, bundles = on_step or (lambda done, of: None), count_bundles(given)
+    for n, plans in enumerate(candidates(model, ranks, batch, sequence, precision, cluster.per_node, given)):
+        tell(n, bundles + keep)
+        seconds = np.asarray(predict(model, plans, cluster, software).seconds)
+        nbytes = np.asarray(hold(model, plans, software).nbytes)
+        fits = nbytes <= room
+        considered, fitting = considered + len(seconds), fitting + int(fits.sum())
+        found += _best(plans, np.where(fits, seconds, np.inf), nbytes, keep)
+        too_large += _best(plans, np.where(fits, np.inf, seconds), nbytes, 1)
+        least = _at(plans, int(np.argmin(nbytes)), seconds, nbytes)
+        smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
+    found.sort(key=_order)
+    found = _rehearsed(found[:keep], model, cluster, software, lambda n: tell(bundles + n, bundles + keep))
+    if not found:
+        raise _none(model, ranks, batch, room, smallest, given, software)
+    beyond = _faster(sorted(too_large, key=_order)[:1], found[0], model, cluster, software)
+    return Choice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin, beyond)
+
+
+def _faster(
+    too_large: list[Priced], best: Priced, model: Transformer, cluster: Cluster, software: Software
+) -> Priced | None:
+    """Return the fastest plan that does not fit, if it is faster than the best; a short table is simulated."""
+    found = [p for p in too_large if p.seconds < best.seconds]
+    if found and has_short_table(found[0].plan):
+        found = _rehearsed(found, model, cluster, software)
+    return next((p for p in found if p.seconds < best.seconds), None)
+
+
+def _order(priced: Priced) -> tuple[float, int, float]:
+    """Return the sort key of a plan: seconds to six digits, then tp * cp * pp, then bytes."""
+    return float(f"{priced.seconds:.6g}"), priced.plan.tp * priced.plan.cp * priced.plan.pp, priced.nbytes
+
+
+def _rehearsed(
+    found: list[Priced],
+    model: Transformer,
+    cluster: Cluster,
+    software: Software,
+    tell: Callable[[int], None] = lambda n: None,
+) -> list[Priced]:
+    """Return the plans in the order of their simulated seconds; plans whose schedule has no table are dropped.
+
+    Plans that are left after `REHEARSAL` seconds come last, with their predicted seconds.
+    """
+    until, told = time.monotonic() + REHEARSAL, list[Priced]()
+    for n, priced in enumerate(found):
+        tell(n)
+        if time.monotonic() > until:
+            return sorted(told, key=_order) + found[n:]
+        with suppress(ScheduleError):
+            told.append(replace(priced, seconds=simulated(model, priced.plan, cluster, software)))
+    return sorted(told, key=_order)
+
+
+def _best(plans: Plans, seconds: Any, nbytes: Any, keep: int) -> Iterator[Priced]:
+    for n in np.argsort(seconds, kind="stable")[:keep]:
+        if np.isfinite(seconds[n]):
+            yield _at(plans, int(n), seconds, nbytes)
+
+
+def _at(plans: Plans, n: int, seconds: Any, nbytes: Any) -> Priced:
+    numbers = {name: int(getattr(plans, name)[n]) for name in NUMBERS}
+    divided = bool(numbers.pop("sequence_parallel"))
+    plan = Plan(
+        **numbers, sequence_parallel=divided, schedule=plans.schedule, recompute=plans.recompute,
+        precision=plans.precision,
+    )  # fmt: skip
+    return Priced(plan, float(seconds[n]), float(nbytes[n]))
+
+
+def _none(
+    model: Transformer,
+    ranks: int,
+    batch: int,
+    room: float,
+    smallest: Priced | None,
+    given: Mapping[str, Any],
+    software: Software,
+) -> SearchError:
+    asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences per step"
+    decided = ", ".join(f"{name} = {value}" for name, value in given.items())
+    asked = f"{asked}, with {decided}" if decided else asked
+    if smallest is None and decided:
+        return SearchError(
+            asked, "no degrees of parallelism fit these fixed choices",
+            f"they must divide the ranks, {model.layers} layers, {model.heads} heads, {model.kv_heads} key heads, "
+            f"{model.experts.count if model.experts else 'no'} experts and {batch} sequences",
+            "fix fewer choices: the search finds the others",
+        )  # fmt: skip
+    if smallest is None:
+        return SearchError(
+            asked, "no degrees of parallelism fit",
+            "no divisors of sequences, layers and heads have the number of ranks as their product",
+            "use another number of ranks, or a batch size with more divisors",
+        )  # fmt: skip
+    return SearchError(
+        asked,
+        f"the smallest plan needs {smallest.nbytes / 1e9:.1f} GB per rank, of {room / 1e9:.1f} GB: {smallest.plan}; "
+        f"the largest parts are {_largest_parts(model, smallest.plan, software)}",
+        f"{(smallest.nbytes - room) / 1e9:.1f} GB are missing on each rank",
+        "use more ranks, devices with more memory, a shorter sequence, or a lower precision",
+    )  # fmt: skip
+
+
+def _largest_parts(model: Transformer, plan: Plan, software: Software) -> str:
+    """Return the largest parts of the bytes of a rank under a plan, as text."""
+    parts = {name: float(nbytes) for name, nbytes in hold(model, plan, software).parts.items()}
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:SHOWN_PARTS]
+    return ", ".join(f"{name} with {nbytes / 1e9:.1f} GB" for name, nbytes in largest)

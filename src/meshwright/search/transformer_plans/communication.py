@@ -1,0 +1,137 @@
+"""Communication of the ranks of a plan: every kind with its count, bytes, link and seconds.
+
+Counts are those of one step on the pipeline rank with the most layers. `predict` sums the same prices, and a test
+compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from meshwright.cost import Cluster, Habits, Numbers
+
+from ..plan_data.account import Sent
+from ..plan_data.plan import Plan
+from .degrees import microbatches, tokens
+from .layer_shares import shares
+from .layer_time import HALF
+from .predict import Step
+from .sizes import Experts, Transformer
+from .software import OURS, Software
+
+
+def sent(model: Transformer, plan: Plan, cluster: Cluster, software: Software = OURS) -> tuple[Sent, ...]:
+    """Return the communication of a step, starting with that inside layers."""
+    return tuple(_Sent(model, plan, cluster, software).rows())
+
+
+def level(cluster: Cluster, ranks: float, together: float) -> str:
+    """Return the link of a collective of `ranks` ranks, of which `together` share a node, as text."""
+    if ranks <= together or cluster.outside is None:
+        return f"{cluster.inside.name}, inside a node"
+    return f"{cluster.outside.name}, between nodes"
+
+
+class _Sent:
+    def __init__(self, model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> None:
+        self.model, self.plan, self.cluster, self.software = model, plan, cluster, software
+        self.step = Step(model, plan, cluster, software, Habits())
+        self.microbatches = _one(microbatches(plan))
+        dense, sparse = max(shares(model.layers, model.dense_layers, plan.pp), key=lambda s: _one(np.add(*s)))
+        self.passes = ("forward", "backward", *(["recomputed"] if plan.recompute == "full" else []))
+        self.layers, self.sparse = _one(np.add(dense, sparse)), _one(sparse)
+
+    def rows(self) -> Iterator[Sent]:
+        if self.plan.tp > 1:
+            yield from self._tensor_parallel()
+        if self.plan.cp > 1:
+            yield from self._rings()
+        if self.model.experts is not None and self.plan.ep > 1:
+            yield from self._experts(self.model.experts)
+        if self.plan.pp > 1:
+            yield self._messages()
+        if self.plan.dp * self.plan.cp > 1:
+            yield from self._gathered() if self.plan.zero == 3 else self._synchronised()
+
+    def _collective(
+        self, kind: str, what: str, where: str, nbytes: Numbers, ranks: Numbers, together: Numbers, count: float,
+        seconds: Numbers, shown: float | None,
+    ) -> Sent:  # fmt: skip
+        """Return a row of `count` collectives that take `seconds` each, of which the fraction `shown` is exposed."""
+        whole = count * _one(seconds)
+        link = level(self.cluster, _one(ranks), _one(together))
+        return Sent(kind, what, where, link, count, _one(nbytes), whole, None if shown is None else whole * shown)
+
+    def _tensor_parallel(self) -> Iterator[Sent]:
+        p = self.plan
+        kind = "reduce-scatter and all-gather" if p.sequence_parallel else "all-reduce"
+        nbytes, together = self.step.layers.joined(), min(p.tp, self.cluster.per_node)
+        each = self.step.layers.joining()
+        for where in self.passes:
+            what = "its gradient" if where == "backward" else "the residual"
+            yield self._collective(
+                kind, f"{what} over tp", f"twice per layer, {where}", nbytes, p.tp, together,
+                2 * self.layers * self.microbatches, each, self.software.tensor,
+            )  # fmt: skip
+
+    def _rings(self) -> Iterator[Sent]:
+        p, m = self.plan, self.model
+        nbytes = np.multiply(tokens(p), HALF * 2 * m.kv_heads * m.head_dim / p.tp)
+        together = np.clip(self.cluster.per_node / p.tp, 1, p.cp)
+        each = nbytes / self.cluster.bandwidth(p.cp, together)
+        hidden = 1 - _one(self.step.layers.ring()) / max((p.cp - 1) * _one(each), 1e-30)
+        for where in self.passes:
+            times = 2 if where == "backward" else 1
+            yield self._collective(
+                "message", "keys and values over cp", f"a ring in each layer, {where}", nbytes, p.cp, together,
+                times * (p.cp - 1) * self.layers * self.microbatches, each, 1 - hidden,
+            )  # fmt: skip
+
+    def _experts(self, x: Experts) -> Iterator[Sent]:
+        p, layers, together = self.plan, self.step.layers, min(self.plan.ep, self.cluster.per_node)
+        nbytes, each = layers.routed(x), layers.exchange(x)
+        for where in self.passes:
+            yield self._collective(
+                "all-to-all", "tokens over ep", f"to the experts and back, {where}", nbytes, p.ep, together,
+                2 * self.sparse * self.microbatches, each, 1.0,
+            )  # fmt: skip
+
+    def _messages(self) -> Sent:
+        p = self.plan
+        part = 1 / p.tp if self.software.scattered else 1.0
+        inside = self.cluster.per_node if p.ranks <= self.cluster.per_node else 1
+        return self._collective(
+            "message", "the residual, and its gradient", "between stages", tokens(p) * HALF * self.model.hidden * part,
+            p.pp, p.pp if inside > 1 else 1, 2 * p.chunks * self.microbatches, self.step.stages().message, None,
+        )  # fmt: skip
+
+    def _synchronised(self) -> Iterator[Sent]:
+        ranks, together = self.step.replicas()
+        own, shown = self.step.parameters, self.software.exposed
+        gradient = np.multiply(own, self.software.reduced)
+        kinds: dict[str, Numbers] = {"all-reduce" if self.step.sums_whole else "reduce-scatter": gradient}
+        if self.plan.zero:
+            kinds["all-gather"] = np.multiply(own, HALF)
+        for kind, nbytes in kinds.items():
+            what = "updated parameters over dp" if kind == "all-gather" else "gradients over dp"
+            each = self.cluster.meeting(kind, nbytes, ranks, together)  # pyright: ignore[reportArgumentType] - a kind
+            yield self._collective(kind, what, "after the backward pass", nbytes, ranks, together, 1, each, shown)
+
+    def _gathered(self) -> Iterator[Sent]:
+        ranks, together = self.step.replicas()
+        each, count = self.step.gathers(), self.layers * self.microbatches
+        again = _one(each.again) * count
+        rows = (
+            ("all-gather", "parameters over dp", "each layer, forward", each.layer, each.gather, count),
+            ("all-gather", "parameters over dp", "each layer, backward", each.layer, each.gather, again),
+            ("reduce-scatter", "gradients over dp", "each layer, backward", each.reduced, each.scatter, count),
+            ("all-gather", "tables of tokens over dp", "once, at both ends", each.table, each.tables, 3),
+        )
+        for kind, what, where, nbytes, seconds, times in rows:
+            yield self._collective(kind, what, where, nbytes, ranks, together, times, seconds, None)
+
+
+def _one(x: Numbers) -> float:
+    return float(np.asarray(x))

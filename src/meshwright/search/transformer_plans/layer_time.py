@@ -1,0 +1,233 @@
+"""Seconds of one layer of a transformer on one rank, for any number of plans at once.
+
+A layer is a list of linear maps, an attention, and operators that stream their operands through memory. Tensor
+parallelism divides all operators except those on the residual, which sequence parallelism divides (arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from meshwright.cost import NARROWEST, Cluster, Kernels, Numbers
+
+from .degrees import Degrees, tokens
+from .sizes import Experts, Transformer
+from .software import Software
+
+HALF = 2
+"""Bytes of one number of the activations."""
+NARROW = {"fp8": torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn, "nvfp4": NARROWEST}
+"""Precision → dtype of matrix products, if it is narrower than the 16 bits of all else."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a forward pass, of a backward pass, and of the weight gradients within the backward pass."""
+
+    forward: Numbers = 0.0
+    backward: Numbers = 0.0
+    weights: Numbers = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            np.add(self.forward, other.forward),
+            np.add(self.backward, other.backward),
+            np.add(self.weights, other.weights),
+        )
+
+    def __mul__(self, times: Numbers) -> Spent:
+        return Spent(
+            np.multiply(self.forward, times), np.multiply(self.backward, times), np.multiply(self.weights, times)
+        )
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Seconds of a model's layers under plans, on a cluster, with the properties of a software."""
+
+    model: Transformer
+    plan: Degrees
+    cluster: Cluster
+    kernels: Kernels
+    software: Software
+
+    @property
+    def rows(self) -> Numbers:
+        """Number of tokens whose residual a rank holds."""
+        return np.divide(tokens(self.plan), np.where(self.plan.sequence_parallel, self.plan.tp, 1))
+
+    @property
+    def node(self) -> int:
+        return self.cluster.per_node
+
+    def dense(self) -> Spent:
+        """Return the seconds of a layer without experts, without communication."""
+        return self.attention() + self.mlp(self.model.ffn)
+
+    def sparse(self) -> Spent:
+        """Return the seconds of a layer with experts, including the exchange of tokens."""
+        x = self.model.experts
+        return self.attention() if x is None else self.attention() + self._experts(x) + self._shared(x)
+
+    # --- parts
+
+    def linear(self, n: Numbers, k: Numbers) -> Spent:
+        """Return the seconds of `t k * k n -> t n` for the t tokens of this rank."""
+        t, dtype = tokens(self.plan), self._dtype
+        inputs, weights = self.kernels.matmul(t, k, n, dtype=dtype), self.kernels.matmul(n, k, t, dtype=dtype)
+        return Spent(self.kernels.matmul(t, n, k, dtype=dtype), np.add(inputs, weights), weights)
+
+    def stream(self, forward: Numbers, backward: Numbers) -> Spent:
+        """Return the seconds of operators that read and write so many bytes if they are fused."""
+        times = self.software.streams
+        return Spent(
+            self.kernels.stream(np.multiply(forward, times)), self.kernels.stream(np.multiply(backward, times))
+        )
+
+    def attention(self) -> Spent:
+        """Return the seconds of all that comes before the feed-forward part, and of both residual sums and norms."""
+        h, m, spent = self.model.hidden, self.model, Spent()
+        for n, k in self._projections():
+            spent += self.linear(n, k)
+        spent += self.core() + self.stream(self.rows * 4.0 * h, self.rows * 6.0 * h) * 2.0
+        spent += self.stream(self.rows * (6.0 if m.gated else 7.0) * h, self.rows * 4.0 * h) * 2.0
+        if m.gated:
+            turned = np.multiply(tokens(self.plan), 4 * (m.heads + m.kv_heads) * m.head_dim / self.plan.tp)
+            spent += self.stream(turned, turned)
+        return spent + (self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._is_narrow else Spent())
+
+    def mlp(self, width: Numbers) -> Spent:
+        """Return the seconds of the feed-forward part: up, the activation, and down; 0 for a width of 0."""
+        if not np.any(width):
+            return Spent()
+        h, f = self.model.hidden, np.divide(width, self.plan.tp)
+        t, two = tokens(self.plan), 2 if self.model.gated else 1
+        spent = self.linear(two * f, h) + self.linear(h, f)
+        spent += self.stream(t * (2 + 2 * two) * f, t * (2 + 4 * two) * f)
+        return spent + (self._casts(width) if self._is_narrow else Spent())
+
+    def core(self) -> Spent:
+        """Return the seconds of the scores, their softmax, and the weighted sum of the values."""
+        m, p = self.model, self.plan
+        s, heads = p.sequence, np.multiply(p.microbatch, np.divide(m.heads, p.tp))
+        queries = np.divide(s, p.cp)
+        if not self.software.fused_attention:
+            return self._written(queries, s, heads)
+        share = 0.5 if self.software.even_context else np.where(np.greater(p.cp, 1), 1 - 0.5 / np.asarray(p.cp), 0.5)
+        if m.window is not None:
+            share = share * (1 - (1 - np.minimum(1.0, 2 * m.window.size / np.asarray(s))) / m.window.every)
+        forward, backward = self.kernels.attention(queries, s, m.key_width + m.value_width, heads)
+        share = share / self.software.attention
+        return Spent(forward * share, backward * share)
+
+    def meetings(self) -> Spent:
+        """Return the seconds of collectives of tensor parallelism, two per pass, and of rings of keys and values."""
+        seconds = 2 * self.joining() * self.software.tensor
+        ring = self.ring()
+        return Spent(np.add(seconds, ring), np.add(seconds, 2 * ring))
+
+    def joining(self) -> Numbers:
+        """Return the seconds of a sum over a tensor-parallel group.
+
+        This is an all-reduce or, with sequence parallelism, a reduce-scatter and an all-gather.
+        """
+        whole, parts, gathered = (
+            self.cluster.meeting(kind, self.joined(), self.plan.tp, np.minimum(self.plan.tp, self.node))
+            for kind in ("all-reduce", "reduce-scatter", "all-gather")
+        )
+        return np.where(self.plan.sequence_parallel, np.add(parts, gathered), whole)
+
+    def joined(self) -> Numbers:
+        """Return the bytes of a sum over a tensor-parallel group.
+
+        If ranks cast before they gather, the gathered half has one byte per number.
+        """
+        narrow = np.asarray(self.plan.sequence_parallel, dtype=bool) & (self._is_narrow and self.software.casts_first)
+        return np.multiply(tokens(self.plan), HALF * self.model.hidden) * np.where(narrow, 0.75, 1.0)
+
+    def ring(self) -> Numbers:
+        """Return the seconds of passing on keys and values that attention does not hide."""
+        m, p = self.model, self.plan
+        if np.all(np.asarray(p.cp) == 1):
+            return 0.0
+        nbytes = np.multiply(tokens(p), HALF * 2 * np.divide(m.kv_heads * m.head_dim, p.tp))
+        together = np.clip(self.node / np.asarray(p.tp), 1, p.cp)
+        ring = np.multiply(np.subtract(p.cp, 1), nbytes) / self.cluster.bandwidth(p.cp, together)
+        return np.where(np.greater(p.cp, 1), np.maximum(0.0, ring - 0.8 * np.asarray(self.core().forward)), 0.0)
+
+    def _projections(self) -> Iterator[tuple[Numbers, Numbers]]:
+        m, t, x = self.model, self.plan.tp, self.model.latent
+        if x is None:
+            yield np.divide((m.heads + 2 * m.kv_heads) * m.head_dim, t), m.hidden
+        else:
+            yield from ((x.query, m.hidden),) if x.query else ()
+            yield np.divide(m.heads * m.key_width, t), x.query or m.hidden
+            yield from ((x.key + x.rotary, m.hidden), (np.divide(m.heads * (x.plain + x.value), t), x.key))
+        yield m.hidden, np.divide(m.heads * m.value_width, t)
+
+    def _written(self, queries: Numbers, keys: Numbers, heads: Numbers) -> Spent:
+        """Return the seconds of attention by single operators: scores, softmax and dropout go through memory."""
+        scores = np.multiply(np.multiply(queries, keys), heads)
+        looks = self.kernels.matmul(queries, keys, self.model.key_width, heads)
+        weighs = self.kernels.matmul(queries, self.model.value_width, keys, heads)
+        products = np.add(looks, weighs)
+        streams = Spent(self.kernels.stream(9 * scores), self.kernels.stream(11 * scores))
+        return Spent(products, 2 * products) + streams
+
+    def _experts(self, x: Experts) -> Spent:
+        """Return the seconds of the fullest rank's experts, and of sending tokens there and back."""
+        h, t = self.model.hidden, np.divide(tokens(self.plan), self.plan.tp)
+        own = np.divide(x.count, self.plan.ep)
+        here = t * x.fullest(self.plan.ep)
+        each = np.multiply(here, x.chosen * np.divide(self.plan.ep, x.count))
+        spent = self._grouped(each, 2 * x.ffn, h, own) + self._grouped(each, h, x.ffn, own)
+        moved = here * x.chosen
+        spent += self.stream(moved * 4 * h, moved * 6 * h) * 2.0
+        spent += self.stream(moved * 6 * x.ffn, moved * 9 * x.ffn) + self.stream(t * 8 * x.count, t * 12 * x.count)
+        sent = self.exchange(x)
+        return spent + Spent(2 * sent, 2 * sent)
+
+    def routed(self, x: Experts) -> Numbers:
+        """Return the bytes that a rank sends to experts: its part of the tokens, once for each of their experts."""
+        return np.divide(tokens(self.plan), self.plan.tp) * (x.chosen * HALF * self.model.hidden)
+
+    def exchange(self, x: Experts) -> Numbers:
+        """Return the seconds of sending tokens to experts, or back."""
+        p, together = self.plan, np.minimum(self.plan.ep, self.node)
+        nodes = np.maximum(np.divide(p.ep, together), 1.0)
+        apart = 1.0
+        if self.software.once:  # the nodes of a token's experts, placed at random, per expert
+            apart = nodes * (1 - (1 - 1 / nodes) ** x.chosen) / x.chosen
+        return self.cluster.meeting("all-to-all", self.routed(x) * x.fullest(p.ep), p.ep, together, apart)
+
+    def _shared(self, x: Experts) -> Spent:
+        f = np.divide(x.shared, self.plan.tp)
+        return self.linear(2 * f, self.model.hidden) + self.linear(self.model.hidden, f) if x.shared else Spent()
+
+    def _grouped(self, m: Numbers, n: Numbers, k: Numbers, groups: Numbers) -> Spent:
+        kernels, dtype, slower = self.kernels, self._dtype, self.kernels.habits.grouped
+        forward = kernels.matmul(m, n, k, groups, dtype)
+        inputs, weights = kernels.matmul(m, k, n, groups, dtype), kernels.matmul(n, k, m, groups, dtype)
+        return Spent(forward, np.add(inputs, weights), weights) * slower
+
+    def _casts(self, width: Numbers) -> Spent:
+        """Return the seconds of casts to eight bits and back, for a width that a tensor-parallel group divides."""
+        nbytes = np.multiply(tokens(self.plan), self.software.casts * np.divide(width, self.plan.tp))
+        seconds = self.kernels.stream(nbytes)
+        return Spent(seconds, seconds)
+
+    def _gathered_casts(self, width: Numbers) -> Spent:
+        """Return the seconds of casts of a gathered width: every rank casts all of it, unless it was cast before."""
+        return self._casts(width if self.software.casts_first else np.multiply(width, self.plan.tp))
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.plan.precision in NARROW
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return NARROW.get(self.plan.precision, torch.bfloat16)

@@ -1,0 +1,176 @@
+"""Account of a plan for a model that is described by its sizes: time, memory, the bottleneck, and other plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from meshwright.cost import Cluster, Link
+from meshwright.pipeline import Timeline, simulate
+
+from ..plan_data.account import Account, Curve, Rival, Sent, loses, rising
+from ..plan_data.plan import Plan
+from ..plan_data.progress_bar import OnStep
+from ..plan_data.units import parameters
+from .choose import USABLE, Choice, Priced
+from .communication import sent
+from .degrees import microbatches
+from .peak_memory import hold, hold_each
+from .predict import predict, stages_of
+from .simulated_step import has_short_table, simulated, table_of, times_of
+from .sizes import Transformer
+from .software import OURS, Software
+from .tensor_layouts import laid, stages
+
+OTHERS = "accumulation", "optimizer", "host"
+PARTS = {
+    "communication": "ranks wait for links",
+    "bubble": "ranks of the pipeline wait for other ranks",
+    "accumulation": "gradients of microbatches are added up",
+    "optimizer": "parameters are updated",
+    "host": "the host prepares the step",
+}
+"""Part of a step other than computation → what happens in it."""
+
+
+def account(
+    model: Transformer,
+    plan: Plan,
+    cluster: Cluster,
+    choice: Choice | None = None,
+    software: Software = OURS,
+    on_step: OnStep | None = None,
+) -> Account:
+    """Return the account of a step under `plan`, compared with the plans of `choice`.
+
+    `on_step` is called with (done, of).
+
+    Raises:
+        SearchError: as `predict`.
+        ScheduleError: as `simulated`.
+    """
+    spent, nbytes = _spent(model, plan, cluster, software), float(np.asarray(hold(model, plan, software).nbytes))
+    others = [p for p in (choice.best, *choice.next) if p.plan != plan] if choice else []
+    told = tuple(_rivals(model, plan, cluster, software, nbytes, others, on_step))
+    rows, timeline = sent(model, plan, cluster, software), _timeline(model, plan, cluster, software)
+    seconds = sum(spent.values())
+    each = {
+        s.name: {kind: float(np.asarray(x)) for kind, x in parts.items()}
+        for s, parts in zip(stages(model, plan), hold_each(model, plan, software), strict=True)
+    }
+    return Account(
+        what=f"a transformer of {parameters(model.parameters)}, {model.layers} layers",
+        how=", ".join(f"{name} = {value}" for name, value in asdict(plan).items() if value != USUAL[name]),
+        where=f"{plan.ranks} ranks of {cluster!r}",
+        seconds=seconds, nbytes=nbytes, room=cluster.device.memory * USABLE,
+        why=tuple(_why(plan, spent, rows, nbytes, cluster, choice)),
+        spent=spent, held=each, laid=tuple(laid(model, plan)), sent=rows, rivals=told, decided=asdict(plan),
+        timeline=timeline, curves=tuple(_curves(timeline, each)) if timeline else (),
+    )  # fmt: skip
+
+
+USUAL = asdict(Plan())
+
+
+def _spent(
+    model: Transformer, plan: Plan, cluster: Cluster, software: Software, by_table: bool = True
+) -> dict[str, float]:
+    """Return the seconds of a step by part, averaged over the ranks.
+
+    Communication is the time that a step takes longer than on free links. Without tables, closed forms are used.
+    """
+
+    def step(on: Cluster) -> float:
+        if by_table:
+            return simulated(model, plan, on, software)
+        return float(np.asarray(predict(model, plan, on, software).seconds))
+
+    free = replace(cluster, inside=_free(cluster.inside), outside=None)
+    whole, alone = step(cluster), step(free)
+    parts = {name: float(np.asarray(x)) for name, x in predict(model, plan, free, software).parts.items()}
+    others = {name: parts[name] for name in OTHERS}
+    computation = _computed(model, plan, free, software)
+    bubble = max(0.0, alone - sum(others.values()) - computation)
+    return {"computation": computation, "communication": whole - alone, "bubble": bubble, **others}
+
+
+def _free(link: Link) -> Link:
+    """Return the link with all transfers free of cost."""
+    return replace(link, bandwidth=1e30, latency=0.0, start=0.0)
+
+
+def _computed(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> float:
+    """Return the seconds that the ranks of the pipeline compute in a step, on average."""
+    s = stages_of(model, plan, cluster, software)
+    ends, ranks = [s.first + s.before, s.last + s.behind], [s.other] * (plan.pp - 2)
+    spent = [*ends, *ranks] if plan.pp > 1 else [s.first + s.before + s.behind]
+    whole = sum(float(np.asarray(np.add(x.forward, x.backward))) for x in spent)
+    return whole / plan.pp * float(np.asarray(microbatches(plan)))
+
+
+def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> Timeline | None:
+    """Return the simulated step of the pipeline, or None if no table determines the predicted time."""
+    if plan.pp == 1 or plan.zero == 3:
+        return None
+    return simulate(table_of(plan), times_of(stages_of(model, plan, cluster, software), plan))
+
+
+def _why(
+    plan: Plan, spent: dict[str, float], rows: tuple[Sent, ...], nbytes: float, cluster: Cluster, choice: Choice | None
+) -> Iterator[str]:
+    """Yield the bottleneck: memory if a faster plan does not fit, or else the largest part that is not computation."""
+    whole, room = sum(spent.values()), cluster.device.memory * USABLE
+    if nbytes > room:
+        yield f"memory: the plan needs {nbytes / 1e9:.1f} GB per rank, of {room / 1e9:.1f} GB"
+    if choice is not None:
+        yield from _better(plan, choice, whole, room)
+    name = max((n for n in spent if n != "computation"), key=lambda n: spent[n])
+    if spent[name] < 0.02 * whole:
+        yield "computation: only faster devices or fewer operations make the step shorter"
+        return
+    yield f"{name}: {PARTS[name]} for {100 * spent[name] / whole:.1f} % of the step"
+    if name == "communication" and rows:
+        most = max(rows, key=lambda r: r.seconds if r.exposed is None else r.exposed)
+        yield f"most of it is {most.kind} of {most.what}, {most.where}, on {most.link}"
+
+
+def _better(plan: Plan, choice: Choice, whole: float, room: float) -> Iterator[str]:
+    """Yield the better plan of a search or, if `plan` is its best, the faster plan that does not fit into memory."""
+    best, beyond = choice.best, choice.beyond
+    if best.plan != plan and best.seconds < whole * (1 - 1e-6):
+        yield f"another plan takes {best.seconds / whole:.3f} of the time: {differences(plan, best.plan)}"
+    if best.plan == plan and beyond is not None:
+        yield (
+            f"memory: {differences(plan, beyond.plan)} would take {beyond.seconds / whole:.3f} of the time, but needs "
+            f"{beyond.nbytes / 1e9:.1f} GB of {room / 1e9:.1f} GB"
+        )
+
+
+def _rivals(
+    model: Transformer, plan: Plan, cluster: Cluster, software: Software, nbytes: float, others: list[Priced],
+    on_step: OnStep | None,
+) -> Iterator[Rival]:  # fmt: skip
+    """Yield the other plans, and the parts in which they are slower; short tables are simulated."""
+    for n, other in enumerate(others):
+        if on_step:
+            on_step(n, len(others))
+        by_table = has_short_table(plan) and has_short_table(other.plan)
+        own, theirs = (_spent(model, p, cluster, software, by_table) for p in (plan, other.plan))
+        why = loses(own, theirs) or f"equally fast, {(other.nbytes - nbytes) / 1e9:+.1f} GB per rank"
+        yield Rival(differences(plan, other.plan), other.seconds, other.nbytes, why)
+
+
+def differences(best: Plan, other: Plan) -> str:
+    """Return the fields in which `other` differs from `best`, with their values, as text."""
+    one, two = asdict(best), asdict(other)
+    return ", ".join(f"{name} = {two[name]}" for name in one if one[name] != two[name])
+
+
+def _curves(timeline: Timeline, held: dict[str, dict[str, float]]) -> Iterator[Curve]:
+    """Yield the bytes over time: state, and the activations of the microbatches in flight by the table."""
+    for rank, (name, parts) in enumerate(held.items()):
+        base, most = sum(parts.values()) - parts["activations"], timeline.peaks()[rank]
+        each = [parts["activations"] / (most or 1.0)] * timeline.schedule.chunks
+        yield rising(name, timeline, rank, base, each)

@@ -1,0 +1,368 @@
+"""Predicted seconds of a training step under plans: layers, stages, pipeline, synchronisation, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from meshwright.cost import Cluster, Habits, Kernels, Numbers
+
+from .._errors import SearchError
+from .degrees import Degrees, microbatches, tokens
+from .layer_shares import Share, shares
+from .layer_time import HALF, NARROW, Layers, Spent
+from .sizes import Transformer
+from .software import OURS, Software
+
+UPDATE = 32.0
+"""Bytes that Adam with a master copy reads and writes per parameter."""
+BESIDE = 0.1
+"""Slowdown of computation by a collective that overlaps with it, as a fraction of the shorter of the two."""
+STEP = 5e-3
+"""Seconds of work of the host per step, besides its work for layers."""
+HOSTS = 0.12
+"""Slowdown of hosts per doubling of a tensor-parallel group, which waits for its slowest host."""
+FILLING = {
+    "GPipe": (1.0, 1.0, 1.0), "1F1B": (1.0, 1.0, 1.0), "Interleaved 1F1B": (1.0, 1.0, 1.0), "ZB-H1": (1.0, 1.0, -1.0),
+    "ZB-1p": (1.0, 1.0, -1.0), "ZB-H2": (1.0, 1.0, -2.0), "ZB-2p": (0.0, 0.0, 0.0), "ZB-V": (0.0, 0.0, 0.0),
+}  # fmt: skip
+"""Schedule → its bubble per other rank, in multiples of F, B and W of a rank's chunks (closed forms of the papers)."""
+
+
+DOUBLE = frozenset({"ZB-2p", "ZB-H2"})
+"""Schedules with twice as many microbatches in flight as ranks."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step, and their parts; one element per plan."""
+
+    seconds: Numbers
+    parts: dict[str, Numbers]
+
+
+def predict(
+    model: Transformer,
+    plan: Degrees,
+    cluster: Cluster,
+    software: Software = OURS,
+    habits: Habits | None = None,
+) -> Prediction:
+    """Return the predicted seconds of a step under a plan, or under each of many.
+
+    >>> from meshwright.cost import cluster_of
+    >>> llama = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
+    >>> from meshwright.search import Plan
+    >>> round(float(predict(llama, Plan(dp=8, zero=1, batch=64), cluster_of("H100")).seconds), 1)
+    1.7
+
+    Raises:
+        SearchError: the bubble of the schedule is not known.
+    """
+    if plan.schedule not in FILLING:
+        raise SearchError(
+            f"a plan with the schedule {plan.schedule!r}", "a schedule without a formula for its bubble",
+            f"formulas exist for {', '.join(FILLING)}", 'write Plan(schedule="1F1B")',
+        )  # fmt: skip
+    return Step(model, plan, cluster, software, habits or Habits()).prediction()
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds of the first, of another and of the last rank of a pipeline, and of a message.
+
+    `before` and `behind` are the embedding and the head.
+    """
+
+    first: Spent
+    other: Spent
+    last: Spent
+    before: Spent
+    behind: Spent
+    message: Numbers
+
+
+def stages_of(
+    model: Transformer, plan: Degrees, cluster: Cluster, software: Software = OURS, habits: Habits | None = None
+) -> Stages:
+    """Return the seconds that the ranks of a plan's pipeline compute for one microbatch."""
+    return Step(model, plan, cluster, software, habits or Habits()).stages()
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """Bytes that ZeRO-3 moves for a layer and for an embedding table, and the seconds of each collective.
+
+    `again` is the number of times that a backward pass gathers a layer. `waits` is true if the computation waits for
+    it.
+    """
+
+    layer: Numbers
+    reduced: Numbers
+    table: Numbers
+    gather: Numbers
+    scatter: Numbers
+    tables: Numbers
+    again: Numbers
+    waits: Numbers
+
+
+@dataclass(frozen=True)
+class Step:
+    """Parts of a step under a plan, or under each of many."""
+
+    model: Transformer
+    plan: Degrees
+    cluster: Cluster
+    software: Software
+    habits: Habits
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        return Kernels(self.cluster.device, self.habits)
+
+    @cached_property
+    def layers(self) -> Layers:
+        return Layers(self.model, self.plan, self.cluster, self.kernels, self.software)
+
+    def prediction(self) -> Prediction:
+        """Return the seconds of the step, and its parts."""
+        sharded = np.asarray(self.plan.zero) == 3
+        running = np.where(sharded, self.gathering(), self.pipeline())
+        parts: dict[str, Numbers] = {
+            "microbatches": running,
+            "gradients": np.where(sharded, 0.0, self.synchronised()),
+            "accumulation": self.accumulated(),
+            "optimizer": self.updated(),
+            "host": np.full(np.shape(running), STEP),
+        }
+        return Prediction(np.sum([np.broadcast_to(p, np.shape(running)) for p in parts.values()], axis=0), parts)
+
+    # --- a layer
+
+    @cached_property
+    def dense(self) -> Spent:
+        return self._whole(self.layers.dense(), self.model.ffn)
+
+    @cached_property
+    def sparse(self) -> Spent:
+        return self._whole(self.layers.sparse(), 0) if self.model.experts else Spent()
+
+    def _whole(self, computed: Spent, width: int) -> Spent:
+        """Return the seconds of a layer with its collectives and recomputation.
+
+        A layer is never faster than a host starts its operators.
+        """
+        spent = computed + self.layers.meetings()
+        slower = 1 + HOSTS * np.log2(np.asarray(self.plan.tp, dtype=float))
+        floor = [x * slower for x in self.habits.host]
+        forward = np.maximum(spent.forward, floor[0])
+        again = self._again(spent, width)
+        again = np.maximum(again, floor[0]) if self.plan.recompute == "full" else again
+        moved = self._stowed()
+        return Spent(forward + moved, np.maximum(spent.backward, floor[1]) + again + moved, spent.weights)
+
+    def _stowed(self) -> Numbers:
+        """Return the seconds of moving a layer's input to the memory of the host, or back."""
+        if self.software.stowed is None or self.plan.recompute != "full":
+            return 0.0
+        return self.layers.rows * (HALF * self.model.hidden / self.software.stowed)
+
+    def _again(self, spent: Spent, width: int) -> Numbers:
+        h = self.model.hidden
+        match self.plan.recompute:
+            case "none":
+                return 0.0
+            case "selective" if self.software.selective is not None:
+                return self.software.selective * np.asarray(spent.forward)
+            case "selective":
+                return self.layers.core().forward
+            case _:
+                last = self.layers.linear(h, np.divide(width, self.plan.tp)).forward if width else 0.0
+                return np.subtract(spent.forward, last if self.software.stops_early else 0.0)
+
+    # --- stages
+
+    @cached_property
+    def head(self) -> Spent:
+        """Seconds of the last linear map and the loss."""
+        vocab = np.divide(self.model.vocab, self.plan.tp)
+        logits = self.kernels.stream(np.multiply(tokens(self.plan), vocab) * self.software.cross_entropy / 2)
+        return self.layers.linear(vocab, self.model.hidden) + Spent(logits, logits)
+
+    @cached_property
+    def embedding(self) -> Spent:
+        rows = np.multiply(tokens(self.plan), self.model.hidden)
+        return self.layers.stream(4 * rows, 8 * rows)
+
+    def _stage(self, layers: Share) -> Spent:
+        """Return the seconds of one rank's layers."""
+        return self.dense * layers.dense + self.sparse * layers.sparse
+
+    def stages(self) -> Stages:
+        """Return the seconds of the ranks of the pipeline."""
+        first, other, last = map(self._stage, shares(self.model.layers, self.model.dense_layers, self.plan.pp))
+        return Stages(first, other, last, self.embedding, self.head, self._message())
+
+    # --- a step
+
+    def pipeline(self) -> Numbers:
+        """Return the seconds of all microbatches through all stages."""
+        p, m, s = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan), self.stages()
+        whole = s.first + s.before + s.behind
+        lengths = [np.add(x.forward, x.backward) for x in (s.first + s.before, s.other, s.last + s.behind)]
+        most = np.maximum(np.maximum(lengths[0], lengths[2]), np.where(p > 2, lengths[1], 0.0))
+        mean = (lengths[0] + lengths[2] + np.maximum(p - 2, 0) * lengths[1]) / p
+        chunks = np.asarray(self.plan.chunks)
+        filling = self._filling(s.other, mean)
+        sent = 2 * s.message * (p - 1) + 2 * chunks * m * s.message * self.software.messages
+        return np.where(p > 1, m * most + filling + sent, m * np.add(whole.forward, whole.backward))
+
+    def _filling(self, stage: Spent, mean: Numbers) -> Numbers:
+        """Return the idle seconds of a rank, over all its microbatches.
+
+        Some schedules put weight gradients into the bubble. Their bubble has a lower bound: the time until the first
+        microbatch of the first rank comes back, less the forwards that the rank may run meanwhile.
+        """
+        f, b, w = FILLING[self.plan.schedule]
+        p, m = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan)
+        if (f, b, w) == (1.0, 1.0, 1.0):
+            return mean * (p - 1) / np.asarray(self.plan.chunks)
+        forward, inputs = np.asarray(stage.forward), np.subtract(stage.backward, stage.weights)
+        closed = (p - 1) * (f * forward + b * inputs + w * np.asarray(stage.weights))
+        alive = np.minimum(m, 2 * p - 1 if self.plan.schedule in DOUBLE else p)
+        return np.maximum(np.maximum(closed, p * forward + (p - 1) * inputs - alive * forward), 0.0)
+
+    def _message(self) -> Numbers:
+        part = np.divide(1.0, self.plan.tp) if self.software.scattered else 1.0
+        nbytes = np.multiply(tokens(self.plan), HALF * self.model.hidden) * part
+        inside = np.multiply(np.multiply(self.plan.dp, self.plan.cp), np.multiply(self.plan.tp, self.plan.pp))
+        return self.cluster.message(nbytes, np.greater(inside, self.cluster.per_node)) + 10e-6
+
+    def gathers(self) -> Gathers:
+        """Return the collectives of ZeRO-3."""
+        m, p = self.model, self.plan
+        ranks, together = self.replicas()
+        parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / np.asarray(p.tp)
+        layer, reduced = parameters * HALF, parameters * self.software.reduced
+        table = np.divide(m.embedding_parameters * HALF, p.tp)
+        waits = np.greater(parameters, self.software.live)
+        return Gathers(
+            layer, reduced, table,
+            self.cluster.meeting("all-gather", layer, ranks, together),
+            self.cluster.meeting("reduce-scatter", reduced, ranks, together),
+            self.cluster.meeting("all-gather", table, ranks, together),
+            np.where(waits & (p.recompute == "full"), 2.0, 1.0), waits,
+        )  # fmt: skip
+
+    def gathering(self) -> Numbers:
+        """Return the seconds of all microbatches with ZeRO-3.
+
+        The parameters of a layer are gathered while another layer computes, forward and backward.
+        """
+        m, p, each = self.model, self.plan, self.gathers()
+        everything = Share(m.dense_layers, m.layers - m.dense_layers)
+        spent = self._stage(everything) * (1 / m.layers)
+        again = each.again * each.gather
+        forward = np.where(each.waits, spent.forward + each.gather, _beside(spent.forward, each.gather))
+        backward = np.where(
+            each.waits,
+            again + _beside(spent.backward, each.scatter),
+            _beside(spent.backward, np.add(again, each.scatter)),
+        )
+        ends = self.head + self.embedding
+        once = m.layers / np.asarray(p.pp) * (forward + backward) + np.add(ends.forward, ends.backward) / np.asarray(
+            p.pp
+        )
+        filling = (np.asarray(p.pp) - 1) / np.asarray(p.chunks)
+        return (np.asarray(microbatches(p)) + filling) * once + 3 * np.asarray(each.tables)
+
+    def replicas(self) -> tuple[Numbers, Numbers]:
+        """Return the number of ranks that have the same parameters, and how many of them share a node."""
+        ranks = np.multiply(self.plan.dp, self.plan.cp)
+        return ranks, np.clip(self.cluster.per_node / np.asarray(self.plan.tp), 1, ranks)
+
+    @cached_property
+    def parameters(self) -> Numbers:
+        """Number of parameters of a rank, before ZeRO divides them."""
+        m, p = self.model, self.plan
+        shared = m.attention_parameters * m.layers + m.mlp_parameters * m.dense_layers
+        shared = shared + m.shared_parameters * (m.layers - m.dense_layers)
+        ends = np.where(np.greater(p.pp, 1) | m.tied, 1, 2) * m.embedding_parameters
+        experts = m.expert_parameters * (m.layers - m.dense_layers)
+        own = np.divide(shared, np.multiply(p.pp, p.tp)) + ends / np.asarray(p.tp)
+        return own + np.divide(experts, np.multiply(p.pp, p.ep))
+
+    def synchronised(self) -> Numbers:
+        """Return the exposed seconds of reducing gradients over replicas.
+
+        With ZeRO, they include the gather of updated parameters.
+        """
+        ranks, together = self.replicas()
+        gradient = np.asarray(self.parameters) * self.software.reduced
+        whole = self.cluster.meeting("all-reduce", gradient, ranks, together)
+        parts = self.cluster.meeting("reduce-scatter", gradient, ranks, together)
+        updated = self.cluster.meeting("all-gather", np.asarray(self.parameters) * HALF, ranks, together)
+        updated = np.where(np.asarray(self.plan.zero) == 0, 0.0, updated)
+        return (np.where(self.sums_whole, whole, parts) + updated) * self.software.exposed
+
+    @property
+    def sums_whole(self) -> Numbers:
+        """True if every rank has the whole sum of the gradients."""
+        return np.less(self.plan.zero, 1 if self.software.reduces_parts else 3)
+
+    def accumulated(self) -> Numbers:
+        """Return the seconds of adding each microbatch's gradients to those of the others."""
+        m, zero = np.asarray(microbatches(self.plan)), np.asarray(self.plan.zero)
+        replicas = np.multiply(self.plan.dp, self.plan.cp)
+        nbytes = np.where(
+            zero == 3, self.parameters / replicas * 12, np.asarray(self.parameters) * self.software.accumulation
+        )
+        return np.where(m > 1, m * self.kernels.stream(nbytes), 0.0)
+
+    def updated(self) -> Numbers:
+        """Return the seconds of the optimizer's step."""
+        shared = np.where(np.greater(self.plan.zero, 0), np.multiply(self.plan.dp, self.plan.cp), 1)
+        own = np.asarray(self.parameters) / shared
+        hosted = self.software.hosted
+        return self.kernels.stream(own * UPDATE) if hosted is None else self._updated_by_hosts(own, hosted)
+
+    def _updated_by_hosts(self, own: Numbers, memory: float) -> Numbers:
+        """Return the seconds of the optimizer's step on hosts.
+
+        The devices of a node share its memory. Gradients are moved there, and parameters back.
+        """
+        p = self.plan
+        ranks = np.multiply(np.multiply(p.dp, p.tp), np.multiply(p.pp, p.cp))
+        each = memory / np.minimum(ranks, self.cluster.per_node)
+        way = (self.software.reduced + HALF) / (self.software.stowed or each)
+        return own * (UPDATE / (each * self.habits.streamed) + way)
+
+
+def _beside(computed: Numbers, meeting: Numbers) -> Numbers:
+    """Return the seconds of computation that overlaps with a collective."""
+    return np.maximum(computed, meeting) + BESIDE * np.minimum(computed, meeting)
+
+
+def work(model: Transformer, plan: Degrees) -> Numbers:
+    """Return the operations of a step that the model needs, without recomputation; half of causal scores count.
+
+    Products of parameters with tokens count once forward and twice for gradients. The embedding table is looked up and
+    does not count; a head is multiplied.
+    """
+    x = model.experts
+    active: float = model.parameters - (0 if model.tied else model.embedding_parameters)
+    if x is not None:
+        active -= model.expert_parameters * (model.layers - model.dense_layers) * (1 - x.chosen / x.count)
+    scores = np.multiply(plan.sequence, model.layers * model.heads * (model.key_width + model.value_width) / 2)
+    return 6.0 * np.multiply(plan.batch, plan.sequence) * (active + scores)
+
+
+def share_of_peak(model: Transformer, plan: Degrees, cluster: Cluster, seconds: float) -> float:
+    """Return the model FLOPs utilisation: `work` of a step, relative to the devices' peak in the plan's precision."""
+    ranks = float(np.asarray(np.multiply(np.multiply(plan.dp, plan.tp), np.multiply(plan.pp, plan.cp))))
+    rate = cluster.device.peak(NARROW.get(plan.precision, torch.bfloat16))
+    return float(np.asarray(work(model, plan))) / (rate * ranks * seconds)

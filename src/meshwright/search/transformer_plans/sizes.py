@@ -1,0 +1,151 @@
+"""Sizes of a transformer, from which the sizes of its operators follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.cost import Numbers
+
+from .._errors import SearchError, check_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """`count` experts of width `ffn` in every layer after the first `dense` ones; each token goes to `chosen`.
+
+    Raises:
+        SearchError: `imbalance` is below 1 or not finite.
+    """
+
+    count: int
+    chosen: int
+    ffn: int
+    shared: int = 0
+    """Width of the expert that all tokens go to."""
+    dense: int = 0
+    imbalance: float = 1.0
+    """Tokens of the fullest rank relative to the average, if experts are divided over ranks."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.imbalance < float("inf"):
+            raise SearchError(
+                "experts", f"imbalance={self.imbalance}", "the fullest rank has at least as many tokens as the average",
+                "write Experts(..., imbalance=1.2)",
+            )  # fmt: skip
+
+    def fullest(self, ranks: Numbers) -> Numbers:
+        """Return the tokens of the fullest of `ranks` ranks, relative to the average; at most all tokens.
+
+        >>> [float(Experts(8, 2, 64, imbalance=3.0).fullest(ranks)) for ranks in (1, 2, 8)]
+        [1.0, 2.0, 3.0]
+        """
+        return np.minimum(self.imbalance, np.asarray(ranks, dtype=float))
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention whose queries, keys and values are computed from narrow projections (arXiv 2405.04434)."""
+
+    query: int
+    """Width of the projection before queries; 0 if there is none (DeepSeek-V2-Lite)."""
+    key: int
+    plain: int
+    """Part of a head's width that is not rotated."""
+    rotary: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Sliding windows: every `every`-th layer attends to the last `size` tokens only."""
+
+    size: int
+    every: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """A transformer of equal layers between an embedding and a head.
+
+    >>> f"{Transformer(32, 4096, 32, 8, 128, 14336, 128256).parameters:.3g}"
+    '8.03e+09'
+
+    Raises:
+        SearchError: a size is below 1 or too large.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+    window: Window | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.vocab) < 1:
+            raise SearchError(
+                "a transformer", f"{self}", "layers, widths and heads must be at least 1",
+                "write Transformer(layers, hidden, heads, kv_heads, head_dim, ffn, vocab)",
+            )  # fmt: skip
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+        check_sizes("a transformer", **{name: getattr(self, name) for name in sizes})
+
+    @property
+    def dense_layers(self) -> int:
+        """Number of layers whose feed-forward part has no experts."""
+        return self.layers if self.experts is None else min(self.experts.dense, self.layers)
+
+    @property
+    def key_width(self) -> int:
+        """Width of a query or a key of one head."""
+        return self.head_dim if self.latent is None else self.latent.plain + self.latent.rotary
+
+    @property
+    def value_width(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the attention of one layer."""
+        h, a, x = self.hidden, self.heads, self.latent
+        if x is None:
+            return h * (2 * a + 2 * self.kv_heads) * self.head_dim
+        up = (x.query or h) * a * self.key_width + x.key * a * (x.plain + x.value)
+        return h * x.query + h * (x.key + x.rotary) + up + a * x.value * h
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Feed-forward parameters of one layer without experts."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def shared_parameters(self) -> int:
+        """Parameters of one layer with experts that every rank has: the router and the shared expert."""
+        x = self.experts
+        return 0 if x is None else self.hidden * (x.count + 3 * x.shared)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of one layer."""
+        return 0 if self.experts is None else 3 * self.experts.count * self.hidden * self.experts.ffn
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding table; the head has as many."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, without norms and biases."""
+        dense, sparse = self.dense_layers, self.layers - self.dense_layers
+        inner = self.attention_parameters * self.layers + self.mlp_parameters * dense
+        inner += (self.shared_parameters + self.expert_parameters) * sparse
+        return inner + self.embedding_parameters * (1 if self.tied else 2)

@@ -1,0 +1,150 @@
+"""Layouts of a transformer's tensors under a plan: the parameters of each stage's layers, and the activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from ..plan_data.account import Laid
+from ..plan_data.plan import Plan
+from .sizes import Transformer
+
+Dims = tuple[tuple[int, tuple[str, ...]], ...]
+"""Size of each dim of the whole tensor, and the axes that shard it."""
+
+
+class Stage(NamedTuple):
+    """Part of the model on one pipeline rank: its layers, as ranges, and whether it has the embedding or the head."""
+
+    name: str
+    layers: tuple[range, ...]
+    first: bool
+    last: bool
+
+    def __str__(self) -> str:
+        runs = [f"layer {r[0]}" if len(r) == 1 else f"layers {r[0]} to {r[-1]}" for r in self.layers]
+        return ", ".join([*(["embedding"] if self.first else []), *runs, *(["head"] if self.last else [])])
+
+
+def stages(model: Transformer, plan: Plan) -> list[Stage]:
+    """Return the part of the model on each pipeline rank.
+
+    If the layers do not divide evenly but two more would, the first and the last part have one layer less. In other
+    uneven cases, the first parts have one layer more.
+
+    >>> llama = Transformer(30, 4096, 32, 8, 128, 14336, 128256)
+    >>> [str(s) for s in stages(llama, Plan(pp=4, batch=8))][::3]
+    ['embedding, layers 0 to 6', 'layers 23 to 29, head']
+    """
+    parts = plan.pp * plan.chunks
+    ends = _split(model.layers, parts)
+    runs = [range(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    return [
+        Stage(_stage_name(r, plan.pp), tuple(run for run in runs[r :: plan.pp] if run), r == 0, r == plan.pp - 1)
+        for r in range(plan.pp)
+    ]
+
+
+def _split(layers: int, parts: int) -> list[int]:
+    """Return the layer at which each part ends."""
+    if layers % parts and (layers + 2) % parts == 0:
+        each = (layers + 2) // parts
+        return [*(each * (n + 1) - 1 for n in range(parts - 1)), layers]
+    return [int(n) for n in np.cumsum([layers // parts + (n < layers % parts) for n in range(parts)])]
+
+
+def _stage_name(rank: int, ranks: int) -> str:
+    return f"pipeline rank {rank}" if ranks > 1 else "model"
+
+
+def laid(model: Transformer, plan: Plan) -> Iterator[Laid]:
+    """Yield every tensor of one layer of each kind, stage by stage, and then the activations."""
+    for stage in stages(model, plan):
+        if stage.first:
+            yield _parameter(f"{stage.name}.embedding", "table", ((model.vocab, ("tp",)), (model.hidden, ())), plan)
+        for run in stage.layers:
+            yield from _layers(model, plan, stage.name, run)
+        if stage.last:
+            note = "the embedding's table" if model.tied and stage.first else ""
+            dims = ((model.vocab, ("tp",)), (model.hidden, ()))
+            yield _parameter(f"{stage.name}.head", "table", dims, plan, note)
+    yield from _activations(model, plan)
+
+
+def _layers(model: Transformer, plan: Plan, stage: str, run: range) -> Iterator[Laid]:
+    """Yield a row for each tensor of a layer, once for all layers that are alike."""
+    dense = range(run.start, min(run.stop, model.dense_layers))
+    sparse = range(max(run.start, model.dense_layers), run.stop)
+    for layers, inner in ((dense, _mlp(model)), (sparse, _experts(model))):
+        if layers:
+            name = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}, each"
+            for part, dims in {**_attention(model), **inner}.items():
+                yield replace(_parameter(f"{stage}.{name}", part, dims, plan), count=len(layers))
+
+
+def _attention(m: Transformer) -> dict[str, Dims]:
+    x = m.latent
+    out: Dims = ((m.hidden, ()), (m.heads * m.value_width, ("tp",)))
+    if x is None:
+        kv: Dims = ((m.kv_heads * m.head_dim, ("tp",)), (m.hidden, ()))
+        return {"query": ((m.heads * m.head_dim, ("tp",)), (m.hidden, ())), "key": kv, "value": kv, "out": out}
+    up: Dims = ((m.heads * m.key_width, ("tp",)), (x.query or m.hidden, ()))
+    queries: dict[str, Dims] = {"query down": ((x.query, ()), (m.hidden, ())), "query up": up}
+    return {
+        **(queries if x.query else {"query": up}),
+        "key and value down": ((x.key + x.rotary, ()), (m.hidden, ())),
+        "key and value up": ((m.heads * (x.plain + x.value), ("tp",)), (x.key, ())),
+        "out": out,
+    }
+
+
+def _mlp(m: Transformer, width: int | None = None) -> dict[str, Dims]:
+    ffn = m.ffn if width is None else width
+    up: Dims = ((ffn, ("tp",)), (m.hidden, ()))
+    return {**({"gate": up} if m.gated else {}), "up": up, "down": ((m.hidden, ()), (ffn, ("tp",)))}
+
+
+def _experts(m: Transformer) -> dict[str, Dims]:
+    x = m.experts
+    if x is None:
+        return {}
+    up: Dims = ((x.count, ("ep",)), (x.ffn, ()), (m.hidden, ()))
+    own: dict[str, Dims] = {"router": ((x.count, ()), (m.hidden, ()))}
+    own |= {"experts' gate": up, "experts' up": up, "experts' down": ((x.count, ("ep",)), (m.hidden, ()), (x.ffn, ()))}
+    return own | ({f"shared {n}": dims for n, dims in _mlp(m, x.shared).items()} if x.shared else {})
+
+
+def _parameter(layer: str, name: str, dims: Dims, plan: Plan, note: str = "") -> Laid:
+    """Return the row of a parameter, with a note on its gradient and state; ZeRO-3 shards the parameter too."""
+    axes = {axis for _, cut in dims for axis in cut}
+    spread = "dp" if plan.dp > 1 and "ep" not in axes else ""
+    if plan.zero == 3 and spread:
+        dims = ((dims[0][0], (*dims[0][1], "dp")), *dims[1:])
+    parts = {1: "state sharded over dp", 2: "gradient and state sharded over dp", 3: "gathered over dp for use"}
+    notes = [note, parts.get(plan.zero, "") if spread else ""]
+    return _row(layer, name, dims, plan, "; ".join(filter(None, notes)))
+
+
+def _activations(m: Transformer, plan: Plan) -> Iterator[Laid]:
+    """Yield the activations of one microbatch of every replica."""
+    rows = (plan.microbatch * plan.dp, ("dp",))
+    length = (plan.sequence, ("cp",))
+    divided = (plan.sequence, ("cp", "tp") if plan.sequence_parallel else ("cp",))
+    where, note = "one microbatch", "of each replica"
+    yield _row(where, "residual", (rows, divided, (m.hidden, ())), plan, note)
+    yield _row(where, "queries", (rows, length, (m.heads * m.key_width, ("tp",))), plan, note)
+    if m.dense_layers:
+        yield _row(where, "feed-forward", (rows, length, (m.ffn, ("tp",))), plan, note)
+    yield _row(where, "logits", (rows, length, (m.vocab, ("tp",))), plan, note)
+
+
+def _row(layer: str, name: str, dims: Dims, plan: Plan, note: str) -> Laid:
+    """Return a row in half precision; axes with one rank do not shard."""
+    real = [(n, [a for a in axes if getattr(plan, a) > 1]) for n, axes in dims]
+    text = ", ".join(f"{n}" + "".join(f"@{a}" for a in axes) for n, axes in real)
+    parts = prod(getattr(plan, a) for _, axes in real for a in axes)
+    return Laid(layer, name, f"bf16[{text}]", 2.0 * prod(n for n, _ in real) / parts, note)

@@ -1,0 +1,12 @@
+"""Second forms: local functions that run instead of an operator if a factor is sharded or a shard is empty.
+
+In reading order:
+
+    empty_tensors      kernels that refuse empty tensors, which ranks without a shard hold
+    reductions         reductions, norms, softmax and running sums along sharded dims
+    layers             embedding with a sharded table, attention over sharded keys, losses over classes
+    ring_attention     context parallelism: ring and Ulysses attention along a sharded sequence
+    grouped_products   grouped matrix products, with rows ordered by group
+    convolutions       convolutions and normalizations: groups, rows of neighbours, sums over ranks
+    indexing           lookups and writes along a sharded dim: each rank handles the indices that it holds
+"""

@@ -1,0 +1,101 @@
+"""Second forms of lookups along a sharded dim: each rank looks up the indices that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..notation.dim_names import dims_at
+from ..notation.local_call import LocalCall
+
+NOTHING = False
+"""Fill value for indices of other ranks: a zero that does not promote any dtype, including bool."""
+
+
+def _mine(call: LocalCall, x: Tensor, at: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the local indices (0 for indices of other ranks), and a mask of the indices of this rank."""
+    index = torch.where(index < 0, index + call.total(0, at), index)
+    local = index - call.start(0, at)
+    mine = (local >= 0) & (local < x.shape[at])
+    return torch.where(mine, local, 0), mine
+
+
+def index_select(call: LocalCall, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Return the rows that this rank holds and zero for others, which is a term of the result."""
+    (at,) = dims_at(dim, x.dim())
+    local, mine = _mine(call, x, at, index.reshape(-1))
+    shape = [-1 if d == at else 1 for d in range(x.dim())]
+    return torch.where(mine.reshape(shape), _padded(x, at).index_select(at, local), NOTHING)
+
+
+def gather(call: LocalCall, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    (at,) = dims_at(dim, x.dim())
+    local, mine = _mine(call, x, at, index)
+    return torch.where(mine, _padded(x, at).gather(at, local), NOTHING)
+
+
+def take_along_dim(call: LocalCall, x: Tensor, indices: Tensor, dim: int) -> Tensor:
+    (at,) = dims_at(dim, x.dim())
+    local, mine = _mine(call, x, at, indices)
+    return torch.where(mine, _padded(x, at).take_along_dim(local, at), NOTHING)
+
+
+def _padded(x: Tensor, at: int) -> Tensor:
+    """Return `x`, or one row of zeros if this rank has no rows, so that the lookup has a valid index."""
+    if x.shape[at]:
+        return x
+    row = x.new_zeros([1 if d == at else n for d, n in enumerate(x.shape)])
+    return row + x.sum(at, keepdim=True, dtype=x.dtype)
+
+
+def index(call: LocalCall, x: Tensor, indices: Any) -> Tensor:
+    """Return the term of `x[indices]` for one indexed dim, which is sharded."""
+    at = next(d for d, i in enumerate(indices) if i is not None)
+    local, mine = _mine(call, x, at, indices[at])
+    rows = torch.ops.aten.index.Tensor(_padded(x, at), [*indices[:at], local])
+    return torch.where(mine.reshape([*mine.shape, *[1] * (x.dim() - at - 1)]), rows, NOTHING)
+
+
+def index_copy(call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    """Return `x` with the local rows of `source`. Rows of other ranks are written after the last row and dropped."""
+    return _written(call, x, dim, index, lambda wide, at, local: wide.index_copy(at, local, source))
+
+
+def index_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    return _written(call, x, dim, index, lambda wide, at, local: wide.index_add(at, local, source, alpha=alpha))
+
+
+def index_fill(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    return _written(call, x, dim, index, lambda wide, at, local: wide.index_fill(at, local, value))
+
+
+def scatter(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    return _written(call, x, dim, index, lambda wide, at, local: wide.scatter(at, local, value))
+
+
+def scatter_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    return _written(call, x, dim, index, lambda wide, at, local: wide.scatter_add(at, local, src))
+
+
+def _written(call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Any) -> Tensor:
+    (at,) = dims_at(dim, x.dim())
+    local, mine = _mine(call, x, at, index)
+    size = x.shape[at]
+    wide = torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - at) + [0, 1])  # torch.cat would disconnect an empty x
+    return write(wide, at, torch.where(mine, local, size)).narrow(at, 0, size)
+
+
+def masked_scatter(call: LocalCall, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Return the local tensor after a masked scatter. The whole mask gives the index in the source for each element."""
+    shape = [call.total(0, d) for d in range(x.dim())]
+    mask = mask.expand(shape)
+    order = (mask.flatten().cumsum(0) - 1).reshape(shape)
+    for d in range(x.dim()):
+        if call.ranks(0, d) > 1:
+            rows = torch.arange(x.shape[d], device=x.device) + call.start(0, d)
+            mask, order = mask.index_select(d, rows), order.index_select(d, rows)
+    if not source.numel():
+        return x + source.sum().to(x.dtype)
+    return torch.where(mask, source.flatten()[order.clamp(0, source.numel() - 1)], x)

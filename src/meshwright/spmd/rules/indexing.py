@@ -1,0 +1,255 @@
+"""Rules of reads and writes by index: indexed dims are whole or use a second form; all other dims are free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..forms import indexing as forms
+from ..forms.empty_tensors import filled, trimmed
+from ..notation.dim_names import dims_at, names_of, written
+from ..notation.local_call import LocalCall
+from ..notation.rule import Entry, Form, Rule
+from .shapes import slice_rule
+
+Indices = Sequence[Tensor | None]
+
+
+def _joined(x: Tensor) -> str | None:
+    """Return the operation that joins the ranks' results: "any" for bool, which has no sum; None otherwise."""
+    return "any" if x.dtype == torch.bool else None
+
+
+def _by_mask(indices: Indices) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _index_names(indices: Indices) -> tuple[list[str], list[str]]:
+    """Return the dims of every index, and the dims of all indices broadcast together, aligned at the end."""
+    widest = max(i.dim() for i in indices if i is not None)
+    joint = [f"j{d}" for d in range(widest)]
+    return [" ".join(joint[widest - i.dim() :]) if i is not None else "" for i in indices], joint
+
+
+def _indexed(x: Tensor, indices: Indices) -> tuple[list[int], list[str], list[str]]:
+    """Return the indexed dims, the names of each index, and the names of the result of `x[indices]`."""
+    at = [d for d, i in enumerate(indices) if i is not None]
+    each, joint = _index_names(indices)
+    names = names_of(x)
+    kept = [n for d, n in enumerate(names) if d not in at]
+    together = at[-1] - at[0] + 1 == len(at)
+    front = at[0] if together else 0
+    return at, each, kept[:front] + joint + kept[front:]
+
+
+def index_rule(x: Tensor, indices: Indices) -> Rule | None:
+    """Return the rule of `x[indices]`; None for masks, since the number of picked elements depends on their values."""
+    if _by_mask(indices) or all(i is None for i in indices):
+        return None
+    at, each, result = _indexed(x, indices)
+    names = names_of(x)
+    form = {names[at[0]]: forms.index} if len(at) == 1 else {}
+    whole = () if form else at
+    return Rule(f"{written(names, whole)} | {' , '.join(each)} -> {written(result)}", _joined(x), forms=form)
+
+
+def index_put_rule(x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False) -> str | None:
+    names = names_of(x)
+    if not names:
+        return None
+    if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool and values.numel() == 1:
+        return f"{written(names)}, {written(names[: indices[0].dim()])}, ... -> {written(names)}"
+    if _by_mask(indices) or all(i is None for i in indices):
+        return None
+    at, each, result = _indexed(x, indices)
+    given = result[len(result) - values.dim() :] if values.dim() <= len(result) else None
+    if given is None:
+        return None
+    writes = [f"{n}!" if n.startswith("j") else n for n in given]
+    return f"{written(names, at)}, {' , '.join(each)}, {' '.join(writes) or '...'} -> {written(names)}"
+
+
+def index_select_rule(x: Tensor, dim: int, index: Tensor) -> Rule | None:
+    names = names_of(x)
+    if not names:
+        return None
+    (at,) = dims_at(dim, x.dim())
+    picked = "j" if index.dim() else "1"
+    result = [picked if d == at else n for d, n in enumerate(names)]
+    text = f"{written(names)} | {picked if index.dim() else ''} -> {' '.join(result)}"
+    return Rule(text, _joined(x), forms={names[at]: forms.index_select})
+
+
+def along(form: Form) -> Entry:
+    """Return the rule of `gather` and `take_along_dim`: the index has all dims of x, with equal or smaller sizes."""
+
+    def entry(x: Tensor, *args: Any, dim: int | None = None, **kwargs: Any) -> Rule | None:
+        index = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        dim = next((a for a in args if isinstance(a, int)), dim)
+        if dim is None or not x.dim() or x.dim() != index.dim():
+            return None
+        mine, theirs = _aligned(x, index, dim)
+        at = dim % x.dim()
+        text = f"{' '.join(mine)} | {' '.join(theirs)} -> {' '.join(theirs)}"
+        return Rule(text, _joined(x), forms={mine[at]: form})
+
+    return entry
+
+
+def _aligned(x: Tensor, index: Tensor, dim: int) -> tuple[list[str], list[str]]:
+    """Return the names of the dims of both: a dim with different sizes is whole, except the indexed one."""
+    mine, theirs = names_of(x), names_of(index, "j")
+    for d, (m, n) in enumerate(zip(x.shape, index.shape, strict=True)):
+        if d == dim % x.dim():
+            continue
+        if m == n or 1 in (m, n):
+            theirs[d] = mine[d]
+        else:
+            mine[d], theirs[d] = f"{mine[d]}!", f"{theirs[d]}!"
+    return mine, [t.removesuffix("!") if t == m else t for m, t in zip(mine, theirs, strict=True)]
+
+
+def scatter_rule(form: Form | None) -> Entry:
+    """Return the rule of `op(x, dim, index, src)`: dims with equal sizes are free.
+
+    Index and source are whole along the other dims.
+    """
+
+    def entry(x: Tensor, dim: int, index: Tensor, src: Any, *args: Any, **kwargs: Any) -> Rule | None:
+        others = [t for t in (index, src) if isinstance(t, Tensor)]
+        if not x.dim() or any(t.dim() != x.dim() for t in others):
+            return None
+        (at,) = dims_at(dim, x.dim())
+        names = names_of(x)
+        free = [d for d in range(x.dim()) if d != at and all(t.shape[d] == x.shape[d] for t in others)]
+        used = None if args or kwargs or len(free) < x.dim() - 1 else form
+        whole = [d for d in range(x.dim()) if d not in free and not (used and d == at)]
+        sides = [
+            " ".join(names[d] if d in free else f"{letter}{d}!" for d in range(x.dim()))
+            for letter, _ in zip("js", others, strict=False)
+        ]
+        sides += ["..."] * (2 - len(others))
+        return Rule(
+            f"{written(names, whole)}, {', '.join(sides)} -> {written(names)}", forms={names[at]: used} if used else {}
+        )
+
+    return entry
+
+
+def rows_rule(form: Form | None) -> Entry:
+    """Return the rule of `op(x, dim, index, source)`: along `dim`, the source has the length of the index."""
+
+    def entry(x: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any) -> Rule | None:
+        source = kwargs.get("value") if source is None else source
+        if not x.dim() or (isinstance(source, Tensor) and source.dim() not in (0, x.dim())):
+            return None
+        (at,) = dims_at(dim, x.dim())
+        names = names_of(x)
+        rows = " ".join("j!" if d == at else n for d, n in enumerate(names))
+        given = rows if isinstance(source, Tensor) and source.dim() else "..."
+        text = f"{written(names, () if form else (at,))}, {'j!' if index.dim() else ''}, {given} -> {written(names)}"
+        return Rule(text, forms={names[at]: form} if form else {})
+
+    return entry
+
+
+def masked_scatter_rule(x: Tensor, mask: Tensor, source: Tensor) -> Rule | None:
+    """Return the rule of `masked_scatter`: mask and source are whole.
+
+    The mask shows how many source elements come before each shard.
+    """
+    if torch.broadcast_shapes(x.shape, mask.shape) != x.shape:
+        return None
+    names = names_of(x)
+    whole = [
+        written([f"{letter}{d}" for d in range(t.dim())], range(t.dim())) for letter, t in (("m", mask), ("s", source))
+    ]
+    return Rule(
+        f"{written(names)}, {', '.join(whole)} -> {written(names)}", forms=dict.fromkeys(names, forms.masked_scatter)
+    )
+
+
+def take_rule(x: Tensor, index: Tensor) -> str:
+    return f"{written(names_of(x), range(x.dim()))} | ... -> ..."
+
+
+def slice_scatter_rule(
+    x: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> str:
+    """Return the rule of `slice_scatter`, which is linear in both operands."""
+    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    left = slice_rule(x, dim, start, end, step).partition(" -> ")[0]
+    full = not left.split()[at].endswith("!")
+    rows = " ".join("s!" if d == at and not full else n for d, n in enumerate(names))
+    return f"{left} + {rows} -> {written(names)}"
+
+
+def select_scatter_rule(x: Tensor, src: Tensor, dim: int, index: int) -> str:
+    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    return f"{written(names, (at,))} + {written(names[:at] + names[at + 1 :])} -> {written(names)}"
+
+
+def diagonal_scatter_rule(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
+    names, gone = names_of(x), dims_at((dim1, dim2), x.dim())
+    kept = [n for d, n in enumerate(names) if d not in gone]
+    return f"{written(names, gone)} + {' '.join([*kept, 's!'])} -> {written(names)}"
+
+
+def one_hot_rule(x: Tensor, num_classes: int = -1) -> str | None:
+    return "..., -> ... new" if num_classes > 0 else None
+
+
+def embedding_bag_rule(
+    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
+    sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+    *rest: Any, **kwargs: Any,
+) -> Rule | None:  # fmt: skip
+    """Return the rule that shards columns; side results do not depend on them, except for the maximum.
+
+    There is no rule with `include_last_offset`, or for a weight with non-contiguous columns: torch's meta kernel then
+    returns side results of other sizes than the real kernels.
+    """
+    if sparse or mode == 2 or include_last_offset or weight.stride(-1) != 1:
+        return None
+
+    def by_columns(call: LocalCall, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight = filled(weight, sizes=[call.total(0, d) for d in range(2)])  # the gradient reads one column
+        out, *sides = torch.ops.aten.embedding_bag(weight, *args, **kwargs)
+        return trimmed(out, call.out_shape(0)), *sides
+
+    text = f"v! d, i!, o!{', i!' if per_sample_weights is not None else ''} -> new d ; new ; new ; new"
+    return Rule(text, forms={"d": by_columns})
+
+
+def searchsorted_rule(boundaries: Tensor, x: Any, *, sorter: Any = None, **kwargs: Any) -> str | None:
+    if sorter is not None or not isinstance(x, Tensor):
+        return None
+    return "v!, ... -> ..." if boundaries.dim() == 1 else "... v!, ... j -> ... j"
+
+
+INDEX: dict[str, Entry] = {
+    **dict.fromkeys(("aten.index.Tensor", "aten._unsafe_index.Tensor"), index_rule),
+    **dict.fromkeys(("aten.index_put", "aten._unsafe_index_put"), index_put_rule),
+    "aten.masked_scatter": masked_scatter_rule,
+    "aten.index_select": index_select_rule,
+    "aten.gather": along(forms.gather),
+    "aten.take_along_dim": along(forms.take_along_dim),
+    **dict.fromkeys(("aten.scatter", "aten.scatter_reduce"), scatter_rule(None)),
+    "aten.scatter.value": scatter_rule(forms.scatter),
+    "aten.scatter.src": scatter_rule(forms.scatter),
+    "aten.scatter_add": scatter_rule(forms.scatter_add),
+    "aten.index_copy": rows_rule(forms.index_copy),
+    "aten.index_add": rows_rule(forms.index_add),
+    "aten.index_fill": rows_rule(forms.index_fill),
+    "aten.index_reduce": rows_rule(None),
+    "aten.take": take_rule,
+    "aten.slice_scatter": slice_scatter_rule,
+    "aten.select_scatter": select_scatter_rule,
+    "aten.diagonal_scatter": diagonal_scatter_rule,
+    "aten.one_hot": one_hot_rule,
+    "aten.embedding_bag": embedding_bag_rule,
+    "aten.searchsorted": searchsorted_rule,
+}

@@ -1,0 +1,30 @@
+"""Rules of operators that read only the dtype and device of a tensor, such as `new_zeros`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..notation.dim_names import names_of, written
+from ..notation.local_call import LocalCall
+from ..notation.rule import Entry, Rule
+
+
+def fresh(name: str) -> Entry:
+    """Return the rule: the operand's elements are not read, so it may have any layout; the result is whole."""
+    op = getattr(torch.ops.aten, name)
+
+    def as_it_is(call: LocalCall, *args: Any, **kwargs: Any) -> Tensor:
+        return op(*args, **kwargs)
+
+    def entry(x: Tensor, size: Any, *args: Any, **kwargs: Any) -> Rule:
+        names = names_of(x)
+        text = f"{written(names)}, -> {' '.join(f'new{d}' for d in range(len(size)))}"
+        return Rule(text, forms=dict.fromkeys(names, as_it_is))
+
+    return entry
+
+
+FRESH: dict[str, Entry] = {f"aten.{name}": fresh(name) for name in ("new_zeros", "new_ones", "new_full", "new_empty")}

@@ -1,0 +1,139 @@
+"""Rules of products: matmul and related operators, einsum, linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..forms import grouped_products as grouped
+from ..notation.dim_names import names_of, written
+from ..notation.local_call import LocalCall
+from ..notation.rule import Entry, Rule
+
+
+def matmul_rule(x: Tensor, y: Tensor) -> str:
+    """Return the rule of `matmul`: a vector has only the contracted dim; leading dims broadcast."""
+    left = "k" if x.dim() == 1 else "... m k"
+    right = "k" if y.dim() == 1 else "... k n"
+    kept = f"{'' if x.dim() == 1 else 'm'} {'' if y.dim() == 1 else 'n'}"
+    return f"{left} * {right} -> ... {kept}" if max(x.dim(), y.dim()) > 1 else "k * k ->"
+
+
+def linear_rule(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
+    """Return the rule of `linear`; a one-dim weight gives one number per row."""
+    return "... k * n k + n -> ... n" if weight.dim() == 2 else "... k * k + ... -> ..."
+
+
+def einsum_rule(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> str | None:
+    """Return the equation as a rule; None if an operand has an index twice, or `...` is summed."""
+    text = equation.replace(" ", "")
+    left, _, right = text.partition("->")
+    terms = left.split(",")
+    if any(len(set(t.replace("...", ""))) != len(t.replace("...", "")) for t in terms):
+        return None
+    if "->" not in text:
+        letters = sorted(set(left) - set(",."))
+        right = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
+    if "..." in left and "..." not in right:
+        return None
+    return " * ".join(map(_spaced, terms)) + " -> " + _spaced(right)
+
+
+def _spaced(term: str) -> str:
+    """Return a term with spaces: `b ... i j` for `b...ij`. Capital letters become names such as `iC`."""
+    return " ".join("..." if c == "." else f"{c.lower()}{'C' if c.isupper() else ''}" for c in term.replace("...", "."))
+
+
+def added(products: str, *result: str) -> Entry:
+    """Return the rule of a product plus a tensor that broadcasts to the result."""
+
+    def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
+        return f"{' '.join(result[len(result) - x.dim() :])} + {products} -> {' '.join(result)}"
+
+    return entry
+
+
+def inner_rule(x: Tensor, y: Tensor) -> str:
+    if x.dim() == 0 or y.dim() == 0:
+        return "... * ... -> ..."
+    left, right = written(names_of(x, "a")[:-1]), written(names_of(y, "b")[:-1])
+    return f"{left} k * {right} k -> {left} {right}"
+
+
+def tensordot_rule(x: Tensor, y: Tensor, dims_x: Sequence[int], dims_y: Sequence[int]) -> str:
+    left, right = names_of(x, "a"), names_of(y, "b")
+    mine, theirs = [d % x.dim() for d in dims_x], [d % y.dim() for d in dims_y]
+    for a, b in zip(mine, theirs, strict=True):
+        right[b] = left[a]
+    kept = [n for d, n in enumerate(left) if d not in mine] + [n for d, n in enumerate(right) if d not in theirs]
+    return f"{written(left)} * {written(right)} -> {written(kept)}"
+
+
+def cross_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
+    if x.dim() != y.dim():
+        return None
+    names = written(names_of(x), (dim % x.dim(),))
+    return f"{names} * {names} -> {names}"
+
+
+def cross_anywhere_rule(x: Tensor, y: Tensor, dim: int | None = None) -> Rule | str | None:
+    """Return the rule of `cross`. Without `dim`, it works along the first global dim of size three.
+
+    The form passes this dim, since a shard may have size three in an earlier dim.
+    """
+    if dim is not None or x.shape != y.shape or THREE not in x.shape:
+        return None if dim is None else cross_rule(x, y, dim=dim)
+    at = x.shape.index(THREE)
+
+    def form(call: LocalCall, x: Tensor, y: Tensor, dim: None = None) -> Tensor:
+        return torch.linalg.cross(x, y, dim=at)
+
+    return Rule(cross_rule(x, y, dim=at) or "", forms={n: form for d, n in enumerate(names_of(x)) if d != at})
+
+
+def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Rule:
+    """Return the rule of a grouped product: of groups of rows, columns or summed elements, or of whole matrices.
+
+    `offs` has the ends of the groups. Matrices that are sharded by group stay sharded: with all of them, every rank
+    would compute the products of all rows.
+    """
+    if offs is None:
+        return Rule("b m k * b k n -> b m n", forms=dict.fromkeys("kmn", grouped.matrices_by_matrices))
+    if w.dim() == 3:
+        forms = dict.fromkeys("tken", grouped.rows_by_matrices)
+        return Rule("t k * e k n | o! -> t n", forms=forms, stays=frozenset("e"))
+    if x.dim() == 3:
+        forms = dict.fromkeys("emkt", grouped.matrices_by_columns)
+        return Rule("e m k * k t | o! -> m t", forms=forms, stays=frozenset("e"))
+    return Rule("m t * t n | e! -> e m n", forms=dict.fromkeys("mtn", grouped.columns_by_rows))
+
+
+THREE = 3
+"""Size of the dim of a cross product."""
+
+PRODUCT: dict[str, Entry] = {
+    "aten.linear": linear_rule,
+    "aten.matmul": matmul_rule,
+    "aten.linalg_matmul": matmul_rule,
+    "aten.mm": "m k * k n -> m n",
+    "aten.bmm": "b m k * b k n -> b m n",
+    "aten.mv": "m k * k -> m",
+    "aten.dot": "k * k ->",
+    "aten.vdot": "k * k ->",
+    "aten.inner": inner_rule,
+    "aten.outer": "m * n -> m n",
+    "aten.ger": "m * n -> m n",
+    "aten.addmm": added("m k * k n", "m", "n"),
+    "aten.addbmm": added("b m k * b k n", "m", "n"),
+    "aten.baddbmm": added("b m k * b k n", "b", "m", "n"),
+    "aten.addmv": added("m k * k", "m"),
+    "aten.addr": added("m * n", "m", "n"),
+    "aten.einsum": einsum_rule,
+    "aten.tensordot": tensordot_rule,
+    "aten.linalg_cross": cross_rule,
+    "aten._int_mm": "m k * k n -> m n",
+    "aten._grouped_mm": grouped_rule,
+}

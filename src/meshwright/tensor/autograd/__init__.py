@@ -1,0 +1,9 @@
+"""Gradients, hooks and graph nodes of the whole tensor, over autograd on local parts.
+
+dual_gradient        local gradients as distributed tensors in the dual layout
+graph_node           GraphNode: a node of the autograd graph that answers for the whole tensor or refuses
+assigned_gradients   gradients assigned by `p.grad = g`, to which backward passes add
+user_functions       users' autograd functions, whose forward and backward passes see whole tensors
+backward_handlers    handlers of backward passes, `.grad` and hooks on gradients
+forward_mode         handlers of forward-mode derivatives: a tangent has the layout of its tensor
+"""

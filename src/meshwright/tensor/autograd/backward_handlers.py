@@ -1,0 +1,279 @@
+"""Backward passes, `.grad` and hooks: users see distributed gradients, autograd's engine sees local ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from meshwright.comm import current
+from meshwright.layout import Spec, replicated
+
+from .._errors import OperationError
+from ..conversion.convert import convert_local
+from ..conversion.local_parts import whole_local
+from ..conversion.pending_gradients import deferring, flush, flush_read, forget
+from ..conversion.saved_operands import keep_up
+from ..core.dist_tensor import DistTensor, stamp
+from ..core.handler_registry import handles
+from ..torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward, tell_backward
+from ..views.dist_view import any_reread_with_history
+from ..views.gathered_memory import release_memory
+from ..views.shared_data import read_shared
+from .assigned_gradients import assign, gradients_kept_up
+from .dual_gradient import alias_of, as_dual_local, dual_stamp
+from .graph_node import check_no_edges, edge_spec, own_edge
+
+_T: Any = Tensor
+"""Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""
+
+
+def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
+    """Return the gradient at `output` at which the backward pass starts, as this rank's part in the dual layout."""
+    spec = output._spec if isinstance(output, DistTensor) else None
+    if spec is None:
+        return torch.ones_like(output) if grad is None else whole_local(grad)
+    with no_interception():
+        if current().rank not in spec.mesh:
+            return torch.empty_like(output)
+        if grad is None:
+            if spec.shape.numel() != 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+            ones = torch.ones(current().local_shape(spec), dtype=spec.dtype, device=output.device)
+            if not spec.layout.varying:
+                return ones  # only the dual of a varying replica is a sum
+            grad = ones
+        if backward_running() != -1 and not isinstance(grad, DistTensor):
+            return grad  # a reentrant checkpoint hands on this rank's part of the gradient
+    return as_dual_local(grad, spec)
+
+
+def _summed(output: Tensor) -> Tensor:
+    """Return `output` with averaged terms turned into summed ones, so that each term has its own local gradient."""
+    if not isinstance(output, DistTensor) or not any(op != "sum" for _, op in output._spec.layout.partial):
+        return output
+    spec = output._spec.with_layout(replicated(output._spec.ndim))
+    return stamp(convert_local(output, output._spec, spec), spec)
+
+
+@handles(Tensor.backward, numbers=False)
+def _backward(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    gradient = given.get("gradient")
+    _run_backward([given["self"]], [gradient], given)
+
+
+@handles(torch.autograd.backward)
+def _backward_many(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs = _as_list(given["tensors"])
+    _run_backward(outputs, _as_seeds(given.get("grad_tensors"), outputs), given)
+
+
+def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, Any]) -> None:
+    check_no_edges(outputs)
+    release_memory()
+    for output in outputs:
+        if isinstance(output, DistTensor):
+            output._read_again()
+    read_shared()
+    keep_up()
+    outputs = [_summed(o) for o in outputs]
+    seeds = [_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
+    create = bool(given.get("create_graph") or False)
+    keep, inputs = given.get("retain_graph"), tuple(own_edge(x) for x in _as_list(given.get("inputs") or ()))
+    keep = create if keep is None else keep
+    with gradients_kept_up():
+        with deferring(not inputs and not create):
+            _run_engine(outputs, seeds, keep, create, inputs, allow_unreachable=True, accumulate_grad=True)
+        flush_read()
+
+
+def _run_engine(*args: Any, **how: Any) -> tuple[Any, ...]:
+    """Run autograd's engine.
+
+    Raises OperationError for a second pass if views were read again; one device allows a second pass through such a
+    view.
+    """
+    try:
+        return run_backward(*args, **how)
+    except RuntimeError as error:
+        if any_reread_with_history() and "backward through the graph a second time" in str(error):
+            raise OperationError(
+                "a second backward pass", "a graph whose saved values are freed",
+                "the first pass freed the values; a view that is read again after a write to its base is in that graph",
+                "pass retain_graph=True to the first backward pass, or make the view again after the write",
+            ) from error  # fmt: skip
+        raise
+
+
+@handles(torch.autograd.grad)
+def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused",
+             "is_grads_batched", "materialize_grads")  # fmt: skip
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.pop("is_grads_batched", False):
+        return _grad_of_each(given)
+    inputs = _as_list(given["inputs"])
+    specs = [_spec_of_input(x) for x in inputs]
+    check_no_edges(_as_list(given["outputs"]))
+    read_shared()
+    keep_up()
+    outputs = [_summed(o) for o in _as_list(given["outputs"])]
+    seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
+    create, keep = bool(given.get("create_graph", False)), given.get("retain_graph")
+    zeros = bool(given.get("materialize_grads", False))
+    with deferring(False):  # the call may be inside a backward pass that keeps the terms of gradients
+        grads = _run_engine(
+            outputs, seeds, create if keep is None else keep, create, tuple(map(own_edge, inputs)),
+            allow_unreachable=bool(given.get("allow_unused")) or zeros, accumulate_grad=False,
+        )  # fmt: skip
+    return tuple(_returned(g, x, spec, zeros) for g, x, spec in zip(grads, inputs, specs, strict=True))
+
+
+def _spec_of_input(x: Any) -> Spec | None:
+    """Return the spec of a tensor, or of the tensor of a gradient edge; None if the tensor is plain."""
+    if isinstance(x, DistTensor):
+        return x._spec
+    return edge_spec(x) if isinstance(x, GradientEdge) else None
+
+
+def _grad_of_each(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """Return the stacked gradients for the rows of the seeds.
+
+    Each row takes one backward pass, since vmap cannot send between ranks.
+    """
+    outputs, inputs = _as_list(given["outputs"]), _as_list(given["inputs"])
+    seeds = _as_seeds(given.get("grad_outputs"), outputs)
+    sizes = [seed.shape[0] for seed in seeds if seed is not None]
+    if not sizes:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    keep = given.get("retain_graph")
+    keep = bool(given.get("create_graph")) if keep is None else keep
+    rows: list[tuple[Tensor | None, ...]] = []
+    for row in range(sizes[0]):
+        seed = [None if s is None else s[row] for s in seeds]
+        again = {**given, "grad_outputs": seed, "retain_graph": keep or row + 1 < sizes[0]}
+        rows.append(_grad(torch.autograd.grad, (), (), again))
+    if not rows:
+        return tuple(x.new_zeros((0, *x.shape)) for x in inputs)
+    return tuple(_stacked(column) for column in zip(*rows, strict=True))
+
+
+def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the rows as one tensor; None if the input was not used."""
+    found = [row for row in rows if row is not None]
+    return torch.stack(found) if len(found) == len(rows) else None
+
+
+def _returned(grad: Tensor | None, x: Any, spec: Spec | None, zeros: bool) -> Tensor | None:
+    if grad is None and zeros and isinstance(x, GradientEdge):
+        raise RuntimeError("materialize_grads cannot be used when the given input is a GradientEdge")
+    if grad is None:
+        return torch.zeros_like(x) if zeros else None
+    return grad if spec is None else dual_stamp(grad, spec)
+
+
+def _as_seeds(gradients: Any, outputs: list[Tensor]) -> list[Any]:
+    return [None] * len(outputs) if gradients is None else _as_list(gradients)
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return the tensors or gradient edges as a list; an edge is a tuple, too."""
+    is_one = isinstance(value, GradientEdge) or not isinstance(value, (list, tuple))
+    return [value] if is_one else list(value)
+
+
+@handles(_T.grad.__get__, numbers=False)
+def _get_grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    flush()
+    (x,) = args[:1]
+    with no_interception():
+        grad = x.grad
+    if grad is None or not isinstance(x, DistTensor):
+        return grad
+    if isinstance(grad, DistTensor):
+        return grad
+    found = dual_stamp(grad, x._spec)
+    if found is not grad:
+        with no_interception():
+            x.grad = found
+    return found
+
+
+@handles(_T.grad.__set__, numbers=False)
+def _set_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    x, grad = args
+    forget(x)
+    if grad is None:
+        return call_plain(func, types, args, {})
+    if isinstance(grad, Tensor) and isinstance(x, DistTensor):
+        return assign(x, grad)
+    with no_interception():
+        x.grad = grad
+
+
+@handles(_T.grad.__delete__, numbers=False)
+def _del_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+    forget(args[0])
+    with no_interception():
+        args[0].grad = None
+
+
+def _read(x: Any) -> Any:
+    return _get_grad(_T.grad.__get__, (DistTensor,), (x,), _NOTHING) if interception_on() else _plain_grad(x)
+
+
+def _write(x: Any, grad: Any) -> None:
+    if not interception_on():
+        _PUT(x, grad)
+    elif grad is None:
+        forget(x)
+        call_plain(_PUT, _TYPES, (x, None), _NOTHING)
+    else:
+        _set_grad(_PUT, _TYPES, (x, grad), _NOTHING)
+
+
+_NOTHING: dict[str, Any] = {}
+_TYPES = (DistTensor,)
+_PUT, _plain_grad = _T.grad.__set__, _T.grad.__get__
+
+DistTensor.grad = property(_read, _write, _T.grad.__delete__)  # pyright: ignore[reportAttributeAccessIssue] - a property
+"""A property, since an optimizer and `zero_grad` use nothing else, and interception in C takes three times as long."""
+
+
+@handles(Tensor.register_hook)
+def _register_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x, hook = args
+    if not isinstance(x, DistTensor):
+        return call_plain(func, types, args, kwargs)
+    spec = x._spec
+
+    def on_local(grad: Tensor) -> Any:
+        new = hook(dual_stamp(alias_of(grad), spec))
+        return None if new is None else as_dual_local(new, spec)
+
+    return call_plain(func, types, (x, update_wrapper(on_local, hook, (), ())), kwargs)
+
+
+@handles(Tensor.register_post_accumulate_grad_hook)
+def _register_post_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return call_plain(func, types, args, kwargs)
+
+
+class _backward_pass(gradients_kept_up):
+    """Context around a backward pass that starts from plain tensors only."""
+
+    def __enter__(self) -> None:
+        read_shared()
+        keep_up()
+        super().__enter__()
+
+
+tell_backward(_backward_pass)

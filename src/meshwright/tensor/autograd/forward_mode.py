@@ -1,0 +1,50 @@
+"""Forward-mode derivatives: the tangent of a distributed tensor has the layout of the tensor.
+
+torch stores the tangent of a tensor on the tensor itself. So the operators that run on local parts compute the local
+parts of tangents, and a conversion between layouts converts the tangent like the value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Spec
+
+from ..conversion.convert import convert_local
+from ..conversion.local_parts import linear_spec, spec_of, whole_local
+from ..core.absent_tensor import absent
+from ..core.dist_tensor import DistTensor, plain_view, stamp
+from ..core.handler_registry import handles
+from ..core.tree import map_tensors
+from ..torch_hooks import MAKE_DUAL, UNPACK_DUAL, call_plain, no_interception
+
+
+@handles(MAKE_DUAL, torch.ops.aten._make_dual.default)
+def _make_dual(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return the tensor with the tangent, which is converted to the tensor's layout first."""
+    given = dict(zip(("tensor", "tangent", "level"), args, strict=False)) | kwargs
+    x, tangent = given.pop("tensor", given.pop("primal", None)), given.pop("tangent")
+    if not isinstance(x, DistTensor):
+        return func(x, whole_local(tangent), **given)
+    spec = linear_spec(x._spec)
+    local = convert_local(x, x._spec, spec)
+    have = spec_of(tangent, spec)
+    there = convert_local(tangent, have, spec.with_dtype(have.dtype))
+    with no_interception():
+        out = func(plain_view(local), plain_view(there), **given)
+    return _placed(out, spec, x._away)
+
+
+@handles(UNPACK_DUAL, torch.ops.aten._unpack_dual.default)
+def _unpack_dual(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0] if args else next(iter(kwargs.values()))
+    out = call_plain(func, types, args, kwargs)
+    return map_tensors(lambda t: _placed(t, x._spec, x._away), out)
+
+
+def _placed(local: Tensor, spec: Spec, away: bool) -> Tensor:
+    spec = spec.with_dtype(local.dtype)
+    return absent(local, spec) if away else stamp(local, spec)

@@ -1,0 +1,296 @@
+"""Users' autograd functions on distributed tensors: forward and backward pass see whole tensors.
+
+Autograd runs on local tensors, so it would pass this rank's part of a gradient to a function. The function's result has
+to be in the dual layout of each argument, which the function does not know.
+
+The tensors that it saves pass through hooks on saved tensors as this rank's parts, like those that C++ saves. If those
+hooks return a plain tensor, it is the part of the saved tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.autograd import Function
+
+from meshwright.layout import Spec
+
+from .._errors import CollectiveError, PlainInBackwardError
+from ..conversion.convert import convert_local
+from ..conversion.distribute import present
+from ..conversion.local_parts import spec_of, whole_local
+from ..core.dist_tensor import DistTensor, plain_view
+from ..core.tree import tensors_in
+from ..core.write_counts import version_of
+from ..torch_hooks import (
+    backward_running,
+    bare_apply,
+    interception,
+    interception_on,
+    is_dense,
+    no_interception,
+    offer_call,
+    savers,
+    tell_functions,
+)
+from ..views.dist_view import DistView, after_function, before_function
+from .dual_gradient import alias_of, as_dual_local, dual_stamp, held_with
+
+_WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""A user's function → the same function with a backward pass that sees whole gradients."""
+_LIBRARIES = ("torch.", __name__.partition(".")[0] + ".")
+_OPERATING = "torch.distributions."
+"""Package of torch whose functions compute gradients by operators, as users' functions do."""
+
+
+class _Running(threading.local):
+    """Numbers of the backward passes, as autograd's engine counts them, in which users' functions get whole tensors."""
+
+    def __init__(self) -> None:
+        self.passes: list[int] = []
+
+
+_running = _Running()
+
+
+def plain_may_be_part() -> bool:
+    """True inside a backward pass, where a plain tensor may be this rank's part of a gradient.
+
+    The backward pass of a user's function has no parts if the function was given and saved only distributed tensors.
+    A plain tensor that such a backward pass makes is whole, as in a forward pass.
+    """
+    now = backward_running()
+    return now != -1 and now not in _running.passes
+
+
+@contextmanager
+def _on_whole_tensors(ctx: Any, grads: Sequence[Any]) -> Generator[None]:
+    """Note that a user's function runs in this backward pass, if it has no plain tensor; see `plain_may_be_part`."""
+    _running.passes.append(-1 if _has_plain(ctx, grads) else backward_running())
+    try:
+        yield
+    finally:
+        _running.passes.pop()
+
+
+def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return `function.apply(*args, **kwargs)`. Views are read again before it, as before every operator."""
+    given = interception_on() and any(isinstance(a, DistTensor) for a in args)
+    if given and function.__module__.startswith("torch.distributed."):
+        raise CollectiveError(
+            f"{function.__name__} of torch.distributed", f"a distributed tensor among {len(args)} arguments",
+            "its backward pass would see gradients of this rank's part",
+            "pass mw.unshard_dtensor(x) or x.to_local(); call mw.to_torch_dtensor(x) for a DTensor",
+        )  # fmt: skip
+    module = f"{function.__module__}."
+    if not given:
+        return call(*args, **kwargs)
+    views = [a for a in args if type(a) is DistView]
+    nodes = before_function(views)
+    if module.startswith(_LIBRARIES) and not module.startswith(_OPERATING):
+        out = call(*args, **kwargs)
+    else:
+        if function not in _WHOLE:
+            _WHOLE[function] = _on_whole(function)
+        with no_interception():
+            out = bare_apply(_WHOLE[function])(*args, **kwargs)
+    after_function(views, nodes)
+    return out
+
+
+def _on_whole(function: Any) -> Any:
+    """Return the function with gradients of the whole tensors in its backward pass.
+
+    It records the layouts of arguments and results.
+    """
+    in_two = function.setup_context is not Function.setup_context
+    name = "backward" if function.vjp is Function.vjp else "vjp"
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        with interception():
+            out = _forward(partial(function.forward, ctx), args)
+            _note(ctx, args, out)
+        return out
+
+    def forward_alone(*args: Any) -> Any:
+        with interception():
+            return _forward(function.forward, args)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        with interception():
+            function.setup_context(ctx, inputs, output)
+            _note(ctx, inputs, output)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ins, outs = ctx.meshwright
+        given = [_whole(g, spec) for g, spec in zip(grads, outs, strict=True)]
+        with _on_whole_tensors(ctx, given):
+            found = getattr(function, name)(ctx, *given)
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(_part(function, g, spec) for g, spec in zip(found, ins, strict=False))
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        ins, outs = ctx.meshwright
+        with interception():
+            found = function.jvp(ctx, *[_tangent(t, spec) for t, spec in zip(tangents, ins, strict=True)])
+            several = isinstance(found, tuple)
+            parts = [_tangent_part(t, spec) for t, spec in zip(found if several else (found,), outs, strict=True)]
+        return tuple(parts) if several else parts[0]
+
+    in_one: dict[str, Any] = {"forward": forward}
+    forward_mode: dict[str, Any] = {} if function.jvp is Function.jvp else {"jvp": jvp}
+    steps: dict[str, Any] = {"forward": forward_alone, "setup_context": setup_context} if in_two else in_one
+    methods = {key: staticmethod(step) for key, step in {**steps, name: backward, **forward_mode}.items()}
+    return type(function.__name__, (function,), {"__module__": function.__module__, **methods})
+
+
+def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Return the results of the function.
+
+    torch would turn an argument among the results that was not written to into a plain tensor, so such a result is
+    aliased.
+    """
+    before = [(x, version_of(x)) for x in args if isinstance(x, DistTensor)]
+    out = function(*args)
+    same = {id(x) for x, version in before if version_of(x) == version}
+
+    def own(x: Any) -> Any:
+        return present(alias_of(x), x._spec) if id(x) in same else x
+
+    return tuple(map(own, cast(tuple[Any, ...], out))) if isinstance(out, tuple) else own(out)
+
+
+def _note(ctx: Any, args: Sequence[Any], out: Any) -> None:
+    ctx.meshwright = _specs(args), _specs(out if isinstance(out, tuple) else (out,))
+    saved: Sequence[Any] = getattr(ctx, "to_save", None) or ()
+    ctx.meshwright_saved = specs = _specs_saved(args, saved)
+    ctx.meshwright_saves_plain = any(isinstance(x, Tensor) and s is None for x, s in zip(saved, specs, strict=True))
+    type(ctx).saved_tensors = property(_saved)
+
+
+def _specs_saved(args: Sequence[Any], saved: Sequence[Any]) -> list[Spec | None]:
+    """Return the specs of saved tensors. A plain argument is whole on every rank, unless a backward pass gave it."""
+    if plain_may_be_part():
+        return _specs(saved)
+    like = next(x._spec for x in args if isinstance(x, DistTensor))
+    given = {id(x) for x in args if isinstance(x, Tensor) and is_dense(x)}
+    return [spec_of(x, like) if id(x) in given else spec for x, spec in zip(saved, _specs(saved), strict=True)]
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Return the saved tensors: distributed ones with the specs that they had, plain arguments as replicated ones."""
+    base: Any = super(type(ctx), ctx)
+    found: tuple[Any, ...] = base.saved_tensors
+    return tuple(_again(x, spec) for x, spec in zip(found, ctx.meshwright_saved, strict=True))
+
+
+def _has_plain(ctx: Any, grads: Sequence[Any]) -> bool:
+    """True if the function gets a plain gradient, or saved a plain tensor that was no argument of its forward pass."""
+    held = {key: value for key, value in vars(ctx).items() if key != "to_save"}
+    plain = any(not isinstance(x, DistTensor) for x in tensors_in((list(grads), held)))
+    return plain or ctx.meshwright_saves_plain
+
+
+def _again(x: Any, spec: Spec | None) -> Any:
+    return x if spec is None or isinstance(x, DistTensor) else present(alias_of(x), spec)
+
+
+def _specs(values: Sequence[Any]) -> list[Spec | None]:
+    return [x._spec if isinstance(x, DistTensor) else None for x in values]
+
+
+def _whole(grad: Any, spec: Spec | None) -> Any:
+    if spec is None or not isinstance(grad, Tensor) or isinstance(grad, DistTensor):
+        return grad
+    return dual_stamp(alias_of(grad), spec)
+
+
+def _tangent(tangent: Any, spec: Spec | None) -> Any:
+    """Return the distributed tensor of which `tangent` is the local part."""
+    if spec is None or not isinstance(tangent, Tensor) or isinstance(tangent, DistTensor):
+        return tangent
+    return present(alias_of(tangent), spec.with_dtype(tangent.dtype))
+
+
+def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
+    """Return this rank's part of a tangent that a user's function returned."""
+    if spec is None or not isinstance(tangent, Tensor):
+        return tangent
+    have = spec_of(tangent, spec)
+    local = convert_local(tangent, have, spec.with_dtype(have.dtype))
+    with no_interception():
+        return plain_view(local)
+
+
+def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
+    """Return this rank's part of a gradient from a function; for a plain argument, the whole gradient."""
+    if not isinstance(grad, Tensor) or (spec is None and not isinstance(grad, DistTensor)):
+        return grad
+    if spec is None:
+        local = whole_local(grad)
+        with no_interception():
+            return held_with(grad, plain_view(local))
+    if not isinstance(grad, DistTensor):
+        raise PlainInBackwardError(
+            f"the backward pass of {function.__name__}", f"a plain gradient of the argument {spec!r}",
+            "the plain tensor may be this rank's part of a gradient or a whole value, and Meshwright cannot know",
+            "compute the gradient from the gradients that backward receives, or wrap the function with mw.local_map",
+        )  # fmt: skip
+    return as_dual_local(grad, spec)
+
+
+_TOLD: list[Callable[..., Any]] = [_applied]
+"""Handlers of calls of autograd functions; the last one is used."""
+
+
+@contextmanager
+def functions_told(apply: Callable[..., Any]) -> Generator[None]:
+    """Pass calls `F.apply(*args, **kwargs)` of autograd functions inside the block to `apply`.
+
+    It is called as `apply(F, call, args, kwargs)`, where `call` does what the call would do outside the block. Below
+    autograd, and before it, such a call shows only the operators of its forward pass. Exactly one rank of a simulation
+    runs meanwhile.
+    """
+    outside = _TOLD[-1]
+
+    def told(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return apply(function, lambda *args, **kwargs: outside(function, call, args, kwargs), args, kwargs)
+
+    _TOLD.append(told)
+    try:
+        yield
+    finally:
+        _TOLD.pop()
+
+
+def _tell(*call: Any) -> Any:
+    return _TOLD[-1](*call)
+
+
+def _untold(function: type[Function]) -> None:
+    """Raise PlainInBackwardError if a call that is not reported to the handlers would lose its gradient."""
+    if len(_TOLD) > 1:
+        name = function.__name__
+        raise PlainInBackwardError(
+            f"{name}.apply in a program", f"a variable that got {name}.apply before the import of meshwright",
+            "this release of torch does not report calls through such a variable, and their gradient would be lost",
+            f"import meshwright before you assign {name}.apply to a variable, or call {name}.apply directly",
+        )  # fmt: skip
+
+
+def _read_before_saving(own: Any, args: Any, kwargs: Any) -> Any:
+    """Read a view again before `torch.utils.checkpoint` saves it as an input."""
+    if args and isinstance(args[0], DistTensor):
+        args[0]._read_again()
+    return NotImplemented
+
+
+tell_functions(_tell, _untold)
+for _owner, _name in savers():
+    offer_call(_owner, _name, _read_before_saving)

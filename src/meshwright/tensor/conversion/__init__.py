@@ -1,0 +1,12 @@
+"""Conversion between layouts, and between distributed and plain tensors.
+
+convert             Move: a differentiable conversion of a local part from one layout to another
+saved_operands      converted operands that autograd saves, kept up to date with writes to their sources
+pending_gradients   gradients that are pending sums, stored separately and reduced in buckets
+local_parts         conversion, gathering and write-back of the local parts of a call
+python_values       Python values and whole values of tensors, equal on every rank of the world
+whole_call          call of any function on whole tensors, with write-back of changed arguments
+same_parts          check on simulated ranks that `from_local` gets parts of one tensor
+distribute          distribute, from_local, redistribute, whole, and the marks of captured programs
+stage_order         StageOrder: operands from several pipeline stages are sent to the latest stage
+"""

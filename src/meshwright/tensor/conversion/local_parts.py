@@ -1,0 +1,91 @@
+"""Conversion, gathering and write-back of local parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import ProcessMesh, Spec, replicated
+
+from ..capture.call_capture import strides_of
+from ..core.dist_tensor import DistTensor, is_leaf, plain_view, wants_grad
+from ..torch_hooks import no_interception
+from .convert import Move, convert_local
+from .pending_gradients import defer_reduction
+from .saved_operands import note_alias, note_move
+
+
+def shared_move(x: Tensor, how: Move, exact: bool = True) -> Tensor:
+    """Return `x` after `how`; computed once and shared by all uses, as long as `x` is not written to.
+
+    `exact` is False if other operators than one device's will use the result, and save other tensors for the backward
+    pass. Call it with interception off. Only intermediate results that need a gradient are shared. The reductions of a
+    leaf are deferred and added up. A tensor whose `.data` was read may be written to without notice.
+    """
+    if how.is_trivial:
+        return x
+    if not isinstance(x, DistTensor) or not (torch.is_grad_enabled() and wants_grad(x)):
+        return note_move(how(x), x, how, exact)
+    if is_leaf(x):
+        return note_alias(defer_reduction(x, how), x) if how.is_relabel else note_move(how(x), x, how, exact)
+    held: Any = x.__dict__
+    found = held.get("_shared")
+    if found is not None and found[0] is how and found[1] == x._version:
+        return found[2]
+    out = note_move(how(x), x, how, exact)
+    if "_exposed" not in held:
+        held["_shared"] = (how, x._version, out)
+    return out
+
+
+def is_empty(x: Tensor) -> bool:
+    """True if the whole tensor has no elements; a symbolic size is at least two."""
+    return any(type(n) is int and n == 0 for n in x.shape)
+
+
+def whole_spec(spec: Spec) -> Spec:
+    """Return the spec of the same tensor if every rank holds the whole."""
+    return spec.with_layout(replicated(spec.ndim))
+
+
+def linear_spec(spec: Spec) -> Spec:
+    """Return `spec` if derivatives can be computed on local parts, else the spec of the whole value.
+
+    Single terms of a maximum, a minimum or a product have no derivatives.
+    """
+    return spec if all(op in ("sum", "avg") for _, op in spec.layout.partial) else whole_spec(spec)
+
+
+def whole_local(x: Tensor) -> Tensor:
+    """Return the whole value of `x` as a plain local tensor on every rank of its mesh."""
+    if not isinstance(x, DistTensor):
+        return x
+    out = convert_local(x, x._spec, whole_spec(x._spec))
+    with no_interception():
+        return plain_view(out)
+
+
+def spec_of(x: Tensor, like: Spec) -> Spec:
+    """Return the spec of `x`; a plain tensor is replicated over the mesh of `like`."""
+    return x._spec if isinstance(x, DistTensor) else spec_of_whole(x, like.mesh)
+
+
+def spec_of_whole(x: Tensor, mesh: ProcessMesh) -> Spec:
+    """Return the spec of a plain tensor of which every rank of `mesh` holds the whole."""
+    return Spec(mesh, replicated(x.dim()), x.shape, x.dtype, strides_of(x))
+
+
+def write_into(target: Tensor, new: Tensor) -> Tensor:
+    """Write the value of `new` into `target`, with broadcasting and in any layouts, and return `target`."""
+    if not isinstance(target, DistTensor):
+        return target.copy_(whole_local(new))
+    spec = target._spec
+    if new.shape != spec.shape:
+        new = new.expand(spec.shape)
+    have = spec_of(new, spec)
+    local = convert_local(new, have, have.with_layout(spec.layout))
+    with no_interception():
+        target.copy_(local)
+    return target

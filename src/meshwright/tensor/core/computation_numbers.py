@@ -1,0 +1,252 @@
+"""Numbers for the computations that made a tensor, equal on all ranks that run the same program.
+
+A tensor made from a plain one has the number of the line that made it. The number of a call's result is a hash of the
+function, its distributed operands and its plain numbers. The collectives of a call have that number too, also in the
+backward pass. So ranks that run their operators in another order detect it before they exchange wrong values
+(`comm.identity`). A write to a view, or a result that autograd makes by itself, does not change a number; equal
+programs still have equal numbers.
+
+Simulated ranks, and a process that is alone, have no numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import PurePath
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from meshwright.comm import current, identity, note_fact, when_compared
+from meshwright.layout import user_frame
+
+from ..torch_hooks import FakeTensor, Operator, written_arguments
+from .dist_tensor import DistTensor
+from .environment_hash import checksum, random_state, surroundings
+from .function_names import name_of
+from .initial_checksum import note_first
+
+_MOST_FUNCTIONS = _MOST_LABELS = 8192
+_functions: dict[Any, tuple[int, str, bool]] = {}
+"""Function → its number, its name, and whether it writes to its arguments."""
+
+
+class _Following:
+    """True if calls are numbered in this process."""
+
+    on = False
+
+
+class _Made(threading.local):
+    """The number of tensors that each line has made, and the names of tensors by their numbers."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.labels: dict[int, str] = {}
+
+
+_made = _Made()
+_carry_out: Any = vars(DistTensor)["__torch_function__"].__func__
+
+
+def follow(on: bool = True) -> None:
+    """Number all calls and tensors of this process from now on; no longer if `on` is False."""
+    _Following.on = on
+    function = classmethod(_numbered if on else _carry_out)
+    DistTensor.__torch_function__ = function  # pyright: ignore[reportAttributeAccessIssue] - both take a class first
+
+
+T = TypeVar("T", bound=DistTensor)
+
+
+def born(x: T, whole: Tensor | None = None) -> T:
+    """Return `x`, which was made from a plain tensor, with a new number.
+
+    The number is a hash of the line of the user's code, and of versions and settings. The values of `whole`, which all
+    ranks have, are a fact that is shown if numbers differ; they are not part of the number, since a rank may overwrite
+    them.
+    """
+    if _Following.on and not isinstance(x, FakeTensor):
+        around, line = surroundings(), PurePath(user_frame()).name
+        count = _made.counts[line] = _made.counts.get(line, 0) + 1
+        label, held = f"tensor {count} made at {line}", checksum(whole)
+        note_fact(label, f"{x._spec!r} with checksum {held}")
+        if whole is not None and not whole.is_meta:
+            note_first(x, held)
+        if len(_made.labels) >= _MOST_LABELS:
+            _made.labels.clear()
+        x._number = hash((_hash(f"{label} {x._spec!r}"), around))
+        _made.labels[x._number] = label
+    return x
+
+
+def note_drawing(device: torch.device, generator: torch.Generator | None) -> None:
+    """Add the state of a generator, which is equal on all ranks, to the number of the call in progress."""
+    if _Following.on:
+        number, name = identity.what
+        identity.what = hash((number, random_state(device, generator))), name
+
+
+def count_step(optimizer: Optimizer) -> None:
+    """Give new numbers to the parameters that an optimizer is about to change."""
+    if _Following.on:
+        for at, group in enumerate(optimizer.param_groups):
+            _count(group["params"], _hash(_options(optimizer, at)))
+
+
+def made_alike(optimizer: Optimizer | None) -> tuple[object, ...]:
+    """Return the values that must be equal on all ranks for a step: versions, settings, optimizer options."""
+    if not _Following.on:
+        return ()
+    groups = range(len(optimizer.param_groups)) if optimizer is not None else ()
+    return (surroundings(), *[_options(optimizer, at) for at in groups if optimizer is not None])
+
+
+def _options(optimizer: Optimizer, at: int) -> str:
+    """Return the plain options of a group of parameters, and note them as facts."""
+    group = optimizer.param_groups[at]
+    options = {k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple))}
+    for name, value in options.items():
+        note_fact(f"{name} of group {at} of {type(optimizer).__name__}", value)
+    return repr(options)
+
+
+def _count(parameters: Iterable[Tensor], step: int) -> None:
+    for p in parameters:
+        if isinstance(p, DistTensor) and not isinstance(p, FakeTensor):
+            p._number = hash((p._number, step))
+
+
+def pass_number(x: DistTensor, y: DistTensor) -> None:
+    """Give `y`, which has the value of `x`, the number of `x`."""
+    if _Following.on:
+        y._number = x._number
+
+
+def keep_number(ctx: Any) -> None:
+    """Store the purpose of the forward pass in the context of an autograd function."""
+    if _Following.on:
+        ctx.what = identity.what
+
+
+class called_for:
+    """Context in which this thread's collectives belong to a call on these tensors, or to these numbers."""
+
+    def __init__(self, name: str, tensors: Iterable[Tensor] = (), numbers: Iterable[object] = ()) -> None:
+        self.name, self.tensors, self.numbers = name, tensors, numbers
+
+    def __enter__(self) -> None:
+        self.before = identity.what
+        if _Following.on:
+            own = _hash(f"{self.name}|{'|'.join(map(str, self.numbers))}")
+            numbers = [getattr(x, "_number", 0) for x in self.tensors]
+            label = _made.labels.get(numbers[0]) if numbers else None
+            identity.what = hash((own, *numbers)), f"{self.name} of {label}" if label else self.name
+
+    def __exit__(self, *error: object) -> None:
+        identity.what = self.before
+
+
+class called_back:
+    """Context in which this thread's collectives belong to the gradient of the call that `keep_number` stored."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx = ctx
+
+    def __enter__(self) -> None:
+        self.before = identity.what
+        if _Following.on:
+            number, name = self.ctx.what
+            identity.what = hash((number, self.before[0])), f"the gradient of {name}"
+
+    def __exit__(self, *error: object) -> None:
+        identity.what = self.before
+
+
+def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
+    known, name, writes = _functions.get(func) or _note(func)
+    if writes and _begins_with_leaf(args):
+        current().settle()
+    before = identity.what
+    if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
+        identity.what = hash((known, args[0]._number, args[1]._number)), name
+    else:
+        identity.what = _number_of(known, args, kwargs), name
+    try:
+        out = _carry_out(cls, func, types, args, kwargs)
+    finally:
+        number, identity.what = identity.what[0], before  # which `note_drawing` may have changed
+    if type(out) is DistTensor:
+        out._number = number
+    elif out is not None:
+        _number_all(out, number)
+    return out
+
+
+def _begins_with_leaf(args: Any) -> bool:
+    """True if the first tensor of a call is a leaf, and so may be a parameter."""
+    target = args[0] if args else None
+    first = target[0] if isinstance(target, (list, tuple)) and target else target
+    return isinstance(first, Tensor) and first.is_leaf
+
+
+def _number_of(known: int, args: Any, kwargs: Any) -> int:
+    parts: list[Any] = [known]
+    _collect(args, parts)
+    if kwargs:
+        _collect(kwargs.values(), parts)
+    return hash(tuple(parts))
+
+
+def _collect(values: Iterable[Any], parts: list[Any]) -> None:
+    """Add the numbers of the tensors, and the plain numbers, among the arguments of a call."""
+    for value in values:
+        kind = type(value)
+        if kind is DistTensor:
+            parts.append(value._number)
+        elif kind is int or kind is bool or (kind is float and value == value):  # the hash of a NaN is its address
+            parts.append(value)
+        elif kind is list or kind is tuple:
+            _collect(value, parts)
+        elif isinstance(value, DistTensor):
+            parts.append(value._number)
+
+
+def _number_all(out: Any, number: int) -> None:
+    """Give numbers to a result that is a tensor of a derived class, or several tensors."""
+    if isinstance(out, DistTensor):
+        out._number = number
+    elif isinstance(out, (tuple, list)):
+        for at, each in enumerate(cast("Sequence[Any]", out)):
+            if isinstance(each, DistTensor):
+                each._number = hash((number, at))
+
+
+def _note(func: Any) -> tuple[int, str, bool]:
+    if len(_functions) >= _MOST_FUNCTIONS:
+        _functions.clear()
+    name = name_of(func)
+    found = _functions[func] = (_hash(name), name, _writes(func))
+    return found
+
+
+def _writes(func: Any) -> bool:
+    """True if a function writes to its arguments: by its schema, or by its name in Python."""
+    if isinstance(func, Operator):
+        return bool(written_arguments(func))
+    name: str = getattr(func, "__name__", "")
+    if name.endswith("__"):
+        return name in ("__set__", "__setitem__") or name.startswith("__i")
+    return name.endswith("_")
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+when_compared(follow)

@@ -1,0 +1,83 @@
+"""Guard against simulated ranks that use a tensor of another rank, which holds the other rank's part.
+
+Simulated ranks are threads of one process and share its caches, so a rank can find a tensor that another rank made. Two
+checks detect that at no cost while operations run. Tensors in shared containers have the class `Elsewhere` while other
+ranks run. Tensors that the API makes know their rank, which the API compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.comm import WATCHES, Watch, installed
+
+from .._errors import SimulatedRankError
+from .dist_tensor import DistTensor
+
+
+class Elsewhere(DistTensor):
+    """A distributed tensor in a shared container, seen by a simulated rank that did not make it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = next((x for x in _leaves((args, kwargs)) if isinstance(x, Elsewhere)), None)
+        if found is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        raise _refused(found, getattr(func, "__name__", str(func)), found.__dict__["_maker"])
+
+    def to_local(self) -> Tensor:
+        raise _refused(self, "to_local", self.__dict__["_maker"])
+
+    def _read_again(self) -> None:
+        raise _refused(self, "a use", self.__dict__["_maker"])
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, (list, tuple)):
+        return [leaf for x in tree for leaf in _leaves(x)]
+    if isinstance(tree, dict):
+        return [leaf for x in tree.values() for leaf in _leaves(x)]
+    return [tree]
+
+
+def mark_maker(x: DistTensor) -> None:
+    """Store the simulated rank that made `x`."""
+    here = installed()
+    if here is not None and here.kind == "simulated":
+        vars(x)["_maker"] = here.rank
+
+
+def check_maker(x: DistTensor, asked: str) -> None:
+    """Raise SimulatedRankError if another simulated rank made `x`."""
+    maker = x.__dict__.get("_maker")
+    here = installed()
+    if maker is not None and here is not None and here.kind == "simulated" and here.rank != maker:
+        raise _refused(x, asked, maker)
+
+
+def _refused(x: DistTensor, asked: str, maker: int) -> SimulatedRankError:
+    here = installed()
+    who = f"made by rank {maker}, used by " + (f"rank {here.rank}" if here is not None else "no rank")
+    return SimulatedRankError(
+        f"{asked} of a distributed tensor of another simulated rank", f"{x._spec!r}, {who}",
+        "the tensor holds the other rank's part; simulated ranks share caches, globals and global modules",
+        "create the tensor or the module inside the simulated function, or key the cache by mw.get_rank()",
+    )  # fmt: skip
+
+
+def _hide(x: Any, rank: int) -> Callable[[], None]:
+    own = type(x)
+    x.__class__ = Elsewhere
+    vars(x)["_maker"] = rank
+    return partial(_show, x, own)
+
+
+def _show(x: Any, own: type) -> None:
+    x.__class__ = own
+
+
+WATCHES.append(Watch(DistTensor, _hide))

@@ -1,0 +1,125 @@
+"""Count of the writes to a memory, including those that no version counter of the tensor shows.
+
+A write to `x` or to a view of `x` changes the version counter of `x`. A write to `x.data` changes another counter,
+although the memory is the same. So the storage keeps a probe for each counter of its memory: a tensor that shares the
+counter and has no memory. The number of writes to a memory is the sum over its probes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ..torch_hooks import FakeTensor, no_interception
+
+_KEY = "_meshwright_counters"
+_LIFE = "_meshwright_life"
+_LIMIT = 32
+"""Probes that a storage keeps: a program that takes `x.data` in each step would fill the memory with probes."""
+
+_T: Any = Tensor
+_version: Any = _T._version.__get__
+
+
+class _Life:
+    """An object with the lifetime of its tensor; `torch.utils.swap_tensors` allows no other references."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _life_of(x: Tensor) -> ref[_Life]:
+    held: Any = x.__dict__
+    return ref(held.setdefault(_LIFE, _Life()))
+
+
+class _Counters:
+    """The counters of one memory: the first one and those of other tensors.
+
+    `dropped` corrects the sum: it counts the writes of dropped counters, and excludes writes to other memory.
+    """
+
+    def __init__(self, first: Tensor) -> None:
+        self.first, self.dropped = counter_of(first), 0
+        self.others: list[tuple[ref[_Life], Tensor]] = []
+
+    def add(self, x: Tensor) -> None:
+        if len(self.others) >= _LIMIT:
+            self._drop()
+        probe = counter_of(x)
+        self.dropped -= probe._version  # writes before `x` got this memory
+        self.others.append((_life_of(x), probe))
+
+    def _drop(self) -> None:
+        """Keep the counters of living tensors, and the last ones of the others: a view may still move those."""
+        half = len(self.others) // 2
+        for life, probe in self.others[:half]:
+            self.dropped += 0 if life() is not None else probe._version
+        self.others = [pair for pair in self.others[:half] if pair[0]() is not None] + self.others[half:]
+
+    def total(self) -> int:
+        return self.first._version + self.dropped + sum(probe._version for _, probe in self.others)
+
+
+def counter_of(x: Tensor) -> Tensor:
+    """Return a tensor that shares the version counter of `x`, but not the memory."""
+    probe = x.detach()
+    probe.data = torch.empty(0, dtype=x.dtype, device=x.device)
+    return probe
+
+
+def version_of(x: Tensor) -> int:
+    """Return the version counter of `x`: the number of writes to `x` and its views, without writes to `x.data`."""
+    with no_interception():
+        return 0 if x.is_inference() else _version(x)
+
+
+def writes_to(x: Tensor) -> int:
+    """Return the number of writes to the memory of `x`, including `x.data`; 0 for a tensor of inference mode."""
+    with no_interception():
+        if x.is_inference():
+            return 0
+        storage: Any = x.untyped_storage()
+        counters: _Counters | None = storage.__dict__.get(_KEY)
+        return _version(x) if counters is None else counters.total()
+
+
+class _Shared:
+    """A switch: `ever` is True once a memory of this process has two counters."""
+
+    ever = False
+
+
+def is_anything_shared() -> bool:
+    """True if some tensor of this process shares memory with another one and has its own counter, as `x.data` does."""
+    return _Shared.ever
+
+
+def other_writes(storage: Any, version: int) -> int:
+    """Return the number of writes to a storage beside the `version` that one of its counters shows."""
+    counters: _Counters | None = storage.__dict__.get(_KEY)
+    return 0 if counters is None else counters.total() - version
+
+
+def note_counter(x: Tensor, other: Tensor) -> None:
+    """Record that `other` has the memory of `x` and its own version counter; call it with interception off."""
+    if x.is_inference() or other.is_inference() or isinstance(x, FakeTensor):
+        return
+    storage: Any = x.untyped_storage()
+    held: dict[str, Any] = storage.__dict__
+    if _KEY not in held:
+        held[_KEY] = _Counters(x)
+    note_sharing(other)
+
+
+def note_sharing(x: Tensor) -> None:
+    """Record that `x` has its own version counter, for any memory; call it with interception off."""
+    storage: Any = x.untyped_storage()
+    held: dict[str, Any] = storage.__dict__
+    if _KEY in held:
+        held[_KEY].add(x)
+        _Shared.ever = True
+    else:
+        held[_KEY] = _Counters(x)

@@ -1,0 +1,8 @@
+"""Execution of calls: from an intercepted function to its results.
+
+dispatch            dispatch: find or make the plan of a call, and run it
+run_plan            runs of planned calls on local tensors
+foreach_functions   torch._foreach_*: one local call, or one call for each entry
+outside_mesh        a call on a rank outside the mesh: specs of its results, without elements
+func_transforms     distributed tensors inside vmap, grad, jvp and other transforms of torch.func
+"""

@@ -1,0 +1,492 @@
+"""Dispatch of calls on distributed tensors without a known plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Cache, MeshwrightError, ProcessMesh, Spec
+from meshwright.spmd import is_computed, on_new_rule
+
+from .._errors import MixedMeshError, OperationError, PlainInBackwardError
+from ..autograd import backward_handlers, forward_mode, user_functions
+from ..autograd.user_functions import plain_may_be_part
+from ..capture.call_capture import Captured, asks_sizes, autocast_dtype, capture
+from ..capture.metadata_check import check_answer
+from ..capture.trial_calls import check_kernel, why_not_captured
+from ..conversion import python_values
+from ..conversion.stage_order import brought_together
+from ..conversion.whole_call import tell_whole
+from ..core.absent_tensor import Absent
+from ..core.dist_tensor import PLANS, DistTensor, Run, floats_in
+from ..core.function_names import name_of
+from ..core.handler_registry import DIRECT, HANDLERS
+from ..core.rank_ownership import check_maker
+from ..core.tree import leaves_in, tensors_in
+from ..handlers import list_arguments, memory_access, random_functions, tensor_attributes
+from ..handlers.out_targets import into_targets, targets_in
+from ..handlers.torch_distributed import handler_of
+from ..planning.attention_algorithm import context
+from ..planning.call_plan import (
+    Drawn,
+    Inline,
+    Step,
+    is_constant,
+    is_view_of_plain,
+    leaves_nothing,
+    makes_views,
+    may_alias,
+    numbers_decide,
+    plan_call,
+    returns_arguments,
+    writes_overlapping,
+    written_inputs,
+)
+from ..planning.decision_record import Decided, note, recording
+from ..planning.result_checks import Law
+from ..torch_hooks import (
+    SCRIPTED,
+    Operator,
+    OperatorPacket,
+    call_plain,
+    is_batched,
+    is_dense,
+    positional,
+    seen_below_autograd,
+    shares_storage,
+)
+from ..views.dist_view import DistView, after_call, before_call, check_writable, is_unversioned, run_whole
+from .foreach_functions import is_of_lists, plan_lists
+from .outside_mesh import plan_outside, telling
+from .run_plan import (
+    in_order_of,
+    replaying,
+    run_direct,
+    run_drawn,
+    run_graph,
+    run_identity,
+    run_inline,
+    run_plain,
+    run_step,
+    run_twin,
+    settled,
+)
+
+HANDLING = (
+    user_functions,
+    tensor_attributes,
+    forward_mode,
+    backward_handlers,
+    list_arguments,
+    memory_access,
+    random_functions,
+    python_values,
+)
+"""Modules whose import fills HANDLERS, or registers users' functions."""
+
+_VALUED = Cache[Any, bool](8192)
+"""Signatures of calls whose plans depend on the values of floats."""
+
+_FIXED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType, Operator, OperatorPacket)
+"""Kinds of functions that call one operator for all values of floats; a Python function may branch on them."""
+
+
+_SETTING = frozenset(
+    {
+        torch.ops.aten.zero_.default,
+        torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.fill_.Tensor,
+        torch.ops.aten.copy_.default,
+    }
+)
+"""Operators that write without reading the old value."""
+
+
+def planned(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
+    """Carry out the call by its plan, which is made if the signature `key` is new."""
+    plan = PLANS.get(key)
+    return plan(func, types, args, kwargs) if plan is not None else dispatch(func, types, args, kwargs, key)
+
+
+def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
+    """Carry out `func(*args, **kwargs)` with distributed tensors among its arguments; `key` is its signature."""
+    direct = DIRECT.get(func)
+    if direct is not None:
+        if key is not None:
+            PLANS[key] = direct
+        return direct(func, types, args, kwargs)
+    kwargs = kwargs or {}
+    if _is_below(func):
+        return call_plain(func, types, args, kwargs)
+    handler = HANDLERS.get(func) or handler_of(func)
+    tensors = list(tensors_in((args, kwargs)))
+    if any(not isinstance(t, DistTensor) and is_batched(t) for t in tensors):
+        raise _batched(func, tensors)
+    views = [t for t in tensors if type(t) is DistView]
+    targets = targets_in(func, kwargs)
+    if len(tensors) > 1 and not targets and not is_of_lists(func):
+        together = brought_together(name_of(func), args, kwargs)
+        if together is not None:
+            return func(*together[0], **together[1])
+    before = before_call(views)
+    out = into_targets(func, args, kwargs, targets) if targets else NotImplemented
+    if out is NotImplemented and handler is not None:
+        out = handler(func, types, *positional(func, args, kwargs))
+    if out is NotImplemented:
+        out = _carry_out(func, types, args, kwargs, tensors, key, handled=handler is not None)
+    if views:
+        after_call(views, before, out, _written_unseen(func, args, kwargs, tensors))
+    return out
+
+
+def _written_unseen(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the views of inference mode that the call writes to: by its operators, or by its name if torch refuses."""
+    unseen = [t for t in tensors if type(t) is DistView and is_unversioned(t)]
+    if not unseen or is_of_lists(func):  # the calls for the entries of a list write back by themselves
+        return []
+    try:
+        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+    except Exception:  # a result whose size depends on values
+        name = name_of(func)
+        return unseen if name.endswith("_") or name == "__setitem__" else []
+    written = {id(m) for m in written_inputs(captured)}
+    return [t for m, t in zip(captured.inputs, tensors, strict=True) if id(m) in written]
+
+
+def _is_below(func: Any) -> bool:
+    """True for an operator that a dispatch mode of the user calls inside a backward pass, on local parts."""
+    return isinstance(func, Operator) and seen_below_autograd()
+
+
+def _or_below(run: Run) -> Run:
+    """Return `run` for an operator that a dispatch mode may call on local parts as well."""
+
+    def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return call_plain(func, types, args, kwargs or {}) if _is_below(func) else run(func, types, args, kwargs)
+
+    return chosen
+
+
+def _batched(func: Any, tensors: Sequence[Tensor]) -> OperationError:
+    specs = ", ".join(repr(t._spec) for t in tensors if isinstance(t, DistTensor))
+    return OperationError(
+        f"{name_of(func)} inside the vmap of torch.autograd", specs, "a batch of tensors cannot be sent between ranks",
+        "use torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; call gradcheck without check_batched_grad",
+    )  # fmt: skip
+
+
+def _carry_out(
+    func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any, handled: bool
+) -> Any:
+    """Plan the call, store the plan and run it; a handler that declined (`handled`) may have read floats."""
+    if is_of_lists(func):
+        run, by_value = _plan_lists(func, args, kwargs, tensors)
+        out = run(func, types, args, kwargs)
+        if key is not None and not recording():
+            _remember(key, args, kwargs, run, by_value)
+        return out
+    mesh = _common_mesh(func, tensors)
+    for t in tensors:
+        if isinstance(t, DistTensor):
+            check_maker(t, name_of(func))
+    if any(not isinstance(t, DistTensor) for t in tensors):
+        _guard_backward(func, tensors)
+    if isinstance(func, SCRIPTED):
+        run, by_value = _on_whole(func, "TorchScript runs in C++"), False
+    elif not all(isinstance(t, DistTensor) or is_dense(t) for t in tensors):
+        run, by_value = _on_whole(func, "an operand is sparse or nested"), False
+    elif any(isinstance(t, Absent) for t in tensors):
+        run, by_value = plan_outside(func, args, kwargs, tensors), True
+    else:
+        run, by_value = make_plan(func, args, kwargs, mesh)
+    out = run(func, types, args, kwargs)
+    if key is not None and not recording():
+        kept = _or_below(settled(run)) if isinstance(func, Operator) else settled(run)
+        _remember(key, args, kwargs, kept, by_value or handled)
+    return out
+
+
+def _remember(key: Any, args: Any, kwargs: Any, run: Run, by_value: bool) -> None:
+    floats = floats_in(args, kwargs)
+    if floats and (by_value or key in _VALUED):
+        _VALUED[key] = True
+        PLANS[key], key = _valued(key, args, kwargs), (key, floats)
+    PLANS[key] = run
+
+
+def _valued(key: Any, args: Any, kwargs: Any) -> Run:
+    """Return a function that looks up the plan by the values of the call's floats too.
+
+    `args` are those of the first call.
+    """
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        plan = PLANS.get((key, floats_in(args, kwargs)))
+        return (plan or partial(dispatch, key=key))(func, types, args, kwargs)
+
+    places = [k for k, value in (*enumerate(args), *(kwargs or {}).items()) if type(value) is float]
+    return _valued_by_one(key, places[0], run) if len(places) == len(floats_in(args, kwargs)) == 1 else run
+
+
+def _valued_by_one(key: Any, place: int | str, run: Run) -> Run:
+    """Return a function that does the same as `run` in one lookup, for a call whose only float is at `place`."""
+    plans = Cache[float, Run](64)
+    named = isinstance(place, str)
+
+    def run_one(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        value = (kwargs if named else args)[place]
+        plan = plans.get(value) if value else None  # 0.0 equals -0.0
+        if plan is not None:
+            return plan(func, types, args, kwargs)
+        found = PLANS.get((key, floats_in(args, kwargs)))
+        if found is not None and value:
+            plans[value] = found
+        return run(func, types, args, kwargs)
+
+    return run_one
+
+
+def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
+    specs = [t._spec for t in tensors if isinstance(t, DistTensor)]
+    mesh = specs[0].mesh
+    for spec in specs:
+        if spec.mesh is not mesh:
+            raise MixedMeshError(
+                f"{name_of(func)} of tensors on two meshes", f"{specs[0]!r} on {mesh!r} and {spec!r} on {spec.mesh!r}",
+                "an operation runs on one mesh", "call mw.reshard(x, mesh, placements) to move one of them",
+            )  # fmt: skip
+    return mesh
+
+
+def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise PlainInBackwardError inside a backward pass for a plain tensor that may be part of a gradient."""
+    if not plain_may_be_part():
+        return
+    for t in tensors:
+        if isinstance(t, DistTensor):
+            continue
+        if not torch.is_grad_enabled() or (t.requires_grad and not t.is_leaf):
+            raise PlainInBackwardError(
+                f"{name_of(func)} inside a backward pass", "a plain tensor beside a distributed one",
+                "the plain tensor may be this rank's part of a gradient or a whole value, and Meshwright cannot know",
+                "in a tensor hook, use mw.shard_tensor(table, mesh, [mw.Replicate()]) for a table of numbers and "
+                "torch.zeros_like of a distributed tensor for zeros, or use the plain tensor after the pass. In an "
+                "autograd.Function, save arguments by ctx.save_for_backward, or wrap the function with mw.local_map",
+            )  # fmt: skip
+
+
+def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run, bool]:
+    """Return a function that carries out the call, and True if its float arguments count by value.
+
+    Floats count by type only if two conditions hold. A C function is called with the caller's own arguments, so the
+    plan keeps none of them. And neither its rule nor its effect on pending sums depends on their values.
+    """
+    try:
+        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+    except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
+        run = telling(mesh, _on_whole(func, why_not_captured(func, args, kwargs, error), failed=True))
+        return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
+    return _plan_apart(func, args, kwargs, captured, mesh) or _plan_by_rules(func, args, kwargs, captured, mesh)
+
+
+def _plan_apart(func: Any, args: Any, kwargs: Any, captured: Captured, mesh: ProcessMesh) -> tuple[Run, bool] | None:
+    """Return what `make_plan` returns for a call that needs no rule or has none; None for any other call."""
+    tensors = list(tensors_in((args, kwargs)))
+    if is_constant(captured):
+        check_answer(func, args, kwargs, captured.out)
+        return _by_setting(lambda *_: captured.out, mesh, _default_dtype, args, kwargs), True
+    if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in tensors]):
+        return run_plain, True
+    _check_written(captured, tensors)
+    if writes_overlapping(captured):
+        return _on_whole(func, "several elements of a tensor that it writes to share memory", failed=True), False
+    if not captured.nodes and any(callable(x) for x in leaves_in((args, kwargs))):
+        return _on_whole(func, "it calls a Python function with numbers, which a capture does not see"), False
+    return None
+
+
+def _plan_by_rules(func: Any, args: Any, kwargs: Any, given: Captured, mesh: ProcessMesh) -> tuple[Run, bool]:
+    """Return what `make_plan` returns for a call whose operators have rules."""
+    tensors = list(tensors_in((args, kwargs)))
+    if returns_arguments(given, args, kwargs):
+        given = replace(given, nodes=())
+    captured = given
+    specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
+    found = plan_call(captured, specs, mesh)
+    if isinstance(found, Captured):
+        captured, found = found, found.nodes
+    if isinstance(found, Step) and found.form is not None:
+        check_kernel(found.node, next(t.device for t in tensors if isinstance(t, DistTensor)))
+    if _is_direct(found) and asks_sizes(func, args, kwargs, captured, tuple(specs.values())):
+        found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
+    _tell(func, captured, found, tuple(specs.values()))
+    run, passes_arguments = _closed(func, args, kwargs, captured, found)
+    run = _as_whole(given, captured, run, specs)
+    if not passes_arguments and not (isinstance(found, Step) and _keeps_dtypes(found)):
+        run = _by_setting(run, mesh, _default_dtype, args, kwargs)
+    if isinstance(found, Step) and found.context is not None:
+        run = _by_setting(run, mesh, _context, args, kwargs)
+    by_type = passes_arguments and captured is given and _ignores_floats(func, captured, specs, mesh)
+    return run, not by_type
+
+
+def _as_whole(given: Captured, captured: Captured, run: Run, specs: Mapping[int, Spec]) -> Run:
+    """Return `run` with the memory order of `given`, which was taken apart, and views that autograd can repeat."""
+    if captured is not given:
+        run = in_order_of(given, run)
+    is_empty_somewhere = any(leaves_nothing(s) for s in specs.values())
+    return replaying(run) if is_empty_somewhere and makes_views(captured) else run
+
+
+def _plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
+    """Return a function that carries out a function of lists, and True if its float arguments count by value."""
+    run, captured = plan_lists(func, args, kwargs, tensors)
+    if captured is None:
+        return run, False
+    pending = any(isinstance(t, DistTensor) and t._spec.layout.partial for t in tensors)
+    return run, pending or any(is_computed(n.op) for n in captured.nodes)
+
+
+def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:
+    """Raise OperationError if the call writes to a view that cannot be written to."""
+    written = {id(m) for m in written_inputs(captured)}
+    reads = any(node.op not in _SETTING for node in captured.nodes)
+    graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    for m, t in zip(captured.inputs, tensors, strict=True):
+        if id(m) in written:
+            check_writable(t, reads, graded)
+
+
+def _ignores_floats(func: Any, captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
+    """True if the values of floats decide neither which operators `func` calls nor the layouts of their results."""
+    if not isinstance(func, _FIXED) or len(captured.nodes) != 1 or is_computed(captured.nodes[0].op):
+        return False
+    return not numbers_decide(captured.nodes[0], specs, mesh)
+
+
+Setting = Callable[[Any, Any], Any]
+"""Function from the call's arguments to a global setting that a plan depends on."""
+
+
+def _keeps_dtypes(step: Step) -> bool:
+    """True if the default dtype has no influence: every result has the dtype of an operand."""
+    node = step.node
+    given = {x.dtype for x in tensors_in((node.args, node.kwargs))}
+    return given.issuperset(x.dtype for x in tensors_in(node.out))
+
+
+def _context(args: Any, kwargs: Any) -> Any:
+    return context()
+
+
+def _default_dtype(args: Any, kwargs: Any) -> Any:
+    return torch.get_default_dtype()
+
+
+def _autocast_dtype(args: Any, kwargs: Any) -> Any:
+    return autocast_dtype(tensors_in((args, kwargs)))
+
+
+def _by_setting(run: Run, mesh: ProcessMesh, setting: Setting, args: Any, kwargs: Any) -> Run:
+    """Return a function that runs the plan for the current setting; `run` is the plan for the setting at this time."""
+    plans = {setting(args, kwargs): run}
+
+    def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        now = setting(args, kwargs)
+        if now not in plans:
+            plans[now], _ = make_plan(func, args, kwargs or {}, mesh)
+        found = plans[now](func, types, args, kwargs)
+        plans[now] = settled(plans[now])
+        return found
+
+    return chosen
+
+
+def _is_direct(found: Any) -> bool:
+    """True if the plan calls the caller's own function on parts."""
+    if isinstance(found, Step):
+        return found.direct
+    return type(found) is tuple and bool(found) and isinstance(found[0], Spec)
+
+
+def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
+    """Return a function that runs the plan, and True if it calls the caller's function with the caller's arguments."""
+    if found is None:
+        run = run_twin(captured.nodes[0], captured) if len(captured.nodes) == 1 else None
+        return (run, False) if run is not None else (_on_whole(func, "it has no rule"), True)
+    if isinstance(found, Step):
+        return run_step(found, func, args, kwargs), found.direct and not found.grown
+    if isinstance(found, Drawn):
+        return run_drawn(found), True
+    if isinstance(found, Inline):
+        return run_inline(found, captured), False
+    if not captured.nodes:
+        return run_identity(captured, args), False
+    if found is captured.nodes:
+        return run_graph(captured), False
+    return run_direct(found, captured.out, args, kwargs, Law(name_of(func), found, _fresh(captured))), True
+
+
+def _fresh(captured: Captured) -> tuple[bool | None, ...]:
+    """Return one flag for each result that may alias an argument of the call: True if new, False if an alias."""
+    results = list(tensors_in(captured.out))
+    if not any(may_alias(node.op) for node in captured.nodes):
+        return (None,) * len(results)
+    return tuple(not any(r is t or shares_storage(r, t) for t in captured.inputs) for r in results)
+
+
+def _on_whole(func: Any, why: str, failed: bool = False) -> Run:
+    """Return a function that runs the call on whole tensors on every rank; it warns once per name."""
+
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            out = run_whole(func, args, kwargs or {})
+        except RuntimeError as error:
+            if not failed or isinstance(error, MeshwrightError):
+                raise
+            raise _refused(func, args, kwargs, error) from error
+        tell_whole(name_of(func), why)
+        return out
+
+    return run
+
+
+def _refused(func: Any, args: Any, kwargs: Any, error: RuntimeError) -> OperationError:
+    specs = ", ".join(repr(t._spec) if isinstance(t, DistTensor) else f"plain {tuple(t.shape)}"
+                      for t in tensors_in((args, kwargs or {})))  # fmt: skip
+    return OperationError(
+        name_of(func), specs, str(error).split("\n")[0],
+        "pass operands that are valid on one device; the shapes above are those of the whole tensors",
+    )  # fmt: skip
+
+
+def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:
+    if not recording():
+        return
+    moves = found.moves if isinstance(found, Step) else ()
+    outs = found.outs if isinstance(found, (Step, Drawn)) else found if found and found is not captured.nodes else ()
+    how = (
+        "whole"
+        if found is None or isinstance(found, Drawn)
+        else "parts"
+        if isinstance(found, Inline)
+        else "operators"
+        if found is captured.nodes
+        else _local_how(found)
+    )
+    note(Decided(name_of(func), ins, moves, tuple(outs) if not isinstance(outs, Inline) else (), how))
+
+
+def _local_how(found: Any) -> str:
+    """Return the description of a call that runs on parts: the algorithm for attention, otherwise "local"."""
+    return found.context if isinstance(found, Step) and found.context in ("ring", "ulysses") else "local"
+
+
+DistTensor._dispatch = staticmethod(dispatch)
+on_new_rule.append(PLANS.clear)

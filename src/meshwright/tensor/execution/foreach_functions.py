@@ -1,0 +1,112 @@
+"""Functions of lists of tensors, `torch._foreach_*`: one local call, or one call for each entry.
+
+For each of these operators, torch has a kernel that loops over the entries and calls operators of one tensor. The loop
+shows which operator each entry gets, so this module needs no names of operators. If every operator in the loop runs on
+local tensors as they are, one local call of the list function does the work. Otherwise the loop runs, and each of its
+operators is called on distributed tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture.call_capture import Captured, capture, taken_apart
+from ..conversion.local_parts import whole_local
+from ..core.absent_tensor import Absent
+from ..core.dist_tensor import DistTensor, Run
+from ..core.tree import map_tensors
+from ..planning.call_plan import is_written, unchanged
+from ..planning.decision_record import recording
+from ..planning.result_checks import Law
+from ..torch_hooks import Operator, interception, list_kernel, modes_before_dispatch, operators_recorded
+from .run_plan import run_direct, run_graph
+
+PREFIX = "_foreach_"
+
+
+def is_of_lists(func: Any) -> bool:
+    """True for `torch._foreach_*` and its operators."""
+    return str(getattr(func, "__name__", "")).startswith(PREFIX)
+
+
+def plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, Captured | None]:
+    """Return the run of a function of lists, and the captured operators that it depends on, or None."""
+    captured = None if recording() else _captured(func, args, kwargs)
+    found = None if captured is None else _unchanged(captured, tensors)
+    if captured is not None and found is not None:
+        law = Law(str(func.__name__), found, (None,) * len(found))
+        return run_direct(found, captured.out, args, kwargs, law), captured
+    if captured is not None and modes_before_dispatch():
+        return run_graph(captured), captured
+    return run_entries, None
+
+
+def run_entries(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run torch's loop over the entries; each operator in it is a call of its own on distributed tensors.
+
+    The loop sees meta tensors of global shape, because some loops ask whether an entry is empty. A tensor outside the
+    lists, such as the `scalars` of `_foreach_addcmul_`, is passed as it is, because the loop reads its numbers.
+    """
+    loop = _Loop()
+    args = [loop.argument(a) for a in args]
+    kwargs = {k: loop.argument(v) for k, v in (kwargs or {}).items()}
+    with operators_recorded(lambda *_: None, loop.run):
+        return map_tensors(loop.real, func(*args, **kwargs))
+
+
+class _Loop:
+    """The tensors of one call, keyed by the meta tensors that the loop sees in their places."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def argument(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [self.stand_in(v) if isinstance(v, Tensor) else v for v in value]
+        return whole_local(value) if isinstance(value, DistTensor) and not value._away else value
+
+    def stand_in(self, x: Tensor) -> Tensor:
+        meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        self.known[id(meta)] = (meta, x)
+        return meta
+
+    def real(self, x: Tensor) -> Tensor:
+        return self.known[id(x)][1] if id(x) in self.known else x
+
+    def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kernel = list_kernel(op)
+        if kernel is not None:
+            with operators_recorded(lambda *_: None, self.run):
+                return kernel(*args, **kwargs)
+        args, kwargs = map_tensors(self.real, (args, kwargs))
+        with interception():
+            out = op(*args, **kwargs)
+        shown = {id(x): meta for meta, x in self.known.values()}
+        return map_tensors(lambda x: shown.get(id(x)) if id(x) in shown else self.stand_in(x), out)
+
+
+def _captured(func: Any, args: Any, kwargs: Any) -> Captured | None:
+    """Return the operators of the loop, each of one tensor; None if the loop cannot be captured."""
+    try:
+        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+    except Exception:  # the loop raises the same error when it runs
+        return None
+    apart = taken_apart(captured) if len(captured.nodes) == 1 else None
+    if apart is None or not is_written(captured.nodes[0].op):
+        return apart
+    return replace(apart, out=captured.out)  # the kernel of an in-place operator returns nothing
+
+
+def _unchanged(captured: Captured, tensors: Sequence[Tensor]) -> Any:
+    """Return the specs of the results if one local call is right, else None."""
+    distributed = [t for t in tensors if isinstance(t, DistTensor)]
+    mesh = distributed[0]._spec.mesh
+    if any(isinstance(t, Absent) or t._viewing or t._spec.mesh is not mesh for t in distributed):
+        return None
+    specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
+    return unchanged(captured, specs, mesh)

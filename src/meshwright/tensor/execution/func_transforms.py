@@ -1,0 +1,242 @@
+"""Distributed tensors inside `vmap`, `grad`, `jvp` and the other transforms of `torch.func`: whole and plain.
+
+A transform's tensors are torch's own wrappers, of which no part can be sent to another rank. So the inputs, and the
+other tensors that a transformed function uses, are gathered outside of all transforms. Results are plain, and the same
+on each rank. The writes of a function to an argument are written back when the transform ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import OperationError, TraceError
+from ..conversion.local_parts import whole_spec
+from ..conversion.whole_call import StandIn, tell_whole, whole_in_order
+from ..core.dist_tensor import DistTensor, signature, stamp
+from ..core.function_names import name_of
+from ..core.handler_registry import DIRECT
+from ..core.shared_elements import share_elements
+from ..core.tree import map_tensors, tensors_in
+from ..core.write_counts import version_of
+from ..torch_hooks import (
+    call_plain,
+    graph_tracing,
+    jit_tracing,
+    no_interception,
+    no_modes,
+    offer_call,
+    shares_storage,
+    tell_scripts,
+    tell_transforms,
+    transforming,
+    transforms_paused,
+)
+from ..views.dist_view import DistView, after_call, base_of, before_call
+from .dispatch import planned
+
+NAME = "torch.func"
+WHY = "its transforms see plain tensors"
+
+
+def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Return `func(*args, **kwargs)`, called inside a transform, a dispatch mode or a trace."""
+    if func in DIRECT and transforming():
+        return call_plain(func, types, args, kwargs or {})
+    if func not in DIRECT:
+        _check_traced(func, args, kwargs)
+    if transforming():
+        return _inside(func, args, kwargs or {})
+    if func is Tensor.untyped_storage:  # this gathers the tensor, and a mode of fake tensors could not send it
+        with no_modes():
+            return planned(func, types, args, kwargs, signature(func, args, kwargs))
+    return planned(func, types, args, kwargs, signature(func, args, kwargs))
+
+
+def _inside(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return `func(*args, **kwargs)`, called inside a transform, on whole, plain tensors."""
+    wholes = _Wholes((args, kwargs))
+    args, kwargs = map_tensors(wholes.plain, (args, kwargs))
+    out = func(*args, **kwargs)
+    wholes.check(func)
+    return out
+
+
+def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise TraceError inside a trace, which would record the local part of one rank."""
+    tracer = "torch.jit.trace" if jit_tracing() else "make_fx" if graph_tracing() else None
+    if tracer is None:
+        return
+    specs = ", ".join(repr(t._spec) for t in tensors_in((args, kwargs or {})) if isinstance(t, DistTensor))
+    raise TraceError(
+        f"{name_of(func)} inside {tracer}", specs,
+        "the trace would hold the local part and the local sizes of one rank",
+        "trace the plain model and shard it afterwards, use torch.export.export, or use mw.to_static for a step",
+    )  # fmt: skip
+
+
+def _entering(x: Any) -> Any:
+    """Return a tensor as the input of a transform."""
+    if not isinstance(x, DistTensor):
+        return x
+    found = _argument(x)
+    if found is None:
+        call = _calls.open[-1] if _calls.open else _Call()
+        found = call.add(x)
+        tell_whole(NAME, WHY)
+    return found.whole
+
+
+def _check_functional(x: Any) -> None:
+    """Raise OperationError for a distributed argument of `torch.func.functionalize`."""
+    if isinstance(x, DistTensor):
+        raise OperationError(
+            f"{NAME}.functionalize of a distributed tensor", repr(x._spec),
+            "functionalize writes into the memory of its arguments, and the argument is a gathered copy of the tensor",
+            "call the function without functionalize; the results are the same",
+        )  # fmt: skip
+
+
+def _check_scripted(module: Any) -> None:
+    """Raise TraceError for a module with distributed parameters or buffers, before it becomes TorchScript."""
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(x, DistTensor):
+            raise TraceError(
+                f"torch.jit.script of {type(module).__name__}", f"{name}: {x._spec!r}",
+                "TorchScript runs in C++, which sees the local part only",
+                "call the module without torch.jit.script, or use torch.compile or mw.to_static",
+            )  # fmt: skip
+
+
+def _scripted(own: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a TorchScript function on whole tensors; its C++ code would see local parts only."""
+    script, *rest = args
+    if not any(isinstance(t, DistTensor) for t in tensors_in((rest, kwargs))):
+        return NotImplemented
+    return DistTensor.__torch_function__(script, (DistTensor,), tuple(rest), kwargs)
+
+
+class _Wholes:
+    """Distributed tensors of a tree that a transformed function uses, with their whole values."""
+
+    def __init__(self, tree: Any) -> None:
+        with transforms_paused():
+            found = {id(t): t for t in tensors_in(tree) if isinstance(t, DistTensor)}
+            arguments = {key: _argument(t) for key, t in found.items()}
+            self.known = {key: x.whole for key, x in arguments.items() if x is not None}
+            self.pairs = {key: (t, _whole(t)) for key, t in found.items() if key not in self.known}
+            self.versions = {key: version_of(w) for key, (_, w) in self.pairs.items()}
+        if _calls.open:
+            _calls.open[-1].used.extend(t for t, _ in self.pairs.values())
+        tell_whole(NAME, WHY)
+
+    def plain(self, t: Tensor) -> Tensor:
+        known = self.known.get(id(t))
+        return known if known is not None else self.pairs[id(t)][1] if id(t) in self.pairs else t
+
+    def check(self, func: Any) -> None:
+        """Raise OperationError if the call wrote to a tensor that has parts on other ranks."""
+        for key, (t, whole) in self.pairs.items():
+            if version_of(whole) != self.versions[key] and whole_spec(t._spec) is not t._spec:
+                raise OperationError(
+                    f"a write by {getattr(func, '__name__', func)} inside a transform of {NAME}", repr(t._spec),
+                    "inside a transform, the tensor is a whole copy, and a write to the copy is lost",
+                    "pass the tensor as an argument of the transformed function, or write its result outside",
+                )  # fmt: skip
+
+
+def _whole(t: DistTensor) -> Tensor:
+    """Return the whole value of `t` in its memory order; a copy unless each rank holds the whole."""
+    t._read_again()
+    return whole_in_order(t)
+
+
+class _Call:
+    """One call of a transformed function: its distributed arguments, and the other distributed tensors that it used."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[int, StandIn] = {}
+        self.views: list[tuple[DistView, list[int]]] = []
+        self.used: list[DistTensor] = []
+
+    def add(self, t: DistTensor) -> StandIn:
+        with transforms_paused():
+            if type(t) is DistView:
+                self.views.append((t, before_call([t])))
+            whole = _whole(t)
+            with no_interception():
+                self.arguments[id(t)] = StandIn(t, whole)
+        return self.arguments[id(t)]
+
+    def write_back(self) -> None:
+        """Write to the arguments the values that the function wrote to their whole copies.
+
+        Raises OperationError, before it writes anything, if another tensor of the call shares memory with an argument.
+        """
+        with no_interception():
+            changed = [x for x in self.arguments.values() if x.has_memory and (x.is_differentiated() or x.is_written())]
+            _check_alone([x.tensor for x in changed], [x.tensor for x in self.arguments.values()] + self.used)
+        for x in changed:
+            spec = whole_spec(x.tensor._spec)
+            with nullcontext() if x.is_differentiated() else torch.no_grad():
+                new = x.whole if x.is_differentiated() else x.whole.detach()
+                x.tensor.copy_(stamp(new.view_as(new), spec.with_strides(new.stride())))
+        for view, before in self.views:
+            after_call([view], before, None)
+
+
+class _Calls(threading.local):
+    """The calls of transformed functions that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[_Call] = []
+
+
+_calls = _Calls()
+
+
+@contextmanager
+def _in_call() -> Generator[None]:
+    """Context around a transformed function; its writes to its arguments are written back at the end."""
+    call = _Call()
+    _calls.open.append(call)
+    try:
+        yield
+    finally:
+        _calls.open.pop()
+    if call.arguments:
+        with transforms_paused():
+            call.write_back()
+
+
+def _argument(t: DistTensor) -> StandIn | None:
+    """Return the whole value of `t`, if `t` is an argument of a transformed function that runs."""
+    return next((c.arguments[id(t)] for c in reversed(_calls.open) if id(t) in c.arguments), None)
+
+
+def _may_share(a: DistTensor, b: DistTensor) -> bool:
+    """True if a write to `a` may change `b`; a view with its own memory counts as all of its base."""
+    if isinstance(a, DistView) or isinstance(b, DistView):
+        return shares_storage(base_of(a), base_of(b))
+    return share_elements(a, b)
+
+
+def _check_alone(written: Sequence[DistTensor], others: Sequence[DistTensor]) -> None:
+    for t in written:
+        if any(_may_share(t, other) for other in others if other is not t):
+            raise OperationError(
+                f"a function inside a transform of {NAME} that writes to its argument", repr(t._spec),
+                "another tensor of the call shares memory with the argument, and the transform copies each tensor",
+                "pass one of the two tensors, and derive the other one inside the function",
+            )  # fmt: skip
+
+
+DistTensor._observed = staticmethod(_observed)
+tell_transforms(_entering, _check_functional, _in_call)
+tell_scripts(_check_scripted)
+offer_call(torch.jit.ScriptFunction, "__call__", _scripted)

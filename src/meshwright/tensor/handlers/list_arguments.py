@@ -1,0 +1,33 @@
+"""Functions with lists among their arguments: tensors to broadcast together, and integers as indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.handler_registry import handles
+
+
+@handles(torch.broadcast_tensors, torch.ops.aten.broadcast_tensors.default)
+def _broadcast_tensors(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    tensors = args[0] if len(args) == 1 and not isinstance(args[0], Tensor) else args
+    shape = torch.broadcast_shapes(*[t.shape for t in tensors])
+    return tuple(t if t.shape == shape else t.expand(shape) for t in tensors)
+
+
+@handles(Tensor.__getitem__, Tensor.__setitem__)
+def _listed_index(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Replace lists of integers among the indices by tensors.
+
+    torch would make these tensors in C++, where their values are not recorded.
+    """
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not any(_is_whole_numbers(i) for i in index):
+        return NotImplemented
+    return func(args[0], tuple(torch.tensor(i) if _is_whole_numbers(i) else i for i in index), *args[2:])
+
+
+def _is_whole_numbers(x: Any) -> bool:
+    return isinstance(x, list) and bool(x) and all(type(n) is int or _is_whole_numbers(n) for n in x)

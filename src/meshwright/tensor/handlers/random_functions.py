@@ -1,0 +1,105 @@
+"""Handlers of functions that draw from a random generator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import init
+
+from ..capture.call_capture import autocast_dtype
+from ..conversion.local_parts import is_empty
+from ..core.handler_registry import handles
+from .random_draws import LIKE, dropout, dropout_arguments, fill_random, like_random
+
+_FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "bernoulli_"]
+_FILLING: list[Any] = [getattr(torch.ops.aten, n) for n in _FILLS]
+_WITHOUT_TENSORS = [getattr(op, o) for op in _FILLING for o in op.overloads() if not o.endswith(("out", "Tensor"))]
+handles(*[getattr(Tensor, n) for n in _FILLS], *_WITHOUT_TENSORS)(fill_random)
+
+
+@handles(init.uniform_, init.normal_, init.constant_)
+def _initialise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Initialise a tensor by its own method.
+
+    Functions of `nn.init` inspect the tensor before they turn gradients off.
+    """
+    names = {"uniform_": ("a", "b"), "normal_": ("mean", "std"), "constant_": ("val",)}[func.__name__]
+    given = dict(zip(("tensor", *names), args, strict=False)) | kwargs
+    x = given.pop("tensor")
+    fill = {"uniform_": x.uniform_, "normal_": x.normal_, "constant_": x.fill_}[func.__name__]
+    defaults = {"a": 0.0, "b": 1.0, "mean": 0.0, "std": 1.0}
+    with torch.no_grad():
+        return fill(*[given.pop(n, defaults.get(n)) for n in names], **given)
+
+
+@handles(init.kaiming_uniform_)
+def _initialise_kaiming(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    names = ("tensor", "a", "mode", "nonlinearity", "generator")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, mode = given["tensor"], given.get("mode", "fan_in")
+    fans = dict(zip(("fan_in", "fan_out"), init._calculate_fan_in_and_fan_out(x), strict=True))
+    gain = init.calculate_gain(given.get("nonlinearity", "leaky_relu"), given.get("a", 0))
+    bound = 3.0**0.5 * gain / fans[mode] ** 0.5
+    with torch.no_grad():
+        return x.uniform_(-bound, bound, generator=given.get("generator"))
+
+
+handles(*LIKE)(like_random)
+handles(F.dropout, torch.dropout, torch.ops.aten.dropout.default)(dropout)
+
+_WITH_BATCH = {F.dropout1d: 3, F.dropout3d: 5}
+"""Function → the number of dims of an input that has a batch; the function adds one to any other input."""
+
+
+@handles(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.ops.aten.feature_dropout.default)
+def _drop_features(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Drop whole channels, with a mask of one number for each."""
+    x = args[0] if args else kwargs["input"]
+    p, train, inplace = dropout_arguments(args[1:], kwargs)
+    channels = 2 if x.dim() == _WITH_BATCH.get(func, x.dim()) else 1
+    refused = x.dim() < channels or (func is F.dropout1d and x.dim() not in (2, 3))
+    if not train or not 0 < p < 1 or refused or is_empty(x):
+        return NotImplemented
+    ones = [1] * (x.dim() - channels)
+    mask = x.new_empty([*x.shape[:channels], *ones]).bernoulli_(1 - p).div_(1 - p)
+    return x.mul_(mask) if inplace else x * mask
+
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@handles(F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+def _attention_with_dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Compute attention with dropout by single operators, as torch does on a CPU.
+
+    Each operator is then sharded by its own rule.
+    """
+    given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+    if not (given.get("dropout_p") or 0) > 0:
+        return NotImplemented
+    q, k, v = (given[name] for name in _ATTENTION[:3])
+    lower = autocast_dtype((q, k, v))
+    with torch.autocast(device_type=q.device.type, enabled=False):
+        if lower is not None:
+            q, k, v = (x.to(lower) if x.dtype != torch.float64 else x for x in (q, k, v))
+        dtype = q.dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            q, k, v = q.float(), k.float(), v.float()
+        if given.get("enable_gqa"):
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        scale = max(q.shape[-1], 1) ** -0.5 if given.get("scale") is None else given["scale"]
+        scores = (q * scale**0.5) @ (k * scale**0.5).mT
+        weights = torch.ops.aten._safe_softmax.default(_masked(scores, given), -1)
+        return (F.dropout(weights, given["dropout_p"]) @ v).to(dtype)
+
+
+def _masked(scores: Tensor, given: dict[str, Any]) -> Tensor:
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask

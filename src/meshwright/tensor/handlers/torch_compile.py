@@ -1,0 +1,83 @@
+"""`torch.compile` around distributed tensors: a function that uses one runs as plain Python.
+
+A distributed tensor reports its global shape and computes with its local part, so a traced graph would hold the sizes
+and the addresses of one rank. TorchDynamo, and nothing else, asks every tensor that it meets for its static address. A
+distributed tensor then raises `SkipFrame`. TorchDynamo runs the function that it was tracing without compiling it, in
+this call and in later ones. Functions called from there are still compiled if they only use plain tensors.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from .._errors import CompileError
+from ..core.dist_tensor import DistTensor
+from ..torch_hooks import SkipFrame, compile_trace, leave_untraced, run_uncompiled
+
+_NAME = "_dynamo_static_input_type"
+"""The attribute that TorchDynamo reads; `mark_static_address` sets it, and users may set it too."""
+
+
+class _StaticAddress:
+    """The attribute of a distributed tensor that stops TorchDynamo from tracing the tensor."""
+
+    def __get__(self, x: DistTensor | None, owner: type) -> Any:
+        if x is None:
+            return self
+        _leave(x)
+        if _NAME not in vars(x):
+            raise AttributeError(_NAME)
+        return vars(x)[_NAME]
+
+    def __set__(self, x: DistTensor, value: Any) -> None:
+        _leave(x)
+        vars(x)[_NAME] = value
+
+
+def _leave(x: DistTensor) -> None:
+    """Stop the trace that `torch.compile` is making in this thread, if any.
+
+    Raises CompileError if the trace must become one graph.
+    """
+    trace = compile_trace()
+    if trace is None:
+        return
+    if trace.one_graph or getattr(trace, "error_on_graph_break", False):
+        code = trace.f_code
+        raise CompileError(
+            f"one graph of {code.co_name}, {code.co_filename}:{code.co_firstlineno}", repr(x._spec),
+            "a graph would hold the local sizes of one rank, so functions with distributed tensors are not compiled",
+            "leave out fullgraph=True, so that the function runs uncompiled, or compile a step with mw.to_static",
+        )  # fmt: skip
+    raise SkipFrame(f"uses a distributed tensor, {x._spec!r}")
+
+
+def _code_in(modules: Iterable[ModuleType]) -> Iterator[CodeType]:
+    """Yield the code of every function and method that the modules define, closures included."""
+    for module in modules:
+        own = [f for f in vars(module).values() if getattr(f, "__module__", None) == module.__name__]
+        methods = [m for cls in own if isinstance(cls, type) for m in vars(cls).values()]
+        found = [getattr(f, "__func__", f) for f in (*own, *methods)]
+        left = [f.__code__ for f in found if isinstance(f, FunctionType)]
+        while left:
+            code = left.pop()
+            left += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+            yield code
+
+
+def leave_alone() -> None:
+    """Make `torch.compile` run this package's functions, and the functions that they call, without compiling them."""
+    package = __name__.rpartition(".")[0]
+    for code in _code_in([module for name, module in sys.modules.items() if name.startswith(package)]):
+        run_uncompiled(code)
+
+
+setattr(DistTensor, _NAME, _StaticAddress())
+for _package in pkgutil.iter_modules([str(Path(__file__).parents[2])]):
+    if _package.name != "models":  # models are what users compile
+        leave_untraced(f"{__name__.partition('.')[0]}.{_package.name}")

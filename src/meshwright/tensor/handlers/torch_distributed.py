@@ -1,0 +1,198 @@
+"""Functions of torch.distributed that are called on distributed tensors.
+
+A distributed tensor stands for its whole value, so one device would make such a call in a group of one process.
+`broadcast`, and any collective in a group of one process, act on the whole value. In larger groups, `all_reduce` and
+`all_gather` would count the value once for each process, and `scatter` and `recv` would give each rank another result.
+These calls raise CollectiveError.
+
+All these functions call operators of the namespace c10d, and the operators are guarded. Functions that call
+`__torch_function__` first are called on whole values, and the guard sees the tensors that they write to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm import current
+
+from .._errors import CollectiveError
+from ..conversion.local_parts import write_into
+from ..conversion.python_values import everywhere
+from ..core.dist_tensor import DistTensor
+from ..core.tree import map_tensors, tensors_in
+from ..torch_hooks import (
+    collective_operators,
+    constructors_of_distributed,
+    group_of,
+    guard_operator,
+    no_interception,
+    offer_call,
+    work_of,
+)
+
+ALIKE = frozenset({
+    "allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_", "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+})  # fmt: skip
+"""Operators after which every rank of the group holds the same results."""
+SENT = frozenset({"send"})
+"""Operators that write to none of their tensors.
+
+Others write to every tensor whose name does not begin with `input`.
+"""
+_FIX = (
+    "use x itself, which needs no collective; or pass mw.unshard_dtensor(x), the whole value as a plain tensor; "
+    "or pass x.to_local(), this rank's part. With Accelerate or transformers' Trainer, call "
+    "os.environ.update(LOCAL_RANK='-1', WORLD_SIZE='1') after mw.init_process()"
+)
+
+
+class _Standing(threading.local):
+    """Whole values that replace distributed tensors in a call of torch.distributed: id → (whole value, tensor)."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Tensor, DistTensor]] = {}
+
+
+_standing = _Standing()
+
+
+def handler_of(func: Any) -> Callable[..., Any] | None:
+    """Return the handler of a torch.distributed function that calls `__torch_function__`; None for other functions."""
+    module = getattr(func, "__module__", None) or ""
+    if module == dist.all_reduce.__module__:
+        return _on_wholes
+    is_collective = module.startswith("torch.distributed.") or "c10d_functional" in str(func)
+    return _refuse if is_collective else None
+
+
+def _on_wholes(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Call the function on whole values; the guard of its operator writes the results into the parts."""
+    tensors = {id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)}
+    stand_in = {key: everywhere(t).detach().clone() for key, t in tensors.items()}
+    before, _standing.known = _standing.known, {id(w): (w, tensors[key]) for key, w in stand_in.items()}
+    try:
+        args, kwargs = map_tensors(lambda t: stand_in.get(id(t), t), (args, kwargs))
+        return func(*args, **kwargs)
+    finally:
+        _standing.known = before
+
+
+def _refuse(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
+    name = getattr(func, "__name__", str(func))
+    raise _refusal(name, given, "its result is a plain tensor that may differ between ranks")
+
+
+def _guard(op: Any, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
+    """Run the collective on whole values, and write its results into the parts."""
+    given = [t for t in map(_meant, tensors_in(args)) if t is not None]
+    if not given:
+        return run(*args)
+    name = op._schema.name.partition("::")[2]
+    written = {id(t): x for t in _written(op, args) if (x := _meant(t)) is not None}
+    _check(name, args, given, bool(written))
+    whole = {id(t): _whole(t, id(t) in written) for t in tensors_in(args) if isinstance(t, DistTensor)}
+    with no_interception(), torch.no_grad():
+        out = run(*map_tensors(lambda t: whole.get(id(t), t), args))
+        if written:
+            _wait(name, out, given)
+    with torch.no_grad():
+        for key, x in written.items():
+            write_into(x, whole[key] if key in whole else _standing.known[key][0])
+    return out
+
+
+def _meant(t: Tensor) -> DistTensor | None:
+    """Return the distributed tensor that an argument is or replaces; None for another tensor."""
+    return t if isinstance(t, DistTensor) else _standing.known.get(id(t), (None, None))[1]
+
+
+def _whole(x: DistTensor, written: bool) -> Tensor:
+    return everywhere(x).clone() if written else everywhere(x)
+
+
+def _written(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Yield the tensors that the operator writes to; its schema does not mark them."""
+    if op._schema.name.partition("::")[2] in SENT:
+        return
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        if not argument.name.startswith("input"):
+            yield from tensors_in(value)
+
+
+def _check(name: str, args: tuple[Any, ...], given: list[DistTensor], writes: bool) -> None:
+    """Raise CollectiveError unless every rank of the tensors' meshes gets the results of one device."""
+    here = current()
+    group = next((ranks for ranks in map(_ranks, args) if ranks is not None), ())
+    if name in SENT or (writes and name not in ALIKE):
+        raise _refusal(name, given, "its result differs between ranks, or not every rank makes the call")
+    if len(group) == 1 and (here.kind == "simulated" or here.size == 1):
+        return  # every simulated rank makes the call by itself, and its process is the whole group
+    meshes = {rank for t in given for rank in t._spec.mesh.process_ids}
+    needed = meshes if all(t._spec.mesh.size == here.size for t in given) else set(range(here.size))
+    if not needed <= set(group):
+        raise _refusal(name, given, f"ranks {sorted(needed - set(group))} hold parts and are not in the group")
+    if name != "broadcast_":
+        raise _refusal(
+            name, given, f"x is already the value of all ranks, and the result would count it {len(group)} times"
+        )
+
+
+def _ranks(argument: Any) -> tuple[int, ...] | None:
+    """Return the global ranks of a process group; None for another argument."""
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        return tuple(dist.get_process_group_ranks(group_of(argument)))
+    except (RuntimeError, TypeError, KeyError, ValueError):  # a reduction, or a group that was destroyed
+        return None
+
+
+def _wait(name: str, out: Any, given: list[DistTensor]) -> None:
+    """Wait for the collective, because its results are written into parts next."""
+    boxed = out[-1] if isinstance(out, tuple) else out
+    work = None if boxed is None else work_of(boxed)
+    if work is None:
+        raise _refusal(name, given, "a coalescing manager does not report when the result of the call is complete")
+    work.wait()
+
+
+def _refusal(name: str, given: list[DistTensor], why: str) -> CollectiveError:
+    specs = ", ".join(f"{t._spec!r} on {t._spec.mesh!r}" for t in given)
+    return CollectiveError(f"{name} of torch.distributed", specs, why, _FIX)
+
+
+def _reduced_elsewhere(own: Any, args: Any, kwargs: Any) -> Any:
+    """Raise CollectiveError for DistributedDataParallel or a DTensor of distributed tensors.
+
+    DistributedDataParallel reads memory in C++, and a DTensor takes that memory for its own part.
+    """
+    given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
+    if not given:
+        return NotImplemented
+    raise CollectiveError(
+        f"{own.__name__} of torch.distributed", ", ".join(repr(t._spec) for t in given[:4]),
+        "it would use the memory of this rank's parts as whole tensors",
+        "leave out DistributedDataParallel and fully_shard, since gradients of distributed parameters are reduced "
+        "already; call mw.to_torch_dtensor(x) for a DTensor",
+    )  # fmt: skip
+
+
+def _new_dtensor(own: Any, args: Any, kwargs: Any) -> Any:
+    """Raise CollectiveError for a DTensor of a distributed tensor; every result of DTensor pays for this check."""
+    is_plain = len(args) > 1 and not isinstance(args[1], DistTensor)  # (class, local tensor, …)
+    return NotImplemented if is_plain else _reduced_elsewhere(own, args, kwargs)
+
+
+if dist.is_available():
+    for _op in collective_operators():
+        guard_operator(_op, _guard)
+    for _owner, _name in constructors_of_distributed():
+        offer_call(_owner, _name, _new_dtensor if _name.endswith("__new__") else _reduced_elsewhere)

@@ -1,0 +1,166 @@
+"""Checks that local results have the shape, the memory format and the aliases that their specs require.
+
+Torch may decide otherwise for a local part than for the whole tensor. For example, `contiguous` and `reshape` return
+their argument itself if its strides allow that, and the strides of a part may allow it where the strides of the whole
+tensor do not. The capture of a call found the decision for the whole tensor; the local result is changed to agree.
+
+    shape          checked in the first calls of a plan; in every call inside `checked_results`
+    aliases        checked in every call, if the operator's schema lets its result alias an argument
+    memory format  checked in the first calls; in every call after one result differed. A view is never copied
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current
+from meshwright.layout import Spec
+
+from .._errors import LocalShapeError
+from ..conversion.convert import arranged, is_arranged
+from ..core.dist_tensor import DistTensor
+from ..core.tree import map_tensors, tensors_in
+from ..torch_hooks import FakeTensor, shares_storage
+
+Apply = Callable[[Any, Sequence[Any]], Any]
+"""`apply(result, arguments)` returns the local results of a call, changed to agree with their specs."""
+
+
+class _Always:
+    """Switch for checks in every call."""
+
+    on = os.environ.get("MESHWRIGHT_CHECK_RESULTS", "") not in ("", "0")
+
+
+@contextmanager
+def checked_results() -> Generator[None]:
+    """Check the shapes of local results in every call inside the block; by default only the first calls are checked.
+
+    The environment variable MESHWRIGHT_CHECK_RESULTS=1 does the same for a whole process. Plans made before are not
+    checked, so enter the context before the first call.
+    """
+    before, _Always.on = _Always.on, True
+    try:
+        yield
+    finally:
+        _Always.on = before
+
+
+class Law:
+    """The requirements on the local results of one plan; `apply` checks and enforces them.
+
+    If the operator's schema lets result k alias an argument, `fresh[k]` is True for a new tensor and False for a view.
+    """
+
+    def __init__(self, name: str, outs: Sequence[Spec], fresh: Sequence[bool | None]) -> None:
+        self.name, self.outs, self.fresh = name, outs, fresh
+        self.settled = False
+        self._seen: set[Any] = set()
+        self._arranges = False
+        self.apply: Apply = self._checked
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no result has to be checked or changed any more."""
+        return self.settled and self.apply is own
+
+    def _checked(self, out: Any, inputs: Sequence[Any]) -> Any:
+        out = self._mended(out, inputs)
+        results = list(tensors_in(out))
+        rank = current().rank
+        if results and len(results) == len(self.outs):
+            for k, (x, spec) in enumerate(zip(results, self.outs, strict=True)):
+                self._check_shape(k, x, spec, rank)
+                if k < len(self.fresh) and self.fresh[k] is False:
+                    self._check_view(k, x, inputs, rank)
+            self._settle(rank)
+        return out
+
+    def _check_shape(self, k: int, x: Tensor, spec: Spec, rank: int) -> None:
+        if rank in spec.mesh and not isinstance(x, FakeTensor) and tuple(x.shape) != spec.local_shape(rank):
+            raise LocalShapeError(
+                f"{self.name} on rank {rank}", f"a local result of shape {tuple(x.shape)}",
+                f"result {k} is {spec!r}, of which rank {rank} holds a part of shape {spec.local_shape(rank)}",
+                "report this call: its rule is wrong. Until it is fixed, reshard the operands to mw.Replicate() first",
+            )  # fmt: skip
+
+    def _check_view(self, k: int, x: Tensor, inputs: Sequence[Any], rank: int) -> None:
+        if not x.numel() or isinstance(x, FakeTensor):
+            return
+        if not any(isinstance(t, Tensor) and shares_storage(t, x) for t in inputs):
+            raise LocalShapeError(
+                f"{self.name} on rank {rank}", "a local result with its own memory",
+                f"result {k} is {self.outs[k]!r}, a view of an argument, and a write to the copy would be lost",
+                "report this call: its rule is wrong. Until it is fixed, reshard the operands to mw.Replicate() first",
+            )  # fmt: skip
+
+    def _settle(self, rank: int) -> None:
+        """Stop the checks once all shapes of this rank have been seen.
+
+        Simulated ranks share the plan and count together.
+        """
+        if any(spec.is_symbolic for spec in self.outs):
+            self.settled = True
+            return
+        ranks = self.outs[0].mesh.process_ids if current().kind == "simulated" else (rank,)
+        self._seen.add(self._shapes(rank))
+        self.settled = not _Always.on and self._seen.issuperset(map(self._shapes, ranks))
+        if self.settled:
+            self.apply = self._settled()
+
+    def _settled(self) -> Apply:
+        if self._arranges:
+            return self._mended
+        if self.fresh == (True,):
+            return unshared
+        return self._mended if any(self.fresh) else own
+
+    def _shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(spec.local_shape(rank) for spec in self.outs)
+
+    def _mended(self, out: Any, inputs: Sequence[Any]) -> Any:
+        out = self._copied(out, inputs) if any(self.fresh) else own(out, inputs)
+        return self._arranged(out)
+
+    def _copied(self, out: Any, inputs: Sequence[Any]) -> Any:
+        left = iter(self.fresh)
+        return own(map_tensors(lambda x: unshared(x, inputs) if next(left, False) else x, out), inputs)
+
+    def _arranged(self, out: Any) -> Any:
+        left, fresh = iter(self.outs), iter(self.fresh)
+
+        def put(x: Tensor) -> Tensor:
+            spec, is_view = next(left, None), next(fresh, None) is False
+            if spec is None or is_view or not spec.is_dense or spec.is_symbolic or x.layout is not torch.strided:
+                return x
+            if isinstance(x, DistTensor) or x.dim() != spec.ndim or is_arranged(x, spec):
+                return x
+            self._arranges = True
+            return arranged(x, spec)
+
+        return map_tensors(put, out)
+
+
+def unshared(out: Any, inputs: Sequence[Any]) -> Any:
+    """Return `out`, one tensor, as a copy if it shares memory with an argument."""
+    for x in inputs:
+        if isinstance(x, Tensor) and (x is out or shares_storage(x, out)):
+            return out.clone()
+    return out
+
+
+def own(out: Any, inputs: Sequence[Any]) -> Any:
+    """Return `out` with views in place of plain arguments, so that stamping a result leaves the argument plain."""
+    if type(out) is Tensor:
+        for x in inputs:
+            if x is out:
+                return out.view_as(out)
+        return out
+    known = {id(t) for t in inputs if isinstance(t, Tensor) and not isinstance(t, DistTensor)}
+    return map_tensors(lambda t: t.view_as(t) if id(t) in known else t, out) if known else out

@@ -1,0 +1,8 @@
+"""Views with their own memory, and tensors that share memory.
+
+dist_view         DistView: a view that is gathered, read again after writes to its base, and written back
+view_history      autograd history of a view with its own memory, as one device reports it
+shared_data       memory that a tensor takes over by `x.data = new`
+gathered_memory   memory of the whole tensor, for callers that request an address or a storage
+memory_overlap    shared_memory: groups of tensors with the same elements, and partial overlaps
+"""

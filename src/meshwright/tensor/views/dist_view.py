@@ -1,0 +1,615 @@
+"""Views that cannot be views of the local part.
+
+`x[2:4]` of a tensor that is sharded along dim 0 has to be gathered, so it has its own memory. It is still a view: a
+write to it must reach `x`, and a write to `x` must reach it. A DistView stores the call that made it. Before it is used
+it is read again if its base was written to. After a write to it, its values are written back to the base.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Spec, whole_of
+
+from .._errors import OperationError
+from ..conversion.convert import arranged, convert_local, owned
+from ..conversion.local_parts import spec_of, spec_of_whole, whole_local, whole_spec, write_into
+from ..conversion.saved_operands import drop_notes, note_again, note_reading
+from ..conversion.whole_call import WholeCall, call_whole, put_back
+from ..core.dist_tensor import DistTensor, FakeDistTensor, is_leaf, plain_view, stamp, wants_grad
+from ..core.tree import leaves_in, map_tensors, tensors_in
+from ..core.write_counts import note_counter, version_of, writes_to
+from ..planning.call_plan import of_one_node
+from ..torch_hooks import is_dense, keep_bits, no_interception, shares_storage
+
+
+@dataclass(slots=True)
+class Source:
+    """The origin of a view: the base, the call, the number of the result, and the writes to the base until the call.
+
+    Attributes:
+        single: False for one of several views of one autograd node: torch raises an error on a write to such a view.
+        tracked: False for a view that was made under `torch.no_grad`, which gets no gradient from its base.
+        counted: False if the base is the memory of a plain tensor, whose writes are not all counted.
+        shown: The version counter of the base at the call, which does not move with writes to `base.data`.
+        ends: For a tensor that took over memory by `x.data = new`: True of the view if only the view uses this memory.
+    """
+
+    base: DistTensor
+    func: Any
+    args: Any
+    kwargs: Any
+    at: int
+    version: int
+    single: bool = True
+    tracked: bool = True
+    counted: bool = True
+    shown: int = 0
+    ends: Callable[[DistView], bool] | None = None
+
+    def is_read(self) -> None:
+        """Record that the view holds the current values of the base."""
+        self.version, self.shown = writes_to(self.base), version_of(self.base)
+
+
+class DistView(DistTensor):
+    """A view of another distributed tensor that has its own memory.
+
+    A local view of it (for example a slice along a dim that is not sharded) is a DistView too, with the same `_outer`.
+    """
+
+    _viewing = True
+    _source: Source
+    _outside: DistView | None = None
+    """The view whose memory this view shares, or None for an outer view; a reference cycle would delay its end."""
+    _agreed: int
+    """The number of writes to the memory of an outer view when it and its base last held the same values."""
+    _seen = True
+    """False for `view.detach()` and `view.data`: autograd does not see what is written to them."""
+    _counted = True
+    """False for `view.data`: a write to it changes no version counter of the base."""
+
+    @property
+    def _outer(self) -> DistView:
+        """The view that stores its call: this view, or the one whose memory this view shares."""
+        return self if self._outside is None else self._outside
+
+    def _read_again(self) -> None:
+        _refresh(self._outer)
+
+    def _copy_source(self, copy: DistTensor, memo: dict[int, Any]) -> None:
+        view: Any = copy
+        view.__class__ = DistView
+        view._seen, view._counted = self._seen, self._counted
+        if self._outer is self:
+            source = self._source
+            base = source.base._deep_copied(memo)
+            args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
+            copied = replace(source, base=base, args=args, kwargs=kwargs)
+            copied.is_read()
+            become_view(view, copied)
+        else:
+            outer: Any = self._outer._deep_copied(memo)
+            view._outside = outer
+            _note(view._outer, _INNER, view)
+
+
+def as_view(
+    x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int, single: bool = True
+) -> DistTensor:
+    """Return `x`, result number `at` of a view call, as a view of `base`.
+
+    A fake tensor stays as it is, because recorded programs do not write to views. If elements of `x` share memory, each
+    gets memory of its own, so that the view can be read again; their spec still makes a write raise an error.
+    """
+    if type(x) is FakeDistTensor:
+        return x
+    tracked = torch.is_grad_enabled()
+    with no_interception():
+        alone = torch.clone if _overlaps(x) else partial(in_order, spec=x._spec)
+        local = alone(x)
+        if local is not x:
+            local = keep_bits(alone, x) if x.is_conj() or x.is_neg() else local
+            note_again(local, x, alone)
+        view = stamp(local if tracked else owned(local), x._spec)
+    source = Source(base, func, args, kwargs, at, writes_to(base), single, tracked, shown=version_of(base))
+    return become_view(view, source)
+
+
+def become_view(x: DistTensor, source: Source) -> DistView:
+    """Make `x`, which has its own memory, the view that `source` describes; return it."""
+    view: Any = x
+    view.__class__ = DistView
+    view._source, view._outside = source, None
+    view._agreed = writes_to(view)
+    _note(source.base, _VIEWS, view)
+    return view
+
+
+_VIEWS, _INNER = "_meshwright_views", "_meshwright_inner"
+"""Attribute of a base: its views that are copies. Attribute of such a view: the views that share its memory."""
+
+
+def _note(x: DistTensor, name: str, view: DistView) -> None:
+    held: Any = x.__dict__
+    held.setdefault(name, WeakValueDictionary())[id(view)] = view
+
+
+def _noted(x: DistTensor, name: str) -> list[DistView]:
+    held: Any = x.__dict__
+    found: WeakValueDictionary[int, DistView] | None = held.pop(name, None)
+    return [] if found is None else list(found.values())
+
+
+def _forget(view: DistView) -> None:
+    """Undo `_note` for a view that gets other memory."""
+    held: Any = view._source.base.__dict__ if view._outside is None else view._outside.__dict__
+    held.get(_VIEWS if view._outside is None else _INNER, {}).pop(id(view), None)
+
+
+def in_order(x: Tensor, spec: Spec) -> Tensor:
+    """Return the part of a view with its dims in the same order in memory as the whole view; a copy if they differ.
+
+    Which views of the view are possible then follows the whole view: `x[2:]` of a transposed `x` is gathered in
+    row-major order, where `x[2:][:, 1]` has gaps that the whole view does not have.
+    """
+    if shares_elements(spec.full_strides, spec.shape):
+        return x
+    steps = [(whole, here) for n, whole, here in zip(x.shape, spec.full_strides, x.stride(), strict=True) if n > 1]
+    if [here for _, here in sorted(steps)] == sorted(here for _, here in steps):
+        return x
+    return whole_of(x, spec.full_strides) if x.shape == spec.shape else arranged(x, spec)
+
+
+def leave_memory(x: DistTensor) -> None:
+    """Prepare `x` to move to other memory: its views become views of another tensor here, and `x` is no view."""
+    views, inner = _noted(x, _VIEWS), _noted(x, _INNER)
+    if views or inner:
+        with no_interception(), torch.enable_grad():  # torch forbids writes to a view made under `no_grad`
+            old: Any = stamp(x.view_as(x), x._spec)
+        if isinstance(x, DistView):
+            _stand_in(old, x)
+        for view in views:
+            source = view._source
+            source.args, source.kwargs = map_tensors(lambda t: old if t is x else t, (source.args, source.kwargs))
+            source.base = old
+            _note(old, _VIEWS, view)
+        for view in inner:
+            view._outside = old
+            _note(old, _INNER, view)
+    if type(x) is DistView:
+        _forget(x)
+        end_view(x)
+
+
+def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) -> None:
+    """Exchange `x` with its view `view`: `view` becomes the base, and `x` the view. `swap` exchanges the objects."""
+    _forget(view)
+    others = _noted(x, _VIEWS)
+    moved: Any = x
+    try:
+        swap()
+    except BaseException:
+        for other in others:
+            _note(x, _VIEWS, other)
+        raise
+    for other in (*others, moved):
+        source = other._source
+        source.args, source.kwargs = map_tensors(lambda t: view if t is x else t, (source.args, source.kwargs))
+        source.base = view
+        _note(view, _VIEWS, other)
+
+
+def _stand_in(old: DistTensor, x: DistView) -> None:
+    """Make `old`, which has the memory of `x`, the view that `x` is."""
+    view: Any = old
+    view.__class__ = DistView
+    view._seen, view._counted, view._agreed, view._outside = x._seen, x._counted, x._agreed, x._outside
+    if x._outside is None:
+        view._source = x._source
+        _note(x._source.base, _VIEWS, view)
+    else:
+        _note(x._outside, _INNER, view)
+
+
+def end_view(x: DistView) -> None:
+    """Make `x` a tensor that is no view of another one."""
+    drop_notes(x)
+    moved: Any = x
+    moved.__class__ = DistTensor
+    for name in ("_source", "_outside", "_agreed", "_seen", "_counted"):
+        moved.__dict__.pop(name, None)
+
+
+def settle(view: DistView) -> None:
+    """Make an outer view, and the views of its memory, tensors of their own: nothing else uses its base."""
+    _forget(view)
+    for inner in _noted(view, _INNER):
+        end_view(inner)
+    end_view(view)
+
+
+def inner_view(x: DistTensor, view: DistView) -> DistView:
+    """Return `x`, which has the memory of `view` and a version counter of its own, as the same view."""
+    found: Any = x
+    found.__class__ = DistView
+    found._outside, found._seen, found._counted = view._outer, False, False
+    _note(view._outer, _INNER, found)
+    return found
+
+
+def detached_view(local: Tensor, view: DistView, is_data: bool) -> DistView:
+    """Return `local`, which is this rank's part of `view.detach()` or `view.data`, as a view of the same base."""
+    found = inner_view(stamp(local, view._spec), view)
+    found._counted = view._counted and not is_data
+    return found
+
+
+def base_of(x: DistTensor) -> DistTensor:
+    """Return the tensor at the base of a chain of copied views; `x` itself if it is no copied view."""
+    while isinstance(x, DistView):
+        x = x._outer._source.base
+    return x
+
+
+def counted_with(x: DistTensor) -> DistTensor:
+    """Return the tensor whose version counter moves with writes to `x`: the base of a view."""
+    while isinstance(x, DistView) and x._outer._counted:
+        x = x._outer._source.base
+    return x
+
+
+def is_unversioned(x: Tensor) -> bool:
+    """True for a tensor that was made in inference mode, whose writes are not counted."""
+    with no_interception():
+        return x.is_inference()
+
+
+def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return `func` of the whole tensors; results are replicated, and views of gathered arguments stay views.
+
+    A sparse or nested result is a plain tensor, the same on every rank, because layouts only divide dense memory.
+    """
+    done = call_whole(func, args, kwargs)
+    like = next(t._spec for t, _ in done.pairs if isinstance(t, DistTensor))
+    made: dict[int, Tensor] = {id(w): t for t, w in done.pairs}
+    results = list(tensors_in(done.out))
+    single = not of_one_node(results)
+    for at, r in enumerate(results):
+        if id(r) in made:
+            continue
+        if not is_dense(r):
+            made[id(r)] = r
+            continue
+        with no_interception():
+            spec = spec_of_whole(r, like.mesh)
+            base = next((t for t, w in done.gathered() if shares_storage(r, w)), None)
+        out = stamp(r, spec)
+        made[id(r)] = out if base is None else as_view(out, base, func, args, kwargs, at, single)
+    return map_tensors(lambda r: made[id(r)], done.out)
+
+
+def break_view(out: Any, func: Any, args: Any, kwargs: Any, of: int, single: bool) -> Any:
+    """Return the results of a view call whose tensor argument number `of` was moved, as views of that argument."""
+    moved, like = list(tensors_in((args, kwargs)))[of], next(r for r in tensors_in(out) if isinstance(r, DistTensor))
+    base = moved if isinstance(moved, DistTensor) else stamp(moved.detach(), spec_of(moved, like._spec))
+    args, kwargs = map_tensors(lambda t: base if t is moved else stand_in(t), (args, kwargs or {}))
+    at = count()
+    single = single or not (torch.is_grad_enabled() and base.requires_grad)
+
+    def viewed(r: Tensor) -> Tensor:
+        number = next(at)
+        return as_view(r, base, func, args, kwargs, number, single) if isinstance(r, DistTensor) else r
+
+    return map_tensors(viewed, out)
+
+
+def stand_in(t: Tensor) -> Tensor:
+    """Return a plain tensor with the global shape, the dtype and the device of `t`, and memory for one element."""
+    shape = t._spec.shape if isinstance(t, DistTensor) else t.shape
+    with no_interception():
+        return torch.zeros((), dtype=t.dtype, device=t.device).expand(shape)
+
+
+def before_call(views: Sequence[DistView]) -> list[int]:
+    """Read again every view whose base was written to; return the numbers of writes to the views."""
+    for view in views:
+        _refresh(view._outer)
+    return [writes_to(v) for v in views]
+
+
+def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, written: Sequence[Tensor] = ()) -> None:
+    """Write back every view that was written to since `before`, and mark local views of views as such.
+
+    `written` are the views that the call writes to, for tensors of inference mode, which have no versions.
+    """
+    for view, version in zip(views, before, strict=True):
+        if not view._viewing:  # the call gave it other memory
+            continue
+        if writes_to(view) not in (version, view._outer._agreed) or any(x is view for x in written):
+            _write_back(view._outer, view)
+    for r in tensors_in(out):
+        if type(r) is DistTensor:
+            _know_inner(r, views)
+
+
+def before_function(views: Sequence[DistView]) -> list[Any]:
+    """Read again every view whose base was written to; return the views' autograd nodes, for `after_function`."""
+    for view in views:
+        _refresh(view._outer)
+    with no_interception():
+        return [view.grad_fn for view in views]
+
+
+def after_function(views: Sequence[DistView], nodes: Sequence[Any]) -> None:
+    """Write back every view that an autograd function marked as written.
+
+    The function's own writes are written back without gradients; the view gets its new node only after them.
+    """
+    for view, node in zip(views, nodes, strict=True):
+        with no_interception():
+            is_written = view.grad_fn is not node
+        if is_written:
+            _write_back(view._outer, view)
+
+
+def _know_inner(x: DistTensor, views: Sequence[DistView]) -> None:
+    with no_interception():
+        of = next((v for v in views if v._viewing and shares_storage(v, x)), None)
+    if of is not None:
+        view = inner_view(x, of)
+        view._seen, view._counted = of._seen, of._counted
+
+
+def _refresh(view: DistView) -> None:
+    source = view._source
+    if isinstance(source.base, DistView):
+        _refresh(source.base._outer)
+    if not is_behind(view):
+        return
+    if not source.single:
+        raise _several(source, "a view whose base, or another view of it, was written to")
+    is_shown = version_of(source.base) != source.shown
+    with _grad_mode(view) if is_shown else torch.no_grad():
+        done = call_whole(source.func, source.args, source.kwargs)
+        new = list(tensors_in(done.out))[source.at]
+        target = view if view._seen and is_shown else _data_of(view)  # a write to `base.data` is one to `view.data`
+        write_into(target, stamp(new, _whole_spec_of(new, view)))
+        with no_interception():
+            _reread.with_history |= wants_grad(view)
+    source.is_read()
+    if is_shown:
+        _note_reading(view)
+    view._agreed = writes_to(view)
+
+
+class _Reread(threading.local):
+    """A note for each rank: True once a view with a gradient history was read again. Simulated ranks are threads."""
+
+    with_history = False
+
+
+_reread = _Reread()
+
+
+def any_reread_with_history() -> bool:
+    """True if a view with a gradient history was read again on this rank.
+
+    Autograd can go through that copy only once.
+    """
+    return _reread.with_history
+
+
+def is_behind(view: DistView) -> bool:
+    """True if the base of an outer view may have been written to since the view was read."""
+    source = view._source
+    return writes_to(source.base) != source.version or not source.counted or is_unversioned(view)
+
+
+def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
+    """Return the context in which an outer view is read again: `no_grad` at its next use must not lose its history."""
+    source = view._source
+    if view.is_inference():
+        return torch.inference_mode()
+    if not source.tracked:
+        return torch.no_grad()
+    with no_interception():
+        if wants_grad(source.base):
+            return torch.inference_mode(False)
+        is_own_leaf = wants_grad(view) and is_leaf(view)  # made by `view.requires_grad_()`: the base has no history
+    return torch.no_grad() if is_own_leaf else nullcontext()
+
+
+def may_require_grad(view: DistView) -> bool:
+    """False for a view that autograd does not see, such as one that reads the memory as another dtype."""
+    source, dtype = view._outer._source, view._spec.dtype
+    if not view._seen or not (dtype.is_floating_point or dtype.is_complex):
+        return False
+    if view._outside is not None:
+        with no_interception():
+            if not view._is_view():
+                return False
+    return not any(isinstance(x, torch.dtype) for x in leaves_in((source.args, source.kwargs)))
+
+
+def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None:
+    """Raise OperationError if `x` is a view that cannot be written to; call it before the first write.
+
+    `graded` is True if autograd records the write.
+    """
+    if not isinstance(x, DistView):
+        return
+    source = x._outer._source
+    if graded and x._seen and not source.tracked:
+        raise OperationError(
+            "an in-place write that autograd records", f"{x._spec!r}, a view that was made under torch.no_grad()",
+            "the view has no autograd history from its base, and the write would give the base a history",
+            "make the view and write to it in the same mode: both under torch.no_grad(), or both outside",
+        )  # fmt: skip
+    if not source.single and torch.is_grad_enabled():
+        raise _several(source, "a write to a view")
+    if reads and shares_elements(x._spec.full_strides, x._spec.shape):
+        raise OperationError(
+            "an in-place write to a view", f"{x._spec!r}, in which several elements share memory",
+            "the result depends on the order in which a kernel visits the elements",
+            "write to the tensor itself, or to view.clone()",
+        )  # fmt: skip
+    if 0 in source.base._spec.full_strides:
+        raise OperationError(
+            "a write to a view", f"a view of {source.base._spec!r}, in which several elements share memory",
+            "the view has its own memory on this rank, and one value cannot be written to several elements",
+            "write to a tensor that is not expanded, or make the view of x.clone()",
+        )  # fmt: skip
+    check_writable(source.base, graded=graded)
+
+
+def _several(source: Source, found: str) -> OperationError:
+    name = getattr(source.func, "__name__", str(source.func))
+    return OperationError(
+        found, f"one of several views that {name} made of {source.base._spec!r}",
+        "autograd forbids in-place writes to one of several views that one call made, and to their base",
+        f"use x.narrow or x.select in place of {name}, or write under torch.no_grad() before calling {name}",
+    )  # fmt: skip
+
+
+def _write_back(view: DistView, by: DistView, written: Tensor | None = None) -> None:
+    """Write the values of an outer view to its base, with the effect of a write to `by`, a view on the same memory.
+
+    `written` marks the elements of `by` that were written; None means all of them.
+    """
+    ends = view._source.ends
+    if ends is not None and ends(view):
+        return settle(view)
+    with nullcontext() if may_require_grad(by) else torch.no_grad():
+        _write_base(view, by, written)
+
+
+def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
+    source = view._source
+    value = whole_local(view)
+    done = call_whole(source.func, source.args, source.kwargs)
+    whole = next(w for t, w in done.pairs if t is source.base)
+    base = source.base if isinstance(source.base, DistView) else None
+    repeats = base is not None and shares_elements(base._outer._spec.full_strides, base._outer._spec.shape)
+    with no_interception():
+        target = list(tensors_in(done.out))[source.at]
+        overlaps = _overlaps(target)
+        places = _written_places(view, by, written) if overlaps or repeats else None
+        if overlaps and places is not None:
+            whole = _last_written(source, done, whole, value, places)
+        else:
+            target.copy_(value)
+    put_back(source.base if by._counted else _data_of(source.base), whole)
+    if base is not None:
+        below = None if places is None else _places_in_base(source, done, places)
+        _write_back(base._outer, min(by, base, key=_visibility), below)
+    if source.single:
+        source.is_read()
+        if overlaps:  # other elements of the view changed, too
+            source.version = source.shown = _UNKNOWN
+    view._agreed = writes_to(view)
+    _note_reading(view)
+
+
+def _note_reading(view: DistView) -> None:
+    """Note an outer view that now holds the values of its base, because autograd may save it for a backward pass."""
+    if view._counted:  # a write to the base of any other view, such as `x.data = y`, moves no counter of the view
+        with no_interception():
+            note_reading(view, view._source.base, partial(_read, view._source, view._spec))
+
+
+def _read(source: Source, spec: Spec, part: Tensor) -> Tensor:
+    """Return this rank's part of a view with this spec, if `part` is this rank's part of the base."""
+    base = stamp(part, source.base._spec)
+    args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
+    new = list(tensors_in(call_whole(source.func, args, kwargs).out))[source.at]
+    with no_interception():
+        have = spec_of(new, spec)
+    return plain_view(convert_local(new, have, spec))
+
+
+_UNKNOWN = -1
+"""A number of writes that no tensor has, so that the view is read again before its next use."""
+
+
+def _written_places(view: DistView, by: DistView, written: Tensor | None) -> Tensor:
+    """Return for each element of the whole outer view whether it was written, by elements `written` of `by`."""
+    layout = replace(view._spec.layout, partial=())
+    local = torch.empty_strided(view.size(), view.stride(), dtype=torch.bool, device=view.device).fill_(False)
+    inner = local.as_strided(by.size(), by.stride(), int(by.storage_offset()) - int(view.storage_offset()))
+    if written is None:
+        inner.fill_(True)
+    else:
+        whole = whole_spec(by._spec).contiguous.with_dtype(torch.bool)
+        inner.copy_(convert_local(written, whole, whole.with_layout(replace(by._spec.layout, partial=()))))
+    spec = view._spec.contiguous.with_dtype(torch.bool).with_layout(layout)
+    return convert_local(local.contiguous(), spec, whole_spec(spec))
+
+
+def _places_in_base(source: Source, done: WholeCall, places: Tensor) -> Tensor:
+    """Return for each element of the whole base whether it was written, by elements `places` of the view."""
+    whole = next(w for t, w in done.pairs if t is source.base)
+    found = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
+    given = {id(t): w for t, w in done.pairs} | {id(source.base): found}
+    args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))
+    list(tensors_in(source.func(*args, **kwargs)))[source.at].copy_(places)
+    return found
+
+
+def _visibility(view: DistView) -> int:
+    """Return how visible a write to the view is for torch: 2 for a view, 1 for `view.detach()`, 0 for `view.data`."""
+    return view._seen + view._counted
+
+
+def _data_of(x: DistTensor) -> DistTensor:
+    """Return `x.data`, whose writes are counted separately from those of `x`."""
+    with no_interception():
+        data = x.data
+        note_counter(x, data)
+    return stamp(data, x._spec)
+
+
+def _overlaps(x: Tensor) -> bool:
+    """True if two elements of `x` may share memory."""
+    return shares_elements(x.stride(), x.shape)
+
+
+def shares_elements(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """True if two elements of a tensor with these strides may share memory."""
+    reach = 0
+    for step, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+def _last_written(source: Source, done: WholeCall, whole: Tensor, value: Tensor, written: Tensor) -> Tensor:
+    """Return `whole` after elements `written` of its view got `value`; the last one counts of elements at one place.
+
+    Only that one has a gradient. The same view of a tensor of place numbers shows the place of each element.
+    """
+    places = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64, device=whole.device)
+    places.copy_(torch.arange(whole.numel(), device=whole.device).reshape(whole.shape))
+    given = {id(t): w for t, w in done.pairs} | {id(source.base): places}
+    args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))
+    seen = list(tensors_in(source.func(*args, **kwargs)))[source.at].reshape(-1)
+    numbers = torch.where(written.reshape(-1), torch.arange(len(seen), device=whole.device), -1)
+    last = torch.full((whole.numel(),), -1, device=whole.device)
+    last = last.scatter_reduce(0, seen, numbers, "amax").reshape(whole.shape)
+    return torch.where(last < 0, whole, value.reshape(-1)[last.clamp(min=0)])
+
+
+def _whole_spec_of(new: Tensor, like: DistTensor) -> Spec:
+    with no_interception():
+        return spec_of(new, like._spec)

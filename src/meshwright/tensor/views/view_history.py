@@ -1,0 +1,104 @@
+"""Autograd history of a view that has its own memory.
+
+On one device, a write to the base gives its views the history of the write at once. A DistView gets that history when
+it is read again. `requires_grad` checks the base instead, as torch does, which takes no communication. The other
+attributes concern nodes of the graph, which exist only after the view was read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from ..core.dist_tensor import DistTensor, wants_grad
+from ..core.handler_registry import handles
+from ..torch_hooks import interception_on, no_interception
+from .dist_view import DistView, is_behind, may_require_grad
+
+
+def _gains_history(view: DistView) -> bool:
+    """True if reading the view again gives it a gradient, because of a write to its base; without communication."""
+    source = view._outer._source
+    if not (source.tracked and may_require_grad(view)):
+        return False
+    base = source.base
+    if isinstance(base, DistView) and _gains_history(base):
+        return True
+    with no_interception():
+        return wants_grad(base) and is_behind(view._outer)
+
+
+def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
+    """True also if the base requires grad, even if the view was made before the base did, or under `torch.no_grad`."""
+    if own(view):
+        return True
+    return interception_on() and may_require_grad(view) and _requires_grad_itself(_first_base(view))
+
+
+def _first_base(x: DistTensor) -> DistTensor:
+    """Return the tensor at the base of a chain of views, which torch checks; it checks no view in between."""
+    while True:
+        if isinstance(x, DistView):
+            if not may_require_grad(x):
+                return x
+            x = x._outer._source.base
+            continue
+        with no_interception():
+            base = x._base
+        if not isinstance(base, DistTensor):
+            return x
+        x = base
+
+
+def _requires_grad_itself(x: DistTensor) -> bool:
+    with no_interception():
+        return wants_grad(x)
+
+
+def _of_graph(own: Callable[[Any], Any], view: DistView) -> Any:
+    if interception_on() and _gains_history(view):
+        view._read_again()
+    return own(view)
+
+
+_QUESTIONS: dict[str, Callable[[Callable[[Any], Any], DistView], Any]] = {
+    "requires_grad": _requires_grad,
+    "is_leaf": _of_graph,
+    "grad_fn": _of_graph,
+    "output_nr": _of_graph,
+}
+"""Attribute → `answer(own, view)`, where `own` answers for a tensor that is no view."""
+
+
+@handles(*[getattr(Tensor, name).__get__ for name in _QUESTIONS], numbers=False)
+def _asked(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return getattr(args[0], func.__self__.__name__)
+
+
+_CHANGES = ("requires_grad_", "retain_grad")
+"""Methods that change autograd's treatment of a tensor; they need the history that the view has on one device."""
+
+
+def answer_for_views() -> None:
+    """Give views their own attributes about history; call it after DistTensor has got its answers."""
+    for name, answer in _QUESTIONS.items():
+        setattr(DistView, name, _answering(getattr(DistTensor, name), answer))
+    for name in _CHANGES:
+        setattr(DistView, name, _with_history(getattr(DistTensor, name)))
+
+
+def _answering(own: Any, answer: Callable[[Callable[[Any], Any], DistView], Any]) -> property:
+    return property(lambda view: answer(own.__get__, view), _with_history(own.__set__))
+
+
+def _with_history(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method with a first step that reads a view again if it gains a history."""
+
+    @wraps(own)
+    def method(view: DistView, *args: Any, **kwargs: Any) -> Any:
+        return _of_graph(lambda x: own(x, *args, **kwargs), view)
+
+    return method
