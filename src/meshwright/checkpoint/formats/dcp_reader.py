@@ -1,7 +1,7 @@
 """Read torch's distributed checkpoints without running the code in them.
 
 Their `.metadata` is a pickle, which the interpreter of `unpickle.py` reads. Records of this package replace the
-objects of torch, and names that such metadata does not need are refused. Tensors and values are read by `torch_archive.py`.
+objects of torch, and names that such metadata does not need are refused. `torch_archive.py` reads tensors and values.
 """
 
 from __future__ import annotations

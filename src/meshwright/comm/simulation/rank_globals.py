@@ -10,7 +10,7 @@ are swapped:
 * dicts that a class of any library uses as the state of all its instances (`self.__dict__ = self._shared_state`).
 
 Lists and dicts that the program only changes in place stay shared: programs collect the results of all ranks in them.
-The distributed tensors in them are hidden from other ranks, see `_shared_values`.
+The distributed tensors in them are hidden from other ranks, see `shared_values`.
 """
 
 from __future__ import annotations

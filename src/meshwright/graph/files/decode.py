@@ -1,7 +1,7 @@
 """Decoder from JSON data to a program. It looks up every name and checks every number that `encode.py` wrote.
 
-Nothing is evaluated. Operators must be in `torch.ops` and admitted by `admitted_operators.py`; Python functions must be in a
-table. Anything else raises DataError.
+Nothing is evaluated. Operators must be in `torch.ops` and admitted by `admitted_operators.py`; Python functions must be
+in a table. Anything else raises DataError.
 """
 
 from __future__ import annotations

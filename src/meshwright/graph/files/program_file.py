@@ -79,9 +79,9 @@ def load_program(
 ) -> Program:
     """Return the program in a file that `save_program` wrote.
 
-    The program may use operators of torch that are functions of tensors (`admitted_operators.py`), and the given `operators` of
-    other libraries: "mylib" for a whole library, or "mylib.scale" for one operator. `share(checksum, decode)` returns
-    `decode()`, or the program that was decoded before for this checksum.
+    The program may use operators of torch that are functions of tensors (`admitted_operators.py`), and the given
+    `operators` of other libraries: "mylib" for a whole library, or "mylib.scale" for one operator.
+    `share(checksum, decode)` returns `decode()`, or the program that was decoded before for this checksum.
 
     Raises:
         ProgramFileError: the file holds no valid program.

@@ -1,8 +1,8 @@
 """Guards of a recorded program, and the check that a forward pass changes no Python state.
 
 A program is valid while everything that Python code read during recording is unchanged. `Guards` stores all values that
-the executed code could read (`_reach`), and compares them before each step. `steady` compares the same slots before and
-after a forward pass: state that changes in each pass cannot be part of a program.
+the executed code could read (`reachable_slots`), and compares them before each step. `steady` compares the same slots
+before and after a forward pass: state that changes in each pass cannot be part of a program.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from the form that its operator gives, and then to the form that each use needs.
 the backward pass. The objective is the seconds of operators and conversions, plus the price of held bytes.
 
 The objective is a sum of tables over pairs of variables (an operator's option and a value's form). A model is a long
-chain of narrow layers, so variable elimination minimises the sum exactly (`_eliminate`).
+chain of narrow layers, so variable elimination minimises the sum exactly (`variable_elimination`).
 """
 
 from __future__ import annotations

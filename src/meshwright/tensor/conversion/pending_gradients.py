@@ -32,7 +32,7 @@ BUCKET_BYTES = 25 * 2**20
 class _Pending:
     """Terms of one parameter's gradient: the parameter, the terms' spec, and their local sum so far.
 
-    `number` identifies the backward passes that made them (`_identity`).
+    `number` identifies the backward passes that made them (`computation_numbers`).
     """
 
     leaf: Any

@@ -1,6 +1,6 @@
 """Check on simulated ranks that all ranks pass parts of one tensor to `from_local`.
 
-Processes detect this at the first collective, by the number of the tensor (`_identity`).
+Processes detect this at the first collective, by the number of the tensor (`computation_numbers`).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class DistTensor(Tensor):
     _viewing = False
     """True for views that are copies, since the part of the base on this rank differs from the part of the view."""
     _number = 0
-    """Number of the computation that made the tensor (`_identity`)."""
+    """Number of the computation that made the tensor (`computation_numbers`)."""
     _is_param: bool
     """Set on parameters; torch's `isinstance(x, nn.Parameter)` reads it."""
     _dispatch: Dispatch

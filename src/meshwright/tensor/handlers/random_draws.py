@@ -3,7 +3,7 @@
 "torch"    every rank draws the whole tensor from torch's own generator, which all ranks have in the same state,
            and keeps its part: exactly the numbers of one device; each rank pays for the whole draw.
 "counter"  every rank computes only its part, from a key that is drawn from torch's generator once per call: the same
-           global numbers on every mesh, but not those of one device. See `_counter`; other distributions use "torch".
+           global numbers on every mesh, but not those of one device (`counter_draws`). Other distributions use "torch".
 "rank"     every rank draws only its part: cheapest, other numbers on every mesh.
 """
 
