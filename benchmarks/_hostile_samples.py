@@ -74,9 +74,15 @@ enable = true
 accumulate_steps = 4
 """
 CONFIG = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100,
-    "num_key_value_heads": 2, "model_type": "llama", "tie_word_embeddings": True,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "num_key_value_heads": 2,
+    "model_type": "llama",
+    "tie_word_embeddings": True,
+}
 LOG = '{"event": "step", "seconds": 1.5, "peak_memory": 7}\n{"event": "step", "seconds": 1.0, "peak_memory": 9}\n'
 
 
@@ -100,29 +106,63 @@ def _read_random(text: str) -> None:
 
 
 TEXTS: dict[str, Row] = {
-    "layout": (lambda text: repr(parse_layout(text)), ("layout._text:parse_layout", "layout._text:read_strides"),
-               "[8@dp, :, 3 * 512@tp] +ep:max ~cp", "[@dp, :, @tp@cp] +ep"),
-    "spec": (_spec, ("layout._spec:parse_spec", "layout._text:parse_sized"),
-             "f32[8@dp, 1024, 1536] ~tp", "f32[8, 3 * 512@tp] +dp", "bf16[8@dp@tp, 4] strides (1, 8)"),
+    "layout": (
+        lambda text: repr(parse_layout(text)),
+        ("layout._text:parse_layout", "layout._text:read_strides"),
+        "[8@dp, :, 3 * 512@tp] +ep:max ~cp",
+        "[@dp, :, @tp@cp] +ep",
+    ),
+    "spec": (
+        _spec,
+        ("layout._spec:parse_spec", "layout._text:parse_sized"),
+        "f32[8@dp, 1024, 1536] ~tp",
+        "f32[8, 3 * 512@tp] +dp",
+        "bf16[8@dp@tp, 4] strides (1, 8)",
+    ),
     "dtype": (read_dtype, ("layout._text:read_dtype",), "bf16", "float8_e4m3fn"),
-    "step": (lambda text: parse_step(text, MESH), ("reshard._parse:parse_step",),
-             "ReduceScatter(dp tp, dim 0 over dp max)",
-             "AllToAll([@dp, :, 3 * 4@tp])", "View(f32[8@dp, 4])", "AllGather(dp tp, dim 0; tp, dim 1)"),
-    "rule": (parse_rule, ("spmd.notation.equation:parse_rule",), "b h s d!, b h t! d!, b h t! e -> b h s e",
-             "... k * n k + n -> ... n", "v! d | ... -> ... d"),
-    "shapes": (lambda text: parse_shapes(text, ["x", "t"]), ("graph.rewriting.rule_arguments:parse_shapes",), "n c, int n < c"),
-    "layouts": (lambda text: parse_layouts(text, {"w": MESH, "batch_0": MESH}), ("graph.program.layouts:parse_layouts",),
-                "w        f32[8@dp, 4]  # mark\nbatch_0  f32[16@dp, 8]\n"),
+    "step": (
+        lambda text: parse_step(text, MESH),
+        ("reshard._parse:parse_step",),
+        "ReduceScatter(dp tp, dim 0 over dp max)",
+        "AllToAll([@dp, :, 3 * 4@tp])",
+        "View(f32[8@dp, 4])",
+        "AllGather(dp tp, dim 0; tp, dim 1)",
+    ),
+    "rule": (
+        parse_rule,
+        ("spmd.notation.equation:parse_rule",),
+        "b h s d!, b h t! d!, b h t! e -> b h s e",
+        "... k * n k + n -> ... n",
+        "v! d | ... -> ... d",
+    ),
+    "shapes": (
+        lambda text: parse_shapes(text, ["x", "t"]),
+        ("graph.rewriting.rule_arguments:parse_shapes",),
+        "n c, int n < c",
+    ),
+    "layouts": (
+        lambda text: parse_layouts(text, {"w": MESH, "batch_0": MESH}),
+        ("graph.program.layouts:parse_layouts",),
+        "w        f32[8@dp, 4]  # mark\nbatch_0  f32[16@dp, 8]\n",
+    ),
     "schedule": (_checked_schedule, ("pipeline.table.parser:parse_schedule",), SCHEDULE),
     "action": (parse_action, ("pipeline.table.action:parse_action",), "F4.0&B1.3", ">F0.1", "BW10.1:3"),
-    "plan": (parse_plan, ("search.plan_data.plan:parse_plan", "search.plan_data.plan:read_text"), PLAN, '{"dp": 8, "batch": 256}'),
-    "mesh plan": (parse_mesh_plan, ("search.module_plans.mesh_plan_parser:parse_mesh_plan",), MESH_PLAN,
-                  '{"mesh": {"dp": 2}, "layouts": {"batch_0": "f32[8@dp, 4]"}}'),
+    "plan": (
+        parse_plan,
+        ("search.plan_data.plan:parse_plan", "search.plan_data.plan:read_text"),
+        PLAN,
+        '{"dp": 8, "batch": 256}',
+    ),
+    "mesh plan": (
+        parse_mesh_plan,
+        ("search.module_plans.mesh_plan_parser:parse_mesh_plan",),
+        MESH_PLAN,
+        '{"mesh": {"dp": 2}, "layouts": {"batch_0": "f32[8@dp, 4]"}}',
+    ),
     "strategy": (strategy_from_toml, ("engine.recording.strategy_toml:strategy_from_toml",), STRATEGY),
     "cluster": (cluster, ("cost._describe:cluster",), "64xA100-40GB, 8 per node, 200G", "8xH100 + 8xA100, EFA-400"),
-    "random": (_read_random, ("engine.training.random_states:check_random",),
-               written_random().decode()),
-}  # fmt: skip
+    "random": (_read_random, ("engine.training.random_states:check_random",), written_random().decode()),
+}
 """Reader of a text → the function, what it covers, and good texts."""
 
 
@@ -133,16 +173,30 @@ def _configured(path: Path) -> Any:
 PLAN_READERS = ("cli.console.files:read_text", "cli.commands.explain:explain", "cli.commands.plan:foretell")
 FILES: dict[str, Row] = {
     "cluster file": (lambda path: cluster(str(path)), ("cost._describe:_from_file", "cost._describe:cluster"), CLUSTER),
-    "model": (lambda path: read_model(Namespace(model=str(path), imbalance=None)),
-              ("cli.commands.plan:read_model", "cli.console.files:read_object", "cli.commands.parallelize:_model"), json.dumps(CONFIG)),
-    "measured": (lambda path: _measured(str(path)), ("cli.commands.explain:_measured", "cli.commands.explain:_numbers"),
-                 '{"seconds": 1.2, "bytes": 7e10}', LOG.splitlines()[0] + "\n" + LOG),
-    "configuration": (_configured, ("cli.console.config_file:read_config",),
-                      'steps = 100\nbatch = 8\nmesh = {pp = 2, dp = 2, tp = 2}\n'),
-    "schedule file": (lambda path: asked_schedule(Namespace(name=str(path))), ("cli.commands.schedule:_read",), SCHEDULE),
+    "model": (
+        lambda path: read_model(Namespace(model=str(path), imbalance=None)),
+        ("cli.commands.plan:read_model", "cli.console.files:read_object", "cli.commands.parallelize:_model"),
+        json.dumps(CONFIG),
+    ),
+    "measured": (
+        lambda path: _measured(str(path)),
+        ("cli.commands.explain:_measured", "cli.commands.explain:_numbers"),
+        '{"seconds": 1.2, "bytes": 7e10}',
+        LOG.splitlines()[0] + "\n" + LOG,
+    ),
+    "configuration": (
+        _configured,
+        ("cli.console.config_file:read_config",),
+        "steps = 100\nbatch = 8\nmesh = {pp = 2, dp = 2, tp = 2}\n",
+    ),
+    "schedule file": (
+        lambda path: asked_schedule(Namespace(name=str(path))),
+        ("cli.commands.schedule:_read",),
+        SCHEDULE,
+    ),
     "plan file": (lambda path: parse_plan(read_text(str(path))), PLAN_READERS, PLAN),
     "object": (lambda path: read_object(str(path), "pass JSON"), (), json.dumps(CONFIG)),
-}  # fmt: skip
+}
 """Reader of a file → the function, what it covers, and good contents."""
 
 

@@ -51,15 +51,29 @@ UNBOUNDED = {
 }
 """Containers that functions fill and that outlive the call: the reason why they stay small."""
 
-CALLS = frozenset({
-    "checkpoint.operations.load.load.ready",
-    "checkpoint.operations.open_checkpoint.open_together.found", "cli.commands.run.run_simulated.failed", "comm.launcher.launch._forwarded_signals.seen",
-    "comm.simulation.profiler_guard.one_profiler.running", "engine.marks.materialize._children_first.seen", "engine.eager.regather.before.pairs",
-    "engine.eager.zero.around.wholes", "engine.eager.split_pipeline._layers.found", "engine.diagnostics.traced_work.of_modules.updates",
-    "graph.execution.fx_runner.carrying.ways", "graph.execution.kernel_files.save_kernels.made", "graph.rewriting.rule_check.run.lie",
-    "graph.program.node_text.numbered.seen", "search.module_plans.pipeline_search._found.found", "tensor.capture.call_capture._captured.inputs",
-    "tensor.capture.call_capture._captured.nodes", "tensor.capture.call_capture.taken_apart.nodes", "tensor.execution.outside_mesh._of_fill.nodes",
-})  # fmt: skip
+CALLS = frozenset(
+    {
+        "checkpoint.operations.load.load.ready",
+        "checkpoint.operations.open_checkpoint.open_together.found",
+        "cli.commands.run.run_simulated.failed",
+        "comm.launcher.launch._forwarded_signals.seen",
+        "comm.simulation.profiler_guard.one_profiler.running",
+        "engine.marks.materialize._children_first.seen",
+        "engine.eager.regather.before.pairs",
+        "engine.eager.zero.around.wholes",
+        "engine.eager.split_pipeline._layers.found",
+        "engine.diagnostics.traced_work.of_modules.updates",
+        "graph.execution.fx_runner.carrying.ways",
+        "graph.execution.kernel_files.save_kernels.made",
+        "graph.rewriting.rule_check.run.lie",
+        "graph.program.node_text.numbered.seen",
+        "search.module_plans.pipeline_search._found.found",
+        "tensor.capture.call_capture._captured.inputs",
+        "tensor.capture.call_capture._captured.nodes",
+        "tensor.capture.call_capture.taken_apart.nodes",
+        "tensor.execution.outside_mesh._of_fill.nodes",
+    }
+)
 """Containers of one call, filled by functions inside it."""
 
 

@@ -1,4 +1,4 @@
-"""What a program is recorded from, and the conditions under which it may run again.
+"""Inputs of a recording, and the conditions under which a recorded program may run again.
 
 strategy             `Strategy`: the typed options of static programs, and the passes that they select
 strategy_toml        read and write strategies as TOML

@@ -47,11 +47,8 @@ def _ends(program: Program) -> Iterator[tuple[str, str, str]]:
             yield "return", repr(v), "no node computes it"
     for x, v in program.writes:
         if x not in inputs or v not in known:
-            yield (
-                f"{x!r} <- {v!r}",
-                repr(v if x in inputs else x),
-            )
-            "a write must assign a value of the program to an input"
+            unknown = v if x in inputs else x
+            yield f"{x!r} <- {v!r}", repr(unknown), "a write must assign a value of the program to an input"
         elif (x.sizes, x.dtype) != (v.sizes, v.dtype):
             yield f"{x!r} <- {v!r}", f"{type_text(v)} into {type_text(x)}", "an input must keep its shape and dtype"
 
@@ -68,11 +65,8 @@ def _types(program: Program) -> Iterator[tuple[str, str, str]]:
 
 def _differences(node: Node, found: tuple[Value, ...]) -> Iterator[tuple[str, str, str]]:
     if len(found) != len(node.outs):
-        yield (
-            node_text(node),
-            f"{len(found)} results",
-        )
-        f"the operator returns {len(found)}, the node has {len(node.outs)}"
+        why = f"the operator returns {len(found)}, the node has {len(node.outs)}"
+        yield node_text(node), f"{len(found)} results", why
     for v, w in zip(node.outs, found, strict=False):
         if (v.sizes, v.dtype) != (w.sizes, w.dtype):
             yield node_text(node), type_text(v), f"the operator returns {type_text(w)}"
