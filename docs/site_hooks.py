@@ -29,7 +29,7 @@ NAV = {
     "Move from another library": "conventions how-to/from-ddp how-to/from-fsdp how-to/from-dtensor "
     "how-to/from-megatron how-to/from-deepspeed how-to/from-paddle",
     "Understand": "concepts/layout concepts/rule concepts/reshard concepts/comm concepts/transforms concepts/escapes",
-    "Extend": "questions how-to/add-a-rule how-to/add-a-pass concepts/rewrite how-to/add-a-schedule "
+    "Extend": "architecture questions how-to/add-a-rule how-to/add-a-pass concepts/rewrite how-to/add-a-schedule "
     "how-to/bring-a-backend",
     "Status": "figures matrix",
 }
