@@ -1,4 +1,4 @@
-"""Docstrings begin with what a function does or what an object is, never with a question word (LANGUAGE.md, rule 5)."""
+"""Laws of the project's English: how docstrings begin, and words that docstrings and pages do not use (LANGUAGE.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "meshwright"
 QUESTIONS = re.compile(r"(What|How|Where|Who|Which|Those|Whether|When|Why)\b")
 
 
@@ -28,5 +29,29 @@ def test_no_docstring_opens_with_a_question_word() -> None:
         for path in sorted(SOURCE.rglob("*.py"))
         for line, text in docstrings(ast.parse(path.read_text()))
         if QUESTIONS.match(text.strip())
+    ]
+    assert found == []
+
+
+PRIVATE = re.compile(r"\b(house|houses|floors|door|doors|tells? of|told of|lies|lie)\b", re.IGNORECASE)
+"""Metaphors that only this project would understand (LANGUAGE.md, rule 3)."""
+
+
+def test_no_docstring_uses_a_private_metaphor() -> None:
+    found = [
+        f"{path.relative_to(SOURCE)}:{line}: {word[0]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line, text in docstrings(ast.parse(path.read_text()))
+        for word in PRIVATE.finditer(re.sub(r"`[^`]*`", "", text))
+    ]
+    assert found == []
+
+
+def test_no_page_uses_a_private_metaphor() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    found = [
+        f"{path.relative_to(ROOT)}: {word[0]}"
+        for path in sorted(pages)
+        for word in PRIVATE.finditer(re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL))
     ]
     assert found == []

@@ -171,35 +171,35 @@ _OTHER_ROOMS = {
     "report": ["show"],
 }
 """Names that other packages than the engine define."""
-_ROOM_OF = dict.fromkeys(__all__, "engine") | {name: room for room, names in _OTHER_ROOMS.items() for name in names}
-del _ROOM_OF["__version__"]
+_PACKAGE_OF = dict.fromkeys(__all__, "engine") | {name: room for room, names in _OTHER_ROOMS.items() for name in names}
+del _PACKAGE_OF["__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return import_module("meshwright.errors")
-    if name not in _ROOM_OF and name.endswith(("Error", "Warning")):
+    if name not in _PACKAGE_OF and name.endswith(("Error", "Warning")):
         found = getattr(import_module("meshwright.errors"), name, None)
         if found is not None:
             return found
-    if name not in _ROOM_OF:
+    if name not in _PACKAGE_OF:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    return getattr(import_module(f"meshwright.{_ROOM_OF[name]}"), name)
+    return getattr(import_module(f"meshwright.{_PACKAGE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(_ROOM_OF)
+    return sorted(_PACKAGE_OF)
 
 
-class _Door(ModuleType):
-    """This module: `mw.reshard` is the function, although there is a room of that name too.
+class _Api(ModuleType):
+    """This module, in which `mw.reshard` is the function, although there is a package of that name too.
 
-    Importing a room sets its name on the package; where a function of the door has the name, the function stays.
+    The import of a subpackage sets its name on this module. If the API has a function of that name, the function stays.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _ROOM_OF and isinstance(value, ModuleType)):
+        if not (name in _PACKAGE_OF and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Door
+sys.modules[__name__].__class__ = _Api

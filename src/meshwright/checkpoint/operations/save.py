@@ -52,7 +52,7 @@ class _Nobody:
 
 _nobody = _Nobody()
 _under_way: WeakKeyDictionary[Any, Saving] = WeakKeyDictionary()
-"""Carrier → what its rank saved last."""
+"""Communicator → the last save of its rank."""
 _untold: dict[int, str] = {}
 """Failures of saves that nobody has waited for yet."""
 
@@ -119,7 +119,7 @@ def begun(
 
 
 def finish_earlier(ranks: World) -> CheckpointError | None:
-    """Wait for what this rank saved before; return a failure that nobody has been told of."""
+    """Wait for what this rank saved before; return its failure if it was not reported."""
     earlier = _under_way.pop(ranks.carrier or _nobody, None)
     if earlier is None or earlier.is_told:
         return None
@@ -131,14 +131,14 @@ def finish_earlier(ranks: World) -> CheckpointError | None:
 
 
 def tell_of_earlier(error: CheckpointError | None) -> None:
-    """Tell of the failure that `finish_earlier` returned."""
+    """Report the failure that `finish_earlier` returned."""
     if error is not None:
         warnings.warn(f"an earlier save failed, and the program continued\n{error}", CheckpointWarning, stacklevel=5)
 
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Tell of failures that nobody has waited for; the threads that write have ended before."""
+    """Report failures that nobody has waited for; the threads that write have ended before."""
     for text in _untold.values():
         print(text, file=sys.stderr)
     _untold.clear()

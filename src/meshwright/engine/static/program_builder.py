@@ -209,7 +209,10 @@ class Builder:
     def _captured(
         self, batch: Sequence[Any], dynamic: Dynamic, homes: Mapping[str, Spec] | None = None
     ) -> tuple[Capture, Layouts]:
-        """The captured model, its layouts completed, after the passes on captured programs; `homes` lie as they are."""
+        """Return the captured model after its passes, and its completed layouts.
+
+        `homes` keep their layouts.
+        """
         model, strategy = self.model, self.model.strategy
         with strategy.autocast(leaves_in(batch)), self.phases.phase("capture"):
             calls = () if model.loss is None else (model.loss,)
@@ -278,7 +281,7 @@ class Builder:
         return {n: spec.with_layout(replace(spec.layout, dims=((), *spec.layout.dims[1:]))) for n, spec in plain}
 
     def _lay(self, captured: Capture, layouts: Layouts) -> None:
-        """Parameters, buffers and states lie from now on as the program takes them."""
+        """Convert parameters, buffers and states to the layouts that the program takes."""
         lay_as_captured(captured, self.model.optimizer)
         self.homes |= _homes(captured, layouts)
         self.layouts = layouts

@@ -1,9 +1,9 @@
-"""Programs that are kept without being asked for, so that a later start records nothing.
+"""Cache of programs on disk, so that a later start records nothing.
 
-They lie in a folder of the machine, by a key of all that a recording depends on before it begins: the versions of torch
-and Python, the code of this library, the model, its marks, the strategy, the number of ranks, the devices. What the
-model does is compared by the digest of the captured call. Nothing here raises: a folder that cannot be read or written
-is as good as none.
+The programs are in a folder of the machine. Their key holds everything that a recording depends on before it begins:
+the versions of torch and Python, the code of this library, the model, its marks, the strategy, the number of ranks, and
+the devices. The digest of the captured call shows whether the model does the same. Nothing here raises: a folder that
+cannot be read or written counts as empty.
 """
 
 from __future__ import annotations

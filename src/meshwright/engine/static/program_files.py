@@ -251,7 +251,7 @@ def captures_of(row: Row) -> tuple[str, ...]:
 
 
 def _check_marks(folder: Path, index: Row, model: Model) -> None:
-    """Raises StaticError for tensors that lie neither as they did at first, nor as programs take them."""
+    """Raise StaticError for tensors that have neither their first layout nor the one that programs take."""
     for slot in slots_of(model.network):
         lies, first = lies_text(slot.tensor), index["marks"].get(slot.name, "missing")
         if lies not in (first, index["homes"].get(slot.name)):

@@ -54,7 +54,7 @@ def _known(shape: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _run_once(node: Node, known: dict[Value, Any], rank: int, ran: dict[Any, Any]) -> Any:
-    """Return the results of a node; what an operator `ran` on tensors that lie the same is taken from there."""
+    """Return the results of a node; `ran` memoizes the results of operators by the strides of their arguments."""
     if not isinstance(node.op, Operator):
         return _run(node, known, rank)
     given = map_values(lambda v: _look(known[v]), (node.args, dict(node.kwargs)))

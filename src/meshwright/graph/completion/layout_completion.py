@@ -255,7 +255,7 @@ class _State:
         return None if known is None else ([None if at is None else ins[at] for at in known[0]], known[1])
 
     def _key(self, node: Node, ins: Sequence[Value], free: frozenset[Value], wish: Layout | None) -> Any:
-        """Return all that decides how an operator lies; None for symbolic sizes."""
+        """Return everything that determines the layouts of an operator; None for symbolic sizes."""
         if not all(type(n) is int for v in ins for n in v.shape):
             return None
         names = {v: f"%{at}" for at, v in enumerate(ins)}

@@ -39,7 +39,7 @@ def are_twins(theirs: Sequence[Slot], mine: Sequence[Slot], tensors: Mapping[int
 
 
 class _Pairs:
-    """The pairs of objects that the places hold, and those of which the places tell everything.
+    """The pairs of objects that the places hold, and those that the places describe completely.
 
     `met` and `told` map the id of an object to its counterpart, `back` the id of a counterpart to the object.
     """

@@ -65,14 +65,14 @@ class Unscaled:
         self.count.copy_(count)
 
 
-def unscaled(grads: Mapping[str, Tensor], lie: Mapping[str, Spec | None], scale: Tensor, count: Tensor) -> Unscaled:
+def unscaled(grads: Mapping[str, Tensor], specs: Mapping[str, Spec | None], scale: Tensor, count: Tensor) -> Unscaled:
     """Return the gradients of a scaled loss, divided by the scale.
 
-    `lie` maps parameters to the specs of the updated parts; each gradient is converted to the spec of its parameter.
+    `specs` maps parameters to the specs of the updated parts; each gradient is converted to the spec of its parameter.
     Raises CaptureError for a float16 gradient.
     """
     inverse = scale.double().reciprocal().float()
-    parts = {name: _part(x, lie[name]) for name, x in grads.items()}
+    parts = {name: _part(x, specs[name]) for name, x in grads.items()}
     found = not_finite_anywhere(parts.values(), scale.device) > 0
     return Unscaled({name: x * inverse for name, x in parts.items()}, scale, count, found)
 

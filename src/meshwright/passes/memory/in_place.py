@@ -144,7 +144,7 @@ class _Reuse:
         return old in self.whole and self._goes_home(old, root, new)
 
     def _goes_home(self, old: Value, root: Value, new: Value) -> bool:
-        """True where no result lies in the memory of `new` but `new` itself, for the input that it is written to."""
+        """True where no result is in the memory of `new` but `new` itself, for the input that it is written to."""
         home = self.homes.get(root)
         return all(x is not None and x is home and v is new for x, v in self.ends.get(self.found.of(new), ()))
 

@@ -47,7 +47,7 @@ def both_ways(ranks: int) -> tuple[Way, ...]:
 class Schedule:
     """Rows of actions, one row per rank; `ways` gives the rank of each chunk.
 
-    A model with several copies has several `ways`, and `routes` gives the way of each microbatch (empty: the first).
+    A model with several copies has several `ways`. `routes` gives the index in `ways` of each microbatch (empty: 0).
     With `slices`, so many consecutive microbatches are slices of one sequence; each needs the slices before it. `edges`
     are the values that flow between chunks (empty: from each chunk to the next). `versions` gives, for each microbatch,
     the number of updates that its weights have had (empty: the updates before it in the row).
@@ -86,7 +86,7 @@ class Schedule:
         return self.ways[self.way_of(microbatch)][chunk]
 
     def way_of(self, microbatch: int) -> int:
-        """Return the number of the way of a microbatch."""
+        """Return the index in `ways` of a microbatch."""
         return self.routes[microbatch] if self.routes else 0
 
     @cached_property
