@@ -22,7 +22,7 @@ from meshwright.cli.console.files import read_object, read_text
 from meshwright.cli.console.parser import parse
 from meshwright.cost import cluster
 from meshwright.engine.recording.strategy_toml import strategy_from_toml
-from meshwright.engine.static.program_cache import VARIABLE, Kept, _key
+from meshwright.engine.static.program_cache import VARIABLE, ProgramCache, _key
 from meshwright.engine.training.random_states import NAME as RANDOM
 from meshwright.engine.training.random_states import _written as written_random
 from meshwright.engine.training.random_states import check_random
@@ -170,7 +170,7 @@ def _configured(path: Path) -> Any:
     return read_config(str(path)), parse(["train", "--config", str(path)])
 
 
-PLAN_READERS = ("cli.console.files:read_text", "cli.commands.explain:explain", "cli.commands.plan:foretell")
+PLAN_READERS = ("cli.console.files:read_text", "cli.commands.explain:explain", "cli.commands.plan:predict_step")
 FILES: dict[str, Row] = {
     "cluster file": (lambda path: cluster(str(path)), ("cost._describe:_from_file", "cost._describe:cluster"), CLUSTER),
     "model": (
@@ -233,7 +233,7 @@ def find_kept(place: Path) -> Any:
         root.mkdir()
         os.environ[VARIABLE] = str(root)
         place.rename(root / _key(model))
-        kept = Kept()
+        kept = ProgramCache()
         list(kept.captures(model))
         list(kept.find("0" * 64, model, frozenset()))
         for row in kept._read(model):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import current, init_process, launch
-from meshwright.engine.recording.program_inputs import fetch_of, lay_as_captured
+from meshwright.engine.recording.program_inputs import apply_captured_layouts, fetch_of
 from meshwright.graph import capture, complete, record_gradients, spread, with_layouts
 from meshwright.pipeline import (
     KNOWN,
@@ -124,7 +124,7 @@ class Work:
             taken_apart(record_gradients(replace(captured, program=p), self.rank, size), stages, slices=slices)
             for p, stages in found
         ]
-        lay_as_captured(captured, None)
+        apply_captured_layouts(captured, None)
         self.slots = captured.slots
         self.expected: dict[int, dict[str, Tensor]] = {}
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.cost import cluster_of
 from meshwright.graph import capture
-from meshwright.search import Prices, SearchError, choose, cut, every_cut, simulated
+from meshwright.search import Prices, SearchError, best_shardings, choose, least_by_enumeration, simulate_step
 
 from ._published import Run, runs
 from ._static_models import SUBJECTS
@@ -83,8 +83,8 @@ def is_best(seed: int) -> bool:
     prices = Prices(
         cluster_of(str(draw.choice(CLUSTERS))), int(draw.choice([2, 4])), 8, byte=float(draw.choice([0, 1e-10]))
     )
-    found = cut(program, prices)
-    least = every_cut(program, prices)
+    found = best_shardings(program, prices)
+    least = least_by_enumeration(program, prices)
     return abs(found.worth(prices.byte) - least) <= 1e-9 * least
 
 
@@ -101,7 +101,7 @@ def beside_authors(own: list[Run]) -> tuple[str, float] | None:
     """The predicted seconds of the plan that the search finds, beside the best of a group's; both run as tables."""
     first = own[0]
     software = replace(first.software, tensor=1.0) if first.software.tensor < 1 else first.software
-    best = min(simulated(r.model, r.plan, r.cluster, software) for r in own)
+    best = min(simulate_step(r.model, r.plan, r.cluster, software) for r in own)
     try:
         found = choose(
             first.model, first.cluster, first.plan.ranks, first.plan.batch, first.plan.sequence, first.plan.precision,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.search import work
+from meshwright.search import model_flops
 
 from ._fit import Constants, fitted
 from ._published import Run, runs
@@ -84,7 +84,7 @@ def _source(own: Sequence[Run], errors: dict[str, float], guesses: dict[str, flo
 
 def constant_share(rows: Sequence[Run]) -> list[float]:
     """Errors of the guess that all runs reach one share of the peak: that which fits all of them best."""
-    ideal = [float(np.asarray(work(r.model, r.plan))) / peak(r) for r in rows]
+    ideal = [float(np.asarray(model_flops(r.model, r.plan))) / peak(r) for r in rows]
     shares = [t / (r.seconds or 1.0) for t, r in zip(ideal, rows, strict=True)]
     best = min(sorted(shares)[:: max(1, len(shares) // 64)], key=lambda s: mean(abs(x / s - 1) for x in shares))
     return [x / best - 1 for x in shares]

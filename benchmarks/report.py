@@ -26,7 +26,18 @@ from meshwright.cli import main
 from meshwright.cost import cluster
 from meshwright.pipeline import one_f_one_b, simulate
 from meshwright.report import account_of, page
-from meshwright.search import Account, Curve, Laid, Plan, Rival, Sent, Transformer, account, choose, parse_mesh_plan
+from meshwright.search import (
+    Account,
+    Communication,
+    MemoryCurve,
+    OtherPlan,
+    Plan,
+    TensorLayout,
+    Transformer,
+    account,
+    choose,
+    parse_mesh_plan,
+)
 
 WIDTHS = (1280, 400)
 CHECKS = (Path(__file__).parent / "_page.js").read_text(encoding="utf-8")
@@ -97,9 +108,13 @@ def evil() -> Account:
     table = replace(one_f_one_b(2, 2), name=EVIL)
     return Account(
         EVIL, EVIL, EVIL, 1.0, 2.0, 1.0, (EVIL,), {EVIL: 1.0}, {EVIL: {EVIL: 2.0}},
-        (Laid(f"{EVIL}.{EVIL}", EVIL, EVIL, 1.0, EVIL), *(Laid(EVIL, EVIL, EVIL, 1.0, EVIL) for _ in range(4))),
-        (Sent(EVIL, EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1.0, EVIL),), (Rival(EVIL, 1.0, 1.0, EVIL),), {EVIL: EVIL},
-        simulate(table), (Curve(EVIL, ((0.0, 1.0), (1.0, 2.0))),),
+        (
+            TensorLayout(f"{EVIL}.{EVIL}", EVIL, EVIL, 1.0, EVIL),
+            *(TensorLayout(EVIL, EVIL, EVIL, 1.0, EVIL) for _ in range(4)),
+        ),
+        (Communication(EVIL, EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1.0, EVIL),), (OtherPlan(EVIL, 1.0, 1.0, EVIL),),
+        {EVIL: EVIL},
+        simulate(table), (MemoryCurve(EVIL, ((0.0, 1.0), (1.0, 2.0))),),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import Recorded, current, use
-from meshwright.engine.recording.program_inputs import fetch_of, lay_as_captured
+from meshwright.engine.recording.program_inputs import apply_captured_layouts, fetch_of
 from meshwright.graph import capture, complete, memories, record_gradients, runner, spread, with_layouts
 from meshwright.passes import Recompute
 from meshwright.pipeline import Parts, staged, taken_apart
@@ -60,7 +60,7 @@ class Middle:
         program = spread(captured.program)
         program, stages = staged(with_layouts(program, complete(program, {})))
         step = record_gradients(replace(captured, program=program), current().rank, RANKS)
-        lay_as_captured(replace(captured, program=program), None)
+        apply_captured_layouts(replace(captured, program=program), None)
         self.step = Recompute(policy=("blocks.*",))(step) if recompute else step
         self.parts: Parts = taken_apart(self.step, stages)
         self.known: dict[Any, Any] = {}

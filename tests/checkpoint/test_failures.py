@@ -19,7 +19,7 @@ import meshwright as mw
 from meshwright.checkpoint import CheckpointError, CheckpointWarning, FolderInUseError
 from meshwright.checkpoint.formats import safetensors_file
 from meshwright.checkpoint.operations import folder_lock
-from meshwright.engine.training.background_saves import Saves
+from meshwright.engine.training.background_saves import BackgroundSaves
 
 HOLD = """
 import fcntl, os, sys
@@ -126,7 +126,7 @@ def test_a_failed_save_is_told_once_and_the_next_is_made(
 @pytest.mark.parametrize("choice", ["stop", "continue"])
 def test_a_run_stops_or_goes_on_as_configured(choice: str) -> None:
     said: list[Any] = []
-    saves = Saves(choice)
+    saves = BackgroundSaves(choice)
 
     def fails() -> Any:
         raise CheckpointError("to save", "a full disk", "the disk is full", "free disk space")

@@ -58,6 +58,6 @@ def test_a_wrong_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         out, of_x, of_w = right(x, w)
         return out, of_x, of_w * (1 if type(x) is torch.Tensor else 2)
 
-    assert self_check.in_this_process() == ""
+    assert self_check.check_simulated() == ""
     monkeypatch.setattr(self_check, "_step", wrong)
-    assert "gradient of w" in self_check.in_this_process()
+    assert "gradient of w" in self_check.check_simulated()

@@ -20,11 +20,11 @@ from meshwright.engine.planning.suggest import suggest
 from meshwright.graph import ALWAYS, capture, live_memory
 from meshwright.models import Llama, LlamaConfig
 from meshwright.pipeline import StageError
-from meshwright.search import MeshPlan, Pipelining, Saving, SearchError, parse_mesh_plan, plan_mesh
+from meshwright.search import MemorySaving, MeshPlan, Pipelining, SearchError, parse_mesh_plan, plan_mesh
 from tests.search.chains import ODD, Blocks
 
 STEPS = 3
-AGAIN = Saving(0, ("layers.*",))
+AGAIN = MemorySaving(0, ("layers.*",))
 """Layers that are made again."""
 
 
@@ -148,13 +148,15 @@ def wanted() -> list[float]:
 @pytest.mark.parametrize(
     ("ranks", "memory", "saving"),
     [
-        (4, 320e3, Saving(1)),
-        (4, 250e3, Saving(3)),
-        (4, 205e3, Saving(1, ("blocks.*",))),
-        (1, 400e3, Saving(0, ("blocks.*",), 4)),
+        (4, 320e3, MemorySaving(1)),
+        (4, 250e3, MemorySaving(3)),
+        (4, 205e3, MemorySaving(1, ("blocks.*",))),
+        (1, 400e3, MemorySaving(0, ("blocks.*",), 4)),
     ],
 )
-def test_what_saves_memory_is_chosen_and_done(ranks: int, memory: float, saving: Saving, wanted: list[float]) -> None:
+def test_what_saves_memory_is_chosen_and_done(
+    ranks: int, memory: float, saving: MemorySaving, wanted: list[float]
+) -> None:
     subject = SUBJECTS["llama"]
     model = subject.make().eval()
     plan, *others = mw.plan(model, labelled(0, subject), cluster=machines(memory), ranks=ranks, stages=1)
@@ -176,7 +178,7 @@ def test_what_saves_memory_is_chosen_and_done(ranks: int, memory: float, saving:
 
 
 def test_what_a_person_saves_beside_a_plan_is_done(wanted: list[float]) -> None:
-    subject, saving = SUBJECTS["llama"], Saving(3, ("blocks.*",))
+    subject, saving = SUBJECTS["llama"], MemorySaving(3, ("blocks.*",))
     plan = mw.plan(subject.make().eval(), labelled(0, subject), cluster=machines(250e3), ranks=4, stages=1)[0]
     for losses, step in trained_as(replace(plan, saving=saving), subject, 4):
         assert losses == pytest.approx(wanted, rel=1e-4)
@@ -217,8 +219,8 @@ def test_a_sequence_that_is_cut_takes_no_more_than_is_predicted() -> None:
         assert 0.9 * plan.nbytes <= peak <= 1.03 * plan.nbytes
 
 
-@pytest.mark.parametrize("saving", [Saving(0, ("blocks.0",), 2), Saving(1, (), 2)])
-def test_a_batch_in_pieces_lies_the_same_in_all_its_tensors(saving: Saving, wanted: list[float]) -> None:
+@pytest.mark.parametrize("saving", [MemorySaving(0, ("blocks.0",), 2), MemorySaving(1, (), 2)])
+def test_a_batch_in_pieces_lies_the_same_in_all_its_tensors(saving: MemorySaving, wanted: list[float]) -> None:
     subject = SUBJECTS["llama"]
     found = mw.plan(subject.make().eval(), labelled(0, subject), cluster=machines(4e9), ranks=4)
     plan = next(p for p in found if (p.dp, p.tp) == (2, 2))
@@ -469,13 +471,13 @@ LAYERS = "layers.1", "layers.2", "layers.3"
 @pytest.mark.parametrize(
     ("how", "saving"),
     [
-        (Pipelining(("layers.2",), "1F1B", 4), Saving(1)), (Pipelining(("layers.1",), "ZB-H1", 2), AGAIN),
-        (Pipelining(LAYERS, "Interleaved 1F1B", 4, (0, 1, 0, 1)), Saving(1)),
+        (Pipelining(("layers.2",), "1F1B", 4), MemorySaving(1)), (Pipelining(("layers.1",), "ZB-H1", 2), AGAIN),
+        (Pipelining(LAYERS, "Interleaved 1F1B", 4, (0, 1, 0, 1)), MemorySaving(1)),
         (Pipelining(LAYERS, "Interleaved zero bubble", 4, (0, 1, 0, 1)), AGAIN),
-        (Pipelining(LAYERS, "V-Min", 4, (0, 1, 1, 0)), Saving(1)),
+        (Pipelining(LAYERS, "V-Min", 4, (0, 1, 1, 0)), MemorySaving(1)),
     ],
 )  # fmt: skip
-def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving: Saving) -> None:
+def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving: MemorySaving) -> None:
     x, y = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 12)
     loss = nn.functional.mse_loss
     torch.manual_seed(0)
@@ -553,7 +555,7 @@ def test_stages_add_up_whole_gradients_and_gather_weights_once_whatever_zero_is(
 def test_a_schedule_whose_chunks_are_elsewhere_is_refused() -> None:
     x, y = torch.ones(8, 12), torch.zeros(8, 12)
     plan = mw.plan(Blocks(4, 12), (x, y), nn.functional.mse_loss, ranks=2, stages=2)[0]
-    wrong = replace(plan, pipeline=Pipelining(LAYERS, "ZB-V", 4, (0, 1, 0, 1)), saving=Saving())
+    wrong = replace(plan, pipeline=Pipelining(LAYERS, "ZB-V", 4, (0, 1, 0, 1)), saving=MemorySaving())
 
     def on_rank() -> None:
         model = Blocks(4, 12)

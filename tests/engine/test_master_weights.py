@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.engine import StaticError, StrategyError
-from meshwright.engine.eager.master_weights import MASTER, HostMemory
-from meshwright.engine.eager.optimizer import _AROUND
+from meshwright.engine.eager.master_weights import MASTER, HostStorage
+from meshwright.engine.eager.optimizer import _STEP_WORK
 
 STEPS = 4
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
@@ -86,7 +86,7 @@ def by_hand(make: Make) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
 
-class Far(HostMemory):
+class Far(HostStorage):
     """Counts what goes where; what was kept is no longer to be read where it was."""
 
     def __init__(self) -> None:
@@ -125,8 +125,8 @@ def test_numbers_are_those_of_one_device(name: str, number: int, offload: bool) 
         optimizer = make([p for p in net.parameters() if p.requires_grad])
         mw.shard_optimizer(optimizer, stage(number, net), master_weights=True, offload=offload)
         if offload:
-            _AROUND[optimizer].memory = Far()
-            _AROUND[optimizer].bucket = 4 * 100
+            _STEP_WORK[optimizer].memory = Far()
+            _STEP_WORK[optimizer].bucket = 4 * 100
         return trained(net, optimizer)
 
     for parameters, states in mw.simulate(go, 4):
@@ -197,8 +197,8 @@ def test_states_come_bucket_by_bucket() -> None:
     """Never are more of them on the device than those of a bucket, and of the parameter that fills it."""
     net = network(torch.float32)
     optimizer = mw.shard_optimizer(torch.optim.AdamW(net.parameters(), lr=0.01), offload=True)
-    far = _AROUND[optimizer].memory = Far()
-    _AROUND[optimizer].bucket = 4 * 300
+    far = _STEP_WORK[optimizer].memory = Far()
+    _STEP_WORK[optimizer].bucket = 4 * 300
     for step in range(2):
         gradients(net, step)
         optimizer.step()

@@ -11,7 +11,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.engine.recording import recording_progress
-from meshwright.engine.recording.recording_progress import Phases
+from meshwright.engine.recording.recording_progress import RecordingPhases
 
 
 class _Terminal(StringIO):
@@ -45,7 +45,7 @@ def test_nothing_is_told_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_phase_that_comes_again_adds_its_seconds() -> None:
     def twice() -> dict[str, float]:
-        phases = Phases("program")
+        phases = RecordingPhases("program")
         for _ in range(2):
             with phases.phase("compile"):
                 pass

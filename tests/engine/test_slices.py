@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.comm import current
 from meshwright.engine import StrategyError
-from meshwright.engine.recording.program_inputs import fetch_of, lay_as_captured
+from meshwright.engine.recording.program_inputs import apply_captured_layouts, fetch_of
 from meshwright.graph import capture, complete, record_gradients, spread, with_layouts
 from meshwright.models import Llama, LlamaConfig
 from meshwright.pipeline import (
@@ -232,7 +232,7 @@ def test_tables_at_random(lengths: tuple[int, ...]) -> None:
         program = in_slices(spread(captured.program), lengths)
         program, stages = staged(with_layouts(program, complete(program, {})))
         step = record_gradients(replace(captured, program=program), current().rank, 2)
-        lay_as_captured(replace(captured, program=program), None)
+        apply_captured_layouts(replace(captured, program=program), None)
         (parts,) = with_behind(
             (taken_apart(step, stages, slices=slices),),
             behind_all((taken_apart(step, stages, slices=slices),), sequences),

@@ -24,7 +24,7 @@ from meshwright.search import (
     plan_mesh,
     predict,
     program_account,
-    simulated,
+    simulate_step,
 )
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
@@ -56,7 +56,7 @@ WITH_EXPERTS = {name: replace(plan, ep=4) for name, plan in PLANS.items() if pla
 )
 def test_the_parts_make_up_the_step(model: Transformer, plan: Plan) -> None:
     told = account(model, plan, MACHINES)
-    assert sum(told.spent.values()) == pytest.approx(simulated(model, plan, MACHINES))
+    assert sum(told.spent.values()) == pytest.approx(simulate_step(model, plan, MACHINES))
     assert min(told.spent.values()) >= -1e-9
     assert (told.spent["bubble"] > 1e-9) == (plan.pp > 1)
     fullest = max(sum(parts.values()) for parts in told.held.values())

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from meshwright.cost import cluster_of
 from meshwright.graph import capture
 from meshwright.models import Llama, LlamaConfig
-from meshwright.search import Cuts, Form, Prices, SearchError, cut, every_cut
-from meshwright.search.sharding.sharding_search import CutProblem
+from meshwright.search import AxisForm, Prices, SearchError, Shardings, best_shardings, least_by_enumeration
+from meshwright.search.sharding.sharding_search import ShardingProblem
 from meshwright.search.sharding.variable_elimination import _Part
 
 CLUSTERS = ("V100", "A100", "H100", "cpu core")
@@ -64,8 +64,8 @@ def test_the_best_way_is_that_of_looking_at_all_of_them(seed: int) -> None:
         prices = Prices(cluster_of(name), random.Random(seed).choice([2, 4]), 8)
         for byte in (0.0, 1e-10):
             priced = replace(prices, byte=byte)
-            found = cut(program, priced)
-            assert found.worth(byte) == pytest.approx(every_cut(program, priced), abs=1e-12)
+            found = best_shardings(program, priced)
+            assert found.worth(byte) == pytest.approx(least_by_enumeration(program, priced), abs=1e-12)
 
 
 def llama(layers: int = 2) -> Any:
@@ -75,7 +75,7 @@ def llama(layers: int = 2) -> Any:
     return capture(model, model, batch).program
 
 
-def dims(cuts: Cuts) -> dict[str, int | None]:
+def dims(cuts: Shardings) -> dict[str, int | None]:
     """The last word of a parameter's layer → the dim that is cut."""
     found = cuts.placements()
     return {name.split(".")[-2]: None if place is None else place.dim for name, place in found.items()}
@@ -90,13 +90,13 @@ agree within a thousandth.
 
 
 def test_what_megatron_does_by_hand_comes_out() -> None:
-    found = cut(llama(), BLACKWELL)
+    found = best_shardings(llama(), BLACKWELL)
     rows, columns = dict.fromkeys(["embed", "q", "k", "v", "gate", "up", "head"], 0), dict.fromkeys(["o", "down"], 1)
     assert (rows | columns | {"embed": 1}).items() <= dims(found).items()
 
 
 def test_what_meets_is_told_and_is_what_megatron_has() -> None:
-    found = cut(llama(), BLACKWELL)
+    found = best_shardings(llama(), BLACKWELL)
     large = [m for m in found.meetings if m.nbytes > 1e6]
     for block in ("blocks.0", "blocks.1"):
         sums = [m for m in large if m.layer == block and m.have.kind == "sum"]
@@ -109,24 +109,24 @@ def test_what_meets_is_told_and_is_what_megatron_has() -> None:
 
 def test_less_memory_never_takes_less_time() -> None:
     program, prices = llama(), Prices(cluster_of("H100"), 8, 8)
-    free = cut(program, prices)
+    free = best_shardings(program, prices)
     rooms = [free.nbytes * part for part in (1.0, 0.96, 0.93, 0.9, 0.89)]
-    found = [cut(program, prices, room) for room in rooms]
+    found = [best_shardings(program, prices, room) for room in rooms]
     assert all(a.seconds <= b.seconds * (1 + 1e-9) for a, b in pairwise(found))
     assert all(c.nbytes <= room for c, room in zip(found, rooms, strict=True))
     with pytest.raises(SearchError, match="GB are missing"):
-        cut(program, prices, free.nbytes / 100)
+        best_shardings(program, prices, free.nbytes / 100)
 
 
 def test_a_slow_network_is_used_less() -> None:
     program, fast = llama(1), cluster_of("H100")
     slow = replace(fast, inside=replace(fast.inside, bandwidth=1e6, latency=1.0))
-    whole = cut(program, Prices(slow, 8, 8))
+    whole = best_shardings(program, Prices(slow, 8, 8))
     assert set(dims(whole).values()) == {None}
     assert all(form.kind == "repeated" for form in whole.forms.values())
 
 
-WHOLE, VARYING, PENDING, CUT = Form("repeated"), Form("varying"), Form("sum"), Form("cut", 0, ("axis",))
+WHOLE, VARYING, PENDING, CUT = AxisForm("repeated"), AxisForm("varying"), AxisForm("sum"), AxisForm("cut", 0, ("axis",))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ WHOLE, VARYING, PENDING, CUT = Form("repeated"), Form("varying"), Form("sum"), F
         (CUT, CUT, None, None),
     ],
 )
-def test_a_conversion_pays_for_its_transpose(have: Form, need: Form, forward: Any, backward: Any) -> None:
+def test_a_conversion_pays_for_its_transpose(have: AxisForm, need: AxisForm, forward: Any, backward: Any) -> None:
     cluster = cluster_of("A100")
     prices = Prices(cluster, 4, 4)
     own = cluster.device.overhead + 2 * 0.25e6 / cluster.device.bandwidth
@@ -179,7 +179,7 @@ def sums_of(layers: int, seen: pytest.MonkeyPatch) -> int:
 
     with seen.context() as changed:
         changed.setattr(_Part, "added", added)
-        cut(program, Prices(cluster_of("H100"), 4, 4))
+        best_shardings(program, Prices(cluster_of("H100"), 4, 4))
     return count
 
 
@@ -214,7 +214,7 @@ def test_heads_in_the_place_of_a_sequence_are_an_option_where_they_fit(
 
     program = capture(nn.Module(), attend, given).program
     prices = Prices(cluster_of("A100"), 4, 4)
-    problem = CutProblem(program, prices)
+    problem = ShardingProblem(program, prices)
     (ways,) = (ways for node, ways in problem.options.items() if "attention" in str(node.op))
     along = [way for way in ways if all(form.kind == "cut" and form.dim == 2 for form in way.needs[:3])]
     assert len(along) == count
@@ -225,7 +225,7 @@ def test_heads_in_the_place_of_a_sequence_are_an_option_where_they_fit(
         assert way.seconds == pytest.approx(by_heads + sent)
 
 
-def attention(kv_heads: int, causal: bool = True) -> CutProblem:
+def attention(kv_heads: int, causal: bool = True) -> ShardingProblem:
     """Of one sequence, whose queries, keys and values have a gradient."""
     model = nn.ParameterDict(
         {name: torch.empty(1, n, 16, 8, device="meta") for name, n in (("q", 8), ("k", kv_heads), ("v", kv_heads))}
@@ -237,10 +237,10 @@ def attention(kv_heads: int, causal: bool = True) -> CutProblem:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared).sum()
 
     program = capture(model, attend, [torch.empty(1, device="meta")]).program
-    return CutProblem(program, Prices(cluster_of("A100"), 4, 4))
+    return ShardingProblem(program, Prices(cluster_of("A100"), 4, 4))
 
 
-def of_queries(problem: CutProblem) -> tuple[Any, Any]:
+def of_queries(problem: ShardingProblem) -> tuple[Any, Any]:
     """Attention, and its option with queries alone cut along the sequence."""
     ((node, ways),) = ((n, w) for n, w in problem.options.items() if "attention" in str(n.op))
     (way,) = (w for w in ways if w.needs[0].kind == "cut" and w.needs[0].dim == 2 and w.needs[1].kind != "cut")
@@ -264,7 +264,7 @@ def test_what_no_backward_pass_reads_is_not_kept() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         program = capture(model, lambda x: (model(x) + 1.0).sum(), [torch.empty(4, 8)]).program
-    kept = CutProblem(program, Prices(cluster_of("A100"), 2, 2)).kept
+    kept = ShardingProblem(program, Prices(cluster_of("A100"), 2, 2)).kept
     names = {node.outs[0]: node.op.name().partition(".")[0] for node in program.nodes}
     assert sorted(names[v] for v in kept.late) == ["aten::gelu", "aten::linear"]
 
@@ -274,5 +274,5 @@ def test_operators_that_begin_on_all_ranks_are_no_faster_for_that() -> None:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         program = capture(model, lambda x: model(x).sum(), [torch.empty(4, 8)]).program
     cluster = cluster_of("A100")
-    seconds = cut(program, Prices(cluster, 4, 4)).seconds
+    seconds = best_shardings(program, Prices(cluster, 4, 4)).seconds
     assert seconds >= 3 * 5 * cluster.device.overhead  # forward and backward of five operators

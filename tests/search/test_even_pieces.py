@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.graph import capture
-from meshwright.search import evenly
+from meshwright.search import check_accumulation
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -61,7 +61,7 @@ UNEVEN: dict[str, tuple[nn.Module, Loss]] = {
 
 def found(case: tuple[nn.Module, Loss], batch: tuple[Any, ...]) -> Any:
     model, loss = case
-    return evenly(capture(model, lambda *given: loss(model, *given), batch).program)
+    return check_accumulation(capture(model, lambda *given: loss(model, *given), batch).program)
 
 
 @pytest.mark.parametrize("name", [n for n in EVEN if n != "classes"])

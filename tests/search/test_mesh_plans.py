@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.cost import cluster
 from meshwright.graph import capture
 from meshwright.layout import LayoutError, MeshwrightError
-from meshwright.search import MeshPlan, Plan, Saving, SearchError, parse_mesh_plan, parse_plan, plan_mesh
+from meshwright.search import MemorySaving, MeshPlan, Plan, SearchError, parse_mesh_plan, parse_plan, plan_mesh
 
 TEXT = """
 [mesh]
@@ -69,7 +69,7 @@ def test_a_plan_by_sizes_is_read_back(plan: Plan) -> None:
 
 @given(st.integers(0, 3), st.lists(st.text(st.characters(codec="utf-8"))), st.integers(1, 64))
 def test_what_saves_memory_is_read_back(zero: int, layers: list[str], pieces: int) -> None:
-    plan = replace(parse_mesh_plan(TEXT), saving=Saving(zero, tuple(layers), pieces))
+    plan = replace(parse_mesh_plan(TEXT), saving=MemorySaving(zero, tuple(layers), pieces))
     assert parse_mesh_plan(plan.text()) == plan
 
 

@@ -19,18 +19,18 @@ from meshwright.graph import Program, capture
 from meshwright.pipeline import Memory, Schedule, Shape, known, peaks, simulate
 from meshwright.search import MeshPlan, SearchError, parse_mesh_plan, plan_mesh
 from meshwright.search.module_plans.pipeline_search import Pipelines
-from meshwright.search.module_plans.replicas import Asked, Replicas
-from meshwright.search.sharding.memory_saving import Saving
-from meshwright.search.sharding.sharding_search import CutProblem, Cuts
+from meshwright.search.module_plans.replicas import PlanRequest, Replicas
+from meshwright.search.sharding.memory_saving import MemorySaving
+from meshwright.search.sharding.sharding_search import ShardingProblem, Shardings
 from meshwright.search.sharding.variable_elimination import aligned
 from meshwright.search.stages import chunk_starts as chunk_starts
 from meshwright.search.stages.balance import SHORTER, balance
-from meshwright.search.stages.batched_step_time import AtOnce, Layers
+from meshwright.search.stages.batched_step_time import BatchedStepTime, LayerSums
 from meshwright.search.stages.chunk_starts import ChunkStarts
 from meshwright.search.stages.layer_chain import chain_of
 from meshwright.search.stages.layer_costs import LayerCosts, Links, layer_costs
-from meshwright.search.stages.schedule_tables import IN_A_V, IN_LOOPS, SCHEDULES, one_each, several_each
-from meshwright.search.stages.stage_starts import in_order
+from meshwright.search.stages.schedule_tables import IN_A_V, IN_LOOPS, SCHEDULES, one_chunk_tables, several_chunk_tables
+from meshwright.search.stages.stage_starts import starts_by_bound
 
 from .chains import ODD, Block, Blocks
 
@@ -128,7 +128,7 @@ def test_chunks_are_as_fast_as_any(seed: int, stages: int, microbatches: int) ->
 def test_what_a_step_takes_at_the_least_is_no_more_than_it_takes(message: float) -> None:
     layers, count, by = drawn(9, 0), 0, links(message)
     for table in tables(3, 6):
-        bounds = [*in_order(layers, table, inf, by)]
+        bounds = [*starts_by_bound(layers, table, inf, by)]
         assert [bound for bound, _, _ in bounds] == sorted(bound for bound, _, _ in bounds)
         assert sorted(starts for _, _, starts in bounds) == [*combinations(range(1, 9), 2)]
         for bound, _, starts in bounds:
@@ -143,12 +143,14 @@ def test_what_a_step_takes_at_the_least_is_no_more_than_it_takes(message: float)
 def test_chunks_that_are_moved_step_by_step_come_near_the_best(
     seed: int, stages: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = Layers(drawn(count, seed, alike=seed == 4), links())
-    every = [ChunkStarts(AtOnce(layers, runs, inf)) for runs in several_each(stages, 2 * stages, count)]
+    layers = LayerSums(drawn(count, seed, alike=seed == 4), links())
+    every = [
+        ChunkStarts(BatchedStepTime(layers, runs, inf)) for runs in several_chunk_tables(stages, 2 * stages, count)
+    ]
     monkeypatch.setattr(chunk_starts, "ALL", 1)
     found: list[float] = []
-    for runs in several_each(stages, 2 * stages, count):
-        search = ChunkStarts(AtOnce(layers, runs, inf))
+    for runs in several_chunk_tables(stages, 2 * stages, count):
+        search = ChunkStarts(BatchedStepTime(layers, runs, inf))
         while not search.is_done:
             before = search.best
             search.go_on()
@@ -164,8 +166,8 @@ def test_several_chunks_are_never_slower_than_one(room: float) -> None:
         layers = drawn(30, seed)
         best = balance(layers, 3, 9, room, links())
         assert best is not None
-        for runs in one_each(3, 9):
-            for _, table, starts in [*in_order(layers, runs.schedule, room, links())][:20]:
+        for runs in one_chunk_tables(3, 9):
+            for _, table, starts in [*starts_by_bound(layers, runs.schedule, room, links())][:20]:
                 held, seconds = takes(layers, table, starts, links())
                 assert held <= room
                 assert best.seconds <= seconds * (1 + SHORTER)
@@ -313,7 +315,7 @@ class Products(nn.Module):
         return x
 
 
-def frontier(problem: CutProblem) -> Iterator[Cuts]:
+def frontier(problem: ShardingProblem) -> Iterator[Shardings]:
     """Of all combinations of ways and forms those of which no other takes less time and holds less."""
     every = tuple(range(len(problem.sizes)))
     seconds, nbytes = (
@@ -326,24 +328,24 @@ def frontier(problem: CutProblem) -> Iterator[Cuts]:
         chosen = np.unravel_index(n, problem.sizes)
         options = {node: ways[chosen[at]] for at, (node, ways) in enumerate(problem.options.items())}
         forms = {v: each[chosen[problem.number[v]]] for v, each in problem.forms.items()}
-        yield problem.told(Cuts(float(seconds[n]), float(nbytes[n]), problem.program, options, forms))
+        yield problem.told(Shardings(float(seconds[n]), float(nbytes[n]), problem.program, options, forms))
 
 
 def test_cuts_of_stages_take_as_little_memory_as_they_must() -> None:
     with torch.device("meta"):
         program = captured(Products(998), torch.empty(2056, 998))
-    asked = Asked(program, machines("4xA100", 1e9), True, (), 2.0)
+    asked = PlanRequest(program, machines("4xA100", 1e9), True, (), 2.0)
     own = Replicas(asked, 2, 2)
     links = Links(lambda n: asked.cluster.message(n, False) * (n > 0), lambda n: 0.0 * n)
     staged: list[tuple[LayerCosts, int]] = []
     for pieces in asked.pieces(2):
-        saving = Saving(accumulate=pieces)
+        saving = MemorySaving(accumulate=pieces)
         problem, prices = own.problem(saving), replace(own.prices, replicas=1, saving=saving)
         chain, every = chain_of(program, problem.trains), frontier(problem.holding(replace(prices, alive=2.0)))
         staged += [(layer_costs(cuts, prices, chain), 2 * pieces) for cuts in every]
     forms, beside = set[str](), list[float]()
     for memory in (11e6, 11.5e6, 12e6, 13e6, 14e6, 16e6, 20e6, 26e6, 40e6):
-        asked = Asked(program, machines("4xA100", memory), True, (), 2.0)
+        asked = PlanRequest(program, machines("4xA100", memory), True, (), 2.0)
         found = Pipelines([own := Replicas(asked, 2, 2)], 2).best([own])
         fitting = (balance(layers, 2, count, asked.room, links) for layers, count in staged)
         best = min((one.seconds for one in fitting if one is not None), default=inf)

@@ -25,7 +25,7 @@ from meshwright.search import (
     hold,
     parse_plan,
     predict,
-    simulated,
+    simulate_step,
 )
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
@@ -142,7 +142,7 @@ def test_the_best_plan_is_that_of_looking_at_all_of_them() -> None:
         assert plan.batch % (plan.dp * plan.microbatch) == 0
         assert priced.seconds in (
             pytest.approx(float(np.asarray(predict(SMALL, plan, cluster_of("A100-40GB")).seconds))),
-            pytest.approx(simulated(SMALL, plan, cluster_of("A100-40GB"))),
+            pytest.approx(simulate_step(SMALL, plan, cluster_of("A100-40GB"))),
         )
         assert float(np.asarray(hold(SMALL, plan).nbytes)) == pytest.approx(priced.nbytes)
         assert priced.nbytes <= 40e9
@@ -195,4 +195,4 @@ def test_the_closed_form_of_a_pipeline_is_near_its_table(schedule: str, pp: int,
     plan = Plan(dp=2, tp=2, pp=pp, chunks=chunks, zero=1, schedule=schedule, batch=2 * microbatches, sequence=4096)
     for name in ("H100", "A100"):
         told = float(np.asarray(predict(LLAMA, plan, cluster_of(name)).seconds))
-        assert told == pytest.approx(simulated(LLAMA, plan, cluster_of(name)), rel=0.1)
+        assert told == pytest.approx(simulate_step(LLAMA, plan, cluster_of(name)), rel=0.1)

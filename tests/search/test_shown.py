@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 from rich.progress import Progress
 
-from meshwright.search import shown
+from meshwright.search import progress_bar
 
 
 class Terminal(io.StringIO):
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 def text_of(out: io.StringIO, patience: float, silent: bool = False) -> str:
-    with shown("plans for 8 ranks", silent, out, patience) as on_step:
+    with progress_bar("plans for 8 ranks", silent, out, patience) as on_step:
         on_step(1, 2)
         time.sleep(0.3)
         on_step(2, 2)

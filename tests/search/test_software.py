@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.cost import Kernels, cluster_of
 from meshwright.search import Experts, Plan, Software, Transformer, hold, predict
-from meshwright.search.transformer_plans.communication import sent
+from meshwright.search.transformer_plans.communication import communications
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
 SPARSE = Transformer(12, 2048, 16, 16, 128, 8192, 32000, experts=Experts(64, 6, 1408))
@@ -23,7 +23,7 @@ def seconds(plan: Plan, model: Transformer = LLAMA, **software: Any) -> float:
 
 def shown(plan: Plan, what: str, model: Transformer = LLAMA, **software: Any) -> dict[str, float]:
     """Bytes by collective, of the rows about something."""
-    rows = sent(model, plan, CLUSTER, replace(Software(), **software))
+    rows = communications(model, plan, CLUSTER, replace(Software(), **software))
     return {f"{row.kind}, {row.where}": row.nbytes for row in rows if what in row.what}
 
 

@@ -16,7 +16,7 @@ import pytest
 from meshwright.pipeline import Action, Kind, Memory, Schedule, ScheduleError, Times, check, linear, looped, zigzag
 from meshwright.search import Problem, SearchError, find_schedule, hints, lower_bound
 from meshwright.search.scheduling.cp_sat import WORKER, solve
-from meshwright.search.scheduling.integer_model import Whole, unit
+from meshwright.search.scheduling.integer_model import IntegerModel, unit
 
 needs_solver = pytest.mark.skipif(find_spec("ortools") is None, reason="OR-tools is not installed")
 
@@ -112,7 +112,7 @@ def test_a_search_without_solver_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_whole_numbers_make_nothing_harder(problem: Problem) -> None:
     """Every known schedule, as it is timed, keeps to all that the solver is told."""
     for start in hints(problem):
-        whole = Whole(problem, start)
+        whole = IntegerModel(problem, start)
         begin, length = whole.hint(), whole.lengths()
         end = [a + b for a, b in zip(begin, length, strict=True)]
         assert all(begin[b] >= end[a] + lag for a, b, lag in whole.before())
@@ -133,7 +133,7 @@ def test_times_in_one_unit_are_whole_numbers() -> None:
     assert unit([], 0.0).exact
 
 
-def _memory(whole: Whole) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+def _memory(whole: IntegerModel) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
     yield from ((limit, whole.held()[rank]) for rank, limit in whole.limits().items())
 
 

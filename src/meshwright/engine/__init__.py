@@ -56,11 +56,11 @@ from .marks.experts import dispatch_experts
 from .marks.layers import get_rank, shard_layer
 from .marks.local_map import LocalLayer, local_map
 from .marks.materialize import materialize
-from .marks.stale_parameters import watch_left_behind
+from .marks.stale_parameters import refuse_stale_parameters
 from .marks.tensors import dtensor_from_fn, dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from .marks.torch_dtensor import from_torch_dtensor, to_torch_dtensor
 from .planning.auto import auto, plan
-from .planning.suggest import Suggestion, said, suggest
+from .planning.suggest import Suggestion, style_code, suggest
 from .planning.unmarked import unmarked
 from .recording.strategy import Strategy
 from .recording.strategy_toml import strategy_from_toml, strategy_to_toml
@@ -139,7 +139,6 @@ __all__ = [
     "pipe_split",
     "plan",
     "reshard",
-    "said",
     "save_checkpoint",
     "save_state_dict",
     "set_mesh",
@@ -151,6 +150,7 @@ __all__ = [
     "stop_signals",
     "strategy_from_toml",
     "strategy_to_toml",
+    "style_code",
     "suggest",
     "to_static",
     "to_torch_dtensor",
@@ -162,4 +162,4 @@ __all__ = [
 ]
 
 watch_steps()
-watch_left_behind()
+refuse_stale_parameters()

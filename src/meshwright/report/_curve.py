@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
-from meshwright.search import Curve, seconds, size
+from meshwright.search import MemoryCurve, seconds, size
 
 from ._html import Markup
 
@@ -26,7 +26,7 @@ class _Scale:
         return f"{TOP + (HEIGHT - TOP - BOTTOM) * (1 - held / self.top):.1f}"
 
 
-def drawn(curve: Curve, room: float) -> Markup:
+def drawn(curve: MemoryCurve, room: float) -> Markup:
     """Return the picture of the bytes held over time, with a line for the limit if it is at most twice the peak."""
     end = max((when for when, _ in curve.points), default=0.0) or 1.0
     most = max((held for _, held in curve.points), default=0.0)
@@ -47,7 +47,7 @@ def drawn(curve: Curve, room: float) -> Markup:
     )
 
 
-def _steps(curve: Curve, scale: _Scale) -> str:
+def _steps(curve: MemoryCurve, scale: _Scale) -> str:
     """Return the path of a step function: a constant height from each change to the next."""
     body = "".join(f"H{scale.x(when)}V{scale.y(held)}" for when, held in curve.points)
     return f"M{scale.x(0.0)} {scale.y(0.0)}{body}V{scale.y(0.0)}Z"

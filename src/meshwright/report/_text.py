@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from meshwright.search import Account, Laid, count, seconds, share, size
+from meshwright.search import Account, TensorLayout, count, seconds, share, size
 
 from ._measured import beside
 
@@ -34,9 +34,9 @@ def _tensors(account: Account) -> list[str]:
     return _table("layouts of tensors", ("layer", "tensor", "layout", "per rank", ""), rows, {3})
 
 
-def _alike(account: Account) -> Iterator[tuple[str, Laid]]:
+def _alike(account: Account) -> Iterator[tuple[str, TensorLayout]]:
     """Yield one row for all tensors of one name and layout, with their first layer and the number of others."""
-    found: dict[tuple[str, str], list[Laid]] = {}
+    found: dict[tuple[str, str], list[TensorLayout]] = {}
     for row in account.laid:
         found.setdefault((row.name, row.layout), []).append(row)
     for first, *others in found.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from meshwright.search import Laid, count, size
+from meshwright.search import TensorLayout, count, size
 
 from ._html import Markup, element, folded, joined, table
 
@@ -17,10 +17,10 @@ FEW = 12
 
 @dataclass(slots=True)
 class _Layer:
-    rows: list[Laid] = field(default_factory=list[Laid])
+    rows: list[TensorLayout] = field(default_factory=list[TensorLayout])
     below: dict[str, _Layer] = field(default_factory=dict[str, "_Layer"])
 
-    def all_rows(self) -> list[Laid]:
+    def all_rows(self) -> list[TensorLayout]:
         return [*self.rows, *(row for layer in self.below.values() for row in layer.all_rows())]
 
     @property
@@ -29,7 +29,7 @@ class _Layer:
         return not self.below and len(self.rows) <= SMALL
 
 
-def tree(rows: Iterable[Laid]) -> Markup:
+def tree(rows: Iterable[TensorLayout]) -> Markup:
     """Return the tree of the layers of these rows, outermost first."""
     top = _Layer()
     for row in rows:
@@ -52,12 +52,12 @@ def _inside(name: str, layer: _Layer, is_open: bool) -> Iterator[Markup]:
             yield folded(_summary(n, below.all_rows()), *_inside(n, below, is_open), is_open=is_open)
 
 
-def _summary(name: str, rows: list[Laid]) -> Markup:
+def _summary(name: str, rows: list[TensorLayout]) -> Markup:
     number, nbytes = sum(row.count for row in rows), sum(row.count * row.nbytes for row in rows)
     many = f"{count(number)} tensor{'s' if number != 1 else ''}, {size(nbytes)} per rank"
     return joined([f"{name} ", element("span", many)])
 
 
-def _tensors(name: str, rows: list[tuple[str, Laid]]) -> Markup:
+def _tensors(name: str, rows: list[tuple[str, TensorLayout]]) -> Markup:
     cells = [(own, element("code", row.layout), size(row.nbytes), row.note) for own, row in rows]
     return table(f"tensors of {name}", ("tensor", "layout", "per rank", "note"), cells, {2})

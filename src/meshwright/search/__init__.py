@@ -15,26 +15,26 @@ from .module_plans.mesh_plan_parser import parse_mesh_plan
 from .module_plans.mesh_search import plan_mesh
 from .module_plans.pipeline_plan import Pipelining
 from .module_plans.program_account import program_account
-from .plan_data.account import Account, Curve, Laid, Rival, Sent
+from .plan_data.account import Account, Communication, MemoryCurve, OtherPlan, TensorLayout
 from .plan_data.plan import Plan, parse_plan, plan_of, quoted
-from .plan_data.progress_bar import OnStep, shown
+from .plan_data.progress_bar import OnProgress, progress_bar
 from .plan_data.units import count, seconds, share, size
 from .scheduling.bounds import lower_bound
-from .scheduling.find_schedule import Found, find_placement, find_schedule
+from .scheduling.find_schedule import CertifiedSchedule, find_placement, find_schedule
 from .scheduling.hints import hints
 from .scheduling.problem import Objective, Problem
-from .sharding.accumulation_check import Evenly, evenly, rows_of
+from .sharding.accumulation_check import AccumulationCheck, check_accumulation, first_tensor_rows
 from .sharding.conversion_prices import Prices
-from .sharding.forms import Form
-from .sharding.memory_saving import Saving
-from .sharding.sharding_search import Cuts, Meeting, cut, every_cut
-from .transformer_plans.choose import Choice, Priced, choose
+from .sharding.forms import AxisForm
+from .sharding.memory_saving import MemorySaving
+from .sharding.sharding_search import Conversion, Shardings, best_shardings, least_by_enumeration
+from .transformer_plans.choose import PlanChoice, PricedPlan, choose
 from .transformer_plans.config import transformer_of
 from .transformer_plans.degrees import Degrees, Plans, columns
 from .transformer_plans.peak_memory import Held, hold
 from .transformer_plans.plan_account import account, differences
-from .transformer_plans.predict import Prediction, predict, share_of_peak, work
-from .transformer_plans.simulated_step import simulated
+from .transformer_plans.predict import Prediction, flops_utilisation, model_flops, predict
+from .transformer_plans.simulated_step import simulate_step
 from .transformer_plans.sizes import Experts, Latent, Transformer, Window
 from .transformer_plans.software import (
     DEEPSPEED,
@@ -43,7 +43,7 @@ from .transformer_plans.software import (
     FSDP,
     MEGATRON,
     MEGATRON_2021,
-    OURS,
+    MESHWRIGHT,
     PAGEABLE,
     Software,
 )
@@ -55,67 +55,67 @@ __all__ = [
     "FSDP",
     "MEGATRON",
     "MEGATRON_2021",
-    "OURS",
+    "MESHWRIGHT",
     "PAGEABLE",
     "REPLICAS",
     "STAGES",
     "Account",
-    "Choice",
-    "Curve",
-    "Cuts",
+    "AccumulationCheck",
+    "AxisForm",
+    "CertifiedSchedule",
+    "Communication",
+    "Conversion",
     "Degrees",
-    "Evenly",
     "Experts",
-    "Form",
-    "Found",
     "Held",
-    "Laid",
     "Latent",
-    "Meeting",
+    "MemoryCurve",
+    "MemorySaving",
     "MeshPlan",
     "Objective",
-    "OnStep",
+    "OnProgress",
+    "OtherPlan",
     "Pipelining",
     "Plan",
+    "PlanChoice",
     "Plans",
     "Prediction",
-    "Priced",
+    "PricedPlan",
     "Prices",
     "Problem",
-    "Rival",
-    "Saving",
     "SearchError",
-    "Sent",
+    "Shardings",
     "Software",
+    "TensorLayout",
     "Transformer",
     "Window",
     "account",
+    "best_shardings",
+    "check_accumulation",
     "choose",
     "columns",
     "count",
-    "cut",
     "differences",
-    "evenly",
-    "every_cut",
     "find_placement",
     "find_schedule",
+    "first_tensor_rows",
+    "flops_utilisation",
     "hints",
     "hold",
+    "least_by_enumeration",
     "lower_bound",
+    "model_flops",
     "parse_mesh_plan",
     "parse_plan",
     "plan_mesh",
     "plan_of",
     "predict",
     "program_account",
+    "progress_bar",
     "quoted",
-    "rows_of",
     "seconds",
     "share",
-    "share_of_peak",
-    "shown",
-    "simulated",
+    "simulate_step",
     "size",
     "transformer_of",
-    "work",
 ]

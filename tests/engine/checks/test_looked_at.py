@@ -73,7 +73,7 @@ def _static(make: Callable[..., torch.optim.Optimizer], options: Mapping[str, An
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """Names of the gradients of each step, on simulated ranks that compare their calls."""
-    seen, leaves_out = list[set[str]](), static.leaves_out
+    seen, leaves_out = list[set[str]](), static.should_skip_update
 
     def look(tensors: Mapping[str, Tensor], *more: Any) -> bool:
         seen.append({name.removeprefix("the gradient of ") for name in tensors})
@@ -81,7 +81,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
 
     for module in (builder, static):
         monkeypatch.setattr(module, "is_compared", lambda: True)
-    monkeypatch.setattr(static, "leaves_out", look)
+    monkeypatch.setattr(static, "should_skip_update", look)
     return seen
 
 

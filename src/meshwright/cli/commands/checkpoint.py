@@ -11,7 +11,7 @@ import torch
 
 from meshwright.checkpoint import Catalogue, convert, format_of, open_checkpoint, read_whole, verify
 from meshwright.cli.console.exit_codes import FAILED, OK
-from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
 from meshwright.layout import MeshwrightError, write_dtype
 
@@ -29,28 +29,30 @@ def checkpoint(settings: argparse.Namespace, argv: list[str]) -> int:
     try:
         return _ACTIONS[settings.action](settings, *settings.paths)
     except MeshwrightError as error:
-        say(error, file=sys.stderr)
+        print_text(error, file=sys.stderr)
         return FAILED
     except OSError as error:
-        say(f"meshwright checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
+        print_text(f"meshwright checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
         return FAILED
 
 
 def _inspect(settings: argparse.Namespace, path: str) -> int:
-    told = described(open_checkpoint(path))
+    told = checkpoint_data(open_checkpoint(path))
     if settings.json:
         print_json(told)
         return OK
-    say(f"{told['path']}: {told['kind']}, {told['count']} tensors, {told['bytes']} bytes, {len(told['files'])} files")
+    print_text(
+        f"{told['path']}: {told['kind']}, {told['count']} tensors, {told['bytes']} bytes, {len(told['files'])} files"
+    )
     for name, entry in told["tensors"].items():
         pieces = f"in {entry['pieces']} piece{'s' if entry['pieces'] > 1 else ''}"
-        say(f"  {name:40} {entry['lies']:30} {pieces}" + (f" on {entry['mesh']}" if entry["mesh"] else ""))
+        print_text(f"  {name:40} {entry['lies']:30} {pieces}" + (f" on {entry['mesh']}" if entry["mesh"] else ""))
     for name, value in told["values"].items():
-        say(f"  {name:40} {value}")
+        print_text(f"  {name:40} {value}")
     return OK
 
 
-def described(catalogue: Catalogue) -> dict[str, Any]:
+def checkpoint_data(catalogue: Catalogue) -> dict[str, Any]:
     """Return the description of a checkpoint for programs."""
     return {
         "path": str(catalogue.folder),
@@ -86,7 +88,7 @@ def _verify(settings: argparse.Namespace, path: str) -> int:
     if settings.json:
         print_json(said)
     else:
-        say(f"{catalogue.folder}: complete; {len(catalogue.entries)} tensors, {checked}")
+        print_text(f"{catalogue.folder}: complete; {len(catalogue.entries)} tensors, {checked}")
     return OK
 
 
@@ -95,7 +97,7 @@ def _diff(settings: argparse.Namespace, path: str, other: str) -> int:
     if settings.json:
         print_json({"same": not found, "differences": found})
     else:
-        say("\n".join(f"{d['name']}: {d['what']}" for d in found) or "the same")
+        print_text("\n".join(f"{d['name']}: {d['what']}" for d in found) or "the same")
     return FAILED if found else OK
 
 
@@ -111,7 +113,7 @@ def differences(one: Catalogue, other: Catalogue, tolerance: float) -> Iterator[
         a, b = one.entries[name], other.entries[name]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             yield {"name": name, "what": f"{a.dtype} of shape {a.shape} and {b.dtype} of shape {b.shape}"}
-        elif told := _apart(read_whole(one, name), read_whole(other, name), tolerance):
+        elif told := _largest_difference(read_whole(one, name), read_whole(other, name), tolerance):
             yield {"name": name, **told}
     for name in dict.fromkeys([*one.values, *other.values]):
         a, b = one.values.get(name), other.values.get(name)
@@ -119,7 +121,7 @@ def differences(one: Catalogue, other: Catalogue, tolerance: float) -> Iterator[
             yield {"name": name, "what": f"{_short(a)} and {_short(b)}"}
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> dict[str, Any] | None:
+def _largest_difference(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> dict[str, Any] | None:
     """Return the number of elements of two tensors that differ, and the largest difference; None if none differ."""
     wide = torch.complex128 if a.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)
@@ -149,7 +151,7 @@ def _convert(settings: argparse.Namespace, path: str, other: str) -> int:
     if settings.json:
         print_json(told)
     else:
-        say(f"{written}: {told['tensors']} tensors in the format {settings.to}")
+        print_text(f"{written}: {told['tensors']} tensors in the format {settings.to}")
     return OK
 
 

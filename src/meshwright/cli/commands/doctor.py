@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 
 from meshwright.cli.console.exit_codes import FAILED, OK
-from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.output import print_json, print_text
 
 PYTHON = (3, 11)
 LEFT_OUT = {"dev"}
@@ -47,16 +47,16 @@ def doctor(settings: argparse.Namespace, argv: list[str]) -> int:
     """Return 1 if something needed is missing, or if two ranks differ from one device; else 0."""
     found = [*_packages(), *_installed_torch()]
     if not settings.no_check and all(f.good for f in found if f.needed):
-        found += _checked()
+        found += _comparisons()
     good = all(f.good for f in found if f.needed)
     if settings.json:
         print_json({"ok": good, "findings": [{**asdict(f), "state": f.state} for f in found]})
     else:
-        say(told(found))
+        print_text(findings_text(found))
     return OK if good else FAILED
 
 
-def told(findings: list[Finding]) -> str:
+def findings_text(findings: list[Finding]) -> str:
     """Return the findings for people: one line each, and instructions for the missing parts."""
     width = max(len(f.name) for f in findings)
     lines = [f"{f.state:<8} {f.name:<{width}}  {f.found}" for f in findings]
@@ -80,17 +80,17 @@ def _packages() -> Iterator[Finding]:
     for line in asked:
         found = _REQUIREMENT.match(line)
         if found is not None and found[3] not in LEFT_OUT:
-            yield package(found[1], found[2].strip(), found[3])
+            yield package_finding(found[1], found[2].strip(), found[3])
 
 
-def package(name: str, bounds: str, extra: str | None) -> Finding:
+def package_finding(name: str, bounds: str, extra: str | None) -> Finding:
     """Return the finding for a package, which should be installed in a version between its bounds.
 
-    >>> package("torch", ">=999", None).write
+    >>> package_finding("torch", ">=999", None).write
     "pip install 'torch>=999'"
     """
     there = _version(name)
-    good = there is not None and within(there, bounds)
+    good = there is not None and satisfies_bounds(there, bounds)
     asked = f"{name} ({extra})" if extra else name
     said = there or "not installed"
     write = f"pip install 'meshwright[{extra}]'" if extra else f"pip install '{name}{bounds}'"
@@ -104,16 +104,16 @@ def _version(name: str) -> str | None:
         return None
 
 
-def within(there: str, bounds: str) -> bool:
+def satisfies_bounds(there: str, bounds: str) -> bool:
     """True if a version satisfies all bounds. Only numbers are compared; suffixes such as "+cpu" are ignored.
 
-    >>> within("2.13.0+cpu", ">=2.11,<2.16"), within("2.16.0", ">=2.11,<2.16"), within("2.9", ">=2.11")
-    (True, False, False)
+    >>> [satisfies_bounds(version, ">=2.11,<2.16") for version in ("2.13.0+cpu", "2.16.0", "2.9")]
+    [True, False, False]
     """
-    return all(_keeps(_numbers(there), kind, _numbers(bound)) for kind, bound in _BOUND.findall(bounds))
+    return all(_satisfies_bound(_numbers(there), kind, _numbers(bound)) for kind, bound in _BOUND.findall(bounds))
 
 
-def _keeps(there: tuple[int, ...], kind: str, bound: tuple[int, ...]) -> bool:
+def _satisfies_bound(there: tuple[int, ...], kind: str, bound: tuple[int, ...]) -> bool:
     length = max(len(there), len(bound))
     a, b = (x + (0,) * (length - len(x)) for x in (there, bound))
     compare: dict[str, bool] = {
@@ -139,13 +139,15 @@ def _installed_torch() -> Iterator[Finding]:
     yield _devices()
     there = distributed.is_available()
     gloo, nccl = there and distributed.is_gloo_available(), there and distributed.is_nccl_available()
-    yield Finding("gloo", _has(gloo), gloo, write="install a build of torch with Gloo: pip install torch")
-    yield Finding("nccl", _has(nccl), nccl or not torch.cuda.is_available(), write="install a build of torch with CUDA")
+    yield Finding("gloo", _availability(gloo), gloo, write="install a build of torch with Gloo: pip install torch")
+    yield Finding(
+        "nccl", _availability(nccl), nccl or not torch.cuda.is_available(), write="install a build of torch with CUDA"
+    )
     yield from _between_processes()
-    yield _compiler()
+    yield _compiler_finding()
 
 
-def _has(there: bool) -> str:
+def _availability(there: bool) -> str:
     return "available" if there else "not in this build of torch"
 
 
@@ -155,13 +157,13 @@ def _devices() -> Finding:
     names = [f"{os.cpu_count() or 1} CPU cores, torch uses {torch.get_num_threads()}"]
     if torch.cuda.is_available():
         names += [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
-        names += [f"{_linked()} GPU pairs with peer access"] if torch.cuda.device_count() > 1 else []
+        names += [f"{_peer_links_text()} GPU pairs with peer access"] if torch.cuda.device_count() > 1 else []
     elif torch.accelerator.is_available():
         names += [f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"]
     return Finding("devices", "; ".join(names))
 
 
-def _linked() -> str:
+def _peer_links_text() -> str:
     import torch
 
     count = torch.cuda.device_count()
@@ -186,7 +188,7 @@ def _between_processes() -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _compiler() -> Finding:
+def _compiler_finding() -> Finding:
     """Return the finding for the C++ compiler, which Inductor needs for CPU kernels."""
     names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name]
     found = next(filter(None, map(shutil.which, names)), None)
@@ -196,16 +198,16 @@ def _compiler() -> Finding:
     )  # fmt: skip
 
 
-def _checked() -> Iterator[Finding]:
+def _comparisons() -> Iterator[Finding]:
     """Yield the comparisons of two ranks with one device: simulated, and as processes."""
-    from meshwright.cli.ranks.self_check import in_this_process
+    from meshwright.cli.ranks.self_check import check_simulated
     from meshwright.comm import launch
 
     def processes() -> str:
         code = launch(["-m", "meshwright.cli.ranks.self_check"], 2, timeout=60)
         return "" if code == 0 else f"exit code {code}"
 
-    yield _timed("two simulated ranks", in_this_process)
+    yield _timed("two simulated ranks", check_simulated)
     yield _timed("two processes", processes)
 
 

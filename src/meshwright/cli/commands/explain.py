@@ -12,12 +12,12 @@ from typing import Any, cast
 from meshwright.cli.commands.plan import check_devices, read_model
 from meshwright.cli.console.exit_codes import FAILED
 from meshwright.cli.console.files import check_folder, read_text, write_text
-from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
 from meshwright.cost import Cluster, cluster
 from meshwright.layout import InputError, MeshwrightError, read_json
 from meshwright.report import data, page, text
-from meshwright.search import Choice, Plan, SearchError, Transformer, account, choose, parse_plan, shown
+from meshwright.search import Plan, PlanChoice, SearchError, Transformer, account, choose, parse_plan, progress_bar
 
 
 def explain(settings: argparse.Namespace, argv: list[str]) -> int:
@@ -26,32 +26,32 @@ def explain(settings: argparse.Namespace, argv: list[str]) -> int:
     measured = _measured(settings.measured)
     try:
         model, machines = read_model(settings), cluster(settings.cluster)
-        plan = _asked(parse_plan(read_text(settings.plan)), settings)
+        plan = _plan_with_sizes(parse_plan(read_text(settings.plan)), settings)
         check_devices(plan.ranks, machines)
-        others = None if settings.alone else _others(model, plan, machines, settings.json)
-        with shown("what each plan takes", silent=settings.json) as on_step:
+        others = None if settings.alone else _best_plans(model, plan, machines, settings.json)
+        with progress_bar("what each plan takes", silent=settings.json) as on_step:
             told = account(model, plan, machines, others, on_step=on_step)
     except MeshwrightError as error:
-        say(error, file=sys.stderr)
+        print_text(error, file=sys.stderr)
         return FAILED
     if settings.html:
         write_text(settings.html, page(told, measured))
     if settings.json:
         print_json(data(told, measured))
     else:
-        say(text(told, measured))
+        print_text(text(told, measured))
     return 0
 
 
-def _asked(plan: Plan, settings: argparse.Namespace) -> Plan:
+def _plan_with_sizes(plan: Plan, settings: argparse.Namespace) -> Plan:
     """Return the plan with the batch and the sequence that the command line names."""
     named = {name: getattr(settings, name) for name in ("batch", "sequence") if getattr(settings, name)}
     return replace(plan, **named)
 
 
-def _others(model: Transformer, plan: Plan, machines: Cluster, silent: bool) -> Choice | None:
+def _best_plans(model: Transformer, plan: Plan, machines: Cluster, silent: bool) -> PlanChoice | None:
     """Return the best plans for as many ranks and the same work; None if no plan fits."""
-    with shown(f"plans for {plan.ranks} ranks", silent=silent) as on_step:
+    with progress_bar(f"plans for {plan.ranks} ranks", silent=silent) as on_step:
         try:
             return choose(
                 model, machines, plan.ranks, plan.batch, plan.sequence, plan.precision, on_step=on_step
@@ -83,9 +83,9 @@ def _numbers(text: str) -> Mapping[str, float]:
     try:
         told: Any = read_json(text)
     except InputError:  # an object on each line
-        return of_log([_object(read_json(line)) for line in text.splitlines() if line.strip()])
+        return measured_in_log([_object(read_json(line)) for line in text.splitlines() if line.strip()])
     told = _object(told)
-    return of_log([told]) if "event" in told else {str(name): float(value) for name, value in told.items()}
+    return measured_in_log([told]) if "event" in told else {str(name): float(value) for name, value in told.items()}
 
 
 def _object(told: Any) -> Mapping[str, Any]:
@@ -95,10 +95,10 @@ def _object(told: Any) -> Mapping[str, Any]:
     return cast(dict[str, Any], told)
 
 
-def of_log(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+def measured_in_log(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
     """Return the median seconds of a run's steps without the first, and the most bytes that a rank held.
 
-    >>> of_log([{"event": "step", "seconds": s, "peak_memory": 7} for s in (9.0, 1.0, 2.0, 1.5)])
+    >>> measured_in_log([{"event": "step", "seconds": s, "peak_memory": 7} for s in (9.0, 1.0, 2.0, 1.5)])
     {'seconds': 1.5, 'bytes': 7.0}
     """
     steps = [line for line in lines if line.get("event") == "step"]

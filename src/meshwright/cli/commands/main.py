@@ -12,9 +12,9 @@ from meshwright.cli.console.exit_codes import FAILED, INTERRUPTED, NOT_UNDERSTOO
 from meshwright.cli.console.parser import UsageError, parse
 from meshwright.cli.console.user_function import FunctionFailed
 
-CARRIED_OUT = {
+COMMAND_FUNCTIONS = {
     "train": ("train", "train"), "run": ("run", "run"), "schedule": ("schedule", "schedule"),
-    "plan": ("plan", "plan"), "predict": ("plan", "foretell"), "explain": ("explain", "explain"),
+    "plan": ("plan", "plan"), "predict": ("plan", "predict_step"), "explain": ("explain", "explain"),
     "checkpoint": ("checkpoint", "checkpoint"), "doctor": ("doctor", "doctor"),
     "parallelize": ("parallelize", "parallelize"), "profile": ("profile", "profile"),
 }  # fmt: skip
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         settings = parse(given)
-        file, name = CARRIED_OUT[settings.command]
+        file, name = COMMAND_FUNCTIONS[settings.command]
         return getattr(import_module(f"meshwright.cli.commands.{file}"), name)(settings, given)
     except UsageError as error:
         print(error, file=sys.stderr)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from meshwright.cli.console.exit_codes import FAILED, OK
 from meshwright.cli.console.files import check_folder, read_object, write_text
-from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
 from meshwright.cli.console.user_function import FunctionFailed, call_function, names_function
-from meshwright.engine import said, suggest
+from meshwright.engine import style_code, suggest
 from meshwright.layout import MeshwrightError
 
 WRITE = "  fix: pass file.py:function, where the function returns the module and a batch, or a model's config.json"
@@ -31,7 +31,7 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
         model, batch, loss = _model(settings)
         found = suggest(model, batch, loss, mesh=settings.mesh, cluster=settings.cluster, ranks=settings.ranks)
     except MeshwrightError as error:
-        say(error, file=sys.stderr)
+        print_text(error, file=sys.stderr)
         return FAILED
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -40,14 +40,14 @@ def parallelize(settings: argparse.Namespace, argv: list[str]) -> int:
     if settings.out:
         write_text(settings.out, f"import meshwright as mw\n\n{found.text()}\n")
     if settings.json:
-        styles = {pattern: said(style) for pattern, style in found.config.plan.items()}
+        styles = {pattern: style_code(style) for pattern, style in found.config.plan.items()}
         lies: dict[str, Any] = {"batch": found.config.batch, "sequence": found.config.sequence}
         if found.searched.pipeline is not None:
             lies["pipeline"] = asdict(found.searched.pipeline)
         told = {"seconds": found.searched.seconds, "bytes": found.searched.nbytes, "left_out": found.left_out}
         print_json({"mesh": found.mesh.sizes, "plan": styles, **lies, **told})
         return OK
-    say(found.text())
+    print_text(found.text())
     return OK
 
 

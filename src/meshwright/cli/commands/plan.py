@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.cli.console.exit_codes import FAILED
 from meshwright.cli.console.files import check_folder, read_object, read_text, write_text
-from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
 from meshwright.cost import Cluster, cluster
 from meshwright.layout import MeshwrightError
@@ -21,13 +21,13 @@ from meshwright.search import (
     Transformer,
     choose,
     differences,
+    flops_utilisation,
     hold,
     parse_plan,
     plan_of,
     predict,
-    share_of_peak,
-    shown,
-    simulated,
+    progress_bar,
+    simulate_step,
     transformer_of,
 )
 
@@ -48,13 +48,13 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         if doubled := sorted({"batch", "sequence", "precision"} & set(settings.given)):
             raise UsageError(f"meshwright plan: --given {doubled[0]}\n  fix: pass --{doubled[0]} alone")
         plan_of(settings.given)
-        with shown(f"plans for {ranks} ranks", silent=settings.json) as on_step:
+        with progress_bar(f"plans for {ranks} ranks", silent=settings.json) as on_step:
             asked = (settings.batch, settings.sequence, settings.precision)
             found = choose(model, machines, ranks, *asked, on_step=on_step, **settings.given)
     except MeshwrightError as error:
-        say(error, file=sys.stderr)
+        print_text(error, file=sys.stderr)
         return FAILED
-    best = priced(model, found.best.plan, machines)
+    best = plan_costs(model, found.best.plan, machines)
     if settings.out:
         write_text(settings.out, found.best.plan.text())
     if settings.json:
@@ -62,28 +62,28 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds, "next": others}
         print_json({**best, **told})
         return 0
-    say(written(best))
-    say(f"\nthe fastest of {found.fitting} plans that fit ({found.considered} considered); the next best:")
+    print_text(plan_costs_text(best))
+    print_text(f"\nthe fastest of {found.fitting} plans that fit ({found.considered} considered); the next best:")
     for other in found.next[:3]:
-        say(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
+        print_text(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
     return 0
 
 
-def foretell(settings: argparse.Namespace, argv: list[str]) -> int:
+def predict_step(settings: argparse.Namespace, argv: list[str]) -> int:
     """Print the costs of a step under a plan, and whether it fits."""
     try:
         model, machines = read_model(settings), cluster(settings.cluster)
-        with shown("the step, action by action", silent=settings.json):
+        with progress_bar("the step, action by action", silent=settings.json):
             asked = parse_plan(read_text(settings.plan))
             check_devices(asked.ranks, machines)
-            told = priced(model, asked, machines)
+            told = plan_costs(model, asked, machines)
     except MeshwrightError as error:
-        say(error, file=sys.stderr)
+        print_text(error, file=sys.stderr)
         return FAILED
     if settings.json:
         print_json(told)
     else:
-        say(written(told))
+        print_text(plan_costs_text(told))
     return 0
 
 
@@ -94,10 +94,10 @@ def check_devices(ranks: int, machines: Cluster) -> None:
         raise UsageError(f"meshwright: {ranks} ranks on a cluster of {machines.devices} devices\n  fix: {fix}")
 
 
-def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]:
+def plan_costs(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]:
     """Return the costs of a plan, for programs."""
     step, held = predict(model, asked, machines), hold(model, asked)
-    seconds, nbytes = simulated(model, asked, machines), float(np.asarray(held.nbytes))
+    seconds, nbytes = simulate_step(model, asked, machines), float(np.asarray(held.nbytes))
     parts = {name: float(np.asarray(x)) for name, x in step.parts.items()}
     parts["microbatches"] += seconds - sum(parts.values())
     return {
@@ -105,7 +105,7 @@ def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]
         "ranks": asked.ranks,
         "seconds": seconds,
         "tokens per second": asked.batch * asked.sequence / seconds,
-        "share of the peak": share_of_peak(model, asked, machines, seconds),
+        "share of the peak": flops_utilisation(model, asked, machines, seconds),
         "bytes": nbytes,
         "memory": machines.device.memory,
         "fits": nbytes <= machines.device.memory,
@@ -114,7 +114,7 @@ def priced(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]
     }
 
 
-def written(told: Mapping[str, Any]) -> str:
+def plan_costs_text(told: Mapping[str, Any]) -> str:
     """Return the costs of a plan, for people."""
     usual = asdict(Plan())
     lines = [f"  {name:<20} {value}" for name, value in told["plan"].items() if value != usual[name]]

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.cli.console.exit_codes import FAILED, OK
 from meshwright.cli.console.files import check_folder, write_text
-from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
 from meshwright.cli.ranks.measure import DTYPES, MESSAGES, PRODUCTS, measurements
 from meshwright.comm import launch
@@ -40,12 +40,12 @@ def profile(settings: argparse.Namespace, argv: list[str]) -> int:
             what = [{"what": w, "dtype": dtype, "size": size} for w, dtype, size in measurements(ranks, device)]
             print_json({"ranks": ranks, "device": device, "measurements": what})
         else:
-            say(_planned(ranks, device, settings.seconds))
+            print_text(_measurement_plan(ranks, device, settings.seconds))
         return OK
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         if launch(["-m", "meshwright.cli.ranks.measure", str(path), str(settings.seconds)], ranks) != 0:
-            say("meshwright profile: the measuring ranks failed\n  fix: run meshwright doctor", file=sys.stderr)
+            print_text("meshwright profile: the measuring ranks failed\n  fix: run meshwright doctor", file=sys.stderr)
             return FAILED
         measured: dict[str, Any] = read_json(read_text_file(path))
         toml = cluster_text(measured)
@@ -54,7 +54,7 @@ def profile(settings: argparse.Namespace, argv: list[str]) -> int:
         try:
             machines = cluster(str(read))
         except MeshwrightError as error:
-            say(error, file=sys.stderr)
+            print_text(error, file=sys.stderr)
             return FAILED
     _answer(settings, measured, toml, repr(machines))
     return OK
@@ -66,12 +66,12 @@ def _answer(settings: argparse.Namespace, measured: Mapping[str, Any], toml: str
     if settings.json:
         print_json({**measured, "cluster": machines})
     elif settings.out:
-        say(f"{settings.out}: {machines}\n  meshwright plan CONFIG --cluster {settings.out} …")
+        print_text(f"{settings.out}: {machines}\n  meshwright plan CONFIG --cluster {settings.out} …")
     else:
-        say(toml, end="")
+        print_text(toml, end="")
 
 
-def _planned(ranks: int, device: str, seconds: float) -> str:
+def _measurement_plan(ranks: int, device: str, seconds: float) -> str:
     """Return the description of the measurements that would be made."""
     what = measurements(ranks, device)
     sizes = f"matrix products of {', '.join(map(str, PRODUCTS[device]))}"
@@ -89,7 +89,7 @@ def cluster_text(measured: Mapping[str, Any]) -> str:
     flops = ", ".join(f"{name} = {x / 1e12:.4g}" for name, x in device["flops"].items())
     lines = [
         f"# measured by `meshwright profile`, torch {measured['torch']}, {measured['name']}",
-        f'cluster = "{ranks}x{known(measured["name"])}, {ranks} per node"', "",
+        f'cluster = "{ranks}x{known_device(measured["name"])}, {ranks} per node"', "",
         "[device]",
         f"name = {json.dumps(measured['name'])}", 'source = "meshwright profile"',
         f"memory = {device['memory'] / 1e9:.4g}        # GB",
@@ -109,11 +109,11 @@ def cluster_text(measured: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def known(name: str) -> str:
+def known_device(name: str) -> str:
     """Return the known device whose name is part of `name`, word by word; else "A100" for NVIDIA, or "cpu core".
 
-    >>> known("NVIDIA H200"), known("NVIDIA A100-SXM4-40GB"), known("Intel(R) Xeon(R)"), known("NVIDIA L4")
-    ('H200', 'A100-40GB', 'cpu core', 'A100')
+    >>> [known_device(name) for name in ("NVIDIA H200", "NVIDIA A100-SXM4-40GB", "Intel(R) Xeon(R)", "NVIDIA L4")]
+    ['H200', 'A100-40GB', 'cpu core', 'A100']
     """
     words = set(name.replace("-", " ").split())
     fitting = [device for device in DEVICES if set(device.split("-")) <= words]

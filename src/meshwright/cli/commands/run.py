@@ -15,7 +15,7 @@ from meshwright.cli.console.exit_codes import FAILED, OK
 from meshwright.cli.console.files import check_folder
 from meshwright.cli.console.parser import UsageError
 from meshwright.cli.console.user_function import FunctionFailed
-from meshwright.cli.ranks.script import as_main, from_script, script_arguments
+from meshwright.cli.ranks.script import running_as_main, script_arguments, with_script_traceback
 
 
 def run(settings: argparse.Namespace, argv: list[str]) -> int:
@@ -25,14 +25,14 @@ def run(settings: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"meshwright run: there is no file {script}\n  fix: run meshwright run SCRIPT [ARGUMENT ...]")
     check_folder(settings.trace)
     code = compiled(script)
-    with planned() if settings.auto else nullcontext():
+    with modules_planned() if settings.auto else nullcontext():
         if settings.processes:
             return run_processes(settings, argv, script)
         return run_simulated(settings, script, code)
 
 
 @contextmanager
-def planned() -> Generator[None]:
+def modules_planned() -> Generator[None]:
     """Plan the modules of scripts inside the block, when they are called."""
     from meshwright.engine import unmarked
 
@@ -91,7 +91,7 @@ def compiled(script: Path) -> CodeType:
         raise UsageError(f"meshwright run: {script}: {error.strerror}\n  fix: pass a file that can be read") from error
 
 
-def of_printing(error: Exception, printer: str) -> bool:
+def is_print_error(error: Exception, printer: str) -> bool:
     """True if the error was raised while a rank's output was written, by the module `printer`."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -123,13 +123,13 @@ def run_simulated(settings: argparse.Namespace, script: Path, code: CodeType) ->
     prints = prefix_prints() if settings.all_ranks else first_rank_prints(kept)
     with script_arguments(script, settings.arguments), defined_once(rank), prints:
         try:
-            with as_main(code, rank) as main:
+            with running_as_main(code, rank) as main:
                 codes = simulate(one, settings.ranks)
         except Exception as error:
-            if of_printing(error, prefix_prints.__module__):
+            if is_print_error(error, prefix_prints.__module__):
                 raise
             kept.show([] if isinstance(error, CommError) else failed[:1])
-            traceback.print_exception(from_script(error, script))
+            traceback.print_exception(with_script_traceback(error, script))
             return FAILED
     if not failed:
         return OK

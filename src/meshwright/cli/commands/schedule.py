@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.cli.console.exit_codes import FAILED
 from meshwright.cli.console.files import check_folder
-from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
 from meshwright.graph import write_whole
 from meshwright.layout import InputError, MeshwrightError, read_text_file
@@ -42,7 +42,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         if settings.json:
             print_json({"schedules": told})
         else:
-            say("\n".join(f"{name:24} {said}" for name, said in told.items()))
+            print_text("\n".join(f"{name:24} {said}" for name, said in told.items()))
         return 0
     if (actions := settings.ranks * settings.microbatches * settings.chunks) > MOST_ACTIONS:
         few = f"--microbatches {max(1, MOST_ACTIONS // (settings.ranks * settings.chunks))}"
@@ -52,12 +52,12 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         check(table, stale=True)
         timeline = simulate(table, Times(*settings.times[:3], transfer=settings.times[3]))
     except MeshwrightError as error:
-        say(error, file=sys.stderr)
+        print_text(error, file=sys.stderr)
         return FAILED
     _write(settings.svg, svg, timeline)
     _write(settings.trace, trace, timeline)
     if settings.json:
-        print_json(described(timeline))
+        print_json(schedule_data(timeline))
     else:
         print(str(table) if settings.table else terminal(timeline, settings.width, sys.stdout.isatty()))
     return 0
@@ -96,7 +96,7 @@ def _no_file(path: str, why: str | None, fix: str) -> UsageError:
     return UsageError(f"meshwright schedule: {path}: {why}\n  fix: {fix}")
 
 
-def described(timeline: Timeline) -> dict[str, Any]:
+def schedule_data(timeline: Timeline) -> dict[str, Any]:
     """Return the description of a schedule, for programs."""
     table = timeline.schedule
     return {

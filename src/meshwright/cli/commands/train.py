@@ -15,7 +15,7 @@ from meshwright.cli.commands.run import is_one_rank, traced
 from meshwright.cli.commands.training_progress import progress, side_by_side
 from meshwright.cli.console.exit_codes import FAILED, OK
 from meshwright.cli.console.files import check_folder
-from meshwright.cli.console.output import print_json, say
+from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError, share_out
 
 if TYPE_CHECKING:
@@ -53,31 +53,31 @@ def train(settings: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(str(error)) from error
     check_folder(settings.trace)
     try:
-        return carried_out(job, settings, argv)
+        return run_job(job, settings, argv)
     except MeshwrightError as error:
-        say(error, file=sys.stderr)
+        print_text(error, file=sys.stderr)
         return FAILED
 
 
-def carried_out(job: Job, settings: argparse.Namespace, argv: list[str]) -> int:
+def run_job(job: Job, settings: argparse.Namespace, argv: list[str]) -> int:
     """Run a job, and return its exit code."""
     kept = settings.save or settings.log or settings.tensorboard or settings.save_every
     if not settings.processes:
-        return simulated_run(job, settings) if kept else report(simulated(job, settings.trace), settings)
+        return run_simulated_with_log(job, settings) if kept else report(run_simulated(job, settings.trace), settings)
     if not is_one_rank():
         from meshwright.comm import launch
 
         return launch(["-m", "meshwright", *argv], job.ranks)
-    return run_of_one_rank(job, settings) if kept else one_of_many(job, settings)
+    return run_as_process_with_log(job, settings) if kept else run_as_process(job, settings)
 
 
-def simulated_run(job: Job, settings: argparse.Namespace) -> int:
+def run_simulated_with_log(job: Job, settings: argparse.Namespace) -> int:
     """Run the job with a log and checkpoints, with all ranks in this process."""
     from meshwright.comm import simulate
     from meshwright.engine import stop_signals
     from meshwright.models import train_on
 
-    how = kept_run(job, settings)
+    how = training_options(job, settings)
 
     def one() -> TrainingEnd:
         with traced(settings.trace):
@@ -87,19 +87,19 @@ def simulated_run(job: Job, settings: argparse.Namespace) -> int:
         return report_run(simulate(one, job.ranks)[0], settings)
 
 
-def run_of_one_rank(job: Job, settings: argparse.Namespace) -> int:
+def run_as_process_with_log(job: Job, settings: argparse.Namespace) -> int:
     """Run the job with a log and checkpoints, with this process as one rank."""
     from meshwright.comm import init_process
     from meshwright.models import train_on
 
     rank = init_process().rank
-    how = kept_run(job, settings)
+    how = training_options(job, settings)
     with traced(settings.trace):
         end = train_on(job, how)
     return report_run(end, settings) if rank == 0 else end.exit_code
 
 
-def kept_run(job: Job, settings: argparse.Namespace) -> Training:
+def training_options(job: Job, settings: argparse.Namespace) -> Training:
     from meshwright.engine import Training
     from meshwright.layout import MeshwrightError
     from meshwright.models import AXES
@@ -122,11 +122,13 @@ def report_run(end: TrainingEnd, settings: argparse.Namespace) -> int:
         print_json({"begun": end.begun, "losses": end.losses, "stopped": end.stopped, "checkpoint": path})
         return end.exit_code
     steps = f"steps {end.begun + 1} to {last}, loss {end.losses[-1]:.6f}" if end.losses else f"no step after {last}"
-    say(f"{steps}{', stopped by SIGTERM' if end.stopped else ''}{f', {end.checkpoint}' if end.checkpoint else ''}")
+    print_text(
+        f"{steps}{', stopped by SIGTERM' if end.stopped else ''}{f', {end.checkpoint}' if end.checkpoint else ''}"
+    )
     return end.exit_code
 
 
-def simulated(job: Job, trace: str | None) -> Outcome:
+def run_simulated(job: Job, trace: str | None) -> Outcome:
     """Run the job with all ranks in this process, and compare it with one device."""
     from meshwright.comm import simulate
     from meshwright.models import train_on_mesh
@@ -136,18 +138,18 @@ def simulated(job: Job, trace: str | None) -> Outcome:
 
         def one() -> list[float]:
             with traced(trace):
-                return train_on_mesh(job, on_step, _told)
+                return train_on_mesh(job, on_step, _print_schedule)
 
         losses = simulate(one, job.ranks)[0]
-    return beside_one_device(job, "simulated", losses, perf_counter() - start)
+    return compare_with_one_device(job, "simulated", losses, perf_counter() - start)
 
 
-def _told(why: str) -> None:
+def _print_schedule(why: str) -> None:
     """Print the schedule of the pipeline in one line."""
     Console(stderr=True).print(f"pipeline: {why}", highlight=False)
 
 
-def one_of_many(job: Job, settings: argparse.Namespace) -> int:
+def run_as_process(job: Job, settings: argparse.Namespace) -> int:
     """Run the job with this process as one rank; rank 0 shows the progress, and then trains on one device."""
     from meshwright.comm import init_process
     from meshwright.models import train_on_mesh
@@ -159,11 +161,11 @@ def one_of_many(job: Job, settings: argparse.Namespace) -> int:
     start = perf_counter()
     show = progress(f"{job.ranks} processes", job.steps, job.tokens, Console(stderr=True))
     with traced(settings.trace), show as on_step:
-        losses = train_on_mesh(job, on_step, _told)
-    return report(beside_one_device(job, "processes", losses, perf_counter() - start), settings)
+        losses = train_on_mesh(job, on_step, _print_schedule)
+    return report(compare_with_one_device(job, "processes", losses, perf_counter() - start), settings)
 
 
-def beside_one_device(job: Job, carrier: str, losses: list[float], seconds: float) -> Outcome:
+def compare_with_one_device(job: Job, carrier: str, losses: list[float], seconds: float) -> Outcome:
     """Return both results, after the same steps in plain torch with all the cores of this machine."""
     import torch
 

@@ -22,7 +22,7 @@ def with_config(parser: Parser, words: Sequence[str]) -> None:
     Raises:
         UsageError: the command has no such option (the message names the closest match), or a value is invalid.
     """
-    source = _named(words)
+    source = _config_argument(words)
     if source is None:
         return
     taken = {word.partition("=")[0] for word in words}
@@ -33,7 +33,7 @@ def with_config(parser: Parser, words: Sequence[str]) -> None:
             why = f"{source}: {name} is not allowed with {twice.pop()}"
             raise UsageError(f"{parser.prog}: {why}\n  fix: pass one of them")
         if not parser.rivals(action) & taken:
-            _take(parser, action, _value(parser, source, action, value))
+            _set_default(parser, action, _value(parser, source, action, value))
 
 
 def _action(parser: Parser, source: str, name: str) -> argparse.Action:
@@ -47,7 +47,7 @@ def _action(parser: Parser, source: str, name: str) -> argparse.Action:
     return found
 
 
-def _take(parser: Parser, action: argparse.Action, value: Any) -> None:
+def _set_default(parser: Parser, action: argparse.Action, value: Any) -> None:
     """Make the value the option's default; for a flag that is set, add a `--no-` option to take it back."""
     action.default, action.required = value, False
     if not action.option_strings:
@@ -59,7 +59,7 @@ def _take(parser: Parser, action: argparse.Action, value: Any) -> None:
         )
 
 
-def _named(words: Sequence[str]) -> str | None:
+def _config_argument(words: Sequence[str]) -> str | None:
     """Return the argument of `--config`, or None."""
     for at, word in enumerate(words):
         if word.startswith("--config="):
@@ -72,20 +72,20 @@ def _named(words: Sequence[str]) -> str | None:
 def read_config(source: str) -> dict[str, Any]:
     """Return names and values: of a TOML file, or of the dataclass or mapping that `file.py:function` returns."""
     if names_function(source):
-        return flat(call_function(source), source)
+        return flat_settings(call_function(source), source)
     from meshwright.layout import InputError, read_text_file, read_toml  # which import torch
 
     try:
-        return flat(read_toml(read_text_file(source)), source)
+        return flat_settings(read_toml(read_text_file(source)), source)
     except InputError as error:
         fix = "write lines of TOML, such as steps = 100" if "TOML" in error.asked else _FILE
         raise UsageError(f"meshwright: {source}: {error.found}\n  why: {error.why}\n  fix: {fix}") from error
 
 
-def flat(value: Any, source: str) -> dict[str, Any]:
+def flat_settings(value: Any, source: str) -> dict[str, Any]:
     """Return names and values: of a mapping, or of a dataclass's non-default fields, nested ones too.
 
-    >>> flat({"steps": 3, "mesh": {"dp": 2}}, "a.toml")
+    >>> flat_settings({"steps": 3, "mesh": {"dp": 2}}, "a.toml")
     {'steps': 3, 'mesh': {'dp': 2}}
     """
     if isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def flat(value: Any, source: str) -> dict[str, Any]:
         held = getattr(value, field.name)
         usual = field.default_factory() if field.default_factory is not MISSING else field.default
         if is_dataclass(held):
-            found |= flat(held, source)
+            found |= flat_settings(held, source)
         elif held != usual:
             found[field.name] = held
     return found
@@ -114,7 +114,7 @@ def _value(parser: Parser, source: str, action: argparse.Action, value: Any) -> 
         raise UsageError(f"{parser.prog}: {found}\n  fix: write {action.dest} = true, or false")
     if action.dest == "mesh" and isinstance(value, (list, tuple)) and len(value) == len(AXES):
         value = dict(zip(AXES, value, strict=True))
-    text = _written(value)
+    text = _as_argument(value)
     try:
         made = action.type(text) if callable(action.type) else text
     except (argparse.ArgumentTypeError, ValueError) as error:
@@ -128,14 +128,14 @@ def _value(parser: Parser, source: str, action: argparse.Action, value: Any) -> 
     return made
 
 
-def _written(value: Any) -> str:
+def _as_argument(value: Any) -> str:
     """Return a value as it is written on a command line.
 
-    >>> _written({"dp": 2, "tp": 4}), _written([1, 2]), _written(True)
+    >>> _as_argument({"dp": 2, "tp": 4}), _as_argument([1, 2]), _as_argument(True)
     ('dp=2,tp=4', '1,2', 'true')
     """
     if isinstance(value, Mapping):
-        return ",".join(f"{name}={_written(x)}" for name, x in value.items())
+        return ",".join(f"{name}={_as_argument(x)}" for name, x in value.items())
     if isinstance(value, (list, tuple)):
-        return ",".join(map(_written, value))
+        return ",".join(map(_as_argument, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,7 +15,7 @@ def read_text(path: str) -> str:
     try:
         return read_text_file(path)
     except InputError as error:
-        raise refused(path, error, "pass a text file that can be read") from error
+        raise file_error(path, error, "pass a text file that can be read") from error
 
 
 def read_object(path: str, fix: str) -> dict[str, Any]:
@@ -23,13 +23,13 @@ def read_object(path: str, fix: str) -> dict[str, Any]:
     try:
         found = read_json(read_text(path))
     except InputError as error:
-        raise refused(path, error, fix) from error
+        raise file_error(path, error, fix) from error
     if not isinstance(found, dict):
         raise UsageError(f"meshwright: {path}: a {type(found).__name__}\n  fix: {fix}")
     return cast(dict[str, Any], found)
 
 
-def refused(path: str, error: InputError, fix: str) -> UsageError:
+def file_error(path: str, error: InputError, fix: str) -> UsageError:
     """Return the error for a file that a reader refuses."""
     return UsageError(f"meshwright: {path}: {error.found}\n  why: {error.why}\n  fix: {fix}")
 

@@ -10,7 +10,7 @@ from typing import IO, Any, cast
 from meshwright.layout import escaped
 
 
-def say(told: object, end: str = "\n", file: IO[str] | None = None) -> None:
+def print_text(told: object, end: str = "\n", file: IO[str] | None = None) -> None:
     """Print the text without control characters other than newlines: names in files could control a terminal."""
     print(escaped(str(told), keep_lines=True), end=end, file=file)
 

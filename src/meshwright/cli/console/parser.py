@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         top_parser().parse_args(list(argv) or ["--help"])
     command, *rest = argv
     if command not in COMMANDS:
-        raise UsageError(unknown("meshwright", "command", command, COMMANDS))
+        raise UsageError(unknown_word_message("meshwright", "command", command, COMMANDS))
     parser = PARSERS[command]()
     if CONFIG in parser.options:
         from meshwright.cli.console.config_file import with_config
@@ -109,15 +109,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     settings, strangers = parser.parse_known_args(rest)
     for stranger in strangers:
         kind = "option" if stranger.startswith("-") else "argument"
-        raise UsageError(unknown(parser.prog, kind, stranger.partition("=")[0], parser.options))
+        raise UsageError(unknown_word_message(parser.prog, kind, stranger.partition("=")[0], parser.options))
     settings.command = command
     return settings
 
 
-def unknown(prog: str, kind: str, word: str, known: Iterable[str]) -> str:
+def unknown_word_message(prog: str, kind: str, word: str, known: Iterable[str]) -> str:
     """Return the message for an unknown word, with the closest match.
 
-    >>> print(unknown("meshwright", "command", "trian", ["train", "run"]))
+    >>> print(unknown_word_message("meshwright", "command", "trian", ["train", "run"]))
     meshwright: there is no command trian
       fix: run meshwright train
     """
@@ -156,7 +156,9 @@ def train_parser() -> Parser:
         "--microbatches", type=positive, default=4, metavar="N", help="microbatches per step of a pipeline (4)"
     )
     work.add_argument("--seq", type=positive, default=128, metavar="N", help="bytes per sequence (128)")
-    work.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the weights and the batches (0)")
+    work.add_argument(
+        "--seed", type=non_negative, default=0, metavar="N", help="seed of the weights and the batches (0)"
+    )
     ranks = parser.add_argument_group("ranks")
     size = ranks.add_mutually_exclusive_group()
     size.add_argument("--mesh", type=mesh, metavar="AXES", help="axis sizes; missing axes are 1 (pp=2,dp=2,tp=2)")
@@ -217,7 +219,7 @@ def schedule_parser() -> Parser:
     answer.add_argument("--json", action="store_true", help="print one JSON object")
     answer.add_argument("--svg", metavar="FILE", help="write the picture as SVG")
     answer.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
-    answer.add_argument("--width", type=columns, default=100, metavar="N", help="columns of the picture (100)")
+    answer.add_argument("--width", type=column_count, default=100, metavar="N", help="columns of the picture (100)")
     return parser
 
 
@@ -233,7 +235,7 @@ def plan_parser() -> Parser:
         "--precision", choices=("bf16", "fp16", "fp8"), default="bf16", help="precision of matrix products (bf16)"
     )
     parser.add_argument(
-        "--given", type=decided, default={}, metavar="NAME=VALUE,...", help="fixed choices, such as tp=8,zero=1"
+        "--given", type=plan_decisions, default={}, metavar="NAME=VALUE,...", help="fixed choices, such as tp=8,zero=1"
     )
     parser.add_argument("--out", metavar="FILE", help="write the plan as TOML")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -355,10 +357,10 @@ PARSERS = {
 }  # fmt: skip
 
 
-def decided(text: str) -> dict[str, object]:
+def plan_decisions(text: str) -> dict[str, object]:
     """Return the given decisions of a plan: integers, true and false, and words.
 
-    >>> decided("tp=8,sequence_parallel=true,schedule=ZB-1p")
+    >>> plan_decisions("tp=8,sequence_parallel=true,schedule=ZB-1p")
     {'tp': 8, 'sequence_parallel': True, 'schedule': 'ZB-1p'}
     """
     found: dict[str, object] = {}
@@ -398,17 +400,17 @@ def positive(text: str) -> int:
 
 
 def local_ranks(text: str) -> int:
-    return few(positive(text))
+    return check_rank_count(positive(text))
 
 
-def few(ranks: int) -> int:
+def check_rank_count(ranks: int) -> int:
     """Return the number of ranks. Raises ArgumentTypeError for more than one machine can run."""
     if ranks > MOST_RANKS:
         raise argparse.ArgumentTypeError(f"{ranks} ranks are more than one machine can run ({MOST_RANKS})")
     return ranks
 
 
-def columns(text: str) -> int:
+def column_count(text: str) -> int:
     found = positive(text)
     if found > MOST_COLUMNS:
         raise argparse.ArgumentTypeError(f"{text} columns are more than the limit of {MOST_COLUMNS}")
@@ -425,7 +427,7 @@ def tolerance(text: str) -> float:
     return found
 
 
-def natural(text: str) -> int:
+def non_negative(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"{text} is not an integer from 0 to {2**63 - 1}")
     return int(text)
@@ -466,7 +468,7 @@ def mesh(text: str) -> tuple[int, int, int]:
     if strange := [name for name in given if name not in AXES]:
         raise argparse.ArgumentTypeError(f"{strange[0]} is not of the form AXIS=N with an axis of {', '.join(AXES)}")
     sizes = dict.fromkeys(AXES, 1) | given
-    few(prod(sizes.values()))
+    check_rank_count(prod(sizes.values()))
     return sizes["pp"], sizes["dp"], sizes["tp"]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-class Again:
+class AlreadyDefined:
     """An operator that another rank has defined; further registrations for it are ignored."""
 
     def __init__(self, operator: Any) -> None:
@@ -42,7 +42,7 @@ def defined_once(rank: Callable[[], int]) -> Generator[None]:
             return lambda fn: once(name, fn, **how)
         definer, operator = known.get(name, (rank(), None))
         if definer != rank():
-            return Again(operator)
+            return AlreadyDefined(operator)
         known[name] = rank(), define(name, fn, **how)
         return known[name][1]
 

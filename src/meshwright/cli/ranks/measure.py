@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshwright.comm import Carrier, init_process
 from meshwright.layout import write_dtype
-from meshwright.search import shown
+from meshwright.search import progress_bar
 
 PRODUCTS = {"cpu": (256, 512, 1024), "cuda": (1024, 4096, 8192)}
 DTYPES = {
@@ -46,7 +46,7 @@ def measure(here: Carrier, seconds: float, device: torch.device) -> dict[str, An
     """Return every measurement on this rank, and the rates computed from them."""
     group, found = tuple(range(here.size)), list[dict[str, Any]]()
     asked = measurements(here.size, device.type)
-    with shown("measuring", silent=here.rank != 0) as on_step:
+    with progress_bar("measuring", silent=here.rank != 0) as on_step:
         for at, (what, dtype, size) in enumerate(asked):
             on_step(at, len(asked))
             act = _action(what, dtype, size, here, device)

@@ -51,7 +51,7 @@ def _names(own: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def as_main(code: CodeType, rank: Callable[[], int]) -> Generator[Main]:
+def running_as_main(code: CodeType, rank: Callable[[], int]) -> Generator[Main]:
     """Make the script's module `__main__`, inside the block."""
     before = sys.modules["__main__"]
     sys.modules["__main__"] = main = Main(code, rank)
@@ -72,7 +72,7 @@ def script_arguments(script: Path, arguments: list[str]) -> Generator[None]:
         sys.argv, sys.path = argv, path
 
 
-def from_script(error: Exception, script: Path) -> Exception:
+def with_script_traceback(error: Exception, script: Path) -> Exception:
     """Return the error with a traceback that begins in the script; an error of ours outside it has none."""
     from meshwright.layout import MeshwrightError
 

@@ -19,12 +19,12 @@ LAYOUTS: tuple[tuple[Placement, Placement], ...] = ((Shard(0), Replicate()), (Sh
 """The layouts of x and w: rows sharded, and then the summed dim sharded."""
 
 
-def in_this_process() -> str:
+def check_simulated() -> str:
     """Return what is wrong on simulated ranks; "" if nothing is."""
-    return next(filter(None, simulate(check, RANKS)), "")
+    return next(filter(None, simulate(check_on_rank, RANKS)), "")
 
 
-def check() -> str:
+def check_on_rank() -> str:
     """Return, on each rank, what differs from one device; "" if nothing. Five rows on two ranks are uneven."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(5, 7, generator=generator), torch.randn(7, 3, generator=generator))
@@ -48,4 +48,4 @@ def _step(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 if __name__ == "__main__":
     init_process(backend="gloo")
-    sys.exit(check() or 0)
+    sys.exit(check_on_rank() or 0)

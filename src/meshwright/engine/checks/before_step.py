@@ -11,9 +11,9 @@ from meshwright.comm import current, is_compared
 from meshwright.tensor import called_for, count_step, flush
 
 from .comparison_steps import Rhythm, compare_replicas
-from .finite_gradients import leaves_out
+from .finite_gradients import should_skip_update
 from .named_tensors import parameters_of, ranks_of, states_of
-from .step_checks import chosen
+from .step_checks import current_checks
 
 _rhythms: WeakKeyDictionary[Optimizer, Rhythm] = WeakKeyDictionary()
 
@@ -33,9 +33,9 @@ def before_step(optimizer: Optimizer) -> bool:
     group = ranks_of(parameters)
     if len(group) < 2 or current().rank not in group:
         return False
-    checks, rhythm = chosen(), _rhythms.setdefault(optimizer, Rhythm())
+    checks, rhythm = current_checks(), _rhythms.setdefault(optimizer, Rhythm())
     step = f"step {rhythm.step} of {type(optimizer).__name__}"
     with torch.no_grad(), called_for("the check of a step"):
         compare_replicas(rhythm, checks, lambda: [*parameters, *states_of(optimizer, parameters)], step, group)
         grads = {f"the gradient of {each.name}": each.tensor.grad for each in parameters}
-        return leaves_out(grads, checks, step, group)
+        return should_skip_update(grads, checks, step, group)

@@ -80,7 +80,7 @@ def compare_replicas(
     if is_due or not rhythm.every:
         differs, least = current().all_reduce(torch.tensor([-(found is not None), -wish]), "min", group).tolist()
         if differs:
-            raise replicas.error_of(step, *found) if found is not None else replicas.error_elsewhere(step)
+            raise replicas.replica_error(step, *found) if found is not None else replicas.error_elsewhere(step)
         wish = -least
     if is_due and rhythm.step == 0:
         compare_first_values(list(tensors()), step)

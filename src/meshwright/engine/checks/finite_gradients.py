@@ -21,7 +21,7 @@ _BYTES = 4
 """Numbers of fewer bytes are added up as float32: their own sums would overflow."""
 
 
-def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: str, group: Group) -> bool:
+def should_skip_update(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: str, group: Group) -> bool:
     """True if an update is to be left out, because a tensor of some rank has elements that are not finite.
 
     Every rank of the group makes the call, with tensors of its own. All calls are compared by then, so that no result
@@ -36,7 +36,7 @@ def leaves_out(tensors: Mapping[str, Tensor | None], checks: StepChecks, step: s
     bad = first_bad(tensors)
     if not current().all_reduce(torch.tensor([bad is not None]), "any", group).item():
         return False
-    error = error_of(step, bad or "", group)
+    error = non_finite_error(step, bad or "", group)
     if checks.bad_numbers == "stop":
         raise error
     warnings.warn(f"{error.asked} is skipped: {error.found}", RuntimeWarning, stacklevel=5)
@@ -73,7 +73,7 @@ def _sums_are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(torch.stack(totals).sum().isfinite()) for totals in found.values())
 
 
-def error_of(step: str, bad: str, group: Group) -> NonFiniteGradientError:
+def non_finite_error(step: str, bad: str, group: Group) -> NonFiniteGradientError:
     """Return the error about the first bad tensor of each rank; "" if it has none. Every rank of the group calls it."""
     ranks_of: dict[str, list[str]] = {}
     for rank, name in zip(group, _names_of_all(bad, group), strict=True):

@@ -38,7 +38,7 @@ def compare_first_values(tensors: Sequence[Named], step: str) -> None:
         lowest = _most([_NONE - 2**32 if value is None else -value for value in own], group)
         bad = [at for at, (high, low) in enumerate(zip(highest, lowest, strict=True)) if high > -low]
         if bad:
-            raise _error_of(step, group, [laid[at].name for at in bad], [own[at] for at in bad])
+            raise _initial_value_error(step, group, [laid[at].name for at in bad], [own[at] for at in bad])
 
 
 def _most(values: Sequence[int], group: Group) -> list[int]:
@@ -46,7 +46,7 @@ def _most(values: Sequence[int], group: Group) -> list[int]:
     return [int(value) for value in found.tolist()]
 
 
-def _error_of(step: str, group: Group, names: Sequence[str], own: Sequence[int | None]) -> ReplicaError:
+def _initial_value_error(step: str, group: Group, names: Sequence[str], own: Sequence[int | None]) -> ReplicaError:
     """Return the error that names the tensors and their checksums; every rank of the group makes the call."""
     mine = torch.tensor([_NONE if value is None else value for value in own])
     rows = [x.tolist() for x in current().all_gather(mine, group, [(len(own),)] * len(group))]

@@ -69,7 +69,7 @@ def difference(tensors: Sequence[Named]) -> tuple[Group, list[Named], list[int]]
     return found
 
 
-def error_of(step: str, group: Group, shared: Sequence[Named], own: Sequence[int]) -> ReplicaError:
+def replica_error(step: str, group: Group, shared: Sequence[Named], own: Sequence[int]) -> ReplicaError:
     """Return the error that names tensors and ranks; every rank of the group makes the call."""
     here, shape = current(), (len(own),)
     rows = [x.tolist() for x in here.all_gather(torch.tensor(own), group, [shape] * len(group))]

@@ -14,10 +14,10 @@ from meshwright.tensor import DistTensor, called_for, map_tensors, tensors_in
 
 from .._errors import ReplicaError
 from .comparison_steps import Rhythm, compare_replicas
-from .finite_gradients import leaves_out
+from .finite_gradients import should_skip_update
 from .named_tensors import Named
 from .replicas import bits
-from .step_checks import chosen
+from .step_checks import current_checks
 
 Result = tuple[Any, list[Any]]
 """Outputs, and the values that are written back."""
@@ -56,7 +56,7 @@ class StaticChecks:
         """
         if not is_compared():
             return step.run(*given)
-        checks, group = chosen(), tuple(range(current().size))
+        checks, group = current_checks(), tuple(range(current().size))
         number, name = self.rhythm.step, f"step {self.rhythm.step} of a static model"
         with called_for("the check of a step"):
             compare_replicas(self.rhythm, checks, self._named, name, group)
@@ -68,7 +68,9 @@ class StaticChecks:
 
         def look_at(gradients: Mapping[str, Tensor]) -> bool:
             with called_for("the check of a step"):
-                return leaves_out({f"the gradient of {n}": x for n, x in gradients.items()}, checks, name, group)
+                return should_skip_update(
+                    {f"the gradient of {n}": x for n, x in gradients.items()}, checks, name, group
+                )
 
         return step.apart(given, look_at)
 
@@ -83,7 +85,7 @@ def _replay(program: Callable[..., Result], given: Sequence[Any], name: str) -> 
     told = torch.tensor([float(_differ(*runs))])
     if current().all_reduce(told, "max", group).item():
         runs.append(_once(program, given, state))
-        raise _told_apart(name, runs)
+        raise _replay_error(name, runs)
     _set_random_states(state)
 
 
@@ -110,7 +112,7 @@ def _differ(a: Result, b: Result) -> bool:
     return any(not torch.equal(bits(x), bits(y)) for x, y in pairs)
 
 
-def _told_apart(name: str, runs: Sequence[Result]) -> ReplicaError:
+def _replay_error(name: str, runs: Sequence[Result]) -> ReplicaError:
     """Return the error about a step that gave other numbers when it was repeated; every rank makes the call."""
     a, b, c = runs
     kind = _SAME if not _differ(a, b) else _TRANSIENT if not (_differ(a, c) and _differ(b, c)) else _LASTING

@@ -44,6 +44,6 @@ def check_steps(bad_numbers: BadNumbers = "stop", replicas: int | None = None, r
     _Chosen.checks = StepChecks(bad_numbers, replicas, replay)
 
 
-def chosen() -> StepChecks:
+def current_checks() -> StepChecks:
     """Return the checks of this process."""
     return _Chosen.checks

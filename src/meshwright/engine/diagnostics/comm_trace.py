@@ -22,7 +22,7 @@ from meshwright.tensor import bucket_of, in_backward, place_of_gradient, places_
 
 from .trace_file import rank_events, trace_file
 from .traced_call import TracedCall
-from .traced_work import TracedWork, Works, clock
+from .traced_work import TracedWork, WorkRecorder, clock
 
 _HEAD = ("", "call", "by", "over", "bytes", "pass", "line", "module")
 _NUMBERS = {"", "bytes"}
@@ -93,7 +93,7 @@ def trace_comm() -> Generator[CommTrace]:
     here = current()
     trace = CommTrace(here.rank)
 
-    own, works = threading.get_ident(), Works(here.seen, trace.works)
+    own, works = threading.get_ident(), WorkRecorder(here.seen, trace.works)
 
     def listen(call: Call, received: int) -> Callable[[], None]:
         at, began = len(trace.calls), clock()

@@ -35,7 +35,7 @@ class TracedWork:
     seconds: float
 
 
-class Works:
+class WorkRecorder:
     """A recorder of the work of the rank with the counters `seen`; each piece is added when it has ended."""
 
     def __init__(self, seen: Counters, found: list[TracedWork]) -> None:

@@ -159,7 +159,7 @@ def _compared(
         largest_of[what] = max(largest_of.get(what, 0.0), _size(part.local))
     for key, part in reference.items():
         held = {rank: seen[key] for rank, seen in enumerate(ranks) if key in seen and rank in mesh}
-        error, why = _apart(part.local, held, NOISE * _precision(part.local.dtype) * largest_of.get(key[0], 0.0))
+        error, why = _deviation(part.local, held, NOISE * _precision(part.local.dtype) * largest_of.get(key[0], 0.0))
         allowed = _precision(part.local.dtype) if rtol is None else rtol
         if error <= allowed:
             largest = max(largest, error)
@@ -187,7 +187,7 @@ def _size(x: Tensor) -> float:
     return float(x.abs().max().nan_to_num(posinf=0.0)) if x.numel() else 0.0
 
 
-def _apart(whole: Tensor, held: Parts, least: float) -> tuple[float, str]:
+def _deviation(whole: Tensor, held: Parts, least: float) -> tuple[float, str]:
     """Return the largest deviation of the parts from the whole, relative to its largest number, and what is wrong.
 
     A tensor with numbers below `least` is rounding error: terms that cancel, such as a bias's gradient before a batch
@@ -203,10 +203,10 @@ def _apart(whole: Tensor, held: Parts, least: float) -> tuple[float, str]:
     if bad := next((pair for pair in pairs if pair[1].shape != pair[2].shape), None):
         return float("inf"), f"its shape on rank {bad[0]} is {tuple(bad[1].shape)}, but should be {tuple(bad[2].shape)}"
     scale = max(_size(whole), least)
-    errors = [(_far(a, b), rank) for rank, a, b in pairs]
+    errors = [(_max_distance(a, b), rank) for rank, a, b in pairs]
     worst, rank = max(errors)
     relative = worst / scale if scale > 0 else worst
-    return relative, "" if relative == 0 else _oddness(pairs, rank)
+    return relative, "" if relative == 0 else _difference_pattern(pairs, rank)
 
 
 def _pairs(whole: Tensor, spec: Spec | None, held: Parts) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -232,7 +232,7 @@ def _whole_term(mesh: ProcessMesh, axes: Sequence[tuple[str, str]], rank: int, h
     return joined([_whole_term(mesh, others, peer, held) for peer in mesh.group(rank, [axis])], op)
 
 
-def _far(a: Tensor, b: Tensor) -> float:
+def _max_distance(a: Tensor, b: Tensor) -> float:
     """Return the largest distance; infinite if only one of two numbers is NaN."""
     if not b.numel():
         return 0.0
@@ -242,12 +242,12 @@ def _far(a: Tensor, b: Tensor) -> float:
     return float((x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf")).max())
 
 
-def _oddness(pairs: Sequence[tuple[int, Tensor, Tensor]], rank: int) -> str:
+def _difference_pattern(pairs: Sequence[tuple[int, Tensor, Tensor]], rank: int) -> str:
     """Return, in words, the common factor of all parts, or else the rank whose numbers differ."""
     a = torch.cat([held.reshape(-1).to(torch.complex128) for _, held, _ in pairs])
     b = torch.cat([right.reshape(-1).to(torch.complex128) for *_, right in pairs])
     power = float((b.abs() ** 2).sum())
     ratio = float((a * b.conj()).real.sum()) / power if power else 1.0
-    if power and _far(a, ratio * b) <= 1e-3 * abs(ratio) * float(b.abs().max()) and abs(ratio - 1) > 1e-3:
+    if power and _max_distance(a, ratio * b) <= 1e-3 * abs(ratio) * float(b.abs().max()) and abs(ratio - 1) > 1e-3:
         return f"{ratio:.4g} times the numbers of one device"
     return f"wrong numbers on rank {rank}"

@@ -44,7 +44,7 @@ _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 def watch_steps() -> None:
     """Run the steps of torch's optimizers on local parts from now on, if that gives the same numbers."""
-    register_optimizer_step_pre_hook(_meet)
+    register_optimizer_step_pre_hook(_check_and_hook)
 
 
 def own_hook(optimizer: Optimizer) -> int | None:
@@ -52,7 +52,7 @@ def own_hook(optimizer: Optimizer) -> int | None:
     return _hooks[optimizer].id if optimizer in _hooks else None
 
 
-def _meet(optimizer: Optimizer, *_: Any) -> Any:
+def _check_and_hook(optimizer: Optimizer, *_: Any) -> Any:
     """Run the checks before each step, and register `_step` as the last hook: other hooks may change layouts."""
     if not parts_recorded() and before_step(optimizer):
         return (_without_parameters(optimizer),), {}
@@ -80,14 +80,14 @@ def _check_plain(optimizer: Optimizer) -> None:
 def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Run the step on local parts if possible; torch then goes on with an optimizer that has no parameters."""
     is_left_out = args and args[0] is not optimizer
-    if is_left_out or len(args) > 1 or kwargs or recording() or not _lies_alike(optimizer):
+    if is_left_out or len(args) > 1 or kwargs or recording() or not _has_parameter_layouts(optimizer):
         return None
     kind: Any = type(optimizer)
     with _as_lists(optimizer), local_parts():
         try:
             kind.step.__wrapped__(optimizer)  # without the hooks
         finally:
-            _lay_new_states(optimizer)
+            _distribute_new_states(optimizer)
         _count_writes(optimizer)
     return (_without_parameters(optimizer),), {}
 
@@ -99,7 +99,7 @@ def _without_parameters(optimizer: Optimizer) -> Optimizer:
     return nothing
 
 
-def _lay_new_states(optimizer: Optimizer) -> None:
+def _distribute_new_states(optimizer: Optimizer) -> None:
     """Make new states with the shape of the local part distributed, in the layout of their parameter.
 
     Counters have no dims and stay plain.
@@ -120,7 +120,7 @@ def _count_writes(optimizer: Optimizer) -> None:
             increment_version([p for p in group["params"] if p.grad is not None])
 
 
-def _lies_alike(optimizer: Optimizer) -> bool:
+def _has_parameter_layouts(optimizer: Optimizer) -> bool:
     """True if every parameter with a gradient is distributed, and its gradient and states have its layout.
 
     A view that is a copy has to be written back, which the step on parts does not do.
@@ -141,7 +141,7 @@ def _lies_alike(optimizer: Optimizer) -> bool:
                 if spec is not None and (p._viewing or not _has_equal_dual(spec, p.grad)):
                     return False
                 states = optimizer.state[p].values() if p in optimizer.state else ()
-                if not all(_beside(spec, state) for state in states):
+                if not all(_has_layout_of(spec, state) for state in states):
                     return False
     return found
 
@@ -154,7 +154,7 @@ def _has_equal_dual(spec: Spec, grad: Tensor) -> bool:
     return have.mesh is spec.mesh and have.layout == spec.layout
 
 
-def _beside(spec: Spec | None, state: Any) -> bool:
+def _has_layout_of(spec: Spec | None, state: Any) -> bool:
     """True if a state has the layout of its parameter's `spec`, or is a counter, which every rank has."""
     if not isinstance(state, DistTensor):
         return not isinstance(state, Tensor) or not state.dim() or spec is None

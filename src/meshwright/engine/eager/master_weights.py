@@ -31,7 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 State = dict[str, Any]
 
 
-class Memory(Protocol):
+class StateStorage(Protocol):
     """A memory that holds the optimizer's states between steps."""
 
     def keep(self, x: Tensor, old: Tensor | None) -> Tensor:
@@ -47,7 +47,7 @@ class Memory(Protocol):
         ...
 
 
-class HostMemory:
+class HostStorage:
     """The memory of the host. It is pinned for states of CUDA devices, which are copied without waiting."""
 
     def keep(self, x: Tensor, old: Tensor | None) -> Tensor:
@@ -66,7 +66,7 @@ class HostMemory:
 
 
 @dataclass(eq=False)
-class AroundStep:
+class MasterWeightsAndOffload:
     """An optimizer's step with master weights (if `master` is set) and with states in `memory` (if it is given).
 
     The two functions of `stage` run before and after all of it. A bucket holds parameters of about `bucket` bytes in
@@ -74,7 +74,7 @@ class AroundStep:
     """
 
     master: bool = False
-    memory: Memory | None = None
+    memory: StateStorage | None = None
     stage: tuple[Callable[[], None], Callable[[], None]] | None = None
     bucket: int = 64 * 2**20
     _params: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
@@ -191,7 +191,7 @@ class AroundStep:
         """
         known = state.pop(MASTER, None)
         with torch.no_grad():
-            copy = p.detach().float() if known is None else _laid(known, p)
+            copy = p.detach().float() if known is None else _in_parameter_layout(known, p)
             if known is not None and self._versions.get(p) != _version(p):
                 copy = torch.where(copy.to(p.dtype) == p, copy, p.float())
             assert p.grad is not None
@@ -217,7 +217,7 @@ class AroundStep:
                 state[key] = _mapped(x, lambda t, there=there: memory.keep(t, there))
 
 
-def _laid(x: Tensor, p: Tensor) -> Tensor:
+def _in_parameter_layout(x: Tensor, p: Tensor) -> Tensor:
     """Return a loaded copy in the current layout of its parameter."""
     return place(x, p.spec.mesh, p.spec.layout.with_varying(())) if isinstance(p, DistTensor) else x
 

@@ -16,15 +16,15 @@ from meshwright.tensor import DistTensor
 from .._errors import StaticError, StrategyError
 from ..marks.module_memory import refuse_shared_parameters
 from ..marks.tensors import shard_tensor
-from .master_weights import MASTER, AroundStep, HostMemory
+from .master_weights import MASTER, HostStorage, MasterWeightsAndOffload
 from .zero import ShardingStage, ShardingStage1, ShardingStage2, ShardingStage3
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 StateFn = Callable[[str, DistTensor, DistTensor], "Sequence[Placement] | Tensor | None"]
 """`shard_fn(key, parameter, accumulator)` returns placements for the accumulator, another accumulator, or None."""
-_LAYS: WeakKeyDictionary[Optimizer, Callable[[Any], None]] = WeakKeyDictionary()
+_STATE_LAYOUTS: WeakKeyDictionary[Optimizer, Callable[[Any], None]] = WeakKeyDictionary()
 """Optimizer → the function that lays out its states."""
-_AROUND: WeakKeyDictionary[Optimizer, AroundStep] = WeakKeyDictionary()
+_STEP_WORK: WeakKeyDictionary[Optimizer, MasterWeightsAndOffload] = WeakKeyDictionary()
 """Optimizer → the work around its steps."""
 
 
@@ -49,11 +49,11 @@ def shard_optimizer(
     Raises:
         StrategyError: the optimizer's step has been prepared already by another call.
     """
-    around = _around(optimizer, shard_fn, master_weights, offload)
+    around = _step_work(optimizer, shard_fn, master_weights, offload)
     if isinstance(shard_fn, (ShardingStage2, ShardingStage3)):
         shard_fn.apply(optimizer)
     if around is not None:
-        _AROUND[optimizer] = around
+        _STEP_WORK[optimizer] = around
         _hook(optimizer, around)
     if isinstance(shard_fn, (ShardingStage1, ShardingStage2, ShardingStage3)):
         shard_fn = None
@@ -63,20 +63,20 @@ def shard_optimizer(
         known = asked if of is optimizer else set[tuple[int, str]]()  # a copy of the optimizer, whose step is recorded
         for parameter, state in of.state.items():
             if isinstance(parameter, DistTensor):
-                _lay_state(parameter, state, shard_fn, known)
+                _distribute_state(parameter, state, shard_fn, known)
 
     def lay_again(*_: Any) -> None:
         asked.clear()
         lay(optimizer)
 
-    _LAYS[optimizer] = lay
+    _STATE_LAYOUTS[optimizer] = lay
     optimizer.register_step_post_hook(lay)
     optimizer.register_load_state_dict_post_hook(lay_again)
     lay(optimizer)
     return optimizer
 
 
-def follow(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+def replace_parameters(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Replace the optimizer's parameters by their successors, which keep the states; both are matched by name."""
     became = {old: after[name] for name, old in before.items()}
     for group in optimizer.param_groups:
@@ -86,7 +86,7 @@ def follow(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[st
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-def _hook(optimizer: Optimizer, around: AroundStep) -> None:
+def _hook(optimizer: Optimizer, around: MasterWeightsAndOffload) -> None:
     """Register the work around the steps of this optimizer, but not of copies of it, whose steps are recorded."""
 
     def before(of: Optimizer, args: Any, kwargs: Any) -> None:
@@ -103,9 +103,9 @@ def _hook(optimizer: Optimizer, around: AroundStep) -> None:
     optimizer.register_load_state_dict_post_hook(around.put_loaded)
 
 
-def lay_states(optimizer: Optimizer, parameter: Tensor, states: dict[str, Any]) -> None:
+def distribute_states(optimizer: Optimizer, parameter: Tensor, states: dict[str, Any]) -> None:
     """Lay out states of a parameter, which the optimizer does not have yet, as `shard_optimizer` has set."""
-    lay, around = _LAYS.get(optimizer), _AROUND.get(optimizer)
+    lay, around = _STATE_LAYOUTS.get(optimizer), _STEP_WORK.get(optimizer)
     if lay is not None:
         lay(SimpleNamespace(state={parameter: states}))
     if around is not None:
@@ -114,7 +114,7 @@ def lay_states(optimizer: Optimizer, parameter: Tensor, states: dict[str, Any]) 
 
 def refuse_master_weights(optimizer: Optimizer) -> None:
     """Raise StaticError for an optimizer whose states are elsewhere between steps."""
-    around = _AROUND.get(optimizer)
+    around = _STEP_WORK.get(optimizer)
     if around is not None and (around.master or around.memory):
         raise StaticError(
             "a static step of an optimizer with master_weights or offload",
@@ -124,9 +124,11 @@ def refuse_master_weights(optimizer: Optimizer) -> None:
         )  # fmt: skip
 
 
-def _around(optimizer: Optimizer, shard_fn: Any, master_weights: bool, offload: bool) -> AroundStep | None:
+def _step_work(
+    optimizer: Optimizer, shard_fn: Any, master_weights: bool, offload: bool
+) -> MasterWeightsAndOffload | None:
     stage = shard_fn.around(optimizer) if isinstance(shard_fn, ShardingStage1) else None
-    known = _AROUND.get(optimizer)
+    known = _STEP_WORK.get(optimizer)
     if stage is None and not (master_weights or offload):
         return None
     if known is not None:
@@ -138,10 +140,10 @@ def _around(optimizer: Optimizer, shard_fn: Any, master_weights: bool, offload: 
         )  # fmt: skip
     asked = f"shard_optimizer of {type(optimizer).__name__} with master_weights or offload"
     refuse_shared_parameters((p for group in optimizer.param_groups for p in group["params"]), asked)
-    return AroundStep(master_weights, HostMemory() if offload else None, stage)
+    return MasterWeightsAndOffload(master_weights, HostStorage() if offload else None, stage)
 
 
-def _lay_state(
+def _distribute_state(
     parameter: DistTensor, state: dict[str, Any], shard_fn: StateFn | None, asked: set[tuple[int, str]]
 ) -> None:
     for key, value in state.items():

@@ -21,7 +21,7 @@ from ..marks.context_parallel import ContextHooks, check_context
 from ..marks.default_mesh import resolve_mesh
 from ..marks.layers import shard_layer
 from ..marks.tensors import shard_tensor
-from .optimizer import follow, shard_optimizer
+from .optimizer import replace_parameters, shard_optimizer
 from .same_inputs import SameInputs
 from .split_pipeline import split_pipeline
 from .styles import Style
@@ -103,15 +103,21 @@ def parallelize(
     if stages > 1:
         home = mesh[config.pp, 0]
         split_pipeline(
-            model, mesh, config.split, axis=config.pp, way=config.way, batch=_inputs_lie(home, config), shard_fn=mark
+            model,
+            mesh,
+            config.split,
+            axis=config.pp,
+            way=config.way,
+            batch=_input_placements(home, config),
+            shard_fn=mark,
         )
     else:
         shard_layer(model, mesh, mark)
-        model.register_forward_pre_hook(_Entry(mesh, config), with_kwargs=True)
+        model.register_forward_pre_hook(_InputDistribution(mesh, config), with_kwargs=True)
     if config.context != "gather":
         ContextHooks(config.context).put_on(model)
     if optimizer is not None:
-        follow(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
+        replace_parameters(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
         _shard(model, optimizer, mesh, config)
     return model, optimizer
 
@@ -151,14 +157,14 @@ def _matching(paths: Sequence[str], pattern: str) -> Iterator[str]:
             return
 
 
-def _inputs_lie(mesh: ProcessMesh, config: Parallelism) -> list[Placement]:
+def _input_placements(mesh: ProcessMesh, config: Parallelism) -> list[Placement]:
     """Return the placements of a tensor with rows along dim 0 and positions along dim 1."""
     dims = dict.fromkeys(config.sequence, 1) | dict.fromkeys(config.batch, 0)
     return [Shard(dims[a]) if a in dims else Replicate() for a in mesh.dim_names]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _InputDistribution:
     """A hook that distributes plain inputs: those with as many rows as the first tensor, and likewise along dim 1."""
 
     mesh: ProcessMesh
@@ -173,7 +179,7 @@ class _Entry:
             if isinstance(x, DistTensor):
                 return x
             alike = [d for d, n in enumerate(sizes) if d < x.dim() and x.shape[d] == n]
-            placements = _inputs_lie(self.mesh, self.config)
+            placements = _input_placements(self.mesh, self.config)
             kept = [p if isinstance(p, Shard) and p.dim in alike else Replicate() for p in placements]
             return shard_tensor(x, self.mesh, kept)
 

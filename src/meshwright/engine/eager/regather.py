@@ -63,7 +63,7 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ticket:
+class _SavedPart:
     """The object saved in place of a gathered tensor; `redeem` gathers it again, distributed if it has a spec."""
 
     part: DistTensor
@@ -79,7 +79,7 @@ class _Ticket:
         return found if self.spec is None else stamp(found, self.spec)
 
 
-class Regather:
+class SavedPartHooks:
     """Save parts in place of gathered tensors, from `enter` to `leave`.
 
     If other hooks see what is saved, such as those of `torch.utils.checkpoint`, it is left to them: a checkpointed
@@ -111,7 +111,7 @@ class Regather:
 
 def gather_inputs(layer: nn.Module, gather: Callable[[Tensor], Tensor]) -> None:
     """Gather the layer's inputs by `gather` from now on; the layer saves their local parts for the backward pass."""
-    watch = Regather()
+    watch = SavedPartHooks()
 
     def before(_: nn.Module, inputs: Any, named: Any) -> Any:
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -134,11 +134,11 @@ def _pack(saved: Tensor) -> Any:
         return saved
     with local_parts():
         spec = saved.spec if isinstance(saved, DistTensor) else None
-        return _Ticket(found.part, found.whole.spec.layout, _View.by(saved), spec)
+        return _SavedPart(found.part, found.whole.spec.layout, _View.by(saved), spec)
 
 
 def _unpack(saved: Any) -> Tensor:
-    return saved.redeem() if isinstance(saved, _Ticket) else saved
+    return saved.redeem() if isinstance(saved, _SavedPart) else saved
 
 
 def _address(x: Tensor) -> int:

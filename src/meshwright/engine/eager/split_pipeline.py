@@ -17,10 +17,10 @@ from meshwright.pipeline import StageError
 from meshwright.tensor import DistTensor, StageOrder
 
 from ..marks.layers import ShardFn, shard_layer
-from ..marks.module_memory import memory_kept
+from ..marks.module_memory import keep_shared_memory
 from ..marks.tensors import shard_tensor
-from .stage_entry import Entry
-from .swapped_parameters import stand_in
+from .stage_entry import StageEntry
+from .swapped_parameters import swap_parameters
 
 Costs = Mapping[str, float]
 """Module path → its cost: operations of a forward pass, or parameters."""
@@ -64,8 +64,8 @@ def split_pipeline(
     starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
     _check(starts, layers, way, stages)
     order = StageOrder(mesh[axis, stage] for stage in range(stages))
-    shared, homes = _Shared(), dict[str, ProcessMesh]()
-    with memory_kept(model, f"split_pipeline of {type(model).__name__}"):
+    shared, homes = _SharedParameters(), dict[str, ProcessMesh]()
+    with keep_shared_memory(model, f"split_pipeline of {type(model).__name__}"):
         for name, chunk in zip(layers, accumulate(int(name in starts) for name in layers), strict=True):
             begins = name in starts
             home = homes[name] = mesh[axis, way[chunk]]
@@ -74,13 +74,15 @@ def split_pipeline(
             with shared.kept(part):
                 shard_layer(part, home, shard_fn)
             if begins or _holds(part):
-                Entry(order, home, batch, same).put_on(part)
-        _lay_between(model, homes, shared, shard_fn)
+                StageEntry(order, home, batch, same).put_on(part)
+        _distribute_between_layers(model, homes, shared, shard_fn)
     _keep_order(model, order)
     return model
 
 
-def _lay_between(model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _Shared, shard_fn: ShardFn | None) -> None:
+def _distribute_between_layers(
+    model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _SharedParameters, shard_fn: ShardFn | None
+) -> None:
     """Distribute the tensors that modules around layers hold themselves, such as embeddings and scalars.
 
     Scalars, which scale the output, go to the stage of the module's last layer. All others go to the stage of its first
@@ -105,7 +107,7 @@ def _is_plain(x: Any) -> bool:
     return x is not None and not isinstance(x, DistTensor)
 
 
-class _Shared:
+class _SharedParameters:
     """Parameters of several layers: each is distributed once, and used by the other layers when they run."""
 
     def __init__(self) -> None:
@@ -126,7 +128,7 @@ class _Shared:
             first = self._laid.setdefault(id(old), (old, new))[1]
             if first is not new:
                 module._parameters[name] = first
-                stand_in(module, {name: new.spec})
+                swap_parameters(module, {name: new.spec})
 
 
 def _holds(part: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from ..marks.tensors import reshard
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StageEntry:
     """A hook that moves the arguments of a layer to `home`, with the placements `batch` for plain tensors.
 
     `same`: True if the chunk that begins here is on the mesh of the chunk before.
@@ -25,7 +25,7 @@ class Entry:
     home: ProcessMesh
     batch: Sequence[Placement]
     same: bool
-    _handed: list[_Handed] = field(default_factory=list["_Handed"])
+    _handed: list[_PassedContainers] = field(default_factory=list["_PassedContainers"])
 
     def put_on(self, layer: nn.Module) -> None:
         """Register the hook on `layer`."""
@@ -35,7 +35,7 @@ class Entry:
     def _before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         self.order.come_to(self.home)
         rows = next((x.shape[0] for x in tensors_in((args, kwargs)) if x.dim()), 0)
-        handed = _Handed(lambda x: self._moved(x, rows))
+        handed = _PassedContainers(lambda x: self._moved(x, rows))
         self._handed.append(handed)
         return handed.given(args), {name: handed.given(x) for name, x in kwargs.items()}
 
@@ -66,7 +66,7 @@ class Entry:
         return [p if not isinstance(p, Shard) or p.dim in fit else Replicate() for p in self.batch]
 
 
-class _Handed:
+class _PassedContainers:
     """Copies of the caller's lists and dicts with moved tensors; changes by the layer are copied back."""
 
     def __init__(self, move: Any) -> None:

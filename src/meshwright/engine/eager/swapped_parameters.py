@@ -15,7 +15,7 @@ _known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Module → the names of its parameters that are replaced while it runs."""
 
 
-class Watch(Protocol):
+class SwapObserver(Protocol):
     """An observer of a module's run: its beginning, with pairs (parameter, replacement), and its end."""
 
     def enter(self, stand_ins: Iterable[tuple[Tensor, Tensor]], /) -> None: ...
@@ -23,7 +23,7 @@ class Watch(Protocol):
     def leave(self) -> None: ...
 
 
-def stand_in(module: nn.Module, owned: Mapping[str, Spec], watch: Watch | None = None) -> None:
+def swap_parameters(module: nn.Module, owned: Mapping[str, Spec], watch: SwapObserver | None = None) -> None:
     """Give the parameters of `module` the layouts `owned` while it runs; gradients go to the original parameters.
 
     A parameter that is replaced already is left as it is.
@@ -32,13 +32,13 @@ def stand_in(module: nn.Module, owned: Mapping[str, Spec], watch: Watch | None =
     new = {name: spec for name, spec in owned.items() if name not in taken}
     if new:
         taken.update(new)
-        running = _Running(new, watch)
+        running = _ParameterSwap(new, watch)
         module.register_forward_pre_hook(running.before)
         module.register_forward_hook(running.behind, always_call=True)
 
 
-class _Running:
-    def __init__(self, owned: Mapping[str, Spec], watch: Watch | None) -> None:
+class _ParameterSwap:
+    def __init__(self, owned: Mapping[str, Spec], watch: SwapObserver | None) -> None:
         self._owned, self._watch = owned, watch
         self._held: list[dict[str, Any]] = []
 

@@ -18,8 +18,8 @@ from meshwright.passes import sharded
 from meshwright.tensor import DistTensor, lay, place
 
 from ..marks.module_memory import refuse_shared_parameters
-from .regather import Regather
-from .swapped_parameters import stand_in
+from .regather import SavedPartHooks
+from .swapped_parameters import swap_parameters
 
 Axes = str | tuple[str, ...]
 Around = Callable[[], None]
@@ -49,7 +49,7 @@ class ShardingStage1:
         def before() -> None:
             for p, spec in cut.items():
                 wholes[p] = (_spec(p), p.grad)
-                _lay_with_gradient(p, spec)
+                _relayout_with_gradient(p, spec)
 
         def behind() -> None:
             for p, (spec, grad) in wholes.items():
@@ -118,7 +118,7 @@ def _spec(p: Any) -> Spec:
     return p.spec
 
 
-def _lay_with_gradient(p: Tensor, spec: Spec) -> None:
+def _relayout_with_gradient(p: Tensor, spec: Spec) -> None:
     """Change the layout of a parameter to `spec`, and that of its gradient to the dual one."""
     grad = p.grad
     part = None if grad is None else place(grad, spec.mesh, spec.dual().layout)
@@ -134,11 +134,11 @@ def gather_at_use(model: nn.Module, cut: Cut, again: bool = False) -> None:
     """Shard the parameters, and gather them while a module that owns them runs; with `again`, once more backward."""
     wholes = {p: _varying(_spec(p), spec) for p, spec in cut.items()}
     for p, spec in cut.items():
-        _lay_with_gradient(p, spec)
-    regather = Regather() if again else None
+        _relayout_with_gradient(p, spec)
+    regather = SavedPartHooks() if again else None
     for module in model.modules():
         owned = {name: wholes[p] for name, p in module._parameters.items() if p is not None and p in wholes}
-        stand_in(module, owned, regather)
+        swap_parameters(module, owned, regather)
 
 
 def _varying(whole: Spec, cut: Spec) -> Spec:

@@ -17,7 +17,7 @@ from meshwright.tensor import DistTensor, captured_whole
 from .._errors import ExpertsError
 from .experts_exchange import on_mesh
 from .experts_rows import Routed, combined, experts_of, run_experts
-from .experts_slots import Places
+from .experts_slots import SlottedExperts
 
 Experts = Callable[..., Tensor]
 """`experts(rows, ends, *parameters)`: rows sorted by expert; `ends[i]` is the index after the last row of expert i."""
@@ -63,7 +63,7 @@ def dispatch_experts(
     if note is None or capacity is None:
         return _on_one_device(routed, tokens, indices, weights, parameters)
     given = (tokens, indices, weights, list(parameters))
-    return note(Places(routed, _on_one_device), given, lambda: _on_one_device(routed, *given))
+    return note(SlottedExperts(routed, _on_one_device), given, lambda: _on_one_device(routed, *given))
 
 
 def _on_one_device(

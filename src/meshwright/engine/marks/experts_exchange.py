@@ -22,7 +22,7 @@ from meshwright.layout import Layout, ProcessMesh, Product, Spec, axes_of, repli
 from meshwright.tensor import DistTensor, local_parts, place, present, redistribute
 
 from .default_mesh import resolve_mesh
-from .experts_rows import Routed, combined, experts_of, without_chance
+from .experts_rows import Routed, combined, experts_of, run_experts_without_random
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def on_mesh(
 ) -> DistTensor:
     """Return the results of the experts for the tokens, in the layout of the tokens."""
     mesh = resolve_mesh(next(x.mesh for x in (*parameters, tokens, indices, weights) if isinstance(x, DistTensor)))
-    flat = [laid(x.reshape(-1, x.shape[-1]), mesh) for x in (tokens, indices, weights)]
-    held = [laid(p, mesh) for p in parameters]
+    flat = [as_distributed(x.reshape(-1, x.shape[-1]), mesh) for x in (tokens, indices, weights)]
+    held = [as_distributed(p, mesh) for p in parameters]
     home = flat[0]
     roles = roles_of(mesh, home, held[0])
     x = redistribute(flat[0], mesh, roles.of_tokens(home.spec.layout))
@@ -107,7 +107,7 @@ def on_mesh(
     return back.reshape(*tokens.shape[:-1], out.shape[-1])  # pyright: ignore[reportReturnType] - of a DistTensor
 
 
-def laid(x: Tensor, mesh: ProcessMesh) -> DistTensor:
+def as_distributed(x: Tensor, mesh: ProcessMesh) -> DistTensor:
     """Return `x` as a distributed tensor; a plain `x` is whole on every rank."""
     return x if isinstance(x, DistTensor) else place(x, mesh, replicated(x.dim()))
 
@@ -126,24 +126,26 @@ def _dispatched(
     """Return the results of all ranks' experts for this rank's tokens."""
     ids = experts_of(indices, routed.count)
     order = ids.argsort(stable=True)
-    trip = _trip(routed, roles, torch.bincount(ids, minlength=routed.count + 1)[: routed.count].tolist())
+    trip = _row_counts(routed, roles, torch.bincount(ids, minlength=routed.count + 1)[: routed.count].tolist())
     place = _rows_sent(trip.mine, trip.sent, ids.device)
     order = order[place]
     rows = x.index_select(0, order // routed.choices)
-    rows = _travel(rows, trip.group, trip.out, trip.back)
+    rows = _exchange_rows(rows, trip.group, trip.out, trip.back)
     by_expert = _by_expert(trip.received, ids.device)
     rows = rows.index_select(0, by_expert)
     ends = list(accumulate(map(sum, zip(*trip.received, strict=True))))
-    made = without_chance(routed, rows, torch.tensor(ends, dtype=torch.int32, device=ids.device), parameters)
+    made = run_experts_without_random(
+        routed, rows, torch.tensor(ends, dtype=torch.int32, device=ids.device), parameters
+    )
     if not rows.shape[0]:
         made = _still_connected(made, rows, parameters)
     made = roles.alike(made, x, parameters).index_select(0, by_expert.argsort())
-    made = _travel(made, trip.group, trip.back, trip.out)
+    made = _exchange_rows(made, trip.group, trip.back, trip.out)
     return combined(_put_back(made, order, ids.shape[0]), scores)
 
 
 @dataclass(frozen=True, slots=True)
-class _Trip:
+class _RowCounts:
     """The row counts of one exchange: rows per expert on this rank, rows sent, and rows received from the group.
 
     `mine[i]` is the number of this rank's rows for expert i, `sent[i]` the number of those that are sent. `out[s]` rows
@@ -159,27 +161,27 @@ class _Trip:
     received: list[list[int]]
 
 
-def _trip(routed: Routed, roles: Roles, mine: list[int]) -> _Trip:
+def _row_counts(routed: Routed, roles: Roles, mine: list[int]) -> _RowCounts:
     """Return the row counts of the exchange. With a capacity, all ranks of the tokens' axes gather their row counts.
 
     Only with these counts is it known which rows an expert takes.
     """
     here = current()
     if here.rank not in roles.mesh:
-        return _Trip((here.rank,), mine, mine, [0], [0], [[]])
+        return _RowCounts((here.rank,), mine, mine, [0], [0], [[]])
     group = roles.mesh.group(here.rank, roles.experts)
     tellers = group if routed.capacity is None else roles.mesh.group(here.rank, roles.tokens)
     counts = here.all_gather(torch.tensor(mine), tellers, [(routed.count,)] * len(tellers))
     told = dict(zip(tellers, counts, strict=True))
-    taken = told if routed.capacity is None else _taken(told, routed.capacity)
+    taken = told if routed.capacity is None else _rows_within_capacity(told, routed.capacity)
     spans = [_span(roles, routed.count, rank) for rank in group]
     own = spans[group.index(here.rank)]
     sent = taken[here.rank].tolist()
     received = [taken[rank][own].tolist() for rank in group]
-    return _Trip(group, mine, sent, [sum(sent[s]) for s in spans], [sum(n) for n in received], received)
+    return _RowCounts(group, mine, sent, [sum(sent[s]) for s in spans], [sum(n) for n in received], received)
 
 
-def _taken(told: dict[int, Tensor], capacity: int) -> dict[int, Tensor]:
+def _rows_within_capacity(told: dict[int, Tensor], capacity: int) -> dict[int, Tensor]:
     """Return the number of each rank's rows that experts take, rank by rank in the order of the tokens."""
     before = torch.zeros_like(next(iter(told.values())))
     taken: dict[int, Tensor] = {}
@@ -226,18 +228,18 @@ def _still_connected(made: Tensor, rows: Tensor, parameters: Sequence[Tensor]) -
     return made + (rows.sum() + sum(nothing)).to(made.dtype)
 
 
-def _travel(rows: Tensor, group: tuple[int, ...], out: list[int], back: list[int]) -> Tensor:
+def _exchange_rows(rows: Tensor, group: tuple[int, ...], out: list[int], back: list[int]) -> Tensor:
     """Return the rows received from the group: `out[i]` rows go to the i-th rank, and `back[i]` rows come from it."""
     if len(group) == 1:
         return rows
     if not isinstance(rows, DistTensor):
-        return _Travel.apply(rows, group, out, back)  # pyright: ignore[reportReturnType] - untyped in torch
-    local: Any = _Travel.apply(rows.to_local(), group, out, back)
+        return _RowExchange.apply(rows, group, out, back)  # pyright: ignore[reportReturnType] - untyped in torch
+    local: Any = _RowExchange.apply(rows.to_local(), group, out, back)
     spec = rows.spec
     return present(local, Spec(spec.mesh, spec.layout, (sum(back), *spec.shape[1:]), spec.dtype))
 
 
-class _Travel(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     """All-to-all of rows; the gradients travel in the opposite direction."""
 
     @staticmethod
@@ -248,4 +250,4 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Travel.apply(grads[0], *ctx.way), None, None, None
+        return _RowExchange.apply(grads[0], *ctx.way), None, None, None

@@ -53,7 +53,7 @@ def run_experts(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence
     return out
 
 
-def without_chance(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def run_experts_without_random(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Call `run_experts` for rows of one rank. Raises ExpertsError if random numbers are drawn for them."""
     before = _generators(rows)
     out = run_experts(routed, rows, ends, parameters)

@@ -17,12 +17,12 @@ from meshwright.comm import current
 from meshwright.layout import Layout, Spec, replicated
 from meshwright.tensor import DistTensor, present, redistribute
 
-from .experts_exchange import Roles, laid, roles_of
+from .experts_exchange import Roles, as_distributed, roles_of
 from .experts_rows import Routed, combined, experts_of, run_experts
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class SlottedExperts:
     """The call as an operator of a program; `otherwise` runs it if experts are sharded inside."""
 
     routed: Routed
@@ -33,8 +33,8 @@ class Places:
         if not known or any(x.mesh is not known[0].mesh for x in known):
             return self.otherwise(self.routed, tokens, indices, weights, parameters)
         mesh = known[0].mesh
-        x, ids, scores = (laid(t.reshape(-1, t.shape[-1]), mesh) for t in (tokens, indices, weights))
-        own = [laid(p, mesh) for p in parameters]
+        x, ids, scores = (as_distributed(t.reshape(-1, t.shape[-1]), mesh) for t in (tokens, indices, weights))
+        own = [as_distributed(p, mesh) for p in parameters]
         roles = roles_of(mesh, x, own[0])
         own = [redistribute(p, mesh, roles.of_parameter(p.spec.layout)) for p in own]
         if any(set(p.spec.layout.cut_axes) - set(roles.experts) for p in own):

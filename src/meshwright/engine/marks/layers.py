@@ -13,7 +13,7 @@ from meshwright.layout import ProcessMesh
 from meshwright.tensor import DistTensor, TraceError
 
 from .default_mesh import resolve_mesh
-from .module_memory import memory_kept
+from .module_memory import keep_shared_memory
 from .tensors import shard_tensor
 
 ShardFn = Callable[[str, nn.Module, ProcessMesh], None]
@@ -46,8 +46,8 @@ def shard_layer(
     """
     mesh = resolve_mesh(process_mesh)
     _check_python(layer)
-    with memory_kept(layer, f"shard_layer of {type(layer).__name__}"):
-        _lay_modules(layer, mesh, shard_fn)
+    with keep_shared_memory(layer, f"shard_layer of {type(layer).__name__}"):
+        _distribute_modules(layer, mesh, shard_fn)
     if input_fn is not None:
         layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, mesh))
     if output_fn is not None:
@@ -55,11 +55,11 @@ def shard_layer(
     return layer
 
 
-def _lay_modules(layer: nn.Module, mesh: ProcessMesh, shard_fn: ShardFn | None) -> None:
+def _distribute_modules(layer: nn.Module, mesh: ProcessMesh, shard_fn: ShardFn | None) -> None:
     """Distribute the parameters and buffers of every module; a tensor that several modules share stays shared."""
     became: dict[int, tuple[Tensor, Tensor]] = {}
     for name, module in layer.named_modules():
-        _follow(module, became)
+        _replace_tensors(module, became)
         before = list(_slots(module))
         if shard_fn is not None:
             shard_fn(name, module, mesh)
@@ -69,7 +69,7 @@ def _lay_modules(layer: nn.Module, mesh: ProcessMesh, shard_fn: ShardFn | None) 
             if isinstance(new, Tensor) and new is not old:
                 became[id(old)] = (old, new)
     for module in layer.modules():
-        _follow(module, became)
+        _replace_tensors(module, became)
 
 
 def _check_python(layer: nn.Module) -> None:
@@ -90,7 +90,7 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
                 yield table, name, value
 
 
-def _follow(module: nn.Module, became: dict[int, tuple[Tensor, Tensor]]) -> None:
+def _replace_tensors(module: nn.Module, became: dict[int, tuple[Tensor, Tensor]]) -> None:
     """Replace tensors by their distributed successors; `became` keeps the old tensors, so that ids stay unique."""
     for table, name, value in _slots(module):
         latest = value

@@ -20,7 +20,7 @@ Place = tuple[ProcessMesh, Sequence[Placement]] | None
 
 
 @dataclass(frozen=True, slots=True)
-class LocalCall:
+class LocalMapCall:
     """The call as an operator; `run` runs it with distributed tensors."""
 
     func: Any

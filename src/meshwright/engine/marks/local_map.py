@@ -20,7 +20,7 @@ from meshwright.tensor import DistTensor, redistribute, tensors_in
 
 from .._errors import LocalMapError
 from .default_mesh import resolve_mesh
-from .local_call import LocalCall, Place, mesh_of, noted, parts_of, whole_of
+from .local_call import LocalMapCall, Place, mesh_of, noted, parts_of, whole_of
 from .tensors import check, dtensor_from_local, reshard
 
 PlacementList = Sequence[Placement]
@@ -61,7 +61,9 @@ def local_map(
         mesh = mesh_of((args, kwargs), process_mesh)
         wanted = [None if p is None else (mesh, p) for p in _per_input(func, in_placements, len(args))]
         targets = _targets(func, [None if p is None else (mesh, p) for p in out_placements], out_shapes)
-        return note(LocalCall(func, run), (args, kwargs), lambda: _shown(func, args, kwargs, wanted, targets))
+        return note(
+            LocalMapCall(func, run), (args, kwargs), lambda: _run_on_fake_parts(func, args, kwargs, wanted, targets)
+        )
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = next((a.mesh for a in (*args, *kwargs.values()) if isinstance(a, DistTensor)), None)
@@ -108,8 +110,10 @@ class LocalLayer(nn.Module):
             return self._call(own, parts, named)
 
         wanted = [None] * len(args)
-        call = LocalCall(type(self), self._run)
-        return note(call, (args, kwargs, own), lambda: _shown(inside, args, {**kwargs, "own": own}, wanted, targets))
+        call = LocalMapCall(type(self), self._run)
+        return note(
+            call, (args, kwargs, own), lambda: _run_on_fake_parts(inside, args, {**kwargs, "own": own}, wanted, targets)
+        )
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: dict[str, Any]) -> Any:
         targets = _targets(type(self), self.out_dist_attrs, self.out_shapes)
@@ -128,7 +132,7 @@ class LocalLayer(nn.Module):
             self._is_local = False
 
 
-def _shown(func: Any, args: Any, kwargs: Any, wanted: Sequence[Place], targets: Sequence[Target]) -> Any:
+def _run_on_fake_parts(func: Any, args: Any, kwargs: Any, wanted: Sequence[Place], targets: Sequence[Target]) -> Any:
     """Return the function's results for whole fake tensors, found by a run on fake local parts."""
     guess = next(((t[0], t[1]) for t in targets if t is not None), None)
     parts = [parts_of(a, place, guess) for a, place in zip(args, wanted, strict=True)]
@@ -235,16 +239,16 @@ def _outside(func: Any, x: Any, target: Target, axes: frozenset[tuple[ProcessMes
     mesh, placements, shape = target
     cut = {a for a, p in zip(mesh.dim_names, placements, strict=False) if isinstance(p, Shard | Partial)}
     once = {a for m, a in axes if m is mesh} - cut
-    return dtensor_from_local(_counted_once(x, mesh, once) if once else x, mesh, placements, shape=shape)
+    return dtensor_from_local(_count_gradient_once(x, mesh, once) if once else x, mesh, placements, shape=shape)
 
 
-def _counted_once(x: Tensor, mesh: ProcessMesh, axes: set[str]) -> Tensor:
+def _count_gradient_once(x: Tensor, mesh: ProcessMesh, axes: set[str]) -> Tensor:
     at = mesh.coordinate(current().rank) if current().rank in mesh else {}
-    out: Any = _Once.apply(x, not any(at.get(a) for a in axes))
+    out: Any = _GradientOnFirstRank.apply(x, not any(at.get(a) for a in axes))
     return out
 
 
-class _Once(torch.autograd.Function):
+class _GradientOnFirstRank(torch.autograd.Function):
     """The identity; the gradient passes on one rank and is zero on the others."""
 
     @staticmethod

@@ -45,7 +45,7 @@ class _Slot:
 
 
 @contextmanager
-def memory_kept(model: nn.Module, asked: str) -> Generator[None]:
+def keep_shared_memory(model: nn.Module, asked: str) -> Generator[None]:
     """Keep shared memory shared while the body of the `with` statement distributes `model` over a mesh.
 
     Raises SharedMemoryError before the body if two tensors share only some elements. After the body, tensors with the

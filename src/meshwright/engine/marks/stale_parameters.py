@@ -18,12 +18,12 @@ from .._errors import TrainingError
 _became = cast(MutableMapping[Tensor, ReferenceType[Tensor]], WeakIdKeyDictionary())
 
 
-def note_laid(old: Tensor, new: Tensor) -> None:
+def note_replacement(old: Tensor, new: Tensor) -> None:
     """Record that `new` has replaced the parameter `old`."""
     _became[old] = ref(new)
 
 
-def watch_left_behind() -> None:
+def refuse_stale_parameters() -> None:
     """Refuse, from now on, steps of optimizers that would leave out distributed successors of their parameters."""
     register_optimizer_step_pre_hook(_check)
 

@@ -24,7 +24,7 @@ from meshwright.tensor import (
 
 from .decision_record import note_reshard
 from .default_mesh import resolve_mesh
-from .stale_parameters import note_laid
+from .stale_parameters import note_replacement
 
 
 def shard_tensor(
@@ -53,13 +53,13 @@ def shard_tensor(
     x = data if isinstance(data, Tensor) else torch.as_tensor(data)
     if (dtype is not None and dtype != x.dtype) or device is not None:
         x = x.to(device=device, dtype=dtype)
-    out = _laid_again(x, mesh, placements) if isinstance(x, DistTensor) else distribute(x, mesh, check(placements))
+    out = _redistributed(x, mesh, placements) if isinstance(x, DistTensor) else distribute(x, mesh, check(placements))
     if out is not x:
         _take_gradient(x, out)
     if requires_grad is not None:
         out.requires_grad_(requires_grad)
     if isinstance(data, nn.Parameter) and out is not data:
-        note_laid(data, out)
+        note_replacement(data, out)
         _take_over(data, out)
     return out
 
@@ -91,7 +91,7 @@ def _take_over(old: nn.Parameter, new: Tensor) -> None:
         new.register_post_accumulate_grad_hook(hook)
 
 
-def _laid_again(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
+def _redistributed(x: DistTensor, mesh: ProcessMesh, placements: Sequence[Placement]) -> DistTensor:
     """Return a distributed `x` with other placements; a leaf stays a leaf."""
     if not x.is_leaf:
         return reshard(x, mesh, placements)

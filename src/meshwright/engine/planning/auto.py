@@ -15,7 +15,16 @@ from meshwright.cost import Cluster, cluster_of
 from meshwright.cost import cluster as read_cluster
 from meshwright.graph import Program, capture
 from meshwright.layout import Spec
-from meshwright.search import REPLICAS, Evenly, MeshPlan, SearchError, evenly, plan_mesh, rows_of, shown
+from meshwright.search import (
+    REPLICAS,
+    AccumulationCheck,
+    MeshPlan,
+    SearchError,
+    check_accumulation,
+    first_tensor_rows,
+    plan_mesh,
+    progress_bar,
+)
 from meshwright.tensor import context, leaves_in
 
 from .._errors import BatchError
@@ -23,7 +32,7 @@ from ..marks.context_parallel import ContextHooks
 from ..recording.shared_recordings import searched_once
 from ..recording.strategy import GradientMerge, Pipeline, Recomputing, Sharding, Strategy
 from ..static.to_static import DistModel
-from .stage_distribution import lay_in_stages
+from .stage_distribution import distribute_over_stages
 
 ADAM, SMALL = 2.0, 64
 """Adam's states, in multiples of the parameter's size; and the size of the parameter of an optimizer's trial step."""
@@ -53,10 +62,10 @@ def plan(
         SearchError: no plan fits into memory; the message says how much is missing.
         CaptureError: the model cannot be captured; the message names the line at fault.
     """
-    machines = machines_of(cluster)
+    machines = resolve_cluster(cluster)
     devices = ranks or machines.devices or current().size
     program, states = _captured(model, batch, loss), states_of(optimizer)
-    with shown(f"plans for {devices} ranks") as on_step:
+    with progress_bar(f"plans for {devices} ranks") as on_step:
         leaves = list(leaves_in(batch))
         return plan_mesh(program, machines, devices, on_step, batch=leaves, states=states, stages=stages)
 
@@ -78,7 +87,7 @@ def states_of(optimizer: Optimizer | None) -> float:
     return sum(x.numel() for x in twin.state[weight].values() if isinstance(x, Tensor) and x.dim()) / weight.numel()
 
 
-def machines_of(cluster: Cluster | str | None) -> Cluster:
+def resolve_cluster(cluster: Cluster | str | None) -> Cluster:
     return read_cluster(cluster) if isinstance(cluster, str) else cluster or cluster_of("cpu core")
 
 
@@ -131,23 +140,23 @@ def auto(
     """
     batch, options = _first(optimizer, loader), strategy or Strategy()
     program, leaves = _captured(model, batch, loss), list(leaves_in(batch))
-    chosen = plan or fastest(program, machines_of(cluster), batch=leaves, states=states_of(optimizer))
+    chosen = plan or fastest(program, resolve_cluster(cluster), batch=leaves, states=states_of(optimizer))
     if chosen.mesh.size != current().size:
         raise SearchError(
             f"a plan of {chosen.how}", f"{current().size} ranks", f"the mesh of the plan has {chosen.mesh.size} ranks",
             f"start {chosen.mesh.size} ranks, or choose mesh sizes whose product is {current().size}",
         )  # fmt: skip
-    specs = _of_pieces(chosen, program)
+    specs = _layouts_for_pieces(chosen, program)
     if chosen.pipeline is not None:
-        lay_in_stages(model, optimizer, chosen)
+        distribute_over_stages(model, optimizer, chosen)
         specs = {}
     if chosen.context != "gather" and context() == "gather":
         ContextHooks(chosen.context).put_on(model)
     layouts = {**specs, **(options.layouts or {})}
-    step = DistModel(model, loader, loss, optimizer, replace(carried_out(chosen, options), layouts=layouts))
+    step = DistModel(model, loader, loss, optimizer, replace(strategy_for_plan(chosen, options), layouts=layouts))
     step.plan = chosen
     if chosen.pieces > 1:
-        step.before.append(_Counted(evenly(program), chosen))
+        step.before.append(_Counted(check_accumulation(program), chosen))
     return step
 
 
@@ -177,7 +186,7 @@ class _Counted:
     The mean of the pieces' losses would then differ from the loss of the batch.
     """
 
-    how: Evenly
+    how: AccumulationCheck
     plan: MeshPlan
 
     def __call__(self, leaves: Sequence[Any]) -> None:
@@ -189,7 +198,7 @@ class _Counted:
             )  # fmt: skip
 
 
-def carried_out(plan: MeshPlan, options: Strategy) -> Strategy:
+def strategy_for_plan(plan: MeshPlan, options: Strategy) -> Strategy:
     """Return the strategy with a plan's pipeline and its options for saving memory.
 
     Options that the user has switched on stay as they are.
@@ -208,10 +217,10 @@ def carried_out(plan: MeshPlan, options: Strategy) -> Strategy:
     return replace(options, **chosen)
 
 
-def _of_pieces(plan: MeshPlan, program: Program) -> dict[str, Spec]:
+def _layouts_for_pieces(plan: MeshPlan, program: Program) -> dict[str, Spec]:
     """Return the layouts by the names of values. If the batch is taken in pieces, its layouts are those of a piece."""
     specs, pieces = plan.specs(program), plan.saving.accumulate
-    rows = rows_of(program)
+    rows = first_tensor_rows(program)
     for given in program.inputs:
         spec = specs.get(given.value.name)
         if given.role == "batch" and spec is not None and spec.shape[:1] == (rows,) and pieces > 1:
@@ -229,7 +238,7 @@ def fastest(
     here = current()
 
     def search() -> MeshPlan:
-        with shown(f"plans for {here.size} ranks", silent=here.rank != 0) as on_step:
+        with progress_bar(f"plans for {here.size} ranks", silent=here.rank != 0) as on_step:
             return plan_mesh(program, machines, here.size, on_step, saving, batch, states)[0]
 
     return searched_once(here, program, (machines, saving, states), search)

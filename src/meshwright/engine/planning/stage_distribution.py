@@ -12,12 +12,12 @@ from meshwright.layout import Placement, ProcessMesh, Spec
 from meshwright.search import STAGES, MeshPlan
 from meshwright.tensor import DistTensor
 
-from ..eager.optimizer import follow
+from ..eager.optimizer import replace_parameters
 from ..eager.split_pipeline import split_pipeline
 from ..marks.tensors import shard_tensor
 
 
-def lay_in_stages(model: nn.Module, optimizer: Optimizer, plan: MeshPlan) -> None:
+def distribute_over_stages(model: nn.Module, optimizer: Optimizer, plan: MeshPlan) -> None:
     """Put `model` and its optimizer on the stages of a plan that has a pipeline.
 
     Raises:
@@ -33,9 +33,9 @@ def lay_in_stages(model: nn.Module, optimizer: Optimizer, plan: MeshPlan) -> Non
             if not isinstance(table[name], DistTensor) and spec.layout.cut_axes:
                 table[name] = shard_tensor(table[name], home, spec.placements)
 
-    how, batch = plan.pipeline, _rows_lie(plan)
+    how, batch = plan.pipeline, _row_placements(plan)
     split_pipeline(model, plan.mesh, how.split, axis=STAGES, way=how.way or None, batch=batch, shard_fn=mark)
-    follow(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
+    replace_parameters(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
 
 
 def _by_module(model: nn.Module, layouts: Mapping[str, Spec]) -> Mapping[nn.Module, Mapping[str, Spec]]:
@@ -50,7 +50,7 @@ def _by_module(model: nn.Module, layouts: Mapping[str, Spec]) -> Mapping[nn.Modu
     return found
 
 
-def _rows_lie(plan: MeshPlan) -> list[Placement]:
+def _row_placements(plan: MeshPlan) -> list[Placement]:
     """Return the placements of plain tensors that go into a layer: those of the batch's rows."""
     inputs = (spec for name, spec in plan.layouts.items() if name.startswith("batch_"))
     first = next((spec for spec in inputs if spec.layout.cut_axes), None)

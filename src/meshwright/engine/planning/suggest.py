@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.comm import Recorded, use
 from meshwright.cost import Cluster
 from meshwright.layout import ProcessMesh, Shard, Spec, axes_of
-from meshwright.search import MeshPlan, Saving, SearchError
+from meshwright.search import MemorySaving, MeshPlan, SearchError
 from meshwright.tensor import DistTensor
 
 from ..eager.parallelize import Parallelism, parallelize
@@ -35,7 +35,7 @@ class Suggestion:
 
     def text(self) -> str:
         """Return lines of Python to paste into a program."""
-        rows = [f'    "{pattern}": mw.{said(style)},' for pattern, style in self.config.plan.items()]
+        rows = [f'    "{pattern}": mw.{style_code(style)},' for pattern, style in self.config.plan.items()]
         lies = f"batch={self.config.batch!r}, sequence={self.config.sequence!r}"
         lies += f", split={self.config.split!r}" if self.config.split else ""
         lies += f", way={self.config.way!r}" if self.config.way else ""
@@ -53,10 +53,10 @@ class Suggestion:
         )
 
 
-def said(style: Any) -> str:
+def style_code(style: Any) -> str:
     """Return a style as a person writes it.
 
-    >>> said(ColwiseParallel(transposed=True))
+    >>> style_code(ColwiseParallel(transposed=True))
     'ColwiseParallel(transposed=True)'
     """
     told = [f"{f.name}={getattr(style, f.name)!r}" for f in fields(style) if getattr(style, f.name) != f.default]
@@ -108,7 +108,7 @@ def _scheduled(best: MeshPlan) -> Iterator[str]:
         yield f"{how.microbatches} microbatches by {how.schedule}: Strategy.of(pipeline={asked})"
 
 
-def _saved(saving: Saving) -> Iterator[str]:
+def _saved(saving: MemorySaving) -> Iterator[str]:
     """Yield the memory-saving options of the plan that layouts do not express."""
     if saving.recompute:
         layers = {"enable": True, "layers": [*saving.recompute]}

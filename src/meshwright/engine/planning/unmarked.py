@@ -20,7 +20,7 @@ from meshwright.search import MeshPlan, SearchError
 from meshwright.tensor import DistTensor, lay, leaves_in, map_leaves, place
 
 from ..marks.module_memory import ModuleMemory
-from .auto import MOST, fastest, machines_of
+from .auto import MOST, fastest, resolve_cluster
 
 CUTS_ALONE = "a script gets shardings only, without ZeRO, recomputation or gradient accumulation"
 
@@ -58,7 +58,7 @@ class _Depth(threading.local):
 
 class _Planner:
     def __init__(self, cluster: Cluster | str | None) -> None:
-        self._machines = machines_of(cluster)
+        self._machines = resolve_cluster(cluster)
         self._known: WeakKeyDictionary[nn.Module, Mapping[int, Spec]] = WeakKeyDictionary()
         self._depth = _Depth()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.graph import Capture, meaning_or_none, runs_users_code, writes_outside
 
-from .recorded_model import Model
+from .recorded_model import RecordedModel
 from .setting import torch_state
 from .setting_text import facts_text
 
@@ -24,7 +24,7 @@ def checksums(captured: Sequence[Capture]) -> tuple[str, ...]:
     return tuple(each.checksum for each in captured if each.checksum is not None)
 
 
-def digest_of(captured: Sequence[Capture], how: Any, model: Model) -> str | None:
+def digest_of(captured: Sequence[Capture], how: Any, model: RecordedModel) -> str | None:
     """Return the checksum, or None if a recording runs code that no checksum covers."""
     optimizer, slots = model.optimizer, captured[0].slots
     hooked = any(slot.tensor._backward_hooks for slot in slots)

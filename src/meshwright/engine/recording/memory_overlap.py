@@ -16,13 +16,13 @@ from meshwright.tensor import shared_memory
 from .._errors import StaticError
 
 
-def lie_apart(held: Iterable[Any]) -> bool:
+def share_no_memory(held: Iterable[Any]) -> bool:
     """False if two of the tensors share elements."""
     tensors = list({id(x): x for x in held if isinstance(x, Tensor)}.values())
     return shared_memory(tensors, len(tensors)) == ([], [])
 
 
-def check_apart(inputs: Sequence[Input], given: Sequence[Any], written: Collection[int]) -> None:
+def check_no_overlap(inputs: Sequence[Input], given: Sequence[Any], written: Collection[int]) -> None:
     """Raise StaticError if the program writes to an input that shares elements with another input.
 
     A parameter or a state is written at the end of a step, so another input that is only read may share its memory.

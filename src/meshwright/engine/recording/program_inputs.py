@@ -124,12 +124,12 @@ def _batch(at: int, spec: Spec | None) -> Fetch:
     return fetch
 
 
-def lay_as_captured(captured: Capture, optimizer: Optimizer | None) -> None:
+def apply_captured_layouts(captured: Capture, optimizer: Optimizer | None) -> None:
     """Give parameters, buffers and their states the layouts of the captured program's inputs."""
-    lay_as(captured.program.inputs, captured.slots, optimizer)
+    apply_input_layouts(captured.program.inputs, captured.slots, optimizer)
 
 
-def lay_as(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> None:
+def apply_input_layouts(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> None:
     """Give parameters, buffers and their states the layouts of the inputs."""
     held = {i.name: i for i in inputs if i.role in ("parameter", "buffer")}
     for slot in slots:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from meshwright.graph import Slot, StateKey, slots_of
 from meshwright.tensor import local_parts
 
-from .memory_overlap import lie_apart
+from .memory_overlap import share_no_memory
 from .setting_text import code_of
 from .strategy import Strategy
 
@@ -21,7 +21,7 @@ Mode = Literal["train", "eval", "predict"]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class RecordedModel:
     """The network, loss, optimizer and strategy that programs are recorded from."""
 
     network: nn.Module
@@ -60,7 +60,7 @@ class Model:
     def lies_apart(self) -> bool:
         """True if no two parameters, buffers or states share memory."""
         with local_parts():
-            return lie_apart((*(s.tensor for s in self.slots()), *self.states().values()))
+            return share_no_memory((*(s.tensor for s in self.slots()), *self.states().values()))
 
     def writes(self) -> bool:
         """True if kernels may write parameters, buffers and states in place."""

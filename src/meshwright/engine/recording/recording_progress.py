@@ -10,14 +10,14 @@ from time import perf_counter
 from typing import TextIO
 
 from meshwright.comm import current
-from meshwright.search import shown
+from meshwright.search import progress_bar
 
 LEAST = 1.0
 """Recordings that take at least so many seconds are reported."""
 
 
 @dataclass(slots=True)
-class Phases:
+class RecordingPhases:
     """The phases of the recording of `what`, with their seconds; rank 0 shows them if `file` is a terminal."""
 
     what: str
@@ -28,7 +28,7 @@ class Phases:
     def phase(self, name: str) -> Generator[None]:
         """Show the phase while the context lasts, and measure it."""
         begin = perf_counter()
-        with shown(f"{self.what}: {name}", current().rank != 0, self.file):
+        with progress_bar(f"{self.what}: {name}", current().rank != 0, self.file):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - begin
 
@@ -41,7 +41,7 @@ class Phases:
     def text(self) -> str:
         """Return one line: the seconds of all phases, the longest first.
 
-        >>> Phases("train program of Net", None, {"capture": 1.5, "record": 2.25}).text()
+        >>> RecordingPhases("train program of Net", None, {"capture": 1.5, "record": 2.25}).text()
         'train program of Net made in 3.8 s: record 2.2 s, capture 1.5 s'
         """
         longest = sorted(self.seconds.items(), key=lambda item: -item[1])

@@ -59,7 +59,7 @@ def refuse_shared(network: nn.Module) -> None:
             )  # fmt: skip
 
 
-def refuse_shared_laid(captured: Capture, network: nn.Module | None = None) -> None:
+def refuse_shared_new_layouts(captured: Capture, network: nn.Module | None = None) -> None:
     """Raise StaticError if a parameter or buffer that the program gives a new layout shares memory with another one.
 
     `network` is the whole model, if only a part of it was captured.

@@ -19,7 +19,7 @@ from meshwright.tensor import DistTensor, context, drawing_by, local_parts
 
 from .._errors import StaticError
 from ..eager.local_step import own_hook
-from .setting_text import lies_text
+from .setting_text import layout_text
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -74,7 +74,7 @@ class Setting:
 
 def first_marks(network: nn.Module) -> dict[str, str]:
     """Return the layouts of parameters and buffers as text, by name."""
-    return {slot.name: lies_text(slot.tensor) for slot in slots_of(network)}
+    return {slot.name: layout_text(slot.tensor) for slot in slots_of(network)}
 
 
 def facts_of(roots: Roots) -> tuple[Any, ...]:
@@ -101,8 +101,8 @@ def _autocast_devices() -> tuple[str, ...]:
 def _of_network(network: nn.Module) -> Iterator[Any]:
     for part in network.modules():
         for p in part._parameters.values():
-            yield None if p is None else (p.requires_grad, _lies(p), _hooks(p, PARAMETER_HOOKS))
-        yield from (None if x is None else _lies(x) for x in part._buffers.values())
+            yield None if p is None else (p.requires_grad, _layout_of(p), _hooks(p, PARAMETER_HOOKS))
+        yield from (None if x is None else _layout_of(x) for x in part._buffers.values())
 
 
 def _of_optimizer(optimizer: Optimizer | None) -> Iterator[Any]:
@@ -112,7 +112,7 @@ def _of_optimizer(optimizer: Optimizer | None) -> Iterator[Any]:
     for group in optimizer.param_groups:
         yield [id(p) for p in group["params"]], [id(x) for x in group.values() if isinstance(x, Tensor)]
     for p, state in optimizer.state.items():
-        yield id(p), [(key, _lies(v) if isinstance(v, Tensor) else type(v)) for key, v in state.items()]
+        yield id(p), [(key, _layout_of(v) if isinstance(v, Tensor) else type(v)) for key, v in state.items()]
 
 
 def _hooks(owner: Any, kinds: tuple[str, ...], own: int | None = None) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ def _hooks(owner: Any, kinds: tuple[str, ...], own: int | None = None) -> tuple[
     return tuple(held) if any(held) else ()
 
 
-def _lies(x: Tensor) -> Any:
+def _layout_of(x: Tensor) -> Any:
     return x._spec if type(x) is DistTensor else (x.shape, x.dtype, x.device)
 
 

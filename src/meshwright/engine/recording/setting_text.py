@@ -20,7 +20,7 @@ def spec_text(spec: Spec) -> str:
     return f"{spec!r} on {spec.mesh!r}"
 
 
-def lies_text(x: Any) -> str:
+def layout_text(x: Any) -> str:
     """Return the dtype and shape of a tensor as text, with its layout and mesh if it is distributed."""
     if isinstance(x, DistTensor):
         return spec_text(x._spec)
@@ -53,7 +53,7 @@ def _modes() -> Iterator[str]:
 def _network(network: nn.Module) -> Iterator[str]:
     for slot in slots_of(network):
         grad = slot.is_parameter and slot.tensor.requires_grad
-        yield f"{slot.name}: {lies_text(slot.tensor)} {grad} {_hooks(slot.tensor)}"
+        yield f"{slot.name}: {layout_text(slot.tensor)} {grad} {_hooks(slot.tensor)}"
     for path, part in network.named_modules():
         hooks = len(part._forward_hooks), len(part._forward_pre_hooks)
         yield f"{path}: {part.training} {hooks} {sorted(k for k, v in part._parameters.items() if v is None)}"

@@ -33,7 +33,7 @@ from meshwright.tensor import leaves_in
 
 from ..marks.default_mesh import get_mesh
 from .setting import Roots, torch_state
-from .setting_text import lies_text
+from .setting_text import layout_text
 
 T = TypeVar("T")
 MOST_KEPT = 128
@@ -67,7 +67,7 @@ def recorded_once(
     specs = tuple((i.name, i.spec and i.spec.concrete) for i in captured.program.inputs)
     modes = tuple((n.origin.grad, n.origin.autocast, n.origin.context) for n in captured.program.nodes)
     number = nth_request(here, "program")
-    known: list[_Recorded] = _kept(here).setdefault(("programs", number, text, specs, modes, repr(how)), [])
+    known: list[_Recorded] = _shared_results(here).setdefault(("programs", number, text, specs, modes, repr(how)), [])
     for found in known:
         fits_here = are_alike(specs_in(found.program), found.rank, here.rank)
         if fits_here and is_shared(found.program, found.constants, alike):
@@ -86,9 +86,9 @@ def captured_once(here: Carrier, batch: Sequence[Any], how: Any, roots: Roots, m
     """
     if not isinstance(here, Simulated) or here.size == 1 or not all(map(_is_bare, leaves_in(batch))):
         return make()
-    leaves = [_look(x) if isinstance(x, Tensor) else x for x in leaves_in(batch)]
+    leaves = [_tensor_facts(x) if isinstance(x, Tensor) else x for x in leaves_in(batch)]
     key = ("captures", nth_request(here, "capture"), repr((leaves, how, [*torch_state()], get_mesh())))
-    known: list[Capture] = _kept(here).setdefault(key, [])
+    known: list[Capture] = _shared_results(here).setdefault(key, [])
     for each in known:
         found = captured_for(each, roots.network, roots.named())
         if found is not None:
@@ -104,8 +104,8 @@ def _is_bare(x: Any) -> bool:
     return all(name.startswith("_") for name in vars(x)) if isinstance(x, Tensor) else is_plain(x)
 
 
-def _look(x: Tensor) -> Any:
-    return type(x), lies_text(x), x.device, x.requires_grad
+def _tensor_facts(x: Tensor) -> Any:
+    return type(x), layout_text(x), x.device, x.requires_grad
 
 
 class SteadyCalls:
@@ -159,13 +159,13 @@ def made_once(here: Carrier, key: Any, make: Callable[[], T]) -> T:
     """Return `make()`, or its result on a simulated rank with an equal key."""
     if not isinstance(here, Simulated):
         return make()
-    kept = _kept(here)
+    kept = _shared_results(here)
     if key not in kept:
         kept[key] = make()
     return kept[key]
 
 
-def _kept(here: Simulated) -> Cache[Any, Any]:
+def _shared_results(here: Simulated) -> Cache[Any, Any]:
     """Return what ranks made for each other."""
     return here.shared.setdefault("made once", Cache[Any, Any](MOST_KEPT))
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Generator[None]:
+def garbage_collection_paused() -> Generator[None]:
     """Inside, no collection starts by itself."""
     if not gc.isenabled():
         yield

@@ -15,12 +15,12 @@ from meshwright.graph import Piece, Program, Run
 from meshwright.tensor import leaves_in, local_parts, map_leaves, stamp
 
 from .._errors import StaticError
-from ..recording.memory_overlap import check_apart
+from ..recording.memory_overlap import check_no_overlap
 from ..recording.program_inputs import Fetch
 
 
 @dataclass(slots=True)
-class Form:
+class OutputTree:
     """The structure of an output: a tree with numbers in place of its leaves, and the leaves that are no tensors."""
 
     tree: Any = None
@@ -40,7 +40,7 @@ class Form:
 
 
 @dataclass(slots=True)
-class Compiled:
+class CompiledPiece:
     """A piece, the functions that run it, and the functions that fetch the inputs of its forward pass."""
 
     name: str
@@ -50,7 +50,7 @@ class Compiled:
     fetch: tuple[Fetch, ...]
     asks: tuple[int, ...]
     """The numbers of the forward pass's inputs that get gradients."""
-    form: Form
+    form: OutputTree
     may_overlap: bool = True
     """True until a check has shown that inputs which the piece writes share no memory with other inputs."""
 
@@ -65,14 +65,14 @@ def autocast_off() -> Generator[None]:
         yield
 
 
-def run_piece(found: Compiled, leaves: Sequence[Any]) -> Any:
+def run_piece(found: CompiledPiece, leaves: Sequence[Any]) -> Any:
     """Return the outputs of the module, as part of the caller's autograd graph."""
     with local_parts(), autocast_off():
         given = [fetch(leaves) for fetch in found.fetch]
         if found.may_overlap:
             forward = found.piece.forward
             written = {x for x, _ in forward.writes}
-            check_apart(forward.inputs, given, [at for at, i in enumerate(forward.inputs) if i.value in written])
+            check_no_overlap(forward.inputs, given, [at for at, i in enumerate(forward.inputs) if i.value in written])
             found.may_overlap = False
         flat = _Piece.apply(found, *given)
         specs = [None if s is None else s.of_part(x.shape) for x, s in zip(flat, found.piece.specs, strict=True)]
@@ -83,23 +83,23 @@ class _Piece(torch.autograd.Function):
     """The two programs of a piece, as one differentiable function of the rank's parts."""
 
     @staticmethod
-    def forward(ctx: Any, found: Compiled, *given: Any) -> Any:
+    def forward(ctx: Any, found: CompiledPiece, *given: Any) -> Any:
         outputs, written = found.forward(*given)
         targets = _targets(found.piece.forward, given)
-        flat, saved = (_apart_from(targets, outputs[key]) for key in ("out", "saved"))
+        flat, saved = (_without_memory_of(targets, outputs[key]) for key in ("out", "saved"))
         for x, value in zip(targets, written, strict=True):
             x.copy_(value)
         ctx.found, ctx.count = found, len(given)
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in saved]
         ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in saved])
-        flat = _each_its_own(flat, given)
+        flat = _distinct_values(flat, given)
         wanted = found.piece.wanted
         ctx.mark_non_differentiable(*[x for n, x in enumerate(flat) if isinstance(x, Tensor) and n not in wanted])
         return tuple(flat)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found: Compiled = ctx.found
+        found: CompiledPiece = ctx.found
         if torch.is_grad_enabled():
             raise StaticError(
                 f"create_graph=True through {found.name}", "a piece whose backward pass is a recorded program",
@@ -123,7 +123,7 @@ def _targets(forward: Program, given: Sequence[Any]) -> list[Tensor]:
     return [at[x] for x, _ in forward.writes]
 
 
-def _apart_from(targets: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
+def _without_memory_of(targets: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     """Return the values; those in the memory of a target are copied, so that writes do not change them."""
     taken = {x.untyped_storage().data_ptr() for x in targets}
 
@@ -133,7 +133,7 @@ def _apart_from(targets: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     return [apart(x) for x in values] if taken else list(values)
 
 
-def _each_its_own(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+def _distinct_values(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     """Return the values, with a view for each argument or repeated value: autograd needs distinct tensors."""
     seen = {id(x) for x in given}
     found: list[Any] = []

@@ -38,15 +38,15 @@ from meshwright.graph import (
 from meshwright.passes import InPlace
 from meshwright.tensor import leaves_in, local_parts, transforming
 
-from ..recording.memory_overlap import lie_apart, without_inputs
-from ..recording.program_inputs import fetch_of, lay_as_captured
-from ..recording.refuse_call import refuse_shared_laid
+from ..recording.memory_overlap import share_no_memory, without_inputs
+from ..recording.program_inputs import apply_captured_layouts, fetch_of
+from ..recording.refuse_call import refuse_shared_new_layouts
 from ..recording.setting import Roots, Setting
 from ..recording.strategy import MixedPrecision, Strategy
 from ..recording.variants import Dynamic, Variant, Variants, sizes_of
-from .piece_call import Compiled, Form, autocast_off, run_piece
+from .piece_call import CompiledPiece, OutputTree, autocast_off, run_piece
 from .piece_checks import check_arguments_left_alone, check_mappings, check_plain, form_of_call
-from .whole_step_options import refuse_of_the_whole
+from .whole_step_options import refuse_whole_step_options
 
 aten = torch.ops.aten
 _Operator: type[Any] = type(aten.clone.default)
@@ -57,8 +57,8 @@ class _Known:
     """The programs of one module."""
 
     network: nn.Module
-    variants: Variants[Compiled]
-    latest: Compiled | None = None
+    variants: Variants[CompiledPiece]
+    latest: CompiledPiece | None = None
 
     def key(self, args: Sequence[Any], leaves: Sequence[Any]) -> Any:
         """Return the key that two calls must share, beside sizes, to use one program."""
@@ -76,7 +76,7 @@ class Pieces:
     """
 
     def __init__(self, root: nn.Module, strategy: Strategy, reason: CaptureError) -> None:
-        refuse_of_the_whole(strategy, reason)
+        refuse_whole_step_options(strategy, reason)
         self.root, self.amp = root, strategy.amp
         self.strategy = replace(strategy, amp=MixedPrecision())
         self.eager: dict[str, str] = {}
@@ -155,7 +155,7 @@ class Pieces:
             for m in taken:
                 m.__dict__["forward"] = self._placed[m]
 
-    def _find(self, path: str, module: nn.Module, args: Sequence[Any]) -> Compiled | None:
+    def _find(self, path: str, module: nn.Module, args: Sequence[Any]) -> CompiledPiece | None:
         """Return the programs of the call, recorded now if there are none; None for a call that must run as Python."""
         leaves = list(leaves_in(args))
         try:
@@ -173,10 +173,10 @@ class Pieces:
         """Return the programs of the module; a new record if another module was at this path before."""
         known = self._known.get(path)
         if known is None or known.network is not module:
-            known = _Known(module, Variants[Compiled](self.strategy.max_programs))
+            known = _Known(module, Variants[CompiledPiece](self.strategy.max_programs))
         return known
 
-    def _recorded(self, known: _Known, args: Sequence[Any], leaves: Sequence[Any]) -> Compiled:
+    def _recorded(self, known: _Known, args: Sequence[Any], leaves: Sequence[Any]) -> CompiledPiece:
         key = known.key(args, leaves)
         found = known.variants.find(key, leaves)
         if found is None:
@@ -193,18 +193,18 @@ class Pieces:
 
     def _made_for(
         self, known: _Known, key: Any, args: Sequence[Any], leaves: Sequence[Any], dynamic: Dynamic
-    ) -> Compiled:
+    ) -> CompiledPiece:
         """Record the programs for the call, and keep them for later calls."""
         with _unhooked(), self._bare(self._placed):
             captured, form = self._captured(known.network, args, dynamic)
             found = self._made(type(known.network).__name__, captured, form, leaves)
-        refuse_shared_laid(captured, self.root)
-        lay_as_captured(captured, None)
+        refuse_shared_new_layouts(captured, self.root)
+        apply_captured_layouts(captured, None)
         setting = Setting.of(Roots(known.network), replace(captured, places=None))  # hooks are back since
         known.variants.add(key, leaves, Variant(found, sizes_of(leaves), dynamic, captured.fits(), setting))
         return found
 
-    def _captured(self, module: nn.Module, args: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, Form]:
+    def _captured(self, module: nn.Module, args: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, OutputTree]:
         """Return the captured program of the module's call, which outputs tensors, and the form of its output.
 
         The strategy's passes on captured programs have run.
@@ -212,7 +212,7 @@ class Pieces:
         Raises:
             CaptureError: the module cannot be a program, or cannot be part of an autograd graph.
         """
-        form = Form()
+        form = OutputTree()
 
         def call(*args: Any) -> Any:
             out = module.forward(*args)
@@ -231,7 +231,7 @@ class Pieces:
         program = with_layouts(captured.program, complete(captured.program))
         return replace(captured, program=apply_passes(program, self.strategy.passes_on("captured"))), form
 
-    def _made(self, name: str, captured: Capture, form: Form, leaves: Sequence[Any]) -> Compiled:
+    def _made(self, name: str, captured: Capture, form: OutputTree, leaves: Sequence[Any]) -> CompiledPiece:
         """Return the programs of this rank after all passes, with the functions that run them."""
         here, grad = current(), torch.is_grad_enabled()
         asked = [at for at, x in enumerate(leaves) if grad and isinstance(x, Tensor) and x.requires_grad]
@@ -240,7 +240,7 @@ class Pieces:
             piece = self._passed(captured, record_piece(taken, asked, here.rank, here.size))
         forward, backward = piece.forward, piece.backward
         at = {given.value: n for n, given in enumerate(forward.inputs)}
-        return Compiled(
+        return CompiledPiece(
             name,
             piece,
             self._runner(forward),
@@ -254,7 +254,7 @@ class Pieces:
         """Return the piece after all passes, with the changes that passes made to the captured program."""
         passes = self.strategy.passes_on("recorded")
         with local_parts():
-            apart = lie_apart(s.tensor for s in captured.slots)
+            apart = share_no_memory(s.tensor for s in captured.slots)
         forward = piece.forward.with_changes(*captured.program.changes)
         forward = apply_passes(forward, passes if apart else without_inputs(passes))
         backward = piece.backward and apply_passes(piece.backward, _for_saved_sizes(passes, piece.backward))

@@ -48,7 +48,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ScheduleChoice:
     """The schedule of a pipeline, and the reason for it in one line."""
 
     schedule: Schedule
@@ -56,7 +56,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Piped:
+class PipelineStep:
     """A step in a pipeline: this rank's parts for each copy of the model, the intake of batches, and the schedule.
 
     `again` is the program of all updates of an asynchronous step but the first, if the first creates states.
@@ -64,10 +64,10 @@ class Piped:
 
     copies: tuple[Parts, ...]
     intake: Intake
-    chosen: Chosen
+    chosen: ScheduleChoice
     again: Program | None = None
 
-    def after(self, act: Callable[[Program], Program]) -> Piped:
+    def after(self, act: Callable[[Program], Program]) -> PipelineStep:
         """Return the step with `act` applied to each of its programs."""
         again = None if self.again is None else act(self.again)
         return replace(self, copies=tuple(parts.after(act) for parts in self.copies), again=again)
@@ -86,15 +86,15 @@ class Piped:
         return program, {**table, "why": self.chosen.why}
 
 
-def taken_from(program: Program, table: Mapping[str, Any]) -> Piped:
-    """Return the step that `Piped.end_to_end` joined. Raises Python's own errors for a table of another form."""
+def split_joined_step(program: Program, table: Mapping[str, Any]) -> PipelineStep:
+    """Return the step that `PipelineStep.end_to_end` joined. Raises Python's own errors for a table of another form."""
     copies, intake, schedule = taken_up(program, table)
     check(schedule, stale=True)
     check_fits(schedule, copies[0].stages)
-    return Piped(copies, intake, Chosen(schedule, str(table["why"])))
+    return PipelineStep(copies, intake, ScheduleChoice(schedule, str(table["why"])))
 
 
-class Separate(tuple[Any, ...]):
+class SeparateBatches(tuple[Any, ...]):
     """Batches that are passed one by one, as the microbatches of a step."""
 
     __slots__ = ()
@@ -118,15 +118,15 @@ def _sizes(batch: Any) -> Any:
     return sizes_of(list(leaves_in(batch)))
 
 
-def piped(
+def pipeline_step(
     captured: Sequence[Capture],
     batch: Sequence[Any],
     strategy: Strategy,
     update: Callable[[Program], Sequence[Program]],
-) -> Piped:
+) -> PipelineStep:
     """Return the step of a batch; `update` appends the optimizer's step and returns the first and any later variants.
 
-    For `Separate` batches, there is one capture per form.
+    For `SeparateBatches`, there is one capture per form.
 
     Raises:
         StageError, ScheduleError: the schedule does not fit the model's chunks.
@@ -134,12 +134,12 @@ def piped(
     """
     first, *_ = programs = [staged(c.program) for c in captured]
     trained = {slot.name for slot in captured[0].slots if slot.is_parameter and slot.tensor.requires_grad}
-    chosen = _chosen(strategy.pipeline, *first, trained)
+    chosen = _choose_schedule(strategy.pipeline, *first, trained)
     schedule = chosen.schedule
     for program, _ in programs:
         check_renewed(program, schedule)
     count = range(schedule.sequences)
-    form_of = batch.form_of if isinstance(batch, Separate) else (0,) * len(count)
+    form_of = batch.form_of if isinstance(batch, SeparateBatches) else (0,) * len(count)
     way_of = [schedule.way_of(m * schedule.slices) for m in count]
     pairs = sorted({*zip(way_of, form_of, strict=True)})
     steps = [_staged_step(captured[form], programs[form], way, strategy) for way, form in pairs]
@@ -153,12 +153,12 @@ def piped(
     _check_updates(schedule, copies, first_update, others)
     again = with_behind(copies, others[0])[0].programs[BEHIND] if others and per_step > 1 else None
     copies = with_behind(copies, first_update)
-    if isinstance(batch, Separate):
+    if isinstance(batch, SeparateBatches):
         copy_of = [pairs.index(pair) for pair in zip(way_of, form_of, strict=True)]
-        return Piped(copies, one_by_one(copies, copy_of, len(list(leaves_in(batch[0])))), chosen, again)
+        return PipelineStep(copies, one_by_one(copies, copy_of, len(list(leaves_in(batch[0])))), chosen, again)
     how = strategy.microbatches
     assert how is not None
-    return Piped(copies, in_pieces(copies, schedule, how.leaves(list(leaves_in(batch)))), chosen, again)
+    return PipelineStep(copies, in_pieces(copies, schedule, how.leaves(list(leaves_in(batch)))), chosen, again)
 
 
 def _check_updates(schedule: Schedule, copies: Sequence[Parts], first: Program, others: Sequence[Program]) -> None:
@@ -204,14 +204,14 @@ def _step(captured: Capture, strategy: Strategy) -> Program:
     return apply_passes(step, strategy.passes_on("step"))
 
 
-def _chosen(options: Pipeline, program: Program, stages: Stages, trained: Collection[str]) -> Chosen:
-    if options.schedule_mode != AUTO or slices_of(options) > 1:
-        return Chosen(schedule_of(options, stages), f"{options.schedule_mode.splitlines()[0]}: as requested")
+def _choose_schedule(options: Pipeline, program: Program, stages: Stages, trained: Collection[str]) -> ScheduleChoice:
+    if options.schedule_mode != AUTO or count_slices(options) > 1:
+        return ScheduleChoice(schedule_of(options, stages), f"{options.schedule_mode.splitlines()[0]}: as requested")
     times = chunk_times(program, stages, trained)
     problem = Problem(stages.way, options.accumulate_steps, times, capacity=options.capacity)
     found = find_schedule(problem, seconds=0.0)
     shares = ", ".join(" ".join(f"{t:.2f}" for t in times.of_chunk(c)) for c in range(len(stages.way)))
-    return Chosen(
+    return ScheduleChoice(
         found.schedule, f"{found}; times of F, B and W by chunk: {shares}; stages of the chunks: {stages.way}"
     )
 
@@ -225,7 +225,7 @@ def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
             f"pipeline.accumulate_steps = {options.accumulate_steps}", f"a table for {found.sequences} microbatches",
             "the table fixes the number of microbatches", f"set accumulate_steps = {found.sequences}",
         )  # fmt: skip
-    if found.slices != slices_of(options):
+    if found.slices != count_slices(options):
         raise StrategyError(
             f"pipeline.slices = {options.slices}", f"a schedule with {found.slices} slices a sequence",
             "the actions of the schedule fix the number of slices",
@@ -263,19 +263,19 @@ def _table(options: Pipeline, stages: Stages) -> Schedule:
     if not how.takes:
         return how.make(ranks, microbatches)
     chunks = max(1, len(stages.way) // ranks)
-    return how.make(ranks, microbatches, slices_of(options) if how.takes == "slices" else chunks)
+    return how.make(ranks, microbatches, count_slices(options) if how.takes == "slices" else chunks)
 
 
-def slices_of(options: Pipeline) -> int:
+def count_slices(options: Pipeline) -> int:
     """Return the number of slices of a sequence; the text of a table has its own."""
     if options.slices == 1 and "\n" in options.schedule_mode:
         return parse_schedule(options.schedule_mode).slices
     return options.slices if isinstance(options.slices, int) else len(options.slices)
 
 
-def sequences_cut(program: Program, options: Pipeline) -> Program:
+def slice_sequences(program: Program, options: Pipeline) -> Program:
     """Return the captured program of a microbatch, with its sequence in slices if the options ask for it."""
-    count = slices_of(options)
+    count = count_slices(options)
     if count == 1:
         return program
     total = next((i.value.shape[1] for i in program.inputs if i.role == "batch" and len(i.value.shape) > 1), 0)

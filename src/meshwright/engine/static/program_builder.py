@@ -49,11 +49,11 @@ from meshwright.tensor import leaves_in, stages_of
 from ..eager.optimizer import refuse_master_weights
 from ..recording.digest import checksums, digest_of
 from ..recording.loss_scale import LossScale
-from ..recording.memory_overlap import check_apart, without_inputs
-from ..recording.program_inputs import Fetch, fetch_of, lay_as_captured
-from ..recording.recorded_model import Mode, Model
-from ..recording.recording_progress import Phases
-from ..recording.refuse_call import refuse_shared_laid
+from ..recording.memory_overlap import check_no_overlap, without_inputs
+from ..recording.program_inputs import Fetch, apply_captured_layouts, fetch_of
+from ..recording.recorded_model import Mode, RecordedModel
+from ..recording.recording_progress import RecordingPhases
+from ..recording.refuse_call import refuse_shared_new_layouts
 from ..recording.setting import Roots, form_of
 from ..recording.shared_recordings import (
     SteadyCalls,
@@ -66,14 +66,14 @@ from ..recording.shared_recordings import (
     runner_once,
 )
 from ..recording.variants import Dynamic, sizes_of
-from ..recording.without_gc import uncollected
-from .pipeline_step import Chosen, Piped, Separate, piped, sequences_cut
-from .program_cache import Kept
-from .program_files import Saved
+from ..recording.without_gc import garbage_collection_paused
+from .pipeline_step import PipelineStep, ScheduleChoice, SeparateBatches, pipeline_step, slice_sequences
+from .program_cache import ProgramCache
+from .program_files import SavedProgram
 
 
 @dataclass(slots=True)
-class Compiled:
+class CompiledProgram:
     """A program, the function that runs it, and where each of its inputs comes from; of a pipeline also its table.
 
     One that is not `whole` runs more than its program says, and is in no file: the first of asynchronous steps, where
@@ -109,7 +109,7 @@ class Compiled:
         held = list(self._held(given, leaves))
         addresses = [x.data_ptr() for x in held if isinstance(x, Tensor)]
         if addresses != self.addresses:
-            check_apart(self.inputs, held, self.writes)
+            check_no_overlap(self.inputs, held, self.writes)
             self.addresses = addresses
 
     def _held(self, given: Sequence[Any], leaves: Sequence[Any]) -> Iterator[Any]:
@@ -124,39 +124,39 @@ class Compiled:
 
 @dataclass(slots=True)
 class Builder:
-    """Makes the programs of a model. What it lays once stays: `homes` are the layouts of parameters and buffers."""
+    """Builder of the programs of a model. `homes` are the layouts of parameters and buffers, which stay once chosen."""
 
-    model: Model
+    model: RecordedModel
     mode: Mode
     loss_scale: LossScale | None = None
     homes: dict[str, Spec] = field(default_factory=dict[str, Spec])
     layouts: Layouts | None = None
-    pipeline: Chosen | None = None
-    loaded: list[tuple[str, Saved]] = field(default_factory=list[Any])
+    pipeline: ScheduleChoice | None = None
+    loaded: list[tuple[str, SavedProgram]] = field(default_factory=list[Any])
     """Programs that were loaded, with their digests."""
-    kept: Kept = field(default_factory=Kept)
+    kept: ProgramCache = field(default_factory=ProgramCache)
     recordings: int = 0
-    phases: Phases = field(init=False)
+    phases: RecordingPhases = field(init=False)
 
     def __post_init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
         """Measure the phases of a new program."""
-        self.phases = Phases(f"{self.mode} program of {type(self.model.network).__name__}")
+        self.phases = RecordingPhases(f"{self.mode} program of {type(self.model.network).__name__}")
 
-    def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Capture]:
+    def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[CompiledProgram, Fits, Capture]:
         """The program for such a batch, which other batches it fits, and the call that was captured for it.
 
         Ranks whose `key` is the same share the program.
         """
         self._begin()
-        with uncollected():
+        with garbage_collection_paused():
             found = self._built(batch, dynamic, key)
         self.phases.tell()
         return found
 
-    def _built(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[Compiled, Fits, Capture]:
+    def _built(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[CompiledProgram, Fits, Capture]:
         if self.mode == "train" and self.model.strategy.pipeline.enable:
             return self._build_pipeline(batch, key)
         strategy = self.model.strategy
@@ -177,7 +177,7 @@ class Builder:
         ready = self._with_facts(self._ready(program), [captured], digest)
         return ready, fits, captured
 
-    def _saved(self, digest: str | None, batch: Sequence[Any], captured: Sequence[Capture]) -> Saved | None:
+    def _saved(self, digest: str | None, batch: Sequence[Any], captured: Sequence[Capture]) -> SavedProgram | None:
         """Return the loaded or kept program with this digest that takes the batch.
 
         A kept program may use operators of the libraries whose operators the captured calls use.
@@ -195,7 +195,7 @@ class Builder:
         """True if each rank makes the same tensors of Python numbers while it records."""
         return self.model.optimizer is None or not runs_users_code(self.model.optimizer)
 
-    def _loaded(self, saved: Saved, digest: str | None) -> Compiled:
+    def _loaded(self, saved: SavedProgram, digest: str | None) -> CompiledProgram:
         """A program of a file, ready to run."""
         pipeline = saved.piped
         if pipeline is not None:
@@ -228,15 +228,15 @@ class Builder:
         program = self._on_stages(spread(captured.program))
         check_stages(program)
         if self.mode == "train" and strategy.pipeline.enable:
-            program = sequences_cut(program, strategy.pipeline)
-        given = {**_of_dtype(program, {**self.homes, **(homes or {})}), **(strategy.layouts or {})}
+            program = slice_sequences(program, strategy.pipeline)
+        given = {**_input_layouts_with_dtype(program, {**self.homes, **(homes or {})}), **(strategy.layouts or {})}
         with self.phases.phase("complete layouts"):
             layouts = completed_once(current(), program, given)
             if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
                 layouts = completed_once(current(), program, {**uncut, **given})
         forward = with_layouts(program, layouts)
         captured = replace(captured, program=apply_passes(forward, strategy.passes_on("captured")))
-        refuse_shared_laid(captured)
+        refuse_shared_new_layouts(captured)
         return captured, layouts
 
     def _capture(self, batch: Sequence[Any], dynamic: Dynamic, roots: Roots, steady: SteadyCalls) -> Capture:
@@ -282,18 +282,18 @@ class Builder:
 
     def _lay(self, captured: Capture, layouts: Layouts) -> None:
         """Convert parameters, buffers and states to the layouts that the program takes."""
-        lay_as_captured(captured, self.model.optimizer)
-        self.homes |= _homes(captured, layouts)
+        apply_captured_layouts(captured, self.model.optimizer)
+        self.homes |= _state_layouts(captured, layouts)
         self.layouts = layouts
 
-    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[Compiled, Fits, Capture]:
+    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[CompiledProgram, Fits, Capture]:
         """The actions of a pipeline's microbatches, each with a program."""
         strategy = self.model.strategy
         how = strategy.microbatches
         assert how is not None
-        firsts = batch.firsts if isinstance(batch, Separate) else [how.piece(batch, 0)]
+        firsts = batch.firsts if isinstance(batch, SeparateBatches) else [how.piece(batch, 0)]
         captured, layouts = self._captured(firsts[0], {})
-        homes = _homes(captured, layouts)
+        homes = _state_layouts(captured, layouts)
         others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
         sizes = sizes_of(list(leaves_in(batch)))
         digest = digest_of([captured, *others], (key, sizes, self.model.lies_apart()), self.model)
@@ -303,7 +303,7 @@ class Builder:
             return self._loaded(saved.of_call(self._constants([captured, *others])), digest), saved.holds, captured
         self.recordings += 1
         with self.phases.phase("record"):
-            found = piped([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
+            found = pipeline_step([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
         fits = captured.fits()
         self._lay(captured, layouts)
         passes = self._last_passes()
@@ -319,7 +319,7 @@ class Builder:
         options = [x for group in groups for x in group.values() if isinstance(x, Tensor)]
         return [*(x for each in captured for x in constants_of(each)), *options]
 
-    def _with_facts(self, ready: Compiled, captured: Sequence[Capture], digest: str | None) -> Compiled:
+    def _with_facts(self, ready: CompiledProgram, captured: Sequence[Capture], digest: str | None) -> CompiledProgram:
         """Return the compiled program with the checksums and constants of its captured calls."""
         constants = self._constants(captured)
         return replace(
@@ -330,7 +330,7 @@ class Builder:
             constants=constant_numbers(ready.program, constants),
         )
 
-    def _ready_pipeline(self, found: Piped) -> Compiled:
+    def _ready_pipeline(self, found: PipelineStep) -> CompiledProgram:
         """A pipeline's step, each part compiled where the strategy asks for it."""
         model = self.model
 
@@ -348,9 +348,9 @@ class Builder:
         program, table = found.end_to_end()
         writes = tuple(at[x] for x in run.writes)
         apart = run.looking if run.looks else None
-        return Compiled(program, run, tuple(run.inputs), fetch, writes, table, found.again is None, apart=apart)
+        return CompiledProgram(program, run, tuple(run.inputs), fetch, writes, table, found.again is None, apart=apart)
 
-    def _ready(self, program: Program, lowered: Program | None = None) -> Compiled:
+    def _ready(self, program: Program, lowered: Program | None = None) -> CompiledProgram:
         """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""
         model = self.model
         writes = {given.value: at for at, given in enumerate(program.inputs)}
@@ -360,7 +360,7 @@ class Builder:
                 with self.phases.phase("compile"):
                     lowered = compiled(program, current(), writes=model.writes())
         slots = model.slots()
-        return Compiled(
+        return CompiledProgram(
             program,
             runner_once(current(), lowered),
             program.inputs,
@@ -427,7 +427,7 @@ class Builder:
         return joined(step, update, feeds, lambda a, b: {"out": a["out"], **b})
 
 
-def _of_dtype(program: Program, homes: Mapping[str, Spec]) -> dict[str, Spec]:
+def _input_layouts_with_dtype(program: Program, homes: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return the layouts of inputs; those that were cast since have another dtype."""
     dtypes = {i.value.name: tensor_dtype(i.value) for i in program.inputs if i.value.is_tensor}
     return {
@@ -436,7 +436,7 @@ def _of_dtype(program: Program, homes: Mapping[str, Spec]) -> dict[str, Spec]:
     }
 
 
-def _homes(captured: Capture, layouts: Layouts) -> dict[str, Spec]:
+def _state_layouts(captured: Capture, layouts: Layouts) -> dict[str, Spec]:
     """Return the layouts of parameters and buffers."""
     held = {i.value.name for i in captured.program.inputs if i.role in ("parameter", "buffer")}
     return {name: spec for name, spec in layouts.specs.items() if name in held}

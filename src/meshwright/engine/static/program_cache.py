@@ -25,11 +25,20 @@ from meshwright.comm import current
 from meshwright.graph import told
 from meshwright.layout import MeshwrightError
 
-from ..recording.recorded_model import Model
+from ..recording.recorded_model import RecordedModel
 from ..recording.setting import first_marks
 from ..recording.shared_recordings import made_once, nth_request
 from ..recording.variants import Variant
-from .program_files import Saved, Trusted, can_be_saved, captures_of, is_mine, is_writer, row_of, saved_of
+from .program_files import (
+    SavedProgram,
+    TrustedCode,
+    can_be_saved,
+    captures_of,
+    is_for_this_rank,
+    is_writer,
+    row_of,
+    saved_of,
+)
 from .program_index import FORMAT, index_path, read_indexes, write_index
 
 VARIABLE = "MESHWRIGHT_PROGRAMS"
@@ -41,24 +50,24 @@ MOST_ROWS = 64
 """Programs of one model that are kept; the oldest go first."""
 
 
-class Kept:
+class ProgramCache:
     """The kept programs of a model."""
 
     def __init__(self) -> None:
         self.place: Path | None = None
         self.rows: list[tuple[Path, dict[str, Any]]] | None = None
 
-    def _read(self, model: Model) -> list[tuple[Path, dict[str, Any]]]:
+    def _read(self, model: RecordedModel) -> list[tuple[Path, dict[str, Any]]]:
         if self.rows is None:
-            self.place = _place(model)
+            self.place = _cache_folder(model)
             self.rows = [] if self.place is None else list(_rows(self.place, model))
         return self.rows
 
-    def captures(self, model: Model) -> Iterator[str]:
+    def captures(self, model: RecordedModel) -> Iterator[str]:
         """Yield the checksums of the calls that the programs were captured of."""
         return (str(checksum) for _, row in self._read(model) for checksum in captures_of(row))
 
-    def find(self, digest: str, model: Model, libraries: frozenset[str]) -> Iterator[Saved]:
+    def find(self, digest: str, model: RecordedModel, libraries: frozenset[str]) -> Iterator[SavedProgram]:
         """Yield the programs with this digest for this rank; they may use operators of the `libraries`."""
         for path, row in self._read(model):
             with suppress(MeshwrightError, OSError):
@@ -66,13 +75,13 @@ class Kept:
                 if found is not None:
                     yield found
 
-    def _saved(self, path: Path, row: dict[str, Any], digest: str, libraries: frozenset[str]) -> Saved | None:
+    def _saved(self, path: Path, row: dict[str, Any], digest: str, libraries: frozenset[str]) -> SavedProgram | None:
         """Return the program of the row if it has this digest and is for this rank."""
-        if row["digest"] != digest or not is_mine(row):
+        if row["digest"] != digest or not is_for_this_rank(row):
             return None
-        return saved_of(path.parent, row, Trusted(operators=libraries))
+        return saved_of(path.parent, row, TrustedCode(operators=libraries))
 
-    def add(self, model: Model, marks: Mapping[str, str], variant: Variant[Any]) -> None:
+    def add(self, model: RecordedModel, marks: Mapping[str, str], variant: Variant[Any]) -> None:
         """Keep a program that was recorded."""
         if self.place is None or not can_be_saved(variant.program) or not is_writer(variant.program):
             return
@@ -85,7 +94,7 @@ class Kept:
             self.rows = [*(given for given in self.rows or () if given[0] != path), *((path, row) for row in rows)]
 
 
-def _place(model: Model) -> Path | None:
+def _cache_folder(model: RecordedModel) -> Path | None:
     """Return the folder of a model's programs; None where none are kept."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen == "off":
@@ -94,7 +103,7 @@ def _place(model: Model) -> Path | None:
     return Path(chosen or Path(cache) / "meshwright" / "programs") / _key(model)
 
 
-def _key(model: Model) -> str:
+def _key(model: RecordedModel) -> str:
     facts = {
         "format": FORMAT,
         "versions": [torch.__version__, platform.python_version(), platform.machine()],
@@ -120,13 +129,13 @@ def _sum(path: Path) -> str:
     return sha256(path.read_bytes()).hexdigest()
 
 
-def _rows(place: Path, model: Model) -> list[tuple[Path, dict[str, Any]]]:
+def _rows(place: Path, model: RecordedModel) -> list[tuple[Path, dict[str, Any]]]:
     """Return the rows of the folder; simulated ranks get those that the first one found."""
     here = current()
     return made_once(here, ("kept", nth_request(here, "kept"), place), lambda: _rows_now(place, model))
 
 
-def _rows_now(place: Path, model: Model) -> list[tuple[Path, dict[str, Any]]]:
+def _rows_now(place: Path, model: RecordedModel) -> list[tuple[Path, dict[str, Any]]]:
     with suppress(MeshwrightError, OSError):
         os.utime(place)
         return [(path, row) for path, index in read_indexes(place, model) for row in index["programs"]]

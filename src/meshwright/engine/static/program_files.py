@@ -40,11 +40,11 @@ from meshwright.layout import inside, read_file
 
 from .._errors import StaticError
 from ..recording.program_inputs import states_fit
-from ..recording.recorded_model import Model
-from ..recording.setting_text import lies_text
+from ..recording.recorded_model import RecordedModel
+from ..recording.setting_text import layout_text
 from ..recording.shared_recordings import made_once
 from ..recording.variants import Variant, Variants
-from .pipeline_step import Piped, taken_from
+from .pipeline_step import PipelineStep, split_joined_step
 from .program_index import checked_name, file_name, other_model, read_indexes, write_index
 
 Row = Mapping[str, Any]
@@ -76,7 +76,7 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedProgram:
     """A program of a file, and the file of its kernels where this machine can run them; or a pipeline's step.
 
     It is `shared` if it is for all ranks that hold parts of the same shapes. `holds` tells which batches it is for.
@@ -93,11 +93,11 @@ class Saved:
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
-    def piped(self) -> Piped | None:
+    def piped(self) -> PipelineStep | None:
         """The step of a pipeline, or None. Raises an error of Python for a table of another form."""
-        return None if self.table is None else taken_from(self.program, self.table)
+        return None if self.table is None else split_joined_step(self.program, self.table)
 
-    def of_call(self, constants: Sequence[Tensor]) -> Saved:
+    def of_call(self, constants: Sequence[Tensor]) -> SavedProgram:
         """Return the program with the constants of this captured call: Python may write to them between steps."""
         if not self.constants:
             return self
@@ -114,7 +114,7 @@ class Saved:
                 return found
         return compiled(self.program, current(), writes=writes)
 
-    def fits(self, leaves: Sequence[Any], model: Model, trains: bool) -> bool:
+    def fits(self, leaves: Sequence[Any], model: RecordedModel, trains: bool) -> bool:
         """True for a batch of such sizes and, for a training step, an optimizer with such states.
 
         States that can be made before the first step may be missing.
@@ -123,7 +123,9 @@ class Saved:
         return self.holds(leaves) and states_fit(self.program.inputs, model.slots(), optimizer)
 
 
-def save_programs(folder: Any, model: Model, variants: Variants[Any], marks: Mapping[str, str], kernels: bool) -> None:
+def save_programs(
+    folder: Any, model: RecordedModel, variants: Variants[Any], marks: Mapping[str, str], kernels: bool
+) -> None:
     """Write the programs that can still be asked for, each by the first rank that it is for, and remove earlier ones.
 
     Every rank makes the call, which returns when all have written.
@@ -194,40 +196,42 @@ def _kernels(place: Path, rows: Sequence[Row], program: str) -> Kernels | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Trusted:
+class TrustedCode:
     """The code that the caller of a load trusts: native code of `kernels`, and `operators` of other libraries."""
 
     kernels: bool = False
     operators: frozenset[str] = frozenset()
 
 
-def load_programs(folder: Any, model: Model, trusted: Trusted) -> list[tuple[str, Saved]]:
+def load_programs(folder: Any, model: RecordedModel, trusted: TrustedCode) -> list[tuple[str, SavedProgram]]:
     """Return the programs of a folder that are for this rank, with their digests.
 
     Raises ProgramFileError for files that hold none, and StaticError for programs of another model.
     """
-    place, found = Path(folder), list[tuple[str, Saved]]()
+    place, found = Path(folder), list[tuple[str, SavedProgram]]()
     for path, index in read_indexes(place, model):
         _check_marks(place, index, model)
-        found += told(path, lambda path=path, index=index: _mine(path, index, trusted))
+        found += told(path, lambda path=path, index=index: _programs_for_this_rank(path, index, trusted))
     if not found:
         rank = current().rank
         raise no_program(place, f"the parts of rank {rank} have other shapes than those of the saved programs")
     return found
 
 
-def _mine(path: Path, index: Row, trusted: Trusted) -> list[tuple[str, Saved]]:
+def _programs_for_this_rank(path: Path, index: Row, trusted: TrustedCode) -> list[tuple[str, SavedProgram]]:
     """Return the programs of an index that are for this rank, with their digests."""
-    return [(str(row["digest"]), saved_of(path.parent, row, trusted)) for row in index["programs"] if is_mine(row)]
+    return [
+        (str(row["digest"]), saved_of(path.parent, row, trusted)) for row in index["programs"] if is_for_this_rank(row)
+    ]
 
 
-def is_mine(row: Row) -> bool:
+def is_for_this_rank(row: Row) -> bool:
     """True if the program of the row is for this rank."""
     rank, here = int(row["rank"]), current().rank
     return rank == here or (row["shared"] is True and are_alike(specs_of(row["parts"]), rank, here))
 
 
-def saved_of(place: Path, row: Row, trusted: Trusted) -> Saved:
+def saved_of(place: Path, row: Row, trusted: TrustedCode) -> SavedProgram:
     """Return the program of a row, with kernels if they are trusted. Raises ProgramFileError for a file of none."""
     name, table = checked_name(row["file"]), row["pipeline"]
 
@@ -239,7 +243,9 @@ def saved_of(place: Path, row: Row, trusted: Trusted) -> Saved:
     constants = {int(at): int(number) for at, number in row["constants"]}
     if any(program.inputs[at].role != "constant" for at in constants):
         raise ValueError(f"inputs {sorted(constants)} are not all constants of the program")
-    found = Saved(program, holds_of(row["holds"]), row["shared"] is True, kernels, table, captures_of(row), constants)
+    found = SavedProgram(
+        program, holds_of(row["holds"]), row["shared"] is True, kernels, table, captures_of(row), constants
+    )
     _ = found.piped  # raises for a table of another form
     return found
 
@@ -250,9 +256,9 @@ def captures_of(row: Row) -> tuple[str, ...]:
     return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
-def _check_marks(folder: Path, index: Row, model: Model) -> None:
+def _check_marks(folder: Path, index: Row, model: RecordedModel) -> None:
     """Raise StaticError for tensors that have neither their first layout nor the one that programs take."""
     for slot in slots_of(model.network):
-        lies, first = lies_text(slot.tensor), index["marks"].get(slot.name, "missing")
+        lies, first = layout_text(slot.tensor), index["marks"].get(slot.name, "missing")
         if lies not in (first, index["homes"].get(slot.name)):
             raise other_model(folder, slot.name, first, lies)

@@ -19,7 +19,7 @@ from meshwright.graph import no_program, told, write_whole
 from meshwright.layout import read_file, read_json
 
 from .._errors import StaticError
-from ..recording.recorded_model import Model
+from ..recording.recorded_model import RecordedModel
 from ..recording.setting import first_marks
 
 KIND = "meshwright programs"
@@ -47,7 +47,7 @@ def checked_name(name: str) -> str:
     return name
 
 
-def write_index(folder: Path, model: Model, marks: Mapping[str, str], rows: list[dict[str, Any]]) -> None:
+def write_index(folder: Path, model: RecordedModel, marks: Mapping[str, str], rows: list[dict[str, Any]]) -> None:
     """Write the index of this rank, whose `rows` are its programs, and remove what it saved before."""
     here = current()
     index = {
@@ -80,7 +80,7 @@ def _files(row: Mapping[str, Any]) -> list[str]:
     return [row["file"], *[made["file"] for made in row["kernels"]]]
 
 
-def read_indexes(folder: Path, model: Model) -> Iterator[tuple[Path, dict[str, Any]]]:
+def read_indexes(folder: Path, model: RecordedModel) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the indexes of a folder, and where they are.
 
     Raises ProgramFileError for a folder or a file without programs, and StaticError for programs of another model.
@@ -110,7 +110,7 @@ def _index(data: bytes) -> dict[str, Any]:
     return {**index, "model": {"number of ranks": str(index["ranks"]), **index["model"]}}
 
 
-def _check(folder: Path, index: Mapping[str, Any], model: Model) -> None:
+def _check(folder: Path, index: Mapping[str, Any], model: RecordedModel) -> None:
     """Raises StaticError where the programs are those of another model, or of another number of ranks."""
     now, before = {"number of ranks": str(current().size), **model.text()}, index["model"]
     for what in dict.fromkeys((*now, *before)):

@@ -19,15 +19,15 @@ from meshwright.tensor import called_for, leaves_in, local_parts, made_alike, ma
 from .._errors import StaticError
 from ..checks import StaticChecks
 from ..recording.loss_scale import LossScale
-from ..recording.recorded_model import Mode, Model
+from ..recording.recorded_model import Mode, RecordedModel
 from ..recording.refuse_call import refuse_call, refuse_shared
 from ..recording.setting import Roots, Setting, first_marks, form_of
 from ..recording.strategy import Strategy
 from ..recording.variants import Variant, Variants, sizes_of
 from .pieces import Pieces
-from .pipeline_step import Chosen, Separate
-from .program_builder import Builder, Compiled
-from .program_files import Trusted, load_programs, save_programs
+from .pipeline_step import ScheduleChoice, SeparateBatches
+from .program_builder import Builder, CompiledProgram
+from .program_files import TrustedCode, load_programs, save_programs
 
 
 def to_static(
@@ -61,16 +61,16 @@ class DistModel:
         strategy: Strategy,
     ) -> None:
         self.loader = loader
-        self._variants: Variants[Compiled] = Variants(strategy.max_programs)
+        self._variants: Variants[CompiledProgram] = Variants(strategy.max_programs)
         self._roots = Roots(network, () if loss is None else (loss,), optimizer)
         self._marks: dict[str, str] = {}
-        self._latest: Compiled | None = None
+        self._latest: CompiledProgram | None = None
         self._runs = 0
         self._checks = StaticChecks(self.state_dict)
         mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
         scaling = strategy.amp.scaling
         scale = None if scaling is None else LossScale(strategy.amp.init_loss_scaling, scaling)
-        self._builder = Builder(Model(network, loss, optimizer, strategy), mode, scale)
+        self._builder = Builder(RecordedModel(network, loss, optimizer, strategy), mode, scale)
         self.plan: MeshPlan | None = None
         """The plan that `auto` has chosen; None for a marked model."""
         self.before: list[Callable[[Sequence[Any]], None]] = []
@@ -100,7 +100,7 @@ class DistModel:
         return self._builder.layouts
 
     @property
-    def pipeline(self) -> Chosen | None:
+    def pipeline(self) -> ScheduleChoice | None:
         """The schedule of the microbatches, and why it is that one; once a pipeline was called."""
         return self._builder.pipeline
 
@@ -160,13 +160,13 @@ class DistModel:
         There are as many as the pipeline has microbatches, and each counts as much as any other. Each new row of sizes
         is recorded anew. Raises StaticError without a pipeline, and for another number.
         """
-        separate = Separate(batches)
+        separate = SeparateBatches(batches)
         self._check_separate(separate)
         refuse_shared(self.network)
         leaves = list(leaves_in(tuple(separate)))
         return self._run(self._found(separate, leaves), leaves)
 
-    def _check_separate(self, batches: Separate) -> None:
+    def _check_separate(self, batches: SeparateBatches) -> None:
         options = self.strategy.pipeline
         asked = f"dist_model.accumulate({len(batches)} batches)"
         if self.mode != "train" or not options.enable:
@@ -185,7 +185,7 @@ class DistModel:
         """The program for such a batch, recorded and not run; tensors may be on the meta device."""
         return self._found(batch, list(leaves_in(batch))).program
 
-    def _found(self, batch: Sequence[Any], leaves: Sequence[Any]) -> Compiled:
+    def _found(self, batch: Sequence[Any], leaves: Sequence[Any]) -> CompiledProgram:
         """The program that takes the batch, recorded now if there is none."""
         key = self._key(batch)
         found = self._variants.find(key, leaves)
@@ -194,7 +194,7 @@ class DistModel:
         self._latest = found
         return found
 
-    def _built(self, batch: Sequence[Any], key: Any, leaves: Sequence[Any]) -> Compiled:
+    def _built(self, batch: Sequence[Any], key: Any, leaves: Sequence[Any]) -> CompiledProgram:
         """The program for the batch, recorded now if no file has it."""
         open_sizes = self._variants.open_sizes(key, leaves)
         dynamic = {} if self._is_of_one_size else open_sizes
@@ -258,7 +258,7 @@ class DistModel:
         Raises StaticError for programs of another model, another loss, optimizer or strategy, or of another number of
         ranks, and ProgramFileError for files that hold none.
         """
-        self._builder.loaded += load_programs(folder, self._builder.model, Trusted(kernels, frozenset(operators)))
+        self._builder.loaded += load_programs(folder, self._builder.model, TrustedCode(kernels, frozenset(operators)))
         return self
 
     @property
@@ -276,7 +276,7 @@ class DistModel:
             found |= {f"{name}.{key}": value for (name, key), value in model.states().items()}
         return found
 
-    def _run(self, found: Compiled, leaves: Sequence[Any]) -> Any:
+    def _run(self, found: CompiledProgram, leaves: Sequence[Any]) -> Any:
         step = current().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
         self._runs += 1
         alike = made_alike(self.optimizer if self.mode == "train" else None)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from meshwright.checkpoint import CheckpointError, Saving
 
-from .training_events import Tell
+from .training_events import EventListener
 
 ON_FAILED_SAVE = ("stop", "continue")
 """The choices after a checkpoint could not be written."""
 
 
-class Saves:
+class BackgroundSaves:
     """The checkpoint that is being written, and the latest one that is complete."""
 
     def __init__(self, on_failure: str) -> None:
@@ -26,7 +26,7 @@ class Saves:
         """True if this rank knows of a failure that has not been reported."""
         return self._saving is not None and self._saving.failed
 
-    def begin(self, step: int, save: Callable[[], Saving], say: Tell) -> None:
+    def begin(self, step: int, save: Callable[[], Saving], say: EventListener) -> None:
         """Begin the checkpoint of a step, once the one before is complete; every rank calls it."""
         self.finish(step, say)
         try:
@@ -36,7 +36,7 @@ class Saves:
         else:
             say({"event": "checkpoint", "step": step, "path": str(self._saving.path)})
 
-    def finish(self, step: int, say: Tell) -> None:
+    def finish(self, step: int, say: EventListener) -> None:
         """Wait for the checkpoint that is being written, if there is one; every rank calls it."""
         saving, self._saving = self._saving, None
         if saving is None:
@@ -46,7 +46,7 @@ class Saves:
         except CheckpointError as error:
             self._tell(error, step, say)
 
-    def _tell(self, error: CheckpointError, step: int, say: Tell) -> None:
+    def _tell(self, error: CheckpointError, step: int, say: EventListener) -> None:
         """Report a failure. Raises it if the run is to stop."""
         say({"event": "failed checkpoint", "step": step, "error": str(error), "goes_on": self._goes_on})
         if not self._goes_on:

@@ -16,7 +16,7 @@ from meshwright.tensor import map_tensors
 
 from .._errors import BatchError
 from ..marks.tensors import dtensor_from_local, shard_tensor
-from .sampler import Axis, GlobalSampler, Rows, target
+from .sampler import Axis, GlobalSampler, StepSamples, target
 
 Target = tuple[ProcessMesh, list[Placement]]
 """A mesh, and the placements of a batch's rows on it."""
@@ -164,7 +164,7 @@ class ShardDataLoader:
             return True
         return rank in one[0] and _rows(one, count, rank) == _rows(other, count, rank)
 
-    def _laid(self, batch: Any, rows: Rows | None) -> Any:
+    def _laid(self, batch: Any, rows: StepSamples | None) -> Any:
         """Return the distributed batch. If there are several meshes, each input is put on its own mesh."""
         if len(self._targets) == 1:
             return self._on(batch, 0, rows)
@@ -192,7 +192,7 @@ class ShardDataLoader:
                 "each input needs a mesh", "pass one mesh for all inputs, or a list with one mesh per input",
             )  # fmt: skip
 
-    def _on(self, value: Any, at: int, rows: Rows | None) -> Any:
+    def _on(self, value: Any, at: int, rows: StepSamples | None) -> Any:
         mesh, placements = self._targets[at]
 
         def lay(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SamplePosition:
     """The number of samples that were taken of an epoch."""
 
     epoch: int = 0
@@ -35,12 +35,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepSamples:
     """The samples of a step: `count` samples from the place `of` on, and the place after them."""
 
-    of: Place
+    of: SamplePosition
     count: int
-    behind: Place
+    behind: SamplePosition
 
 
 class GlobalSampler:
@@ -59,7 +59,7 @@ class GlobalSampler:
 
     >>> sampler = GlobalSampler(7, 3, shuffle=False)
     >>> list(sampler), sampler.place
-    ([[0, 1, 2], [3, 4, 5], [6]], Place(epoch=1, taken=0))
+    ([[0, 1, 2], [3, 4, 5], [6]], SamplePosition(epoch=1, taken=0))
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GlobalSampler:
                 "an epoch needs at least one batch", "pass a smaller batch, or drop_last=False",
             )  # fmt: skip
         self.target = None if axis is None else target(mesh, axis)
-        self.place = Place()
+        self.place = SamplePosition()
 
     @property
     def is_split(self) -> bool:
@@ -97,16 +97,16 @@ class GlobalSampler:
             self.place = rows.behind
             yield self.indices(rows)
 
-    def steps(self, place: Place) -> Iterator[Rows]:
+    def steps(self, place: SamplePosition) -> Iterator[StepSamples]:
         """Yield the steps from a place to the end of its epoch."""
-        end = Place(place.epoch + 1)
+        end = SamplePosition(place.epoch + 1)
         while place.epoch < end.epoch:
             count = min(self.batch, self.length - place.taken)
-            behind = self._settled(Place(place.epoch, place.taken + count))
-            yield Rows(place, count, behind)
+            behind = self._settled(SamplePosition(place.epoch, place.taken + count))
+            yield StepSamples(place, count, behind)
             place = behind
 
-    def indices(self, rows: Rows) -> list[int]:
+    def indices(self, rows: StepSamples) -> list[int]:
         """Return the samples that this rank reads for a step; one sample, for its shape, if the rank has no row."""
         start, count = self.part(rows)
         first = rows.of.taken + min(start, rows.count - 1)
@@ -114,7 +114,7 @@ class GlobalSampler:
         found = permuted(at, self.length, self.seed, rows.of.epoch) if self.shuffle else at
         return found.tolist()
 
-    def part(self, rows: Rows) -> tuple[int, int]:
+    def part(self, rows: StepSamples) -> tuple[int, int]:
         """Return the first row and the number of rows of this rank's part of a batch."""
         if self.target is None or current().rank not in self.target[0]:
             return 0, rows.count
@@ -142,12 +142,12 @@ class GlobalSampler:
                 "use the data set of the saved run, or a new sampler",
             )  # fmt: skip
         self.seed, self.shuffle = state["seed"], state["shuffle"]
-        self.place = self._settled(Place(state["epoch"], state["taken"]))
+        self.place = self._settled(SamplePosition(state["epoch"], state["taken"]))
 
-    def _settled(self, place: Place) -> Place:
+    def _settled(self, place: SamplePosition) -> SamplePosition:
         """Return the place, or the beginning of the next epoch if no batch is left."""
         left = self.length - place.taken
-        return Place(place.epoch + 1) if left < (self.batch if self.drop_last else 1) else place
+        return SamplePosition(place.epoch + 1) if left < (self.batch if self.drop_last else 1) else place
 
 
 def target(mesh: ProcessMesh | None, axis: Axis) -> tuple[ProcessMesh, list[Placement]]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 STOPPED = 128 + signal.SIGTERM
 """The exit code of a run that ended because it was asked to: 143."""
-_wishes: list[int] = []
+_stop_requests: list[int] = []
 
 
 @contextmanager
@@ -20,11 +20,11 @@ def stop_signals() -> Generator[Callable[[], bool]]:
     signals of a `stop_signals` block of the main thread around it, if there is one.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: bool(_wishes)
+        yield lambda: bool(_stop_requests)
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: _wishes.append(number))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: _stop_requests.append(number))
     try:
-        yield lambda: bool(_wishes)
+        yield lambda: bool(_stop_requests)
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-        _wishes.clear()
+        _stop_requests.clear()

@@ -28,13 +28,13 @@ from meshwright.tensor import DistTensor, tensors_in
 from .._errors import BatchError, NonFiniteGradientError, TrainingError
 from ..marks.tensors import unshard_dtensor
 from ..static.to_static import DistModel
-from .background_saves import ON_FAILED_SAVE, Saves
+from .background_saves import ON_FAILED_SAVE, BackgroundSaves
 from .clip_grad_norm import clip_to, gradient_norm
 from .microbatches import Microbatches
 from .state_checkpoint import latest_checkpoint
 from .stop_signals import STOPPED, stop_signals
 from .training_checkpoint import load_checkpoint, save_checkpoint
-from .training_events import StepTold, Tell, Where, told
+from .training_events import EventListener, StepEvent, Where, event_reporter
 
 Loss = Callable[..., Tensor]
 
@@ -108,7 +108,7 @@ def train(
     scheduler: Any = None,
     scaler: torch.amp.GradScaler | None = None,
     evaluation: Iterable[Any] | None = None,
-    tell: Tell | None = None,
+    tell: EventListener | None = None,
 ) -> TrainingEnd:
     """Train until step `training.steps`, from the latest checkpoint of the folder on; every rank makes the call.
 
@@ -151,15 +151,17 @@ class _Run:
         self.step = 0
         self.device = next(self.network.parameters()).device.type
         self.peak = _peak(training.device, self.device)
-        self.saves = Saves(training.on_failed_save)
+        self.saves = BackgroundSaves(training.on_failed_save)
 
-    def go(self, tell: Tell | None) -> TrainingEnd:
+    def go(self, tell: EventListener | None) -> TrainingEnd:
         how, world_here = self.training, world()
         self._resume()
         begun, losses, stopped = self.step, list[float](), False
         with ExitStack() as stack:
             stop = stack.enter_context(stop_signals())
-            say: Tell = stack.enter_context(told(*self._listeners(tell))) if world_here.rank == 0 else _silent
+            say: EventListener = (
+                stack.enter_context(event_reporter(*self._listeners(tell))) if world_here.rank == 0 else _silent
+            )
             say(self._start())
             batches = _endless(self.data)
             while self.step < how.steps and not stopped:
@@ -174,7 +176,9 @@ class _Run:
             say({"event": "end", "step": self.step, "stopped": stopped, "checkpoint": _text(self.saves.path)})
         return TrainingEnd(begun, tuple(losses), stopped, self.saves.path)
 
-    def _listeners(self, tell: Tell | None) -> tuple[int, Where | None, Where | None, bool, Tell | None]:
+    def _listeners(
+        self, tell: EventListener | None
+    ) -> tuple[int, Where | None, Where | None, bool, EventListener | None]:
         how = self.training
         log = how.log if how.log is not None or how.folder is None else Path(how.folder) / "log.jsonl"
         return how.steps, log, how.tensorboard, how.show, tell
@@ -192,7 +196,7 @@ class _Run:
                 "checkpoints are never overwritten", "pass another folder, or resume=True to continue the run",
             )  # fmt: skip
         resumed = load_checkpoint(
-            found, self.network, self.optimizer, self.scheduler, data=_Kept(self.data, self.scaler)
+            found, self.network, self.optimizer, self.scheduler, data=_CheckpointExtras(self.data, self.scaler)
         )
         self.step, self.saves.path = resumed.step, resumed.path
 
@@ -210,7 +214,7 @@ class _Run:
             "predicted_bytes": predicted.nbytes if predicted else None,
         }  # fmt: skip
 
-    def _one(self, batches: Iterator[Any], stop: Callable[[], bool], say: Tell) -> tuple[StepTold, bool]:
+    def _one(self, batches: Iterator[Any], stop: Callable[[], bool], say: EventListener) -> tuple[StepEvent, bool]:
         """Run one step; return its numbers, and True if some rank was asked to stop."""
         start = perf_counter()
         batch = next(batches)
@@ -235,7 +239,7 @@ class _Run:
             self.saves.finish(self.step, say)
         seconds, tokens = perf_counter() - start, _tokens(batch)
         devices = world().size
-        found = StepTold(
+        found = StepEvent(
             self.step, value, norm, rate, seconds, tokens / seconds / devices, self._mfu(tokens, seconds * devices),
             int(memory), scale,
         )  # fmt: skip
@@ -245,7 +249,7 @@ class _Run:
         dtype = self.training.autocast
         return nullcontext() if dtype is None else torch.autocast(self.device, dtype)
 
-    def _norm(self, loss: float, say: Tell) -> float:
+    def _norm(self, loss: float, say: EventListener) -> float:
         """Return the norm of all gradients, and clip them. Raises NonFiniteGradientError."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler.unscale_(self.optimizer)
@@ -282,7 +286,7 @@ class _Run:
         self.network.train(was)
         return sum(losses) / len(losses) if losses else float("nan")
 
-    def _save(self, say: Tell) -> None:
+    def _save(self, say: EventListener) -> None:
         folder = self.training.folder
         if folder is None:
             return
@@ -290,14 +294,14 @@ class _Run:
             self.step,
             lambda: save_checkpoint(
                 folder, self.step, self.network, self.optimizer, self.scheduler,
-                data=_Kept(self.data, self.scaler), async_save=True, keep=self.training.keep,
+                data=_CheckpointExtras(self.data, self.scaler), async_save=True, keep=self.training.keep,
             ),
             say,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CheckpointExtras:
     """The part of a checkpoint beside model, optimizer and scheduler: the place in the data, and the loss scaler."""
 
     data: Any

@@ -28,7 +28,7 @@ from meshwright.checkpoint import (
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, absent, local_parts, stamp
 
-from ..eager.optimizer import lay_states
+from ..eager.optimizer import distribute_states
 from ..recording.loss_scale import LossScale
 from ..static.to_static import DistModel
 from .random_states import NAME as RANDOM
@@ -117,7 +117,7 @@ def load_checkpoint(
     other = "" if optimizer is None else _other_optimizer(catalogue, optimizer)
     kept = None if other else optimizer
     tensors = {f"{MODEL}{name}": held(x) for name, x in network.state_dict().items() if isinstance(x, Tensor)}
-    same = _lie_on_the_same_meshes(catalogue, tensors)
+    same = _are_on_the_same_meshes(catalogue, tensors)
     states = [] if kept is None else _states_for(catalogue, network, kept)
     tensors |= {f"{STATE}{name}.{key}": held(x) for name, _, found in states for key, x in found.items()}
     random = place_for_random(catalogue, world(), same)
@@ -236,7 +236,7 @@ def _other_optimizer(catalogue: Catalogue, optimizer: Optimizer) -> str:
     return ""
 
 
-def _lie_on_the_same_meshes(catalogue: Catalogue, tensors: Mapping[str, Held]) -> bool:
+def _are_on_the_same_meshes(catalogue: Catalogue, tensors: Mapping[str, Held]) -> bool:
     """True if each distributed tensor of the model is on the mesh on which it was saved."""
     meshes = {name: held.spec.mesh for name, held in tensors.items() if held.spec is not None}
     return all(name in catalogue.entries and catalogue.entries[name].mesh is mesh for name, mesh in meshes.items())
@@ -255,7 +255,7 @@ def _states_for(catalogue: Catalogue, network: nn.Module, optimizer: Optimizer) 
         entries = {key: catalogue.entries[f"{STATE}{name}.{key}"] for key in keys.get(name, ())}
         kept = {key: there[key] for key, entry in entries.items() if _fits(entry, there.get(key))}
         new = {key: _new_state(entry, p) for key, entry in entries.items() if key not in kept}
-        lay_states(optimizer, p, new)
+        distribute_states(optimizer, p, new)
         found.append((name, p, {**new, **kept}))
     return found
 

@@ -23,12 +23,12 @@ Event = Mapping[str, Any]
 
 `event` is start, step, evaluation, checkpoint, failed checkpoint, error or end.
 """
-Tell = Callable[[Event], None]
+EventListener = Callable[[Event], None]
 Where = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class StepTold:
+class StepEvent:
     """The numbers of one step; `mfu` is the share of the devices' peak, if the work and the peak are known.
 
     `peak_memory` is the most bytes that a rank has held so far, of its device or of its process. A `gradient_norm` that
@@ -51,7 +51,9 @@ class StepTold:
 
 
 @contextmanager
-def told(steps: int, log: Where | None, tensorboard: Where | None, show: bool, tell: Tell | None) -> Generator[Tell]:
+def event_reporter(
+    steps: int, log: Where | None, tensorboard: Where | None, show: bool, tell: EventListener | None
+) -> Generator[EventListener]:
     """Yield the function to call with each event; it passes the event to all listeners."""
     with ExitStack() as stack:
         listeners = [] if tell is None else [tell]
@@ -60,7 +62,7 @@ def told(steps: int, log: Where | None, tensorboard: Where | None, show: bool, t
         if tensorboard is not None:
             listeners.append(stack.enter_context(_curves(tensorboard)))
         if show:
-            listeners.append(stack.enter_context(_shown(steps)))
+            listeners.append(stack.enter_context(_show_progress(steps)))
 
         def all_of_them(event: Event) -> None:
             for listener in listeners:
@@ -70,7 +72,7 @@ def told(steps: int, log: Where | None, tensorboard: Where | None, show: bool, t
 
 
 @contextmanager
-def _lines(path: Path) -> Generator[Tell]:
+def _lines(path: Path) -> Generator[EventListener]:
     """Append one JSON object per line. A number that is not finite becomes a string, because JSON has none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,7 @@ def _in_json(value: Any) -> Any:
 
 
 @contextmanager
-def _curves(folder: Where) -> Generator[Tell]:
+def _curves(folder: Where) -> Generator[EventListener]:
     """Write numbers by step for TensorBoard, which is imported only here."""
     try:
         writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
@@ -121,7 +123,7 @@ def _numbers(event: Event) -> Iterator[tuple[str, float]]:
 
 
 @contextmanager
-def _shown(steps: int) -> Generator[Tell]:
+def _show_progress(steps: int) -> Generator[EventListener]:
     """Show the banner, a bar with the numbers of the latest step, and a line for every other event."""
     columns = (
         TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.fields[numbers]}"),

@@ -7,18 +7,18 @@ from typing import Any
 
 from meshwright.graph import Node
 
-from ..plan_data.account import Curve
+from ..plan_data.account import MemoryCurve
 from ..sharding.conversion_prices import Prices
-from ..sharding.memory_model import Kept
-from ..sharding.sharding_search import BACKWARD, Cuts
+from ..sharding.memory_model import MemoryModel
+from ..sharding.sharding_search import BACKWARD, Shardings
 
 
-def memory_curve(cuts: Cuts, prices: Prices, seconds: float) -> Curve:
+def memory_curve(cuts: Shardings, prices: Prices, seconds: float) -> MemoryCurve:
     """Return the bytes of every rank over a step of `seconds`; for a batch in pieces, over one piece.
 
     Communication is spread over the step: operators give the relative times, and the plan's account gives the total.
     """
-    kept = Kept(cuts.program, prices, _anew)
+    kept = MemoryModel(cuts.program, prices, _anew)
     base = sum(kept.held(v, cuts.forms[v]) for v in kept.given if v in cuts.forms)
     base += kept.passing(cuts.options, cuts.forms) - max(kept.of_layers(cuts.options, cuts.forms).values(), default=0.0)
     now, at, points = base, 0.0, [(0.0, base)]
@@ -26,10 +26,10 @@ def memory_curve(cuts: Cuts, prices: Prices, seconds: float) -> Curve:
         at, now = at + took, now + more
         points.append((at, now))
     scale = seconds / at if at else 1.0
-    return Curve("every rank", tuple((when * scale, held) for when, held in points))
+    return MemoryCurve("every rank", tuple((when * scale, held) for when, held in points))
 
 
-def _changes(cuts: Cuts, kept: Kept) -> Iterator[tuple[float, float]]:
+def _changes(cuts: Shardings, kept: MemoryModel) -> Iterator[tuple[float, float]]:
     """Yield the seconds of each operator, and the change of the held bytes after it."""
     layers, made = kept.of_layers(cuts.options, cuts.forms), dict[Node, float]()
     for node, option in cuts.options.items():
@@ -45,7 +45,7 @@ def _changes(cuts: Cuts, kept: Kept) -> Iterator[tuple[float, float]]:
     yield 0.0, -layers.get(inside, 0.0)
 
 
-def _forward(node: Node, kept: Kept) -> float:
+def _forward(node: Node, kept: MemoryModel) -> float:
     """Return the fraction of an operator's seconds that its forward pass takes."""
     if not any(v in kept.trains for v in node.outs):
         return 1.0

@@ -14,16 +14,24 @@ from meshwright.layout import ProcessMesh, Spec, hint
 from meshwright.tensor import Context
 
 from .._errors import SearchError
-from ..plan_data.account import Account, Curve, Laid, Rival, Sent, loses, rising
+from ..plan_data.account import (
+    Account,
+    Communication,
+    MemoryCurve,
+    OtherPlan,
+    TensorLayout,
+    pipeline_memory_curve,
+    slower_parts,
+)
 from ..plan_data.plan import quoted
 from ..plan_data.units import parameters
 from ..sharding.conversion_prices import Prices
 from ..sharding.memory_model import per_byte
-from ..sharding.memory_saving import NOTHING, Saving
-from ..sharding.sharding_search import Cuts, Meeting
+from ..sharding.memory_saving import NOTHING, MemorySaving
+from ..sharding.sharding_search import Conversion, Shardings
 from ..stages.balance import Balanced
 from ..transformer_plans.choose import USABLE
-from ..transformer_plans.communication import level
+from ..transformer_plans.communication import link_name
 from .memory_curve import memory_curve
 from .pipeline_plan import Pipelining
 
@@ -48,12 +56,12 @@ class MeshPlan:
     layouts: Mapping[str, Spec] = field(repr=False)
     seconds: float = 0.0
     nbytes: float = 0.0
-    saving: Saving = NOTHING
+    saving: MemorySaving = NOTHING
     pipeline: Pipelining | None = None
     context: Context = "gather"
     notes: tuple[str, ...] = field(default=(), compare=False)
     states: float = field(default=2.0, repr=False, compare=False)
-    cuts: Cuts | None = field(default=None, repr=False, compare=False)
+    cuts: Shardings | None = field(default=None, repr=False, compare=False)
     cluster: Cluster | None = field(default=None, repr=False, compare=False)
     stages: Balanced | None = field(default=None, repr=False, compare=False)
 
@@ -159,7 +167,7 @@ class MeshPlan:
         """
         cuts, cluster = self._searched("the account of")
         spent, room = self._spent(), cluster.device.memory * USABLE
-        rivals = [Rival(p.how, p.seconds, p.nbytes, loses(spent, p._spent())) for p in others]
+        rivals = [OtherPlan(p.how, p.seconds, p.nbytes, slower_parts(spent, p._spent())) for p in others]
         elements = sum(prod(map(hint, i.value.shape)) for i in _own(cuts))
         return Account(
             f"a module of {parameters(float(elements))}", self.how,
@@ -174,17 +182,17 @@ class MeshPlan:
         along = {} if self.context == "gather" else {"context": self.context}
         return {**self.mesh.sizes, **(asdict(self.pipeline) if self.pipeline else {}), **saving, **along}
 
-    def _curves(self, cuts: Cuts, cluster: Cluster) -> Iterator[Curve]:
+    def _curves(self, cuts: Shardings, cluster: Cluster) -> Iterator[MemoryCurve]:
         if self.stages is not None:
             found = self.stages
             for stage, (static, brief) in enumerate(zip(found.static, found.brief, strict=True)):
-                yield rising(f"stage {stage}", found.timeline, stage, static + brief, found.costs.held)
+                yield pipeline_memory_curve(f"stage {stage}", found.timeline, stage, static + brief, found.costs.held)
             return
         together = min(self.tp, cluster.per_node)
         prices = Prices(cluster, self.tp, together, 1 / self.dp, 0.0, self.dp, self.saving, self.states)
         yield memory_curve(cuts, prices, self.seconds / self.saving.accumulate)
 
-    def _searched(self, asked: str) -> tuple[Cuts, Cluster]:
+    def _searched(self, asked: str) -> tuple[Shardings, Cluster]:
         """Return the cuts and the cluster of the search.
 
         Raises:
@@ -198,7 +206,7 @@ class MeshPlan:
         return self.cuts, self.cluster
 
     @property
-    def _meetings(self) -> tuple[Meeting, ...]:
+    def _meetings(self) -> tuple[Conversion, ...]:
         return self.cuts.meetings if self.cuts else ()
 
     def _spent(self) -> dict[str, float]:
@@ -215,7 +223,7 @@ class MeshPlan:
             "gradients of replicas": self.seconds - line.makespan,
         }
 
-    def _held(self, cuts: Cuts) -> dict[str, dict[str, float]]:
+    def _held(self, cuts: Shardings) -> dict[str, dict[str, float]]:
         """Return the bytes by kind, for every rank or for those of each stage."""
         if self.stages is not None:
             rows = zip(self.stages.held, self.stages.static, strict=True)
@@ -225,37 +233,39 @@ class MeshPlan:
         state = min(self.nbytes, sum(nbytes * each / ranks for nbytes, ranks in parts))
         return {"every rank": _kinds(state, self.nbytes - state)}
 
-    def _laid(self) -> Iterator[Laid]:
+    def _laid(self) -> Iterator[TensorLayout]:
         for name, spec in self.layouts.items():
             layer, _, own = name.rpartition(".")
             part = prod(spec.local_shape(self.mesh.process_ids[0])) * spec.dtype.itemsize
-            yield Laid(layer, own, repr(spec), float(part))
+            yield TensorLayout(layer, own, repr(spec), float(part))
 
-    def _sent(self, cluster: Cluster) -> Iterator[Sent]:
-        link = level(cluster, self.tp, min(self.tp, cluster.per_node))
+    def _sent(self, cluster: Cluster) -> Iterator[Communication]:
+        link = link_name(cluster, self.tp, min(self.tp, cluster.per_node))
         for m in self._meetings:
             what = f"{m.value!r} from {m.have!r} to {m.need!r}"
-            yield Sent(m.kind, what, m.layer or "the model", link, 1, m.nbytes, m.seconds, m.seconds, m.source)
+            yield Communication(m.kind, what, m.layer or "the model", link, 1, m.nbytes, m.seconds, m.seconds, m.source)
         if self.stages is not None:
             yield self._messages(cluster, self.stages)
         if self.dp > 1:
-            link = level(cluster, self.dp, max(1, min(self.dp, cluster.per_node // self.tp)))
+            link = link_name(cluster, self.dp, max(1, min(self.dp, cluster.per_node // self.tp)))
             seconds = self._spent()["gradients of replicas"]
             nbytes = sum(row.nbytes for row in self._laid() if not row.name.startswith("batch_"))
             kind = "reduce-scatter and all-gather" if self.saving.zero else "all-reduce"
-            yield Sent(kind, "gradients over dp", "after the backward pass", link, 1, nbytes, seconds, seconds)
+            yield Communication(kind, "gradients over dp", "after the backward pass", link, 1, nbytes, seconds, seconds)
 
-    def _messages(self, cluster: Cluster, stages: Balanced) -> Sent:
+    def _messages(self, cluster: Cluster, stages: Balanced) -> Communication:
         """Return the row of the messages between stages and of their gradients, for the largest boundary."""
         times, count = stages.timeline.times, 2 * stages.schedule.microbatches
-        link = level(cluster, self.mesh.size, min(self.mesh.size, cluster.per_node))
+        link = link_name(cluster, self.mesh.size, min(self.mesh.size, cluster.per_node))
         boundaries = [n for n, (a, b) in enumerate(pairwise(stages.schedule.ways[0])) if a != b]
         nbytes = max(stages.costs.sent[n] for n in boundaries)
         seconds = count * max(times.message(n, n + 1) for n in boundaries)
-        return Sent("message", "activations, and their gradients", "between stages", link, count, nbytes, seconds)
+        return Communication(
+            "message", "activations, and their gradients", "between stages", link, count, nbytes, seconds
+        )
 
 
-def _own(cuts: Cuts) -> list[Input]:
+def _own(cuts: Shardings) -> list[Input]:
     """Return the parameters that an operator reads."""
     return [i for i in cuts.program.inputs if i.role == "parameter" and i.value in cuts.forms]
 
@@ -264,7 +274,7 @@ def _kinds(state: float, others: float) -> dict[str, float]:
     return {"parameters, gradients, optimizer": state, "activations and batch": others}
 
 
-def _why(seconds: float, spent: Mapping[str, float], meetings: Sequence[Meeting]) -> Iterator[str]:
+def _why(seconds: float, spent: Mapping[str, float], meetings: Sequence[Conversion]) -> Iterator[str]:
     name = max(spent, key=lambda n: spent[n])
     yield f"{name}: {100 * spent[name] / (seconds or 1.0):.1f} % of the step"
     if meetings:

@@ -15,7 +15,7 @@ from meshwright.tensor import Context
 
 from .._errors import SearchError
 from ..plan_data.plan import read_text
-from ..sharding.memory_saving import Saving
+from ..sharding.memory_saving import MemorySaving
 from .mesh_plan import STAGES, MeshPlan
 from .pipeline_plan import Pipelining
 
@@ -80,7 +80,7 @@ def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
     if type(count) is not int or count < 1:
         raise _refused(f"microbatches = {count!r}", "no positive integer", "a batch needs one microbatch or more")
     split = tuple(cast(list[str], names))
-    found = Pipelining(split, schedule, count, _way(given.get("way", []), len(split) + 1))
+    found = Pipelining(split, schedule, count, _stages_of_chunks(given.get("way", []), len(split) + 1))
     if mesh.sizes.get(STAGES) != found.stages:
         raise _refused(
             f"split = {names!r}", f"mesh = {mesh.sizes}", f"the split makes {found.stages} stages, along {STAGES}"
@@ -92,7 +92,7 @@ def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
     return found
 
 
-def _way(given: Any, chunks: int) -> tuple[int, ...]:
+def _stages_of_chunks(given: Any, chunks: int) -> tuple[int, ...]:
     """Return the stage of each chunk if a text lists them, or an empty tuple."""
     if not isinstance(given, list) or not all(type(stage) is int for stage in cast(list[Any], given)):
         raise _refused(
@@ -108,7 +108,7 @@ def _way(given: Any, chunks: int) -> tuple[int, ...]:
     return way
 
 
-def _saving(given: Mapping[str, Any]) -> Saving:
+def _saving(given: Mapping[str, Any]) -> MemorySaving:
     zero, layers, pieces = given.get("zero", 0), given.get("recompute", []), given.get("accumulate", 1)
     if type(zero) is not int or not 0 <= zero <= 3:
         raise _refused(f"zero = {zero!r}", "no such stage", "the stages of ZeRO are 1 to 3, and 0 switches it off")
@@ -120,7 +120,7 @@ def _saving(given: Mapping[str, Any]) -> Saving:
         )
     if type(pieces) is not int or pieces < 1:
         raise _refused(f"accumulate = {pieces!r}", "no positive integer", "a batch needs one piece or more")
-    return Saving(zero, tuple(cast(list[str], layers)), pieces)
+    return MemorySaving(zero, tuple(cast(list[str], layers)), pieces)
 
 
 def _context(given: Mapping[str, Any]) -> Context:

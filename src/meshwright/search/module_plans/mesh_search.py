@@ -14,13 +14,13 @@ from meshwright.layout import Layout, ProcessMesh, Spec
 from meshwright.tensor import Context
 
 from .._errors import SearchError
-from ..plan_data.progress_bar import OnStep
-from ..sharding.attention_options import attending, said
-from ..sharding.forms import WHOLE, Form
-from ..sharding.sharding_search import Cuts
+from ..plan_data.progress_bar import OnProgress
+from ..sharding.attention_options import attention_sentences, count_attention_methods
+from ..sharding.forms import WHOLE, AxisForm
+from ..sharding.sharding_search import Shardings
 from .mesh_plan import REPLICAS, SHARES, STAGES, MeshPlan, named_inputs
-from .pipeline_search import Piped, Pipelines
-from .replicas import Asked, Replicas
+from .pipeline_search import FoundPipeline, Pipelines
+from .replicas import PlanRequest, Replicas
 
 PROVED = 1e-9
 """Largest gap at which cuts count as proved to be the best."""
@@ -30,7 +30,7 @@ def plan_mesh(
     program: Program,
     cluster: Cluster,
     ranks: int,
-    on_step: OnStep | None = None,
+    on_step: OnProgress | None = None,
     saving: bool = True,
     batch: Sequence[Any] = (),
     states: float = 2.0,
@@ -47,7 +47,7 @@ def plan_mesh(
     Raises:
         SearchError: nothing fits, or no number of replicas divides both the ranks and the batch.
     """
-    asked = Asked(program, cluster, saving, batch, states)
+    asked = PlanRequest(program, cluster, saving, batch, states)
     shares = [t for t in range(1, ranks + 1) if ranks % t == 0 and asked.rows % (ranks // t) == 0]
     replicas = [Replicas(asked, ranks // t, t) for t in shares]
     if not replicas:
@@ -118,7 +118,7 @@ def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
     return _of_pipeline(own.of, piped)
 
 
-def _of_pipeline(asked: Asked, piped: Piped) -> MeshPlan:
+def _of_pipeline(asked: PlanRequest, piped: FoundPipeline) -> MeshPlan:
     sizes = piped.how.stages, piped.dp, piped.tp
     mesh = ProcessMesh(np.arange(np.prod(sizes)).reshape(sizes), [STAGES, REPLICAS, SHARES])
     layouts = _layouts(asked.program, piped.cuts, mesh[STAGES, 0], piped.how.microbatches, staged=True)
@@ -129,18 +129,20 @@ def _of_pipeline(asked: Asked, piped: Piped) -> MeshPlan:
     )  # fmt: skip
 
 
-def _notes(asked: Asked, cuts: Cuts, pieces: int) -> list[str]:
+def _notes(asked: PlanRequest, cuts: Shardings, pieces: int) -> list[str]:
     notes = [f"provided that {what}" for what in asked.evenly.provided if pieces > 1]
     if cuts.gap > PROVED:
         notes.append(f"not proved to be the fastest shardings: at most {100 * cuts.gap:.2g} % above a lower bound")
-    return notes + said(attending(cuts.options))
+    return notes + attention_sentences(count_attention_methods(cuts.options))
 
 
-def _context(cuts: Cuts) -> Context:
-    return "ulysses" if attending(cuts.options)["ulysses"] else "gather"
+def _context(cuts: Shardings) -> Context:
+    return "ulysses" if count_attention_methods(cuts.options)["ulysses"] else "gather"
 
 
-def _layouts(program: Program, cuts: Cuts, mesh: ProcessMesh, pieces: int, staged: bool = False) -> dict[str, Spec]:
+def _layouts(
+    program: Program, cuts: Shardings, mesh: ProcessMesh, pieces: int, staged: bool = False
+) -> dict[str, Spec]:
     """Return the layouts of the inputs on the mesh of replicas and shares.
 
     If the batch is taken in pieces, all its tensors keep the rows of the replica. With stages, the batch is sharded in
@@ -161,6 +163,6 @@ def _layouts(program: Program, cuts: Cuts, mesh: ProcessMesh, pieces: int, stage
     return {name: Spec(mesh, lies(i), i.value.shape, tensor_dtype(i.value)) for name, i in inputs}
 
 
-def _is_plain(form: Form) -> bool:
+def _is_plain(form: AxisForm) -> bool:
     """True if a form shards a whole dim, and not a factor of one."""
     return form.kind == "cut" and isinstance(form.cut, tuple)

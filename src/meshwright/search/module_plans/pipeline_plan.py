@@ -39,7 +39,7 @@ class Pipelining:
 
     def __str__(self) -> str:
         few = [*self.split[:2], *([f"... {self.split[-1]}"] if len(self.split) > 2 else [])]
-        where = f"{len(self.way)} chunks on stages {_few(self.way)}, from" if self.way else "stages from"
+        where = f"{len(self.way)} chunks on stages {_stages_text(self.way)}, from" if self.way else "stages from"
         return f"{self.schedule} of {self.microbatches} microbatches, {where} {', '.join(few)}"
 
     def lines(self) -> list[str]:
@@ -54,7 +54,7 @@ class Pipelining:
         ]  # fmt: skip
 
 
-def _few(way: tuple[int, ...]) -> str:
+def _stages_text(way: tuple[int, ...]) -> str:
     """Return the stages in order, as text; for a long list, only the first ones and the last."""
     shown = [*map(str, way)]
     return " ".join(shown if len(shown) <= SHOWN else [*shown[: SHOWN - 2], "...", shown[-1]])

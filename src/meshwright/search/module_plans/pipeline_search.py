@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..sharding.conversion_prices import Prices
-from ..sharding.memory_saving import NOTHING, Saving
-from ..sharding.sharding_search import Cuts
+from ..sharding.memory_saving import NOTHING, MemorySaving
+from ..sharding.sharding_search import Shardings
 from ..stages.balance import Balanced, balance, fits
 from ..stages.layer_chain import Chain, chain_of
 from ..stages.layer_costs import Links, layer_costs
@@ -31,11 +31,11 @@ FILLING = 1 / 3
 
 
 @dataclass(frozen=True)
-class Piped:
+class FoundPipeline:
     """A pipeline of the search: the cuts of operators, the costs of each chunk, and the seconds of a step."""
 
-    cuts: Cuts
-    saving: Saving
+    cuts: Shardings
+    saving: MemorySaving
     how: Pipelining
     stages: Balanced
     dp: int
@@ -57,7 +57,7 @@ class _Candidate:
     at_least: float
     replicas: Replicas
     stages: int
-    saving: Saving
+    saving: MemorySaving
 
     @property
     def microbatches(self) -> int:
@@ -84,12 +84,12 @@ class Pipelines:
         asked = self.replicas[0].of
         return self.chain.why_not or (asked.evenly.why_not and f"the batch cannot be split: {asked.evenly.why_not}")
 
-    def best(self, replicas: Sequence[Replicas], limit: float = inf) -> Piped | None:
+    def best(self, replicas: Sequence[Replicas], limit: float = inf) -> FoundPipeline | None:
         """Return the fastest pipeline on these replicas that fits and takes less than `limit` seconds, or None.
 
         Candidates are tried in the order of their estimated seconds.
         """
-        best: Piped | None = None
+        best: FoundPipeline | None = None
         if self.why_not:
             return None
         for candidate in sorted(self._candidates(replicas), key=lambda c: c.at_least):
@@ -112,14 +112,14 @@ class Pipelines:
         asked = range(2, replicas + 1) if self.stages is None else [self.stages]
         return [p for p in asked if p > 1 and replicas % p == 0 and p <= len(self.chain.layers)]
 
-    def _savings(self, own: Replicas, stages: int) -> Iterator[Saving]:
+    def _savings(self, own: Replicas, stages: int) -> Iterator[MemorySaving]:
         """Yield memory-saving options: pieces, states that replicas share, recomputed layers."""
         for pieces in own.of.pieces(own.dp):
             if pieces * stages**2 <= MOST:
                 for zero in range(2 if own.dp > stages else 1):
-                    yield from (Saving(zero, again, pieces) for again in own.of.layers)
+                    yield from (MemorySaving(zero, again, pieces) for again in own.of.layers)
 
-    def _at_least(self, own: Replicas, stages: int, saving: Saving) -> float:
+    def _at_least(self, own: Replicas, stages: int, saving: MemorySaving) -> float:
         """Return the estimated seconds of equal stages that are filled as fast as possible."""
         work = own.about.seconds(saving)
         chunks = most_chunks(stages, stages * saving.accumulate, len(self.chain.layers))
@@ -127,10 +127,10 @@ class Pipelines:
         prices = self._prices(own, stages, saving)
         return work + filling + float(prices.reduced(own.fastest_parameters / stages))
 
-    def _prices(self, own: Replicas, stages: int, saving: Saving) -> Prices:
+    def _prices(self, own: Replicas, stages: int, saving: MemorySaving) -> Prices:
         return replace(own.prices, replicas=own.dp // stages, saving=saving)
 
-    def _found(self, c: _Candidate, limit: float) -> Piped | None:
+    def _found(self, c: _Candidate, limit: float) -> FoundPipeline | None:
         """Return the fastest pipeline of a candidate that takes less than `limit` seconds, or None.
 
         A price of bytes makes cuts take as little memory as they must; a stage holds as many microbatches as there are
@@ -145,9 +145,9 @@ class Pipelines:
 
         links = Links(message, prices.reduced)
 
-        found: list[tuple[Cuts, Balanced]] = []
+        found: list[tuple[Shardings, Balanced]] = []
 
-        def goes(cuts: Cuts) -> Cuts | None:
+        def goes(cuts: Shardings) -> Shardings | None:
             """Return the cuts if they fit, or None; record stages that are faster than all before."""
             shape = layer_costs(problem.told(cuts), prices, self.chain), c.stages, c.microbatches, own.of.room, links
             stages = balance(*shape, found[-1][1].seconds if found else limit)
@@ -162,4 +162,4 @@ class Pipelines:
         split = tuple(self.chain.layers[n] for n in stages.starts)
         way = stages.schedule.ways[0] if len(split) >= c.stages else ()
         how = Pipelining(split, stages.schedule.name, c.microbatches, way)
-        return Piped(cuts, replace(c.saving, accumulate=1), how, stages, prices.replicas, own.tp)
+        return FoundPipeline(cuts, replace(c.saving, accumulate=1), how, stages, prices.replicas, own.tp)

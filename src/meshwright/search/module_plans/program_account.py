@@ -24,8 +24,8 @@ from meshwright.graph import (
 )
 from meshwright.pipeline import Schedule, Timeline, Times, simulate
 
-from ..plan_data.account import Account, Curve, Laid, Sent, rising
-from ..transformer_plans.communication import level
+from ..plan_data.account import Account, Communication, MemoryCurve, TensorLayout, pipeline_memory_curve
+from ..transformer_plans.communication import link_name
 
 POINTS = 600
 """Upper bound on the points of a curve; each is the largest of those that it replaces."""
@@ -42,10 +42,10 @@ def program_account(
     With a pipeline, the program is that of one microbatch and of the work done once per step, and `schedule` is its
     table.
     """
-    return _Priced(closed(program), cluster, ranks, schedule).account(how)
+    return _PricedProgram(close_program(program), cluster, ranks, schedule).account(how)
 
 
-def closed(program: Program) -> Program:
+def close_program(program: Program) -> Program:
     """Return the program with each input once, and with values that no node makes as inputs.
 
     The program of a pipeline consists of several programs, which repeat inputs. The values that no node makes are sums
@@ -66,7 +66,7 @@ def closed(program: Program) -> Program:
 
 
 @dataclass(frozen=True)
-class _Priced:
+class _PricedProgram:
     program: Program
     cluster: Cluster
     ranks: int
@@ -91,7 +91,7 @@ class _Priced:
         return tuple(map(self._node, self.program.nodes))
 
     def _node(self, node: Node) -> float:
-        carry = _carry(node)
+        carry = _communication_of(node)
         if carry is not None:
             return self.cluster.seconds(carry.step, carry.src.concrete) if carry.communicates else 0.0
         work = work_of(node)
@@ -101,7 +101,7 @@ class _Priced:
         """Return the seconds of a step by phase, and of communication; nodes of a chunk count once per microbatch."""
         found = {"forward": 0.0, "backward": 0.0, "update": 0.0, "communication": 0.0}
         for node, seconds in zip(self.program.nodes, self.seconds, strict=True):
-            found["communication" if _carry(node) else node.origin.phase] += seconds * self._times(node)
+            found["communication" if _communication_of(node) else node.origin.phase] += seconds * self._times(node)
         if self.timeline is not None:
             found["waiting for other ranks"] = self.timeline.makespan - self.timeline.busy[self._own_rank]
         return found
@@ -146,19 +146,19 @@ class _Priced:
 
     # --- memory
 
-    def _curve(self, memory: LiveMemory) -> Curve:
+    def _curve(self, memory: LiveMemory) -> MemoryCurve:
         """Return the bytes at each node, one after the other."""
         ends = accumulate(self.seconds)
         points = [(0.0, float(memory.held)), *zip(ends, map(float, memory.live), strict=True)]
         each = -(-len(points) // POINTS)
         most = [max(points[at : at + each], key=lambda p: p[1]) for at in range(0, len(points), each)]
-        return Curve(f"rank {self.program.rank}", (*most, points[-1]))
+        return MemoryCurve(f"rank {self.program.rank}", (*most, points[-1]))
 
-    def _piped_curve(self, timeline: Timeline, memory: LiveMemory) -> Curve:
+    def _piped_curve(self, timeline: Timeline, memory: LiveMemory) -> MemoryCurve:
         """Return the bytes of the inputs, plus those of each microbatch that is in flight in a chunk by the table."""
         each = [(memory.peak_in("forward", "backward") - memory.held) / max(1, len(self._own))]
         each *= timeline.schedule.chunks
-        return rising(f"rank {self.program.rank}", timeline, self._own_rank, float(memory.held), each)
+        return pipeline_memory_curve(f"rank {self.program.rank}", timeline, self._own_rank, float(memory.held), each)
 
     def _held(self, memory: LiveMemory, most: float) -> dict[str, float]:
         """Return the bytes at the peak: inputs by role, and values that are live then."""
@@ -178,32 +178,32 @@ class _Priced:
         if self.timeline is not None:
             yield "chunks of other ranks are assumed to last as long as those of this rank, on average"
 
-    def _laid(self) -> Iterator[Laid]:
+    def _laid(self) -> Iterator[TensorLayout]:
         for given in self.program.inputs:
             if given.value.is_tensor and given.role in ("parameter", "buffer", "state", "batch"):
                 path, own = given.name.split("."), -2 if given.role == "state" else -1
                 lies = repr(given.spec) if given.spec else type_text(given.value)
                 layer, name = ".".join(path[:own]), ".".join(path[own:])
-                yield Laid(layer, name, lies, float(given.value.nbytes), given.role)
+                yield TensorLayout(layer, name, lies, float(given.value.nbytes), given.role)
 
-    def _sent(self) -> Iterator[Sent]:
+    def _sent(self) -> Iterator[Communication]:
         """Yield every communication, in order."""
         for node, seconds in zip(self.program.nodes, self.seconds, strict=True):
-            carry = _carry(node)
+            carry = _communication_of(node)
             if carry is None or not carry.communicates:
                 continue
             src, rank = carry.src.concrete, self.program.rank
             group = carry.step.group(src, rank) if rank in src.mesh else src.mesh.process_ids
             nodes = {r // self.cluster.per_node for r in group}
-            link = level(self.cluster, len(nodes), 1)
+            link = link_name(self.cluster, len(nodes), 1)
             where, times = " ".join(filter(None, [node.origin.phase, node.origin.layer])), self._times(node)
             nbytes = float(max(carry.step.received(src, r) for r in group[:LOOKED_AT]))
-            yield Sent(
+            yield Communication(
                 name_of(carry), repr(src), where, link, times, nbytes, seconds * times, source=node.origin.where
             )  # fmt: skip
 
 
-def _carry(node: Node) -> Carry | None:
+def _communication_of(node: Node) -> Carry | None:
     """Return the communication that a node carries out or starts, or None; the end of one costs nothing more."""
     if isinstance(node.op, Start):
         return node.op.carry

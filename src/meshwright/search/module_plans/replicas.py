@@ -13,18 +13,18 @@ from meshwright.graph import Program, name_of, type_text
 from meshwright.layout import hint
 
 from .._errors import SearchError
-from ..plan_data.units import enough, size
-from ..sharding.accumulation_check import Evenly, evenly
+from ..plan_data.units import size, size_rounded_up
+from ..sharding.accumulation_check import AccumulationCheck, check_accumulation
 from ..sharding.conversion_prices import Prices
-from ..sharding.memory_saving import NOTHING, Saving, blocks_of, patterns_of
-from ..sharding.saving_estimates import About
-from ..sharding.sharding_search import CutProblem, Cuts
+from ..sharding.memory_saving import NOTHING, MemorySaving, blocks_of, patterns_of
+from ..sharding.saving_estimates import SavingEstimates
+from ..sharding.sharding_search import ShardingProblem, Shardings
 from ..transformer_plans.choose import USABLE
 
 SHOWN_TENSORS = 3
 
 
-def largest(program: Program) -> str:
+def largest_tensors_text(program: Program) -> str:
     """Return the largest tensors of a program, with the sizes of the whole tensors, as text."""
     named = {i.value: i.name for i in program.inputs if i.value.is_tensor}
     made = {v: f"{v.name} of {name_of(node.op)}" for node in program.nodes for v in node.outs if v.is_tensor}
@@ -39,7 +39,7 @@ CLOSE = 5e-3
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """Request for plans: a captured model, its batch, the devices, and whether to save memory by more than cuts."""
 
     program: Program
@@ -60,11 +60,11 @@ class Asked:
         return sizes[0] if sizes and len(set(sizes)) == 1 else 1
 
     @cached_property
-    def evenly(self) -> Evenly:
+    def evenly(self) -> AccumulationCheck:
         """Result of the check that pieces of a batch give the loss of the whole."""
-        found = evenly(self.program)
+        found = check_accumulation(self.program)
         return (
-            Evenly("the number of ignored labels differs between the pieces")
+            AccumulationCheck("the number of ignored labels differs between the pieces")
             if self.batch and found.ignores(self.batch)
             else found
         )
@@ -91,32 +91,34 @@ class Asked:
 class Replicas:
     """`dp` replicas of `tp` ranks each, with their memory-saving options and the costs of these."""
 
-    of: Asked
+    of: PlanRequest
     dp: int
     tp: int
-    known: dict[Saving, CutProblem] = field(default_factory=dict[Saving, CutProblem], repr=False, compare=False)
+    known: dict[MemorySaving, ShardingProblem] = field(
+        default_factory=dict[MemorySaving, ShardingProblem], repr=False, compare=False
+    )
 
     @property
     def prices(self) -> Prices:
         together = min(self.tp, self.of.cluster.per_node)
         return Prices(self.of.cluster, self.tp, together, 1 / self.dp, replicas=self.dp, states=self.of.states)
 
-    def problem(self, saving: Saving) -> CutProblem:
+    def problem(self, saving: MemorySaving) -> ShardingProblem:
         """Return the problem of the best cuts under a memory-saving option.
 
         Options that differ in ZeRO alone share the work that does not depend on it.
         """
         alike = replace(saving, zero=0)
         if alike not in self.known:
-            self.known[alike] = CutProblem(self.of.program, replace(self.prices, saving=alike))
+            self.known[alike] = ShardingProblem(self.of.program, replace(self.prices, saving=alike))
         return self.known[alike].saving(saving)
 
     @cached_property
-    def about(self) -> About:
-        return About(self.problem(NOTHING))
+    def about(self) -> SavingEstimates:
+        return SavingEstimates(self.problem(NOTHING))
 
     @cached_property
-    def found(self) -> tuple[Cuts, Saving]:
+    def found(self) -> tuple[Shardings, MemorySaving]:
         """The fastest cuts that fit, and their memory-saving option.
 
         Options are tried in the order of their estimated seconds.
@@ -124,7 +126,7 @@ class Replicas:
         plain, room = self.problem(NOTHING), self.of.room
         if plain.fastest.nbytes <= room or not self.of.saving:
             return plain.within(room), NOTHING
-        best: tuple[float, Cuts, Saving] | None = None
+        best: tuple[float, Shardings, MemorySaving] | None = None
         for about, saving in self._in_order():
             if best is not None and about * (1 + CLOSE) >= best[0]:
                 break
@@ -138,19 +140,19 @@ class Replicas:
             raise self.nothing()
         return best[1:]
 
-    def _in_order(self) -> list[tuple[float, Saving]]:
+    def _in_order(self) -> list[tuple[float, MemorySaving]]:
         """Return the memory-saving options that may fit, with estimated seconds of a step, fastest first."""
         fitting = [saving for saving in self._savings() if self.about.nbytes(saving) <= self.of.room]
         return sorted(((self._at_least(saving), saving) for saving in fitting), key=lambda way: way[0])
 
-    def _at_least(self, saving: Saving) -> float:
+    def _at_least(self, saving: MemorySaving) -> float:
         return self.about.seconds(saving) + self._reduced(self.fastest_parameters, saving)
 
-    def sync(self, cuts: Cuts, saving: Saving) -> float:
+    def sync(self, cuts: Shardings, saving: MemorySaving) -> float:
         """Return the exposed seconds of reducing gradients over replicas, with the gathers of ZeRO."""
         return self._reduced(self._parameters(cuts), saving)
 
-    def _reduced(self, nbytes: float, saving: Saving) -> float:
+    def _reduced(self, nbytes: float, saving: MemorySaving) -> float:
         return float(replace(self.prices, saving=saving).reduced(nbytes))
 
     @cached_property
@@ -158,7 +160,7 @@ class Replicas:
         """Bytes of a rank's parameters under the fastest cuts."""
         return self._parameters(self.about.plain.fastest)
 
-    def _parameters(self, cuts: Cuts) -> float:
+    def _parameters(self, cuts: Shardings) -> float:
         """Return the bytes of a rank's parameters in their initial layouts."""
         return sum(
             i.value.nbytes / (self.tp if cuts.of(i.value).kind == "cut" else 1)
@@ -166,14 +168,14 @@ class Replicas:
             if i.role == "parameter" and i.value in cuts.forms
         )
 
-    def _savings(self) -> Iterator[Saving]:
+    def _savings(self) -> Iterator[MemorySaving]:
         """Yield all memory-saving options.
 
         With pieces, ZeRO stops at stage 1, because parameters are not gathered again for each piece.
         """
         for pieces in self.of.pieces(self.dp):
             for zero in range((4 if pieces == 1 else 2) if self.dp > 1 else 1):
-                yield from (Saving(zero, again, pieces) for again in self.of.layers)
+                yield from (MemorySaving(zero, again, pieces) for again in self.of.layers)
 
     @cached_property
     def at_least(self) -> float:
@@ -195,11 +197,13 @@ class Replicas:
         why_not, room, least = self.of.evenly.why_not, self.of.room, self.fewest
         return SearchError(
             f"a model on {self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)} of "
-            f"{enough(room)}",
-            f"the model needs {enough(least)} per rank; its largest whole tensors: {largest(self.of.program)}",
-            f"{enough(least - room)} are missing with every sharding"
+            f"{size_rounded_up(room)}",
+            f"the model needs {size_rounded_up(least)} per rank; "
+            f"its largest whole tensors: {largest_tensors_text(self.of.program)}",
+            f"{size_rounded_up(least - room)} are missing with every sharding"
             + (", with ZeRO, with recomputation, " if self.of.saving else "")
             + (("and the batch cannot be split: " + why_not if why_not else "and with gradient accumulation")
                if self.of.saving else ""),
-            f"use devices of {enough(least / USABLE)} (libraries use some of it), more ranks, or a smaller batch",
+            f"use devices of {size_rounded_up(least / USABLE)} (libraries use some of it), more ranks, "
+            "or a smaller batch",
         )  # fmt: skip

@@ -14,7 +14,7 @@ from .units import signed
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class TensorLayout:
     """A tensor and its layout.
 
     `layer` is the path of the tensor's layer, `layout` is written with the whole shape, and `nbytes` are the bytes of
@@ -30,7 +30,7 @@ class Laid:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Communication:
     """One kind of communication of a step.
 
     `kind` is the collective, `what` the tensor, `where` the phase and layer. `count` is the number of calls in a step,
@@ -50,7 +50,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
+class OtherPlan:
     """Another plan: how it differs, what it takes, and in which parts of the step it is slower."""
 
     how: str
@@ -60,7 +60,7 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class MemoryCurve:
     """Bytes that a rank holds over time: `points` are (when, bytes) at each change, `unit` is the unit of `when`."""
 
     rank: str
@@ -85,19 +85,19 @@ class Account:
     why: tuple[str, ...]
     spent: Mapping[str, float]
     held: Mapping[str, Mapping[str, float]]
-    laid: tuple[Laid, ...]
-    sent: tuple[Sent, ...]
-    rivals: tuple[Rival, ...] = ()
+    laid: tuple[TensorLayout, ...]
+    sent: tuple[Communication, ...]
+    rivals: tuple[OtherPlan, ...] = ()
     decided: Mapping[str, object] = field(default_factory=dict[str, object])
     timeline: Timeline | None = field(default=None, repr=False)
-    curves: tuple[Curve, ...] = field(default=(), repr=False)
+    curves: tuple[MemoryCurve, ...] = field(default=(), repr=False)
 
     @property
     def fits(self) -> bool:
         return self.nbytes <= self.room
 
 
-def rising(name: str, timeline: Timeline, rank: int, base: float, each: Sequence[float]) -> Curve:
+def pipeline_memory_curve(name: str, timeline: Timeline, rank: int, base: float, each: Sequence[float]) -> MemoryCurve:
     """Return the memory curve of a pipeline rank: `base`, plus `each` chunk's bytes per microbatch in flight."""
     now, points = base, {0.0: base}
     for timed in timeline.rows[rank]:
@@ -105,17 +105,17 @@ def rising(name: str, timeline: Timeline, rank: int, base: float, each: Sequence
         if change:
             now += change
             points[timed.start if change > 0 else timed.end] = now
-    return Curve(name, (*points.items(), (timeline.makespan, now)))
+    return MemoryCurve(name, (*points.items(), (timeline.makespan, now)))
 
 
 ALIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
 """Change of the number of microbatches in flight: a forward begins one, the last of its gradients ends it."""
 
 
-def loses(own: Mapping[str, float], other: Mapping[str, float], most: int = 2) -> str:
+def slower_parts(own: Mapping[str, float], other: Mapping[str, float], most: int = 2) -> str:
     """Return the parts of a step in which `other` takes longer or shorter than `own`, the largest differences first.
 
-    >>> loses({"computation": 1.0, "bubble": 0.1}, {"computation": 0.9, "bubble": 0.4})
+    >>> slower_parts({"computation": 1.0, "bubble": 0.1}, {"computation": 0.9, "bubble": 0.4})
     'bubble +300 ms, computation -100 ms'
     """
     changes = {name: other.get(name, 0.0) - own.get(name, 0.0) for name in {**own, **other}}

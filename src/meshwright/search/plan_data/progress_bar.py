@@ -12,14 +12,16 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-OnStep = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Function that is called with the number of steps done and the number of all steps."""
 PATIENCE = 1.0
 """Seconds before a bar is shown."""
 
 
 @contextmanager
-def shown(what: str, silent: bool = False, file: TextIO | None = None, patience: float = PATIENCE) -> Generator[OnStep]:
+def progress_bar(
+    what: str, silent: bool = False, file: TextIO | None = None, patience: float = PATIENCE
+) -> Generator[OnProgress]:
     """Show a bar on the standard error until the end of the block; yield the function to call on progress.
 
     Nothing is shown if `silent` is set, or if the output is not a terminal.

@@ -56,10 +56,10 @@ def count(x: float) -> str:
     return f"{x:,.0f}" if x == round(x) else f"{x:,.4g}"
 
 
-def enough(nbytes: float) -> str:
+def size_rounded_up(nbytes: float) -> str:
     """Return bytes as text with a unit of the right size, rounded up to four digits, so that the text is never too low.
 
-    >>> enough(20_052_100.0), enough(1.5e9), enough(12.0)
+    >>> size_rounded_up(20_052_100.0), size_rounded_up(1.5e9), size_rounded_up(12.0)
     ('20.06 MB', '1.5 GB', '12 bytes')
     """
     size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if nbytes >= s), (1.0, "bytes"))

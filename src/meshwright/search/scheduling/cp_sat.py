@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.pipeline import Schedule
 
 from .._errors import SearchError
-from .integer_model import Whole
+from .integer_model import IntegerModel
 from .problem import Problem
 
 WORKER = Path(__file__).with_name("cp_sat_worker.py")
@@ -49,8 +49,8 @@ def solve(problem: Problem, start: Schedule, bound: float, until: float, workers
             "a schedule from a solver", "OR-tools is not installed", "the solver is part of OR-tools",
             "run pip install meshwright[solver]",
         )  # fmt: skip
-    model = Whole(problem, start)
-    answer = _asked({**_question(model, bound), "until": until, "workers": workers}, until)
+    model = IntegerModel(problem, start)
+    answer = _run_worker({**_worker_input(model, bound), "until": until, "workers": workers}, until)
     # the start of a span is rounded as well
     off = 0 if model.tick.exact or problem.objective == "makespan" else 1
     proved = max(bound, (answer["bound"] - off) * model.tick.size)
@@ -60,7 +60,7 @@ def solve(problem: Problem, start: Schedule, bound: float, until: float, workers
     return Solved(found if problem.allows(found) else None, proved)
 
 
-def _question(model: Whole, bound: float) -> dict[str, Any]:
+def _worker_input(model: IntegerModel, bound: float) -> dict[str, Any]:
     """Return the input of the worker."""
     return {
         "operations": [[model.problem.way[a.chunk], n] for a, n in zip(model.actions, model.lengths(), strict=True)],
@@ -76,7 +76,7 @@ def _question(model: Whole, bound: float) -> dict[str, Any]:
     }
 
 
-def _asked(question: dict[str, Any], until: float) -> Mapping[str, Any]:
+def _run_worker(question: dict[str, Any], until: float) -> Mapping[str, Any]:
     """Run the worker and return its answer.
 
     Raises:

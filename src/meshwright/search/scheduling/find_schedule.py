@@ -11,14 +11,14 @@ from meshwright.pipeline import Schedule, check
 from .._errors import SearchError
 from .bounds import lower_bound
 from .cp_sat import is_installed, solve
-from .hints import known_tables, pulled
+from .hints import known_tables, squeezed_tables
 from .problem import Problem
 
 EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
-class Found:
+class CertifiedSchedule:
     """A schedule with its certificate: no schedule for this problem takes less than `bound` seconds."""
 
     problem: Problem
@@ -45,7 +45,7 @@ class Found:
         return f"{self.schedule.name}{better}: {self.problem.objective} {self.value:g}, {proof} ({self.bound:g})"
 
 
-def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> Found:
+def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> CertifiedSchedule:
     """Return the shortest schedule that `seconds` of search find: never longer than any known one that fits.
 
     Raises:
@@ -64,10 +64,10 @@ def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> F
             value = problem.value(schedule)
         bound = min(solved.bound, value)
     check(schedule, memory=problem.memory, capacity=problem.limits)
-    return Found(problem, schedule, value, bound, start.name, time.monotonic() - begin)
+    return CertifiedSchedule(problem, schedule, value, bound, start.name, time.monotonic() - begin)
 
 
-def find_placement(problems: Iterable[Problem], seconds: float = 3.0, workers: int = 2) -> Found:
+def find_placement(problems: Iterable[Problem], seconds: float = 3.0, workers: int = 2) -> CertifiedSchedule:
     """Return the best schedule over several problems that differ in placement; the most promising gets the most time.
 
     Raises:
@@ -85,7 +85,7 @@ def find_placement(problems: Iterable[Problem], seconds: float = 3.0, workers: i
     if not open_problems:
         raise errors[0]
     open_problems.sort(key=lambda found: found[0])
-    best: Found | None = None
+    best: CertifiedSchedule | None = None
     for share, (_, problem) in zip(_shares(len(open_problems)), open_problems, strict=True):
         if best is not None and lower_bound(problem) >= best.value:
             continue
@@ -116,7 +116,7 @@ def _best_hint(problem: Problem, least: float, until: float) -> tuple[float, Sch
             "provide more memory per rank, recompute, or use smaller microbatches or more ranks",
         )  # fmt: skip
     value, _, best = tables[0]
-    for schedule in pulled(problem, (table for _, _, table in tables)):
+    for schedule in squeezed_tables(problem, (table for _, _, table in tables)):
         if value <= least * (1 + EQUAL) or time.monotonic() > until:
             break
         if (shorter := problem.value(schedule)) < value:

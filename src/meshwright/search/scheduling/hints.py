@@ -38,10 +38,10 @@ def hints(problem: Problem) -> Iterator[Schedule]:
     """Yield every known schedule that the problem allows, then each squeezed."""
     tables = list(known_tables(problem))
     yield from tables
-    yield from pulled(problem, tables)
+    yield from squeezed_tables(problem, tables)
 
 
-def pulled(problem: Problem, tables: Iterable[Schedule]) -> Iterator[Schedule]:
+def squeezed_tables(problem: Problem, tables: Iterable[Schedule]) -> Iterator[Schedule]:
     """Yield the tables squeezed for the times and the memory of the problem, where it allows them."""
     for table in tables:
         yield from filter(problem.allows, [squeezed(table, problem.times, problem.memory, problem.room)])
@@ -56,10 +56,10 @@ def known_tables(problem: Problem) -> Iterator[Schedule]:
         except ScheduleError:
             continue
         whole = whole_backward(plain)
-        yield from filter(problem.allows, map(_apart, [plain, whole] if problem.split else [whole]))
+        yield from filter(problem.allows, map(_one_action_at_a_time, [plain, whole] if problem.split else [whole]))
 
 
-def _apart(table: Schedule) -> Schedule:
+def _one_action_at_a_time(table: Schedule) -> Schedule:
     """Return the same table with one action at a time."""
     return replace(table, rows=tuple(tuple(atom for action in row for atom in action.atoms) for row in table.rows))
 

@@ -58,7 +58,7 @@ def _ended(microbatch: int, held: int, limit: int) -> int:
     return max(0, -(-((microbatch + 1) * held - limit) // held)) if held else 0
 
 
-class Whole:
+class IntegerModel:
     """Operations in the order F, B, W, by chunk and by microbatch; `start` is a schedule.
 
     Microbatches are alike: those of any schedule can be numbered so that every chunk runs all of them in order.

@@ -15,11 +15,11 @@ from meshwright.graph import Node, Operator, Program, Value, is_drawing, looked_
 from meshwright.layout import hint
 from meshwright.spmd import Bound, Call, Choice
 
-from .forms import AXIS, PENDING, VARYING, WHOLE, Form
+from .forms import AXIS, PENDING, VARYING, WHOLE, AxisForm
 from .operator_options import call_of, choices, form_of, needs_of, tensors_of
 
-MEAN = Form("mean")
-ROWS = Form("cut", 0, (AXIS,))
+MEAN = AxisForm("mean")
+ROWS = AxisForm("cut", 0, (AXIS,))
 TAKE_MEANS = frozenset({"aten::mean"})
 LOSSES = {
     "aten::mse_loss": 2, "aten::l1_loss": 2, "aten::smooth_l1_loss": 2, "aten::huber_loss": 2,
@@ -44,7 +44,7 @@ ARGUMENTS, IGNORED = ("input", "target", "weight", "reduction", "ignore_index"),
 
 
 @dataclass(frozen=True, slots=True)
-class Evenly:
+class AccumulationCheck:
     """Result of the check: the reason against pieces, if there is one, and the labels that must not be ignored.
 
     `labels` are (index of a leaf of the batch, the number that is ignored). Pieces would count by the labels that are
@@ -69,14 +69,14 @@ class Evenly:
         return any(x.device.type != "meta" and bool((x == number).any()) for x, number in found)
 
 
-def evenly(program: Program) -> Evenly:
+def check_accumulation(program: Program) -> AccumulationCheck:
     """Check if the captured loss is the mean of the losses of equal pieces of the batch."""
-    rows = rows_of(program)
+    rows = first_tensor_rows(program)
     pieces = next((n for n in range(2, rows + 1) if rows % n == 0), 1)
-    return _Followed(program, pieces, rows).told() if pieces > 1 else Evenly(f"the batch has {rows} row")
+    return _Followed(program, pieces, rows).told() if pieces > 1 else AccumulationCheck(f"the batch has {rows} row")
 
 
-def rows_of(program: Program) -> int:
+def first_tensor_rows(program: Program) -> int:
     """Return the number of rows of the first tensor of a batch that has dims."""
     batch = (i.value for i in program.inputs if i.role == "batch" and i.value.is_tensor)
     return next((hint(v.shape[0]) for v in batch if v.shape), 1)
@@ -87,23 +87,23 @@ class _Followed:
     program: Program
     pieces: int
     rows: int
-    forms: dict[Value, Form] = field(default_factory=dict[Value, Form])
+    forms: dict[Value, AxisForm] = field(default_factory=dict[Value, AxisForm])
     labels: dict[int, int] = field(default_factory=dict[int, int])
     draws: bool = False
 
-    def told(self) -> Evenly:
+    def told(self) -> AccumulationCheck:
         for given in self.program.inputs:
             v = given.value
             if given.role == "batch" and v.is_tensor and v.shape and hint(v.shape[0]) == self.rows:
                 self.forms[v] = ROWS
         for node in self.program.nodes:
             if any(v in self.forms for v in node.ins) and not self._follow(node):
-                return Evenly(f"{node.op} in {node.origin.layer or 'the model'} depends on all rows at once")
+                return AccumulationCheck(f"{node.op} in {node.origin.layer or 'the model'} depends on all rows at once")
         if any(v in self.forms for _, v in self.program.writes):
-            return Evenly("the model stores values that depend on its batch")
+            return AccumulationCheck("the model stores values that depend on its batch")
         if any(self.forms.get(v) != MEAN for v in self.program.results):
-            return Evenly("the loss is not a mean over the batch")
-        return Evenly(labels=tuple(self.labels.items()), draws=self.draws)
+            return AccumulationCheck("the loss is not a mean over the batch")
+        return AccumulationCheck(labels=tuple(self.labels.items()), draws=self.draws)
 
     def _follow(self, node: Node) -> bool:
         """Record how the results of a node depend on rows; return False if no rule says so."""
@@ -120,7 +120,7 @@ class _Followed:
         self.forms |= {v: form for v, form in zip(tensors_of(node.outs), made, strict=True) if form != WHOLE}
         return True
 
-    def _gives(self, node: Node, have: Sequence[Form]) -> Sequence[Form] | None:
+    def _gives(self, node: Node, have: Sequence[AxisForm]) -> Sequence[AxisForm] | None:
         if _name(node) == "aten::dropout":
             self.draws = self.draws or bool(node.args[2])
             return have
@@ -139,7 +139,7 @@ class _Followed:
                 return [form_of(call.bound, held, dims, self.pieces) for held, dims in gives]
         return None
 
-    def _fits(self, node: Node, call: Call, choice: Choice, wanted: Mapping[Value, Form]) -> bool:
+    def _fits(self, node: Node, call: Call, choice: Choice, wanted: Mapping[Value, AxisForm]) -> bool:
         if self._has_form(call.bound, choice) and not (self._is_mean(node) or self._is_apart(node, choice)):
             return False
         given: list[Value | None] = call.operands(node.args, node.kwargs)

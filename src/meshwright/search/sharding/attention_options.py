@@ -14,19 +14,21 @@ from meshwright.graph import Node, Operator, Value
 from meshwright.layout import hint
 from meshwright.tensor import Context
 
-from .forms import AXIS, Form
+from .forms import AXIS, AxisForm
 from .operator_options import Option, tensors_of
 
 ATTENTION = "aten::scaled_dot_product_attention"
 SEQUENCE, HEADS = 2, 3
 """Dims of queries, keys, values and results, counted from the last."""
-SAID: Mapping[Context, str] = {
+METHOD_SENTENCES: Mapping[Context, str] = {
     "gather": "queries are sharded along the sequence, keys and values gathered",
     "ulysses": "all-to-all shards heads instead of the sequence, and back (ulysses)",
 }
 
 
-def exchanged(node: Node, options: Sequence[Option], ranks: int, price: Callable[[Value], float]) -> Iterator[Option]:
+def ulysses_options(
+    node: Node, options: Sequence[Option], ranks: int, price: Callable[[Value], float]
+) -> Iterator[Option]:
     """Yield the option "ulysses" of an attention, if it can shard heads and the sequence divides evenly.
 
     `price` returns the seconds of the all-to-all of a value, and of its gradient.
@@ -46,14 +48,14 @@ def exchanged(node: Node, options: Sequence[Option], ranks: int, price: Callable
             return
 
 
-def attending(options: Mapping[Node, Option]) -> Counter[Context]:
+def count_attention_methods(options: Mapping[Node, Option]) -> Counter[Context]:
     """Count the attentions along a sharded sequence, by context-parallel method."""
     return Counter(_ways(options))
 
 
-def said(found: Counter[Context]) -> list[str]:
+def attention_sentences(found: Counter[Context]) -> list[str]:
     """Return the counts as sentences."""
-    return [f"context parallel: in {n} attention{'s' * (n > 1)} {SAID[name]}" for name, n in found.items()]
+    return [f"context parallel: in {n} attention{'s' * (n > 1)} {METHOD_SENTENCES[name]}" for name, n in found.items()]
 
 
 def _ways(options: Mapping[Node, Option]) -> Iterator[Context]:
@@ -67,10 +69,10 @@ def is_attention(node: Node) -> bool:
     return isinstance(node.op, Operator) and node.op.name().partition(".")[0] == ATTENTION
 
 
-def _has_heads(v: Value, form: Form) -> bool:
+def _has_heads(v: Value, form: AxisForm) -> bool:
     return form.kind == "cut" and form.cut == (AXIS,) and len(v.shape) - form.dim == HEADS
 
 
-def _along(v: Value) -> Form:
+def _along(v: Value) -> AxisForm:
     """Return the form that is sharded along the sequence."""
-    return Form("cut", len(v.shape) - SEQUENCE, (AXIS,))
+    return AxisForm("cut", len(v.shape) - SEQUENCE, (AXIS,))

@@ -8,8 +8,8 @@ from typing import Any
 
 from meshwright.cost import Cluster, Meeting, Numbers
 
-from .forms import Form, collective, dual
-from .memory_saving import NOTHING, Saving
+from .forms import AxisForm, collective, dual
+from .memory_saving import NOTHING, MemorySaving
 
 EXPOSED = 0.3
 """Fraction of the conversions of parameters and their gradients that is not hidden behind operators."""
@@ -31,11 +31,11 @@ class Prices:
     share: float = 1.0
     byte: float = 0.0
     replicas: int = 1
-    saving: Saving = NOTHING
+    saving: MemorySaving = NOTHING
     states: float = 2.0
     alive: float = 1.0
 
-    def convert(self, have: Form, need: Form, nbytes: float, trains: bool) -> float:
+    def convert(self, have: AxisForm, need: AxisForm, nbytes: float, trains: bool) -> float:
         """Return the seconds of a conversion, and of its transpose if a gradient comes back.
 
         An all-to-all is priced as a gather: the layouts of parameters and of a batch do not request it, so the program
@@ -48,7 +48,7 @@ class Prices:
         seconds = float(self.cluster.meeting("all-to-all", nbytes / self.ranks, self.ranks, self.together))
         return seconds * (1 + trains)
 
-    def _one(self, have: Form, need: Form, nbytes: float) -> float:
+    def _one(self, have: AxisForm, need: AxisForm, nbytes: float) -> float:
         kind = collective(have, need)
         if kind is None:
             return self._own_part(nbytes) if need.kind == "cut" and have.kind != "cut" else 0.0

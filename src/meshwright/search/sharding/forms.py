@@ -12,7 +12,7 @@ AXIS = "axis"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AxisForm:
     """Form of a value along the axis: repeated, varying (each rank uses it differently), pending, or cut."""
 
     kind: str
@@ -23,10 +23,10 @@ class Form:
         return f"cut {self.dim}" if self.kind == "cut" else self.kind
 
 
-WHOLE, VARYING, PENDING = Form("repeated"), Form("varying"), Form("sum")
+WHOLE, VARYING, PENDING = AxisForm("repeated"), AxisForm("varying"), AxisForm("sum")
 
 
-def collective(have: Form, need: Form) -> Collective | None:
+def collective(have: AxisForm, need: AxisForm) -> Collective | None:
     """Return the collective of a conversion; None if each rank has what it needs."""
     if have == need or have in (WHOLE, VARYING):
         return None
@@ -35,6 +35,6 @@ def collective(have: Form, need: Form) -> Collective | None:
     return "reduce-scatter" if need.kind == "cut" else "all-reduce"
 
 
-def dual(form: Form) -> Form:
+def dual(form: AxisForm) -> AxisForm:
     """Return the form of the gradient of a value with this form."""
     return {WHOLE: WHOLE, VARYING: PENDING, PENDING: WHOLE}.get(form, form)

@@ -15,8 +15,8 @@ from meshwright.layout import hint
 from meshwright.passes import Bucket
 
 from .conversion_prices import Prices
-from .forms import Form, collective
-from .memory_saving import LEAST, NOTHING, Dropped, Saving
+from .forms import AxisForm, collective
+from .memory_saving import LEAST, NOTHING, MemorySaving, RecomputedValues
 from .operator_options import Option, tensors_of
 from .variable_elimination import Table
 
@@ -24,14 +24,14 @@ UPDATE = 1.0
 """Temporary bytes of an optimizer's update, per byte of a parameter."""
 
 
-def per_byte(saving: Saving, replicas: int, states: float) -> float:
+def per_byte(saving: MemorySaving, replicas: int, states: float) -> float:
     """Return the bytes of a parameter, its gradient, its states and its update on a rank, per byte of the parameter."""
     own, gradient, state = saving.parameter(replicas)
     return own + gradient + (states + UPDATE) * state
 
 
 @dataclass(frozen=True)
-class Kept:
+class MemoryModel:
     """Bytes of a program's values by their forms; `once` returns one object for all equal keys."""
 
     program: Program
@@ -41,7 +41,7 @@ class Kept:
     def tables(
         self,
         options: Mapping[Node, Sequence[Option]],
-        forms_of: Mapping[Value, tuple[Form, ...]],
+        forms_of: Mapping[Value, tuple[AxisForm, ...]],
         number: Mapping[Value, int],
     ) -> Iterator[Table]:
         """Yield the bytes of values in their forms, as tables: parameters with gradients and states, and kept results.
@@ -68,7 +68,7 @@ class Kept:
                     costs = self._sent(v, forms_of[v], needed)
                     yield from [Table((number[v], n), costs)] if costs.any() else []
 
-    def made_at(self, node: Node, option: Option, forms: Mapping[Value, Form]) -> float:
+    def made_at(self, node: Node, option: Option, forms: Mapping[Value, AxisForm]) -> float:
         """Return the bytes that live from a node until the backward pass: its results, and what is sent for it."""
         made, read = tensors_of(node.outs), tensors_of(node.ins)
         pairs = [(v, give, forms[v]) for v, give in zip(made, option.gives, strict=True) if self._is_sent_out(v)]
@@ -78,7 +78,7 @@ class Kept:
         inside = 0.0 if self.dropped.layer(node) else self._inside(node, option)
         return sent + inside + sum(self.held(v, forms[v]) for v in made)
 
-    def held(self, v: Value, form: Form) -> float:
+    def held(self, v: Value, form: AxisForm) -> float:
         """Return the bytes of a value that a rank holds beyond a single operator or layer."""
         return self._of(v) / self._ranks(form)
 
@@ -103,7 +103,7 @@ class Kept:
         """
         return self.reads[node].inside * self.share / (self.prices.ranks if is_cut(way) else 1)
 
-    def _sent(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...], into: bool = False) -> Any:
+    def _sent(self, v: Value, have: tuple[AxisForm, ...], need: tuple[AxisForm, ...], into: bool = False) -> Any:
         """Return the bytes of a value after each conversion, as a matrix; 0 if ranks do not communicate for it."""
 
         def costs() -> Any:
@@ -112,7 +112,7 @@ class Kept:
 
         return self.once(("sent", have, need, self._alive(v), into), costs)
 
-    def _in_forms(self, forms: tuple[Form, ...], nbytes: float) -> Any:
+    def _in_forms(self, forms: tuple[AxisForm, ...], nbytes: float) -> Any:
         ranks = self.prices.ranks
         return self.once(
             ("held", forms, nbytes),
@@ -133,7 +133,7 @@ class Kept:
         """True if ZeRO shards a parameter; small ones stay whole."""
         return prod(map(hint, v.shape)) >= LEAST
 
-    def passing(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> float:
+    def passing(self, options: Mapping[Node, Option], forms: Mapping[Value, AxisForm]) -> float:
         """Return the temporary bytes of a recomputed layer, and of parameters and gradients in communication."""
         cut = [v for v in self.given & self.trains & forms.keys() if self.is_cut_by_zero(v)]
         whole = [v.nbytes / self._ranks(forms[v]) for v in cut]
@@ -149,7 +149,7 @@ class Kept:
         saving = self.prices.saving
         return {2: 1, 3: 2 if saving.recompute else 1}.get(saving.zero, 0)
 
-    def beside(self, forms: Mapping[Value, Form]) -> float:
+    def beside(self, forms: Mapping[Value, AxisForm]) -> float:
         """Return the bytes of gradients of activations, as far as they exceed the bytes that an update takes.
 
         These gradients live while all results are kept; the loss makes several of the size of its largest operand.
@@ -176,7 +176,7 @@ class Kept:
         _, gradient, state = saving.parameter(self.prices.replicas)
         return v.nbytes * (gradient + UPDATE * state)
 
-    def of_layers(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> Mapping[str, float]:
+    def of_layers(self, options: Mapping[Node, Option], forms: Mapping[Value, AxisForm]) -> Mapping[str, float]:
         """Return the bytes of each recomputed layer while it is recomputed."""
         layers: dict[str, float] = {}
         for v, layer in self.dropped.values.items():
@@ -187,7 +187,7 @@ class Kept:
                 layers[layer] = layers.get(layer, 0.0) + self._inside(node, option)
         return layers
 
-    def _ranks(self, form: Form) -> int:
+    def _ranks(self, form: AxisForm) -> int:
         return self.prices.ranks if form.kind == "cut" else 1
 
     def nbytes(self, v: Value) -> float:
@@ -204,8 +204,8 @@ class Kept:
         return self.prices.share / self.prices.saving.accumulate
 
     @cached_property
-    def dropped(self) -> Dropped:
-        return Dropped(self.program, self.prices.saving)
+    def dropped(self) -> RecomputedValues:
+        return RecomputedValues(self.program, self.prices.saving)
 
     @cached_property
     def given(self) -> set[Value]:

@@ -16,12 +16,12 @@ LEAST = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
+class MemorySaving:
     """Memory-saving options: the stage of `zero` over replicas, the recomputed layers, and the pieces of a batch.
 
-    >>> str(Saving(2, ("blocks.*",), 4))
+    >>> str(MemorySaving(2, ("blocks.*",), 4))
     'ZeRO-2, recompute blocks.*, 4 pieces'
-    >>> str(Saving())
+    >>> str(MemorySaving())
     ''
     """
 
@@ -41,7 +41,7 @@ class Saving:
     def lines(self) -> list[str]:
         """Return the options as lines of TOML, as a plan has them.
 
-        >>> Saving(1, accumulate=4).lines()
+        >>> MemorySaving(1, accumulate=4).lines()
         ['zero = 1', 'accumulate = 4']
         """
         said = [
@@ -61,7 +61,7 @@ class Saving:
         return part if self.zero == 3 else 1.0, part if is_reduced else 1.0, part if self.zero else 1.0
 
 
-NOTHING = Saving()
+NOTHING = MemorySaving()
 
 
 def blocks_of(program: Program) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def patterns_of(blocks: Collection[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class RecomputedValues:
     """Values that a program does not keep for its backward pass if the layers of `saving` are recomputed.
 
     As in the pass `Recompute`, these are values made in a layer and read by that layer alone, except random and
@@ -100,7 +100,7 @@ class Dropped:
     """
 
     program: Program
-    saving: Saving
+    saving: MemorySaving
 
     def layer(self, node: Node) -> str | None:
         """Return the recomputed layer of a node that runs again, or None."""

@@ -24,7 +24,7 @@ from meshwright.spmd import (
     term_choices,
 )
 
-from .forms import AXIS, PENDING, VARYING, WHOLE, Form
+from .forms import AXIS, PENDING, VARYING, WHOLE, AxisForm
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Option:
     Operands and results are those of `tensors_of`, each once, in order.
     """
 
-    needs: tuple[Form, ...]
-    gives: tuple[Form, ...]
+    needs: tuple[AxisForm, ...]
+    gives: tuple[AxisForm, ...]
     seconds: float
 
 
@@ -48,7 +48,7 @@ def call_of(node: Node) -> Call | None:
     """Return the call of an operator that has a rule and writes to nothing, or None."""
     if not isinstance(node.op, Operator):
         return None
-    args, kwargs = map_values(_stand_in, (node.args, dict(node.kwargs)))
+    args, kwargs = map_values(_rule_operand, (node.args, dict(node.kwargs)))
     try:
         call = describe_passing(node.op, args, kwargs)
     except RuleError:
@@ -56,7 +56,7 @@ def call_of(node: Node) -> Call | None:
     return None if call is None or call.mutated else call
 
 
-def _stand_in(v: Value) -> Any:
+def _rule_operand(v: Value) -> Any:
     """Return what a rule reads in place of a value: a tensor of its shape without data, or a number."""
     if not isinstance(v.dtype, torch.dtype):
         return v.dtype(2)
@@ -71,9 +71,11 @@ def choices(bound: Bound, ranks: int) -> Iterator[Choice]:
     yield from (c for c in term_choices(bound, (REPEATED,) * len(bound.ins)) if lets_terms_pass(bound, c, c.ins))
 
 
-def needs_of(bound: Bound, choice: Choice, operands: Sequence[Value | None], ranks: int) -> dict[Value, Form] | None:
+def needs_of(
+    bound: Bound, choice: Choice, operands: Sequence[Value | None], ranks: int
+) -> dict[Value, AxisForm] | None:
     """Return the form that a choice needs of each operand; None if it needs one operand in two forms."""
-    needs: dict[Value, Form] = {}
+    needs: dict[Value, AxisForm] = {}
     varies = any(need != REPEATED for need in choice.ins)
     for v, held, dims in zip(operands, choice.ins, bound.ins, strict=True):
         if v is None:
@@ -85,10 +87,10 @@ def needs_of(bound: Bound, choice: Choice, operands: Sequence[Value | None], ran
     return needs
 
 
-def form_of(bound: Bound, held: Held, dims: tuple[tuple[int, ...], ...], ranks: int) -> Form:
+def form_of(bound: Bound, held: Held, dims: tuple[tuple[int, ...], ...], ranks: int) -> AxisForm:
     if isinstance(held, str):
-        return PENDING if held == "sum" else Form(held)
+        return PENDING if held == "sum" else AxisForm(held)
     at = next((d for d, factors in enumerate(dims) if held in factors), None)
     if at is None:
         return WHOLE
-    return Form("cut", at, dim_of(dims[at], {held: (AXIS,)}, bound, {AXIS: ranks}))
+    return AxisForm("cut", at, dim_of(dims[at], {held: (AXIS,)}, bound, {AXIS: ranks}))

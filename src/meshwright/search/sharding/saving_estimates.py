@@ -5,14 +5,14 @@ from __future__ import annotations
 from meshwright.graph import Node, Value
 
 from .memory_model import per_byte
-from .memory_saving import NOTHING, Dropped, Saving
-from .sharding_search import BACKWARD, CutProblem
+from .memory_saving import NOTHING, MemorySaving, RecomputedValues
+from .sharding_search import BACKWARD, ShardingProblem
 
 
-class About:
+class SavingEstimates:
     """Estimates for memory-saving options, derived from the fastest cuts without any of them."""
 
-    def __init__(self, plain: CutProblem) -> None:
+    def __init__(self, plain: ShardingProblem) -> None:
         self.plain = plain
         self._again: dict[tuple[str, ...], tuple[float, float]] = {}
         kept, forms = plain.kept, plain.forms
@@ -32,13 +32,13 @@ class About:
         """Return the bytes inside an operator, under the option that holds least."""
         return self.plain.kept.fewest_inside(node, self.plain.options[node])
 
-    def nbytes(self, saving: Saving) -> float:
+    def nbytes(self, saving: MemorySaving) -> float:
         """Return a lower bound on the bytes of a rank under any cuts."""
         replicas, late = self.plain.prices.replicas, self._late - self._layers(saving.recompute)[1]
         large, small = (per_byte(how, replicas, self.plain.prices.states) for how in (saving, NOTHING))
         return self._fixed + self._small * small + self._large * large + late / saving.accumulate
 
-    def seconds(self, saving: Saving) -> float:
+    def seconds(self, saving: MemorySaving) -> float:
         """Return the estimated seconds of the fastest cuts under an option.
 
         Recomputed operators run their forward pass twice. A batch in pieces starts each operator once per piece.
@@ -49,7 +49,7 @@ class About:
     def _layers(self, recompute: tuple[str, ...]) -> tuple[float, float]:
         """Return the forward seconds of the recomputed layers, and the bytes that they do not keep, at the least."""
         if recompute not in self._again:
-            plain, dropped = self.plain, Dropped(self.plain.program, Saving(recompute=recompute))
+            plain, dropped = self.plain, RecomputedValues(self.plain.program, MemorySaving(recompute=recompute))
             seconds = sum(o.seconds for n, o in plain.fastest.options.items() if dropped.layer(n) is not None)
             freed = sum(self._fewest(v) for v in dropped.values if v in plain.kept.late)
             freed += sum(self._inside(n) for n in plain.options if dropped.layer(n) is not None)

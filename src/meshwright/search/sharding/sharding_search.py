@@ -25,12 +25,12 @@ from meshwright.layout import Shard
 from meshwright.spmd import Call
 
 from .._errors import SearchError
-from ..plan_data.units import enough
-from .attention_options import exchanged
+from ..plan_data.units import size_rounded_up
+from .attention_options import ulysses_options
 from .conversion_prices import EXPOSED, Prices
-from .forms import VARYING, WHOLE, Form, collective, dual
-from .memory_model import Kept
-from .memory_saving import Saving
+from .forms import VARYING, WHOLE, AxisForm, collective, dual
+from .memory_model import MemoryModel
+from .memory_saving import MemorySaving
 from .operator_options import Option, call_of, choices, form_of, needs_of, tensors_of
 from .variable_elimination import MOST, Elimination, Table, aligned, elimination, least, order_of
 
@@ -40,15 +40,15 @@ BACKWARD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Conversion:
     """A conversion that takes time: its value, the forms before and after, and its place in the model.
 
     `seconds` are those of the forward and the backward pass.
     """
 
     value: Value
-    have: Form
-    need: Form
+    have: AxisForm
+    need: AxisForm
     nbytes: float
     seconds: float
     layer: str
@@ -68,7 +68,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class Shardings:
     """The best cuts that were found: the option of every operator and the form of every value.
 
     `seconds` are those of a step, `nbytes` those of a rank. `held` is the part of `nbytes` that is a sum over values;
@@ -80,8 +80,8 @@ class Cuts:
     nbytes: float
     program: Program = field(repr=False)
     options: Mapping[Node, Option] = field(repr=False)
-    forms: Mapping[Value, Form] = field(repr=False)
-    meetings: tuple[Meeting, ...] = field(default=(), repr=False)
+    forms: Mapping[Value, AxisForm] = field(repr=False)
+    meetings: tuple[Conversion, ...] = field(default=(), repr=False)
     gap: float = 0.0
     held: float = 0.0
 
@@ -89,7 +89,7 @@ class Cuts:
         """Return the Lagrangian: the seconds plus the price of the held bytes, at `byte` seconds each."""
         return self.seconds + byte * self.held
 
-    def of(self, v: Value) -> Form:
+    def of(self, v: Value) -> AxisForm:
         """Return the initial form of a value of the model or of the batch.
 
         This is the form that all its uses need, or else whole.
@@ -106,7 +106,7 @@ class Cuts:
         return {name: Shard(form.dim) if form.kind == "cut" else None for name, form in own.items()}
 
 
-def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
+def best_shardings(program: Program, prices: Prices, room: float = inf) -> Shardings:
     """Return the best cuts of the captured forward pass `program`, for training along one axis of ranks.
 
     A rank holds at most `room` bytes. If the fastest cuts take more, bytes get a price (a Lagrange multiplier). The
@@ -120,15 +120,18 @@ def cut(program: Program, prices: Prices, room: float = inf) -> Cuts:
     Raises:
         SearchError: no cuts fit.
     """
-    return CutProblem(program, prices).within(room)
+    return ShardingProblem(program, prices).within(room)
 
 
-def every_cut(program: Program, prices: Prices) -> float:
-    """Return the minimum of the objective of `cut`, over all combinations of options; for programs of few operators."""
-    return CutProblem(program, prices).smallest(prices.byte)
+def least_by_enumeration(program: Program, prices: Prices) -> float:
+    """Return the minimum of the objective of `best_shardings` over all combinations of options.
+
+    The enumeration is for programs of few operators.
+    """
+    return ShardingProblem(program, prices).smallest(prices.byte)
 
 
-class CutProblem:
+class ShardingProblem:
     """Variables and tables of the search: an option for each operator, then a form for each value.
 
     Equal tables are computed once.
@@ -137,7 +140,7 @@ class CutProblem:
     def __init__(self, program: Program, prices: Prices) -> None:
         self.program, self.prices = program, prices
         self._alike: dict[Any, Any] = {}
-        self.kept = Kept(program, prices, self._once)
+        self.kept = MemoryModel(program, prices, self._once)
         self.trains, self.dropped = self.kept.trains, self.kept.dropped
         self.options = {
             node: self._once(self._signature(node), lambda n=node: list(self._options(n))) for node in program.nodes
@@ -149,11 +152,11 @@ class CutProblem:
         self.held = list(self.kept.tables(self.options, self.forms, self.number))
         self.order = order_of(self.sizes, self.tables, MOST)
 
-    def saving(self, how: Saving) -> CutProblem:
+    def saving(self, how: MemorySaving) -> ShardingProblem:
         """Return the same problem with another stage of ZeRO."""
         return self.holding(replace(self.prices, saving=how))
 
-    def holding(self, prices: Prices) -> CutProblem:
+    def holding(self, prices: Prices) -> ShardingProblem:
         """Return the same problem with prices that change only what is held: ZeRO, replicas, microbatches in flight."""
         if prices == self.prices:
             return self
@@ -161,12 +164,12 @@ class CutProblem:
         for name in ("fastest", "_steps"):
             other.__dict__.pop(name, None)
         other.prices = prices
-        other.kept = Kept(self.program, prices, self._once)
+        other.kept = MemoryModel(self.program, prices, self._once)
         other.held = list(other.kept.tables(self.options, self.forms, self.number))
         return other
 
-    def within(self, room: float) -> Cuts:
-        """Return the fastest cuts that take no more than `room` bytes, as `cut` does.
+    def within(self, room: float) -> Shardings:
+        """Return the fastest cuts that take no more than `room` bytes, as `best_shardings` does.
 
         Raises:
             SearchError: no cuts fit.
@@ -175,15 +178,17 @@ class CutProblem:
         if found is None:
             least = max(self.fewest, self.solved(DEAR).nbytes if self.fewest <= room else 0.0)
             raise SearchError(
-                f"a model on {self.prices.ranks} ranks of {enough(room)}", f"the model needs {enough(least)} per rank",
-                f"{enough(least - room)} are missing with every sharding", "use more ranks, or a smaller batch",
+                f"a model on {self.prices.ranks} ranks of {size_rounded_up(room)}",
+                f"the model needs {size_rounded_up(least)} per rank",
+                f"{size_rounded_up(least - room)} are missing with every sharding",
+                "use more ranks, or a smaller batch",
             )  # fmt: skip
         return self.told(found)
 
-    def best_of(self, fits: Callable[[Cuts], T | None], may: bool = True) -> T | None:
+    def best_of(self, fits: Callable[[Shardings], T | None], may: bool = True) -> T | None:
         """Return `fits(cuts)` for the fastest cuts for which it is not None; None if it is None for all.
 
-        If it is None for the fastest cuts of all, and `may` allows it, bytes get a price as in `cut`.
+        If it is None for the fastest cuts of all, and `may` allows it, bytes get a price as in `best_shardings`.
         """
         wide = self.fastest
         best = fits(wide)
@@ -201,11 +206,11 @@ class CutProblem:
         return best
 
     @cached_property
-    def fastest(self) -> Cuts:
+    def fastest(self) -> Shardings:
         """The best cuts if a held byte costs `prices.byte` seconds."""
         return self.solved(self.prices.byte)
 
-    def solved(self, byte: float) -> Cuts:
+    def solved(self, byte: float) -> Shardings:
         """Return the best cuts if a held byte costs `byte` seconds."""
         priced = {id(table.costs): byte * table.costs for table in self.held}
         worth = [Table(table.variables, priced[id(table.costs)]) for table in self.held]
@@ -214,7 +219,7 @@ class CutProblem:
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
         forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}
         total = nbytes + self.kept.passing(options, forms) + self.kept.beside(forms)
-        return Cuts(
+        return Shardings(
             value - byte * nbytes,
             total,
             self.program,
@@ -238,11 +243,11 @@ class CutProblem:
         """A lower bound on the held bytes of every solution."""
         return sum(float(table.costs.min()) for table in self.held)
 
-    def told(self, found: Cuts) -> Cuts:
+    def told(self, found: Shardings) -> Shardings:
         """Return a solution with its conversions in `meetings`."""
         return replace(found, meetings=tuple(self._met(found.options, found.forms)))
 
-    def _met(self, options: Mapping[Node, Option], forms: Mapping[Value, Form]) -> Iterator[Meeting]:
+    def _met(self, options: Mapping[Node, Option], forms: Mapping[Value, AxisForm]) -> Iterator[Conversion]:
         """Yield the conversions of a solution that take time."""
         for given in self.program.inputs:
             if given.value in forms:
@@ -256,11 +261,13 @@ class CutProblem:
         for v in self._results & set(forms):
             yield from self._costly(v, forms[v], WHOLE, "the end")
 
-    def _costly(self, v: Value, have: Form, need: Form, layer: str, node: Node | None = None) -> Iterator[Meeting]:
+    def _costly(
+        self, v: Value, have: AxisForm, need: AxisForm, layer: str, node: Node | None = None
+    ) -> Iterator[Conversion]:
         seconds = float(self._conversions(v, (have,), (need,))[0, 0])
         if seconds > 0:
             source = node.origin.where if node else ""
-            yield Meeting(v, have, need, self.kept.nbytes(v), seconds, layer, source, node)
+            yield Conversion(v, have, need, self.kept.nbytes(v), seconds, layer, source, node)
 
     def smallest(self, byte: float) -> float:
         """Return the minimum of the objective, from all combinations at once."""
@@ -300,7 +307,7 @@ class CutProblem:
         ways = list(self._by_rule(node, call, whole, begun))
         yield from ways
         if "ulysses" in call.rule.alternatives:
-            yield from exchanged(node, ways, self.prices.ranks, self._exchange)
+            yield from ulysses_options(node, ways, self.prices.ranks, self._exchange)
 
     def _exchange(self, v: Value) -> float:
         """Return the seconds of resharding an operand or result along another dim, for all pieces of a batch."""
@@ -328,9 +335,9 @@ class CutProblem:
 
     # --- forms
 
-    def _forms(self) -> dict[Value, tuple[Form, ...]]:
+    def _forms(self) -> dict[Value, tuple[AxisForm, ...]]:
         """Return the forms of each value: whole, and those that an option gives or needs."""
-        found: dict[Value, dict[Form, None]] = {}
+        found: dict[Value, dict[AxisForm, None]] = {}
         for given in self.program.inputs:
             if given.value.is_tensor:
                 found[given.value] = {WHOLE: None}
@@ -360,13 +367,13 @@ class CutProblem:
             if v in self.forms:
                 yield Table((self.number[v],), self._conversions(v, self.forms[v], (WHOLE,))[:, 0])
 
-    def _conversions(self, v: Value, have: tuple[Form, ...], need: tuple[Form, ...]) -> Any:
+    def _conversions(self, v: Value, have: tuple[AxisForm, ...], need: tuple[AxisForm, ...]) -> Any:
         """Return the seconds from each form in `have` to each in `need`, forward and backward, as a matrix."""
         nbytes, trains = self.kept.nbytes(v), v in self.trains
 
         shown = EXPOSED if v in self.kept.given else float(self.prices.saving.accumulate)
 
-        def one(a: Form, b: Form) -> float:
+        def one(a: AxisForm, b: AxisForm) -> float:
             return self._once((a, b, nbytes, trains), lambda: self.prices.convert(a, b, nbytes, trains))
 
         key = (have, need, nbytes, trains, shown)

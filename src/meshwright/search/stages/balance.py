@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from meshwright.pipeline import Schedule, Timeline, simulate
 
-from .batched_step_time import AtOnce, Layers
+from .batched_step_time import BatchedStepTime, LayerSums
 from .chunk_starts import ChunkStarts
 from .layer_costs import ONCE, LayerCosts, Links, Numbers
-from .schedule_tables import one_each, several_each
-from .stage_starts import Starts, in_order
+from .schedule_tables import one_chunk_tables, several_chunk_tables
+from .stage_starts import Starts, starts_by_bound
 
 RUN = 2**14
 """Limit of chunks times microbatches simulated: one for all tables of one chunk per rank, one for the others."""
@@ -76,7 +76,7 @@ def balance(
     Return None if none fit, or if all take `limit` seconds or more. Several chunks per rank are used only if they take
     less time than one.
     """
-    every = Layers(layers, links)
+    every = LayerSums(layers, links)
     if _at_least(layers, stages, microbatches) >= limit:
         return None
     one = _one_each(every, stages, microbatches, room, limit)
@@ -90,8 +90,8 @@ def balance(
 
 def fits(layers: LayerCosts, stages: int, microbatches: int, room: float, links: Links) -> bool:
     """True if stages of one chunk fit into `room` bytes per rank."""
-    tables = (runs.schedule for runs in one_each(stages, microbatches))
-    return any(next(in_order(layers, table, room, links), None) is not None for table in tables)
+    tables = (runs.schedule for runs in one_chunk_tables(stages, microbatches))
+    return any(next(starts_by_bound(layers, table, room, links), None) is not None for table in tables)
 
 
 def _at_least(layers: LayerCosts, stages: int, microbatches: int) -> float:
@@ -111,14 +111,14 @@ class _Best(NamedTuple):
     starts: Starts
 
 
-def _one_each(layers: Layers, stages: int, microbatches: int, room: float, limit: float) -> _Best | None:
+def _one_each(layers: LayerSums, stages: int, microbatches: int, room: float, limit: float) -> _Best | None:
     """Return the best table and starts with one chunk per rank; None if none fits.
 
     Candidates are simulated in the order of their lower bounds, until no other can be faster. Their number is limited
     by `RUN`; past it, the fastest of those that were simulated is returned.
     """
-    steps = {runs.schedule.name: AtOnce(layers, runs, room) for runs in one_each(stages, microbatches)}
-    ordered = (in_order(layers.costs, step.runs.schedule, room, layers.links) for step in steps.values())
+    steps = {runs.schedule.name: BatchedStepTime(layers, runs, room) for runs in one_chunk_tables(stages, microbatches)}
+    ordered = (starts_by_bound(layers.costs, step.runs.schedule, room, layers.links) for step in steps.values())
     waiting = islice(merge(*ordered, key=itemgetter(0)), max(1, RUN // (stages * microbatches)))
     best: _Best | None = None
     while few := [*islice(waiting, TOGETHER)]:
@@ -131,13 +131,13 @@ def _one_each(layers: Layers, stages: int, microbatches: int, room: float, limit
     return best
 
 
-def _several(layers: Layers, stages: int, microbatches: int, room: float) -> _Best | None:
+def _several(layers: LayerSums, stages: int, microbatches: int, room: float) -> _Best | None:
     """Return the best table and starts with several chunks per rank; None if none fits.
 
     Starts are searched under one table after the other, the most promising table first.
     """
-    tables = several_each(stages, microbatches, layers.count)
-    searches = [ChunkStarts(AtOnce(layers, runs, room)) for runs in tables]
+    tables = several_chunk_tables(stages, microbatches, layers.count)
+    searches = [ChunkStarts(BatchedStepTime(layers, runs, room)) for runs in tables]
     left = RUN
     for search in sorted(searches, key=lambda s: s.best):
         while not search.is_done and left > 0:

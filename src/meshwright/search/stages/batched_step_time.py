@@ -16,7 +16,7 @@ from .stage_starts import Starts
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerSums:
     """Cumulative costs of layers, so that the cost of consecutive layers is a difference."""
 
     costs: LayerCosts
@@ -42,7 +42,7 @@ class Layers:
         return np.array([0.0, *map(self.links.message, self.costs.sent)])
 
 
-class Found(NamedTuple):
+class RatedStarts(NamedTuple):
     """Chunk starts, with the bytes above the limit on the fullest rank and the seconds of a step."""
 
     excess: float
@@ -51,19 +51,19 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AtOnce:
+class BatchedStepTime:
     """One schedule table, for layers and a limit of `room` bytes per rank."""
 
-    layers: Layers
+    layers: LayerSums
     runs: Runs
     room: float
 
-    def best(self, starts: Iterable[Starts], count: int = 1) -> list[Found]:
+    def best(self, starts: Iterable[Starts], count: int = 1) -> list[RatedStarts]:
         """Return the best `count` of these starts, best first: by the bytes above the limit, then by seconds."""
         rows = np.array([*starts], dtype=int)
         seconds, excess = self._takes(rows)
         order = np.lexsort((seconds, excess))[:count]
-        return [Found(float(excess[n]), float(seconds[n]), tuple(map(int, rows[n]))) for n in order]
+        return [RatedStarts(float(excess[n]), float(seconds[n]), tuple(map(int, rows[n]))) for n in order]
 
     def _takes(self, starts: Any) -> tuple[Any, Any]:
         """Return the seconds of a step and the bytes above the limit on the fullest rank, for each row of starts."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .batched_step_time import AtOnce, Found, Layers
+from .batched_step_time import BatchedStepTime, LayerSums, RatedStarts
 from .stage_starts import Starts
 
 ALL = 2**13
@@ -28,7 +28,7 @@ ALIKE = 2**9
 class ChunkStarts:
     """Search for the chunk starts of one table; `found` has the best starts so far, the best first."""
 
-    def __init__(self, step: AtOnce) -> None:
+    def __init__(self, step: BatchedStepTime) -> None:
         self.step, self.table = step, step.runs.schedule
         layers, chunks = step.layers, self.table.chunks
         self.is_done = comb(layers.count - 1, chunks - 1) <= ALL
@@ -36,7 +36,7 @@ class ChunkStarts:
         self.found = step.best(every if self.is_done else [_even(layers, chunks)], KEPT)
 
     @property
-    def best(self) -> Found:
+    def best(self) -> RatedStarts:
         return self.found[0]
 
     def go_on(self) -> int:
@@ -57,7 +57,7 @@ class ChunkStarts:
         return np.unique(np.concatenate(near), axis=0)
 
 
-def _even(layers: Layers, chunks: int) -> Starts:
+def _even(layers: LayerSums, chunks: int) -> Starts:
     """Return the starts of chunks of about equal seconds and at least one layer each."""
     sums = layers.costs.summed("whole")
     found: list[int] = []

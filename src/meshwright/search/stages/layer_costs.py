@@ -14,8 +14,8 @@ from meshwright.graph import Node, Value
 from meshwright.pipeline import Memory, Times
 
 from ..sharding.conversion_prices import Prices
-from ..sharding.memory_model import Kept
-from ..sharding.sharding_search import BACKWARD, Cuts
+from ..sharding.memory_model import MemoryModel
+from ..sharding.sharding_search import BACKWARD, Shardings
 from .layer_chain import Chain
 
 Numbers = tuple[float, ...]
@@ -102,13 +102,13 @@ class LayerCosts:
         return Memory(held=self.held, static=self.static)
 
 
-def layer_costs(cuts: Cuts, prices: Prices, chain: Chain) -> LayerCosts:
+def layer_costs(cuts: Shardings, prices: Prices, chain: Chain) -> LayerCosts:
     """Return the costs of a chain's layers under these cuts; a microbatch is a piece of the batch of `prices`."""
-    return _Costs(cuts, Kept(cuts.program, prices, _anew), prices, chain).told()
+    return _Costs(cuts, MemoryModel(cuts.program, prices, _anew), prices, chain).told()
 
 
 class _Costs:
-    def __init__(self, cuts: Cuts, kept: Kept, prices: Prices, chain: Chain) -> None:
+    def __init__(self, cuts: Shardings, kept: MemoryModel, prices: Prices, chain: Chain) -> None:
         self.cuts, self.kept, self.prices, self.chain = cuts, kept, prices, chain
         self.pieces = prices.saving.accumulate
         self.rows = {name: [0.0] * len(chain.layers) for name in LayerCosts.__dataclass_fields__}

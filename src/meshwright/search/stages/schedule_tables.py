@@ -17,13 +17,13 @@ CHUNKS = 6
 """Upper bound on the chunks per rank: each further one gains less."""
 
 
-def one_each(ranks: int, microbatches: int) -> list[Runs]:
+def one_chunk_tables(ranks: int, microbatches: int) -> list[Runs]:
     """Return the tables of one chunk per rank."""
     found = (_runs(name, ranks, microbatches, 1) for name in SCHEDULES)
     return [runs for runs in found if runs is not None]
 
 
-def several_each(ranks: int, microbatches: int, layers: int) -> Iterator[Runs]:
+def several_chunk_tables(ranks: int, microbatches: int, layers: int) -> Iterator[Runs]:
     """Yield the tables of several chunks per rank, each of at least one layer."""
     for chunks in range(2, most_chunks(ranks, microbatches, layers) + 1):
         for name in (*IN_LOOPS, *(IN_A_V if chunks == 2 else ())):

@@ -23,7 +23,7 @@ from .layer_costs import ONCE, LayerCosts, Links
 Starts = tuple[int, ...]
 
 
-def in_order(
+def starts_by_bound(
     layers: LayerCosts, table: Schedule, room: float, links: Links
 ) -> Iterator[tuple[float, Schedule, Starts]]:
     """Yield lower bounds on the seconds of a step, in order, with the table and the starts of all stages but the first.

@@ -15,15 +15,15 @@ from meshwright.pipeline import ScheduleError
 
 from .._errors import SearchError, check_sizes
 from ..plan_data.plan import Plan
-from ..plan_data.progress_bar import OnStep
+from ..plan_data.progress_bar import OnProgress
 from ..plan_data.units import parameters
 from .candidates import candidates, count_bundles
 from .degrees import NUMBERS, Plans
 from .peak_memory import hold
 from .predict import predict
-from .simulated_step import has_short_table, simulated
+from .simulated_step import has_short_table, simulate_step
 from .sizes import Transformer
-from .software import OURS, Software
+from .software import MESHWRIGHT, Software
 
 USABLE = 0.94
 """Fraction of a device's memory that a plan may take: libraries hold some, and allocators round up."""
@@ -34,7 +34,7 @@ REHEARSAL = 5.0
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedPlan:
     """A plan with its predicted seconds per step and bytes on the fullest rank."""
 
     plan: Plan
@@ -46,18 +46,18 @@ class Priced:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """The best plan, the next ones, and the number of plans that were considered.
 
     `beyond` is the fastest plan that does not fit into memory, if it is faster than the best.
     """
 
-    best: Priced
-    next: tuple[Priced, ...]
+    best: PricedPlan
+    next: tuple[PricedPlan, ...]
     considered: int
     fitting: int
     seconds: float
-    beyond: Priced | None = None
+    beyond: PricedPlan | None = None
 
 
 def choose(
@@ -67,11 +67,11 @@ def choose(
     batch: int,
     sequence: int,
     precision: str = "bf16",
-    software: Software = OURS,
+    software: Software = MESHWRIGHT,
     keep: int = KEPT,
-    on_step: OnStep | None = None,
+    on_step: OnProgress | None = None,
     **given: Any,
-) -> Choice:
+) -> PlanChoice:
     """Return the fastest plan for `ranks` devices of a cluster; `given` fixes fields of the plan, as `tp=8`.
 
     `keep` is the number of plans that are returned. `on_step` is called with the progress. Of plans that take equally
@@ -83,10 +83,10 @@ def choose(
     begin = time.monotonic()
     check_sizes("a plan", ranks=ranks, batch=batch, sequence=sequence)
     room = cluster.device.memory * USABLE
-    found: list[Priced] = []
-    too_large: list[Priced] = []
+    found: list[PricedPlan] = []
+    too_large: list[PricedPlan] = []
     considered = fitting = 0
-    smallest: Priced | None = None
+    smallest: PricedPlan | None = None
     tell, bundles = on_step or (lambda done, of: None), count_bundles(given)
     for n, plans in enumerate(candidates(model, ranks, batch, sequence, precision, cluster.per_node, given)):
         tell(n, bundles + keep)
@@ -98,72 +98,72 @@ def choose(
         too_large += _best(plans, np.where(fits, np.inf, seconds), nbytes, 1)
         least = _at(plans, int(np.argmin(nbytes)), seconds, nbytes)
         smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
-    found.sort(key=_order)
-    found = _rehearsed(found[:keep], model, cluster, software, lambda n: tell(bundles + n, bundles + keep))
+    found.sort(key=_sort_key)
+    found = _sorted_by_simulation(found[:keep], model, cluster, software, lambda n: tell(bundles + n, bundles + keep))
     if not found:
-        raise _none(model, ranks, batch, room, smallest, given, software)
-    beyond = _faster(sorted(too_large, key=_order)[:1], found[0], model, cluster, software)
-    return Choice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin, beyond)
+        raise _no_plan_error(model, ranks, batch, room, smallest, given, software)
+    beyond = _faster(sorted(too_large, key=_sort_key)[:1], found[0], model, cluster, software)
+    return PlanChoice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin, beyond)
 
 
 def _faster(
-    too_large: list[Priced], best: Priced, model: Transformer, cluster: Cluster, software: Software
-) -> Priced | None:
+    too_large: list[PricedPlan], best: PricedPlan, model: Transformer, cluster: Cluster, software: Software
+) -> PricedPlan | None:
     """Return the fastest plan that does not fit, if it is faster than the best; a short table is simulated."""
     found = [p for p in too_large if p.seconds < best.seconds]
     if found and has_short_table(found[0].plan):
-        found = _rehearsed(found, model, cluster, software)
+        found = _sorted_by_simulation(found, model, cluster, software)
     return next((p for p in found if p.seconds < best.seconds), None)
 
 
-def _order(priced: Priced) -> tuple[float, int, float]:
+def _sort_key(priced: PricedPlan) -> tuple[float, int, float]:
     """Return the sort key of a plan: seconds to six digits, then tp * cp * pp, then bytes."""
     return float(f"{priced.seconds:.6g}"), priced.plan.tp * priced.plan.cp * priced.plan.pp, priced.nbytes
 
 
-def _rehearsed(
-    found: list[Priced],
+def _sorted_by_simulation(
+    found: list[PricedPlan],
     model: Transformer,
     cluster: Cluster,
     software: Software,
     tell: Callable[[int], None] = lambda n: None,
-) -> list[Priced]:
+) -> list[PricedPlan]:
     """Return the plans in the order of their simulated seconds; plans whose schedule has no table are dropped.
 
     Plans that are left after `REHEARSAL` seconds come last, with their predicted seconds.
     """
-    until, told = time.monotonic() + REHEARSAL, list[Priced]()
+    until, told = time.monotonic() + REHEARSAL, list[PricedPlan]()
     for n, priced in enumerate(found):
         tell(n)
         if time.monotonic() > until:
-            return sorted(told, key=_order) + found[n:]
+            return sorted(told, key=_sort_key) + found[n:]
         with suppress(ScheduleError):
-            told.append(replace(priced, seconds=simulated(model, priced.plan, cluster, software)))
-    return sorted(told, key=_order)
+            told.append(replace(priced, seconds=simulate_step(model, priced.plan, cluster, software)))
+    return sorted(told, key=_sort_key)
 
 
-def _best(plans: Plans, seconds: Any, nbytes: Any, keep: int) -> Iterator[Priced]:
+def _best(plans: Plans, seconds: Any, nbytes: Any, keep: int) -> Iterator[PricedPlan]:
     for n in np.argsort(seconds, kind="stable")[:keep]:
         if np.isfinite(seconds[n]):
             yield _at(plans, int(n), seconds, nbytes)
 
 
-def _at(plans: Plans, n: int, seconds: Any, nbytes: Any) -> Priced:
+def _at(plans: Plans, n: int, seconds: Any, nbytes: Any) -> PricedPlan:
     numbers = {name: int(getattr(plans, name)[n]) for name in NUMBERS}
     divided = bool(numbers.pop("sequence_parallel"))
     plan = Plan(
         **numbers, sequence_parallel=divided, schedule=plans.schedule, recompute=plans.recompute,
         precision=plans.precision,
     )  # fmt: skip
-    return Priced(plan, float(seconds[n]), float(nbytes[n]))
+    return PricedPlan(plan, float(seconds[n]), float(nbytes[n]))
 
 
-def _none(
+def _no_plan_error(
     model: Transformer,
     ranks: int,
     batch: int,
     room: float,
-    smallest: Priced | None,
+    smallest: PricedPlan | None,
     given: Mapping[str, Any],
     software: Software,
 ) -> SearchError:

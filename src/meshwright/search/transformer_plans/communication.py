@@ -12,38 +12,40 @@ import numpy as np
 
 from meshwright.cost import Cluster, Habits, Numbers
 
-from ..plan_data.account import Sent
+from ..plan_data.account import Communication
 from ..plan_data.plan import Plan
 from .degrees import microbatches, tokens
 from .layer_shares import shares
 from .layer_time import HALF
-from .predict import Step
+from .predict import StepTime
 from .sizes import Experts, Transformer
-from .software import OURS, Software
+from .software import MESHWRIGHT, Software
 
 
-def sent(model: Transformer, plan: Plan, cluster: Cluster, software: Software = OURS) -> tuple[Sent, ...]:
+def communications(
+    model: Transformer, plan: Plan, cluster: Cluster, software: Software = MESHWRIGHT
+) -> tuple[Communication, ...]:
     """Return the communication of a step, starting with that inside layers."""
-    return tuple(_Sent(model, plan, cluster, software).rows())
+    return tuple(_PlanCommunication(model, plan, cluster, software).rows())
 
 
-def level(cluster: Cluster, ranks: float, together: float) -> str:
+def link_name(cluster: Cluster, ranks: float, together: float) -> str:
     """Return the link of a collective of `ranks` ranks, of which `together` share a node, as text."""
     if ranks <= together or cluster.outside is None:
         return f"{cluster.inside.name}, inside a node"
     return f"{cluster.outside.name}, between nodes"
 
 
-class _Sent:
+class _PlanCommunication:
     def __init__(self, model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> None:
         self.model, self.plan, self.cluster, self.software = model, plan, cluster, software
-        self.step = Step(model, plan, cluster, software, Habits())
+        self.step = StepTime(model, plan, cluster, software, Habits())
         self.microbatches = _one(microbatches(plan))
         dense, sparse = max(shares(model.layers, model.dense_layers, plan.pp), key=lambda s: _one(np.add(*s)))
         self.passes = ("forward", "backward", *(["recomputed"] if plan.recompute == "full" else []))
         self.layers, self.sparse = _one(np.add(dense, sparse)), _one(sparse)
 
-    def rows(self) -> Iterator[Sent]:
+    def rows(self) -> Iterator[Communication]:
         if self.plan.tp > 1:
             yield from self._tensor_parallel()
         if self.plan.cp > 1:
@@ -58,13 +60,15 @@ class _Sent:
     def _collective(
         self, kind: str, what: str, where: str, nbytes: Numbers, ranks: Numbers, together: Numbers, count: float,
         seconds: Numbers, shown: float | None,
-    ) -> Sent:  # fmt: skip
+    ) -> Communication:  # fmt: skip
         """Return a row of `count` collectives that take `seconds` each, of which the fraction `shown` is exposed."""
         whole = count * _one(seconds)
-        link = level(self.cluster, _one(ranks), _one(together))
-        return Sent(kind, what, where, link, count, _one(nbytes), whole, None if shown is None else whole * shown)
+        link = link_name(self.cluster, _one(ranks), _one(together))
+        return Communication(
+            kind, what, where, link, count, _one(nbytes), whole, None if shown is None else whole * shown
+        )
 
-    def _tensor_parallel(self) -> Iterator[Sent]:
+    def _tensor_parallel(self) -> Iterator[Communication]:
         p = self.plan
         kind = "reduce-scatter and all-gather" if p.sequence_parallel else "all-reduce"
         nbytes, together = self.step.layers.joined(), min(p.tp, self.cluster.per_node)
@@ -76,7 +80,7 @@ class _Sent:
                 2 * self.layers * self.microbatches, each, self.software.tensor,
             )  # fmt: skip
 
-    def _rings(self) -> Iterator[Sent]:
+    def _rings(self) -> Iterator[Communication]:
         p, m = self.plan, self.model
         nbytes = np.multiply(tokens(p), HALF * 2 * m.kv_heads * m.head_dim / p.tp)
         together = np.clip(self.cluster.per_node / p.tp, 1, p.cp)
@@ -89,7 +93,7 @@ class _Sent:
                 times * (p.cp - 1) * self.layers * self.microbatches, each, 1 - hidden,
             )  # fmt: skip
 
-    def _experts(self, x: Experts) -> Iterator[Sent]:
+    def _experts(self, x: Experts) -> Iterator[Communication]:
         p, layers, together = self.plan, self.step.layers, min(self.plan.ep, self.cluster.per_node)
         nbytes, each = layers.routed(x), layers.exchange(x)
         for where in self.passes:
@@ -98,7 +102,7 @@ class _Sent:
                 2 * self.sparse * self.microbatches, each, 1.0,
             )  # fmt: skip
 
-    def _messages(self) -> Sent:
+    def _messages(self) -> Communication:
         p = self.plan
         part = 1 / p.tp if self.software.scattered else 1.0
         inside = self.cluster.per_node if p.ranks <= self.cluster.per_node else 1
@@ -107,7 +111,7 @@ class _Sent:
             p.pp, p.pp if inside > 1 else 1, 2 * p.chunks * self.microbatches, self.step.stages().message, None,
         )  # fmt: skip
 
-    def _synchronised(self) -> Iterator[Sent]:
+    def _synchronised(self) -> Iterator[Communication]:
         ranks, together = self.step.replicas()
         own, shown = self.step.parameters, self.software.exposed
         gradient = np.multiply(own, self.software.reduced)
@@ -119,7 +123,7 @@ class _Sent:
             each = self.cluster.meeting(kind, nbytes, ranks, together)  # pyright: ignore[reportArgumentType] - a kind
             yield self._collective(kind, what, "after the backward pass", nbytes, ranks, together, 1, each, shown)
 
-    def _gathered(self) -> Iterator[Sent]:
+    def _gathered(self) -> Iterator[Communication]:
         ranks, together = self.step.replicas()
         each, count = self.step.gathers(), self.layers * self.microbatches
         again = _one(each.again) * count

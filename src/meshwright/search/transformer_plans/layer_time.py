@@ -25,28 +25,28 @@ NARROW = {"fp8": torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn, "nvfp4": NAR
 
 
 @dataclass(frozen=True)
-class Spent:
+class PassSeconds:
     """Seconds of a forward pass, of a backward pass, and of the weight gradients within the backward pass."""
 
     forward: Numbers = 0.0
     backward: Numbers = 0.0
     weights: Numbers = 0.0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
+    def __add__(self, other: PassSeconds) -> PassSeconds:
+        return PassSeconds(
             np.add(self.forward, other.forward),
             np.add(self.backward, other.backward),
             np.add(self.weights, other.weights),
         )
 
-    def __mul__(self, times: Numbers) -> Spent:
-        return Spent(
+    def __mul__(self, times: Numbers) -> PassSeconds:
+        return PassSeconds(
             np.multiply(self.forward, times), np.multiply(self.backward, times), np.multiply(self.weights, times)
         )
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerTime:
     """Seconds of a model's layers under plans, on a cluster, with the properties of a software."""
 
     model: Transformer
@@ -64,33 +64,33 @@ class Layers:
     def node(self) -> int:
         return self.cluster.per_node
 
-    def dense(self) -> Spent:
+    def dense(self) -> PassSeconds:
         """Return the seconds of a layer without experts, without communication."""
         return self.attention() + self.mlp(self.model.ffn)
 
-    def sparse(self) -> Spent:
+    def sparse(self) -> PassSeconds:
         """Return the seconds of a layer with experts, including the exchange of tokens."""
         x = self.model.experts
         return self.attention() if x is None else self.attention() + self._experts(x) + self._shared(x)
 
     # --- parts
 
-    def linear(self, n: Numbers, k: Numbers) -> Spent:
+    def linear(self, n: Numbers, k: Numbers) -> PassSeconds:
         """Return the seconds of `t k * k n -> t n` for the t tokens of this rank."""
         t, dtype = tokens(self.plan), self._dtype
         inputs, weights = self.kernels.matmul(t, k, n, dtype=dtype), self.kernels.matmul(n, k, t, dtype=dtype)
-        return Spent(self.kernels.matmul(t, n, k, dtype=dtype), np.add(inputs, weights), weights)
+        return PassSeconds(self.kernels.matmul(t, n, k, dtype=dtype), np.add(inputs, weights), weights)
 
-    def stream(self, forward: Numbers, backward: Numbers) -> Spent:
+    def stream(self, forward: Numbers, backward: Numbers) -> PassSeconds:
         """Return the seconds of operators that read and write so many bytes if they are fused."""
         times = self.software.streams
-        return Spent(
+        return PassSeconds(
             self.kernels.stream(np.multiply(forward, times)), self.kernels.stream(np.multiply(backward, times))
         )
 
-    def attention(self) -> Spent:
+    def attention(self) -> PassSeconds:
         """Return the seconds of all that comes before the feed-forward part, and of both residual sums and norms."""
-        h, m, spent = self.model.hidden, self.model, Spent()
+        h, m, spent = self.model.hidden, self.model, PassSeconds()
         for n, k in self._projections():
             spent += self.linear(n, k)
         spent += self.core() + self.stream(self.rows * 4.0 * h, self.rows * 6.0 * h) * 2.0
@@ -98,19 +98,21 @@ class Layers:
         if m.gated:
             turned = np.multiply(tokens(self.plan), 4 * (m.heads + m.kv_heads) * m.head_dim / self.plan.tp)
             spent += self.stream(turned, turned)
-        return spent + (self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._is_narrow else Spent())
+        return spent + (
+            self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._is_narrow else PassSeconds()
+        )
 
-    def mlp(self, width: Numbers) -> Spent:
+    def mlp(self, width: Numbers) -> PassSeconds:
         """Return the seconds of the feed-forward part: up, the activation, and down; 0 for a width of 0."""
         if not np.any(width):
-            return Spent()
+            return PassSeconds()
         h, f = self.model.hidden, np.divide(width, self.plan.tp)
         t, two = tokens(self.plan), 2 if self.model.gated else 1
         spent = self.linear(two * f, h) + self.linear(h, f)
         spent += self.stream(t * (2 + 2 * two) * f, t * (2 + 4 * two) * f)
-        return spent + (self._casts(width) if self._is_narrow else Spent())
+        return spent + (self._casts(width) if self._is_narrow else PassSeconds())
 
-    def core(self) -> Spent:
+    def core(self) -> PassSeconds:
         """Return the seconds of the scores, their softmax, and the weighted sum of the values."""
         m, p = self.model, self.plan
         s, heads = p.sequence, np.multiply(p.microbatch, np.divide(m.heads, p.tp))
@@ -122,13 +124,13 @@ class Layers:
             share = share * (1 - (1 - np.minimum(1.0, 2 * m.window.size / np.asarray(s))) / m.window.every)
         forward, backward = self.kernels.attention(queries, s, m.key_width + m.value_width, heads)
         share = share / self.software.attention
-        return Spent(forward * share, backward * share)
+        return PassSeconds(forward * share, backward * share)
 
-    def meetings(self) -> Spent:
+    def meetings(self) -> PassSeconds:
         """Return the seconds of collectives of tensor parallelism, two per pass, and of rings of keys and values."""
         seconds = 2 * self.joining() * self.software.tensor
         ring = self.ring()
-        return Spent(np.add(seconds, ring), np.add(seconds, 2 * ring))
+        return PassSeconds(np.add(seconds, ring), np.add(seconds, 2 * ring))
 
     def joining(self) -> Numbers:
         """Return the seconds of a sum over a tensor-parallel group.
@@ -169,16 +171,16 @@ class Layers:
             yield from ((x.key + x.rotary, m.hidden), (np.divide(m.heads * (x.plain + x.value), t), x.key))
         yield m.hidden, np.divide(m.heads * m.value_width, t)
 
-    def _written(self, queries: Numbers, keys: Numbers, heads: Numbers) -> Spent:
+    def _written(self, queries: Numbers, keys: Numbers, heads: Numbers) -> PassSeconds:
         """Return the seconds of attention by single operators: scores, softmax and dropout go through memory."""
         scores = np.multiply(np.multiply(queries, keys), heads)
         looks = self.kernels.matmul(queries, keys, self.model.key_width, heads)
         weighs = self.kernels.matmul(queries, self.model.value_width, keys, heads)
         products = np.add(looks, weighs)
-        streams = Spent(self.kernels.stream(9 * scores), self.kernels.stream(11 * scores))
-        return Spent(products, 2 * products) + streams
+        streams = PassSeconds(self.kernels.stream(9 * scores), self.kernels.stream(11 * scores))
+        return PassSeconds(products, 2 * products) + streams
 
-    def _experts(self, x: Experts) -> Spent:
+    def _experts(self, x: Experts) -> PassSeconds:
         """Return the seconds of the fullest rank's experts, and of sending tokens there and back."""
         h, t = self.model.hidden, np.divide(tokens(self.plan), self.plan.tp)
         own = np.divide(x.count, self.plan.ep)
@@ -189,7 +191,7 @@ class Layers:
         spent += self.stream(moved * 4 * h, moved * 6 * h) * 2.0
         spent += self.stream(moved * 6 * x.ffn, moved * 9 * x.ffn) + self.stream(t * 8 * x.count, t * 12 * x.count)
         sent = self.exchange(x)
-        return spent + Spent(2 * sent, 2 * sent)
+        return spent + PassSeconds(2 * sent, 2 * sent)
 
     def routed(self, x: Experts) -> Numbers:
         """Return the bytes that a rank sends to experts: its part of the tokens, once for each of their experts."""
@@ -204,23 +206,23 @@ class Layers:
             apart = nodes * (1 - (1 - 1 / nodes) ** x.chosen) / x.chosen
         return self.cluster.meeting("all-to-all", self.routed(x) * x.fullest(p.ep), p.ep, together, apart)
 
-    def _shared(self, x: Experts) -> Spent:
+    def _shared(self, x: Experts) -> PassSeconds:
         f = np.divide(x.shared, self.plan.tp)
-        return self.linear(2 * f, self.model.hidden) + self.linear(self.model.hidden, f) if x.shared else Spent()
+        return self.linear(2 * f, self.model.hidden) + self.linear(self.model.hidden, f) if x.shared else PassSeconds()
 
-    def _grouped(self, m: Numbers, n: Numbers, k: Numbers, groups: Numbers) -> Spent:
+    def _grouped(self, m: Numbers, n: Numbers, k: Numbers, groups: Numbers) -> PassSeconds:
         kernels, dtype, slower = self.kernels, self._dtype, self.kernels.habits.grouped
         forward = kernels.matmul(m, n, k, groups, dtype)
         inputs, weights = kernels.matmul(m, k, n, groups, dtype), kernels.matmul(n, k, m, groups, dtype)
-        return Spent(forward, np.add(inputs, weights), weights) * slower
+        return PassSeconds(forward, np.add(inputs, weights), weights) * slower
 
-    def _casts(self, width: Numbers) -> Spent:
+    def _casts(self, width: Numbers) -> PassSeconds:
         """Return the seconds of casts to eight bits and back, for a width that a tensor-parallel group divides."""
         nbytes = np.multiply(tokens(self.plan), self.software.casts * np.divide(width, self.plan.tp))
         seconds = self.kernels.stream(nbytes)
-        return Spent(seconds, seconds)
+        return PassSeconds(seconds, seconds)
 
-    def _gathered_casts(self, width: Numbers) -> Spent:
+    def _gathered_casts(self, width: Numbers) -> PassSeconds:
         """Return the seconds of casts of a gathered width: every rank casts all of it, unless it was cast before."""
         return self._casts(width if self.software.casts_first else np.multiply(width, self.plan.tp))
 

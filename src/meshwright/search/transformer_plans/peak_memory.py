@@ -18,7 +18,7 @@ from .degrees import Degrees, microbatches, tokens
 from .layer_shares import Share, shares
 from .layer_time import HALF
 from .sizes import Transformer
-from .software import OURS, Software
+from .software import MESHWRIGHT, Software
 
 MOMENTS = 12.0
 """Bytes of Adam's moments and of a master copy, per parameter."""
@@ -36,12 +36,12 @@ class Held:
     parts: dict[str, Numbers]
 
 
-def hold(model: Transformer, plan: Degrees, software: Software = OURS) -> Held:
+def hold(model: Transformer, plan: Degrees, software: Software = MESHWRIGHT) -> Held:
     """Return the peak bytes of the fullest rank."""
     return _Peak(model, plan, software).held()
 
 
-def hold_each(model: Transformer, plan: Plan, software: Software = OURS) -> list[dict[str, Numbers]]:
+def hold_each(model: Transformer, plan: Plan, software: Software = MESHWRIGHT) -> list[dict[str, Numbers]]:
     """Return the peak bytes of each rank of a plan's pipeline, by kind."""
     return _Peak(model, plan, software).each(plan.pp)
 

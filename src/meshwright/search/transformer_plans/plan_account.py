@@ -10,19 +10,19 @@ import numpy as np
 from meshwright.cost import Cluster, Link
 from meshwright.pipeline import Timeline, simulate
 
-from ..plan_data.account import Account, Curve, Rival, Sent, loses, rising
+from ..plan_data.account import Account, Communication, MemoryCurve, OtherPlan, pipeline_memory_curve, slower_parts
 from ..plan_data.plan import Plan
-from ..plan_data.progress_bar import OnStep
+from ..plan_data.progress_bar import OnProgress
 from ..plan_data.units import parameters
-from .choose import USABLE, Choice, Priced
-from .communication import sent
+from .choose import USABLE, PlanChoice, PricedPlan
+from .communication import communications
 from .degrees import microbatches
 from .peak_memory import hold, hold_each
 from .predict import predict, stages_of
-from .simulated_step import has_short_table, simulated, table_of, times_of
+from .simulated_step import has_short_table, simulate_step, table_of, times_of
 from .sizes import Transformer
-from .software import OURS, Software
-from .tensor_layouts import laid, stages
+from .software import MESHWRIGHT, Software
+from .tensor_layouts import stage_parts, tensor_layouts
 
 OTHERS = "accumulation", "optimizer", "host"
 PARTS = {
@@ -39,9 +39,9 @@ def account(
     model: Transformer,
     plan: Plan,
     cluster: Cluster,
-    choice: Choice | None = None,
-    software: Software = OURS,
-    on_step: OnStep | None = None,
+    choice: PlanChoice | None = None,
+    software: Software = MESHWRIGHT,
+    on_step: OnProgress | None = None,
 ) -> Account:
     """Return the account of a step under `plan`, compared with the plans of `choice`.
 
@@ -49,16 +49,16 @@ def account(
 
     Raises:
         SearchError: as `predict`.
-        ScheduleError: as `simulated`.
+        ScheduleError: as `simulate_step`.
     """
     spent, nbytes = _spent(model, plan, cluster, software), float(np.asarray(hold(model, plan, software).nbytes))
     others = [p for p in (choice.best, *choice.next) if p.plan != plan] if choice else []
-    told = tuple(_rivals(model, plan, cluster, software, nbytes, others, on_step))
-    rows, timeline = sent(model, plan, cluster, software), _timeline(model, plan, cluster, software)
+    told = tuple(_other_plans(model, plan, cluster, software, nbytes, others, on_step))
+    rows, timeline = communications(model, plan, cluster, software), _timeline(model, plan, cluster, software)
     seconds = sum(spent.values())
     each = {
         s.name: {kind: float(np.asarray(x)) for kind, x in parts.items()}
-        for s, parts in zip(stages(model, plan), hold_each(model, plan, software), strict=True)
+        for s, parts in zip(stage_parts(model, plan), hold_each(model, plan, software), strict=True)
     }
     return Account(
         what=f"a transformer of {parameters(model.parameters)}, {model.layers} layers",
@@ -66,7 +66,7 @@ def account(
         where=f"{plan.ranks} ranks of {cluster!r}",
         seconds=seconds, nbytes=nbytes, room=cluster.device.memory * USABLE,
         why=tuple(_why(plan, spent, rows, nbytes, cluster, choice)),
-        spent=spent, held=each, laid=tuple(laid(model, plan)), sent=rows, rivals=told, decided=asdict(plan),
+        spent=spent, held=each, laid=tuple(tensor_layouts(model, plan)), sent=rows, rivals=told, decided=asdict(plan),
         timeline=timeline, curves=tuple(_curves(timeline, each)) if timeline else (),
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ def _spent(
 
     def step(on: Cluster) -> float:
         if by_table:
-            return simulated(model, plan, on, software)
+            return simulate_step(model, plan, on, software)
         return float(np.asarray(predict(model, plan, on, software).seconds))
 
     free = replace(cluster, inside=_free(cluster.inside), outside=None)
@@ -118,7 +118,12 @@ def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Softwa
 
 
 def _why(
-    plan: Plan, spent: dict[str, float], rows: tuple[Sent, ...], nbytes: float, cluster: Cluster, choice: Choice | None
+    plan: Plan,
+    spent: dict[str, float],
+    rows: tuple[Communication, ...],
+    nbytes: float,
+    cluster: Cluster,
+    choice: PlanChoice | None,
 ) -> Iterator[str]:
     """Yield the bottleneck: memory if a faster plan does not fit, or else the largest part that is not computation."""
     whole, room = sum(spent.values()), cluster.device.memory * USABLE
@@ -136,7 +141,7 @@ def _why(
         yield f"most of it is {most.kind} of {most.what}, {most.where}, on {most.link}"
 
 
-def _better(plan: Plan, choice: Choice, whole: float, room: float) -> Iterator[str]:
+def _better(plan: Plan, choice: PlanChoice, whole: float, room: float) -> Iterator[str]:
     """Yield the better plan of a search or, if `plan` is its best, the faster plan that does not fit into memory."""
     best, beyond = choice.best, choice.beyond
     if best.plan != plan and best.seconds < whole * (1 - 1e-6):
@@ -148,18 +153,18 @@ def _better(plan: Plan, choice: Choice, whole: float, room: float) -> Iterator[s
         )
 
 
-def _rivals(
-    model: Transformer, plan: Plan, cluster: Cluster, software: Software, nbytes: float, others: list[Priced],
-    on_step: OnStep | None,
-) -> Iterator[Rival]:  # fmt: skip
+def _other_plans(
+    model: Transformer, plan: Plan, cluster: Cluster, software: Software, nbytes: float, others: list[PricedPlan],
+    on_step: OnProgress | None,
+) -> Iterator[OtherPlan]:  # fmt: skip
     """Yield the other plans, and the parts in which they are slower; short tables are simulated."""
     for n, other in enumerate(others):
         if on_step:
             on_step(n, len(others))
         by_table = has_short_table(plan) and has_short_table(other.plan)
         own, theirs = (_spent(model, p, cluster, software, by_table) for p in (plan, other.plan))
-        why = loses(own, theirs) or f"equally fast, {(other.nbytes - nbytes) / 1e9:+.1f} GB per rank"
-        yield Rival(differences(plan, other.plan), other.seconds, other.nbytes, why)
+        why = slower_parts(own, theirs) or f"equally fast, {(other.nbytes - nbytes) / 1e9:+.1f} GB per rank"
+        yield OtherPlan(differences(plan, other.plan), other.seconds, other.nbytes, why)
 
 
 def differences(best: Plan, other: Plan) -> str:
@@ -168,9 +173,9 @@ def differences(best: Plan, other: Plan) -> str:
     return ", ".join(f"{name} = {two[name]}" for name in one if one[name] != two[name])
 
 
-def _curves(timeline: Timeline, held: dict[str, dict[str, float]]) -> Iterator[Curve]:
+def _curves(timeline: Timeline, held: dict[str, dict[str, float]]) -> Iterator[MemoryCurve]:
     """Yield the bytes over time: state, and the activations of the microbatches in flight by the table."""
     for rank, (name, parts) in enumerate(held.items()):
         base, most = sum(parts.values()) - parts["activations"], timeline.peaks()[rank]
         each = [parts["activations"] / (most or 1.0)] * timeline.schedule.chunks
-        yield rising(name, timeline, rank, base, each)
+        yield pipeline_memory_curve(name, timeline, rank, base, each)

@@ -13,9 +13,9 @@ from meshwright.cost import Cluster, Habits, Kernels, Numbers
 from .._errors import SearchError
 from .degrees import Degrees, microbatches, tokens
 from .layer_shares import Share, shares
-from .layer_time import HALF, NARROW, Layers, Spent
+from .layer_time import HALF, NARROW, LayerTime, PassSeconds
 from .sizes import Transformer
-from .software import OURS, Software
+from .software import MESHWRIGHT, Software
 
 UPDATE = 32.0
 """Bytes that Adam with a master copy reads and writes per parameter."""
@@ -48,7 +48,7 @@ def predict(
     model: Transformer,
     plan: Degrees,
     cluster: Cluster,
-    software: Software = OURS,
+    software: Software = MESHWRIGHT,
     habits: Habits | None = None,
 ) -> Prediction:
     """Return the predicted seconds of a step under a plan, or under each of many.
@@ -67,33 +67,33 @@ def predict(
             f"a plan with the schedule {plan.schedule!r}", "a schedule without a formula for its bubble",
             f"formulas exist for {', '.join(FILLING)}", 'write Plan(schedule="1F1B")',
         )  # fmt: skip
-    return Step(model, plan, cluster, software, habits or Habits()).prediction()
+    return StepTime(model, plan, cluster, software, habits or Habits()).prediction()
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageSeconds:
     """Seconds of the first, of another and of the last rank of a pipeline, and of a message.
 
     `before` and `behind` are the embedding and the head.
     """
 
-    first: Spent
-    other: Spent
-    last: Spent
-    before: Spent
-    behind: Spent
+    first: PassSeconds
+    other: PassSeconds
+    last: PassSeconds
+    before: PassSeconds
+    behind: PassSeconds
     message: Numbers
 
 
 def stages_of(
-    model: Transformer, plan: Degrees, cluster: Cluster, software: Software = OURS, habits: Habits | None = None
-) -> Stages:
+    model: Transformer, plan: Degrees, cluster: Cluster, software: Software = MESHWRIGHT, habits: Habits | None = None
+) -> StageSeconds:
     """Return the seconds that the ranks of a plan's pipeline compute for one microbatch."""
-    return Step(model, plan, cluster, software, habits or Habits()).stages()
+    return StepTime(model, plan, cluster, software, habits or Habits()).stages()
 
 
 @dataclass(frozen=True)
-class Gathers:
+class GatherCosts:
     """Bytes that ZeRO-3 moves for a layer and for an embedding table, and the seconds of each collective.
 
     `again` is the number of times that a backward pass gathers a layer. `waits` is true if the computation waits for
@@ -111,7 +111,7 @@ class Gathers:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """Parts of a step under a plan, or under each of many."""
 
     model: Transformer
@@ -125,8 +125,8 @@ class Step:
         return Kernels(self.cluster.device, self.habits)
 
     @cached_property
-    def layers(self) -> Layers:
-        return Layers(self.model, self.plan, self.cluster, self.kernels, self.software)
+    def layers(self) -> LayerTime:
+        return LayerTime(self.model, self.plan, self.cluster, self.kernels, self.software)
 
     def prediction(self) -> Prediction:
         """Return the seconds of the step, and its parts."""
@@ -144,14 +144,14 @@ class Step:
     # --- a layer
 
     @cached_property
-    def dense(self) -> Spent:
+    def dense(self) -> PassSeconds:
         return self._whole(self.layers.dense(), self.model.ffn)
 
     @cached_property
-    def sparse(self) -> Spent:
-        return self._whole(self.layers.sparse(), 0) if self.model.experts else Spent()
+    def sparse(self) -> PassSeconds:
+        return self._whole(self.layers.sparse(), 0) if self.model.experts else PassSeconds()
 
-    def _whole(self, computed: Spent, width: int) -> Spent:
+    def _whole(self, computed: PassSeconds, width: int) -> PassSeconds:
         """Return the seconds of a layer with its collectives and recomputation.
 
         A layer is never faster than a host starts its operators.
@@ -163,7 +163,7 @@ class Step:
         again = self._again(spent, width)
         again = np.maximum(again, floor[0]) if self.plan.recompute == "full" else again
         moved = self._stowed()
-        return Spent(forward + moved, np.maximum(spent.backward, floor[1]) + again + moved, spent.weights)
+        return PassSeconds(forward + moved, np.maximum(spent.backward, floor[1]) + again + moved, spent.weights)
 
     def _stowed(self) -> Numbers:
         """Return the seconds of moving a layer's input to the memory of the host, or back."""
@@ -171,7 +171,7 @@ class Step:
             return 0.0
         return self.layers.rows * (HALF * self.model.hidden / self.software.stowed)
 
-    def _again(self, spent: Spent, width: int) -> Numbers:
+    def _again(self, spent: PassSeconds, width: int) -> Numbers:
         h = self.model.hidden
         match self.plan.recompute:
             case "none":
@@ -187,25 +187,25 @@ class Step:
     # --- stages
 
     @cached_property
-    def head(self) -> Spent:
+    def head(self) -> PassSeconds:
         """Seconds of the last linear map and the loss."""
         vocab = np.divide(self.model.vocab, self.plan.tp)
         logits = self.kernels.stream(np.multiply(tokens(self.plan), vocab) * self.software.cross_entropy / 2)
-        return self.layers.linear(vocab, self.model.hidden) + Spent(logits, logits)
+        return self.layers.linear(vocab, self.model.hidden) + PassSeconds(logits, logits)
 
     @cached_property
-    def embedding(self) -> Spent:
+    def embedding(self) -> PassSeconds:
         rows = np.multiply(tokens(self.plan), self.model.hidden)
         return self.layers.stream(4 * rows, 8 * rows)
 
-    def _stage(self, layers: Share) -> Spent:
+    def _stage(self, layers: Share) -> PassSeconds:
         """Return the seconds of one rank's layers."""
         return self.dense * layers.dense + self.sparse * layers.sparse
 
-    def stages(self) -> Stages:
+    def stages(self) -> StageSeconds:
         """Return the seconds of the ranks of the pipeline."""
         first, other, last = map(self._stage, shares(self.model.layers, self.model.dense_layers, self.plan.pp))
-        return Stages(first, other, last, self.embedding, self.head, self._message())
+        return StageSeconds(first, other, last, self.embedding, self.head, self._message())
 
     # --- a step
 
@@ -221,7 +221,7 @@ class Step:
         sent = 2 * s.message * (p - 1) + 2 * chunks * m * s.message * self.software.messages
         return np.where(p > 1, m * most + filling + sent, m * np.add(whole.forward, whole.backward))
 
-    def _filling(self, stage: Spent, mean: Numbers) -> Numbers:
+    def _filling(self, stage: PassSeconds, mean: Numbers) -> Numbers:
         """Return the idle seconds of a rank, over all its microbatches.
 
         Some schedules put weight gradients into the bubble. Their bubble has a lower bound: the time until the first
@@ -242,7 +242,7 @@ class Step:
         inside = np.multiply(np.multiply(self.plan.dp, self.plan.cp), np.multiply(self.plan.tp, self.plan.pp))
         return self.cluster.message(nbytes, np.greater(inside, self.cluster.per_node)) + 10e-6
 
-    def gathers(self) -> Gathers:
+    def gathers(self) -> GatherCosts:
         """Return the collectives of ZeRO-3."""
         m, p = self.model, self.plan
         ranks, together = self.replicas()
@@ -250,7 +250,7 @@ class Step:
         layer, reduced = parameters * HALF, parameters * self.software.reduced
         table = np.divide(m.embedding_parameters * HALF, p.tp)
         waits = np.greater(parameters, self.software.live)
-        return Gathers(
+        return GatherCosts(
             layer, reduced, table,
             self.cluster.meeting("all-gather", layer, ranks, together),
             self.cluster.meeting("reduce-scatter", reduced, ranks, together),
@@ -267,11 +267,11 @@ class Step:
         everything = Share(m.dense_layers, m.layers - m.dense_layers)
         spent = self._stage(everything) * (1 / m.layers)
         again = each.again * each.gather
-        forward = np.where(each.waits, spent.forward + each.gather, _beside(spent.forward, each.gather))
+        forward = np.where(each.waits, spent.forward + each.gather, _overlapped_seconds(spent.forward, each.gather))
         backward = np.where(
             each.waits,
-            again + _beside(spent.backward, each.scatter),
-            _beside(spent.backward, np.add(again, each.scatter)),
+            again + _overlapped_seconds(spent.backward, each.scatter),
+            _overlapped_seconds(spent.backward, np.add(again, each.scatter)),
         )
         ends = self.head + self.embedding
         once = m.layers / np.asarray(p.pp) * (forward + backward) + np.add(ends.forward, ends.backward) / np.asarray(
@@ -342,12 +342,12 @@ class Step:
         return own * (UPDATE / (each * self.habits.streamed) + way)
 
 
-def _beside(computed: Numbers, meeting: Numbers) -> Numbers:
+def _overlapped_seconds(computed: Numbers, meeting: Numbers) -> Numbers:
     """Return the seconds of computation that overlaps with a collective."""
     return np.maximum(computed, meeting) + BESIDE * np.minimum(computed, meeting)
 
 
-def work(model: Transformer, plan: Degrees) -> Numbers:
+def model_flops(model: Transformer, plan: Degrees) -> Numbers:
     """Return the operations of a step that the model needs, without recomputation; half of causal scores count.
 
     Products of parameters with tokens count once forward and twice for gradients. The embedding table is looked up and
@@ -361,8 +361,8 @@ def work(model: Transformer, plan: Degrees) -> Numbers:
     return 6.0 * np.multiply(plan.batch, plan.sequence) * (active + scores)
 
 
-def share_of_peak(model: Transformer, plan: Degrees, cluster: Cluster, seconds: float) -> float:
-    """Return the model FLOPs utilisation: `work` of a step, relative to the devices' peak in the plan's precision."""
+def flops_utilisation(model: Transformer, plan: Degrees, cluster: Cluster, seconds: float) -> float:
+    """Return the model FLOPs utilisation: `model_flops` of a step, relative to the peak in the plan's precision."""
     ranks = float(np.asarray(np.multiply(np.multiply(plan.dp, plan.tp), np.multiply(plan.pp, plan.cp))))
     rate = cluster.device.peak(NARROW.get(plan.precision, torch.bfloat16))
-    return float(np.asarray(work(model, plan))) / (rate * ranks * seconds)
+    return float(np.asarray(model_flops(model, plan))) / (rate * ranks * seconds)

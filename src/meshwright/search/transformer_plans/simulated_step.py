@@ -11,9 +11,9 @@ from meshwright.pipeline import Schedule, Times, known, simulate
 
 from ..plan_data.plan import Plan
 from .degrees import microbatches
-from .predict import Stages, predict, stages_of
+from .predict import StageSeconds, predict, stages_of
 from .sizes import Transformer
-from .software import OURS, Software
+from .software import MESHWRIGHT, Software
 
 LONG = 2**20
 """Chunks times microbatches above which no table is made: warm-up and drain are then negligible."""
@@ -21,8 +21,8 @@ SHORT = 2**11
 """Chunks times microbatches of a table that is made and simulated in a short time."""
 
 
-def simulated(
-    model: Transformer, plan: Plan, cluster: Cluster, software: Software = OURS, habits: Habits | None = None
+def simulate_step(
+    model: Transformer, plan: Plan, cluster: Cluster, software: Software = MESHWRIGHT, habits: Habits | None = None
 ) -> float:
     """Return the seconds of a step as `predict` does, but with the pipeline simulated action by action.
 
@@ -62,7 +62,7 @@ def _table(schedule: str, ranks: int, count: int, chunks: int) -> Schedule:
     return how.make(ranks, count, chunks) if how.takes else how.make(ranks, count)
 
 
-def times_of(stages: Stages, plan: Plan) -> Times:
+def times_of(stages: StageSeconds, plan: Plan) -> Times:
     """Return the seconds of each chunk: its part of a rank's layers, with the embedding or the head at the ends."""
     count = plan.pp * plan.chunks
 

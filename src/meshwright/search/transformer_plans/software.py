@@ -1,6 +1,6 @@
 """Properties of training software that change the time and memory of a plan.
 
-These are facts about programs, not fitted numbers. `OURS` describes this library.
+These are facts about programs, not fitted numbers. `MESHWRIGHT` describes this library.
 """
 
 from __future__ import annotations
@@ -76,4 +76,4 @@ PAGEABLE = 2e9
 """Bytes per second of a copy between a device and pageable memory of the host; published ones reach 1 to 8 GB/s."""
 EAGER = 2.0
 """Factor on memory traffic if every operator is a kernel of its own."""
-OURS = Software()
+MESHWRIGHT = Software()

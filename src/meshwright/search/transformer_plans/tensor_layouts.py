@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan_data.account import Laid
+from ..plan_data.account import TensorLayout
 from ..plan_data.plan import Plan
 from .sizes import Transformer
 
@@ -17,7 +17,7 @@ Dims = tuple[tuple[int, tuple[str, ...]], ...]
 """Size of each dim of the whole tensor, and the axes that shard it."""
 
 
-class Stage(NamedTuple):
+class StagePart(NamedTuple):
     """Part of the model on one pipeline rank: its layers, as ranges, and whether it has the embedding or the head."""
 
     name: str
@@ -30,21 +30,21 @@ class Stage(NamedTuple):
         return ", ".join([*(["embedding"] if self.first else []), *runs, *(["head"] if self.last else [])])
 
 
-def stages(model: Transformer, plan: Plan) -> list[Stage]:
+def stage_parts(model: Transformer, plan: Plan) -> list[StagePart]:
     """Return the part of the model on each pipeline rank.
 
     If the layers do not divide evenly but two more would, the first and the last part have one layer less. In other
     uneven cases, the first parts have one layer more.
 
     >>> llama = Transformer(30, 4096, 32, 8, 128, 14336, 128256)
-    >>> [str(s) for s in stages(llama, Plan(pp=4, batch=8))][::3]
+    >>> [str(s) for s in stage_parts(llama, Plan(pp=4, batch=8))][::3]
     ['embedding, layers 0 to 6', 'layers 23 to 29, head']
     """
     parts = plan.pp * plan.chunks
     ends = _split(model.layers, parts)
     runs = [range(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
     return [
-        Stage(_stage_name(r, plan.pp), tuple(run for run in runs[r :: plan.pp] if run), r == 0, r == plan.pp - 1)
+        StagePart(_stage_name(r, plan.pp), tuple(run for run in runs[r :: plan.pp] if run), r == 0, r == plan.pp - 1)
         for r in range(plan.pp)
     ]
 
@@ -61,9 +61,9 @@ def _stage_name(rank: int, ranks: int) -> str:
     return f"pipeline rank {rank}" if ranks > 1 else "model"
 
 
-def laid(model: Transformer, plan: Plan) -> Iterator[Laid]:
+def tensor_layouts(model: Transformer, plan: Plan) -> Iterator[TensorLayout]:
     """Yield every tensor of one layer of each kind, stage by stage, and then the activations."""
-    for stage in stages(model, plan):
+    for stage in stage_parts(model, plan):
         if stage.first:
             yield _parameter(f"{stage.name}.embedding", "table", ((model.vocab, ("tp",)), (model.hidden, ())), plan)
         for run in stage.layers:
@@ -75,7 +75,7 @@ def laid(model: Transformer, plan: Plan) -> Iterator[Laid]:
     yield from _activations(model, plan)
 
 
-def _layers(model: Transformer, plan: Plan, stage: str, run: range) -> Iterator[Laid]:
+def _layers(model: Transformer, plan: Plan, stage: str, run: range) -> Iterator[TensorLayout]:
     """Yield a row for each tensor of a layer, once for all layers that are alike."""
     dense = range(run.start, min(run.stop, model.dense_layers))
     sparse = range(max(run.start, model.dense_layers), run.stop)
@@ -118,7 +118,7 @@ def _experts(m: Transformer) -> dict[str, Dims]:
     return own | ({f"shared {n}": dims for n, dims in _mlp(m, x.shared).items()} if x.shared else {})
 
 
-def _parameter(layer: str, name: str, dims: Dims, plan: Plan, note: str = "") -> Laid:
+def _parameter(layer: str, name: str, dims: Dims, plan: Plan, note: str = "") -> TensorLayout:
     """Return the row of a parameter, with a note on its gradient and state; ZeRO-3 shards the parameter too."""
     axes = {axis for _, cut in dims for axis in cut}
     spread = "dp" if plan.dp > 1 and "ep" not in axes else ""
@@ -129,7 +129,7 @@ def _parameter(layer: str, name: str, dims: Dims, plan: Plan, note: str = "") ->
     return _row(layer, name, dims, plan, "; ".join(filter(None, notes)))
 
 
-def _activations(m: Transformer, plan: Plan) -> Iterator[Laid]:
+def _activations(m: Transformer, plan: Plan) -> Iterator[TensorLayout]:
     """Yield the activations of one microbatch of every replica."""
     rows = (plan.microbatch * plan.dp, ("dp",))
     length = (plan.sequence, ("cp",))
@@ -142,9 +142,9 @@ def _activations(m: Transformer, plan: Plan) -> Iterator[Laid]:
     yield _row(where, "logits", (rows, length, (m.vocab, ("tp",))), plan, note)
 
 
-def _row(layer: str, name: str, dims: Dims, plan: Plan, note: str) -> Laid:
+def _row(layer: str, name: str, dims: Dims, plan: Plan, note: str) -> TensorLayout:
     """Return a row in half precision; axes with one rank do not shard."""
     real = [(n, [a for a in axes if getattr(plan, a) > 1]) for n, axes in dims]
     text = ", ".join(f"{n}" + "".join(f"@{a}" for a in axes) for n, axes in real)
     parts = prod(getattr(plan, a) for _, axes in real for a in axes)
-    return Laid(layer, name, f"bf16[{text}]", 2.0 * prod(n for n, _ in real) / parts, note)
+    return TensorLayout(layer, name, f"bf16[{text}]", 2.0 * prod(n for n, _ in real) / parts, note)
