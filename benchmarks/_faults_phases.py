@@ -18,7 +18,7 @@ import torch
 
 from benchmarks._fault_runs import Verdict, run_ranks
 from benchmarks.faults import MOST_SECONDS, Row
-from meshwright.comm import Carrier, CommError, init_process
+from meshwright.comm import CommError, Communicator, init_process
 
 _HERE = "benchmarks._faults_phases"
 _LIMIT = 3.0
@@ -31,7 +31,7 @@ def _here(function: str) -> tuple[Any, str]:
     from meshwright.comm.checking.call_guard import Guard
     from meshwright.comm.process import process_communicator
     from meshwright.comm.transport.control_links import Links
-    from meshwright.comm.transport.shared_memory import SharedMemory
+    from meshwright.comm.transport.shared_memory import SharedMemoryTransport
 
     return {
         "before the comparison": (Guard, "before"),
@@ -39,7 +39,7 @@ def _here(function: str) -> tuple[Any, str]:
         "while a link opens": (Links, "wait_open"),
         "while the memory opens": (process_communicator, "open_shared"),
         "while the backend opens": (process_communicator, "open_backend"),
-        "in the memory": (SharedMemory, "_meet"),
+        "in the memory": (SharedMemoryTransport, "_meet"),
         "in the backend": (torch_hooks.Backend, "all_reduce"),
         "after the transfer": (Guard, "after"),
     }[function]
@@ -79,7 +79,7 @@ def _end_in(where: str, number: int) -> None:
     setattr(owner, name, ends)
 
 
-def _error(here: Carrier) -> str:
+def _error(here: Communicator) -> str:
     try:
         for _ in range(3):
             here.all_reduce(torch.ones(4), "sum", tuple(range(here.size)))

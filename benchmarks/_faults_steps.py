@@ -65,18 +65,18 @@ def _local(x: Tensor | None) -> Tensor:
 
 def _damage_sums(lasting: bool) -> None:
     """Change one bit of the next large sum of this rank, or of all sums."""
-    from meshwright.comm import ProcessCarrier
+    from meshwright.comm import ProcessCommunicator
 
-    carry, left = ProcessCarrier._reduce_all, [1]
+    carry, left = ProcessCommunicator._reduce_all, [1]
 
-    def damaged(self: ProcessCarrier, x: Tensor, call: object, over: bool) -> Tensor:
+    def damaged(self: ProcessCommunicator, x: Tensor, call: object, over: bool) -> Tensor:
         out = carry(self, x, call, over)  # pyright: ignore[reportArgumentType]
         if out.is_floating_point() and out.numel() > HIDDEN and (left[0] or lasting):
             left[0] = 0
             out.view(-1).view(torch.int32)[0] ^= 1 << 12
         return out
 
-    ProcessCarrier._reduce_all = damaged
+    ProcessCommunicator._reduce_all = damaged
 
 
 def layouts(folder: str, case: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.checkpoint import Held
+from meshwright.checkpoint import HeldTensor
 from meshwright.cli.commands.explain import _measured
 from meshwright.cli.commands.plan import read_model
 from meshwright.cli.commands.schedule import asked_schedule
@@ -101,7 +101,7 @@ Row = tuple[Any, ...]
 def _read_random(text: str) -> None:
     """Check the states of random generators that a checkpoint may hold."""
     check_random(
-        {RANDOM: Held(torch.frombuffer(bytearray(text.encode("utf-8", "surrogateescape")), dtype=torch.uint8))}
+        {RANDOM: HeldTensor(torch.frombuffer(bytearray(text.encode("utf-8", "surrogateescape")), dtype=torch.uint8))}
     )
 
 

@@ -80,9 +80,9 @@ class Layer:
         """Return `x` as a pending sum over all axes."""
         if self.on is None:
             return x
-        from meshwright.comm import current
+        from meshwright.comm import current_communicator
 
-        weight = torch.tensor([0.5, 0.25, -1.0, 1.25])[current().rank]
+        weight = torch.tensor([0.5, 0.25, -1.0, 1.25])[current_communicator().rank]
         return mw.dtensor_from_local(x * weight, self.on, [mw.Partial(), mw.Partial()])
 
 

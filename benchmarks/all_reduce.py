@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import Carrier, init_process, launch
+from meshwright.comm import Communicator, init_process, launch
 
 GOAL = 1.0
 ELEMENTS = [1, 1024, 16 * 1024, 256 * 1024, 1024 * 1024]
@@ -60,7 +60,7 @@ def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
     return {**us, "ratio": round(us["ours"] / us["gloo"], 3)}
 
 
-def results_kept(carrier: Carrier, rounds: int) -> dict[str, float]:
+def results_kept(carrier: Communicator, rounds: int) -> dict[str, float]:
     """µs of a call whose result is kept beside others: in new memory, and in that of its operand."""
     found: dict[str, list[float]] = {"in new memory": [], "over the operand": []}
     for _ in range(rounds):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.engine import strategy_from_toml
 from meshwright.graph import Program, communication, communication_text
 from meshwright.models import Llama, LlamaConfig, mark
@@ -98,7 +98,7 @@ def llama(case: Case, layers: int, micro_batches: int = 1) -> Program:
     """A Llama with `layers` blocks on the case's mesh, under its strategy."""
     config = LlamaConfig(vocab=64, hidden=32, layers=layers, heads=4, kv_heads=4, feed_forward=48)
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    with use(Recorded(0, prod(case.axes.values()))):
+    with using_communicator(PeerlessCommunicator(0, prod(case.axes.values()))):
         model = Llama(config, 0)
         mark(model, mesh_of({"pp": 1, "dp": 1, "tp": 1, **case.axes}))
         whole = model if micro_batches == 1 else Accumulated(model, micro_batches)
@@ -125,7 +125,7 @@ def over_nodes(case: Case, layers: int) -> Program:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(mw.reshard(x, mesh, [mw.Shard(0), mw.Shard(0)])).square().mean()
 
-    with use(Recorded(0, mesh.size)):
+    with using_communicator(PeerlessCommunicator(0, mesh.size)):
         model = Layers(*[nn.Linear(32, 32) for _ in range(layers)])
         mw.shard_layer(model, mesh)
         return recorded(model, (torch.zeros(BATCH, 32),), case.strategy)
@@ -143,7 +143,7 @@ def seed(case: Case, layers: int) -> Program:
         def forward(self, a: Tensor) -> Tensor:
             return F.relu(torch.matmul(mw.reshard(a, mesh, [mw.Replicate()]), self.b))
 
-    with use(Recorded(0, mesh.size)):
+    with using_communicator(PeerlessCommunicator(0, mesh.size)):
         return recorded(Product(), (torch.zeros(4, 8),), case.strategy, trains=False)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import meshwright as mw
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.models import Llama, LlamaConfig
 
 from ._own_process import own_process
@@ -80,7 +80,7 @@ def record(name: str, ranks: int, layers: int) -> dict[str, Any]:
     """One case, in this process."""
     sizes = SIZES[name] | ({"layers": layers} if layers else {})
     stages, data, _ = shape = MESHES[ranks]
-    with use(Recorded(rank=0, size=ranks)):
+    with using_communicator(PeerlessCommunicator(rank=0, size=ranks)):
         mesh = mw.ProcessMesh(np.arange(ranks).reshape(shape), ["node", "dp", "tp"])
         with torch.device("meta"):
             model = Llama(LlamaConfig(**sizes))

@@ -34,10 +34,10 @@ class Attention(nn.Module):
 def step(name: Any, length: int) -> dict[str, int]:
     """Bytes that live at the peak of a step, and that arrive in it."""
     import meshwright as mw
-    from meshwright.comm import Recorded, use
+    from meshwright.comm import PeerlessCommunicator, using_communicator
     from meshwright.graph import live_memory
 
-    with use(Recorded(RANKS - 1, RANKS)) as here:
+    with using_communicator(PeerlessCommunicator(RANKS - 1, RANKS)) as here:
         net = Attention()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         mesh = mw.ProcessMesh(range(RANKS), ["cp"])

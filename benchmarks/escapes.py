@@ -24,7 +24,7 @@ from torch import Tensor
 import meshwright as mw
 from benchmarks._escape_collectives import collectives, one_process_group
 from benchmarks._escape_ways import Lay, Way, memory, plainly, ways
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 ALIKE, RAISES, SILENT, UNCLEAR = "whole", "raises", "silent", "raises another error"
 """Outcomes of a way: the result of the whole tensor, a clear error, another result, an unclear error."""
@@ -49,7 +49,7 @@ class Setting:
         if not any(p.is_partial() for p in placements):
             return mw.shard_tensor(x, mesh, placements)
         axes = [axis for axis, p in zip(mesh.sizes, placements, strict=True) if p.is_partial()]
-        is_first = all(mesh.coordinate(current().rank)[axis] == 0 for axis in axes)
+        is_first = all(mesh.coordinate(current_communicator().rank)[axis] == 0 for axis in axes)
         terms = int(np.prod([mesh.sizes[axis] for axis in axes]))
         share = 1.0 if terms == 1 else 0.25 if is_first else 0.75 / (terms - 1)
         cut = [mw.Replicate() if p.is_partial() else p for p in placements]

@@ -75,7 +75,7 @@ def places(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor
 def received(way: str, tokens: int) -> list[int]:
     """Bytes that each rank receives in a step."""
     import meshwright as mw
-    from meshwright.comm import current
+    from meshwright.comm import current_communicator
 
     def step() -> int:
         mesh = mw.ProcessMesh(range(RANKS), ["ep"])
@@ -86,18 +86,18 @@ def received(way: str, tokens: int) -> list[int]:
         x = mw.shard_tensor(x, mesh, [mw.Shard(0)])
         if way == "places":
             return _static(mw.to_static(model, None, None, torch.optim.SGD(model.parameters(), lr=0.0)), x)
-        before = current().seen.total_received
+        before = current_communicator().seen.total_received
         loss = model(x)
         loss.backward()
         assert loss.isfinite().item()
         assert all(p.grad is not None for p in model.parameters())
-        return current().seen.total_received - before
+        return current_communicator().seen.total_received - before
 
     def _static(train: Any, x: Tensor) -> int:
         train(x)
-        before = current().seen.total_received
+        before = current_communicator().seen.total_received
         train(x)
-        return current().seen.total_received - before
+        return current_communicator().seen.total_received - before
 
     return mw.simulate(step, RANKS)
 

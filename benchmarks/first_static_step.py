@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 RANKS = 4
 LATER = 10
@@ -67,7 +67,7 @@ def _seconds(steps: int, layers: int, width: int, restart: bool) -> list[float]:
                 layer.weight = mw.shard_tensor(layer.weight, mesh, [mw.Replicate(), mw.Shard(dim)])
         step = mw.to_static(model, None, _loss, torch.optim.AdamW(model.parameters(), lr=1e-3))
         batch = [mw.shard_tensor(torch.randint(0, 1024, (4, 32)), mesh, [mw.Shard(0), mw.Replicate()]) for _ in "xy"]
-        current().barrier(tuple(range(RANKS)))  # measure from the moment when every rank has its model
+        current_communicator().barrier(tuple(range(RANKS)))  # measure from the moment when every rank has its model
         for at in range(steps):
             run(lambda: step(*batch).item(), at)
         return step.recordings

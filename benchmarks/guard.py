@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import meshwright as mw
-from meshwright.comm import ProcessCarrier, init_process, launch
+from meshwright.comm import ProcessCommunicator, init_process, launch
 from meshwright.models import Llama, LlamaConfig
 from meshwright.tensor.core.computation_numbers import follow
 
@@ -49,7 +49,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 @contextmanager
-def checks(carrier: ProcessCarrier, on: bool) -> Generator[None]:
+def checks(carrier: ProcessCommunicator, on: bool) -> Generator[None]:
     """Make all checks inside, or none."""
     follow(on)
     mw.check_steps("stop" if on else "off", replicas=None if on else 0)
@@ -77,7 +77,7 @@ def made(static: bool) -> Callable[[], object]:
     return step
 
 
-def share_of(carrier: ProcessCarrier, step: Callable[[], object], rounds: int) -> dict[str, float]:
+def share_of(carrier: ProcessCommunicator, step: Callable[[], object], rounds: int) -> dict[str, float]:
     """Return milliseconds of a step with and without checks, and the share that they take."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for at in range(2 * rounds + 2):
@@ -91,7 +91,7 @@ def share_of(carrier: ProcessCarrier, step: Callable[[], object], rounds: int) -
     return {"checked_ms": round(checked, 3), "bare_ms": round(bare, 3), "share": round(checked / bare - 1, 4)}
 
 
-def call_times(carrier: ProcessCarrier, elements: int, rounds: int) -> dict[str, float]:
+def call_times(carrier: ProcessCommunicator, elements: int, rounds: int) -> dict[str, float]:
     """Return microseconds of one all-reduce under each way of comparing calls."""
     x = torch.ones(elements)
     found: dict[str, list[float]] = {check: [] for check in CALLS}
@@ -110,7 +110,7 @@ def call_times(carrier: ProcessCarrier, elements: int, rounds: int) -> dict[str,
 def main(path: str, rounds: int) -> None:
     """One of the two processes."""
     carrier = init_process(backend="gloo")
-    assert isinstance(carrier, ProcessCarrier)
+    assert isinstance(carrier, ProcessCommunicator)
     steps = {name: share_of(carrier, made(name == "static"), rounds) for name in ("eager", "static")}
     calls = {f"{elements * 4} B": call_times(carrier, elements, rounds) for elements in ELEMENTS}
     if carrier.rank == 0:

@@ -25,7 +25,7 @@ from torch import Tensor
 import meshwright as mw
 from benchmarks._matrix_models import MODELS, Subject
 from benchmarks._matrix_settings import STATIC, Setting, mark
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.graph import meaning_of
 from meshwright.models import Llama, LlamaConfig
 from meshwright.models import mark as mark_llama
@@ -94,7 +94,7 @@ def differences(case: Case, folder: Path) -> dict[str, int]:
     ranks = case.setting.ranks
     alone: list[str] = []
     for rank in range(ranks):
-        with use(Recorded(rank, ranks)):
+        with using_communicator(PeerlessCommunicator(rank, ranks)):
             model = case.model()
             alone.append(meaning_of(model.compile(*case.batch())))
             model.save(folder)
@@ -103,7 +103,7 @@ def differences(case: Case, folder: Path) -> dict[str, int]:
 
 
 def _differs(case: Case, rank: int, folder: Path, alone: str) -> bool:
-    with use(Recorded(rank, case.setting.ranks)):
+    with using_communicator(PeerlessCommunicator(rank, case.setting.ranks)):
         model = case.model().load(folder)
         found = meaning_of(model.compile(*case.batch()))
         return model.recordings != 0 or found != alone
@@ -113,7 +113,7 @@ def large_bytes(ranks: int, layers: int, folder: Path) -> int:
     """Return the size of the folder for a Llama whose layers lie on 8 ranks each, with ZeRO-1 over the other ranks."""
     rope_table(4096, 128)  # a program holds a table that another one has made as a constant
     sizes = {"vocab": 32000, "hidden": 8192, "heads": 64, "kv_heads": 8, "feed_forward": 28672}
-    with use(Recorded(0, ranks)):
+    with using_communicator(PeerlessCommunicator(0, ranks)):
         mesh = mw.ProcessMesh(torch.arange(ranks).reshape(1, -1, 8).tolist(), ["pp", "dp", "tp"])
         with torch.device("meta"):
             model = Llama(LlamaConfig(layers=layers, **sizes))

@@ -151,9 +151,9 @@ class Ours:
         return on, [_placement(self.mw, mark) for mark in marks]
 
     def rank(self) -> int:
-        from meshwright.comm import current
+        from meshwright.comm import current_communicator
 
-        return current().rank
+        return current_communicator().rank
 
     def whole(self, x: Any) -> Any:
         return self.mw.unshard_dtensor(x) if isinstance(x, self.mw.DistTensor) else x

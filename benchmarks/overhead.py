@@ -129,13 +129,13 @@ def libraries() -> Iterator[None]:
     """Both libraries as rank 0 of a world in which nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from meshwright.comm import Recorded, use
+    from meshwright.comm import PeerlessCommunicator, using_communicator
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     try:
-        with use(Recorded(0, WORLD)):
+        with using_communicator(PeerlessCommunicator(0, WORLD)):
             yield
     finally:
         torch.distributed.destroy_process_group()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import current, init_process, launch
+from meshwright.comm import current_communicator, init_process, launch
 from meshwright.engine.recording.program_inputs import apply_captured_layouts, fetch_of
 from meshwright.graph import capture, complete, record_gradients, spread, with_layouts
 from meshwright.pipeline import (
@@ -108,7 +108,7 @@ class Work:
     """
 
     def __init__(self, way: Way, slices: int) -> None:
-        self.way, self.rank, size = way, current().rank, max(way) + 1
+        self.way, self.rank, size = way, current_communicator().rank, max(way) + 1
         homes = [mw.ProcessMesh([stage], ["dp"]) for stage in range(size)]
         model = laid(len(way), [homes[stage] for stage in way])
         captured = capture(model, model.loss, batch(ROWS))
@@ -272,7 +272,7 @@ class Task:
                 works[way, slices] = Work(way, slices)
             error, held = works[way, slices].error(table)
             rows.append({"name": table.name, "m": table.sequences, "v": slices * len(way) // self.p, "error": error,
-                         "held": held, "predicted": peaks(table)[current().rank]})  # fmt: skip
+                         "held": held, "predicted": peaks(table)[current_communicator().rank]})  # fmt: skip
         return rows
 
     def tables(self) -> Iterator[Schedule]:
@@ -288,7 +288,7 @@ def main(path: str, p: str, known: str, fuzz: str) -> None:
     torch.set_num_threads(1)
     init_process(backend="gloo")
     rows = Task(int(p), known == "1", int(fuzz)).run()
-    Path(f"{path}.{current().rank}").write_text(json.dumps(rows))
+    Path(f"{path}.{current_communicator().rank}").write_text(json.dumps(rows))
 
 
 def on_processes(task: Task) -> list[list[dict[str, Any]]]:

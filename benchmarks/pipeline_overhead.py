@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import Recorded, current, init_process, launch, use
+from meshwright.comm import PeerlessCommunicator, current_communicator, init_process, launch, using_communicator
 from meshwright.pipeline import KNOWN
 
 ACTION_GOAL_US, BUBBLE_GOAL, FLUSH_GOAL = 100.0, 0.9, 1.0
@@ -97,7 +97,7 @@ def torch_step(size: Size, schedule: str) -> Step:
     from torch.distributed import pipelining
 
     way, kind = SCHEDULES[schedule]
-    rank, parts = current().rank, chunks(size, len(way))
+    rank, parts = current_communicator().rank, chunks(size, len(way))
     own = [n for n, stage in enumerate(way) if stage == rank]
     stages = [pipelining.PipelineStage(parts[n], n, len(way), torch.device("cpu")) for n in own]
     optimizer = torch.optim.SGD([p for n in own for p in parts[n].parameters()], lr=0.1)
@@ -143,7 +143,7 @@ def main(path: str, name: str, schedule: str, turns: str) -> None:
     torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX)
     table = torch.tensor([times["ours"], times["torch"]], dtype=torch.float64)
     torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX)
-    if current().rank == 0:
+    if current_communicator().rank == 0:
         ours, theirs = table.tolist()
         row = {
             "ours_ms": round(statistics.median(ours), 3),
@@ -181,7 +181,7 @@ def action_us(quick: bool) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     microbatches, size = 32, Size(8, 1, 1, 0, 0)
-    with use(Recorded(1, 4)):
+    with using_communicator(PeerlessCommunicator(1, 4)):
         step = our_step(size, "ZB-H1", microbatches, 4)
         x = torch.randn(microbatches, size.width)
         for _ in range(3):

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 import meshwright as mw
 from benchmarks import _samples
 from benchmarks._samples import Entry
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.tensor.core.dist_tensor import PLANS
 from meshwright.tensor.execution.dispatch import _VALUED
 
@@ -95,7 +95,7 @@ def _laid(value: Any, mark: str, at: int) -> Any:
     if mark == "S" and value.ndim:
         return mw.shard_tensor(value, LINE, [mw.Shard(0)])
     if mark == "P" and value.dtype is not torch.bool and value.numel():
-        term = _samples.exact_terms(value, LINE.size, at)[current().rank]
+        term = _samples.exact_terms(value, LINE.size, at)[current_communicator().rank]
         return mw.dtensor_from_local(term.clone(), LINE, [mw.Partial("sum")])
     return mw.shard_tensor(value, LINE, [mw.Replicate()])
 

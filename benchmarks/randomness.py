@@ -40,10 +40,10 @@ def drops(ranks: int) -> dict[str, Callable[[], Any]]:
 
 def nanoseconds(ranks: int, turns: int) -> dict[str, float]:
     """Median nanoseconds per element of the part that one of `ranks` ranks holds."""
-    from meshwright.comm import Recorded, use
+    from meshwright.comm import PeerlessCommunicator, using_communicator
 
     elements = SHAPE[0] // ranks * SHAPE[1]
-    with use(Recorded(0, ranks)), torch.no_grad():
+    with using_communicator(PeerlessCommunicator(0, ranks)), torch.no_grad():
         times = in_turns(drops(ranks), turns, 1)
     return {name: round(statistics.median(t) / elements * 1e9, 1) for name, t in times.items()}
 

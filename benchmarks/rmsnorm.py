@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from benchmarks._blocks import best_ms
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.graph import capture, compiled, record_gradients, runner
 
 SHAPES = [(512, 1024), (2048, 1024), (2048, 4096), (8192, 2048)]
@@ -88,7 +88,7 @@ def _eager(model: Norm, g: Tensor) -> Callable[[], list[Tensor]]:
 def _ours(model: Norm, g: Tensor) -> Callable[[], list[Tensor]]:
     captured = capture(model, model, [g])
     program = record_gradients(captured, 0, 1)
-    call = runner(compiled(program, current()))
+    call = runner(compiled(program, current_communicator()))
     given = [model.x if i.name == "x" else model.weight if i.name == "weight" else g for i in program.inputs]
 
     def step() -> list[Tensor]:

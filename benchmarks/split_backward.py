@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import Recorded, current, use
+from meshwright.comm import PeerlessCommunicator, current_communicator, using_communicator
 from meshwright.engine.recording.program_inputs import apply_captured_layouts, fetch_of
 from meshwright.graph import capture, complete, memories, record_gradients, runner, spread, with_layouts
 from meshwright.passes import Recompute
@@ -59,7 +59,7 @@ class Middle:
         captured = capture(model, model, (torch.randn(ROWS, WIDTH),))
         program = spread(captured.program)
         program, stages = staged(with_layouts(program, complete(program, {})))
-        step = record_gradients(replace(captured, program=program), current().rank, RANKS)
+        step = record_gradients(replace(captured, program=program), current_communicator().rank, RANKS)
         apply_captured_layouts(replace(captured, program=program), None)
         self.step = Recompute(policy=("blocks.*",))(step) if recompute else step
         self.parts: Parts = taken_apart(self.step, stages)
@@ -141,7 +141,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     """How much more W of 64 blocks takes than 8 times W of 8."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with use(Recorded(MIDDLE, RANKS)):
+    with using_communicator(PeerlessCommunicator(MIDDLE, RANKS)):
         rows = {length: timed(length, 5 if quick else 100) for length in LENGTHS}
         held = {length: Middle(length).held() for length in LENGTHS}
         again = Middle(8, recompute=True).recomputed()

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from benchmarks._stale_case import FACTORS, Case, Kind, Run
 from benchmarks._stale_kinds import KINDS
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 CLOSE = 1e-5
 """Largest difference of equal numbers, relative to the largest element of a tensor."""
@@ -205,7 +205,7 @@ def _eager(kind: Kind, factors: Sequence[float]) -> Numbers | str:
 def _examine_on(ranks: int, kind: Kind, factors: Sequence[float], wanted: Numbers, restarts: bool = False) -> Finding:
     losses: list[list[float]] = [[] for _ in range(ranks)]
     try:
-        found = mw.simulate(lambda: train(kind, factors, losses[current().rank], ranks, restarts), ranks)
+        found = mw.simulate(lambda: train(kind, factors, losses[current_communicator().rank], ranks, restarts), ranks)
     except Exception as error:  # of any kind: the outcome says so
         worst, where = max((Numbers(seen).difference(wanted.until(len(seen))) for seen in losses), key=itemgetter(0))
         if worst > CLOSE:

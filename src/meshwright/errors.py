@@ -20,7 +20,7 @@ from meshwright.comm import (
     MissingCallError,
     NestedSimulationError,
     NoAnswerError,
-    NoCarrierError,
+    NoCommunicatorError,
     StragglerWarning,
 )
 from meshwright.cost import CostError
@@ -94,7 +94,7 @@ __all__ = [
     "ModelError",
     "NestedSimulationError",
     "NoAnswerError",
-    "NoCarrierError",
+    "NoCommunicatorError",
     "NonFiniteGradientError",
     "OperationError",
     "PickleError",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.layout import Dim, Layout, ProcessMesh, Product
-from meshwright.tensor import place
+from meshwright.tensor import distribute_as
 
 AXES = ("x", "y", "z")
 
@@ -56,7 +56,7 @@ def numbered(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tens
 
 
 def laid(x: Tensor, where: tuple[ProcessMesh, Layout]) -> Any:
-    return place(x, *where)
+    return distribute_as(x, *where)
 
 
 def saved(path: Path, state: dict[str, Any], **how: Any) -> Path:

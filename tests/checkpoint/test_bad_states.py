@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.checkpoint import world
+from meshwright.checkpoint import current_world
 from meshwright.engine.training import training_checkpoint
 from meshwright.layout import MeshwrightError
 
@@ -103,7 +103,7 @@ def test_a_bad_value_in_any_part_is_refused_before_anything_is_changed(
 
         def opened(path: Any) -> Any:
             found = real(path)
-            is_bad = name not in OBJECTS or world().rank == ranks - 1
+            is_bad = name not in OBJECTS or current_world().rank == ranks - 1
             return replace(found, values={**found.values, name: bad}) if is_bad else found
 
         monkeypatch.setattr(training_checkpoint, "open_together", opened)

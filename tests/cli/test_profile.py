@@ -13,7 +13,7 @@ import meshwright as mw
 from meshwright.cli import main
 from meshwright.cli.commands import profile
 from meshwright.cli.ranks import measure
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.cost import cluster
 
 
@@ -23,7 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launch(argv: Sequence[str], ranks: int) -> int:
         cpu = torch.device("cpu")
-        told = mw.simulate(lambda: measure.measure(current(), float(argv[3]), cpu), ranks)
+        told = mw.simulate(lambda: measure.measure(current_communicator(), float(argv[3]), cpu), ranks)
         Path(argv[2]).write_text(json.dumps(told[0]))
         return 0
 

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import Call, DisagreementError, ProcessCarrier
+from meshwright.comm import Call, DisagreementError, ProcessCommunicator
 from meshwright.tensor import DistTensor
 
 LIMIT = 60.0
 Case = Callable[[nn.Parameter, bool], object]
 
 
-def _queued(self: ProcessCarrier, x: Tensor) -> bool:
+def _queued(self: ProcessCommunicator, x: Tensor) -> bool:
     return x.is_floating_point()
 
 
-def _moves_nothing(self: ProcessCarrier, x: Tensor, call: Call, over: bool) -> Tensor:
+def _moves_nothing(self: ProcessCommunicator, x: Tensor, call: Call, over: bool) -> Tensor:
     return x.clone()
 
 
-def _stays(self: ProcessCarrier, x: Tensor, shapes: Any, group: Any) -> list[Tensor]:
+def _stays(self: ProcessCommunicator, x: Tensor, shapes: Any, group: Any) -> list[Tensor]:
     return [torch.zeros(shape, dtype=x.dtype) for shape in shapes]
 
 
@@ -43,7 +43,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def goes_on(folder: Path, here: ProcessCarrier) -> None:
+def goes_on(folder: Path, here: ProcessCommunicator) -> None:
     """Rank 0 makes ten calls before rank 1 makes its first one behind the link's; both make sixty in all."""
     here.all_reduce(torch.ones(3), "sum", (0, 1))
     if here.rank == 1:
@@ -55,7 +55,7 @@ def goes_on(folder: Path, here: ProcessCarrier) -> None:
     here.settle()
 
 
-def waits_elsewhere(folder: Path, here: ProcessCarrier) -> None:
+def waits_elsewhere(folder: Path, here: ProcessCommunicator) -> None:
     """Rank 0 waits for its device for ever after a call that rank 1 makes otherwise."""
     here.all_reduce(torch.ones(3), "sum", (0, 1))
     here.settle()
@@ -125,7 +125,7 @@ def _laid(placement: mw.Placement) -> DistTensor:
     return mw.shard_tensor(torch.ones(4, 3), mw.init_mesh(tp=2), [placement])
 
 
-def told(case: Case, here: ProcessCarrier) -> dict[str, Any]:
+def told(case: Case, here: ProcessCommunicator) -> dict[str, Any]:
     """Return what became of one case: the error, and whether the parameter is what it was."""
     w = nn.Parameter(_laid(mw.Replicate()))
     mw.check_steps(replicas=0)
@@ -139,11 +139,11 @@ def told(case: Case, here: ProcessCarrier) -> dict[str, Any]:
 
 def main() -> None:
     folder, story = Path(sys.argv[1]), sys.argv[2]
-    ProcessCarrier._is_queued = _queued
-    ProcessCarrier._reduce_all = _moves_nothing
-    ProcessCarrier._gather = _stays
+    ProcessCommunicator._is_queued = _queued
+    ProcessCommunicator._reduce_all = _moves_nothing
+    ProcessCommunicator._gather = _stays
     here = mw.init_process()
-    assert isinstance(here, ProcessCarrier)
+    assert isinstance(here, ProcessCommunicator)
     if story != "updates":
         {"goes on": goes_on, "waits elsewhere": waits_elsewhere}[story](folder, here)
         return

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Check, CommError, ProcessCarrier, current, init_process
+from meshwright.comm import Check, CommError, ProcessCommunicator, current_communicator, init_process
 
 Results = dict[str, list[Tensor]]
 
@@ -36,7 +36,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 def kinds() -> Results:
     """Every dtype and shape from rank 0 to the others, received in the opposite order."""
-    ranks = current()
+    ranks = current_communicator()
     cases = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
     if ranks.rank == 0:
         for peer in (1, 2):
@@ -49,7 +49,7 @@ def kinds() -> Results:
 
 def forms() -> Results:
     """Operands that do not lie in order, are lazy, have a history, or are written to afterwards."""
-    ranks = current()
+    ranks = current_communicator()
     if ranks.rank == 0:
         x = values((4, 3), torch.float32, 1)
         ranks.send(x.t(), 1, 0)
@@ -67,7 +67,7 @@ def forms() -> Results:
 
 def crossed() -> Results:
     """Two ranks send each other much before either receives anything, and receive it in another order."""
-    ranks = current()
+    ranks = current_communicator()
     if ranks.rank == 2:
         return {}
     peer = 1 - ranks.rank
@@ -83,7 +83,7 @@ def crossed() -> Results:
 
 def same_tag() -> Results:
     """What is sent with one tag is received in the order sent, to another rank and to oneself."""
-    ranks = current()
+    ranks = current_communicator()
     targets = {0: (0, 1, 2), 1: (1, 2), 2: (0, 2)}
     for peer in targets[ranks.rank]:
         for number in range(3):
@@ -94,7 +94,7 @@ def same_tag() -> Results:
 
 def ring() -> Results:
     """Round a ring, with collectives between."""
-    ranks = current()
+    ranks = current_communicator()
     following, previous = (ranks.rank + 1) % 3, (ranks.rank - 1) % 3
     x = torch.tensor([float(ranks.rank)])
     for step in range(4):
@@ -110,7 +110,7 @@ RIGHT: list[Callable[[], Results]] = [kinds, forms, crossed, same_tag, ring]
 
 def counts() -> tuple[list[str], dict[str, int], dict[str, int]]:
     """What the carrier noted of two programs."""
-    ranks = current()
+    ranks = current_communicator()
     calls, received = dict(ranks.seen.calls), dict(ranks.seen.received)
     with ranks.seen.record_calls() as log:
         same_tag()
@@ -133,7 +133,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 def wait_for_all(directory: Path, name: str) -> None:
     """Returns once all three processes have called it, without a collective."""
-    (directory / f"{current().rank}.{name}").touch()
+    (directory / f"{current_communicator().rank}.{name}").touch()
     end = time.monotonic() + 30
     while len(list(directory.glob(f"*.{name}"))) < 3 and time.monotonic() < end:
         time.sleep(0.02)
@@ -147,7 +147,7 @@ def heard_of(call: Callable[[], object]) -> list[str]:
     return [str(warning.message) for warning in heard]
 
 
-def wrong(carrier: ProcessCarrier, directory: Path) -> dict[str, Any]:
+def wrong(carrier: ProcessCommunicator, directory: Path) -> dict[str, Any]:
     """What ranks 0 and 1 are told; rank 2 looks on."""
     me, told = carrier.rank, {}
     if me == 0:
@@ -173,7 +173,7 @@ def wrong(carrier: ProcessCarrier, directory: Path) -> dict[str, Any]:
     return told
 
 
-def lost(carrier: ProcessCarrier) -> dict[str, Any]:
+def lost(carrier: ProcessCommunicator) -> dict[str, Any]:
     """Rank 2 ends, then rank 1 is killed; who waits for them is told soon, whatever the limit is."""
     began = time.monotonic()
     peer = 2 if carrier.rank == 1 else 1

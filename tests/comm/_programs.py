@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.comm import Call, Check, CommError, ProcessCarrier, current, init_process
+from meshwright.comm import Call, Check, CommError, ProcessCommunicator, current_communicator, init_process
 from meshwright.layout import ProcessMesh, parse_spec
 from meshwright.reshard import plan
 
@@ -40,7 +40,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, *seed: int) -> Tensor:
 
 def reductions() -> Results:
     """Every reduction in every dtype, of one tensor and of uneven pieces, one of them empty."""
-    ranks = current()
+    ranks = current_communicator()
     group = tuple(range(ranks.size))
     found: Results = {}
     for op, dtypes in REDUCTIONS.items():
@@ -59,7 +59,7 @@ def reductions() -> Results:
 
 def nans() -> Results:
     """NaN of one rank reaches every rank through max, min and sum."""
-    ranks = current()
+    ranks = current_communicator()
     group = tuple(range(ranks.size))
     x = torch.tensor([float("nan"), 1.0, 2.0]).roll(ranks.rank)
     return {
@@ -70,7 +70,7 @@ def nans() -> Results:
 
 def movements() -> Results:
     """Gathers, all-to-alls and exchanges, even, uneven and empty, in several dtypes and group orders."""
-    ranks = current()
+    ranks = current_communicator()
     found: Results = {}
     for dtype in (torch.float32, torch.bool, torch.int16, torch.complex64, torch.bfloat16):
         for group in (tuple(range(ranks.size)), tuple(reversed(range(ranks.size)))):
@@ -92,7 +92,7 @@ def movements() -> Results:
 
 def exchanges() -> Results:
     """Several messages between two ranks keep their order; one to oneself, empty ones and idle ranks are fine."""
-    ranks = current()
+    ranks = current_communicator()
     group, me, cpu = tuple(range(ranks.size)), ranks.rank, torch.device("cpu")
     following, previous = (me + 1) % ranks.size, (me - 1) % ranks.size
     shapes = [(2,), (3, 2), (0,), (2,)]
@@ -111,7 +111,7 @@ def exchanges() -> Results:
 
 def pairs() -> Results:
     """Groups that each rank meets in another order."""
-    ranks = current()
+    ranks = current_communicator()
     found: Results = {}
     for pair in [(0, 1), (1, 2), (2, 0), (1, 0), (0, 1, 2), (0, 2)]:
         if ranks.rank in pair:
@@ -122,7 +122,7 @@ def pairs() -> Results:
 
 def calls() -> list[Call]:
     """What the carrier noted of one exchange and one all-reduce."""
-    ranks = current()
+    ranks = current_communicator()
     with ranks.seen.record_calls() as log:
         exchanges()
         ranks.all_reduce(torch.ones(3), "sum", (0, 1, 2))
@@ -131,7 +131,7 @@ def calls() -> list[Call]:
 
 def begun() -> Results:
     """Conversions that are begun, with calls between them, and waited for in another order."""
-    carrier = current()
+    carrier = current_communicator()
     mesh = ProcessMesh(range(carrier.size), ["dp"])
     whole, cut, pending = (parse_spec(f"f32[{spec}", mesh) for spec in ("6, 2]", "6@dp, 2]", "6, 2] +dp"))
     mine = values((6, 2), torch.float32, carrier.rank)
@@ -160,7 +160,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 def disagreements() -> dict[str, str]:
     """What ranks 0 and 1 are told when their calls differ."""
-    ranks = current()
+    ranks = current_communicator()
     me, pair, x = ranks.rank, (0, 1), torch.ones(4)
     if me not in pair:
         return {}
@@ -175,7 +175,7 @@ def disagreements() -> dict[str, str]:
         ),
     }
     told["after"] = str(ranks.all_reduce(x, "sum", pair).tolist())
-    assert isinstance(ranks, ProcessCarrier)
+    assert isinstance(ranks, ProcessCommunicator)
     with ranks.checking(3):  # the first call on this group was in `pairs`; the third is compared
         ranks.all_reduce(x, "prod" if me else "sum", (1, 0))
         told["sampled"] = error_of(lambda: ranks.all_reduce(x, "sum", (1, 0)))
@@ -184,7 +184,7 @@ def disagreements() -> dict[str, str]:
 
 def late() -> list[str]:
     """The warnings of a rank that waits for one that only takes its time."""
-    ranks = current()
+    ranks = current_communicator()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         if ranks.rank == 1:
@@ -195,13 +195,13 @@ def late() -> list[str]:
 
 def deadlock() -> str:
     """What each rank is told when all wait in a ring."""
-    pair = {0: (0, 1), 1: (1, 2), 2: (0, 2)}[current().rank]
-    return error_of(lambda: current().barrier(pair))
+    pair = {0: (0, 1), 1: (1, 2), 2: (0, 2)}[current_communicator().rank]
+    return error_of(lambda: current_communicator().barrier(pair))
 
 
 def wait_for_all(directory: Path) -> None:
     """Returns once all three processes have called it, without a collective."""
-    (directory / f"{current().rank}.here").touch()
+    (directory / f"{current_communicator().rank}.here").touch()
     end = time.monotonic() + 30
     while len(list(directory.glob("*.here"))) < 3 and time.monotonic() < end:
         time.sleep(0.02)
@@ -218,7 +218,7 @@ def story_of_three(directory: Path) -> dict[str, object]:
 
 def story_of_loss(directory: Path) -> dict[str, object]:
     """Three processes: rank 2 ends early, rank 1 is killed; rank 0 tells."""
-    ranks = current()
+    ranks = current_communicator()
     if ranks.rank == 2:
         return {}
     if ranks.rank == 1:
@@ -236,7 +236,7 @@ def main() -> None:
     directory, story = Path(sys.argv[1]), sys.argv[2]
     limit = 20.0 if story == "loss" and os.environ["RANK"] == "1" else 0.5
     carrier = init_process(check=Check(every=1, limit=limit))
-    assert isinstance(carrier, ProcessCarrier)
+    assert isinstance(carrier, ProcessCommunicator)
     assert init_process() is carrier  # a script says so too, where `meshwright run` has done it
     found = story_of_three(directory) if story == "three" else story_of_loss(directory)
     torch.save(found, directory / f"{carrier.rank}.pt")

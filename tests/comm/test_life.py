@@ -13,10 +13,10 @@ from collections.abc import Generator
 import pytest
 
 from meshwright.comm.checking import wait_timer as watches
-from meshwright.comm.checking.wait_timer import Watch
-from meshwright.comm.launcher.process_state import Identity, Life, own_identity
+from meshwright.comm.checking.wait_timer import WaitTimer
+from meshwright.comm.launcher.process_state import ProcessIdentity, ProcessState, own_identity
 from meshwright.comm.launcher.reaper import end_marked, marked, start_of
-from meshwright.comm.transport.rank_state import State, read_state, silent
+from meshwright.comm.transport.rank_state import RankState, read_state, silent
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc"), reason="the system has no /proc")
 CODE = "from time import sleep; print(flush=True); sleep(60)"
@@ -33,7 +33,7 @@ def process() -> Generator[subprocess.Popen[bytes]]:
     found.stdout.close()
 
 
-def awaited(identity: Identity, life: Life) -> bool:
+def awaited(identity: ProcessIdentity, life: ProcessState) -> bool:
     end = time.monotonic() + 20
     while identity.life is not life and time.monotonic() < end:
         time.sleep(0.01)
@@ -42,24 +42,24 @@ def awaited(identity: Identity, life: Life) -> bool:
 
 def test_a_process_runs_is_stopped_goes_on_and_is_gone(process: subprocess.Popen[bytes]) -> None:
     own = own_identity()
-    identity = Identity(own.system, process.pid, start_of(process.pid))
-    assert own.life is Life.RUNNING
-    assert identity.life is Life.RUNNING
+    identity = ProcessIdentity(own.system, process.pid, start_of(process.pid))
+    assert own.life is ProcessState.RUNNING
+    assert identity.life is ProcessState.RUNNING
     process.send_signal(signal.SIGSTOP)
-    assert awaited(identity, Life.STOPPED)
+    assert awaited(identity, ProcessState.STOPPED)
     process.send_signal(signal.SIGCONT)
-    assert awaited(identity, Life.RUNNING)
+    assert awaited(identity, ProcessState.RUNNING)
     process.kill()
-    assert awaited(identity, Life.GONE)  # and a zombie still
+    assert awaited(identity, ProcessState.GONE)  # and a zombie still
     assert process.wait() == -signal.SIGKILL
-    assert identity.life is Life.GONE
+    assert identity.life is ProcessState.GONE
 
 
 def test_a_later_process_of_the_same_number_is_another_one() -> None:
     own = own_identity()
-    assert own._replace(started=own.started - 1).life is Life.GONE
-    assert own._replace(system="another host").life is Life.UNKNOWN
-    assert own._replace(system="").life is Life.UNKNOWN
+    assert own._replace(started=own.started - 1).life is ProcessState.GONE
+    assert own._replace(system="another host").life is ProcessState.UNKNOWN
+    assert own._replace(system="").life is ProcessState.UNKNOWN
 
 
 def test_marked_processes_are_found_and_ended(process: subprocess.Popen[bytes]) -> None:
@@ -70,7 +70,7 @@ def test_marked_processes_are_found_and_ended(process: subprocess.Popen[bytes]) 
 
 
 def test_a_state_goes_from_rank_to_rank_and_nothing_else_is_read() -> None:
-    state = State("barrier()", (1, 2), 3, True, False, True, "all_reduce", "a.py:3", 0.5)
+    state = RankState("barrier()", (1, 2), 3, True, False, True, "all_reduce", "a.py:3", 0.5)
     text = json.dumps(state)
     assert read_state(json.loads(text)) == state
     fields = json.loads(text)
@@ -85,7 +85,7 @@ def test_a_state_goes_from_rank_to_rank_and_nothing_else_is_read() -> None:
 
 def test_a_silent_rank_says_why() -> None:
     assert str(silent("its process is stopped", stopped=True)) == "does not answer: its process is stopped"
-    assert str(State("", (), 2, last="barrier()", at="a.py:3")) == (
+    assert str(RankState("", (), 2, last="barrier()", at="a.py:3")) == (
         "is in no collective after 2 calls, the last barrier(); it is at a.py:3"
     )
 
@@ -100,10 +100,10 @@ class Clock:
 def test_time_in_which_a_rank_was_stopped_itself_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(watches, "time", clock)
-    watch = Watch(limit=20.0, patience=100.0)
+    watch = WaitTimer(limit=20.0, patience=100.0)
     clock.now += 1
     assert watch.is_time()
-    watch.note_life(1, Life.STOPPED)
+    watch.note_life(1, ProcessState.STOPPED)
     clock.now += 26  # the whole job pauses
     watch.is_time()
     assert not watch.is_late()
@@ -117,11 +117,11 @@ def test_time_in_which_a_rank_was_stopped_itself_does_not_count(monkeypatch: pyt
 def test_a_process_counts_as_stopped_if_it_is_so_at_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(watches, "time", clock)
-    watch = Watch(limit=20.0, patience=100.0)
-    watch.note_life(1, Life.STOPPED)
+    watch = WaitTimer(limit=20.0, patience=100.0)
+    watch.note_life(1, ProcessState.STOPPED)
     assert not watch.is_still_stopped(1)
     clock.now += 0.5
-    watch.note_life(1, Life.STOPPED)
+    watch.note_life(1, ProcessState.STOPPED)
     assert watch.is_still_stopped(1)
-    watch.note_life(1, Life.RUNNING)
+    watch.note_life(1, ProcessState.RUNNING)
     assert not watch.is_still_stopped(1)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.comm import NoCarrierError
-from meshwright.comm.launcher.rendezvous import Place, host_store
+from meshwright.comm import NoCommunicatorError
+from meshwright.comm.launcher.rendezvous import RankAddress, host_store
 from meshwright.comm.launcher.run_secret import LENGTH, VARIABLE, run_token, sealed, unsealed
 from meshwright.comm.transport.listener import MOST_WAITING, Hello, Listener
 
@@ -108,12 +108,12 @@ def test_a_value_with_any_byte_changed_or_of_another_key_is_refused() -> None:
     others = [("at/1", text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :]) for at in range(len(text))]
     others += [("at/1", text[:length]) for length in range(len(text))] + [("at/0", text), ("ended/1", text)]
     for key, data in others:
-        with pytest.raises(NoCarrierError, match="without the seal"):
+        with pytest.raises(NoCommunicatorError, match="without the seal"):
             unsealed(TOKEN, key, data)
 
 
-def place(rank: int, size: int, port: int, host: str = "127.0.0.1") -> Place:
-    return Place(rank, size, rank, host, port, True, "run/0")
+def place(rank: int, size: int, port: int, host: str = "127.0.0.1") -> RankAddress:
+    return RankAddress(rank, size, rank, host, port, True, "run/0")
 
 
 def test_the_secret_is_not_in_the_store_of_one_machine_and_leaves_no_file() -> None:
@@ -133,7 +133,7 @@ def test_the_secret_of_a_launcher_comes_by_the_environment() -> None:
     assert run_token(place(0, 1, store.port), store, {VARIABLE: TOKEN.hex()}) == TOKEN
     assert not store.check(["token"])
     for text in ("", "0", "g" * 32, TOKEN.hex() + "00"):
-        with pytest.raises(NoCarrierError, match="hexadecimal digits in MESHWRIGHT_TOKEN"):
+        with pytest.raises(NoCommunicatorError, match="hexadecimal digits in MESHWRIGHT_TOKEN"):
             run_token(place(0, 1, store.port), store, {VARIABLE: text})
 
 
@@ -143,5 +143,5 @@ def test_the_secret_of_a_launcher_comes_by_the_environment() -> None:
 def test_a_stranger_cannot_name_another_file(name: str) -> None:
     store = host_store("127.0.0.1", 0, 2, timedelta(seconds=20))
     store.set("token", name)
-    with pytest.raises(NoCarrierError, match="in the file that the store names"):
+    with pytest.raises(NoCommunicatorError, match="in the file that the store names"):
         run_token(place(1, 2, store.port), store, {})

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import main
-from meshwright.comm import current, prefix_prints, simulate
-from meshwright.comm.launcher.rank_console import Kept, first_rank_prints, in_debugger
-from meshwright.comm.transport.control_links import State
+from meshwright.comm import current_communicator, prefix_prints, simulate
+from meshwright.comm.launcher.rank_console import KeptLines, first_rank_prints, in_debugger
+from meshwright.comm.transport.control_links import RankState
 
 SIMULATED = """
 import meshwright as mw
@@ -73,15 +73,15 @@ def test_a_process_in_a_debugger_is_waited_for_beyond_the_patience(tmp_path: Pat
 
 def test_a_rank_in_a_debugger_says_so() -> None:
     assert not in_debugger()
-    assert str(State("", (), 3, debugged=True)) == "is stopped in a debugger after 3 calls"
+    assert str(RankState("", (), 3, debugged=True)) == "is stopped in a debugger after 3 calls"
 
 
 def test_prints_begin_with_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
     def program() -> None:
-        print("one", current().rank, end="")
-        current().barrier((0, 1))
+        print("one", current_communicator().rank, end="")
+        current_communicator().barrier((0, 1))
         print(" two\nthree")
-        current().barrier((0, 1))
+        current_communicator().barrier((0, 1))
         print("left", end="")
 
     with prefix_prints():
@@ -114,9 +114,9 @@ def test_a_script_runs_with_prefixes(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_what_the_first_rank_prints_appears_and_what_others_print_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = Kept()
+    kept = KeptLines()
     with first_rank_prints(kept):
-        simulate(lambda: print("here", current().rank), 2)
+        simulate(lambda: print("here", current_communicator().rank), 2)
     assert capsys.readouterr().out == "here 0\n"
     kept.show([1])
     assert capsys.readouterr().err == "[1] here 1\n"

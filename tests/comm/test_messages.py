@@ -19,13 +19,13 @@ import _message_programs as programs
 
 from meshwright.comm import (
     CallError,
-    Carrier,
+    Communicator,
     DeadlockError,
-    Delayed,
+    DelayedCommunicator,
     DisagreementError,
     MissingCallError,
-    Recorded,
-    current,
+    PeerlessCommunicator,
+    current_communicator,
     launch,
     simulate,
 )
@@ -34,13 +34,13 @@ SCRIPT = str(Path(programs.__file__))
 X = torch.ones(2)
 
 
-def receive(peer: int, tag: int, carrier: Carrier | None = None) -> Tensor:
-    return (carrier or current()).receive(peer, tag, (2,), torch.float32, "cpu")
+def receive(peer: int, tag: int, carrier: Communicator | None = None) -> Tensor:
+    return (carrier or current_communicator()).receive(peer, tag, (2,), torch.float32, "cpu")
 
 
 def by_rank(*programs: Callable[[], object]) -> Callable[[], object]:
     def program() -> object:
-        return programs[current().rank]()
+        return programs[current_communicator().rank]()
 
     return program
 
@@ -65,7 +65,7 @@ def test_an_operand_may_be_of_any_form_and_is_not_kept() -> None:
 
 def test_what_is_received_belongs_to_the_receiver() -> None:
     def program() -> Tensor:
-        ranks = current()
+        ranks = current_communicator()
         x = torch.ones(2)
         ranks.send(x, 1 - ranks.rank, 0)
         ranks.send(x, ranks.rank, 0)
@@ -108,7 +108,7 @@ def test_messages_in_any_order_that_has_sends_first_all_arrive(data: st.DataObje
             tables[source].append(("send", target, tag_))
 
     def program() -> list[tuple[int, int, list[float]]]:
-        ranks, sent, found = current(), 0, []
+        ranks, sent, found = current_communicator(), 0, []
         for kind, peer, tag in tables[ranks.rank]:
             if kind == "send":
                 sent += 1
@@ -128,11 +128,11 @@ def test_messages_in_any_order_that_has_sends_first_all_arrive(data: st.DataObje
 
 def test_a_rank_that_waits_for_a_message_keeps_its_random_numbers() -> None:
     def program() -> float:
-        if current().rank == 0:
+        if current_communicator().rank == 0:
             receive(1, 0)
         else:
             torch.rand(5)
-            current().send(X, 0, 0)
+            current_communicator().send(X, 0, 0)
         return torch.rand(1).item()
 
     torch.manual_seed(3)
@@ -144,7 +144,12 @@ def test_a_rank_that_waits_for_a_message_keeps_its_random_numbers() -> None:
 def test_ranks_that_wait_for_each_others_messages_are_named() -> None:
     with pytest.raises(DeadlockError) as caught:
         simulate(
-            by_rank(lambda: (current().send(X, 1, 6), receive(1, 5)), lambda: receive(0, 5), lambda: receive(0, 1)), 3
+            by_rank(
+                lambda: (current_communicator().send(X, 1, 6), receive(1, 5)),
+                lambda: receive(0, 5),
+                lambda: receive(0, 1),
+            ),
+            3,
         )
     for words in (
         "rank 0 waits in receive(float32, (2,), tag 5) from rank 1",
@@ -156,14 +161,20 @@ def test_ranks_that_wait_for_each_others_messages_are_named() -> None:
 
 def test_a_message_that_a_collective_waits_for_is_named() -> None:
     with pytest.raises(DeadlockError) as caught:
-        simulate(by_rank(lambda: receive(1, 0), lambda: (current().barrier((0, 1)), current().send(X, 0, 0))), 2)
+        simulate(
+            by_rank(
+                lambda: receive(1, 0),
+                lambda: (current_communicator().barrier((0, 1)), current_communicator().send(X, 0, 0)),
+            ),
+            2,
+        )
     assert "rank 0 waits in receive(float32, (2,), tag 0) from rank 1" in str(caught.value)
     assert "rank 1 waits in barrier() on ranks 0, 1" in str(caught.value)
 
 
 def test_a_rank_that_waits_for_itself_is_told_so() -> None:
     with pytest.raises(DeadlockError, match="has not sent itself this message"):
-        simulate(lambda: receive(current().rank, 3), 2)
+        simulate(lambda: receive(current_communicator().rank, 3), 2)
 
 
 def test_a_sender_that_has_ended_is_named() -> None:
@@ -176,7 +187,7 @@ def test_a_sender_that_has_ended_is_named() -> None:
 
 def test_a_message_that_nobody_receives_is_named() -> None:
     with pytest.raises(MissingCallError, match=r"not received: rank 1 calls send\(float32, \(2,\), tag 8\) to rank 0"):
-        simulate(by_rank(lambda: None, lambda: current().send(X, 0, 8)), 2)
+        simulate(by_rank(lambda: None, lambda: current_communicator().send(X, 0, 8)), 2)
 
 
 def test_an_error_stops_ranks_that_wait_for_messages() -> None:
@@ -184,12 +195,12 @@ def test_an_error_stops_ranks_that_wait_for_messages() -> None:
 
     def program() -> None:
         try:
-            if current().rank == 2:
-                current().send(X, 0, 7)
+            if current_communicator().rank == 2:
+                current_communicator().send(X, 0, 7)
                 raise KeyError("mine")
             receive(2, 1)
         finally:
-            cleaned.append(current().rank)
+            cleaned.append(current_communicator().rank)
 
     with pytest.raises(KeyError, match="mine"):
         simulate(program, 3)
@@ -199,9 +210,9 @@ def test_an_error_stops_ranks_that_wait_for_messages() -> None:
 @pytest.mark.parametrize("target", [0, 1])
 @pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, dtype=torch.float64)])
 def test_a_message_that_is_not_what_is_expected_is_refused(x: Tensor, target: int) -> None:
-    program = by_rank(lambda: current().send(x, target, 2), lambda: None)
+    program = by_rank(lambda: current_communicator().send(x, target, 2), lambda: None)
     with pytest.raises(DisagreementError) as caught:
-        simulate(lambda: (program(), receive(0, 2) if current().rank == target else None), 2)
+        simulate(lambda: (program(), receive(0, 2) if current_communicator().rank == target else None), 2)
     dtype = str(x.dtype).removeprefix("torch.")
     assert f"rank 0 calls send({dtype}, {tuple(x.shape)}, tag 2) to rank {target}" in str(caught.value)
     assert f"rank {target} calls receive(float32, (2,), tag 2) from rank 0" in str(caught.value)
@@ -210,9 +221,9 @@ def test_a_message_that_is_not_what_is_expected_is_refused(x: Tensor, target: in
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: current().send(X, 2, 0), "rank 2 as its peer"),
+        (lambda: current_communicator().send(X, 2, 0), "rank 2 as its peer"),
         (lambda: receive(-1, 0), "rank -1 as its peer"),
-        (lambda: current().send(X, 1, -1), "tag -1"),
+        (lambda: current_communicator().send(X, 1, -1), "tag -1"),
         (lambda: receive(1, 2**31), "tag 2147483648"),
     ],
 )
@@ -293,7 +304,7 @@ def test_the_last_message_of_a_rank_outlives_it(processes: list[dict[str, Any]])
 
 
 def test_a_carrier_without_others_receives_zeros_and_what_it_sent_itself() -> None:
-    ranks = Recorded(1, 4)
+    ranks = PeerlessCommunicator(1, 4)
     ranks.send(X, 3, 0)
     ranks.send(X, 1, 0)
     assert receive(1, 0, ranks).tolist() == [1.0, 1.0]
@@ -307,7 +318,7 @@ def test_a_delayed_message_is_there_so_long_after_it_was_sent() -> None:
     latency = 0.1
 
     def program() -> tuple[float, float, float]:
-        ranks, began = Delayed(current(), latency, bandwidth=1e9), time.monotonic()
+        ranks, began = DelayedCommunicator(current_communicator(), latency, bandwidth=1e9), time.monotonic()
         if ranks.rank == 0:
             for tag in range(3):
                 ranks.send(X, 1, tag)

@@ -8,13 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.comm import CallError, Carrier, Posted, Recorded, current, install, simulate
+from meshwright.comm import (
+    CallError,
+    Communicator,
+    PeerlessCommunicator,
+    PostedCommunicator,
+    current_communicator,
+    install_communicator,
+    simulate,
+)
 
 CPU = torch.device("cpu")
 WORLD = (0, 1, 2)
 
 
-def exchanged(ranks: Carrier, times: int) -> list[list[float]]:
+def exchanged(ranks: Communicator, times: int) -> list[list[float]]:
     """Return the data that a rank receives when every rank sends tensors of several shapes to every other rank."""
     found: list[Tensor] = []
     for n in range(times):
@@ -27,12 +35,12 @@ def exchanged(ranks: Carrier, times: int) -> list[list[float]]:
 
 def test_exchanges_are_those_of_the_inner_carrier() -> None:
     def program() -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
-        inner = current()
-        posted, expected = Posted(inner), exchanged(inner, 3)
+        inner = current_communicator()
+        posted, expected = PostedCommunicator(inner), exchanged(inner, 3)
         with posted.during(4):
-            assert current() is posted
-            first = exchanged(current(), 3)
-        assert current() is inner
+            assert current_communicator() is posted
+            first = exchanged(current_communicator(), 3)
+        assert current_communicator() is inner
         with posted.during(4):  # numbers begin anew
             return expected, first, exchanged(posted, 3)
 
@@ -44,7 +52,7 @@ def test_works_may_overtake_each_other() -> None:
     """Rank 0 runs its works in another order than rank 1, and each message still reaches the right work."""
 
     def program() -> list[float]:
-        posted, here = Posted(current()), current().rank
+        posted, here = PostedCommunicator(current_communicator()), current_communicator().rank
         found = [0.0, 0.0]
         for work in (0, 1) if here == 0 else (1, 0):
             with posted.during(work):
@@ -60,8 +68,8 @@ def test_works_may_overtake_each_other() -> None:
 
 def test_collectives_are_those_of_the_inner_carrier() -> None:
     def program() -> None:
-        inner = current()
-        posted, x = Posted(inner), torch.arange(4.0) + inner.rank
+        inner = current_communicator()
+        posted, x = PostedCommunicator(inner), torch.arange(4.0) + inner.rank
         shapes = [(4,)] * 3
         assert posted.rank == inner.rank
         assert posted.size == inner.size
@@ -82,23 +90,26 @@ def test_collectives_are_those_of_the_inner_carrier() -> None:
 
 @pytest.mark.parametrize("work", [-1, 1 << 31])
 def test_numbers_of_works_have_an_end(work: int) -> None:
-    with pytest.raises(CallError, match="not in 0 to 65535"), Posted(Recorded(0, 1)).during(work):
+    with (
+        pytest.raises(CallError, match="not in 0 to 65535"),
+        PostedCommunicator(PeerlessCommunicator(0, 1)).during(work),
+    ):
         pass
 
 
 def test_backward_threads_talk_to_the_carrier_of_a_process() -> None:
-    everywhere = Recorded(0, 4)
-    posted, seen = Posted(everywhere), []
-    install(everywhere)
+    everywhere = PeerlessCommunicator(0, 4)
+    posted, seen = PostedCommunicator(everywhere), []
+    install_communicator(everywhere)
     try:
         with posted.during(1):
-            thread = Thread(target=lambda: seen.append(current()))
+            thread = Thread(target=lambda: seen.append(current_communicator()))
             thread.start()
             thread.join()
         assert seen == [posted]
-        assert current() is everywhere
+        assert current_communicator() is everywhere
         with pytest.raises(ZeroDivisionError), posted.during(1):
             1 / 0  # noqa: B018 - the error is the point
-        assert current() is everywhere
+        assert current_communicator() is everywhere
     finally:
-        install(None)
+        install_communicator(None)

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import _programs as programs
 
-from meshwright.comm import NoCarrierError, current, init_process, launch, simulate
+from meshwright.comm import NoCommunicatorError, current_communicator, init_process, launch, simulate
 
 SCRIPT = str(Path(programs.__file__))
 
@@ -98,7 +98,7 @@ def test_a_process_that_knows_of_others_and_not_where_is_told_so(
     monkeypatch: pytest.MonkeyPatch, variable: str, told: str
 ) -> None:
     monkeypatch.setenv(variable, "8")
-    with pytest.raises(NoCarrierError, match=told):
+    with pytest.raises(NoCommunicatorError, match=told):
         init_process()
 
 
@@ -111,4 +111,4 @@ def test_a_process_started_by_itself_is_the_only_rank() -> None:
 
 
 def test_a_simulated_rank_has_its_carrier_already() -> None:
-    assert all(simulate(lambda: init_process() is current(), 2))
+    assert all(simulate(lambda: init_process() is current_communicator(), 2))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.comm import current, simulate
+from meshwright.comm import current_communicator, simulate
 
 STEP = 0
 SEEN: list[int] = []
@@ -31,7 +31,7 @@ class Shared:
 
 
 def meet() -> None:
-    current().all_reduce(torch.ones(1), "sum", (0, 1))
+    current_communicator().all_reduce(torch.ones(1), "sum", (0, 1))
 
 
 def step() -> int:
@@ -61,7 +61,7 @@ def test_class_attributes_are_each_ranks_own() -> None:
 
 def test_the_state_of_all_instances_is_each_ranks_own() -> None:
     def go() -> Any:
-        Shared().rank = current().rank
+        Shared().rank = current_communicator().rank
         meet()
         mine = Shared()
         mine.more = getattr(mine, "more", 0) + 1
@@ -75,7 +75,7 @@ def test_the_state_of_all_instances_is_each_ranks_own() -> None:
 
 def test_results_are_collected_in_one_list() -> None:
     SEEN.clear()
-    simulate(lambda: (meet(), SEEN.append(current().rank)), 2)
+    simulate(lambda: (meet(), SEEN.append(current_communicator().rank)), 2)
     assert sorted(SEEN) == [0, 1]
 
 
@@ -84,7 +84,7 @@ def test_a_failure_leaves_no_other_ranks_values() -> None:
 
     def go() -> None:
         step()
-        if current().rank == 1:
+        if current_communicator().rank == 1:
             raise ValueError
 
     try:

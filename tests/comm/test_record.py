@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from meshwright.comm import Call, CommError
-from meshwright.comm.launcher.rendezvous import Place
+from meshwright.comm.launcher.rendezvous import RankAddress
 from meshwright.comm.process.flight_record import LENGTH, VARIABLE, Record, record_folder
 
-PLACE = Place(1, 2, 1, "127.0.0.1", 1, True, "run/../0")
+PLACE = RankAddress(1, 2, 1, "127.0.0.1", 1, True, "run/../0")
 CALL = Call("all_reduce", "sum", torch.float32, ((2,),), ((2,),), (0, 1))
 
 

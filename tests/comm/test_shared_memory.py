@@ -18,25 +18,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import HashStore
 
-from meshwright.comm.communicators.reductions import REDUCTIONS, reduce
+from meshwright.comm.communicators.reductions import REDUCTIONS, reduce_terms
 from meshwright.comm.transport import shared_memory, shared_region
-from meshwright.comm.transport.ring_buffer import RING, GoneError, Ring
-from meshwright.comm.transport.shared_memory import SharedMemory, open_shared
+from meshwright.comm.transport.ring_buffer import RING, ConnectionClosedError, Ring
+from meshwright.comm.transport.shared_memory import SharedMemoryTransport, open_shared
 
 SHORT = timedelta(seconds=20)
 SLOT = 3072
 """Bytes in a slot here, so that messages take several rounds; a multiple of what a group of 2, 3 or 4 shares."""
 
-Ranks = list[SharedMemory]
+Ranks = list[SharedMemoryTransport]
 
 
 def group_of(size: int, limit: timedelta = SHORT) -> Ranks:
     """The members of one group, in one process."""
     memory = mmap.mmap(-1, size * (64 + 2 * shared_memory.SLOT))
-    return [SharedMemory(memory, place, size, limit) for place in range(size)]
+    return [SharedMemoryTransport(memory, place, size, limit) for place in range(size)]
 
 
-def on_all(ranks: Ranks, call: Callable[[int, SharedMemory], Any]) -> list[Any]:
+def on_all(ranks: Ranks, call: Callable[[int, SharedMemoryTransport], Any]) -> list[Any]:
     """What every member gives, when all call at once."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         return [found.result(60) for found in [threads.submit(call, n, rank) for n, rank in enumerate(ranks)]]
@@ -68,14 +68,14 @@ def test_a_reduction_has_the_bits_of_combining_in_order(
         return
     terms = [drawn(length, dtype=dtype, seed=n) for n in range(size)]
 
-    def call(n: int, rank: SharedMemory) -> Tensor:
+    def call(n: int, rank: SharedMemoryTransport) -> Tensor:
         x = terms[n].clone()
         out = rank.all_reduce(x, op, over)
         assert (out.data_ptr() == x.data_ptr()) is (over or length == 0)
         return out
 
     for found in on_all(group_of(size), call):
-        torch.testing.assert_close(found, reduce(terms, op), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found, reduce_terms(terms, op), rtol=0, atol=0, equal_nan=True)
 
 
 @many
@@ -83,14 +83,14 @@ def test_a_reduction_has_the_bits_of_combining_in_order(
 def test_gathered_and_scattered_parts_are_everyones(size: int, dtype: torch.dtype, length: int) -> None:
     terms = [drawn(size, length, dtype=dtype, seed=n) for n in range(size)]
 
-    def call(n: int, rank: SharedMemory) -> tuple[Tensor, Tensor]:
+    def call(n: int, rank: SharedMemoryTransport) -> tuple[Tensor, Tensor]:
         gathered, scattered = terms[0].new_empty(size * length), terms[0].new_empty(length)
         rank.all_gather(gathered, terms[n][0])
         rank.barrier()
         rank.reduce_scatter(scattered, terms[n].view(-1))
         return gathered, scattered
 
-    total = reduce(terms, "sum")
+    total = reduce_terms(terms, "sum")
     for n, (gathered, scattered) in enumerate(on_all(group_of(size), call)):
         assert torch.equal(gathered, torch.cat([term[0] for term in terms]))
         assert torch.equal(scattered, total[n])
@@ -102,7 +102,7 @@ def test_pieces_of_any_lengths_change_places(data: st.DataObject, size: int) -> 
     table = [[data.draw(st.integers(0, 3000)) for _ in range(size)] for _ in range(size)]
     pieces = [[drawn(table[a][b], dtype=torch.uint8, seed=a * size + b) for b in range(size)] for a in range(size)]
 
-    def call(n: int, rank: SharedMemory) -> tuple[Tensor, list[Tensor]]:
+    def call(n: int, rank: SharedMemoryTransport) -> tuple[Tensor, list[Tensor]]:
         arriving = [table[a][n] for a in range(size)]
         out = torch.empty(sum(arriving), dtype=torch.uint8)
         rank.all_to_all(out, torch.cat(pieces[n]), arriving, table[n])
@@ -119,7 +119,7 @@ def test_pieces_of_any_lengths_change_places(data: st.DataObject, size: int) -> 
 
 
 def test_ranks_that_send_different_amounts_are_told() -> None:
-    def call(n: int, rank: SharedMemory) -> str:
+    def call(n: int, rank: SharedMemoryTransport) -> str:
         with pytest.raises(RuntimeError, match=r"ranks send \[3, 4\] elements"):
             rank.all_reduce(torch.ones(3 + n), "sum")
         return "told"
@@ -141,7 +141,7 @@ def test_who_does_not_come_is_waited_for_until_the_limit() -> None:
         group_of(2, timedelta(seconds=0.01))[0].barrier()
 
 
-def opened(size: int) -> list[SharedMemory | None]:
+def opened(size: int) -> list[SharedMemoryTransport | None]:
     store: Any = HashStore()
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(lambda place: open_shared(store, place, size, SHORT), range(size)))
@@ -151,7 +151,7 @@ def names() -> set[str]:
     return {path.name for path in shared_region.FOLDER.glob("meshwright-*")}
 
 
-@pytest.mark.skipif(not shared_region.home(), reason="this machine shares no memory between processes")
+@pytest.mark.skipif(not shared_region.host_identity(), reason="this machine shares no memory between processes")
 def test_opening_leaves_no_file_behind() -> None:
     before = names()
     ranks = [rank for rank in opened(3) if rank is not None]
@@ -166,13 +166,13 @@ def test_nobody_shares_where_one_may_not(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nobody_shares_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "create", lambda size: None)
+    monkeypatch.setattr(shared_memory, "create_region", lambda size: None)
     assert opened(2) == [None, None]
 
 
 @pytest.mark.parametrize("name", ["", "meshwright-", "meshwright-../x", "other", "meshwright-0123"])
 def test_memory_of_a_bad_name_is_none(name: str) -> None:
-    assert shared_region.attach(name, 64) is None
+    assert shared_region.attach_region(name, 64) is None
 
 
 @many
@@ -209,7 +209,7 @@ def test_the_end_of_a_ring_is_told_after_what_was_written() -> None:
     first.send(b"last", here)
     here.close()
     assert second.receive(5.0, there) == b"last"
-    with pytest.raises(GoneError):
+    with pytest.raises(ConnectionClosedError):
         second.receive(5.0, there)
     there.close()
 
@@ -218,4 +218,4 @@ def test_the_end_of_a_ring_is_told_after_what_was_written() -> None:
 def test_who_shares_a_processor_looks_seldom(ranks: str, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert shared_region.looking.__wrapped__()[0] == looks
+    assert shared_region.checks_before_sleep.__wrapped__()[0] == looks

@@ -21,12 +21,12 @@ from meshwright.comm import (
     DisagreementError,
     MissingCallError,
     NestedSimulationError,
-    NoCarrierError,
-    Recorded,
-    current,
-    install,
+    NoCommunicatorError,
+    PeerlessCommunicator,
+    current_communicator,
+    install_communicator,
     simulate,
-    use,
+    using_communicator,
 )
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ MEANING: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def world() -> tuple[int, ...]:
-    return tuple(range(current().size))
+    return tuple(range(current_communicator().size))
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -56,8 +56,10 @@ def test_a_reduction_is_what_it_says(op: str, shape: tuple[int, ...]) -> None:
     whole = values(3, 3, *shape).round()  # rank, piece, shape
 
     def program() -> tuple[Tensor, Tensor]:
-        mine = whole[current().rank]
-        return current().all_reduce(mine[0], op, world()), current().reduce_scatter(list(mine), op, world())
+        mine = whole[current_communicator().rank]
+        return current_communicator().all_reduce(mine[0], op, world()), current_communicator().reduce_scatter(
+            list(mine), op, world()
+        )
 
     for rank, (reduced, piece) in enumerate(simulate(program, 3)):
         torch.testing.assert_close(reduced, MEANING[op](whole[:, 0]))
@@ -75,7 +77,7 @@ def test_pieces_of_any_length_arrive_where_they_should(lengths: list[list[int]],
     pieces = [[whole[i][cuts[i][j] : cuts[i][j + 1]] for j in range(3)] for i in range(3)]  # from, to
 
     def program() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        ranks, me = current(), current().rank
+        ranks, me = current_communicator(), current_communicator().rank
         return (
             ranks.all_gather(pieces[me][0], order, [pieces[peer][0].shape for peer in order]),
             ranks.all_to_all([pieces[me][to] for to in order], [pieces[peer][me].shape for peer in order], order),
@@ -97,16 +99,16 @@ def test_pieces_of_any_length_arrive_where_they_should(lengths: list[list[int]],
 
 def test_messages_between_two_ranks_keep_their_order() -> None:
     def program() -> list[float]:
-        sends = [(1, torch.tensor(float(n))) for n in range(3)] if current().rank == 0 else []
-        receives = [(0, (), torch.float32, CPU)] * 3 if current().rank == 1 else []
-        return [x.item() for x in current().exchange(sends, receives, (0, 1))]
+        sends = [(1, torch.tensor(float(n))) for n in range(3)] if current_communicator().rank == 0 else []
+        receives = [(0, (), torch.float32, CPU)] * 3 if current_communicator().rank == 1 else []
+        return [x.item() for x in current_communicator().exchange(sends, receives, (0, 1))]
 
     assert simulate(program, 2) == [[], [0.0, 1.0, 2.0]]
 
 
 def test_outputs_are_fresh_and_contiguous_and_inputs_stay() -> None:
     def program() -> None:
-        ranks, group = current(), world()
+        ranks, group = current_communicator(), world()
         x = torch.ones(3, 2).t()
         outs = [
             ranks.all_reduce(x, "sum", group),
@@ -127,15 +129,17 @@ def test_outputs_are_fresh_and_contiguous_and_inputs_stay() -> None:
 
 def test_nan_of_one_rank_reaches_all() -> None:
     def program() -> Tensor:
-        x = torch.tensor([float("nan"), 0.0]).roll(current().rank)
-        return torch.stack([current().all_reduce(x, op, world()) for op in ("max", "min", "sum")])
+        x = torch.tensor([float("nan"), 0.0]).roll(current_communicator().rank)
+        return torch.stack([current_communicator().all_reduce(x, op, world()) for op in ("max", "min", "sum")])
 
     assert all(found.isnan().all() for found in simulate(program, 2))
 
 
 def test_a_reduction_adds_in_rank_order_in_its_own_dtype() -> None:
     terms = [torch.tensor(x, dtype=torch.bfloat16) for x in (256.0, 1.0, 1.0)]
-    (found, *_) = simulate(lambda: current().all_reduce(terms[current().rank], "sum", world()), 3)
+    (found, *_) = simulate(
+        lambda: current_communicator().all_reduce(terms[current_communicator().rank], "sum", world()), 3
+    )
     assert found.item() == 256.0
 
 
@@ -144,8 +148,8 @@ def test_one_rank_runs_at_a_time_in_rank_order() -> None:
 
     def program() -> None:
         for step in "ab":
-            trace.append((current().rank, step))
-            current().barrier(world())
+            trace.append((current_communicator().rank, step))
+            current_communicator().barrier(world())
 
     simulate(program, 3)
     assert trace == [(0, "a"), (1, "a"), (2, "a"), (2, "b"), (0, "b"), (1, "b")]
@@ -154,9 +158,9 @@ def test_one_rank_runs_at_a_time_in_rank_order() -> None:
 def test_every_rank_has_its_own_random_numbers_from_the_same_start() -> None:
     def program() -> list[float]:
         first = torch.rand(1).item()
-        if current().rank == 1:
+        if current_communicator().rank == 1:
             torch.rand(7)
-        current().barrier(world())
+        current_communicator().barrier(world())
         return [first, torch.rand(1).item()]
 
     torch.manual_seed(3)
@@ -189,7 +193,7 @@ def test_a_backward_pass_stays_on_its_rank() -> None:
     def program() -> list[int]:
         seen: list[int] = []
         x = torch.ones(2, requires_grad=True)
-        x.register_hook(lambda grad: seen.append(current().rank))
+        x.register_hook(lambda grad: seen.append(current_communicator().rank))
         (x * 2).sum().backward()
         return seen
 
@@ -201,11 +205,11 @@ def test_the_first_error_is_raised_with_its_rank() -> None:
 
     def program() -> None:
         try:
-            if current().rank == 1:
+            if current_communicator().rank == 1:
                 raise KeyError("mine")
-            current().barrier(world())
+            current_communicator().barrier(world())
         finally:
-            cleaned.append(current().rank)
+            cleaned.append(current_communicator().rank)
 
     with pytest.raises(KeyError, match="mine") as caught:
         simulate(program, 3)
@@ -230,7 +234,7 @@ def test_an_interrupt_stops_ranks_that_only_compute() -> None:
 
 
 def differ(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], object]:
-    return lambda: second() if current().rank else first()
+    return lambda: second() if current_communicator().rank else first()
 
 
 X = torch.ones(4)
@@ -240,39 +244,43 @@ X = torch.ones(4)
     ("first", "second", "words"),
     [
         (
-            lambda: current().all_reduce(X, "sum", (0, 1)),
-            lambda: current().all_reduce(X.double(), "sum", (0, 1)),
+            lambda: current_communicator().all_reduce(X, "sum", (0, 1)),
+            lambda: current_communicator().all_reduce(X.double(), "sum", (0, 1)),
             "rank 0 calls all_reduce(sum, float32, (4,)) on ranks 0, 1; rank 1 calls all_reduce(sum, float64, (4,))",
         ),
         (
-            lambda: current().all_reduce(X, "sum", (0, 1)),
-            lambda: current().all_reduce(X, "max", (0, 1)),
+            lambda: current_communicator().all_reduce(X, "sum", (0, 1)),
+            lambda: current_communicator().all_reduce(X, "max", (0, 1)),
             "the reductions differ",
         ),
         (
-            lambda: current().all_reduce(X, "sum", (0, 1)),
-            lambda: current().all_reduce(X[1:], "sum", (0, 1)),
+            lambda: current_communicator().all_reduce(X, "sum", (0, 1)),
+            lambda: current_communicator().all_reduce(X[1:], "sum", (0, 1)),
             "the shapes differ",
         ),
         (
-            lambda: current().all_reduce(X, "sum", (0, 1)),
-            lambda: current().barrier((0, 1)),
+            lambda: current_communicator().all_reduce(X, "sum", (0, 1)),
+            lambda: current_communicator().barrier((0, 1)),
             "the ranks make different collectives",
         ),
-        (lambda: current().barrier((0, 1)), lambda: current().barrier((1, 0)), "in different orders"),
         (
-            lambda: current().all_gather(X, (0, 1), [(4,), (4,)]),
-            lambda: current().all_gather(X, (0, 1), [(3,), (4,)]),
+            lambda: current_communicator().barrier((0, 1)),
+            lambda: current_communicator().barrier((1, 0)),
+            "in different orders",
+        ),
+        (
+            lambda: current_communicator().all_gather(X, (0, 1), [(4,), (4,)]),
+            lambda: current_communicator().all_gather(X, (0, 1), [(3,), (4,)]),
             "the shapes differ",
         ),
         (
-            lambda: current().all_to_all([X, X[1:]], [(4,), (4,)], (0, 1)),
-            lambda: current().all_to_all([X, X], [(4,), (4,)], (0, 1)),
+            lambda: current_communicator().all_to_all([X, X[1:]], [(4,), (4,)], (0, 1)),
+            lambda: current_communicator().all_to_all([X, X], [(4,), (4,)], (0, 1)),
             "rank 0 sends (3,) and rank 1 expects (4,)",
         ),
         (
-            lambda: current().exchange([(1, X)], [], (0, 1)),
-            lambda: current().exchange([], [], (0, 1)),
+            lambda: current_communicator().exchange([(1, X)], [], (0, 1)),
+            lambda: current_communicator().exchange([], [], (0, 1)),
             "rank 0 sends 1 message(s)",
         ),
     ],
@@ -285,33 +293,33 @@ def test_calls_that_differ_are_named(first: Callable[[], object], second: Callab
 
 def test_a_ring_of_waiting_ranks_is_a_deadlock() -> None:
     with pytest.raises(DeadlockError) as caught:
-        simulate(lambda: current().barrier(((0, 1), (1, 2), (0, 2))[current().rank]), 3)
+        simulate(lambda: current_communicator().barrier(((0, 1), (1, 2), (0, 2))[current_communicator().rank]), 3)
     for words in ("rank 0 waits in barrier() on ranks 0, 1", "rank 2 waits in barrier() on ranks 0, 2"):
         assert words in str(caught.value)
 
 
 def test_a_rank_that_ends_early_is_named() -> None:
     with pytest.raises(MissingCallError, match="rank 1 ended"):
-        simulate(lambda: current().rank != 1 and current().barrier((0, 1, 2)), 3)
+        simulate(lambda: current_communicator().rank != 1 and current_communicator().barrier((0, 1, 2)), 3)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: current().all_reduce(X, "mean", (0, 1)), "'mean'"),
-        (lambda: current().all_reduce(X.long(), "avg", (0, 1)), "no exact meaning"),
-        (lambda: current().all_reduce(X.bool(), "sum", (0, 1)), "any"),
-        (lambda: current().all_reduce(X.cfloat(), "max", (0, 1)), "no exact meaning"),
-        (lambda: current().barrier((1 - current().rank,)), "not in the group"),
-        (lambda: current().barrier((0, 1, 0)), "twice"),
-        (lambda: current().barrier((0, 1, 2)), "ranks 0 to 1"),
-        (lambda: current().all_gather(X, (0, 1), [(4,)]), "1 shapes"),
-        (lambda: current().all_gather(X, (0, 1), [(3,), (3,)]), "rank 0 has shape (4,)"),
-        (lambda: current().all_to_all([X, X], [(2,), (2,)], (0, 1)), "from itself"),
-        (lambda: current().reduce_scatter([X], "sum", (0, 1)), "1 pieces"),
-        (lambda: current().reduce_scatter([X, X.double()], "sum", (0, 1)), "one dtype"),
-        (lambda: current().exchange([(current().rank, X)], [], (0, 1)), "sends itself"),
-        (lambda: current().exchange([(2, X)], [], (0, 1)), "ranks [2]"),
+        (lambda: current_communicator().all_reduce(X, "mean", (0, 1)), "'mean'"),
+        (lambda: current_communicator().all_reduce(X.long(), "avg", (0, 1)), "no exact meaning"),
+        (lambda: current_communicator().all_reduce(X.bool(), "sum", (0, 1)), "any"),
+        (lambda: current_communicator().all_reduce(X.cfloat(), "max", (0, 1)), "no exact meaning"),
+        (lambda: current_communicator().barrier((1 - current_communicator().rank,)), "not in the group"),
+        (lambda: current_communicator().barrier((0, 1, 0)), "twice"),
+        (lambda: current_communicator().barrier((0, 1, 2)), "ranks 0 to 1"),
+        (lambda: current_communicator().all_gather(X, (0, 1), [(4,)]), "1 shapes"),
+        (lambda: current_communicator().all_gather(X, (0, 1), [(3,), (3,)]), "rank 0 has shape (4,)"),
+        (lambda: current_communicator().all_to_all([X, X], [(2,), (2,)], (0, 1)), "from itself"),
+        (lambda: current_communicator().reduce_scatter([X], "sum", (0, 1)), "1 pieces"),
+        (lambda: current_communicator().reduce_scatter([X, X.double()], "sum", (0, 1)), "one dtype"),
+        (lambda: current_communicator().exchange([(current_communicator().rank, X)], [], (0, 1)), "sends itself"),
+        (lambda: current_communicator().exchange([(2, X)], [], (0, 1)), "ranks [2]"),
     ],
 )
 def test_a_call_that_no_rank_could_make_is_refused(call: Callable[[], object], words: str) -> None:
@@ -322,28 +330,28 @@ def test_a_call_that_no_rank_could_make_is_refused(call: Callable[[], object], w
 
 def test_there_is_no_simulation_inside_a_rank() -> None:
     with pytest.raises(NestedSimulationError):
-        simulate(lambda: simulate(current, 2), 2)
+        simulate(lambda: simulate(current_communicator, 2), 2)
     with pytest.raises(CallError):
-        simulate(current, 0)
+        simulate(current_communicator, 0)
 
 
 def test_a_thread_talks_to_its_own_carrier_else_to_the_process() -> None:
-    with pytest.raises(NoCarrierError, match=r"mw\.simulate"):
-        current()
-    everywhere, here = Recorded(0, 4), Recorded(1, 4)
-    install(everywhere)
+    with pytest.raises(NoCommunicatorError, match=r"mw\.simulate"):
+        current_communicator()
+    everywhere, here = PeerlessCommunicator(0, 4), PeerlessCommunicator(1, 4)
+    install_communicator(everywhere)
     try:
-        with use(here):
-            assert current() is here
-        assert current() is everywhere
-        assert simulate(lambda: current().kind, 2) == ["simulated"] * 2
+        with using_communicator(here):
+            assert current_communicator() is here
+        assert current_communicator() is everywhere
+        assert simulate(lambda: current_communicator().kind, 2) == ["simulated"] * 2
     finally:
-        install(None)
+        install_communicator(None)
 
 
 def test_calls_and_received_bytes_are_exact() -> None:
     def program() -> tuple[dict[str, int], dict[str, int], list[str]]:
-        ranks, group = current(), world()
+        ranks, group = current_communicator(), world()
         x = torch.ones(4, dtype=torch.float16)
         with ranks.seen.record_calls() as log:
             ranks.all_reduce(x, "sum", group)

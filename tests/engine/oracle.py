@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.tensor import DistTensor
 
 
@@ -84,7 +84,7 @@ Program = Callable[[Lay], Any]
 def whole(tree: Any) -> Any:
     """`tree` with every distributed tensor whole and plain; None and Python values as they are."""
     if isinstance(tree, Tensor):
-        assert type(tree) is not DistTensor or tree.mesh.size <= current().size
+        assert type(tree) is not DistTensor or tree.mesh.size <= current_communicator().size
         return mw.unshard_dtensor(tree).detach().clone() if isinstance(tree, DistTensor) else tree.detach().clone()
     if isinstance(tree, dict):
         return {key: whole(value) for key, value in tree.items()}

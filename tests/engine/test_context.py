@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.cost import Cluster, cluster
 from meshwright.engine import suggest
 from meshwright.graph import communication, live_memory
@@ -161,7 +161,7 @@ def test_a_known_call_goes_by_the_name_of_the_moment() -> None:
     def sent(name: Any) -> tuple[str, ...]:
         parts = [cut(x, line(2)) for x in given[:3]]
         with mw.context_parallel("gather" if name == "ulysses" else "ulysses"), mw.context_parallel(name):
-            with current().seen.record_calls() as calls:
+            with current_communicator().seen.record_calls() as calls:
                 F.scaled_dot_product_attention(*parts)
         return tuple(call.kind for call in calls)
 
@@ -179,7 +179,7 @@ def received(name: str, ranks: int, causal: bool) -> list[tuple[int, int]]:
 
     def go() -> tuple[int, int]:
         qkv = [cut(x, line(ranks)).detach().requires_grad_() for x in tensors(48)[:3]]
-        seen = current().seen
+        seen = current_communicator().seen
         with mw.context_parallel(name):
             before = seen.total_received
             out = F.scaled_dot_product_attention(*qkv, is_causal=causal)
@@ -261,7 +261,7 @@ def losses(model: nn.Module, config: mw.Parallelism | None = None, static: bool 
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())
-    return found, dict(current().seen.calls) if config else None
+    return found, dict(current_communicator().seen.calls) if config else None
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])

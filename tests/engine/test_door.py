@@ -233,16 +233,16 @@ def test_whole_states_that_are_loaded_are_laid_over_the_mesh() -> None:
 
 
 def test_gradients_of_many_parameters_are_reduced_together() -> None:
-    from meshwright.comm import current
+    from meshwright.comm import current_communicator
 
     def go() -> dict[str, int]:
         model = mw.shard_layer(nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)]), MESH)
         optimizer = mw.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(2):  # two passes, one reduction
             model(mw.shard_tensor(torch.ones(4, 6), MESH, ROWS)).sum().backward()
-        before = current().seen.total_calls
+        before = current_communicator().seen.total_calls
         optimizer.step()
-        return {"calls": current().seen.total_calls - before}
+        return {"calls": current_communicator().seen.total_calls - before}
 
     assert mw.simulate(go, 4) == [{"calls": 1}] * 4
 

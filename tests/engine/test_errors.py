@@ -56,19 +56,19 @@ def saves_a_plain_tensor() -> None:
 
 
 def other_calls() -> None:
-    comm.current().all_reduce(torch.ones(2 + mw.get_rank()), "sum", (0, 1))
+    comm.current_communicator().all_reduce(torch.ones(2 + mw.get_rank()), "sum", (0, 1))
 
 
 def in_a_ring() -> None:
     me = mw.get_rank()
     for group in [(0, 1), (1, 2), (0, 2)] if me != 2 else [(1, 2)]:
         if me in group:
-            comm.current().barrier(group if me != 0 else (0, 2))
+            comm.current_communicator().barrier(group if me != 0 else (0, 2))
 
 
 def leaves_early() -> None:
     if mw.get_rank() == 0:
-        comm.current().barrier((0, 1))
+        comm.current_communicator().barrier((0, 1))
 
 
 class TwoResults(mw.LocalLayer):
@@ -292,7 +292,7 @@ CASES: list[Case] = [
     ("a plan without a mesh", lambda: search.parse_mesh_plan("layouts = {}"), search.SearchError, "mesh"),
     ("a plan in no language", lambda: search.parse_plan("dp: 8"), search.SearchError, "dp = 8"),
     # between ranks
-    ("no ranks", lambda: x(at=ROWS), comm.NoCarrierError, r"mw\.simulate"),
+    ("no ranks", lambda: x(at=ROWS), comm.NoCommunicatorError, r"mw\.simulate"),
     ("sizes of no mesh", on_ranks(lambda: mw.init_mesh(dp=3)), layout.MeshError, "--ranks 3"),
     ("a size that is a text", on_ranks(lambda: mw.init_mesh(dp=cast(Any, "2"))), layout.MeshError, "tp=2"),
     ("no size", on_ranks(mw.init_mesh), layout.MeshError, "dp=4"),
@@ -319,7 +319,7 @@ CASES: list[Case] = [
         tensor.CompileError, "leave out fullgraph=True",
     ),
     ("a trace", on_ranks(lambda: make_fx(torch.sin)(x())), tensor.TraceError, "plain model"),
-    ("no ranks to be", mw.get_rank, comm.NoCarrierError, r"mw\.simulate"),
+    ("no ranks to be", mw.get_rank, comm.NoCommunicatorError, r"mw\.simulate"),
     ("a simulation inside one", on_ranks(lambda: mw.simulate(mw.get_rank, 2)), comm.NestedSimulationError, "outside"),
     ("no ranks to simulate", on_ranks(mw.get_rank, 0), comm.CallError, r"simulate\(fn, 1\)"),
     ("a text that is no JSON", lambda: layout.read_json(b"{"), layout.InputError, "JSON"),

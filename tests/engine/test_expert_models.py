@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from benchmarks import experts as figure
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 Tensors = list[Tensor]
 R, ROWS, COLUMNS, DEEP = mw.Replicate(), mw.Shard(0), mw.Shard(1), mw.Shard(2)
@@ -219,7 +219,7 @@ def moved(style: str, case: str) -> list[tuple[str, Any]]:
     """What each collective of a forward and a backward pass is about, without the reduction of gradients."""
     model = laid(Mixture(style), case)
     x, _ = batch(0, case)
-    with current().seen.record_calls() as calls:
+    with current_communicator().seen.record_calls() as calls:
         out, _ = model(x.requires_grad_())
         out.square().sum().backward()
     return [(call.kind, call.sends) for call in calls]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 Tensors = list[Tensor]
 R, ROWS, COLUMNS, DEEP = mw.Replicate(), mw.Shard(0), mw.Shard(1), mw.Shard(2)
@@ -147,7 +147,7 @@ def test_what_is_sent() -> None:
     def go() -> tuple[int, dict[str, int], int]:
         x, scores, up, down = laid(given(12, 6), LINE, [ROWS], [ROWS], [ROWS], [ROWS])
         weights, indices = scores.softmax(-1).topk(CHOICES)
-        seen = current().seen
+        seen = current_communicator().seen
         x.requires_grad_()
         out = mw.dispatch_experts(x, indices, weights, feed_forward, [up.requires_grad_(), down.requires_grad_()])
         forward = seen.total_received

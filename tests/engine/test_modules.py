@@ -326,12 +326,12 @@ def test_hooks_and_gradients_are_distributed() -> None:
 
 def test_printing_does_not_communicate() -> None:
     def go(mesh: mw.ProcessMesh) -> str | None:
-        from meshwright.comm import current
+        from meshwright.comm import current_communicator
 
         x = mw.shard_tensor(torch.arange(6.0).reshape(3, 2), mesh, [mw.Shard(0)])
-        calls = current().seen.total_calls
+        calls = current_communicator().seen.total_calls
         text = repr(x) if mw.get_rank() == 0 else None  # one rank alone: a collective would never end
-        assert current().seen.total_calls == calls
+        assert current_communicator().seen.total_calls == calls
         return text
 
     assert on_two(go)[0] == (

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.engine import StaticError
 from meshwright.graph import ProgramFileError, are_alike, first_alike, specs_data, specs_in, specs_of
 
@@ -58,7 +58,7 @@ BATCH = torch.ones(4, 4), torch.zeros(4, 4)
 def saved(folder: Path, ranks: int, width: int, optimizer: Any = torch.optim.AdamW) -> list[str]:
     """Return the names of the files that all ranks save."""
     for rank in range(ranks):
-        with use(Recorded(rank, ranks)):
+        with using_communicator(PeerlessCommunicator(rank, ranks)):
             made = model(ranks, width, optimizer)
             made.compile(*BATCH)
             made.save(folder)
@@ -74,7 +74,7 @@ def test_one_rank_of_each_kind_writes_and_all_load(tmp_path: Path, ranks: int, w
         [*(f"program-{rank}" for rank in writers), *("programs" for _ in writers)]
     )
     for rank in range(ranks):
-        with use(Recorded(rank, ranks)):
+        with using_communicator(PeerlessCommunicator(rank, ranks)):
             loaded, alone = model(ranks, width).load(tmp_path), model(ranks, width)
             found, wanted = loaded.compile(*BATCH), alone.compile(*BATCH)
             assert (loaded.recordings, str(found)) == (0, str(wanted))
@@ -83,7 +83,7 @@ def test_one_rank_of_each_kind_writes_and_all_load(tmp_path: Path, ranks: int, w
 def test_the_number_of_ranks_changes_no_file(tmp_path: Path) -> None:
     sizes: list[int] = []
     for ranks in (8, 64, 4096):
-        with use(Recorded(0, ranks)):
+        with using_communicator(PeerlessCommunicator(0, ranks)):
             made = model(ranks, 4096)
             made.compile(*BATCH)
             made.save(tmp_path / str(ranks))
@@ -102,17 +102,20 @@ def test_files_of_kinds_that_are_gone_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_another_kind_is_told(tmp_path: Path) -> None:
-    with use(Recorded(0, 3)):
+    with using_communicator(PeerlessCommunicator(0, 3)):
         made = model(3, 8)
         made.compile(*BATCH)
         made.save(tmp_path)
-    with use(Recorded(2, 3)), pytest.raises(ProgramFileError, match="the parts of rank 2 have other shapes"):
+    with (
+        using_communicator(PeerlessCommunicator(2, 3)),
+        pytest.raises(ProgramFileError, match="the parts of rank 2 have other shapes"),
+    ):
         model(3, 8).load(tmp_path)
 
 
 def test_what_the_first_call_changes_is_changed_by_the_call_that_finds_the_program(tmp_path: Path) -> None:
     saved(tmp_path, 2, 8)
-    with use(Recorded(0, 2)):
+    with using_communicator(PeerlessCommunicator(0, 2)):
         loaded = model(2, 8).load(tmp_path)
         loaded.compile(*BATCH)
         assert (loaded.recordings, loaded.network.config.kind) == (0, "squared")
@@ -124,7 +127,7 @@ def test_what_the_first_call_changes_is_changed_by_the_call_that_finds_the_progr
 
 def test_ranks_are_alike_by_meshes_and_shapes() -> None:
     one, both = mw.ProcessMesh([0], ["dp"]), mw.ProcessMesh([0, 1, 2], ["dp"])
-    with use(Recorded(0, 3)):
+    with using_communicator(PeerlessCommunicator(0, 3)):
         specs = [mw.shard_tensor(torch.ones(4), both, [mw.Shard(0)]).spec]
         assert [first_alike(specs, rank) for rank in range(3)] == [0, 0, 2]
         empty = mw.shard_tensor(torch.ones(0), one, [mw.Replicate()]).spec
@@ -132,6 +135,6 @@ def test_ranks_are_alike_by_meshes_and_shapes() -> None:
 
 
 def test_specs_come_back_from_data() -> None:
-    with use(Recorded(0, 4)):
+    with using_communicator(PeerlessCommunicator(0, 4)):
         specs = specs_in(model(4, 5).compile(*BATCH))
     assert specs_of(specs_data(specs)) == specs

@@ -62,7 +62,7 @@ def test_operators_of_another_library_are_named_by_the_caller(tmp_path: Path) ->
 
 def test_kernels_are_loaded_by_an_argument_and_a_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Path] = []
-    monkeypatch.setattr(files, "current", lambda: None)
+    monkeypatch.setattr(files, "current_communicator", lambda: None)
     monkeypatch.setattr(files, "machine", lambda: "here")
     monkeypatch.setattr(files, "with_kernels", lambda program, here, path: taken.append(path))
     name = "program-0-0000000000000000.pt2"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from benchmarks._stale_case import Case, Kind, Run, random_batch
 from benchmarks._stale_kinds import KINDS
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.engine.static import program_builder
 from meshwright.graph import capture, captured_for, meaning_or_none
 
@@ -103,8 +103,8 @@ def _one() -> float:
 
 
 def _set_own() -> None:
-    _chosen.set(float(current().rank))
-    _local.scale = float(current().rank)
+    _chosen.set(float(current_communicator().rank))
+    _local.scale = float(current_communicator().rank)
 
 
 RANKED: dict[str, Callable[[], Scaled]] = {
@@ -112,8 +112,8 @@ RANKED: dict[str, Callable[[], Scaled]] = {
     "thread": lambda: Scaled(_by_thread),
     "context variable": lambda: Scaled(_by_context),
     "thread's own object": lambda: Scaled(_by_local),
-    "attribute": lambda: Scaled(_one, float(current().rank)),
-    "closure": lambda: Scaled(partial(float, current().rank)),
+    "attribute": lambda: Scaled(_one, float(current_communicator().rank)),
+    "closure": lambda: Scaled(partial(float, current_communicator().rank)),
 }
 
 
@@ -138,7 +138,7 @@ def test_ranks_that_are_alike_capture_once(monkeypatch: pytest.MonkeyPatch) -> N
     plain = program_builder.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        ranks.append(current().rank)
+        ranks.append(current_communicator().rank)
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(program_builder, "capture", counted)

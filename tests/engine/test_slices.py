@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.engine import StrategyError
 from meshwright.engine.recording.program_inputs import apply_captured_layouts, fetch_of
 from meshwright.graph import capture, complete, record_gradients, spread, with_layouts
@@ -231,7 +231,7 @@ def test_tables_at_random(lengths: tuple[int, ...]) -> None:
         captured = capture(model, model, batch(0, 2, length))
         program = in_slices(spread(captured.program), lengths)
         program, stages = staged(with_layouts(program, complete(program, {})))
-        step = record_gradients(replace(captured, program=program), current().rank, 2)
+        step = record_gradients(replace(captured, program=program), current_communicator().rank, 2)
         apply_captured_layouts(replace(captured, program=program), None)
         (parts,) = with_behind(
             (taken_apart(step, stages, slices=slices),),
@@ -246,14 +246,16 @@ def test_tables_at_random(lengths: tuple[int, ...]) -> None:
             table = random_table(sequences, slices, rng)
             check(table)
             peak = Peak(parts)
-            run = PipelineRun([parts], table, current().rank, in_pieces([parts], table, {0, 1}), watch=peak)
+            run = PipelineRun(
+                [parts], table, current_communicator().rank, in_pieces([parts], table, {0, 1}), watch=peak
+            )
             leaves = batch(0, 2 * sequences, length)
             with local_parts():
                 outputs, _ = run(*(fetch_of(i, captured.slots)(leaves) for i in run.inputs))
             for name, grad in outputs["grads"].items():
                 if grad.shape == expected[name].shape:  # on the rank that has it
                     torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
-            assert peak.most == peaks(table)[current().rank]
+            assert peak.most == peaks(table)[current_communicator().rank]
 
     model = GPT(4)
     pieces = zip(*(x.chunk(sequences) for x in batch(0, 2 * sequences, length)), strict=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.tensor import MixedMeshError
 
 WIDTH = 6
@@ -279,7 +279,7 @@ def test_a_value_is_sent_to_a_stage_once() -> None:
 
     def go() -> tuple[int, int]:
         model = mw.split_pipeline(OneMask(), mw.ProcessMesh([0, 1], ["pp"]), at=["layers.2"])
-        seen = current().seen
+        seen = current_communicator().seen
         before = seen.calls.get("exchange", 0)
         loss = model(*batch(0))
         forward = seen.calls["exchange"] - before

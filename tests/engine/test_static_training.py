@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.graph import communication
 
 from .oracle import STYLES, compare, whole
@@ -164,11 +164,11 @@ def test_there_are_no_more_collectives_than_in_eager_mode() -> None:
     def go() -> None:
         module = laid(Base(), STYLES["grid"])
         optimizer = sgd(module.parameters())
-        with current().seen.record_calls() as wanted:
+        with current_communicator().seen.record_calls() as wanted:
             eager(module, optimizer)(*numbers(0))
         model = mw.to_static(module, None, None, optimizer)
         model(*numbers(0))
-        with current().seen.record_calls() as found:
+        with current_communicator().seen.record_calls() as found:
             model(*numbers(0))
         assert len(found) <= len(wanted)
         assert len(found) == len(list(communication(model.program)))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshwright as mw
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.engine import TorchDTensorError
 from meshwright.layout import parse_layout
 from meshwright.tensor import redistribute
@@ -23,7 +23,7 @@ R = mw.Replicate()
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    with use(Recorded(rank=0, size=4)):
+    with using_communicator(PeerlessCommunicator(rank=0, size=4)):
         yield
     dist.destroy_process_group()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.engine import CommTrace
 from meshwright.tensor.core.call_sites import _Asking
 
@@ -36,12 +36,12 @@ def step() -> tuple[CommTrace, int, list[str]]:
     net = nn.Sequential(Block(), Block())
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     mw.parallelize(net, sgd, MESH, mw.Parallelism({"*.a": mw.ColwiseParallel(), "*.b": mw.RowwiseParallel()}))
-    before = current().seen.total_received
-    with current().seen.record_calls() as calls, mw.trace_comm() as trace:
+    before = current_communicator().seen.total_received
+    with current_communicator().seen.record_calls() as calls, mw.trace_comm() as trace:
         loss = net(torch.ones(6, 8)).square().mean()
         loss.backward()
         sgd.step()
-    return trace, current().seen.total_received - before, [str(call) for call in calls]
+    return trace, current_communicator().seen.total_received - before, [str(call) for call in calls]
 
 
 def test_each_call_is_told_by_the_line_that_needs_it() -> None:
@@ -78,7 +78,7 @@ def test_it_prints_a_table_and_json() -> None:
 def test_calls_that_are_no_conversion_are_told_by_their_ranks() -> None:
     def program() -> CommTrace:
         with mw.trace_comm() as trace:
-            current().barrier((0, 1, 2))
+            current_communicator().barrier((0, 1, 2))
             mw.unshard_dtensor(mw.shard_tensor(torch.ones(5, 3), MESH, [mw.Shard(0), mw.Shard(1)]))
         return trace
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.graph import ProgramError, capture, complete, parse_layouts, record_gradients, with_layouts
 from meshwright.layout import parse_spec
 from meshwright.models import Llama, LlamaConfig
@@ -23,7 +23,7 @@ SMALL = LlamaConfig(vocab=32, hidden=32, layers=2, heads=4, kv_heads=4, feed_for
 
 @pytest.fixture(autouse=True)
 def ranks() -> Generator[None]:
-    with use(Recorded(0, 4)):
+    with using_communicator(PeerlessCommunicator(0, 4)):
         yield
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.engine import DistModel
 from meshwright.graph import (
     Holds,
@@ -91,7 +91,7 @@ def tokens() -> tuple[Tensor, ...]:
 
 
 def loaded(program: Program, folder: Path) -> Program:
-    folder /= f"{current().rank}"
+    folder /= f"{current_communicator().rank}"
     folder.mkdir(exist_ok=True)
     return loaded_here(program, folder)
 
@@ -198,7 +198,7 @@ def test_python_code_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_kernels_are_refused(tmp_path: Path) -> None:
-    program = mw.simulate(lambda: compiled(small(), current()), 1)[0]
+    program = mw.simulate(lambda: compiled(small(), current_communicator()), 1)[0]
     with pytest.raises(ProgramFileError, match="before kernels are compiled"):
         save_program(program, tmp_path / "kernels")
 
@@ -426,7 +426,7 @@ def test_any_edit_ends_soon(tmp_path: Path) -> None:
         model = mlp()
         for n in (8, 8, 12):
             model(*rows(n))
-        if current().rank == 0:
+        if current_communicator().rank == 0:
             save_program(model.program, tmp_path / "p.safetensors")
 
     mw.simulate(go, 4)

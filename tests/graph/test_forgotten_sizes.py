@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright as mw
-from meshwright.comm import Simulated, current
+from meshwright.comm import SimulatedCommunicator, current_communicator
 from meshwright.engine.recording.shared_recordings import MOST_KEPT
 from meshwright.graph.torch_hooks import ShapeEnv
 
@@ -50,8 +50,8 @@ def test_a_simulation_is_gone_when_it_has_ended() -> None:
 
     def body() -> None:
         trained(mw.ProcessMesh([0, 1], ["dp"]))
-        here = current()
-        assert isinstance(here, Simulated)
+        here = current_communicator()
+        assert isinstance(here, SimulatedCommunicator)
         worlds.append(weakref.ref(here._world))  # pyright: ignore[reportPrivateUsage] - nothing else lives as long
 
     mw.simulate(body, 2)
@@ -64,8 +64,8 @@ def test_what_ranks_make_for_each_other_is_bounded() -> None:
         mesh = mw.ProcessMesh([0, 1], ["dp"])
         for _ in range(3):
             trained(mesh)
-        here = current()
-        assert isinstance(here, Simulated)
+        here = current_communicator()
+        assert isinstance(here, SimulatedCommunicator)
         return len(here.shared), len(here.shared["made once"])
 
     entries = mw.simulate(body, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.comm import Delayed, current, use
+from meshwright.comm import DelayedCommunicator, current_communicator, using_communicator
 from meshwright.cost import Cluster, Device, Link
 from meshwright.graph import (
     Carry,
@@ -134,13 +134,13 @@ def test_a_delayed_carrier_is_late_and_hides_what_is_done_meanwhile() -> None:
         assert isinstance(plan_of, Carry)
         way = plan_of.of_part((4,))
         spent: list[float] = []
-        with use(Delayed(current(), latency=0.05, bandwidth=1e9)):
+        with using_communicator(DelayedCommunicator(current_communicator(), latency=0.05, bandwidth=1e9)):
             began = time.monotonic()
-            arrival = current().start(way, torch.ones(4))
+            arrival = current_communicator().start(way, torch.ones(4))
             spent.append(time.monotonic() - began)
             assert torch.equal(arrival.wait(), torch.full((4,), 2.0))
             spent.append(time.monotonic() - began)
-            assert torch.equal(current().convert(way, torch.ones(4)), torch.full((4,), 2.0))
+            assert torch.equal(current_communicator().convert(way, torch.ones(4)), torch.full((4,), 2.0))
             spent.append(time.monotonic() - began)
         return spent
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.comm import simulate as simulate_ranks
 from meshwright.graph import Carry, Value
 from meshwright.layout import ProcessMesh, parse_spec
@@ -49,7 +49,7 @@ def test_a_rank_of_both_meshes_keeps_its_own_part_of_a_message() -> None:
     whole = torch.arange(12.0).view(6, 2)
 
     def on_rank() -> torch.Tensor:
-        here = current()
+        here = current_communicator()
         message = _message(crossing, here.rank)
         held: dict[Value, torch.Tensor] = {a: whole[3 * here.rank : 3 * here.rank + 3]}
         message.send(held, here, 0)

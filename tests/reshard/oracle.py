@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.comm import Counters, current, simulate
+from meshwright.comm import Counters, current_communicator, simulate
 from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec, expand_products
 from meshwright.reshard import Plan, execute
 
@@ -97,7 +97,7 @@ def carry_out(made: Plan, parts: dict[int, Tensor]) -> tuple[dict[int, Tensor], 
     size = max(made.ranks) + 2
 
     def program() -> tuple[Tensor, Counters]:
-        carrier = current()
+        carrier = current_communicator()
         local = parts.get(carrier.rank)
         if local is None:
             local = torch.empty(made.src.local_shape(carrier.rank), dtype=made.src.dtype)

@@ -12,7 +12,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from benchmarks import reshard as figure
-from meshwright.comm import current, simulate
+from meshwright.comm import current_communicator, simulate
 from meshwright.layout import ProcessMesh, Spec, parse_layout, parse_spec
 from meshwright.reshard import AllGather, Exchange, Plan, ReshardError, execute, lower_bound, plan
 
@@ -142,7 +142,7 @@ def sent(made: Plan) -> tuple[Counter[int], int]:
             return getattr(self.carrier, name)
 
     def program():
-        spy = Spy(current())
+        spy = Spy(current_communicator())
         execute(made, torch.zeros(made.src.local_shape(spy.rank)), spy)
         return spy.elements
 

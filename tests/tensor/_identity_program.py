@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.comm import DisagreementError, ProcessCarrier
+from meshwright.comm import DisagreementError, ProcessCommunicator
 from meshwright.tensor import DistTensor
 
 Case = Callable[[bool], object]
@@ -111,7 +111,7 @@ def alike(rank: int) -> None:
     mw.init_process().barrier((0, 1))
 
 
-def told(case: Case, ranks: ProcessCarrier) -> str:
+def told(case: Case, ranks: ProcessCommunicator) -> str:
     """Return the error of a case, or ""."""
     torch.manual_seed(0)
     try:
@@ -124,7 +124,7 @@ def told(case: Case, ranks: ProcessCarrier) -> str:
 def main(folder: str) -> None:
     """Write what each case told, with the cases as they are on equal ranks first."""
     ranks = mw.init_process()
-    assert isinstance(ranks, ProcessCarrier)
+    assert isinstance(ranks, ProcessCommunicator)
     torch.manual_seed(0)
     for case in CASES:
         case(False)

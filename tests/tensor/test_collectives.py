@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
 COLUMN, ROW = [mw.Replicate(), mw.Shard(0)], [mw.Replicate(), mw.Shard(1)]
@@ -42,7 +42,7 @@ def mark(name: str, module: nn.Module, mesh: mw.ProcessMesh) -> None:
 
 def counted(run: Callable[[], Any]) -> dict[str, int]:
     """Calls by kind that `run` makes on rank 0 of 4."""
-    with use(Recorded(0, 4)) as carrier:
+    with using_communicator(PeerlessCommunicator(0, 4)) as carrier:
         run()
         return dict(carrier.seen.calls)
 

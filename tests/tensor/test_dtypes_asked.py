@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 DTYPES = (
     torch.bool,
@@ -93,7 +93,7 @@ class Lay:
             return mw.shard_tensor(x, mesh, [self.placement]).requires_grad_(wants)
         first = term(x)
         parts = [first, x - first, *[torch.zeros_like(x)] * (self.ranks - 2)]
-        return mw.dtensor_from_local(parts[current().rank], mesh, [self.placement]).requires_grad_(wants)
+        return mw.dtensor_from_local(parts[current_communicator().rank], mesh, [self.placement]).requires_grad_(wants)
 
 
 def layouts(dtype: torch.dtype) -> list[Lay]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 LINE, FLAT = mw.ProcessMesh([0, 1, 2, 3], ["x"]), mw.ProcessMesh([[0, 1, 2, 3]], ["one", "x"])
 SQUARE = mw.ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
@@ -127,7 +127,7 @@ def test_a_pending_sum_gives_the_numbers_of_the_sum(name: str) -> None:
     wanted = use(total.clone(), lambda x: x.clone())
 
     def on_rank() -> Tensor:
-        x = mw.dtensor_from_local(TERMS[current().rank].clone(), PAIR, [mw.Partial("sum")])
+        x = mw.dtensor_from_local(TERMS[current_communicator().rank].clone(), PAIR, [mw.Partial("sum")])
         return mw.unshard_dtensor(use(x, lambda y: mw.shard_tensor(y.clone(), PAIR, [mw.Replicate()])))
 
     for found in mw.simulate(on_rank, 2):
@@ -147,7 +147,9 @@ def test_terms_that_are_not_finite_are_joined_as_torch_does(op: str, special: fl
     }
 
     def on_rank() -> Tensor:
-        return mw.unshard_dtensor(mw.dtensor_from_local(terms[current().rank].clone(), PAIR, [mw.Partial(op)]))
+        return mw.unshard_dtensor(
+            mw.dtensor_from_local(terms[current_communicator().rank].clone(), PAIR, [mw.Partial(op)])
+        )
 
     for found in mw.simulate(on_rank, 2):
         torch.testing.assert_close(found, joins[op], equal_nan=True)

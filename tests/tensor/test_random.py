@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 from meshwright import tensor
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.layout import Layout, parse_spec
 from meshwright.tensor.conversion.whole_call import RAN_WHOLE
 from meshwright.tensor.handlers.counter_draws import _DIGITS, DISTRIBUTIONS, MASK, counted, is_counted, philox
@@ -345,17 +345,17 @@ def test_a_source_ends_with_its_block() -> None:
 
 def test_a_source_is_the_ranks_own_and_not_the_threads() -> None:
     """On an accelerator, torch recomputes checkpointed calls in a thread of its own."""
-    rank = Recorded(0, 2)
-    with use(rank):
+    rank = PeerlessCommunicator(0, 2)
+    with using_communicator(rank):
         x = mw.shard_tensor(torch.zeros(4, 6), mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(0)])
 
     def draw() -> Tensor:
-        with use(rank):
+        with using_communicator(rank):
             torch.manual_seed(0)
             return torch.rand_like(x).to_local()
 
     with ThreadPoolExecutor(1) as pool:
-        with use(rank), mw.random_source("counter"):
+        with using_communicator(rank), mw.random_source("counter"):
             inside = draw()
             elsewhere = pool.submit(draw).result()
         after = pool.submit(draw).result()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.tensor import whole
+from meshwright.tensor import full_tensor
 
 RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "t_": lambda x: x.t_(),
@@ -36,11 +36,11 @@ def test_a_view_stays_when_its_base_is_reshaped(view: str, reshape: str, shape: 
         x = place(torch.arange(float(shape[0] * shape[1])).reshape(shape))
         held = VIEWS[view](x)
         RESHAPES[reshape](x)
-        found = [whole(held).clone()]
+        found = [full_tensor(held).clone()]
         held.mul_(3)
-        found.append(whole(x).clone())
+        found.append(full_tensor(x).clone())
         x.add_(1)
-        return [*found, whole(held).clone(), whole(x).clone()]
+        return [*found, full_tensor(held).clone(), full_tensor(x).clone()]
 
     def sharded() -> list[Tensor]:
         mesh = mw.init_mesh(x=ranks)
@@ -60,7 +60,7 @@ def test_the_gradient_of_a_view_of_a_base_that_is_transposed_later() -> None:
         x.transpose_(0, 1)
         (row * torch.tensor([1.0, 2.0])).sum().backward()
         assert leaf.grad is not None
-        return whole(leaf.grad)
+        return full_tensor(leaf.grad)
 
     wanted = gradient(lambda x: x)
     for found in mw.simulate(lambda: gradient(lambda x: mw.shard_tensor(x, mw.init_mesh(x=2), [mw.Shard(0)])), 2):

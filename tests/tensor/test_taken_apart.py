@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.tensor.capture import call_capture
 
 TIMES, SAMPLES, CLASSES = 6, 5, 4
@@ -85,7 +85,7 @@ def test_an_even_kernel_keeps_the_size_of_a_cut_dim(convolve: Any, kernel: tuple
     def on_rank(cut: tuple[int, ...]) -> tuple[bool, tuple[Tensor, Tensor]]:
         laid = mw.shard_tensor(x.clone(), PAIRS, [mw.Shard(cut[0]), mw.Shard(cut[1])])
         out = convolve(laid, w, b, padding="same")
-        fits = tuple(out.to_local().shape) == out.spec.local_shape(current().rank)
+        fits = tuple(out.to_local().shape) == out.spec.local_shape(current_communicator().rank)
         return fits, loss_and_gradient(laid, lambda x: convolve(x, w, b, padding="same").square())
 
     for cut in product(range(x.dim()), repeat=2):

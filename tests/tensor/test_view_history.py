@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 MESH = mw.ProcessMesh(range(2), ["x"])
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -77,7 +77,7 @@ def test_one_rank_may_ask_whether_a_view_requires_a_gradient() -> None:
         x, w = (mw.shard_tensor(torch.ones(4, 3), MESH, [mw.Shard(0)]) for _ in range(2))
         row = x[1]
         x.copy_(w.requires_grad_())
-        return row.requires_grad if current().rank == 0 else None
+        return row.requires_grad if current_communicator().rank == 0 else None
 
     assert mw.simulate(program, 2) == [True, None]
 

@@ -15,17 +15,17 @@ from ._errors import (
     WriteTimeoutError,
 )
 from .contents.catalogue import Catalogue, Entry, FileFacts, Piece
-from .contents.rank_world import World, world
-from .files.json_values import decoded, encoded
+from .contents.rank_world import World, current_world
+from .files.json_values import decode_value, encode_value
 from .formats.format_interface import Format
-from .formats.saved_state import Held
+from .formats.saved_state import HeldTensor
 from .operations.convert import convert
 from .operations.folder_lock import hold_folder
 from .operations.load import load, read_whole
 from .operations.open_checkpoint import FORMATS, format_of, open_checkpoint, open_together, verify
 from .operations.save import Saving, save
 from .operations.state_differences import LoadReport
-from .operations.step_folders import latest, step_name, steps_in
+from .operations.step_folders import latest_step, step_name, steps_in
 
 __all__ = [
     "FORMATS",
@@ -37,7 +37,7 @@ __all__ = [
     "FileFacts",
     "FolderInUseError",
     "Format",
-    "Held",
+    "HeldTensor",
     "LoadReport",
     "Piece",
     "ReadTimeoutError",
@@ -45,11 +45,12 @@ __all__ = [
     "World",
     "WriteTimeoutError",
     "convert",
-    "decoded",
-    "encoded",
+    "current_world",
+    "decode_value",
+    "encode_value",
     "format_of",
     "hold_folder",
-    "latest",
+    "latest_step",
     "load",
     "open_checkpoint",
     "open_together",
@@ -58,5 +59,4 @@ __all__ = [
     "step_name",
     "steps_in",
     "verify",
-    "world",
 ]

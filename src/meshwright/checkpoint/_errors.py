@@ -51,19 +51,19 @@ class CheckpointWarning(UserWarning):
     """A checkpoint that was not written, or not protected by a lock, while the program goes on."""
 
 
-def bad_file(path: str | os.PathLike[str], found: str, why: str, write: str = "") -> CheckpointFileError:
+def file_error(path: str | os.PathLike[str], found: str, why: str, write: str = "") -> CheckpointFileError:
     """Return the error that names a file."""
     return CheckpointFileError(
         f"to read {os.fspath(path)}", found, why, write or "use an older checkpoint, or a new copy of this one"
     )
 
 
-def no_system(path: str | os.PathLike[str], error: OSError) -> CheckpointFileError:
+def system_error(path: str | os.PathLike[str], error: OSError) -> CheckpointFileError:
     """Return the error for an OSError of a file."""
-    return bad_file(path, error.strerror or str(error), "the file system cannot read the file")
+    return file_error(path, error.strerror or str(error), "the file system cannot read the file")
 
 
-def not_written(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+def write_error(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
     """Return the error for an OSError while a checkpoint is written."""
     where = f" ({os.fspath(error.filename)})" if isinstance(error.filename, str) else ""
     return CheckpointError(
@@ -72,7 +72,7 @@ def not_written(path: str | os.PathLike[str], error: OSError) -> CheckpointError
     )  # fmt: skip
 
 
-def text_of(error: BaseException) -> list[str]:
+def error_text(error: BaseException) -> list[str]:
     """Return the class and the four parts of an error, for other ranks."""
     if isinstance(error, MeshwrightError):
         return [type(error).__name__, error.asked, error.found, error.why, error.write]
@@ -80,7 +80,7 @@ def text_of(error: BaseException) -> list[str]:
     return ["CheckpointError", "a checkpoint", type(error).__name__, said, "remove the cause and try again"]
 
 
-def error_of(text: list[str]) -> CheckpointError:
+def error_from_text(text: list[str]) -> CheckpointError:
     """Return the error that another rank has sent as text."""
     kind, *parts = text
     asked, found, why, write = parts

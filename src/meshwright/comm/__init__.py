@@ -18,69 +18,75 @@ from ._errors import (
     MissingCallError,
     NestedSimulationError,
     NoAnswerError,
-    NoCarrierError,
+    NoCommunicatorError,
     StragglerWarning,
 )
 from .checking.call_guard import Check
 from .communicators.call import Call, Group
-from .communicators.call_purpose import identity, is_compared, note_fact, when_compared
-from .communicators.communicator import Arrival, Arrived, Carrier, Receive
+from .communicators.call_purpose import call_purpose, is_compared, note_fact, when_compared
+from .communicators.communicator import Communicator, FinishedConversion, PendingConversion, Receive
 from .communicators.counters import Counters
-from .communicators.current_communicator import current, install, installed, reads_of_rank, use
-from .communicators.delayed import Delayed
-from .communicators.posted_exchanges import Posted
-from .communicators.recorded import Recorded
-from .communicators.reductions import reduce as joined
+from .communicators.current_communicator import (
+    communicator_lookups,
+    current_communicator,
+    install_communicator,
+    installed_communicator,
+    using_communicator,
+)
+from .communicators.delayed import DelayedCommunicator
+from .communicators.posted_exchanges import PostedCommunicator
+from .communicators.recorded import PeerlessCommunicator
+from .communicators.reductions import reduce_terms as joined
 from .communicators.stragglers import Straggler
 from .launcher.launch import launch
-from .launcher.rank_console import Kept, first_rank_prints, prefix_prints
-from .process.process_communicator import ProcessCarrier, init_process, stragglers
-from .simulation.shared_values import WATCHES, Watch
-from .simulation.simulated_ranks import Simulated, simulate
+from .launcher.rank_console import KeptLines, first_rank_prints, prefix_prints
+from .process.process_communicator import ProcessCommunicator, init_process, stragglers
+from .simulation.shared_values import WATCHED_TYPES, WatchedType
+from .simulation.simulated_ranks import SimulatedCommunicator, simulate
 
 __all__ = [
-    "WATCHES",
-    "Arrival",
-    "Arrived",
+    "WATCHED_TYPES",
     "Call",
     "CallError",
-    "Carrier",
     "Check",
     "CommError",
+    "Communicator",
     "Counters",
     "DeadPeerError",
     "DeadlockError",
-    "Delayed",
+    "DelayedCommunicator",
     "DisagreementError",
+    "FinishedConversion",
     "Group",
-    "Kept",
+    "KeptLines",
     "LaunchError",
     "MissingCallError",
     "NestedSimulationError",
     "NoAnswerError",
-    "NoCarrierError",
-    "Posted",
-    "ProcessCarrier",
+    "NoCommunicatorError",
+    "PeerlessCommunicator",
+    "PendingConversion",
+    "PostedCommunicator",
+    "ProcessCommunicator",
     "Receive",
-    "Recorded",
-    "Simulated",
+    "SimulatedCommunicator",
     "Straggler",
     "StragglerWarning",
-    "Watch",
-    "current",
+    "WatchedType",
+    "call_purpose",
+    "communicator_lookups",
+    "current_communicator",
     "first_rank_prints",
-    "identity",
     "init_process",
-    "install",
-    "installed",
+    "install_communicator",
+    "installed_communicator",
     "is_compared",
     "joined",
     "launch",
     "note_fact",
     "prefix_prints",
-    "reads_of_rank",
     "simulate",
     "stragglers",
-    "use",
+    "using_communicator",
     "when_compared",
 ]

@@ -32,7 +32,7 @@ class CallError(CommError, ValueError):
     """A call that no rank can make: an unknown reduction, mismatched pieces, or a group without the caller."""
 
 
-class NoCarrierError(CommError):
+class NoCommunicatorError(CommError):
     """A collective without ranks: none are simulated or started as processes."""
 
 
@@ -78,12 +78,12 @@ _MESSAGES = (
 )
 
 
-def missing(asked: str, found: str, message: bool) -> MissingCallError:
+def missing_call_error(asked: str, found: str, message: bool) -> MissingCallError:
     """Return the error for a call that will not come: the other side of a message, or a rank's part in a collective."""
     return MissingCallError(asked, found, *(_MESSAGES if message else _COLLECTIVES))
 
 
-def wrong_message(rank: int, call: str, peer: int, sent: str) -> DisagreementError:
+def wrong_message_error(rank: int, call: str, peer: int, sent: str) -> DisagreementError:
     """Return the error for a message that differs from the one its receiver expects."""
     return DisagreementError(
         f"one message from rank {peer} to rank {rank}",
@@ -93,7 +93,7 @@ def wrong_message(rank: int, call: str, peer: int, sent: str) -> DisagreementErr
     )
 
 
-def disagreement(rank: int, call: str, peer: int, other: str, why: str) -> DisagreementError:
+def disagreement_error(rank: int, call: str, peer: int, other: str, why: str) -> DisagreementError:
     """Return the error that names both ranks and both calls."""
     (low, first), (high, second) = sorted([(rank, call), (peer, other)])
     return DisagreementError(

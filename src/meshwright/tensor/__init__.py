@@ -25,26 +25,26 @@ from ._errors import (
     SimulatedRankError,
     TraceError,
 )
-from .autograd.user_functions import functions_told
+from .autograd.user_functions import functions_passed_to
 from .conversion.distribute import (
-    SPLIT,
-    Arrival,
-    Mark,
+    STAGE_SPLIT,
+    ReshardMark,
+    StageArrival,
+    as_dist_tensor,
     distribute,
+    distribute_as,
     from_local,
-    lay,
+    full_tensor,
+    keep_own_part,
     pipe_split,
-    place,
-    present,
     redistribute,
-    whole,
 )
 from .conversion.pending_gradients import bucket_of, flush
 from .conversion.python_values import largest_anywhere, not_finite_anywhere
 from .conversion.stage_order import StageOrder, stages_of
 from .conversion.whole_call import RAN_WHOLE
 from .core.absent_tensor import absent
-from .core.call_sites import in_backward, place_of_gradient, places_kept
+from .core.call_sites import call_site_of_gradient, call_sites_kept, in_backward
 from .core.capture_marks import (
     Opaque,
     captured_whole,
@@ -54,9 +54,9 @@ from .core.capture_marks import (
     parts_recorded,
     recording_parts,
 )
-from .core.computation_numbers import called_for, count_step, made_alike
-from .core.dist_tensor import DistTensor, stamp
-from .core.initial_checksum import first_of
+from .core.computation_numbers import collectives_of_call, renumber_parameters, values_equal_on_ranks
+from .core.dist_tensor import DistTensor, as_part
+from .core.initial_checksum import initial_checksum_of
 from .core.tree import leaves_in, map_leaves, map_tensors, tensors_in
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
@@ -66,9 +66,9 @@ from .handlers import sparse_constructors as sparse_constructors
 from .handlers import tensor_constructors as tensor_constructors
 from .handlers import torch_compile as torch_compile
 from .handlers import torch_distributed as torch_distributed
-from .handlers.random_draws import Source, drawing_by, random_source
-from .planning.attention_algorithm import Context, attending_by, context
-from .planning.decision_record import Decided, decisions, recording
+from .handlers.random_draws import RandomSource, current_random_source, random_source
+from .planning.attention_algorithm import Context, attention_algorithm, using_attention
+from .planning.decision_record import CallRecord, decisions, recording
 from .planning.layout_decision import Decision, decide
 from .torch_hooks import grouped_product, operators_recorded, transforming
 from .torch_hooks import no_interception as local_parts
@@ -77,17 +77,15 @@ from .views.shared_data import sharing_views
 
 __all__ = [
     "RAN_WHOLE",
-    "SPLIT",
+    "STAGE_SPLIT",
     "AbsentError",
-    "Arrival",
+    "CallRecord",
     "CollectiveError",
     "CompileError",
     "Context",
-    "Decided",
     "Decision",
     "DistTensor",
     "LocalShapeError",
-    "Mark",
     "MemoryAccessError",
     "MixedMeshError",
     "Opaque",
@@ -95,34 +93,39 @@ __all__ = [
     "PickleError",
     "PlainInBackwardError",
     "RanWholeWarning",
+    "RandomSource",
     "RandomSourceError",
+    "ReshardMark",
     "SimulatedRankError",
-    "Source",
+    "StageArrival",
     "StageOrder",
     "TraceError",
     "absent",
-    "attending_by",
+    "as_dist_tensor",
+    "as_part",
+    "attention_algorithm",
     "bucket_of",
-    "called_for",
+    "call_site_of_gradient",
+    "call_sites_kept",
     "captured_whole",
     "capturing",
-    "context",
-    "count_step",
+    "collectives_of_call",
+    "current_random_source",
     "decide",
     "decisions",
     "distribute",
-    "drawing_by",
-    "first_of",
+    "distribute_as",
     "flush",
     "from_local",
-    "functions_told",
+    "full_tensor",
+    "functions_passed_to",
     "grouped_product",
     "in_backward",
+    "initial_checksum_of",
+    "keep_own_part",
     "largest_anywhere",
-    "lay",
     "leaves_in",
     "local_parts",
-    "made_alike",
     "map_leaves",
     "map_tensors",
     "not_finite_anywhere",
@@ -131,21 +134,18 @@ __all__ = [
     "operators_recorded",
     "parts_recorded",
     "pipe_split",
-    "place",
-    "place_of_gradient",
-    "places_kept",
-    "present",
     "random_source",
     "recording",
     "recording_parts",
     "redistribute",
+    "renumber_parameters",
     "shared_memory",
     "sharing_views",
     "stages_of",
-    "stamp",
     "tensors_in",
     "transforming",
-    "whole",
+    "using_attention",
+    "values_equal_on_ranks",
 ]
 
 torch_compile.leave_alone()

@@ -107,7 +107,7 @@ class _Told:
         return told.meshwright_told(cls, args, kwargs)
 
 
-def tell_functions(apply: Callable[..., Any], untold: Callable[[Any], None]) -> None:
+def intercept_functions(apply: Callable[..., Any], untold: Callable[[Any], None]) -> None:
     """Replace `F.apply(*args, **kwargs)` of autograd functions by `apply(F, its own apply, args, kwargs)`, from now on.
 
     This is the only hook that shows which operators belong to a function with its own backward pass. torch passes local
@@ -183,7 +183,7 @@ class _Encoder:
         return self.meshwright_told(src, mask, src_key_padding_mask, is_causal)
 
 
-def tell_encoders(forward: Callable[..., Any]) -> None:
+def intercept_encoders(forward: Callable[..., Any]) -> None:
     """Replace `nn.TransformerEncoder.forward(encoder, src, ...)` by `forward(own, encoder, src, ...)`, from now on.
 
     The encoder takes another path if a tensor has `__torch_function__`, without calling a function that shows this. Its
@@ -302,7 +302,7 @@ def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
     return x
 
 
-def tell_transforms(
+def intercept_transforms(
     entering: Callable[[Any], Any], check_functional: Callable[[Any], None], around: Callable[[], Any]
 ) -> None:
     """Make transforms of `torch.func` take `entering(x)` in place of each input `x`, from now on.
@@ -357,7 +357,7 @@ def _replace(names: dict[Any, tuple[str, ...]], replaced: Callable[[Any], Any]) 
             setattr(module, name, replaced(getattr(module, name)))
 
 
-def tell_scripts(check: Callable[[Any], None]) -> None:
+def intercept_scripts(check: Callable[[Any], None]) -> None:
     """Make `torch.jit.script` call `check(module)` before it reads the parameters of a module, from now on."""
     own = _recursive.create_script_module
 
@@ -436,7 +436,7 @@ def run_backward(
         raise
 
 
-def tell_backward(context: Callable[[], Any]) -> None:
+def intercept_backward(context: Callable[[], Any]) -> None:
     """Run every backward pass of plain tensors inside `context()`, from now on.
 
     It calls no distributed tensor otherwise.

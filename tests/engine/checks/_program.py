@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import ProcessCarrier
+from meshwright.comm import ProcessCommunicator
 from meshwright.errors import MeshwrightError
 
 HIDDEN = 8
@@ -133,20 +133,20 @@ def replayed() -> None:
     mw.check_steps(replay=1)
     run = Run(mw.Replicate(), static=True)
     run.step()
-    carry, left = ProcessCarrier._reduce_all, [1]
+    carry, left = ProcessCommunicator._reduce_all, [1]
 
-    def damaged(self: ProcessCarrier, x: Tensor, call: object, over: bool) -> Tensor:
+    def damaged(self: ProcessCommunicator, x: Tensor, call: object, over: bool) -> Tensor:
         out = carry(self, x, call, over)  # pyright: ignore[reportArgumentType] - a stand-in
         if is_other() and out.numel() > HIDDEN and left[0]:
             left[0] = 0
             out.view(-1).view(torch.int32)[0] ^= 1 << 12
         return out
 
-    ProcessCarrier._reduce_all = damaged
+    ProcessCommunicator._reduce_all = damaged
     try:
         run.step()
     finally:
-        ProcessCarrier._reduce_all = carry
+        ProcessCommunicator._reduce_all = carry
 
 
 def clean() -> None:

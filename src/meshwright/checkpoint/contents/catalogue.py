@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshwright.layout import ProcessMesh
 
-from .._errors import bad_file
-from .index_runs import Runs, shape_of
+from .._errors import file_error
+from .index_runs import PartRuns, shape_of
 
 _NAME = re.compile(r"\.?[\w-][\w.-]*")
 
@@ -27,7 +27,7 @@ class Piece:
 
     file: str
     key: str
-    runs: Runs
+    runs: PartRuns
     crc32: int | None = None
     span: tuple[int, int] | None = None
     """First byte and number of bytes, for files that are not safetensors."""
@@ -49,7 +49,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ByteRange:
     """The bytes of a tensor or value in a file, and their CRC-32."""
 
     name: str
@@ -64,7 +64,7 @@ class FileFacts:
 
     nbytes: int | None = None
     sha256: str | None = None
-    ranges: tuple[Range, ...] = ()
+    ranges: tuple[ByteRange, ...] = ()
 
 
 class OpenFile(ABC):
@@ -121,7 +121,7 @@ def file_name(folder: Path, name: object) -> str:
     """Return `name`. Raises CheckpointFileError if it is not the name of a file in the folder itself."""
     if isinstance(name, str) and len(name) < 256 and _NAME.fullmatch(name):
         return name
-    raise bad_file(folder, f"a file called {str(name)[:80]!r}", "the files of a checkpoint are in its own folder",
+    raise file_error(folder, f"a file called {str(name)[:80]!r}", "the files of a checkpoint are in its own folder",
                    "use a checkpoint from a source that you trust")  # fmt: skip
 
 

@@ -15,17 +15,17 @@ import numpy as np
 
 from meshwright.layout import Product, Range, Spec
 
-Run = tuple[Range, ...]
+IndexRun = tuple[Range, ...]
 """Start and length of each run of indices along one dim, ascending."""
-Runs = tuple[Run, ...]
+PartRuns = tuple[IndexRun, ...]
 """The runs along every dim."""
 MOST_CELLS = 1 << 20
-Meeting = tuple[tuple[slice, ...], tuple[slice, ...]]
+Overlap = tuple[tuple[slice, ...], tuple[slice, ...]]
 """A box of elements, as slices of one part and as slices of another."""
 
 
 @lru_cache(maxsize=65536)
-def runs_of(spec: Spec, rank: int) -> Runs:
+def runs_of(spec: Spec, rank: int) -> PartRuns:
     """Return the elements of a tensor that `rank` holds.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
@@ -33,19 +33,19 @@ def runs_of(spec: Spec, rank: int) -> Runs:
     (((2, 2), (6, 2), (10, 2)), ((0, 5),))
     """
     ranges = iter(spec.local_ranges(rank))
-    found: list[Run] = []
+    found: list[IndexRun] = []
     for dim in spec.layout.dims:
         sizes = [size for size, _ in dim.factors] if isinstance(dim, Product) else [1]
         found.append(_joined(sizes, [next(ranges) for _ in sizes]))
     return tuple(found)
 
 
-def whole_runs(shape: Sequence[int]) -> Runs:
+def full_runs(shape: Sequence[int]) -> PartRuns:
     """Return the runs of all elements of a tensor."""
     return tuple(((0, n),) for n in shape)
 
 
-def _joined(sizes: Sequence[int], ranges: Sequence[Range]) -> Run:
+def _joined(sizes: Sequence[int], ranges: Sequence[Range]) -> IndexRun:
     """Return the runs along a dim whose factors, outermost first, have these sizes and are held in these ranges."""
     found: list[Range] = [(0, 1)]
     for size, (start, length) in zip(sizes, ranges, strict=True):
@@ -67,7 +67,7 @@ def _glued(ranges: Sequence[Range]) -> list[Range]:
     return found or [(0, 0)]
 
 
-def shape_of(runs: Runs) -> tuple[int, ...]:
+def shape_of(runs: PartRuns) -> tuple[int, ...]:
     """Return the shape of the part.
 
     >>> shape_of((((2, 2), (6, 2)), ((0, 5),)))
@@ -76,12 +76,12 @@ def shape_of(runs: Runs) -> tuple[int, ...]:
     return tuple(sum(length for _, length in run) for run in runs)
 
 
-def volume(runs: Runs) -> int:
+def volume(runs: PartRuns) -> int:
     """Return the number of elements."""
     return prod(shape_of(runs))
 
 
-def are_whole(shape: Sequence[int], parts: Sequence[Runs]) -> bool:
+def are_whole(shape: Sequence[int], parts: Sequence[PartRuns]) -> bool:
     """True if every element of a tensor is in exactly one of the parts.
 
     The edges of the parts divide the tensor into cells. Raises ValueError if there are more than a million, or than
@@ -109,18 +109,18 @@ def are_whole(shape: Sequence[int], parts: Sequence[Runs]) -> bool:
     return bool((count == 1).all())
 
 
-def meetings(one: Runs, other: Runs) -> Iterator[Meeting]:
+def overlaps(one: PartRuns, other: PartRuns) -> Iterator[Overlap]:
     """Yield the boxes that two parts share, as slices of each.
 
     >>> list(meetings((((2, 2), (6, 2)),), (((0, 7),),)))
     [((slice(0, 2, None),), (slice(2, 4, None),)), ((slice(2, 3, None),), (slice(6, 7, None),))]
     """
-    dims = [list(_meet(a, b)) for a, b in zip(one, other, strict=True)]
+    dims = [list(_overlap(a, b)) for a, b in zip(one, other, strict=True)]
     for box in product(*dims):
         yield tuple(a for a, _ in box), tuple(b for _, b in box)
 
 
-def _meet(one: Run, other: Run) -> Iterator[tuple[slice, slice]]:
+def _overlap(one: IndexRun, other: IndexRun) -> Iterator[tuple[slice, slice]]:
     placed = list(_placed(other))
     for start, end, at in _placed(one):
         for begin, stop, there in placed:
@@ -129,7 +129,7 @@ def _meet(one: Run, other: Run) -> Iterator[tuple[slice, slice]]:
                 yield slice(low - start + at, high - start + at), slice(low - begin + there, high - begin + there)
 
 
-def _placed(run: Run) -> Iterator[tuple[int, int, int]]:
+def _placed(run: IndexRun) -> Iterator[tuple[int, int, int]]:
     """Yield the start and the end of each run, and the position of its start in the part."""
     at = 0
     for start, length in run:

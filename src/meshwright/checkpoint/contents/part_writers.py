@@ -12,32 +12,32 @@ from functools import lru_cache
 
 from meshwright.layout import Spec
 
-from .index_runs import Runs, runs_of, volume
+from .index_runs import PartRuns, runs_of, volume
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """A part of a tensor, and the ranks that hold it."""
 
-    runs: Runs
+    runs: PartRuns
     holders: tuple[int, ...]
 
 
 @lru_cache(maxsize=65536)
-def parts_of(spec: Spec) -> tuple[Part, ...]:
+def parts_of(spec: Spec) -> tuple[TensorPart, ...]:
     """Return the distinct nonempty parts of a tensor.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
     >>> parts_of(parse_spec("f32[3@dp]", ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])))
     (Part(runs=(((0, 2),),), holders=(0, 1)), Part(runs=(((2, 1),),), holders=(2, 3)))
     """
-    holders: dict[Runs, list[int]] = {}
+    holders: dict[PartRuns, list[int]] = {}
     for rank in spec.mesh.process_ids:
         holders.setdefault(runs_of(spec, rank), []).append(rank)
-    return tuple(Part(runs, tuple(ranks)) for runs, ranks in holders.items() if volume(runs))
+    return tuple(TensorPart(runs, tuple(ranks)) for runs, ranks in holders.items() if volume(runs))
 
 
-def shared_out(specs: Mapping[str, Spec]) -> dict[str, list[tuple[Part, int]]]:
+def assign_writers(specs: Mapping[str, Spec]) -> dict[str, list[tuple[TensorPart, int]]]:
     """Return every part of every tensor, with the rank that writes it.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
@@ -47,8 +47,8 @@ def shared_out(specs: Mapping[str, Spec]) -> dict[str, list[tuple[Part, int]]]:
     {'a': [0], 'b': [1], 'c': [0], 'd': [1]}
     """
     load: dict[int, int] = {}
-    chosen: dict[str, dict[Part, int]] = {name: {} for name in specs}
-    found: list[tuple[int, str, Part]] = []
+    chosen: dict[str, dict[TensorPart, int]] = {name: {} for name in specs}
+    found: list[tuple[int, str, TensorPart]] = []
     for name, spec in specs.items():
         for part in parts_of(spec):
             nbytes = volume(part.runs) * spec.dtype.itemsize

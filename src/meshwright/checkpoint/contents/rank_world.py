@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshwright.comm import Carrier, NoCarrierError, current
+from meshwright.comm import Communicator, NoCommunicatorError, current_communicator
 from meshwright.layout import ProcessMesh
 
-from .._errors import error_of, text_of
+from .._errors import error_from_text, error_text
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class World:
 
     rank: int
     size: int
-    carrier: Carrier | None
+    carrier: Communicator | None
 
     @property
     def mesh(self) -> ProcessMesh:
@@ -66,19 +66,19 @@ class World:
             mine = act()
             told = {"value": mine}
         except Exception as caught:
-            error, told = caught, {"error": text_of(caught)}
+            error, told = caught, {"error": error_text(caught)}
         everyone = self.gathered(told)
         for rank, other in enumerate(everyone):
             if "error" in other:
-                raise error if error is not None else _noted(error_of(other["error"]), rank)
+                raise error if error is not None else _noted(error_from_text(other["error"]), rank)
         return everyone[self.rank]["value"] if mine is None else mine, [other["value"] for other in everyone]  # pyright: ignore[reportReturnType] - as `act` gives it
 
 
-def world() -> World:
+def current_world() -> World:
     """Return the world of the caller; a world of one rank without ranks."""
     try:
-        carrier = current()
-    except NoCarrierError:
+        carrier = current_communicator()
+    except NoCommunicatorError:
         return World(0, 1, None)
     return World(carrier.rank, carrier.size, carrier)
 

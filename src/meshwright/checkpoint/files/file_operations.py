@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .._errors import CheckpointError, ReadTimeoutError, WriteTimeoutError, bad_file, no_system
+from .._errors import CheckpointError, ReadTimeoutError, WriteTimeoutError, file_error, system_error
 
 T = TypeVar("T")
 CHUNK = 1 << 24
@@ -30,7 +30,7 @@ _here = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class TimeLimit:
     """A limit of one file operation: its variable and seconds, what is done, and the error with its remedy."""
 
     variable: str
@@ -40,14 +40,18 @@ class Limit:
     fix: str
 
 
-READING = Limit("MESHWRIGHT_READ_TIMEOUT", 60.0, "read", ReadTimeoutError, "check the mount, load from another copy")
-WRITING = Limit("MESHWRIGHT_WRITE_TIMEOUT", 300.0, "save", WriteTimeoutError, "check the mount, save to another folder")
+READING = TimeLimit(
+    "MESHWRIGHT_READ_TIMEOUT", 60.0, "read", ReadTimeoutError, "check the mount, load from another copy"
+)
+WRITING = TimeLimit(
+    "MESHWRIGHT_WRITE_TIMEOUT", 300.0, "save", WriteTimeoutError, "check the mount, save to another folder"
+)
 
 
 class _Watch:
     """The work of a reading thread, and its result."""
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: TimeLimit) -> None:
         self.limit = limit
         self.under_way: tuple[Path, object] | None = None
         self.given_up = False
@@ -65,7 +69,7 @@ class _Watch:
             self.ended.set()
 
 
-def seconds_of(limit: Limit) -> float:
+def seconds_of(limit: TimeLimit) -> float:
     """Return the seconds that one file operation may take: those of the variable, or of the limit.
 
     Raises CheckpointError for a variable that is no positive number.
@@ -84,7 +88,7 @@ def seconds_of(limit: Limit) -> float:
     )  # fmt: skip
 
 
-def timed(act: Callable[[], T], limit: Limit = READING) -> T:
+def with_time_limit(act: Callable[[], T], limit: TimeLimit = READING) -> T:
     """Return `act()`; raise the limit's error once one file operation in it takes longer than the limit."""
     if getattr(_here, "watch", None) is not None:
         return act()
@@ -116,11 +120,11 @@ def _wait(watch: _Watch, limit: float) -> None:
             )  # fmt: skip
 
 
-def operation(path: Path, call: Callable[..., T], *args: Any) -> T:
+def read_operation(path: Path, call: Callable[..., T], *args: Any) -> T:
     """Return `call(*args)`, a file operation on `path`, under the time limit. OSErrors are passed on."""
     watch: _Watch | None = getattr(_here, "watch", None)
     if watch is None:
-        return timed(lambda: operation(path, call, *args))
+        return with_time_limit(lambda: read_operation(path, call, *args))
     if watch.given_up:
         raise CheckpointError(
             f"to {watch.limit.verb} {path}", "an abandoned operation", "an earlier file operation took too long",
@@ -135,7 +139,7 @@ def operation(path: Path, call: Callable[..., T], *args: Any) -> T:
 
 def write_operation(path: Path, call: Callable[..., T], *args: Any) -> T:
     """Return `call(*args)`, a file operation of a save on `path`, under the time limit of writes. OSError passes."""
-    return timed(lambda: operation(path, call, *args), WRITING)
+    return with_time_limit(lambda: read_operation(path, call, *args), WRITING)
 
 
 class OpenBytes:
@@ -150,9 +154,9 @@ class OpenBytes:
         parts: list[bytes] = []
         while count:
             try:
-                part = operation(self.path, os.pread, self._descriptor, min(count, CHUNK), at)
+                part = read_operation(self.path, os.pread, self._descriptor, min(count, CHUNK), at)
             except OSError as error:
-                raise no_system(self.path, error) from error
+                raise system_error(self.path, error) from error
             if not part:
                 raise self._cut_short(at)
             parts.append(part)
@@ -166,19 +170,19 @@ class OpenBytes:
         while done < out.nbytes:
             part = out[done : done + CHUNK]
             try:
-                got = operation(self.path, os.preadv, self._descriptor, [part], at + done)
+                got = read_operation(self.path, os.preadv, self._descriptor, [part], at + done)
             except OSError as error:
-                raise no_system(self.path, error) from error
+                raise system_error(self.path, error) from error
             if not got:
                 raise self._cut_short(at + done)
             done += got
 
     def _cut_short(self, at: int) -> CheckpointError:
-        return bad_file(self.path, f"an end at byte {at}", f"the file had {self.size} bytes before")
+        return file_error(self.path, f"an end at byte {at}", f"the file had {self.size} bytes before")
 
     def _check(self, at: int, count: int) -> None:
         if at < 0 or count < 0 or at + count > self.size:
-            raise bad_file(self.path, f"{self.size} bytes", f"bytes {at} to {at + count} are needed")
+            raise file_error(self.path, f"{self.size} bytes", f"bytes {at} to {at + count} are needed")
 
 
 @contextmanager
@@ -186,18 +190,18 @@ def open_bytes(path: Path, links: bool = False) -> Generator[OpenBytes]:
     """Open a regular file; `links` allows a symbolic link. Raises CheckpointFileError for anything else."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     try:
-        descriptor: int = operation(path, os.open, path, flags)
+        descriptor: int = read_operation(path, os.open, path, flags)
     except FileNotFoundError as error:
-        raise bad_file(path, "no such file", "the checkpoint lists this file") from error
+        raise file_error(path, "no such file", "the checkpoint lists this file") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise bad_file(path, "a link", "the files of a checkpoint are in its own folder",
+            raise file_error(path, "a link", "the files of a checkpoint are in its own folder",
                            "put the file itself in place of the link") from error  # fmt: skip
-        raise no_system(path, error) from error
+        raise system_error(path, error) from error
     try:
-        facts = operation(path, os.fstat, descriptor)
+        facts = read_operation(path, os.fstat, descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise bad_file(path, f"a {_kind(facts.st_mode)}", "only regular files have a known size",
+            raise file_error(path, f"a {_kind(facts.st_mode)}", "only regular files have a known size",
                            "use a regular file of that name")  # fmt: skip
         yield OpenBytes(path, descriptor, facts.st_size)
     finally:
@@ -212,11 +216,11 @@ def _kind(mode: int) -> str:
 def status(path: Path) -> os.stat_result | None:
     """Return the system's status of a path, following links; None if it does not exist."""
     try:
-        return operation(path, os.stat, path)
+        return read_operation(path, os.stat, path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise no_system(path, error) from error
+        raise system_error(path, error) from error
 
 
 def is_file(path: Path) -> bool:
@@ -234,13 +238,13 @@ def is_folder(path: Path) -> bool:
 def names_in(folder: Path) -> list[str]:
     """Return the names in a folder, sorted; none if there is no folder."""
     try:
-        found = operation(folder, _listed, folder)
+        found = read_operation(folder, _listed, folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise no_system(folder, error) from error
+        raise system_error(folder, error) from error
     if len(found) > MOST_NAMES:
-        raise bad_file(
+        raise file_error(
             folder, f"more than {MOST_NAMES} names", "a folder of checkpoints has fewer", "use another folder"
         )
     return sorted(found)

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from .._errors import bad_file
+from .._errors import file_error
 from .file_operations import open_bytes
 from .memory_budget import LARGEST, Budget
 
@@ -23,12 +23,12 @@ def cost_of(data: bytes) -> int:
     return 2 * len(data) + sum(cost * data.count(character) for character, cost in COSTS.items())
 
 
-def fits(data: bytes) -> bool:
+def is_within_bound(data: bytes) -> bool:
     """True if a text is within the bound for any description, whatever files are beside it."""
     return cost_of(data) <= LARGEST
 
 
-def parsed(data: bytes, path: Path, budget: Budget, what: str = "JSON") -> Any:
+def parse_json(data: bytes, path: Path, budget: Budget, what: str = "JSON") -> Any:
     """Return the value of a JSON text.
 
     Raises:
@@ -54,9 +54,9 @@ def read_json(path: Path, what: str, links: bool = False) -> tuple[Any, bytes]:
     budget = Budget(path)
     data = read_whole_file(path, budget, links)
     try:
-        return parsed(data, path, budget), data
+        return parse_json(data, path, budget), data
     except (ValueError, RecursionError) as error:
-        raise bad_file(path, what, str(error)) from error
+        raise file_error(path, what, str(error)) from error
 
 
 def _no_number(text: str) -> Any:

@@ -17,7 +17,7 @@ DEEPEST = 100
 _PLAIN = (str, bool, int, type(None))
 
 
-def encoded(name: str, value: Any, depth: int = 0) -> Any:
+def encode_value(name: str, value: Any, depth: int = 0) -> Any:
     """Return the value as JSON. Raises CheckpointError, with the name, for a value that JSON cannot hold.
 
     >>> encoded("betas", (0.9, math.inf))
@@ -30,11 +30,11 @@ def encoded(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, float):  # also NumPy's
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if type(value) is list:
-        return [encoded(name, v, depth + 1) for v in value]
+        return [encode_value(name, v, depth + 1) for v in value]
     if type(value) is tuple:
-        return {"tuple": [encoded(name, v, depth + 1) for v in value]}
+        return {"tuple": [encode_value(name, v, depth + 1) for v in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[_key(name, k), encoded(name, v, depth + 1)] for k, v in value.items()]}
+        return {"dict": [[_key(name, k), encode_value(name, v, depth + 1)] for k, v in value.items()]}
     raise _no_value(name, value)
 
 
@@ -58,8 +58,8 @@ def _too_deep(name: str) -> CheckpointError:
     )  # fmt: skip
 
 
-def decoded(value: Any, depth: int = 0) -> Any:
-    """Return the value from the JSON of `encoded`. Raises ValueError for other JSON, or for too many levels.
+def decode_value(value: Any, depth: int = 0) -> Any:
+    """Return the value from the JSON of `encode_value`. Raises ValueError for other JSON, or for too many levels.
 
     >>> decoded(encoded("x", {1: (2.0, -math.inf)}))
     {1: (2.0, -inf)}
@@ -67,7 +67,7 @@ def decoded(value: Any, depth: int = 0) -> Any:
     if depth > DEEPEST:
         raise ValueError(f"a value is nested more than {DEEPEST} levels deep")
     if isinstance(value, list):
-        return [decoded(v, depth + 1) for v in value]
+        return [decode_value(v, depth + 1) for v in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
@@ -78,8 +78,8 @@ def decoded(value: Any, depth: int = 0) -> Any:
 
 
 _KINDS: dict[str, Callable[[Any, int], Any]] = {
-    "tuple": lambda inner, depth: tuple(decoded(v, depth) for v in inner),
-    "dict": lambda inner, depth: {k: decoded(v, depth) for k, v in inner},
+    "tuple": lambda inner, depth: tuple(decode_value(v, depth) for v in inner),
+    "dict": lambda inner, depth: {k: decode_value(v, depth) for k, v in inner},
     "float": lambda inner, depth: _FLOATS[inner],
 }
 _FLOATS = {text: float(text) for text in ("inf", "-inf", "nan")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .._errors import bad_file
+from .._errors import file_error
 from .file_operations import names_in, status
 
 LARGEST = 64 << 20
@@ -30,7 +30,7 @@ class Budget:
             return
         self._bound = LARGEST + PER_BYTE * _on_disk(self.path.parent)
         if self._spent > self._bound:
-            raise bad_file(
+            raise file_error(
                 self.path, f"{what}, which would take {self._spent} bytes of memory",
                 f"the bound is {self._bound} bytes: {LARGEST}, plus {PER_BYTE} for each byte of the folder's files",
             )  # fmt: skip

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .._errors import CheckpointFileError, bad_file
+from .._errors import CheckpointFileError, file_error
 from .file_operations import OpenBytes
-from .json_text import parsed
+from .json_text import parse_json
 from .memory_budget import Budget
 
 DTYPES = {
@@ -25,14 +25,14 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 """dtype → its name in the format."""
-NAMED = {name: dtype for dtype, name in DTYPES.items()}
+DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
 """Most bytes of a header that safetensors reads."""
 _KIND = re.compile(r"[A-Z][A-Z0-9_]{0,15}")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class HeaderEntry:
     """A tensor of a file: the format's name of its dtype, its shape, and its first byte."""
 
     kind: str
@@ -42,10 +42,10 @@ class Stored:
     @property
     def dtype(self) -> torch.dtype | None:
         """Return the dtype, or None if torch does not have it."""
-        return NAMED.get(self.kind)
+        return DTYPE_OF_NAME.get(self.kind)
 
 
-def read_header(file: OpenBytes) -> dict[str, Stored]:
+def read_header(file: OpenBytes) -> dict[str, HeaderEntry]:
     """Return every tensor of a file. Raises CheckpointFileError for a file of another kind, or one cut short."""
     try:
         return _read(file)
@@ -53,16 +53,16 @@ def read_header(file: OpenBytes) -> dict[str, Stored]:
         raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         why = str(error) or type(error).__name__
-        raise bad_file(file.path, "a file that is not safetensors, or is truncated", why) from error
+        raise file_error(file.path, "a file that is not safetensors, or is truncated", why) from error
 
 
-def _read(file: OpenBytes) -> dict[str, Stored]:
+def _read(file: OpenBytes) -> dict[str, HeaderEntry]:
     if file.size < 8:
         raise ValueError(f"it has {file.size} bytes, and at least 8 are needed")
     length = int.from_bytes(file.read(0, 8), "little")
     if length > min(LONGEST_HEADER, file.size - 8):
         raise ValueError(f"it should have a header of {length} bytes, and it has {file.size} bytes")
-    fields: Any = parsed(file.read(8, length), file.path, Budget(file.path), "a header")
+    fields: Any = parse_json(file.read(8, length), file.path, Budget(file.path), "a header")
     about = fields.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in about.values()):
         raise ValueError("its __metadata__ has values that are not strings")
@@ -74,10 +74,10 @@ def _read(file: OpenBytes) -> dict[str, Stored]:
         end = stop
     if end != file.size - 8 - length:
         raise ValueError(f"its tensors have {end} bytes instead of {file.size - 8 - length}")
-    return {name: Stored(s.kind, s.shape, s.at + 8 + length) for name, (s, _) in found.items()}
+    return {name: HeaderEntry(s.kind, s.shape, s.at + 8 + length) for name, (s, _) in found.items()}
 
 
-def _stored(name: str, field: Any) -> tuple[Stored, int]:
+def _stored(name: str, field: Any) -> tuple[HeaderEntry, int]:
     """Return a tensor, with its first byte counted from the header's end, and the index after its last byte."""
     if set(field) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name} has the fields {', '.join(map(str, field))[:80]}")
@@ -86,10 +86,10 @@ def _stored(name: str, field: Any) -> tuple[Stored, int]:
         raise ValueError(f"tensor {name} has the dtype {str(kind)[:80]}")
     if not isinstance(shape, list) or not all(is_count(n) for n in (*shape, start, stop)):
         raise ValueError(f"tensor {name} has an invalid shape or offsets")
-    dtype = NAMED.get(kind)
+    dtype = DTYPE_OF_NAME.get(kind)
     if stop < start or (dtype is not None and stop - start != prod(shape) * dtype.itemsize):
         raise ValueError(f"tensor {name}, {kind} of shape {str(shape)[:80]}, has bytes {start} to {stop}")
-    return Stored(kind, tuple(shape), start), stop
+    return HeaderEntry(kind, tuple(shape), start), stop
 
 
 def is_count(value: Any) -> bool:

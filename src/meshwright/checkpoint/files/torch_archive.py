@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import CheckpointFileError, bad_file
+from .._errors import CheckpointFileError, file_error
 from .box_reader import memory_of, read_box
 from .file_operations import CHUNK, OpenBytes
 from .json_values import DEEPEST
 from .memory_budget import Budget
 from .safetensors_header import is_count
-from .unpickle import Meaning, checked_key, unpickled
+from .unpickle import PickledName, checked_key, unpickle_data
 
 LARGEST_MEMBER = 1 << 26
 """Most bytes of the pickle, and of the list of members."""
@@ -36,7 +36,7 @@ _STORAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class StorageBytes:
     """The bytes of a storage: first byte in the file, number of bytes, and the CRC-32 in the archive."""
 
     at: int
@@ -48,7 +48,7 @@ class Bytes:
 class SavedTensor:
     """A tensor of an archive; shape, strides and offset count elements of its dtype."""
 
-    storage: Bytes
+    storage: StorageBytes
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class SavedTensor:
             part = file.read(self.storage.at + at, min(CHUNK, self.storage.nbytes - at))
             found = zlib.crc32(part, found)
         if self.storage.crc32 and found != self.storage.crc32:
-            raise bad_file(file.path, f"CRC-32 {found:#010x} of a tensor's bytes",
+            raise file_error(file.path, f"CRC-32 {found:#010x} of a tensor's bytes",
                            f"the archive says {self.storage.crc32:#010x}: the bytes were changed")  # fmt: skip
 
     def read(self, file: OpenBytes, box: Sequence[slice] | None = None) -> Tensor:
@@ -90,7 +90,7 @@ def read_archive(file: OpenBytes, name: str, span: tuple[int, int]) -> Any:
         raise
     except Exception as error:  # a broken archive may raise anything
         why = (str(error) or type(error).__name__).split("\n")[0]
-        raise bad_file(file.path, f"{name}, which is not data that torch.save writes", why) from error
+        raise file_error(file.path, f"{name}, which is not data that torch.save writes", why) from error
 
 
 class _Archive:
@@ -106,10 +106,10 @@ class _Archive:
         order = self.members.get("byteorder")
         if order is not None and self._read(order) != b"little":
             raise ValueError("its numbers have another byte order")
-        found = unpickled(self._read(self.members["data.pkl"]), self.budget, _NAMES, self._storage)
+        found = unpickle_data(self._read(self.members["data.pkl"]), self.budget, _NAMES, self._storage)
         return _data(found)
 
-    def _place(self, info: zipfile.ZipInfo) -> Bytes:
+    def _place(self, info: zipfile.ZipInfo) -> StorageBytes:
         """Return the position of a member's bytes. Raises ValueError if it is compressed or has no header."""
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"its member {info.filename[:80]} is compressed")
@@ -118,7 +118,7 @@ class _Archive:
         if head[:4] != b"PK\3\4":
             raise ValueError(f"its member {info.filename[:80]} has no header")
         begin = at + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-        return Bytes(begin, info.file_size, info.CRC)
+        return StorageBytes(begin, info.file_size, info.CRC)
 
     def _read(self, info: zipfile.ZipInfo) -> bytes:
         place = self._place(info)
@@ -128,7 +128,7 @@ class _Archive:
             raise ValueError(f"its member {info.filename[:80]} does not have the CRC-32 that the archive says")
         return data
 
-    def _storage(self, about: Any) -> tuple[Bytes, torch.dtype]:
+    def _storage(self, about: Any) -> tuple[StorageBytes, torch.dtype]:
         """Return the position of a storage's bytes, and the dtype of its elements."""
         kind, dtype, key, _, count = about
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not is_count(count):
@@ -207,13 +207,13 @@ def _data(value: Any, depth: int = 0) -> Any:
 
 
 _NAMES: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): Meaning(_rebuilt),
-    ("torch._utils", "_rebuild_tensor_v3"): Meaning(_rebuilt),
-    ("torch._utils", "_rebuild_parameter"): Meaning(lambda data, *_: data),
-    ("torch", "Size"): Meaning(tuple),
-    ("collections", "OrderedDict"): Meaning(_dict),
-    ("_codecs", "encode"): Meaning(lambda text, _: text.encode("latin-1")),
-    **{(module, "complex"): Meaning(complex) for module in ("builtins", "__builtin__")},
+    ("torch._utils", "_rebuild_tensor_v2"): PickledName(_rebuilt),
+    ("torch._utils", "_rebuild_tensor_v3"): PickledName(_rebuilt),
+    ("torch._utils", "_rebuild_parameter"): PickledName(lambda data, *_: data),
+    ("torch", "Size"): PickledName(tuple),
+    ("collections", "OrderedDict"): PickledName(_dict),
+    ("_codecs", "encode"): PickledName(lambda text, _: text.encode("latin-1")),
+    **{(module, "complex"): PickledName(complex) for module in ("builtins", "__builtin__")},
     **{("torch", f"{name}Storage"): dtype for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): torch.uint8,
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},

@@ -21,14 +21,14 @@ Names = Mapping[tuple[str, str], Any]
 """(module, name) → its meaning."""
 
 
-class Meaning:
+class PickledName:
     """The meaning of a name in a pickle: `call` returns the replacement of the object that it would create."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
 
-class Record:
+class PickledRecord:
     """The fields of an object whose class is not loaded."""
 
     __slots__ = ("fields",)
@@ -41,7 +41,7 @@ class Record:
         return self.fields.get(name) if isinstance(self.fields, dict) else None
 
 
-def unpickled(data: bytes, budget: Budget, names: Names, outside: Callable[[Any], Any] | None = None) -> Any:
+def unpickle_data(data: bytes, budget: Budget, names: Names, outside: Callable[[Any], Any] | None = None) -> Any:
     """Return the value in a pickle. `outside` returns the external objects that the pickle refers to.
 
     Raises:
@@ -156,7 +156,7 @@ def _set(m: _Machine, values: list[Any]) -> None:
 
 def checked_key(key: Any) -> Any:
     """Return a key of a dict. Raises ValueError for one that is nested: hashing it may take all of C's stack."""
-    plain = (str, int, float, bool, bytes, type(None), Record)
+    plain = (str, int, float, bool, bytes, type(None), PickledRecord)
     if isinstance(key, plain) or (type(key) is tuple and all(isinstance(k, plain) for k in key)):
         return key
     raise ValueError(f"it has a {type(key).__name__} as a key")
@@ -164,7 +164,7 @@ def checked_key(key: Any) -> Any:
 
 def _call(m: _Machine) -> None:
     arguments, what = m.stack.pop(), m.stack.pop()
-    if not isinstance(what, Meaning) or type(arguments) is not tuple:
+    if not isinstance(what, PickledName) or type(arguments) is not tuple:
         raise ValueError(f"it calls a {type(what).__name__}")
     m.stack.append(what.call(*arguments))
 
@@ -173,7 +173,7 @@ def _build(m: _Machine) -> None:
     """Set the fields of a record. Raises ValueError for any other object."""
     state = m.stack.pop()
     target = m.stack[-1]
-    if not isinstance(target, Record):
+    if not isinstance(target, PickledRecord):
         raise ValueError(f"it sets the state of a {type(target).__name__}")
     target.fields = state
 

@@ -15,8 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .._errors import CheckpointFileError, bad_file
-from ..contents.catalogue import Catalogue, FileFacts, Range, file_name
+from .._errors import CheckpointFileError, file_error
+from ..contents.catalogue import ByteRange, Catalogue, FileFacts, file_name
 from ..files.file_operations import open_bytes, status
 from ..files.json_text import has_seal, read_json, sealed
 from ..files.safetensors_header import is_count
@@ -40,7 +40,7 @@ def facts_json(files: Mapping[str, FileFacts]) -> dict[str, Any]:
     }
 
 
-def facts_from(folder: Path, told: Mapping[str, Any]) -> dict[str, FileFacts]:
+def file_facts_from_json(folder: Path, told: Mapping[str, Any]) -> dict[str, FileFacts]:
     """Return the facts about files in a folder from JSON of `facts_json`. Raises an error for anything else."""
     return {file_name(folder, name): _facts(facts) for name, facts in told.items()}
 
@@ -57,15 +57,15 @@ def checksums_in(folder: Path) -> dict[str, FileFacts]:
         return {}
     content, data = read_json(path, "text that is not JSON, or is truncated")
     if not has_seal(data):
-        raise bad_file(path, "a SHA-256 that differs from the recorded one", "the checksums were changed", _FIX)
+        raise file_error(path, "a SHA-256 that differs from the recorded one", "the checksums were changed", _FIX)
     try:
         if (content["kind"], content["format"]) != (KIND, FORMAT):
             raise ValueError(f"the kind is {str(content['kind'])[:80]} and the format is {str(content['format'])[:80]}")
-        return facts_from(folder, content["files"])
+        return file_facts_from_json(folder, content["files"])
     except CheckpointFileError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise bad_file(path, "checksums in an unknown form", str(error), _FIX) from error
+        raise file_error(path, "checksums in an unknown form", str(error), _FIX) from error
 
 
 def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], links: bool = False) -> None:
@@ -76,7 +76,7 @@ def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], l
     with open_bytes(folder / name, links) as file:
         size = file.size
     if size != said.nbytes or digest_of(folder / name, links).sha256 != said.sha256:
-        raise bad_file(folder / name, f"a file of {size} bytes whose size or SHA-256 differs",
+        raise file_error(folder / name, f"a file of {size} bytes whose size or SHA-256 differs",
                        f"{CHECKSUMS} records {said.nbytes} bytes, {said.sha256}", _FIX)  # fmt: skip
 
 
@@ -85,18 +85,18 @@ def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
     if not known:
         return catalogue
     if strange := sorted(catalogue.files.keys() - known.keys()):
-        raise bad_file(catalogue.folder / strange[0], f"a file that {CHECKSUMS} does not list",
+        raise file_error(catalogue.folder / strange[0], f"a file that {CHECKSUMS} does not list",
                        "the checksums are those of another checkpoint", _FIX)  # fmt: skip
     return replace(catalogue, files=known)
 
 
 def _facts(told: Any) -> FileFacts:
     facts = facts_of(told)
-    ranges: list[Range] = []
+    ranges: list[ByteRange] = []
     for name, *numbers in told["ranges"]:
         if not isinstance(name, str) or len(numbers) != 3 or not all(is_count(n) for n in numbers):
             raise ValueError(f"an invalid range: {str([name, *numbers])[:80]}")
-        ranges.append(Range(name, *numbers))
+        ranges.append(ByteRange(name, *numbers))
     return replace(facts, ranges=tuple(ranges))
 
 

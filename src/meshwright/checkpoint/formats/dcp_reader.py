@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import CheckpointFileError, bad_file
+from .._errors import CheckpointFileError, file_error
 from ..contents.catalogue import Catalogue, Entry, FileFacts, OpenFile, Piece, file_name
 from ..contents.index_runs import are_whole, shape_of
 from ..files.file_operations import OpenBytes, open_bytes
@@ -24,7 +24,7 @@ from ..files.json_text import read_whole_file
 from ..files.memory_budget import Budget
 from ..files.safetensors_header import is_count
 from ..files.torch_archive import SavedTensor, read_archive
-from ..files.unpickle import Meaning, Record, unpickled
+from ..files.unpickle import PickledName, PickledRecord, unpickle_data
 
 METADATA = ".metadata"
 _CLASSES = {
@@ -49,20 +49,20 @@ def _nothing(*_: Any) -> None:
 
 
 _NAMES: dict[tuple[str, str], Any] = {
-    **{(module, name): Meaning(Record) for module, names in _CLASSES.items() for name in names},
+    **{(module, name): PickledName(PickledRecord) for module, names in _CLASSES.items() for name in names},
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
-    ("torch", "Size"): Meaning(_sizes),
-    ("torch.serialization", "_get_layout"): Meaning(_nothing),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Meaning(_nothing),
-    **{(module, "PosixPath"): Meaning(_nothing) for module in ("pathlib", "pathlib._local")},
-    **{(module, "PurePosixPath"): Meaning(_nothing) for module in ("pathlib", "pathlib._local")},
-    ("collections", "OrderedDict"): Meaning(dict),
+    ("torch", "Size"): PickledName(_sizes),
+    ("torch.serialization", "_get_layout"): PickledName(_nothing),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): PickledName(_nothing),
+    **{(module, "PosixPath"): PickledName(_nothing) for module in ("pathlib", "pathlib._local")},
+    **{(module, "PurePosixPath"): PickledName(_nothing) for module in ("pathlib", "pathlib._local")},
+    ("collections", "OrderedDict"): PickledName(dict),
 }
 """Name in a pickle → its replacement."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dcp(Catalogue):
+class DcpCheckpoint(Catalogue):
     """A checkpoint of torch.distributed.checkpoint."""
 
     kind, suffix = "dcp", ".distcp"
@@ -71,7 +71,7 @@ class Dcp(Catalogue):
         return _open(self.folder / file, self.files.get(file, FileFacts()).sha256 is not None)
 
 
-def read_dcp(folder: Path) -> Dcp:
+def read_dcp(folder: Path) -> DcpCheckpoint:
     """Return the checkpoint in a folder.
 
     Raises:
@@ -80,12 +80,12 @@ def read_dcp(folder: Path) -> Dcp:
     path = folder / METADATA
     try:
         budget = Budget(path)
-        found = unpickled(read_whole_file(path, budget), budget, _NAMES)
+        found = unpickle_data(read_whole_file(path, budget), budget, _NAMES)
         return _catalogue(folder, found)
     except CheckpointFileError:
         raise
     except Exception as error:  # a broken pickle may raise anything
-        raise bad_file(path, "a file that is not metadata of a distributed checkpoint, or is truncated",
+        raise file_error(path, "a file that is not metadata of a distributed checkpoint, or is truncated",
                        str(error) or type(error).__name__) from error  # fmt: skip
 
 
@@ -93,9 +93,9 @@ Place = tuple[str, tuple[int, int]]
 """A file, with the first byte and the number of bytes in it."""
 
 
-def _catalogue(folder: Path, found: Record) -> Dcp:
+def _catalogue(folder: Path, found: PickledRecord) -> DcpCheckpoint:
     places = {(_name(i.get("fqn")), _offset(i.get("offset"))): info for i, info in found.get("storage_data").items()}
-    described: Mapping[Any, Record] = found.get("state_dict_metadata")
+    described: Mapping[Any, PickledRecord] = found.get("state_dict_metadata")
     entries: dict[str, Entry] = {}
     plain: dict[str, Place] = {}
     for name, about in described.items():
@@ -108,7 +108,7 @@ def _catalogue(folder: Path, found: Record) -> Dcp:
     values = {name: _value(folder, name, place) for name, place in plain.items()}
     files = {file: FileFacts() for file in dict.fromkeys(file for file, _ in spans)}
     described_in = (METADATA, *dict.fromkeys(file for file, _ in plain.values()))
-    return Dcp(folder, entries, values, files, described_in=described_in)
+    return DcpCheckpoint(folder, entries, values, files, described_in=described_in)
 
 
 def _name(value: Any) -> str:
@@ -121,26 +121,26 @@ def _offset(value: Any) -> tuple[int, ...] | None:
     return None if value is None else _sizes(value)
 
 
-def _entry(folder: Path, name: str, about: Record, places: Any) -> Entry:
+def _entry(folder: Path, name: str, about: PickledRecord, places: Any) -> Entry:
     dtype, shape = about.get("properties").fields[0], _sizes(about.get("size"))
     if not isinstance(dtype, torch.dtype) or not is_count(prod(shape) * dtype.itemsize):
         raise ValueError(f"tensor {name} has an invalid dtype or shape")
     pieces = [_piece(folder, name, chunk, places) for chunk in about.get("chunks")]
     if not are_whole(shape, [piece.runs for piece in pieces]):
-        raise bad_file(folder / METADATA, f"tensor {name} of shape {shape} in {len(pieces)} chunks",
+        raise file_error(folder / METADATA, f"tensor {name} of shape {shape} in {len(pieces)} chunks",
                        "the chunks leave gaps, overlap or exceed the tensor")  # fmt: skip
     return Entry(shape, dtype, tuple(p for p in pieces if 0 not in shape_of(p.runs)))
 
 
-def _piece(folder: Path, name: str, chunk: Record, places: Any) -> Piece:
+def _piece(folder: Path, name: str, chunk: PickledRecord, places: Any) -> Piece:
     offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
     file, span = _place(folder, name, places[name, offsets])
     return Piece(file, name, tuple(((o, n),) for o, n in zip(offsets, sizes, strict=True)), None, span)
 
 
-def _place(folder: Path, name: str, info: Record) -> Place:
+def _place(folder: Path, name: str, info: PickledRecord) -> Place:
     if info.get("transform_descriptors"):
-        raise bad_file(
+        raise file_error(
             folder / METADATA, f"{name}, transformed by {str(info.get('transform_descriptors'))[:80]}",
             "an extension has compressed or encrypted it", "use a checkpoint that was saved without extensions",
         )  # fmt: skip
@@ -155,7 +155,7 @@ def _check_apart(folder: Path, places: list[Place]) -> None:
     end, last = 0, ""
     for file, (start, length) in sorted(places):
         if file == last and start < end and length:
-            raise bad_file(folder / METADATA, f"two ranges of {file} that overlap at byte {start}",
+            raise file_error(folder / METADATA, f"two ranges of {file} that overlap at byte {start}",
                            "every tensor and every value has its own bytes")  # fmt: skip
         end, last = start + length, file
 
@@ -195,7 +195,7 @@ class DcpFile(OpenFile):
         x = self.found(piece.key, piece.span or (0, 0))
         if not isinstance(x, SavedTensor) or x.dtype != dtype or x.shape != shape_of(piece.runs):
             found = f"{x.dtype} of shape {x.shape}" if isinstance(x, SavedTensor) else f"a {type(x).__name__}"
-            raise bad_file(self._file.path, f"{piece.key}, {found}",
+            raise file_error(self._file.path, f"{piece.key}, {found}",
                            f"the metadata says {dtype} of shape {shape_of(piece.runs)}")  # fmt: skip
         if not self._is_checked:  # by its SHA-256
             x.check(self._file)

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 
 from .._errors import CheckpointError
-from ..contents.catalogue import FileFacts, Range
-from ..contents.index_runs import Runs, shape_of
+from ..contents.catalogue import ByteRange, FileFacts
+from ..contents.index_runs import PartRuns, shape_of
 from ..files.file_operations import write_operation
-from ..files.json_values import decoded
+from ..files.json_values import decode_value
 from ..torch_hooks import dcp_classes
-from .checksum_file import CHECKSUMS, checksums_text, facts_from, facts_json, facts_of_bytes
+from .checksum_file import CHECKSUMS, checksums_text, facts_json, facts_of_bytes, file_facts_from_json
 from .dcp_reader import METADATA
-from .format_interface import Job, write_new
+from .format_interface import SaveJob, write_new
 
 
 class DcpFormat:
     """The format of torch.distributed.checkpoint."""
 
-    def prepared(self, job: Job) -> Callable[[], Any]:
+    def prepared(self, job: SaveJob) -> Callable[[], Any]:
         for name, spec in job.table.specs.items():
             if not spec.layout.is_simple:
                 raise CheckpointError(
@@ -39,7 +39,7 @@ class DcpFormat:
                 )  # fmt: skip
         return lambda: self._write(job)
 
-    def _write(self, job: Job) -> list[Any]:
+    def _write(self, job: SaveJob) -> list[Any]:
         """Write this rank's file; return the facts about it, and the offsets of each tensor in it."""
         file, offsets = _file_of(job.ranks.rank), list[Any]()
         path = job.folder / file
@@ -50,18 +50,18 @@ class DcpFormat:
                 offsets.append(_offsets(part.runs))
             if job.ranks.rank == 0:
                 for name, value in job.table.values.items():
-                    write_operation(path, written.save, name, decoded(value))
+                    write_operation(path, written.save, name, decode_value(value))
                     offsets.append(None)
             write_operation(path, out.flush)
             write_operation(path, os.fsync, out.fileno())
         return [facts_json({file: written.facts()}), offsets]
 
-    def finish(self, job: Job, reports: Sequence[Any]) -> None:
+    def finish(self, job: SaveJob, reports: Sequence[Any]) -> None:
         dcp, storage_info = dcp_classes()
         facts: dict[str, FileFacts] = {}
         storage: dict[Any, Any] = {}
         for told, offsets in reports:
-            facts |= (found := facts_from(job.folder, told))
+            facts |= (found := file_facts_from_json(job.folder, told))
             for file, about_file in found.items():
                 for at, r in zip(offsets, about_file.ranges, strict=True):
                     storage[dcp.MetadataIndex(r.name, at)] = storage_info(file, r.at, r.nbytes)
@@ -82,7 +82,7 @@ def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _offsets(runs: Runs) -> list[int]:
+def _offsets(runs: PartRuns) -> list[int]:
     return [run[0][0] for run in runs]
 
 
@@ -90,7 +90,7 @@ class _Written:
     """A file to which saved tensors and values are appended, with its checksums."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
-        self._file, self._digest, self._ranges = file, sha256(), list[Range]()
+        self._file, self._digest, self._ranges = file, sha256(), list[ByteRange]()
 
     def save(self, name: str, value: Any) -> None:
         """Append the bytes that `torch.save` writes for a tensor or value."""
@@ -98,7 +98,7 @@ class _Written:
         torch.save(value.clone() if isinstance(value, torch.Tensor) else value, data)
         written = data.getbuffer()
         self._digest.update(written)
-        self._ranges.append(Range(name, self._file.tell(), written.nbytes, zlib.crc32(written)))
+        self._ranges.append(ByteRange(name, self._file.tell(), written.nbytes, zlib.crc32(written)))
         self._file.write(written)
 
     def facts(self) -> FileFacts:

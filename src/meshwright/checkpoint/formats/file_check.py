@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 
-from .._errors import CheckpointFileError, bad_file
+from .._errors import CheckpointFileError, file_error
 from ..contents.catalogue import Catalogue, FileFacts, Piece
 from ..files.file_operations import CHUNK, open_bytes
 from .safetensors_file import bytes_of, digest_of
@@ -20,7 +20,7 @@ def check_files(catalogue: Catalogue, files: list[str]) -> None:
             continue
         found = digest_of(catalogue.folder / file, catalogue.links)
         if found.sha256 != facts.sha256:
-            raise bad_file(catalogue.folder / file, f"SHA-256 {found.sha256}; {_changed(catalogue, file)}",
+            raise file_error(catalogue.folder / file, f"SHA-256 {found.sha256}; {_changed(catalogue, file)}",
                            f"the checkpoint records {facts.sha256}: the file was changed")  # fmt: skip
 
 

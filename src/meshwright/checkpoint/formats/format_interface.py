@@ -12,31 +12,31 @@ from torch import Tensor
 
 from ..contents.catalogue import Entry, FileFacts, Piece
 from ..contents.index_runs import shape_of
-from ..contents.part_writers import Part
+from ..contents.part_writers import TensorPart
 from ..contents.rank_world import World
 from ..files.file_operations import write_operation
 from .manifest import MANIFEST, manifest_text
-from .safetensors_file import Item, aligned, write_file
-from .saved_state import Held, Table
+from .safetensors_file import TensorItem, aligned, write_file
+from .saved_state import HeldTensor, StateTable
 
-Shares = Mapping[str, Sequence[tuple[Part, int]]]
+PartWriters = Mapping[str, Sequence[tuple[TensorPart, int]]]
 """Each part of each tensor, with the rank that writes it."""
 Parts = dict[str, Callable[[], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SaveJob:
     """A save into a folder: everything to be written, and this rank's share of it."""
 
     folder: Path
     ranks: World
-    table: Table
-    shares: Shares
+    table: StateTable
+    shares: PartWriters
     parts: Parts
     """Name → the function that returns this rank's part, if this rank writes it."""
-    held: Mapping[str, Held]
+    held: Mapping[str, HeldTensor]
 
-    def mine(self) -> list[tuple[str, Part]]:
+    def mine(self) -> list[tuple[str, TensorPart]]:
         """Return the names and parts that this rank writes."""
         return [(name, p) for name, parts in self.shares.items() for p, rank in parts if rank == self.ranks.rank]
 
@@ -44,33 +44,33 @@ class Job:
 class Format(Protocol):
     """A format of checkpoints."""
 
-    def prepared(self, job: Job) -> Callable[[], Any]:
+    def prepared(self, job: SaveJob) -> Callable[[], Any]:
         """Return the work of this rank's thread, a function that returns a JSON report.
 
         Ranks may communicate until `prepared` returns, but not in the thread.
         """
         ...
 
-    def finish(self, job: Job, reports: Sequence[Any]) -> None:
+    def finish(self, job: SaveJob, reports: Sequence[Any]) -> None:
         """Write the files of rank 0 once all ranks have written theirs; `reports` are in the order of the ranks."""
         ...
 
 
-class Manifested:
+class MeshwrightFormat:
     """The format of this package: a safetensors file per rank, and a manifest."""
 
-    def prepared(self, job: Job) -> Callable[[], Any]:
+    def prepared(self, job: SaveJob) -> Callable[[], Any]:
         return lambda: self._write(job)
 
-    def _write(self, job: Job) -> Any:
+    def _write(self, job: SaveJob) -> Any:
         mine = job.mine()
         if not mine:
             return None
-        items = [Item(n, job.table.specs[n].dtype, shape_of(part.runs), job.parts[n]) for n, part in mine]
+        items = [TensorItem(n, job.table.specs[n].dtype, shape_of(part.runs), job.parts[n]) for n, part in mine]
         facts = write_file(job.folder / _file_of(job.ranks.rank), aligned(items))
         return [facts.nbytes, facts.sha256, {r.name: r.crc32 for r in facts.ranges}]
 
-    def finish(self, job: Job, reports: Sequence[Any]) -> None:
+    def finish(self, job: SaveJob, reports: Sequence[Any]) -> None:
         files = {_file_of(rank): FileFacts(*report[:2]) for rank, report in enumerate(reports) if report is not None}
         tensors: dict[str, Entry] = {}
         for name, parts in job.shares.items():

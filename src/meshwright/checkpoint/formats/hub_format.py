@@ -19,13 +19,13 @@ from torch import Tensor
 from meshwright.layout import ProcessMesh, Spec, replicated
 from meshwright.reshard import plan
 
-from .._errors import CheckpointError, bad_file
+from .._errors import CheckpointError, file_error
 from ..contents.catalogue import Catalogue, Entry, FileFacts, OpenFile, file_name
 from ..files.file_operations import open_bytes
 from ..files.json_text import read_json
-from .checksum_file import CHECKSUMS, checksums_text, facts_from, facts_json, facts_of_bytes
-from .format_interface import Job, write_new
-from .safetensors_file import Item, aligned, entries_of, open_file, write_file
+from .checksum_file import CHECKSUMS, checksums_text, facts_json, facts_of_bytes, file_facts_from_json
+from .format_interface import SaveJob, write_new
+from .safetensors_file import TensorItem, aligned, entries_of, open_file, write_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LARGEST = 5 << 30
@@ -33,7 +33,7 @@ LARGEST = 5 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Hub(Catalogue):
+class HubCheckpoint(Catalogue):
     """Whole tensors in safetensors files."""
 
     kind, links = "safetensors", True
@@ -42,20 +42,20 @@ class Hub(Catalogue):
         return open_file(self.folder / file, links=True)
 
 
-def read_single(path: Path) -> Hub:
+def read_single(path: Path) -> HubCheckpoint:
     """Return the checkpoint in one file."""
     with open_bytes(path, links=True) as file:
         facts = FileFacts(file.size)
-    return Hub(path.parent, entries_of(path), {}, {path.name: facts})
+    return HubCheckpoint(path.parent, entries_of(path), {}, {path.name: facts})
 
 
-def read_index(path: Path) -> Hub:
+def read_index(path: Path) -> HubCheckpoint:
     """Return the checkpoint in several files, by an index that has the file of each tensor."""
     content, _ = read_json(path, "a file that is not an index of safetensors files", links=True)
     try:
         placed = {name: file_name(path.parent, file) for name, file in content["weight_map"].items()}
     except (LookupError, TypeError, AttributeError) as error:
-        raise bad_file(path, "a file that is not an index of safetensors files", str(error),
+        raise file_error(path, "a file that is not an index of safetensors files", str(error),
                        'write JSON with {"weight_map": {name: file}}') from error  # fmt: skip
     found: dict[str, Entry] = {}
     files: dict[str, FileFacts] = {}
@@ -64,12 +64,12 @@ def read_index(path: Path) -> Hub:
         files |= single.files
         found |= {name: entry for name, entry in single.entries.items() if placed.get(name) == file}
     if missing := placed.keys() - found.keys():
-        raise bad_file(
+        raise file_error(
             path.parent / placed[min(missing)],
             f"no tensor {min(missing)}",
             f"{path.name} places the tensor in this file",
         )
-    return Hub(path.parent, {name: found[name] for name in placed}, {}, files, described_in=(path.name,))
+    return HubCheckpoint(path.parent, {name: found[name] for name in placed}, {}, files, described_in=(path.name,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class HubFormat:
 
     largest: int = LARGEST
 
-    def prepared(self, job: Job) -> Callable[[], Any]:
+    def prepared(self, job: SaveJob) -> Callable[[], Any]:
         if job.table.values:
             raise CheckpointError(
                 f"to save {min(job.table.values)} in safetensors files for a hub", "a value that is not a tensor",
@@ -90,8 +90,8 @@ class HubFormat:
         written = {file: t for (file, _, _), t in zip(files, told, strict=True) if isinstance(t, FileFacts)}
         return lambda: facts_json(written)
 
-    def finish(self, job: Job, reports: Sequence[Any]) -> None:
-        facts = {file: told for report in reports for file, told in facts_from(job.folder, report).items()}
+    def finish(self, job: SaveJob, reports: Sequence[Any]) -> None:
+        facts = {file: told for report in reports for file, told in file_facts_from_json(job.folder, report).items()}
         files = shared_files(job.table.specs, self.largest, job.ranks.size)
         if len(files) > 1:
             total = sum(spec.nbytes for spec in job.table.specs.values())
@@ -125,13 +125,13 @@ def shared_files(specs: Mapping[str, Spec], largest: int, ranks: int) -> list[tu
     return [(f"model-{at + 1:05}-of-{many:05}.safetensors", names, at % ranks) for at, names in enumerate(groups)]
 
 
-def _write(job: Job, file: str, names: Sequence[str], rank: int) -> FileFacts | Exception | None:
+def _write(job: SaveJob, file: str, names: Sequence[str], rank: int) -> FileFacts | Exception | None:
     """Write one file, by one rank; return the facts about it there, or the error.
 
     All ranks take part in gathering its tensors one after the other, also after writing has failed.
     """
     specs = job.table.specs
-    items = aligned(Item(n, specs[n].dtype, tuple(specs[n].shape), lambda n=n: bring(n)) for n in names)
+    items = aligned(TensorItem(n, specs[n].dtype, tuple(specs[n].shape), lambda n=n: bring(n)) for n in names)
     brought = iter(items)
 
     def bring(name: str) -> Tensor:
@@ -149,7 +149,7 @@ def _write(job: Job, file: str, names: Sequence[str], rank: int) -> FileFacts | 
     return found
 
 
-def _whole_on(rank: int, name: str, job: Job) -> Tensor:
+def _whole_on(rank: int, name: str, job: SaveJob) -> Tensor:
     """Return the whole tensor on the given rank; other ranks get an arbitrary tensor."""
     ranks, spec, held = job.ranks, job.table.specs[name], job.held.get(name)
     if ranks.carrier is None:

@@ -26,12 +26,12 @@ from typing import Any
 
 from meshwright.layout import MeshwrightError, ProcessMesh, Product, Spec, parse_spec
 
-from .._errors import CheckpointError, CheckpointFileError, bad_file
+from .._errors import CheckpointError, CheckpointFileError, file_error
 from ..contents.catalogue import Catalogue, Entry, FileFacts, OpenFile, Piece, file_name
 from ..contents.part_writers import parts_of
 from ..files.file_operations import names_in, status
-from ..files.json_text import fits, has_seal, read_json, sealed
-from ..files.json_values import decoded
+from ..files.json_text import has_seal, is_within_bound, read_json, sealed
+from ..files.json_values import decode_value
 from ..files.memory_budget import Budget
 from ..files.safetensors_header import is_count
 from .safetensors_file import open_file
@@ -44,7 +44,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Own(Catalogue):
+class MeshwrightCheckpoint(Catalogue):
     """A checkpoint in the format of this package."""
 
     kind = "meshwright"
@@ -72,7 +72,7 @@ def manifest_text(
         "tensors": {name: _entry_json(entry, meshes) for name, entry in tensors.items()},
         "values": dict(values),
     }
-    if not fits(json.dumps(content["values"]).encode()):
+    if not is_within_bound(json.dumps(content["values"]).encode()):
         raise CheckpointError("to save the values of a state", "more values than a reader accepts",
                               "the size of a manifest is bounded, so that a hostile one cannot fill the memory",
                               "save the long lists as tensors")  # fmt: skip
@@ -103,7 +103,7 @@ def _digest(content: Mapping[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Own:
+def read_manifest(folder: Path) -> MeshwrightCheckpoint:
     """Return the checkpoint in a folder.
 
     Raises:
@@ -111,37 +111,37 @@ def read_manifest(folder: Path) -> Own:
     """
     path = folder / MANIFEST
     if status(path) is None:
-        raise bad_file(
+        raise file_error(
             path, "no such file", "a complete checkpoint has a manifest, which is written last",
             "pass the folder of a complete checkpoint",
         )  # fmt: skip
     content, data = read_json(path, "text that is not JSON, or is truncated")
     if not isinstance(content, dict) or content.get("kind") != KIND:
-        raise bad_file(path, "JSON of something else", f"its kind is not {KIND!r}", "pass the folder of a checkpoint")
+        raise file_error(path, "JSON of something else", f"its kind is not {KIND!r}", "pass the folder of a checkpoint")
     if content.get("format") != FORMAT:
-        raise bad_file(path, f"format {str(content.get('format'))[:80]}", f"this version reads format {FORMAT}",
+        raise file_error(path, f"format {str(content.get('format'))[:80]}", f"this version reads format {FORMAT}",
                        "use the version of Meshwright that wrote it, or a newer one")  # fmt: skip
     try:
         said = content.pop("sha256", None)
         if not has_seal(data) and said != _digest(content):  # older manifests: checksum of the content
-            raise bad_file(path, "a SHA-256 that differs from the recorded one", "the manifest was changed")
+            raise file_error(path, "a SHA-256 that differs from the recorded one", "the manifest was changed")
         return _checked(folder, content)
     except CheckpointFileError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, MeshwrightError) as error:
-        raise bad_file(path, "a manifest in an unknown form", str(error).split("\n")[0]) from error
+        raise file_error(path, "a manifest in an unknown form", str(error).split("\n")[0]) from error
 
 
-def _checked(folder: Path, content: Any) -> Own:
+def _checked(folder: Path, content: Any) -> MeshwrightCheckpoint:
     budget = Budget(folder / MANIFEST)
     meshes = [mesh_of(mesh) for mesh in content["meshes"]]
     files = {file_name(folder, name): facts_of(told) for name, told in content["files"].items()}
     tensors = {name: _entry_of(folder, name, entry, meshes, budget) for name, entry in content["tensors"].items()}
-    values = {name: decoded(value) for name, value in content["values"].items()}
+    values = {name: decode_value(value) for name, value in content["values"].items()}
     about = {key: content[key] for key in ("format", "versions", "world")}
     if strange := {p.file for entry in tensors.values() for p in entry.pieces} - files.keys():
         raise ValueError(f"parts of tensors are in {min(strange)}, which the list of files does not have")
-    return Own(folder, tensors, values, files, about)
+    return MeshwrightCheckpoint(folder, tensors, values, files, about)
 
 
 def facts_of(told: Any) -> FileFacts:
@@ -182,15 +182,15 @@ def check_sizes(catalogue: Catalogue) -> None:
         path = catalogue.folder / name
         found = status(path)
         if found is None:
-            raise bad_file(path, f"no such file; {catalogue.held_in(name)} should be in it",
+            raise file_error(path, f"no such file; {catalogue.held_in(name)} should be in it",
                            "the checkpoint lists this file")  # fmt: skip
         if facts.nbytes is not None and found.st_size != facts.nbytes:
-            raise bad_file(path, f"a file of {found.st_size} bytes; {catalogue.held_in(name)} should be in it",
+            raise file_error(path, f"a file of {found.st_size} bytes; {catalogue.held_in(name)} should be in it",
                            f"the manifest says {facts.nbytes} bytes")  # fmt: skip
     if not catalogue.is_closed:
         return
     ends = (catalogue.suffix, f"{catalogue.suffix}.index.json")
     extra = [n for n in names_in(catalogue.folder) if n.endswith(ends) and n not in catalogue.files]
     if extra:
-        raise bad_file(catalogue.folder / extra[0], f"a file that was not saved; the folder has {len(extra)} of them",
+        raise file_error(catalogue.folder / extra[0], f"a file that was not saved; the folder has {len(extra)} of them",
                        "the checkpoint lists all its files", "move the file out of the folder")  # fmt: skip

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import CheckpointError, bad_file
-from ..contents.catalogue import Entry, FileFacts, OpenFile, Piece, Range, expected_shape
-from ..contents.index_runs import whole_runs
+from .._errors import CheckpointError, file_error
+from ..contents.catalogue import ByteRange, Entry, FileFacts, OpenFile, Piece, expected_shape
+from ..contents.index_runs import full_runs
 from ..files.box_reader import read_box
 from ..files.file_operations import CHUNK, OpenBytes, open_bytes, write_operation
-from ..files.safetensors_header import DTYPES, LONGEST_HEADER, NAMED, Stored, read_header
+from ..files.safetensors_header import DTYPE_OF_NAME, DTYPES, LONGEST_HEADER, HeaderEntry, read_header
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class TensorItem:
     """A tensor to be written to a file; `get` returns it, contiguous and on the CPU, when its turn comes."""
 
     key: str
@@ -56,12 +56,12 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
-def aligned(items: Iterable[Item]) -> list[Item]:
+def aligned(items: Iterable[TensorItem]) -> list[TensorItem]:
     """Return the tensors sorted by element size, largest first, so that each element is aligned to its size."""
     return sorted(items, key=lambda item: -item.stored[0].itemsize)
 
 
-def header_of(items: Sequence[Item], metadata: Mapping[str, str] | None = None) -> bytes:
+def header_of(items: Sequence[TensorItem], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header: the first bytes of a file of these tensors."""
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -78,22 +78,22 @@ def header_of(items: Sequence[Item], metadata: Mapping[str, str] | None = None) 
     return len(text).to_bytes(8, "little") + text
 
 
-def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str] | None = None) -> FileFacts:
+def write_file(path: Path, items: Sequence[TensorItem], metadata: Mapping[str, str] | None = None) -> FileFacts:
     """Write a new file and sync it; return its length, its SHA-256, and the range and CRC-32 of each tensor."""
-    found, ranges, length = sha256(), dict[str, Range](), 0
+    found, ranges, length = sha256(), dict[str, ByteRange](), 0
     with write_operation(path, open, path, "xb") as file:
         for key, part in _parts(items, metadata):
             found.update(part)
             if key:
-                before = ranges.get(key, Range(key, length, 0, 0))
-                ranges[key] = Range(key, before.at, before.nbytes + len(part), zlib.crc32(part, before.crc32))
+                before = ranges.get(key, ByteRange(key, length, 0, 0))
+                ranges[key] = ByteRange(key, before.at, before.nbytes + len(part), zlib.crc32(part, before.crc32))
             length += write_operation(path, file.write, part)
         write_operation(path, file.flush)
         write_operation(path, os.fsync, file.fileno())
     return FileFacts(length, found.hexdigest(), tuple(ranges.values()))
 
 
-def _parts(items: Sequence[Item], metadata: Mapping[str, str] | None) -> Iterable[tuple[str, Any]]:
+def _parts(items: Sequence[TensorItem], metadata: Mapping[str, str] | None) -> Iterable[tuple[str, Any]]:
     yield "", header_of(items, metadata)
     for item in items:
         data = bytes_of(item.get())
@@ -120,10 +120,10 @@ class SafetensorsFile(OpenFile):
     def check(self, piece: Piece, dtype: torch.dtype) -> None:
         found = self.stored.get(piece.key)
         if found is None:
-            raise bad_file(self.path, f"no tensor {piece.key}", "the checkpoint places the tensor in this file")
+            raise file_error(self.path, f"no tensor {piece.key}", "the checkpoint places the tensor in this file")
         wanted = (dtype, dtype.to_real() if dtype.is_complex else dtype)
         if found.dtype not in wanted or found.shape != expected_shape(piece, dtype, found.dtype):
-            raise bad_file(
+            raise file_error(
                 self.path, f"tensor {piece.key}, {found.kind} of shape {found.shape}",
                 f"the checkpoint says {DTYPES.get(dtype, dtype)} of shape {expected_shape(piece, dtype, dtype)}",
             )  # fmt: skip
@@ -149,11 +149,11 @@ def entries_of(path: Path) -> dict[str, Entry]:
         return {name: _entry(path, name, found) for name, found in opened.stored.items()}
 
 
-def _entry(path: Path, name: str, found: Stored) -> Entry:
+def _entry(path: Path, name: str, found: HeaderEntry) -> Entry:
     if found.dtype is None:
-        raise bad_file(path, f"tensor {name} of {found.kind}", "torch has no such dtype",
-                       f"use a file with {', '.join(NAMED)}")  # fmt: skip
-    return Entry(found.shape, found.dtype, (Piece(path.name, name, whole_runs(found.shape)),))
+        raise file_error(path, f"tensor {name} of {found.kind}", "torch has no such dtype",
+                       f"use a file with {', '.join(DTYPE_OF_NAME)}")  # fmt: skip
+    return Entry(found.shape, found.dtype, (Piece(path.name, name, full_runs(found.shape)),))
 
 
 def digest_of(path: Path, links: bool = False) -> FileFacts:

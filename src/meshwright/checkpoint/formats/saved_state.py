@@ -19,13 +19,13 @@ from meshwright.layout import ProcessMesh, Spec, parse_spec, replicated
 
 from .._errors import CheckpointError
 from ..contents.rank_world import World
-from ..files.json_values import encoded
+from ..files.json_values import encode_value
 from .manifest import mesh_json, mesh_of
 from .safetensors_file import check_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A tensor as a rank holds it: this rank's part with the spec, or a whole plain tensor without a spec."""
 
     part: Tensor
@@ -33,21 +33,21 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class StateTable:
     """Everything to be saved: the spec of each tensor, and the values as JSON."""
 
     specs: Mapping[str, Spec]
     values: Mapping[str, Any]
 
 
-def table_of(tensors: Mapping[str, Held], values: Mapping[str, Any], ranks: World) -> Table:
+def table_of(tensors: Mapping[str, HeldTensor], values: Mapping[str, Any], ranks: World) -> StateTable:
     """Return the table of all ranks. Raises CheckpointError, on every rank, for a state that cannot be saved."""
     text, _ = ranks.agreed(lambda: _text(tensors, values))
     found = ranks.all_gather_distinct(text, sha256(text.encode()).hexdigest())
     return _merged([(json.loads(text), members) for text, members in found.items()], ranks)
 
 
-def _text(tensors: Mapping[str, Held], values: Mapping[str, Any]) -> str:
+def _text(tensors: Mapping[str, HeldTensor], values: Mapping[str, Any]) -> str:
     """Return this rank's tensors and values as text."""
     meshes: list[ProcessMesh] = []
     told: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def _text(tensors: Mapping[str, Held], values: Mapping[str, Any]) -> str:
     if twice := tensors.keys() & values.keys():
         raise CheckpointError(f"to save {min(twice)}", "a tensor and a value of that name", "a name has one meaning",
                               "use keys that differ when they are joined by dots")  # fmt: skip
-    told_values = {name: encoded(name, value) for name, value in values.items()}
+    told_values = {name: encode_value(name, value) for name, value in values.items()}
     return json.dumps({"meshes": [mesh_json(m) for m in meshes], "tensors": told, "values": told_values})
 
 
@@ -86,7 +86,7 @@ def check_whole(name: str, spec: Spec, asked: str) -> None:
         )  # fmt: skip
 
 
-def _merged(told: Sequence[tuple[Any, list[int]]], ranks: World) -> Table:
+def _merged(told: Sequence[tuple[Any, list[int]]], ranks: World) -> StateTable:
     specs: dict[str, tuple[str, ProcessMesh | None]] = {}
     plain: dict[str, list[int]] = {}
     values: dict[str, Any] = {}
@@ -106,7 +106,7 @@ def _merged(told: Sequence[tuple[Any, list[int]]], ranks: World) -> Table:
         for name, (text, mesh) in specs.items()
     }
     _check_there({name: spec for name, spec in found.items() if name not in plain}, told, ranks)
-    return Table(found, values)
+    return StateTable(found, values)
 
 
 def _check_there(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]], ranks: World) -> None:

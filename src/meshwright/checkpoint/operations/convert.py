@@ -9,17 +9,17 @@ from meshwright.layout import Spec, replicated
 
 from .._errors import CheckpointError
 from ..contents.catalogue import Catalogue
-from ..contents.part_writers import shared_out
+from ..contents.part_writers import assign_writers
 from ..contents.rank_world import World
-from ..files.file_operations import timed
-from ..files.json_values import encoded
+from ..files.file_operations import with_time_limit
+from ..files.json_values import encode_value
 from ..formats.file_check import check_files
 from ..formats.format_interface import Format
 from ..formats.manifest import check_sizes
 from ..formats.safetensors_file import check_dtype
-from ..formats.saved_state import Table
+from ..formats.saved_state import StateTable
 from .load import read_whole
-from .save import begun
+from .save import begin_save
 
 
 def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, only: str = "") -> Path:
@@ -31,8 +31,8 @@ def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, onl
         CheckpointError: the format cannot hold the content, or no name has the prefix.
         CheckpointFileError: the source is damaged.
     """
-    timed(lambda: check_sizes(source))
-    timed(lambda: check_files(source, sorted(source.files)))
+    with_time_limit(lambda: check_sizes(source))
+    with_time_limit(lambda: check_files(source, sorted(source.files)))
     names = {name.removeprefix(only): name for name in source.entries if name.startswith(only)}
     if not names:
         raise CheckpointError(f"the tensors {only}… of {source.folder}", f"none of {len(source.entries)} tensors",
@@ -44,6 +44,8 @@ def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, onl
         entry = source.entries[old]
         check_dtype(name, entry.dtype)
         specs[name] = Spec(here.mesh, replicated(len(entry.shape)), entry.shape, entry.dtype)
-    values = {} if only else {name: encoded(name, value) for name, value in source.values.items()}
+    values = {} if only else {name: encode_value(name, value) for name, value in source.values.items()}
     parts = {name: lambda old=old: read_whole(source, old) for name, old in names.items()}
-    return begun(Path(path).absolute(), format, here, Table(specs, values), shared_out(specs), lambda _: parts).wait()
+    return begin_save(
+        Path(path).absolute(), format, here, StateTable(specs, values), assign_writers(specs), lambda _: parts
+    ).wait()

@@ -17,7 +17,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from .._errors import CheckpointWarning, FolderInUseError, not_written
+from .._errors import CheckpointWarning, FolderInUseError, write_error
 from ..contents.rank_world import World
 
 LOCK_FILE = ".meshwright.lock"
@@ -42,10 +42,10 @@ def hold_folder(folder: str | os.PathLike[str], ranks: World) -> None:
     Raises:
         FolderInUseError: another job holds the lock; raised on every rank.
     """
-    ranks.agreed(lambda: hold_by_first(Path(folder).absolute(), ranks) if ranks.rank == 0 else None)
+    ranks.agreed(lambda: hold_folder_on_first_rank(Path(folder).absolute(), ranks) if ranks.rank == 0 else None)
 
 
-def hold_by_first(folder: Path, ranks: World) -> None:
+def hold_folder_on_first_rank(folder: Path, ranks: World) -> None:
     """Hold the lock of a folder until the job ends; only rank 0 calls it. Raises the errors of `hold_folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def hold_by_first(folder: Path, ranks: World) -> None:
             if key not in _held:
                 _held[key] = _locked(folder)
     except OSError as error:
-        raise not_written(folder, error) from error
+        raise write_error(folder, error) from error
     if ranks.carrier is None:
         _users.setdefault(key, set()).add(0)
     elif id(ranks.carrier) not in _users.setdefault(key, set()):
@@ -162,7 +162,7 @@ def lock_new(folder: Path) -> int | None:
     return descriptor
 
 
-def let_go(descriptor: int | None) -> None:
+def release_new(descriptor: int | None) -> None:
     """Release the lock that `lock_new` took."""
     if descriptor in _writing:
         _writing.discard(descriptor)

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from .._errors import CheckpointError
 from ..contents.catalogue import Catalogue, FileFacts, Piece
-from ..contents.index_runs import Meeting, Runs, meetings, runs_of, whole_runs
-from ..contents.rank_world import World, world
-from ..files.file_operations import timed
+from ..contents.index_runs import Overlap, PartRuns, full_runs, overlaps, runs_of
+from ..contents.rank_world import World, current_world
+from ..files.file_operations import with_time_limit
 from ..formats.file_check import check_files, check_pieces
 from ..formats.manifest import check_sizes
-from ..formats.saved_state import Held
-from .state_differences import Comparison, LoadReport, compared, mismatch
+from ..formats.saved_state import HeldTensor
+from .state_differences import Comparison, LoadReport, compare_state, mismatch_error
 
-Reads = dict[str, list[tuple[str, Piece, list[Meeting]]]]
+Reads = dict[str, list[tuple[str, Piece, list[Overlap]]]]
 """File → the tensors that are read from it: name, piece, and pairs of boxes (in the piece, in this rank's part)."""
 Read = tuple[str, tuple[slice, ...], Tensor]
 """The name of a tensor, a box of this rank's part, and the elements read for it."""
@@ -30,13 +30,13 @@ Read = tuple[str, tuple[slice, ...], Tensor]
 
 def load(
     catalogue: Catalogue,
-    tensors: Mapping[str, Held],
+    tensors: Mapping[str, HeldTensor],
     values: Iterable[str] = (),
     *,
     strict: bool = True,
     others: Mapping[str, str] | None = None,
     whole: Callable[[str], bool] | None = None,
-    scratch: Mapping[str, Held] | None = None,
+    scratch: Mapping[str, HeldTensor] | None = None,
     accept: Callable[[], None] | None = None,
 ) -> LoadReport:
     """Fill the tensors in place, and return the differences; every rank calls it with its own tensors.
@@ -49,21 +49,21 @@ def load(
         CheckpointError: the state does not fit; raised on every rank, before the first tensor is written.
         CheckpointFileError: files are missing or were changed.
     """
-    ranks, scratch = world(), scratch or {}
-    found = compared(catalogue, tensors, values, ranks, others or {}, whole or (lambda name: True))
+    ranks, scratch = current_world(), scratch or {}
+    found = compare_state(catalogue, tensors, values, ranks, others or {}, whole or (lambda name: True))
     report = found.report
     if strict and (found.rank is not None or (whole is not None and report.unexpected_keys)):
-        raise _on_every_rank(mismatch(catalogue, found), found, {*tensors, *values})
+        raise _on_every_rank(mismatch_error(catalogue, found), found, {*tensors, *values})
     fit = {name: held for name, held in tensors.items() if name not in report.left_out} | dict(scratch)
     reads = _reads(catalogue, fit, ranks.rank)
     files = ranks.gathered([*reads])
     files[0] = list(dict.fromkeys([*files[0], *catalogue.described_in]))
-    ranks.agreed(lambda: timed(lambda: check_sizes(catalogue)))
-    ranks.agreed(lambda: timed(lambda: check_files(catalogue, _mine(catalogue, files, ranks))))
+    ranks.agreed(lambda: with_time_limit(lambda: check_sizes(catalogue)))
+    ranks.agreed(lambda: with_time_limit(lambda: check_files(catalogue, _mine(catalogue, files, ranks))))
     pieces = [(name, piece) for read in reads.values() for name, piece, _ in read]
-    ranks.agreed(lambda: timed(lambda: check_pieces(catalogue, pieces)))
+    ranks.agreed(lambda: with_time_limit(lambda: check_pieces(catalogue, pieces)))
     ready: list[Read] = []
-    ranks.agreed(lambda: timed(lambda: ready.extend(_boxes(catalogue, reads))))
+    ranks.agreed(lambda: with_time_limit(lambda: ready.extend(_boxes(catalogue, reads))))
     _fill(fit, [read for read in ready if read[0] in scratch])
     if accept is not None:
         ranks.agreed(accept)
@@ -90,22 +90,22 @@ def _mine(catalogue: Catalogue, files: list[list[str]], ranks: World) -> list[st
     return mine
 
 
-def _reads(catalogue: Catalogue, tensors: Mapping[str, Held], rank: int) -> Reads:
+def _reads(catalogue: Catalogue, tensors: Mapping[str, HeldTensor], rank: int) -> Reads:
     """Return the slices that this rank reads, by file."""
     found: Reads = {}
     for name, held in tensors.items():
         runs = _runs(held, rank)
         for piece in catalogue.entries[name].pieces if runs is not None else ():
-            boxes = list(meetings(piece.runs, runs or ()))
+            boxes = list(overlaps(piece.runs, runs or ()))
             if boxes:
                 found.setdefault(piece.file, []).append((name, piece, boxes))
     return found
 
 
-def _runs(held: Held, rank: int) -> Runs | None:
+def _runs(held: HeldTensor, rank: int) -> PartRuns | None:
     """Return the runs of this rank's part; None outside the tensor's mesh."""
     if held.spec is None:
-        return whole_runs(held.part.shape)
+        return full_runs(held.part.shape)
     return runs_of(held.spec, rank) if rank in held.spec.mesh else None
 
 
@@ -119,19 +119,19 @@ def _boxes(catalogue: Catalogue, reads: Reads) -> Iterator[Read]:
 
 
 @torch.no_grad()
-def _fill(tensors: Mapping[str, Held], reads: Iterable[Read]) -> None:
+def _fill(tensors: Mapping[str, HeldTensor], reads: Iterable[Read]) -> None:
     for name, here, x in reads:
         tensors[name].part[here].copy_(x)
 
 
 def read_whole(catalogue: Catalogue, name: str) -> Tensor:
     """Return a whole tensor of the checkpoint, without a check of its checksum."""
-    return timed(lambda: _read_whole(catalogue, name))
+    return with_time_limit(lambda: _read_whole(catalogue, name))
 
 
 def _read_whole(catalogue: Catalogue, name: str) -> Tensor:
     entry = catalogue.entries[name]
     check_pieces(catalogue, [(name, piece) for piece in entry.pieces])
-    held = {name: Held(torch.empty(entry.shape, dtype=entry.dtype))}
+    held = {name: HeldTensor(torch.empty(entry.shape, dtype=entry.dtype))}
     _fill(held, _boxes(catalogue, _reads(catalogue, held, 0)))
     return held[name].part

@@ -6,21 +6,21 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from .._errors import CheckpointError, bad_file
+from .._errors import CheckpointError, file_error
 from ..contents.catalogue import Catalogue
-from ..contents.rank_world import world
-from ..files.file_operations import is_file, is_folder, names_in, timed
+from ..contents.rank_world import current_world
+from ..files.file_operations import is_file, is_folder, names_in, with_time_limit
 from ..formats.checksum_file import check_description, checksums_in, with_checksums
 from ..formats.dcp_reader import METADATA, read_dcp
 from ..formats.dcp_writer import DcpFormat
 from ..formats.file_check import check_files, check_pieces
-from ..formats.format_interface import Format, Manifested
+from ..formats.format_interface import Format, MeshwrightFormat
 from ..formats.hub_format import HubFormat, hub_file, read_index, read_single
 from ..formats.manifest import MANIFEST, check_sizes, read_manifest
-from .save import finish_earlier, tell_of_earlier
-from .step_folders import latest
+from .save import finish_earlier, warn_of_earlier_failure
+from .step_folders import latest_step
 
-FORMATS: dict[str, Format] = {"meshwright": Manifested(), "safetensors": HubFormat(), "dcp": DcpFormat()}
+FORMATS: dict[str, Format] = {"meshwright": MeshwrightFormat(), "safetensors": HubFormat(), "dcp": DcpFormat()}
 """Every format that can be written; all of them are read."""
 
 
@@ -40,7 +40,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Catalogue:
         ReadTimeoutError: the file system does not answer.
     """
     place = Path(path).absolute()
-    return timed(lambda: _opened(place))
+    return with_time_limit(lambda: _opened(place))
 
 
 def _opened(place: Path) -> Catalogue:
@@ -53,14 +53,14 @@ def _opened(place: Path) -> Catalogue:
         known = checksums_in(place)
         check_description(place, METADATA, known)
         return with_checksums(read_dcp(place), known)
-    step = latest(place)
+    step = latest_step(place)
     if step is not None:
         return read_manifest(step)
     hub = hub_file(place, names)
     if hub is not None:
         return _opened_hub(hub)
     what = "a folder without a checkpoint" if is_folder(place) else "no such file or folder"
-    raise bad_file(place, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
+    raise file_error(place, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
                    "pass the path of a checkpoint, or of a folder with its steps")  # fmt: skip
 
 
@@ -83,8 +83,8 @@ def _opened_file(file: Path) -> Catalogue:
 
 def open_together(path: str | os.PathLike[str]) -> Catalogue:
     """Return the same checkpoint on all ranks, once the saves in progress are complete; every rank calls it."""
-    ranks = world()
-    tell_of_earlier(finish_earlier(ranks))
+    ranks = current_world()
+    warn_of_earlier_failure(finish_earlier(ranks))
     found: list[Catalogue] = []
 
     def act() -> str:
@@ -104,7 +104,7 @@ def verify(path: str | os.PathLike[str]) -> Catalogue:
         CheckpointFileError: a file was changed; it names the first one.
     """
     catalogue = open_checkpoint(path)
-    timed(lambda: _verify(catalogue))
+    with_time_limit(lambda: _verify(catalogue))
     return catalogue
 
 

@@ -28,17 +28,17 @@ from .._errors import (
     CheckpointWarning,
     FolderInUseError,
     WriteTimeoutError,
-    error_of,
-    not_written,
-    text_of,
+    error_from_text,
+    error_text,
+    write_error,
 )
-from ..contents.part_writers import shared_out
-from ..contents.rank_world import World, world
-from ..files.file_operations import WRITING, timed, write_operation
-from ..formats.format_interface import Format, Job, Parts, Shares
-from ..formats.saved_state import Held, Table, table_of
-from .folder_lock import hold_by_first, is_locked, let_go, lock_new
-from .step_folders import beside, is_step, leftovers, prune, sync_folder
+from ..contents.part_writers import assign_writers
+from ..contents.rank_world import World, current_world
+from ..files.file_operations import WRITING, with_time_limit, write_operation
+from ..formats.format_interface import Format, Parts, PartWriters, SaveJob
+from ..formats.saved_state import HeldTensor, StateTable, table_of
+from .folder_lock import hold_folder_on_first_rank, is_locked, lock_new, release_new
+from .step_folders import abandoned_folders, is_step, prune, sync_folder, temporary_path
 
 T = TypeVar("T")
 GRACE = 60.0
@@ -59,7 +59,7 @@ _untold: dict[int, str] = {}
 
 def save(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, Held],
+    tensors: Mapping[str, HeldTensor],
     values: Mapping[str, Any],
     format: Format,
     background: bool = False,
@@ -72,27 +72,27 @@ def save(
     and this one is made. Raises CheckpointError, on every rank, for what cannot be saved, and for a path that is there;
     FolderInUseError for a folder of steps into which another job saves.
     """
-    ranks = world()
+    ranks = current_world()
     earlier = finish_earlier(ranks)
     table = table_of(tensors, values, ranks)
 
     def taken(mine: Sequence[str]) -> Parts:
         return {name: _taken(tensors[name].part, background) for name in mine}
 
-    saving = begun(Path(path).absolute(), format, ranks, table, shared_out(table.specs), taken, tensors, keep)
+    saving = begin_save(Path(path).absolute(), format, ranks, table, assign_writers(table.specs), taken, tensors, keep)
     _under_way[ranks.carrier or _nobody] = saving
-    tell_of_earlier(earlier)
+    warn_of_earlier_failure(earlier)
     return saving
 
 
-def begun(
+def begin_save(
     final: Path,
     format: Format,
     ranks: World,
-    table: Table,
-    shares: Shares,
+    table: StateTable,
+    shares: PartWriters,
     taken: Callable[[Sequence[str]], Parts],
-    held: Mapping[str, Held] | None = None,
+    held: Mapping[str, HeldTensor] | None = None,
     keep: int | None = None,
 ) -> Saving:
     """Return a checkpoint whose writing has begun; `taken` gives the parts that this rank writes, by their names."""
@@ -100,7 +100,7 @@ def begun(
         lambda: _on_disk(final, lambda: write_operation(final, _place, final, keep, ranks)) if ranks.rank == 0 else None
     )
     folder = final.with_name(ranks.gathered(name)[0])
-    job = Job(folder, ranks, table, shares, {}, held or {})
+    job = SaveJob(folder, ranks, table, shares, {}, held or {})
     lock = lock_new(folder) if ranks.rank == 0 else None
 
     def prepare() -> None:
@@ -109,11 +109,11 @@ def begun(
 
     try:
         ranks.agreed(prepare)
-        work = _told(final, lambda: format.prepared(job))
+        work = _with_system_errors(final, lambda: format.prepared(job))
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        let_go(lock)
+        release_new(lock)
         raise
     return Saving(final, job, format, work, keep, lock)
 
@@ -130,7 +130,7 @@ def finish_earlier(ranks: World) -> CheckpointError | None:
     return None
 
 
-def tell_of_earlier(error: CheckpointError | None) -> None:
+def warn_of_earlier_failure(error: CheckpointError | None) -> None:
     """Report the failure that `finish_earlier` returned."""
     if error is not None:
         warnings.warn(f"an earlier save failed, and the program continued\n{error}", CheckpointWarning, stacklevel=5)
@@ -146,15 +146,15 @@ def _tell_at_exit() -> None:
 
 def _on_disk(final: Path, act: Callable[[], T]) -> T:
     """Return `act()`; raise CheckpointError for what the system says of files, or if it does not answer in time."""
-    return _told(final, lambda: timed(act, WRITING))
+    return _with_system_errors(final, lambda: with_time_limit(act, WRITING))
 
 
-def _told(final: Path, act: Callable[[], T]) -> T:
+def _with_system_errors(final: Path, act: Callable[[], T]) -> T:
     """Return `act()`; raise CheckpointError for what the system says of files."""
     try:
         return act()
     except OSError as error:
-        raise not_written(final, error) from error
+        raise write_error(final, error) from error
 
 
 def _place(final: Path, keep: int | None, ranks: World) -> str:
@@ -166,8 +166,8 @@ def _place(final: Path, keep: int | None, ranks: World) -> str:
         raise _taken_name(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     if is_step(final):
-        hold_by_first(final.parent, ranks)
-    for path in leftovers(final):
+        hold_folder_on_first_rank(final.parent, ranks)
+    for path in abandoned_folders(final):
         if is_locked(path):
             raise FolderInUseError(
                 f"to save {final}", f"another job that writes this checkpoint, in {path.name}",
@@ -175,7 +175,7 @@ def _place(final: Path, keep: int | None, ranks: World) -> str:
                 "save to another path, or end the other job first",
             )  # fmt: skip
         shutil.rmtree(path, ignore_errors=True)
-    folder = beside(final)
+    folder = temporary_path(final)
     (folder / REPORTS).mkdir(parents=True)
     return folder.name
 
@@ -209,7 +209,7 @@ class Saving:
     def __init__(
         self,
         path: Path,
-        job: Job,
+        job: SaveJob,
         format: Format,
         work: Callable[[], Any],
         keep: int | None,
@@ -246,13 +246,13 @@ class Saving:
         ranks = self._job.ranks
         if ranks.rank != 0:
             self._thread.join()
-        told = ranks.gathered(text_of(self._error) if ranks.rank != 0 and self._error else None)
+        told = ranks.gathered(error_text(self._error) if ranks.rank != 0 and self._error else None)
         self._told = next(filter(None, told), None)
         self._thread.join()
-        told = ranks.gathered(text_of(self._error) if self._error else None)
+        told = ranks.gathered(error_text(self._error) if self._error else None)
         first = next(filter(None, told), None)  # rank 0's, if it failed: that is the first that it met
         if first is not None and ranks.size > 1:
-            self._error = error_of(first)
+            self._error = error_from_text(first)
         _untold.pop(id(self), None)
         key = ranks.carrier or _nobody
         if _under_way.get(key) is self:
@@ -272,14 +272,14 @@ class Saving:
             if rank == 0:
                 _on_disk(self.path, self._commit)
         except BaseException as error:
-            self._error = error if isinstance(error, CheckpointError) else error_of(text_of(error))
+            self._error = error if isinstance(error, CheckpointError) else error_from_text(error_text(error))
             _untold[id(self)] = str(self._error)
             if not isinstance(error, WriteTimeoutError):  # what does not answer now does not answer again
-                said = text_of(error)
+                said = error_text(error)
                 with suppress(CheckpointError):
                     _on_disk(self.path, lambda: write_operation(folder, self._clean_up, said))
         finally:
-            let_go(self._lock)
+            release_new(self._lock)
             self._work = _nothing
             self._job.parts.clear()  # the copies
 
@@ -317,11 +317,11 @@ class Saving:
         while not write_operation(path, path.exists):
             failed = path.with_suffix(".failed")
             if write_operation(failed, failed.exists):
-                raise error_of(json.loads(write_operation(failed, failed.read_text)))
+                raise error_from_text(json.loads(write_operation(failed, failed.read_text)))
             if end is None and not threading.main_thread().is_alive():
                 end = time.monotonic() + GRACE
             if self._told is not None:
-                raise error_of(self._told)
+                raise error_from_text(self._told)
             if end is not None and time.monotonic() > end:
                 raise CheckpointError(
                     f"to save {self.path}", f"no report from rank {rank}",

@@ -14,7 +14,7 @@ import torch
 from .._errors import CheckpointError
 from ..contents.catalogue import Catalogue
 from ..contents.rank_world import World
-from ..formats.saved_state import Held, check_whole
+from ..formats.saved_state import HeldTensor, check_whole
 
 MOST_LINES = 200
 """Most lines of a message for each kind of mismatch."""
@@ -49,9 +49,9 @@ class Comparison:
     rank: int | None
 
 
-def compared(
+def compare_state(
     catalogue: Catalogue,
-    tensors: Mapping[str, Held],
+    tensors: Mapping[str, HeldTensor],
     values: Iterable[str],
     ranks: World,
     others: Mapping[str, str],
@@ -74,7 +74,7 @@ def compared(
 
 
 def _differences(
-    catalogue: Catalogue, tensors: Mapping[str, Held], values: Iterable[str], others: Mapping[str, str]
+    catalogue: Catalogue, tensors: Mapping[str, HeldTensor], values: Iterable[str], others: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """Return the differences on this rank. Raises CheckpointError for a tensor with a pending reduction."""
     missing: dict[str, list[int] | None] = {}
@@ -97,7 +97,7 @@ def _differences(
     return {"missing": missing, "mismatched": mismatched}
 
 
-def _apart(catalogue: Catalogue, name: str, held: Held) -> str:
+def _apart(catalogue: Catalogue, name: str, held: HeldTensor) -> str:
     """Return the difference of a tensor from the saved one as text; "" if there is none."""
     shape, dtype = _shape(held), held.part.dtype if held.spec is None else held.spec.dtype
     entry = catalogue.entries[name]
@@ -106,7 +106,7 @@ def _apart(catalogue: Catalogue, name: str, held: Held) -> str:
     return f"{entry.dtype} of shape {entry.shape} in the checkpoint, {dtype} of shape {shape} in the state"
 
 
-def _shape(held: Held) -> tuple[int, ...]:
+def _shape(held: HeldTensor) -> tuple[int, ...]:
     return tuple(held.part.shape if held.spec is None else held.spec.shape)
 
 
@@ -123,7 +123,7 @@ def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
     return alike and saved.itemsize < wanted.itemsize and torch.promote_types(saved, wanted) is wanted
 
 
-def mismatch(catalogue: Catalogue, found: Comparison) -> CheckpointError:
+def mismatch_error(catalogue: Catalogue, found: Comparison) -> CheckpointError:
     """Return the error that lists all differences."""
     report = found.report
     kinds = {"missing": report.missing_keys, "mismatched": report.mismatched, "unexpected": report.unexpected_keys}

@@ -11,7 +11,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from .._errors import CheckpointFileError, CheckpointWarning, ReadTimeoutError
-from ..files.file_operations import names_in, timed
+from ..files.file_operations import names_in, with_time_limit
 from ..formats.manifest import check_sizes, read_manifest
 
 _STEP = re.compile(r"step_([0-9]{8,18})")
@@ -39,18 +39,18 @@ def steps_in(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
+def latest_step(folder: str | os.PathLike[str]) -> Path | None:
     """Return the folder of the latest step with a complete checkpoint, or None.
 
     Complete means that the manifest is valid, and every file exists with its length. Loading checks the checksums too.
     """
-    return timed(lambda: next((path for _, path in steps_in(folder) if is_complete(path)), None))
+    return with_time_limit(lambda: next((path for _, path in steps_in(folder) if is_complete(path)), None))
 
 
 def is_complete(path: Path) -> bool:
     """True if a folder holds a complete checkpoint. Raises ReadTimeoutError if the file system does not answer."""
     try:
-        timed(lambda: check_sizes(read_manifest(path)))
+        with_time_limit(lambda: check_sizes(read_manifest(path)))
     except ReadTimeoutError:
         raise
     except CheckpointFileError:
@@ -76,12 +76,12 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def leftovers(path: Path) -> Iterator[Path]:
+def abandoned_folders(path: Path) -> Iterator[Path]:
     """Yield the folders of writers of this checkpoint that were killed."""
     return path.parent.glob(f".{path.name}.*.writing")
 
 
-def beside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return a new temporary name, under which the checkpoint is written."""
     return path.with_name(f".{path.name}.{token_hex(8)}.writing")
 

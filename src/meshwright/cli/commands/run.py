@@ -102,10 +102,10 @@ def is_print_error(error: Exception, printer: str) -> bool:
 def run_simulated(settings: argparse.Namespace, script: Path, code: CodeType) -> int:
     """Run the whole script once per simulated rank, each in its own namespace."""
     from meshwright.cli.ranks.define_once import defined_once
-    from meshwright.comm import CommError, Kept, first_rank_prints, installed, prefix_prints, simulate
+    from meshwright.comm import CommError, KeptLines, first_rank_prints, installed_communicator, prefix_prints, simulate
 
     def rank() -> int:
-        carrier = installed()
+        carrier = installed_communicator()
         return 0 if carrier is None else carrier.rank
 
     def one() -> int:
@@ -119,7 +119,7 @@ def run_simulated(settings: argparse.Namespace, script: Path, code: CodeType) ->
         return code
 
     failed: list[int] = []
-    kept = Kept()
+    kept = KeptLines()
     prints = prefix_prints() if settings.all_ranks else first_rank_prints(kept)
     with script_arguments(script, settings.arguments), defined_once(rank), prints:
         try:

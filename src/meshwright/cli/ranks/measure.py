@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Carrier, init_process
+from meshwright.comm import Communicator, init_process
 from meshwright.layout import write_dtype
 from meshwright.search import progress_bar
 
@@ -42,7 +42,7 @@ def measurements(ranks: int, device: str) -> list[Measurement]:
     return [*products, ("copy", "f32", COPIED[device]), ("overhead", "f32", 1), *messages]
 
 
-def measure(here: Carrier, seconds: float, device: torch.device) -> dict[str, Any]:
+def measure(here: Communicator, seconds: float, device: torch.device) -> dict[str, Any]:
     """Return every measurement on this rank, and the rates computed from them."""
     group, found = tuple(range(here.size)), list[dict[str, Any]]()
     asked = measurements(here.size, device.type)
@@ -59,7 +59,7 @@ def measure(here: Carrier, seconds: float, device: torch.device) -> dict[str, An
     }  # fmt: skip
 
 
-def _action(what: str, dtype: str, size: int, here: Carrier, device: torch.device) -> Callable[[], object]:
+def _action(what: str, dtype: str, size: int, here: Communicator, device: torch.device) -> Callable[[], object]:
     """Return the function that is timed."""
     if what == "product":
         kind = next(d for d in DTYPES[device.type] if write_dtype(d) == dtype)

@@ -17,28 +17,28 @@ from dataclasses import dataclass
 from .._errors import CommError
 from ..communicators.call import Call
 from ..communicators.stragglers import Waits
-from ..transport.control_links import Frame, GoneError, Links
+from ..transport.control_links import ConnectionClosedError, Frame, Links
 from .peer_examiner import Examiner
-from .wait_timer import Watch
+from .wait_timer import WaitTimer
 
 _MOST = 16
 """Upper bound on the calls that lag. Their frames fit into the buffer of a link, so no rank waits for a reader."""
 
 
 @dataclass(slots=True)
-class Meeting:
+class CallFrames:
     """One call and the frames of its peers; `waits_for` are the peers whose frames have not been read."""
 
     call: Call
     frame: Frame
-    watch: Watch
+    watch: WaitTimer
     waits_for: list[int]
     unsent: list[int]
     waited: dict[int, float]
     frames: dict[int, Frame]
 
 
-class Meetings:
+class PendingCallFrames:
     """The calls of this rank with unread frames, the oldest first.
 
     `compare(meeting, peer)` raises if the frame of a peer differs, and `balance(meeting)` if the frames of all peers do
@@ -50,12 +50,12 @@ class Meetings:
         links: Links,
         examiner: Examiner,
         waits: Waits,
-        compare: Callable[[Meeting, int], None],
-        balance: Callable[[Meeting], None],
+        compare: Callable[[CallFrames, int], None],
+        balance: Callable[[CallFrames], None],
     ) -> None:
         self._links, self._examiner, self._waits = links, examiner, waits
         self._compare, self._balance = compare, balance
-        self._open = deque[Meeting]()
+        self._open = deque[CallFrames]()
         self._lock = threading.RLock()
         self._given_up: tuple[int, ...] = ()
         self.failed: CommError | None = None
@@ -72,7 +72,7 @@ class Meetings:
         """Send the frame of a call to its peers; the call is open until their frames are read.
 
         Nearly always all peers send the same bytes at nearly the same time, so these are compared first. With `waits`,
-        wait for them as long as this process need not sleep. `limits` are those of `Watch`.
+        wait for them as long as this process need not sleep. `limits` are those of `WaitTimer`.
         """
         with self._lock:
             self._raise_failed()
@@ -85,7 +85,7 @@ class Meetings:
                 waited = self._without_same(waited, data, waits)
             if waited:
                 same = {peer: frame for peer in peers if peer not in waited}
-                self._open.append(Meeting(call, frame, Watch(*limits), list(waited), unsent, waited, same))
+                self._open.append(CallFrames(call, frame, WaitTimer(*limits), list(waited), unsent, waited, same))
 
     def settle(self) -> None:
         """Wait until all frames of all open calls have been read and match.
@@ -142,7 +142,7 @@ class Meetings:
         if error is not None:
             raise error
 
-    def _read(self, meeting: Meeting, waits: bool) -> bool:
+    def _read(self, meeting: CallFrames, waits: bool) -> bool:
         """Read frames of the oldest call; True if all are read.
 
         With `waits`, wait until the next check of the peers.
@@ -167,13 +167,13 @@ class Meetings:
         self._open.popleft()
         return True
 
-    def _note(self, meeting: Meeting, peer: int, found: Frame) -> None:
+    def _note(self, meeting: CallFrames, peer: int, found: Frame) -> None:
         self._waits.note(peer, meeting.waited[peer])
         meeting.frames[peer] = found
         self._compare(meeting, peer)
         meeting.waits_for.remove(peer)
 
-    def _examine(self, meeting: Meeting) -> None:
+    def _examine(self, meeting: CallFrames) -> None:
         """Raise an error if an awaited peer will never come."""
         call, watch = meeting.call, meeting.watch
         if watch.is_time():
@@ -184,12 +184,12 @@ class Meetings:
     def _send(self, call: Call, peer: int, data: bytes) -> bool:
         try:
             return self._links.send(peer, data)
-        except GoneError:
+        except ConnectionClosedError:
             if not self._links.is_open(peer):
                 raise self._examiner.gone(call, peer) from None
             return True  # its last frames are still unread, and may say why
 
-    def _receive(self, meeting: Meeting, peer: int, limit: float) -> Frame | None:
+    def _receive(self, meeting: CallFrames, peer: int, limit: float) -> Frame | None:
         call = meeting.call
         try:
             if peer in meeting.unsent:
@@ -198,5 +198,5 @@ class Meetings:
                 meeting.unsent.remove(peer)
                 self._send(call, peer, meeting.frame.packed())
             return self._links.receive(peer, limit)
-        except GoneError:
+        except ConnectionClosedError:
             raise self._examiner.gone(call, peer) from None

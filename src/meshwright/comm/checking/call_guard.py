@@ -27,19 +27,19 @@ from typing import NamedTuple
 
 from meshwright.layout import user_frame
 
-from .._errors import CallError, CommError, DisagreementError, disagreement
-from ..communicators.call import Call, Group, common_part, is_pairwise, transfers
-from ..communicators.call_purpose import identity
+from .._errors import CallError, CommError, DisagreementError, disagreement_error
+from ..communicators.call import Call, Group, common_part, expected_transfers, is_pairwise
+from ..communicators.call_purpose import call_purpose
 from ..communicators.stragglers import Waits
 from ..launcher.rank_console import in_debugger
-from ..transport.background_thread import Side
-from ..transport.control_links import Frame, GoneError, Links
+from ..transport.background_thread import BackgroundThread
+from ..transport.control_links import ConnectionClosedError, Frame, Links
 from ..transport.messages import Message, Messages
-from ..transport.rank_state import State
-from .call_frames import Meeting, Meetings
+from ..transport.rank_state import RankState
+from .call_frames import CallFrames, PendingCallFrames
 from .peer_examiner import Examiner
-from .rank_facts import Facts
-from .wait_timer import Watch
+from .rank_facts import RankFacts
+from .wait_timer import WaitTimer
 
 _MASK = (1 << 64) - 1
 _PRIME = 1000003
@@ -109,7 +109,7 @@ class _Print(NamedTuple):
 class Guard:
     """Comparisons of one rank's calls with those of its peers."""
 
-    def __init__(self, rank: int, check: Check, messages: Messages, side: Side, facts: Facts) -> None:
+    def __init__(self, rank: int, check: Check, messages: Messages, side: BackgroundThread, facts: RankFacts) -> None:
         self.rank = rank
         self.check = check
         self._facts = facts
@@ -129,9 +129,9 @@ class Guard:
         """Set the links to use from now on."""
         self._links = links
         self.examiner = Examiner(self.rank, links, self._messages, self.state)
-        self.meetings = Meetings(links, self.examiner, self.waits, self._compare, self._balance)
+        self.meetings = PendingCallFrames(links, self.examiner, self.waits, self._compare, self._balance)
 
-    def state(self) -> State:
+    def state(self) -> RankState:
         """Return the current state of the rank, for peers that ask."""
         call, receive = self._call, self._receive_call
         calls = [str(each) for each in (receive, call) if each is not None]
@@ -142,7 +142,7 @@ class Guard:
         what = " and in ".join(calls)
         stuck, last, at = waits and not works, self._last, "" if calls else _line_of_main()
         said = "" if last is None else str(last)[:_LONGEST_SAID]
-        return State(
+        return RankState(
             what, sender + meets, self._calls, receive is not None, stuck, in_debugger(), said, at, self.waits.share()
         )
 
@@ -174,14 +174,14 @@ class Guard:
         peer, *_ = call.message
         self._receive_call = call
         self._calls += 1
-        watch = Watch(self.check.limit, limit)
+        watch = WaitTimer(self.check.limit, limit)
         try:
             while (found := self._messages.receive(peer, call.tag, watch.slice())) is None:
                 if watch.is_time():
                     watch.note_life(peer, self._links.life(peer))
                 if watch.is_late():
                     self.examiner.examine(call, [peer], watch)
-        except GoneError:
+        except ConnectionClosedError:
             raise self.examiner.gone(call, peer) from None
         self._receive_call, self._last = None, call
         return found
@@ -201,7 +201,7 @@ class Guard:
             "use another backend, or check the network between the ranks",
         )
 
-    def _compare(self, meeting: Meeting, peer: int) -> None:
+    def _compare(self, meeting: CallFrames, peer: int) -> None:
         """Raise DisagreementError if the frame of a peer differs."""
         mine, other = meeting.frame, meeting.frames[peer]
         if mine[:4] == other[:4]:
@@ -215,23 +215,23 @@ class Guard:
             why = f"on this group, rank {self.rank} has made {mine.number} calls and rank {peer} {other.number} calls"
         else:
             why = "earlier calls differ, which were not compared"
-        raise disagreement(self.rank, self._told(meeting), peer, text, why)
+        raise disagreement_error(self.rank, self._told(meeting), peer, text, why)
 
-    def _told(self, meeting: Meeting) -> str:
+    def _told(self, meeting: CallFrames) -> str:
         """Return this rank's call, with the line of the user's code if the call is the current one."""
         line, said = user_frame(), meeting.frame.text.decode(errors="replace")
         return f"{said} at {line}" if line and meeting.call is self._call else said
 
-    def _other_values(self, meeting: Meeting, peer: int, text: str) -> DisagreementError:
+    def _other_values(self, meeting: CallFrames, peer: int, text: str) -> DisagreementError:
         """Return the error for a call that is made for other values than the peer's."""
         at = f"{meeting.frame.group}/{meeting.frame.number}"
         self._facts.tell(at)
         rows = self._facts.differences(at, peer)
-        error = disagreement(self.rank, self._told(meeting), peer, text, _OTHER_VALUES)
+        error = disagreement_error(self.rank, self._told(meeting), peer, text, _OTHER_VALUES)
         found = f"{error.found}; {rows}" if rows else error.found
         return DisagreementError(error.asked, found, _OTHER_VALUES, _WRITE_FOR_VALUES)
 
-    def _balance(self, meeting: Meeting) -> None:
+    def _balance(self, meeting: CallFrames) -> None:
         """Raise DisagreementError if a rank sends something else than its peer expects."""
         call, frames = meeting.call, meeting.frames
         if not (meeting.frame.balance + sum(other.balance for other in frames.values())) & _MASK:
@@ -249,7 +249,7 @@ class Guard:
         """Return the frame of the next call; None if the call is not compared."""
         group = call.group
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
-        what, name = identity.what
+        what, name = call_purpose.what
         common, balance, text = self._print_of(call, name)
         what &= _MASK
         if self.check.every > 1:
@@ -265,7 +265,7 @@ class Guard:
                 self._prints.clear()
             balance = 0
             if is_pairwise(call):
-                balance = sum(count * _hash(key) for key, count in transfers(call, self.rank).items()) & _MASK
+                balance = sum(count * _hash(key) for key, count in expected_transfers(call, self.rank).items()) & _MASK
             text = _named(call, name).encode()[:_LONGEST_TEXT]
             found = self._prints[call, name] = _Print(_hash(common_part(call)), balance, text)
         return found

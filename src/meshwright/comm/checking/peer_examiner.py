@@ -13,13 +13,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 
-from .._errors import CommError, DeadlockError, DeadPeerError, MissingCallError, NoAnswerError, missing
+from .._errors import CommError, DeadlockError, DeadPeerError, MissingCallError, NoAnswerError, missing_call_error
 from ..communicators.call import Call
-from ..launcher.process_state import Life
+from ..launcher.process_state import ProcessState
 from ..transport.control_links import Links
 from ..transport.messages import Messages
-from ..transport.rank_state import State
-from .wait_timer import States, Watch
+from ..transport.rank_state import RankState
+from .wait_timer import States, WaitTimer
 
 _SHOWN_MESSAGES = 8
 _WRITE_FOR_COLLECTIVES = (
@@ -34,19 +34,19 @@ _WRITE_FOR_MESSAGES = (
 class Examiner:
     """Finds out whether the peers of a rank that waits in a call can still come."""
 
-    def __init__(self, rank: int, links: Links, messages: Messages, own: Callable[[], State]) -> None:
+    def __init__(self, rank: int, links: Links, messages: Messages, own: Callable[[], RankState]) -> None:
         self.rank = rank
         self._links, self._messages, self._own = links, messages, own
 
-    def look(self, call: Call, peers: Sequence[int], watch: Watch) -> None:
+    def look(self, call: Call, peers: Sequence[int], watch: WaitTimer) -> None:
         """Raise the error for a peer whose process has ended and whose calls have all been read."""
         for peer in peers:
             life = self._links.life(peer)
             watch.note_life(peer, life)
-            if life is Life.GONE or (life is Life.UNKNOWN and self._has_refused(peer)):
+            if life is ProcessState.GONE or (life is ProcessState.UNKNOWN and self._has_refused(peer)):
                 raise self.gone(call, peer)
 
-    def examine(self, call: Call, peers: Sequence[int], watch: Watch) -> None:
+    def examine(self, call: Call, peers: Sequence[int], watch: WaitTimer) -> None:
         """Raise an error if the awaited ranks cannot come; warn once if they are only slow."""
         states = self._states_behind(call, peers)
         for peer, state in states.items():
@@ -69,9 +69,9 @@ class Examiner:
         farewell = self._links.farewell_of(peer)
         asked = f"rank {self.rank}: {call}"
         if farewell is not None:
-            return missing(asked, f"rank {peer} ended {farewell}", message=call.kind in ("send", "receive"))
+            return missing_call_error(asked, f"rank {peer} ended {farewell}", message=call.kind in ("send", "receive"))
         life = self._links.life(peer)
-        if life in (Life.RUNNING, Life.STOPPED, Life.TRACED):
+        if life in (ProcessState.RUNNING, ProcessState.STOPPED, ProcessState.TRACED):
             return NoAnswerError(
                 asked,
                 f"rank {peer} has closed its connections, and its process is {life.value}",
@@ -85,7 +85,7 @@ class Examiner:
             f"read the output of rank {peer}, and restart the run",
         )
 
-    def no_answer(self, call: Call, peer: int, state: State, waited: float) -> NoAnswerError:
+    def no_answer(self, call: Call, peer: int, state: RankState, waited: float) -> NoAnswerError:
         """Return the error for a peer whose process exists but is stopped."""
         return NoAnswerError(
             f"rank {self.rank}: {call}",
@@ -94,14 +94,14 @@ class Examiner:
             f"check rank {peer} on its host, for example with `ps -o pid,stat,wchan,cmd`, and restart the run",
         )
 
-    def _check_answer(self, call: Call, peer: int, state: State, watch: Watch) -> None:
+    def _check_answer(self, call: Call, peer: int, state: RankState, watch: WaitTimer) -> None:
         if not state.stopped:
             return
-        watch.note_life(peer, Life.STOPPED)
+        watch.note_life(peer, ProcessState.STOPPED)
         if watch.is_still_stopped(peer):
             raise self.no_answer(call, peer, state, watch.waited)
 
-    def _check_patience(self, call: Call, states: States, watch: Watch, ring: bool) -> None:
+    def _check_patience(self, call: Call, states: States, watch: WaitTimer, ring: bool) -> None:
         late = MissingCallError(
             f"rank {self.rank}: {call}",
             self._say(states),

@@ -16,7 +16,7 @@ _MOST_BYTES = 2**22
 _NOTHING = "nothing"
 
 
-class Facts:
+class RankFacts:
     """The facts of this rank, published for its peers, and the facts of the peers."""
 
     def __init__(self, rank: int, store: Store) -> None:

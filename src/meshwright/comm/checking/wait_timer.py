@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from ..launcher.process_state import Life
-from ..transport.rank_state import State
+from ..launcher.process_state import ProcessState
+from ..transport.rank_state import RankState
 
-States = dict[int, State | None]
+States = dict[int, RankState | None]
 """Rank → its state; None if its process has ended."""
 
 _FIRST_LOOK, _BETWEEN_LOOKS = 0.25, 1.0
@@ -20,7 +20,7 @@ NOTICE = 4.0
 """A rank whose process runs causes a warning only after this multiple of the limit."""
 
 
-class Watch:
+class WaitTimer:
     """Timing of one wait: the time so far, the times of the next checks, and the last states of the ranks."""
 
     def __init__(self, limit: float, patience: float) -> None:
@@ -66,9 +66,9 @@ class Watch:
         """Return the seconds to wait before the next check."""
         return min(max(min(self._examine_at, self._look_at) - self.waited, 0.05), 1.0)
 
-    def note_life(self, peer: int, life: Life) -> None:
+    def note_life(self, peer: int, life: ProcessState) -> None:
         """Store the time since which the process of `peer` is stopped."""
-        if life is Life.STOPPED:
+        if life is ProcessState.STOPPED:
             self._stopped.setdefault(peer, time.monotonic())
         else:
             self._stopped.pop(peer, None)

@@ -14,10 +14,10 @@ from contextlib import suppress
 
 from .._errors import CommError
 from ..communicators.call import Call
-from ..launcher.process_state import Life
+from ..launcher.process_state import ProcessState
 from ..torch_hooks import Store, another_connection
 from ..transport.control_links import Links
-from ..transport.rank_state import State
+from ..transport.rank_state import RankState
 from .call_guard import Guard
 
 _BETWEEN_LOOKS = 0.5
@@ -98,15 +98,15 @@ class Watchdog:
 
     def _found(self, call: Call, began: float) -> CommError | None:
         for peer in call.group:
-            life = Life.RUNNING if peer == self._guard.rank else self._links.life(peer)
-            if life not in (Life.GONE, Life.STOPPED):
+            life = ProcessState.RUNNING if peer == self._guard.rank else self._links.life(peer)
+            if life not in (ProcessState.GONE, ProcessState.STOPPED):
                 self._seen.pop(peer, None)
                 continue
             since = time.monotonic() - max(began, self._seen.setdefault(peer, time.monotonic()))
-            if life is Life.GONE and since > _GRACE and not self._ended_well(peer):
+            if life is ProcessState.GONE and since > _GRACE and not self._ended_well(peer):
                 return self._guard.examiner.gone(call, peer)
-            if life is Life.STOPPED and since > self._guard.check.limit:
-                state = State("", (), 0, silence="its process is stopped")
+            if life is ProcessState.STOPPED and since > self._guard.check.limit:
+                state = RankState("", (), 0, silence="its process is stopped")
                 return self._guard.examiner.no_answer(call, peer, state, since)
         return None
 

@@ -102,7 +102,7 @@ def is_pairwise(call: Call) -> bool:
     return call.kind in ("all_to_all", "exchange")
 
 
-def clash(mine: Call, rank: int, other: Call, peer: int) -> str | None:
+def call_mismatch(mine: Call, rank: int, other: Call, peer: int) -> str | None:
     """Return the reason why the calls of `rank` and `peer` cannot be one collective; None if they match."""
     ours, theirs = common_part(mine), common_part(other)
     if ours != theirs:
@@ -114,7 +114,7 @@ def clash(mine: Call, rank: int, other: Call, peer: int) -> str | None:
     return None
 
 
-def transfers(call: Call, rank: int) -> Counter[tuple[object, ...]]:
+def expected_transfers(call: Call, rank: int) -> Counter[tuple[object, ...]]:
     """Return a count for each (source, target, ordinal, shape, dtype) of a pairwise call: +1 if sent, -1 if expected.
 
     The counts over all ranks of a group sum to zero if and only if the calls match.

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import ClassVar
 
 
-class Identity(threading.local):
+class CallPurpose(threading.local):
     """Purpose of this thread's next calls: a 64-bit number, and the name of an operator or a program."""
 
     what: tuple[int, str] = (0, "")
 
 
-identity = Identity()
+call_purpose = CallPurpose()
 
 _MOST_FACTS = 4096
 facts: dict[str, str] = {}

@@ -20,10 +20,10 @@ from torch import Tensor
 from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Plan, execute
 
-from .._errors import CallError, DeadlockError, wrong_message
+from .._errors import CallError, DeadlockError, wrong_message_error
 from .call import Call, Group, Shape, message_call, received_bytes, send_for
 from .counters import Counters
-from .reductions import check_reduction, reduce
+from .reductions import check_reduction, reduce_terms
 from .stragglers import Straggler
 
 Receive = tuple[int, Sequence[int], torch.dtype, torch.device]
@@ -42,7 +42,7 @@ def _reduction(op: str, dtype: torch.dtype, shape: Shape, group: Group) -> tuple
     return call, received_bytes(call, group[0])
 
 
-class Arrival(Protocol):
+class PendingConversion(Protocol):
     """A conversion in flight."""
 
     def wait(self) -> Tensor:
@@ -51,7 +51,7 @@ class Arrival(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class FinishedConversion:
     """A finished conversion."""
 
     part: Tensor
@@ -60,7 +60,7 @@ class Arrived:
         return self.part
 
 
-class Carrier(ABC):
+class Communicator(ABC):
     """Communicator of one rank.
 
     All methods take and return plain local tensors, with grad mode off. Outputs are fresh and contiguous. Inputs are
@@ -84,13 +84,13 @@ class Carrier(ABC):
         """Return this rank's part after a conversion of its part `x`; `x` itself if the plan has no steps."""
         return execute(way, x, self)
 
-    def start(self, way: Plan, x: Tensor) -> Arrival:
+    def start(self, way: Plan, x: Tensor) -> PendingConversion:
         """Begin a conversion; `wait()` of the result returns the part. `x` must not change until then.
 
         Ranks begin the same conversions in the same order. A communicator without background work converts before it
         returns.
         """
-        return Arrived(self.convert(way, x))
+        return FinishedConversion(self.convert(way, x))
 
     def local_shape(self, spec: Spec) -> tuple[int, ...]:
         """Return the shape of the caller's part of a tensor with this spec."""
@@ -115,7 +115,7 @@ class Carrier(ABC):
         self._check_group(group)
         call, received = _reduction(op, x.dtype, x.shape, group)
         if len(group) == 1:
-            return reduce((x,), op)
+            return reduce_terms((x,), op)
         with self.seen.note(call, received):
             return self._all_reduce_over(x, call) if over else self._all_reduce(x, call)
 
@@ -143,7 +143,7 @@ class Carrier(ABC):
         dtype = _one_dtype("reduce_scatter", pieces)
         check_reduction(op, dtype)
         if len(group) == 1:
-            return reduce(pieces, op)
+            return reduce_terms(pieces, op)
         sends = tuple(tuple(piece.shape) for piece in pieces)
         call = Call("reduce_scatter", op, dtype, sends, (sends[group.index(self.rank)],), group)
         with self.seen.note(call, received_bytes(call, self.rank)):
@@ -322,7 +322,7 @@ class Carrier(ABC):
 def check_message(call: Call, rank: int, sent: str) -> None:
     """Raise DisagreementError if a message differs from the one that this receive of `rank` expects."""
     if sent != str(send_for(call, rank)):
-        raise wrong_message(rank, str(call), call.message[0], sent)
+        raise wrong_message_error(rank, str(call), call.message[0], sent)
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ OfCall = Callable[[Call, int], Ended]
 OfWork = Callable[[str, str], Ended]
 
 
-class _Told:
+class _ListenedCall:
     """Context that calls the listeners' end callbacks on exit."""
 
     __slots__ = ("_ends",)
@@ -63,11 +63,11 @@ class Counters:
         """Count a call by which the rank receives this number of bytes; the call runs inside the returned context."""
         self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
         self.received[call.kind] = self.received.get(call.kind, 0) + received
-        return _Told([listener(call, received) for listener in self._listeners]) if self._listeners else _UNTOLD
+        return _ListenedCall([listener(call, received) for listener in self._listeners]) if self._listeners else _UNTOLD
 
     def doing(self, kind: str, name: str) -> AbstractContextManager[None]:
         """Return a context for a named piece of work of the rank, which is reported to the watchers."""
-        return _Told([watcher(kind, name) for watcher in self._watchers]) if self._watchers else _UNTOLD
+        return _ListenedCall([watcher(kind, name) for watcher in self._watchers]) if self._watchers else _UNTOLD
 
     def reset(self) -> None:
         """Set all counters to zero; listeners stay registered."""

@@ -6,34 +6,34 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from .._errors import NoCarrierError
-from .communicator import Carrier
+from .._errors import NoCommunicatorError
+from .communicator import Communicator
 
 
 class _Here(threading.local):
-    carrier: Carrier | None = None
+    carrier: Communicator | None = None
     reads: int = 0
 
 
 class _Everywhere:
-    carrier: Carrier | None = None
+    carrier: Communicator | None = None
 
 
 _here = _Here()
 
 
-def installed() -> Carrier | None:
+def installed_communicator() -> Communicator | None:
     """Return the calling thread's communicator, otherwise the process's; None if there is neither."""
     _here.reads += 1
     return _here.carrier or _Everywhere.carrier
 
 
-def reads_of_rank() -> int:
+def communicator_lookups() -> int:
     """Return the number of times that this thread has asked for its communicator, and thus could know its rank."""
     return _here.reads
 
 
-def current() -> Carrier:
+def current_communicator() -> Communicator:
     """Return the installed communicator.
 
     Raises:
@@ -42,7 +42,7 @@ def current() -> Carrier:
     _here.reads += 1
     carrier = _here.carrier or _Everywhere.carrier
     if carrier is None:
-        raise NoCarrierError(
+        raise NoCommunicatorError(
             "a collective, or a tensor on a mesh",
             "no ranks: nothing was simulated or started in this thread",
             "a mesh and its collectives need ranks",
@@ -53,7 +53,7 @@ def current() -> Carrier:
 
 
 @contextmanager
-def use(carrier: Carrier) -> Generator[Carrier]:
+def using_communicator(carrier: Communicator) -> Generator[Communicator]:
     """Use `carrier` as the calling thread's communicator inside the block."""
     before = _here.carrier
     _here.carrier = carrier
@@ -64,13 +64,13 @@ def use(carrier: Carrier) -> Generator[Carrier]:
 
 
 @contextmanager
-def carrying(carrier: Carrier) -> Generator[Carrier]:
+def using_in_all_threads(carrier: Communicator) -> Generator[Communicator]:
     """Use `carrier` inside the block, for all threads if the process has one communicator for all of them.
 
     So the threads of backward passes use it too.
     """
     if _here.carrier is not None:
-        with use(carrier):
+        with using_communicator(carrier):
             yield carrier
         return
     before = _Everywhere.carrier
@@ -81,6 +81,6 @@ def carrying(carrier: Carrier) -> Generator[Carrier]:
         _Everywhere.carrier = before
 
 
-def install(carrier: Carrier | None) -> None:
+def install_communicator(carrier: Communicator | None) -> None:
     """Set the communicator of the whole process; threads inside `use` keep their own. None removes it."""
     _Everywhere.carrier = carrier

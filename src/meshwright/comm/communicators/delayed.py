@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.reshard import Plan
 
 from .call import Call, message_call, received_bytes
-from .communicator import Arrival, Arrived, Carrier, Receive
+from .communicator import Communicator, FinishedConversion, PendingConversion, Receive
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class _Late:
         return self.part
 
 
-class Delayed(Carrier):
+class DelayedCommunicator(Communicator):
     """Communicator `inner` with delays: `latency` in seconds per call, `bandwidth` in bytes per second.
 
     Each message is followed by a second one with the time from which the first is available. That time is on the clock
@@ -45,16 +45,16 @@ class Delayed(Carrier):
 
     kind = "delayed"
 
-    def __init__(self, inner: Carrier, latency: float, bandwidth: float) -> None:
+    def __init__(self, inner: Communicator, latency: float, bandwidth: float) -> None:
         super().__init__(inner.rank, inner.size)
         self.inner, self.latency, self.bandwidth = inner, latency, bandwidth
         self.seen = inner.seen
         self._free = 0.0
 
-    def start(self, way: Plan, x: Tensor) -> Arrival:
+    def start(self, way: Plan, x: Tensor) -> PendingConversion:
         began = time.monotonic()
         out = self.inner.convert(way, x)
-        return _Late(out, self._due(began, way.received(self.rank))) if way.rounds else Arrived(out)
+        return _Late(out, self._due(began, way.received(self.rank))) if way.rounds else FinishedConversion(out)
 
     def _due(self, began: float, nbytes: float) -> float:
         """Return the time at which the link has carried another call that began at `began`."""

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from .._errors import CallError
 from .call import Call, Group
-from .communicator import Carrier, Receive
-from .current_communicator import carrying
+from .communicator import Communicator, Receive
+from .current_communicator import using_in_all_threads
 
 _FIRST, _MOST, _STRIDE = 2**30, 2**16, 2**14
 """The first tag (above the tags of other messages), the number of pieces of work, and the messages per peer of each."""
 
 
-class Posted(Carrier):
+class PostedCommunicator(Communicator):
     """Communicator `inner` with exchanges that send without waiting, and wait only for the messages that they receive.
 
     An exchange belongs to a numbered piece of work (`during`). Ranks may do the pieces of work in any order. Within one
@@ -27,7 +27,7 @@ class Posted(Carrier):
 
     kind = "posted"
 
-    def __init__(self, inner: Carrier) -> None:
+    def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.size)
         self.inner, self.seen = inner, inner.seen
         self._work = 0
@@ -45,7 +45,7 @@ class Posted(Carrier):
             )
         self._work = work
         self._counts.clear()
-        with carrying(self):
+        with using_in_all_threads(self):
             yield
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:

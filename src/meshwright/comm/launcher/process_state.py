@@ -19,7 +19,7 @@ _STARTED = 19
 """Index of the start time in /proc/PID/stat, counted from the state."""
 
 
-class Life(Enum):
+class ProcessState(Enum):
     """State of a process as the system reports it."""
 
     RUNNING = "running"
@@ -29,10 +29,16 @@ class Life(Enum):
     UNKNOWN = "on another host, or on a system without /proc"
 
 
-_STATES = {"T": Life.STOPPED, "t": Life.TRACED, "Z": Life.GONE, "X": Life.GONE, "x": Life.GONE}
+_STATES = {
+    "T": ProcessState.STOPPED,
+    "t": ProcessState.TRACED,
+    "Z": ProcessState.GONE,
+    "X": ProcessState.GONE,
+    "x": ProcessState.GONE,
+}
 
 
-class Identity(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """Unique identity of a process: its system, its process number, and its start time."""
 
     system: str
@@ -40,20 +46,20 @@ class Identity(NamedTuple):
     started: int
 
     @property
-    def life(self) -> Life:
+    def life(self) -> ProcessState:
         """The state of the process; a later process with the same number counts as another one."""
         if not self.system or self.system != _system():
-            return Life.UNKNOWN
+            return ProcessState.UNKNOWN
         found = _read(self.process)
         if found is None or found[1] != self.started:
-            return Life.GONE
-        return _STATES.get(found[0], Life.RUNNING)
+            return ProcessState.GONE
+        return _STATES.get(found[0], ProcessState.RUNNING)
 
 
-def own_identity() -> Identity:
+def own_identity() -> ProcessIdentity:
     """Return the identity of this process."""
     found = _read(os.getpid())
-    return Identity("", os.getpid(), 0) if found is None else Identity(_system(), os.getpid(), found[1])
+    return ProcessIdentity("", os.getpid(), 0) if found is None else ProcessIdentity(_system(), os.getpid(), found[1])
 
 
 @cache

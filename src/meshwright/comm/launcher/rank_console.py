@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from ..communicators.current_communicator import installed
+from ..communicators.current_communicator import installed_communicator
 
 _DEBUGGERS = ("pdb", "bdb", "IPython.core.debugger", "pudb.debugger", "pydevd")
 """Modules of debuggers; a stopped thread has a frame of one of them on its stack."""
@@ -56,7 +56,7 @@ def prefix_prints() -> Generator[None]:
 KEPT_LINES = 40
 
 
-class Kept:
+class KeptLines:
     """The last lines of ranks that do not print, which are shown when the run fails."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def print_lines(rank: int, lines: Iterable[str]) -> None:
 
 
 @contextmanager
-def first_rank_prints(kept: Kept) -> Generator[None]:
+def first_rank_prints(kept: KeptLines) -> Generator[None]:
     """Print only the output of rank 0 inside the block, as with processes, where only rank 0 has the terminal.
 
     >>> from meshwright.comm import current, simulate
@@ -125,7 +125,7 @@ class _Wrapped(io.TextIOBase):
 class _OfFirst(_Wrapped):
     """A stream that keeps the output of all ranks but the first, unless a debugger of that rank is in use."""
 
-    def __init__(self, out: TextIO, kept: Kept) -> None:
+    def __init__(self, out: TextIO, kept: KeptLines) -> None:
         super().__init__(out)
         self._kept = kept
 
@@ -180,5 +180,5 @@ class _Prefixed(_Wrapped):
 
 
 def _rank() -> int | None:
-    carrier = installed()
+    carrier = installed_communicator()
     return None if carrier is None else carrier.rank

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from .._errors import CommError, NoCarrierError
+from .._errors import CommError, NoCommunicatorError
 from ..torch_hooks import PrefixStore, Store, TCPStore, default_store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -18,7 +18,7 @@ OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankAddress:
     """Rank and addresses of a process in its run, from torchrun's environment variables."""
 
     rank: int
@@ -35,7 +35,7 @@ class Place:
         return self.host in LOOPBACK
 
 
-def read_place(env: Mapping[str, str] | None = None) -> Place:
+def read_rank_address(env: Mapping[str, str] | None = None) -> RankAddress:
     """Return the place that torchrun or `meshwright run` gave this process; a process started alone is the only rank.
 
     Raises:
@@ -45,15 +45,15 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
     lacking = [name for name in VARIABLES if name not in env]
     crowd = [f"{name} is {env[name]}" for name in OTHER_LAUNCHERS if env.get(name, "1") != "1"]
     if len(lacking) == len(VARIABLES) and not crowd:
-        return Place(0, 1, 0, LOOPBACK[0], 0, False, "alone/0")
+        return RankAddress(0, 1, 0, LOOPBACK[0], 0, False, "alone/0")
     if lacking:
-        raise NoCarrierError(
+        raise NoCommunicatorError(
             "this process as one rank of a run",
             "; ".join([f"no {', '.join(lacking)} in its environment", *crowd]),
             "a rank must know its number and the address of rank 0",
             "start the script with `meshwright run --ranks N script.py` or torchrun",
         )
-    return Place(
+    return RankAddress(
         rank=int(env["RANK"]),
         size=int(env["WORLD_SIZE"]),
         local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
@@ -64,7 +64,7 @@ def read_place(env: Mapping[str, str] | None = None) -> Place:
     )
 
 
-def open_store(place: Place, limit: timedelta) -> Store:
+def open_store(place: RankAddress, limit: timedelta) -> Store:
     """Return the run's key-value store.
 
     Its keys have the attempt as prefix: a restart never reads the keys of a dead run.
@@ -104,7 +104,7 @@ def host_store(host: str, port: int, size: int, limit: timedelta) -> TCPStore:
         ) from error
 
 
-def _connect(place: Place, limit: timedelta) -> TCPStore:
+def _connect(place: RankAddress, limit: timedelta) -> TCPStore:
     if place.rank == 0 and not place.store_is_elsewhere:
         return host_store(place.host, place.port, place.size, limit)
     host = "127.0.0.1" if place.loopback else place.host

@@ -17,9 +17,9 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from .._errors import NoCarrierError
+from .._errors import NoCommunicatorError
 from ..torch_hooks import Store
-from .rendezvous import Place
+from .rendezvous import RankAddress
 
 VARIABLE = "MESHWRIGHT_TOKEN"
 LENGTH = 16
@@ -33,7 +33,7 @@ def new_token() -> str:
     return secrets.token_hex(LENGTH)
 
 
-def run_token(place: Place, store: Store, env: Mapping[str, str] | None = None) -> bytes:
+def run_token(place: RankAddress, store: Store, env: Mapping[str, str] | None = None) -> bytes:
     """Return the secret of the run; every rank must call this once."""
     env = os.environ if env is None else env
     if VARIABLE in env:
@@ -52,14 +52,14 @@ def run_token(place: Place, store: Store, env: Mapping[str, str] | None = None) 
     return token
 
 
-def _of_rank_0(place: Place, store: Store, env: Mapping[str, str]) -> str:
+def _of_rank_0(place: RankAddress, store: Store, env: Mapping[str, str]) -> str:
     """Return the text that rank 0 writes; raise NoCarrierError if it has not come within the patience."""
     seconds = float(env.get("MESHWRIGHT_PATIENCE", "1800"))
     try:
         store.wait(["token"], timedelta(seconds=seconds))
         return store.get("token").decode(errors="replace")
     except RuntimeError as error:
-        raise NoCarrierError(
+        raise NoCommunicatorError(
             f"rank {place.rank} in the run at {place.host}:{place.port}",
             f"no value from rank 0 in the store after {seconds:g} s: {str(error)[:200]}",
             "rank 0 has not started, or the store there belongs to another job",
@@ -77,7 +77,7 @@ def unsealed(token: bytes, key: str, text: bytes) -> str:
     found = text.decode(errors="replace")
     value = found[_SEAL:]
     if not hmac.compare_digest(found[:_SEAL].encode(), _seal(token, key, value).encode()):
-        raise NoCarrierError(
+        raise NoCommunicatorError(
             f"{key!r} of the run's store",
             f"{len(text)} bytes without the seal of this run",
             "another process has written into the store",
@@ -121,7 +121,7 @@ def _parsed(text: str, where: str) -> bytes:
     with suppress(ValueError):
         if len(text) == 2 * LENGTH:
             return bytes.fromhex(text)
-    raise NoCarrierError(
+    raise NoCommunicatorError(
         "the secret of this run",
         f"no {2 * LENGTH} hexadecimal digits {where}",
         "the ranks of a run identify each other by the secret",

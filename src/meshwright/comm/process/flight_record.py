@@ -22,7 +22,7 @@ from typing import Any
 
 from .._errors import CommError
 from ..communicators.call import Call
-from ..launcher.rendezvous import Place
+from ..launcher.rendezvous import RankAddress
 
 VARIABLE = "MESHWRIGHT_RECORDS"
 LENGTH = 200
@@ -50,7 +50,7 @@ class Noted:
 class Record:
     """The last calls of a rank."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankAddress) -> None:
         self._place = place
         self._calls: deque[Noted] = deque(maxlen=LENGTH)
         self._count = 0

@@ -28,38 +28,38 @@ from meshwright.reshard import Plan
 
 from .._errors import CallError, CommError, StragglerWarning
 from ..checking.call_guard import Check, Guard
-from ..checking.rank_facts import Facts
+from ..checking.rank_facts import RankFacts
 from ..checking.watchdog import Watchdog
 from ..communicators.call import Call, Group, Shape
-from ..communicators.call_purpose import calls_are_compared, identity
-from ..communicators.communicator import Arrival, Carrier, Receive, check_message
-from ..communicators.current_communicator import current, install, installed
-from ..communicators.reductions import reduce
+from ..communicators.call_purpose import call_purpose, calls_are_compared
+from ..communicators.communicator import Communicator, PendingConversion, Receive, check_message
+from ..communicators.current_communicator import current_communicator, install_communicator, installed_communicator
+from ..communicators.reductions import reduce_terms
 from ..communicators.stragglers import Straggler, is_slow
-from ..launcher.process_state import Life
-from ..launcher.rendezvous import Place, open_store, read_place
+from ..launcher.process_state import ProcessState
+from ..launcher.rendezvous import RankAddress, open_store, read_rank_address
 from ..torch_hooks import Backend, PrefixStore, Store, another_connection, open_backend
-from ..transport.background_thread import Side
-from ..transport.control_links import GoneError, Links
+from ..transport.background_thread import BackgroundThread
+from ..transport.control_links import ConnectionClosedError, Links
 from ..transport.messages import Message, Messages
-from ..transport.shared_memory import Peers, SharedMemory, open_shared
+from ..transport.shared_memory import Peers, SharedMemoryTransport, open_shared
 from .flight_record import Noted, Record
 from .retained_memory import keep_memory
 
 T = TypeVar("T")
-Transport = Backend | SharedMemory
+Transport = Backend | SharedMemoryTransport
 
 _AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
 _TIME_FOR_LAST_MESSAGES = 60.0
 _BETWEEN_WARNINGS, _BETWEEN_QUESTIONS = 60.0, 5.0
 
 
-class ProcessCarrier(Carrier):
+class ProcessCommunicator(Communicator):
     """Communicator of one process of a run; `init_process` creates it."""
 
     kind = "process"
 
-    def __init__(self, place: Place, backend: str, check: Check, limit: timedelta) -> None:
+    def __init__(self, place: RankAddress, backend: str, check: Check, limit: timedelta) -> None:
         super().__init__(place.rank, place.size)
         self.local_rank = place.local_rank
         self._place = place
@@ -68,9 +68,9 @@ class ProcessCarrier(Carrier):
         self._limit = limit
         self._store: Store = open_store(place, limit)
         self._opened: dict[tuple[str, Group], Transport] = {}
-        self._side = Side()
+        self._side = BackgroundThread()
         self._messages = Messages()
-        self._guard = Guard(place.rank, check, self._messages, self._side, Facts(place.rank, self._store))
+        self._guard = Guard(place.rank, check, self._messages, self._side, RankFacts(place.rank, self._store))
         self._record = Record(place)
         self._process = os.getpid()
         self._lags = True
@@ -88,14 +88,14 @@ class ProcessCarrier(Carrier):
         finally:
             self._guard.check = before
 
-    def start(self, way: Plan, x: Tensor) -> Arrival:
+    def start(self, way: Plan, x: Tensor) -> PendingConversion:
         """Begin a conversion in a separate thread; on devices with streams the caller converts."""
         if x.device.type != "cpu" or not way.rounds:
             return super().start(way, x)
-        plain, what = x.as_subclass(Tensor), identity.what
+        plain, what = x.as_subclass(Tensor), call_purpose.what
 
         def convert() -> Tensor:
-            identity.what = what
+            call_purpose.what = what
             return self.convert(way, plain)
 
         return self._side.begin(convert)
@@ -111,8 +111,8 @@ class ProcessCarrier(Carrier):
         if error is None:
             self._messages.finish(_TIME_FOR_LAST_MESSAGES)
         elif self._record.path is None:
-            self._record.write(_last_words(error), self._about())
-        self._links.say_farewell(None if error is None else _last_words(error))
+            self._record.write(_error_text(error), self._about())
+        self._links.say_farewell(None if error is None else _error_text(error))
         self._messages.close()
         self._opened.clear()  # their threads end here; at the interpreter's end they would abort the process
 
@@ -146,7 +146,7 @@ class ProcessCarrier(Carrier):
         with self._noted(call):
             try:
                 self._messages.send(call.message[0], call.tag, message, self._limit.total_seconds())
-            except GoneError:
+            except ConnectionClosedError:
                 raise self._guard.examiner.gone(call, call.message[0]) from None
 
     def _receive(self, call: Call, device: torch.device) -> Tensor:
@@ -247,7 +247,7 @@ class ProcessCarrier(Carrier):
             return transport.all_reduce((x != 0).to(torch.uint8), _AS_BYTES[op]).to(x.dtype)
         if not transport.reduces(op, x.dtype):
             shapes = (tuple(x.shape),) * len(call.group)
-            return reduce(self._gather(x, shapes, call.group), call.op)
+            return reduce_terms(self._gather(x, shapes, call.group), call.op)
         total = transport.all_reduce(x, op, over)
         return total.div_(len(call.group)) if call.op == _AS_SUM else total
 
@@ -267,7 +267,7 @@ class ProcessCarrier(Carrier):
         even = all(sent == shape for sent in call.sends)
         transport = self._open_for(pieces[0], call.group)
         if not (even and call.op in ("sum", _AS_SUM) and transport.reduces("sum", dtype)):
-            return reduce(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
+            return reduce_terms(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
         packed = torch.cat([_plain(piece).view(-1) for piece in pieces])
         out = packed.new_empty(shape)
         transport.reduce_scatter(out.view(-1), packed)
@@ -305,7 +305,7 @@ class ProcessCarrier(Carrier):
         return out
 
     def _peers_of(self, group: Group) -> Peers:
-        return Peers(self._watchdog.check, lambda place: self._links.life(group[place]) is Life.GONE)
+        return Peers(self._watchdog.check, lambda place: self._links.life(group[place]) is ProcessState.GONE)
 
     def _open_for(self, x: Tensor, group: Group) -> Transport:
         return self._open("gloo" if x.device.type == "cpu" else self._backend, group)
@@ -330,8 +330,8 @@ def init_process(
     backend: str | None = None,
     check: Check | str | int | None = None,
     transfer_limit: float = 1800.0,
-    place: Place | None = None,
-) -> Carrier:
+    place: RankAddress | None = None,
+) -> Communicator:
     """Return the communicator of this process, and install it for all its threads; reads torchrun's environment.
 
     Under `simulate` or `meshwright run`, returns the existing communicator and ignores the arguments. A process that
@@ -343,18 +343,18 @@ def init_process(
         transfer_limit: seconds that one transfer may take once all its ranks have agreed on it.
         place: rank, size and addresses; by default those of the environment.
     """
-    there = installed()
+    there = installed_communicator()
     if there is not None:
         return there
     check = Check.from_environment() if check is None else _check_of(check)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-    place = place or read_place()
+    place = place or read_rank_address()
     if backend == "nccl":
         torch.cuda.set_device(place.local_rank)
     keep_memory()
-    carrier = ProcessCarrier(place, backend, check, timedelta(seconds=transfer_limit))
-    install(carrier)
+    carrier = ProcessCommunicator(place, backend, check, timedelta(seconds=transfer_limit))
+    install_communicator(carrier)
     atexit.register(carrier.close)
     if place.size > 1 and check.every:
         calls_are_compared()
@@ -369,10 +369,10 @@ def stragglers() -> list[Straggler]:
     on simulated ranks. A `StragglerWarning` reports the same, at most once a minute, if a rank costs a fifth of the
     time.
     """
-    return current().stragglers()
+    return current_communicator().stragglers()
 
 
-def _last_words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return the text of an error, and the line of the user's code that raised it."""
     at = user_place(error.__traceback__)
     return f"{type(error).__name__}: {str(error)[:300]}" + (f", at {at}" if at else "")

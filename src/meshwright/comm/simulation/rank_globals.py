@@ -33,7 +33,7 @@ _STATELESS = ("torch", "numpy", "sympy", __name__.partition(".")[0])
 """Large packages without state of the program; they are not searched for slots."""
 
 
-class Slot:
+class RankGlobal:
     """A global or a class attribute that has one value for each rank."""
 
     def __init__(self, holder: Any, name: str) -> None:
@@ -53,7 +53,7 @@ class Slot:
         return self.read()
 
 
-class SharedDict(Slot):
+class SharedDict(RankGlobal):
     """A dict that is the state of all instances of a class; the content of the dict is swapped."""
 
     def read(self) -> Any:
@@ -69,13 +69,13 @@ class SharedDict(Slot):
         return {}
 
 
-_found: dict[str, tuple[Any, list[Slot]]] = {}
+_found: dict[str, tuple[Any, list[RankGlobal]]] = {}
 """Name of a module → the fingerprint of the module when it was searched, and the slots found in it."""
 
 
-def slots() -> list[Slot]:
+def slots() -> list[RankGlobal]:
     """Return every slot of the modules that are loaded now; a module is searched again if its fingerprint changed."""
-    found: list[Slot] = []
+    found: list[RankGlobal] = []
     for name, module in list(sys.modules.items()):
         looks = _looks_of(name, module)
         if _found.get(name, (None,))[0] != looks:
@@ -103,7 +103,7 @@ def _is_of_library(name: str, module: Any) -> bool:
     return path is None or "site-packages" in path or path.startswith((*_LIBRARIES, _OWN))
 
 
-def _slots_of(name: str, module: Any) -> Iterator[Slot]:
+def _slots_of(name: str, module: Any) -> Iterator[RankGlobal]:
     if not _may_have_state(name) or not hasattr(module, "__dict__"):
         return
     classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
@@ -112,10 +112,10 @@ def _slots_of(name: str, module: Any) -> Iterator[Slot]:
     if name not in ("__main__", EXPORTER) and _is_of_library(name, module):
         return
     codes = list(_codes(module, classes))
-    yield from (Slot(module, n) for n in sorted(_stored(codes, "STORE_GLOBAL")))
+    yield from (RankGlobal(module, n) for n in sorted(_stored(codes, "STORE_GLOBAL")))
     assigned = _stored(codes, "STORE_ATTR")
     for cls in classes:
-        yield from (Slot(cls, n) for n, v in vars(cls).items() if n in assigned and _is_value(v))
+        yield from (RankGlobal(cls, n) for n, v in vars(cls).items() if n in assigned and _is_value(v))
 
 
 def _may_have_state(name: str) -> bool:
@@ -157,8 +157,8 @@ class RankGlobals:
 
     def __init__(self, size: int, program: Any) -> None:
         self._loaded = -1
-        self._values: list[dict[Slot, Any]] = [{} for _ in range(size)]
-        self._slots: list[Slot] = []
+        self._values: list[dict[RankGlobal, Any]] = [{} for _ in range(size)]
+        self._slots: list[RankGlobal] = []
         self._shared = SharedValues(containers_below(program, is_of_program) if size else [])
         if size:
             self._look(lambda slot: slot.read())
@@ -185,7 +185,7 @@ class RankGlobals:
         """Show all values again, after the last rank has ended."""
         self._shared.enter(None)
 
-    def _look(self, first: Callable[[Slot], Any]) -> None:
+    def _look(self, first: Callable[[RankGlobal], Any]) -> None:
         """Add the slots of modules loaded since the last search; every rank starts with the value of `first(slot)`."""
         self._loaded = len(sys.modules)
         known = set(self._slots)

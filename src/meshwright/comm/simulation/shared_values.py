@@ -39,14 +39,14 @@ _CACHE = type(lru_cache(lambda: None))
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class WatchedType:
     """A watched type: `hide(x, rank)` hides a value made by `rank` and returns a function that restores it."""
 
     kind: type
     hide: Callable[[Any, int], Callable[[], None]]
 
 
-WATCHES: list[Watch] = []
+WATCHED_TYPES: list[WatchedType] = []
 """Registered by the packages whose values are watched."""
 
 
@@ -88,7 +88,7 @@ class SharedValues:
         self._looks: dict[int, Any] = {}
         self._owners: dict[int, tuple[ref[Any], int]] = {}
         self._hidden: dict[int, Callable[[], None]] = {}
-        for holder in holders if WATCHES else ():
+        for holder in holders if WATCHED_TYPES else ():
             self._visit(holder, None, 0)
 
     def _visit(self, holder: Any, rank: int | None, depth: int) -> None:
@@ -96,7 +96,7 @@ class SharedValues:
             self._holders[id(holder)] = holder
             self._looks[id(holder)] = _looks_of(holder)
         for x in _first_entries(holder):
-            if any(isinstance(x, watch.kind) for watch in WATCHES):
+            if any(isinstance(x, watch.kind) for watch in WATCHED_TYPES):
                 if rank is not None and id(x) not in self._owners:
                     self._owners[id(x)] = ref(x), rank
             elif depth < _DEPTH and _is_container(x) and id(x) not in self._holders and len(self._holders) < _WATCHED:
@@ -112,7 +112,7 @@ class SharedValues:
             if x is None:
                 del self._owners[key]
             elif owner == rank and key not in self._hidden:
-                hide = next(w.hide for w in WATCHES if isinstance(x, w.kind))
+                hide = next(w.hide for w in WATCHED_TYPES if isinstance(x, w.kind))
                 self._hidden[key] = hide(x, owner)
 
     def enter(self, rank: int | None) -> None:

@@ -21,11 +21,18 @@ from torch import Tensor
 
 from meshwright.layout import user_frame, user_place
 
-from .._errors import CallError, DeadlockError, MissingCallError, NestedSimulationError, disagreement, missing
-from ..communicators.call import Call, Group, clash, is_pairwise
-from ..communicators.communicator import Carrier, Receive, check_message
-from ..communicators.current_communicator import current, use
-from ..communicators.reductions import reduce
+from .._errors import (
+    CallError,
+    DeadlockError,
+    MissingCallError,
+    NestedSimulationError,
+    disagreement_error,
+    missing_call_error,
+)
+from ..communicators.call import Call, Group, call_mismatch, is_pairwise
+from ..communicators.communicator import Communicator, Receive, check_message
+from ..communicators.current_communicator import current_communicator, using_communicator
+from ..communicators.reductions import reduce_terms
 from ..torch_hooks import GLOBAL_HOOKS, ForwardState, saved_mutable, set_saved_mutable
 from .forward_mode import SharedLevel
 from .profiler_guard import one_profiler
@@ -42,7 +49,7 @@ class Abandoned(BaseException):
     """Raised inside the other ranks once one has failed; not an Exception, so that programs do not catch it."""
 
 
-class _Meeting:
+class _PendingCollective:
     """The ranks that have arrived at one collective, with the input and the result of each."""
 
     def __init__(self) -> None:
@@ -79,14 +86,14 @@ class _World:
         self.ended = [False] * size
         self.torch_state = [_TorchState.now()] * size
         self.globals = RankGlobals(size if size > 1 else 0, program)
-        self.meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.meetings: dict[tuple[int, ...], _PendingCollective] = {}
         self.boxes: dict[_Address, deque[tuple[str, Tensor]]] = {}
         self.failure: tuple[int | None, BaseException] | None = None
         self.running = 0
         self.threads: list[threading.Thread] = []
         self.shared: dict[object, Any] = {}
 
-    def meet(self, rank: int, call: Call, brings: object, finish: Callable[[_Meeting], None]) -> object:
+    def meet(self, rank: int, call: Call, brings: object, finish: Callable[[_PendingCollective], None]) -> object:
         """Return the result of `rank` from the collective of `call.group`; the last rank to arrive runs `finish`.
 
         Inputs are released afterwards: a rank that continues later must not hold the memory of one that continues now.
@@ -96,7 +103,7 @@ class _World:
         members = tuple(sorted(call.group))
         meeting = self.meetings.get(members)
         if meeting is None:
-            meeting = self.meetings[members] = _Meeting()
+            meeting = self.meetings[members] = _PendingCollective()
         self._check_agreement(meeting, rank, call)
         meeting.calls[rank] = call
         meeting.brought[rank] = brings
@@ -146,7 +153,7 @@ class _World:
             self.fail(None, self._stuck())
             following = self._next(rank)
         elif following is None and self.boxes:
-            self.fail(None, missing("a receive for every message", self._not_received(), message=True))
+            self.fail(None, missing_call_error("a receive for every message", self._not_received(), message=True))
         if following is None:
             self.over.release()
         else:
@@ -208,7 +215,7 @@ class _World:
         if gone:
             names = " and ".join(f"rank {rank}" for rank in gone)
             message = all(call.kind == "receive" for call in waiting.values() if not set(gone).isdisjoint(call.group))
-            return missing(f"a call that {names} should make", f"{found}; {names} ended", message)
+            return missing_call_error(f"a call that {names} should make", f"{found}; {names} ended", message)
         if any(call.kind == "receive" for call in waiting.values()):
             return DeadlockError(
                 "messages between ranks",
@@ -223,11 +230,11 @@ class _World:
             "make collectives in the same order on all ranks that share them",
         )
 
-    def _check_agreement(self, meeting: _Meeting, rank: int, call: Call) -> None:
+    def _check_agreement(self, meeting: _PendingCollective, rank: int, call: Call) -> None:
         for peer, other in meeting.calls.items():
-            why = clash(call, rank, other, peer)
+            why = call_mismatch(call, rank, other, peer)
             if why is not None:
-                raise disagreement(rank, f"{call}{self._at(rank)}", peer, f"{other}{self._at(peer)}", why)
+                raise disagreement_error(rank, f"{call}{self._at(rank)}", peer, f"{other}{self._at(peer)}", why)
             if not is_pairwise(call):
                 return
 
@@ -275,7 +282,7 @@ class _TorchState(NamedTuple):
                 table.update(self.hooks[at] if self.hooks else {})
 
 
-class Simulated(Carrier):
+class SimulatedCommunicator(Communicator):
     """Communicator of one rank of a simulation."""
 
     kind = "simulated"
@@ -327,51 +334,51 @@ def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _order(meeting: _Meeting) -> Group:
+def _order(meeting: _PendingCollective) -> Group:
     return next(iter(meeting.calls.values())).group
 
 
-def _finish_all_reduce(meeting: _Meeting) -> None:
+def _finish_all_reduce(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Tensor], meeting.brought)
     group = _order(meeting)
-    total = reduce([brought[rank] for rank in group], meeting.calls[group[0]].op)
+    total = reduce_terms([brought[rank] for rank in group], meeting.calls[group[0]].op)
     for rank in group:
         meeting.taken[rank] = total if rank == group[0] else _copy(total)
 
 
-def _finish_all_gather(meeting: _Meeting) -> None:
+def _finish_all_gather(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Tensor], meeting.brought)
     group = _order(meeting)
     for rank in group:
         meeting.taken[rank] = [_copy(brought[peer]) for peer in group]
 
 
-def _finish_reduce_scatter(meeting: _Meeting) -> None:
+def _finish_reduce_scatter(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Sequence[Tensor]], meeting.brought)
     group = _order(meeting)
     for place, rank in enumerate(group):
-        meeting.taken[rank] = reduce([brought[peer][place] for peer in group], meeting.calls[rank].op)
+        meeting.taken[rank] = reduce_terms([brought[peer][place] for peer in group], meeting.calls[rank].op)
 
 
-def _finish_all_to_all(meeting: _Meeting) -> None:
+def _finish_all_to_all(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Sequence[Tensor]], meeting.brought)
     group = _order(meeting)
     for place, rank in enumerate(group):
         meeting.taken[rank] = [_copy(brought[peer][place]) for peer in group]
 
 
-def _finish_exchange(meeting: _Meeting) -> None:
+def _finish_exchange(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Sequence[tuple[int, Tensor]]], meeting.brought)
     for rank, call in meeting.calls.items():
         queues = {peer: iter([x for to, x in brought[peer] if to == rank]) for peer in call.group}
         meeting.taken[rank] = [_copy(next(queues[source])) for source, _, _ in call.messages[1]]
 
 
-def _finish_barrier(meeting: _Meeting) -> None:
+def _finish_barrier(meeting: _PendingCollective) -> None:
     return None
 
 
-class _Mood:
+class _ThreadModes:
     """Thread-local state of torch that a rank inherits: default device; grad, inference and autocast modes."""
 
     def __init__(self) -> None:
@@ -426,14 +433,14 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
         )
     world = _World(ranks, fn)
     results: list[T | None] = [None] * ranks
-    mood = _Mood()
+    mood = _ThreadModes()
 
     def body(rank: int) -> None:
         results[rank] = fn(*args, **kwargs)
 
     threads = [
         threading.Thread(
-            target=copy_context().run, args=(_live, world, rank, mood, body), name=f"rank {rank}", daemon=True
+            target=copy_context().run, args=(_run_rank, world, rank, mood, body), name=f"rank {rank}", daemon=True
         )
         for rank in range(ranks)
     ]
@@ -445,7 +452,7 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
         for thread in threads:
             thread.start()
         try:
-            _run(world, threads)
+            _run_to_end(world, threads)
         except BaseException:
             before.set()
             raise
@@ -463,8 +470,8 @@ def _rank_in(world: _World) -> Callable[[], int | None]:
     """Return a function that returns the calling rank of `world`, or None for another thread."""
 
     def rank() -> int | None:
-        here = current() if _inside.rank else None
-        return here.rank if isinstance(here, Simulated) and here._world is world else None
+        here = current_communicator() if _inside.rank else None
+        return here.rank if isinstance(here, SimulatedCommunicator) and here._world is world else None
 
     return rank
 
@@ -472,14 +479,14 @@ def _rank_in(world: _World) -> Callable[[], int | None]:
 _inside = _Inside()
 
 
-def _live(world: _World, rank: int, mood: _Mood, body: Callable[[int], None]) -> None:
+def _run_rank(world: _World, rank: int, mood: _ThreadModes, body: Callable[[int], None]) -> None:
     """Run one rank in its thread, from its first turn to its last."""
     world.turns[rank].acquire()
     try:
         if world.failure is None:
             world.enter(rank)
             _inside.rank = True
-            with mood.entered(), use(Simulated(rank, world)):
+            with mood.entered(), using_communicator(SimulatedCommunicator(rank, world)):
                 body(rank)
     except Abandoned:
         pass
@@ -491,7 +498,7 @@ def _live(world: _World, rank: int, mood: _Mood, body: Callable[[int], None]) ->
         world.end(rank)
 
 
-def _run(world: _World, threads: list[threading.Thread]) -> None:
+def _run_to_end(world: _World, threads: list[threading.Thread]) -> None:
     """Give the baton to rank 0 and wait for the end; raise the first failure."""
     try:
         world.start()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class BackgroundWork:
     """Work of the thread that may not be finished."""
 
     done: Future[Tensor]
@@ -22,7 +22,7 @@ class Pending:
         return self.done.result()
 
 
-class Side:
+class BackgroundThread:
     """The background thread, started with the first work. The caller's own calls run after all work begun before."""
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Side:
         self._latest: Future[Tensor] | None = None
         self._name = f"meshwright side {id(self)}"
 
-    def begin(self, work: Callable[[], Tensor]) -> Pending:
+    def begin(self, work: Callable[[], Tensor]) -> BackgroundWork:
         """Queue work for the thread, after all earlier work."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, self._name)
         self._latest = self._thread.submit(_without_gradients, work)
-        return Pending(self._latest)
+        return BackgroundWork(self._latest)
 
     def drain(self) -> None:
         """Wait until all work is finished; returns at once in the thread itself."""

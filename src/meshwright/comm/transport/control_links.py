@@ -21,14 +21,14 @@ from contextlib import suppress
 from mmap import mmap
 from typing import NamedTuple
 
-from ..launcher.process_state import Identity, Life, own_identity
-from ..launcher.rendezvous import Place
+from ..launcher.process_state import ProcessIdentity, ProcessState, own_identity
+from ..launcher.rendezvous import RankAddress
 from ..launcher.run_secret import run_token, sealed, unsealed
 from ..torch_hooks import Store
 from .listener import Hello, Listener
-from .rank_state import State, read_state, silent
-from .ring_buffer import RING, GoneError, Ring, readable
-from .shared_region import attach, create, forget, home
+from .rank_state import RankState, read_state, silent
+from .ring_buffer import RING, ConnectionClosedError, Ring, readable
+from .shared_region import attach_region, create_region, host_identity, unlink_region
 
 _HEADER = struct.Struct("<IQQQQQ")
 _LINK, _QUESTION, _MESSAGES, _ABOUT = b"L", b"?", b"M", b"P"
@@ -72,7 +72,7 @@ class _Link:
         try:
             self._wire.sendall(data)
         except OSError as error:
-            raise GoneError from error
+            raise ConnectionClosedError from error
 
     def close(self) -> None:
         with suppress(OSError):
@@ -107,9 +107,9 @@ class _Link:
         except TimeoutError:
             return b""
         except OSError as error:
-            raise GoneError from error
+            raise ConnectionClosedError from error
         if not data:
-            raise GoneError
+            raise ConnectionClosedError
         return data
 
     def _parse(self) -> Frame | None:
@@ -146,14 +146,14 @@ class _Opening(NamedTuple):
     def end(self) -> None:
         """Remove the name of the shared memory: both ranks have opened it, or never will."""
         if self.name:
-            forget(self.name)
+            unlink_region(self.name)
 
 
 class _Peer(NamedTuple):
     """Address and process of a rank."""
 
     address: tuple[str, int]
-    identity: Identity
+    identity: ProcessIdentity
 
 
 class Links:
@@ -164,9 +164,9 @@ class Links:
 
     def __init__(
         self,
-        place: Place,
+        place: RankAddress,
         store: Store,
-        answer: Callable[[], State],
+        answer: Callable[[], RankState],
         welcome: Callable[[int, socket.socket], None],
     ) -> None:
         self.rank, self._size = place.rank, place.size
@@ -226,23 +226,23 @@ class Links:
         """Return the next frame from `peer`; None after the limit. Raises GoneError if `peer` has closed its end."""
         return self._links[peer].receive(limit)
 
-    def life(self, peer: int) -> Life:
+    def life(self, peer: int) -> ProcessState:
         """Return the state of the process of `peer` that the system reports, at once."""
         found = self._peer(peer)
-        return Life.UNKNOWN if found is None else found.identity.life
+        return ProcessState.UNKNOWN if found is None else found.identity.life
 
-    def ask(self, peer: int) -> State | None:
+    def ask(self, peer: int) -> RankState | None:
         """Return the state of `peer`; None if its process has ended or accepts no connection any more."""
         found = self._peer(peer)
         if found is None:
             return silent("its process has not joined the run yet")
         life = found.identity.life
-        if life is Life.GONE:
+        if life is ProcessState.GONE:
             return None
-        if life is Life.STOPPED:
+        if life is ProcessState.STOPPED:
             return silent(_STOPPED, stopped=True)
-        if life is Life.TRACED:
-            return State("", (), 0, debugged=True)
+        if life is ProcessState.TRACED:
+            return RankState("", (), 0, debugged=True)
         return self._asked(peer, life)
 
     def open_for_messages(self, peer: int, limit: float) -> socket.socket:
@@ -252,14 +252,14 @@ class Links:
             wire = self._accepted(peer, end) if self._listens(peer) else None
             if wire is not None:
                 return wire
-            if self.life(peer) is Life.GONE:
+            if self.life(peer) is ProcessState.GONE:
                 break
             time.sleep(0.02)
-        raise GoneError
+        raise ConnectionClosedError
 
     def has_closed(self, peer: int) -> bool:
         """True if no process listens any more at the address of `peer`. The system listens for a busy process."""
-        if self.life(peer) is Life.GONE:
+        if self.life(peer) is ProcessState.GONE:
             return True
         try:
             if self._listens(peer):
@@ -284,7 +284,7 @@ class Links:
     def farewell_of(self, peer: int, limit: float = 1.0) -> str | None:
         """Return the farewell that `peer` wrote to the store; None if it ended without one."""
         key, end = f"ended/{peer}", time.monotonic() + limit
-        gone = self.life(peer) is Life.GONE
+        gone = self.life(peer) is ProcessState.GONE
         with suppress(RuntimeError):
             while not self._store.check([key]):
                 if gone or time.monotonic() > end:
@@ -307,7 +307,7 @@ class Links:
             return None
         except OSError as error:
             self._end_opening(peer)
-            raise GoneError from error
+            raise ConnectionClosedError from error
         if link is not None:
             self._end_opening(peer)
             self._links[peer] = link
@@ -315,11 +315,11 @@ class Links:
 
     def _begin(self, peer: int) -> _Opening:
         """Request a link, with shared memory if this rank can share some."""
-        name, memory = (create(2 * RING) if home() else None) or ("", None)
+        name, memory = (create_region(2 * RING) if host_identity() else None) or ("", None)
         try:
             return _Opening(self._connect(peer, _LINK, name), name, memory)
         except OSError:
-            forget(name)
+            unlink_region(name)
             raise
 
     def _end_opening(self, peer: int) -> None:
@@ -334,8 +334,8 @@ class Links:
         except (TimeoutError, ConnectionResetError):
             return None
         except OSError as error:
-            raise GoneError from error
-        while not readable(wire, _BUSY_LIMIT) and time.monotonic() < end and self.life(peer) is not Life.GONE:
+            raise ConnectionClosedError from error
+        while not readable(wire, _BUSY_LIMIT) and time.monotonic() < end and self.life(peer) is not ProcessState.GONE:
             pass
         with suppress(OSError):
             if readable(wire, 0.0) and wire.recv(1) == _YES:
@@ -343,7 +343,7 @@ class Links:
         wire.close()
         return None
 
-    def _asked(self, peer: int, life: Life) -> State | None:
+    def _asked(self, peer: int, life: ProcessState) -> RankState | None:
         """Return the answer of a process that may be busy."""
         try:
             wire = self._connect(peer, _QUESTION)
@@ -351,12 +351,12 @@ class Links:
             return silent(_NO_HOST, stopped=True)
         except (OSError, RuntimeError):
             return None
-        limit = _BUSY_LIMIT if life is Life.RUNNING else _ANSWER_LIMIT
+        limit = _BUSY_LIMIT if life is ProcessState.RUNNING else _ANSWER_LIMIT
         with wire, suppress(OSError, ValueError):
             return read_state(json.loads(_read_all(wire, limit)))
-        return silent(_BUSY) if life is Life.RUNNING else self._told_by_neighbour(peer)
+        return silent(_BUSY) if life is ProcessState.RUNNING else self._told_by_neighbour(peer)
 
-    def _told_by_neighbour(self, peer: int) -> State | None:
+    def _told_by_neighbour(self, peer: int) -> RankState | None:
         """Return the state of the process of `peer` as another rank on its host sees it."""
         known = self._peers[peer].identity
         for rank in range(self._size):
@@ -364,8 +364,10 @@ class Links:
             if rank in (peer, self.rank) or found is None or found.identity.system != known.system:
                 continue
             with suppress(OSError, ValueError), self._connect(rank, _ABOUT, f"{peer}") as wire:
-                life = Life[_read_all(wire, _ANSWER_LIMIT).decode()]
-                return None if life is Life.GONE else silent(_SEEN.get(life, _FAR), life is Life.STOPPED)
+                life = ProcessState[_read_all(wire, _ANSWER_LIMIT).decode()]
+                return (
+                    None if life is ProcessState.GONE else silent(_SEEN.get(life, _FAR), life is ProcessState.STOPPED)
+                )
         return silent(_FAR)
 
     def _publish(self, key: str, value: str) -> None:
@@ -380,7 +382,7 @@ class Links:
         if found is None and self._store.check([f"at/{peer}"]):
             text = unsealed(self._token, f"at/{peer}", self._store.get(f"at/{peer}"))
             host, port, *process = json.loads(text)
-            found = self._peers[peer] = _Peer((host, port), Identity(*process))
+            found = self._peers[peer] = _Peer((host, port), ProcessIdentity(*process))
         return found
 
     def _connect(self, peer: int, purpose: bytes, name: str = "") -> socket.socket:
@@ -407,7 +409,7 @@ class Links:
             wire.close()
 
     def _link(self, hello: Hello, wire: socket.socket) -> None:
-        memory = attach(hello.name, 2 * RING) if home() else None
+        memory = attach_region(hello.name, 2 * RING) if host_identity() else None
         wire.sendall(_NO if memory is None else _YES)
         wire.settimeout(None)
         with self._arrived:
@@ -421,7 +423,7 @@ class Links:
             link.leave()
 
 
-_SEEN = {Life.STOPPED: _STOPPED, Life.RUNNING: _BUSY}
+_SEEN = {ProcessState.STOPPED: _STOPPED, ProcessState.RUNNING: _BUSY}
 
 
 def _read_all(wire: socket.socket, limit: float) -> bytes:
@@ -436,7 +438,7 @@ def _read_all(wire: socket.socket, limit: float) -> bytes:
     raise OSError(f"the answer has more than {_MOST_ANSWER} bytes")
 
 
-def _own_address(place: Place) -> str:
+def _own_address(place: RankAddress) -> str:
     """Return the address of the interface that leads to the run's host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((place.host, place.port))

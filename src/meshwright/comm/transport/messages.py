@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..launcher.process_state import Life
+from ..launcher.process_state import ProcessState
 from .control_links import Links
-from .ring_buffer import GoneError
+from .ring_buffer import ConnectionClosedError
 
 _HEADER = struct.Struct("<IIQ")
 """A message's tag, the length of its description, and the length of its data."""
@@ -66,7 +66,7 @@ class _Outbox:
         with self._one_sender:
             done = 0 if self.is_busy else self._write_now(head, data)
             if self._broken:
-                raise GoneError
+                raise ConnectionClosedError
             if done < len(head) + data.numel():
                 self._put += 1
                 self._queue.put((head[done:], data[max(0, done - len(head)) :].clone()))
@@ -88,7 +88,7 @@ class _Outbox:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise GoneError from error
+            raise ConnectionClosedError from error
 
     def _write(self) -> None:
         try:
@@ -161,9 +161,9 @@ class Messages:
                     del self._boxes[key]
                 return found
             if self._is_over(peer):
-                raise GoneError
+                raise ConnectionClosedError
             has_opened = peer in self._inboxes
-        gone = self._links.life(peer) is Life.GONE if has_opened else self._links.has_closed(peer)
+        gone = self._links.life(peer) is ProcessState.GONE if has_opened else self._links.has_closed(peer)
         if gone and peer not in self._arriving:
             self._note_closed(peer)
         return None
@@ -202,7 +202,7 @@ class Messages:
         A message sent just before its end may still arrive after the first.
         """
         if peer in self._closed_before:
-            raise GoneError
+            raise ConnectionClosedError
         self._closed_before.add(peer)
 
     def _read(self, peer: int, wire: socket.socket) -> None:

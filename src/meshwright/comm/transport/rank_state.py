@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 
-class State(NamedTuple):
+class RankState(NamedTuple):
     """State of a rank: its current call, the ranks that it waits for, and the number of its calls.
 
     With background conversions a rank may be in two calls, or compute while it is in a call. It is `stuck` if all its
@@ -42,16 +42,16 @@ class State(NamedTuple):
 _KINDS: tuple[type, ...] = (str, list, int, bool, bool, bool, str, str, float, str, bool)
 
 
-def silent(why: str, stopped: bool = False) -> State:
+def silent(why: str, stopped: bool = False) -> RankState:
     """Return the state of a rank that does not answer."""
-    return State("", (), 0, silence=why, stopped=stopped)
+    return RankState("", (), 0, silence=why, stopped=stopped)
 
 
-def read_state(found: object) -> State:
+def read_state(found: object) -> RankState:
     """Return the state from a JSON value. Raises ValueError for anything else."""
     fields = cast("list[Any]", found) if isinstance(found, list) else []
     fits = len(fields) == len(_KINDS) and all(map(isinstance, fields, _KINDS))
     if not fits:
         raise ValueError(f"no state of a rank: {found!r}")
     call, waits_for, *more = fields
-    return State(call, tuple(waits_for), *more)
+    return RankState(call, tuple(waits_for), *more)

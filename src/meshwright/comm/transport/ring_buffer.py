@@ -19,11 +19,11 @@ _ROOM = RING - _COUNTS
 _LONG = 86400.0
 
 
-class GoneError(Exception):
+class ConnectionClosedError(Exception):
     """The other end has closed the connection."""
 
 
-class _Way:
+class _Direction:
     """One direction: a ring buffer with one writer and one reader."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -72,7 +72,7 @@ class Ring:
     """
 
     def __init__(self, memory: mmap.mmap, first: bool) -> None:
-        ways = [_Way(memoryview(memory)[n * RING : (n + 1) * RING]) for n in (0, 1)]
+        ways = [_Direction(memoryview(memory)[n * RING : (n + 1) * RING]) for n in (0, 1)]
         self._out, self._in = ways if first else reversed(ways)
 
     def send(self, data: bytes, wire: socket.socket) -> None:
@@ -97,7 +97,7 @@ class Ring:
         if counts[_WRITTEN] == done and limit > 0.0:
             try:
                 wait_for(lambda: counts[_WRITTEN] != done, lambda: _check(wire), limit)
-            except GoneError:
+            except ConnectionClosedError:
                 if counts[_WRITTEN] == done:
                     raise
         return self._in.read()
@@ -107,9 +107,9 @@ def _check(wire: socket.socket) -> None:
     """Raise GoneError if the connection is closed; no data ever comes through it."""
     try:
         if readable(wire, 0.0) and not wire.recv(1, socket.MSG_PEEK):
-            raise GoneError
+            raise ConnectionClosedError
     except (OSError, ValueError) as error:
-        raise GoneError from error
+        raise ConnectionClosedError from error
 
 
 def readable(wire: socket.socket, limit: float) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..communicators.reductions import reduce_into
 from ..torch_hooks import PrefixStore, Store
-from .shared_region import attach, create, forget, home, is_running, wait_for
+from .shared_region import attach_region, create_region, host_identity, is_running, unlink_region, wait_for
 
 SLOT = 2**20
 """Bytes that a rank writes in one round."""
@@ -44,7 +44,7 @@ class Peers:
     is_gone: Callable[[int], bool] = lambda place: False
 
 
-class SharedMemory:
+class SharedMemoryTransport:
     """Transport of one group; `open_shared` opens it."""
 
     def __init__(self, memory: mmap.mmap, place: int, size: int, limit: timedelta, peers: Peers | None = None) -> None:
@@ -206,7 +206,7 @@ def _ranges(length: int, step: int) -> list[tuple[int, int]]:
 
 def open_shared(
     store: Store, place: int, size: int, limit: timedelta, peers: Peers | None = None
-) -> SharedMemory | None:
+) -> SharedMemoryTransport | None:
     """Return the transport of one group; None if its members cannot all share memory.
 
     All members get the same answer.
@@ -214,21 +214,23 @@ def open_shared(
     peers = peers or Peers()
     length = size * (_LINE * 8 + 2 * SLOT)
     store = PrefixStore("shared", store)
-    store.set(f"home/{place}", home())
+    store.set(f"home/{place}", host_identity())
     homes = {_awaited(store, f"home/{p}", p, limit, peers).decode() for p in range(size)}
     if len(homes) > 1 or not homes.pop():
         return None
-    made = create(length) if place == 0 else None
+    made = create_region(length) if place == 0 else None
     try:
         if place == 0:
             store.set("name", made[0] if made is not None else "")
-        memory = made[1] if made is not None else attach(_awaited(store, "name", 0, limit, peers).decode(), length)
-        found = None if memory is None else SharedMemory(memory, place, size, limit, peers)
+        memory = (
+            made[1] if made is not None else attach_region(_awaited(store, "name", 0, limit, peers).decode(), length)
+        )
+        found = None if memory is None else SharedMemoryTransport(memory, place, size, limit, peers)
         store.set(f"open/{place}", "yes" if found is not None else "no")
         everyone = [_awaited(store, f"open/{p}", p, limit, peers) == b"yes" for p in range(size)]
     finally:
         if made is not None:
-            forget(made[0])
+            unlink_region(made[0])
     return found if all(everyone) else None
 
 

@@ -25,7 +25,7 @@ _REST = 50e-6
 _BETWEEN_ALARMS = 0.05
 
 
-def home(env: Mapping[str, str] | None = None) -> str:
+def host_identity(env: Mapping[str, str] | None = None) -> str:
     """Return a text that is equal for two processes that can share memory; "" for a process that shares none.
 
     MESHWRIGHT_SHARED_MEMORY=off turns sharing off.
@@ -40,7 +40,7 @@ def home(env: Mapping[str, str] | None = None) -> str:
     return ""
 
 
-def create(size: int) -> tuple[str, mmap.mmap] | None:
+def create_region(size: int) -> tuple[str, mmap.mmap] | None:
     """Return the name of new shared memory and the memory, `size` bytes of zeros; None if there is no space."""
     name = _PREFIX + secrets.token_hex(16)
     try:
@@ -51,13 +51,13 @@ def create(size: int) -> tuple[str, mmap.mmap] | None:
         os.posix_fallocate(file, 0, size)  # a full folder raises here; otherwise a later write would kill the process
         return name, mmap.mmap(file, size)
     except OSError:
-        forget(name)
+        unlink_region(name)
         return None
     finally:
         os.close(file)
 
 
-def attach(name: str, size: int) -> mmap.mmap | None:
+def attach_region(name: str, size: int) -> mmap.mmap | None:
     """Return the shared memory with that name.
 
     None if it does not exist, has another size, or belongs to another user.
@@ -77,14 +77,14 @@ def attach(name: str, size: int) -> mmap.mmap | None:
         os.close(file)
 
 
-def forget(name: str) -> None:
+def unlink_region(name: str) -> None:
     """Remove the name of shared memory. It is freed when the last process unmaps it."""
     with suppress(OSError):
         os.unlink(FOLDER / name)
 
 
 @cache
-def looking() -> tuple[int, int]:
+def checks_before_sleep() -> tuple[int, int]:
     """Return the numbers of checks before a rank sleeps.
 
     They are small if there are more ranks than processors, so that other ranks can compute.
@@ -100,7 +100,7 @@ def wait_for(seen: Callable[[], bool], alarm: Callable[[], None], limit: float) 
 
 def wait_shortly(seen: Callable[[], bool]) -> bool:
     """True once `seen()`; False if it is not within the time for which the process does not sleep."""
-    looks, yields = looking()
+    looks, yields = checks_before_sleep()
     for _ in range(looks):
         if seen():
             return True

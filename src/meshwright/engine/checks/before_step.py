@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from meshwright.comm import current, is_compared
-from meshwright.tensor import called_for, count_step, flush
+from meshwright.comm import current_communicator, is_compared
+from meshwright.tensor import collectives_of_call, flush, renumber_parameters
 
 from .comparison_steps import Rhythm, compare_replicas
 from .finite_gradients import should_skip_update
@@ -28,14 +28,14 @@ def before_step(optimizer: Optimizer) -> bool:
     if not is_compared():
         return False
     flush()
-    count_step(optimizer)
+    renumber_parameters(optimizer)
     parameters = parameters_of(optimizer)
     group = ranks_of(parameters)
-    if len(group) < 2 or current().rank not in group:
+    if len(group) < 2 or current_communicator().rank not in group:
         return False
     checks, rhythm = current_checks(), _rhythms.setdefault(optimizer, Rhythm())
     step = f"step {rhythm.step} of {type(optimizer).__name__}"
-    with torch.no_grad(), called_for("the check of a step"):
+    with torch.no_grad(), collectives_of_call("the check of a step"):
         compare_replicas(rhythm, checks, lambda: [*parameters, *states_of(optimizer, parameters)], step, group)
         grads = {f"the gradient of {each.name}": each.tensor.grad for each in parameters}
         return should_skip_update(grads, checks, step, group)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.comm import Group, current
+from meshwright.comm import Group, current_communicator
 
 from . import replicas
 from .initial_values import compare_first_values
@@ -78,7 +78,9 @@ def compare_replicas(
         found = replicas.difference(list(tensors()))
         rhythm.took = time.perf_counter() - begin
     if is_due or not rhythm.every:
-        differs, least = current().all_reduce(torch.tensor([-(found is not None), -wish]), "min", group).tolist()
+        differs, least = (
+            current_communicator().all_reduce(torch.tensor([-(found is not None), -wish]), "min", group).tolist()
+        )
         if differs:
             raise replicas.replica_error(step, *found) if found is not None else replicas.error_elsewhere(step)
         wish = -least

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from meshwright.comm import Group, current
+from meshwright.comm import Group, current_communicator
 from meshwright.tensor import local_parts
 
 from .._errors import NonFiniteGradientError
@@ -30,11 +30,11 @@ def should_skip_update(tensors: Mapping[str, Tensor | None], checks: StepChecks,
     Raises:
         NonFiniteGradientError: there is such a tensor, and `bad_numbers` is "stop"; raised on all ranks.
     """
-    current().settle()
+    current_communicator().settle()
     if checks.bad_numbers == "off":
         return False
     bad = first_bad(tensors)
-    if not current().all_reduce(torch.tensor([bad is not None]), "any", group).item():
+    if not current_communicator().all_reduce(torch.tensor([bad is not None]), "any", group).item():
         return False
     error = non_finite_error(step, bad or "", group)
     if checks.bad_numbers == "stop":
@@ -94,5 +94,5 @@ def _names_of_all(name: str, group: Group) -> list[str]:
     mine = torch.zeros(_LONGEST, dtype=torch.uint8)
     data = name.encode()[:_LONGEST]
     mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    rows = current().all_gather(mine, group, [(_LONGEST,)] * len(group))
+    rows = current_communicator().all_gather(mine, group, [(_LONGEST,)] * len(group))
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.comm import Group, current
-from meshwright.tensor import DistTensor, first_of
+from meshwright.comm import Group, current_communicator
+from meshwright.tensor import DistTensor, initial_checksum_of
 
 from .._errors import ReplicaError
 from .named_tensors import Named, listed
@@ -18,7 +18,7 @@ _NONE = -1
 
 def by_mesh(tensors: Sequence[Named]) -> dict[Group, list[Named]]:
     """Return the tensors of this rank by the ranks of their meshes, in an order that is the same on all ranks."""
-    rank, found = current().rank, dict[Group, list[Named]]()
+    rank, found = current_communicator().rank, dict[Group, list[Named]]()
     for each in tensors:
         x = each.tensor
         if isinstance(x, DistTensor) and rank in x.spec.mesh:
@@ -33,7 +33,7 @@ def compare_first_values(tensors: Sequence[Named], step: str) -> None:
         ReplicaError: ranks have distributed different values, and no rank has written to its part since.
     """
     for group, laid in by_mesh(tensors).items():
-        own = [first_of(each.tensor) for each in laid]
+        own = [initial_checksum_of(each.tensor) for each in laid]
         highest = _most([_NONE if value is None else value for value in own], group)
         lowest = _most([_NONE - 2**32 if value is None else -value for value in own], group)
         bad = [at for at, (high, low) in enumerate(zip(highest, lowest, strict=True)) if high > -low]
@@ -42,14 +42,14 @@ def compare_first_values(tensors: Sequence[Named], step: str) -> None:
 
 
 def _most(values: Sequence[int], group: Group) -> list[int]:
-    found = current().all_reduce(torch.tensor(values), "max", group)
+    found = current_communicator().all_reduce(torch.tensor(values), "max", group)
     return [int(value) for value in found.tolist()]
 
 
 def _initial_value_error(step: str, group: Group, names: Sequence[str], own: Sequence[int | None]) -> ReplicaError:
     """Return the error that names the tensors and their checksums; every rank of the group makes the call."""
     mine = torch.tensor([_NONE if value is None else value for value in own])
-    rows = [x.tolist() for x in current().all_gather(mine, group, [(len(own),)] * len(group))]
+    rows = [x.tolist() for x in current_communicator().all_gather(mine, group, [(len(own),)] * len(group))]
     told: list[str] = []
     for at, name in enumerate(names):
         sums = ", ".join(f"{row[at]:08x} on rank {rank}" for rank, row in zip(group, rows, strict=True) if row[at] >= 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshwright.comm import Group, current
+from meshwright.comm import Group, current_communicator
 
 _SIZE, _TIMES = 64, 8
 
@@ -25,7 +25,7 @@ def diagnosis(group: Group) -> str:
 
 
 def _sum_is_right(group: Group) -> bool:
-    here = current()
+    here = current_communicator()
     mine = torch.arange(_SIZE, dtype=torch.float32) + here.rank
     right = torch.arange(_SIZE, dtype=torch.float32) * len(group) + sum(group)
     return all(torch.equal(here.all_reduce(mine, "sum", group), right) for _ in range(_TIMES))
@@ -46,5 +46,5 @@ _TESTS: dict[str, Callable[[Group], bool]] = {
 
 def _wrong_ranks(test: Callable[[Group], bool], group: Group) -> list[int]:
     right = torch.tensor([int(test(group))])
-    told: list[Tensor] = current().all_gather(right, group, [(1,)] * len(group))
+    told: list[Tensor] = current_communicator().all_gather(right, group, [(1,)] * len(group))
     return [rank for rank, x in zip(group, told, strict=True) if not int(x)]

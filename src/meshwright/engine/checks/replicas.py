@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.comm import Group, current
+from meshwright.comm import Group, current_communicator
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, local_parts
 
@@ -29,7 +29,7 @@ def replicas_of(spec: Spec, rank: int) -> Group:
 
 def by_group(tensors: Sequence[Named]) -> dict[Group, list[Named]]:
     """Return the tensors that this rank shares with others, by the ranks that hold the same parts."""
-    rank, found = current().rank, dict[Group, list[Named]]()
+    rank, found = current_communicator().rank, dict[Group, list[Named]]()
     for each in tensors:
         x = each.tensor
         if isinstance(x, DistTensor) and rank in x.spec.mesh:
@@ -59,7 +59,7 @@ def difference(tensors: Sequence[Named]) -> tuple[Group, list[Named], list[int]]
 
     Every rank of every group makes the call.
     """
-    here, found = current(), None
+    here, found = current_communicator(), None
     for group, shared in by_group(tensors).items():
         own = sums(shared)
         total = (torch.tensor(own) * torch.arange(1, 2 * len(own), 2)).sum()
@@ -71,7 +71,7 @@ def difference(tensors: Sequence[Named]) -> tuple[Group, list[Named], list[int]]
 
 def replica_error(step: str, group: Group, shared: Sequence[Named], own: Sequence[int]) -> ReplicaError:
     """Return the error that names tensors and ranks; every rank of the group makes the call."""
-    here, shape = current(), (len(own),)
+    here, shape = current_communicator(), (len(own),)
     rows = [x.tolist() for x in here.all_gather(torch.tensor(own), group, [shape] * len(group))]
     told: list[str] = []
     for at, each in enumerate(shared):

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.comm import current, is_compared
+from meshwright.comm import current_communicator, is_compared
 from meshwright.graph import Looking
-from meshwright.tensor import DistTensor, called_for, map_tensors, tensors_in
+from meshwright.tensor import DistTensor, collectives_of_call, map_tensors, tensors_in
 
 from .._errors import ReplicaError
 from .comparison_steps import Rhythm, compare_replicas
@@ -56,18 +56,18 @@ class StaticChecks:
         """
         if not is_compared():
             return step.run(*given)
-        checks, group = current_checks(), tuple(range(current().size))
+        checks, group = current_checks(), tuple(range(current_communicator().size))
         number, name = self.rhythm.step, f"step {self.rhythm.step} of a static model"
-        with called_for("the check of a step"):
+        with collectives_of_call("the check of a step"):
             compare_replicas(self.rhythm, checks, self._named, name, group)
         if checks.replay and number % checks.replay == 0:
             _replay(step.run, given, name)
         if step.apart is None:
-            with current().comparing_first():
+            with current_communicator().comparing_first():
                 return step.run(*given)
 
         def look_at(gradients: Mapping[str, Tensor]) -> bool:
-            with called_for("the check of a step"):
+            with collectives_of_call("the check of a step"):
                 return should_skip_update(
                     {f"the gradient of {n}": x for n, x in gradients.items()}, checks, name, group
                 )
@@ -80,10 +80,10 @@ class StaticChecks:
 
 def _replay(program: Callable[..., Result], given: Sequence[Any], name: str) -> None:
     """Run a step twice on copies of its inputs. Raises ReplicaError on all ranks if the results differ on a rank."""
-    state, group = _random_states(), tuple(range(current().size))
+    state, group = _random_states(), tuple(range(current_communicator().size))
     runs = [_once(program, given, state) for _ in range(2)]
     told = torch.tensor([float(_differ(*runs))])
-    if current().all_reduce(told, "max", group).item():
+    if current_communicator().all_reduce(told, "max", group).item():
         runs.append(_once(program, given, state))
         raise _replay_error(name, runs)
     _set_random_states(state)
@@ -116,7 +116,7 @@ def _replay_error(name: str, runs: Sequence[Result]) -> ReplicaError:
     """Return the error about a step that gave other numbers when it was repeated; every rank makes the call."""
     a, b, c = runs
     kind = _SAME if not _differ(a, b) else _TRANSIENT if not (_differ(a, c) and _differ(b, c)) else _LASTING
-    here, group = current(), tuple(range(current().size))
+    here, group = current_communicator(), tuple(range(current_communicator().size))
     kinds = [int(x) for x in here.all_gather(torch.tensor([kind]), group, [(1,)] * len(group))]
     ranks = ", ".join(str(rank) for rank, kind in zip(group, kinds, strict=True) if kind != _SAME)
     return ReplicaError(

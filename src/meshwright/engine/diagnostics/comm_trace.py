@@ -13,12 +13,12 @@ from itertools import combinations
 from pathlib import Path
 from types import FrameType
 
-from meshwright.checkpoint import world
-from meshwright.comm import Call, Carrier, current
+from meshwright.checkpoint import current_world
+from meshwright.comm import Call, Communicator, current_communicator
 from meshwright.graph import write_whole
 from meshwright.layout import ProcessMesh, module_path, user_frame
 from meshwright.reshard import Plan, Purpose
-from meshwright.tensor import bucket_of, in_backward, place_of_gradient, places_kept
+from meshwright.tensor import bucket_of, call_site_of_gradient, call_sites_kept, in_backward
 
 from .trace_file import rank_events, trace_file
 from .traced_call import TracedCall
@@ -51,7 +51,7 @@ class CommTrace:
 
         Every rank makes the call, after the block. The file appears complete or not at all; rank 0 writes it.
         """
-        events = world().gathered(list(rank_events(self.rank, self.calls, self.works)))
+        events = current_world().gathered(list(rank_events(self.rank, self.calls, self.works)))
         if self.rank == 0:
             write_whole(path, trace_file(events).encode())
 
@@ -90,7 +90,7 @@ def trace_comm() -> Generator[CommTrace]:
     >>> call.step, call.axes, call.received, call.stage
     ('AllReduce(tp)', ('tp',), 96, 'forward')
     """
-    here = current()
+    here = current_communicator()
     trace = CommTrace(here.rank)
 
     own, works = threading.get_ident(), WorkRecorder(here.seen, trace.works)
@@ -105,11 +105,11 @@ def trace_comm() -> Generator[CommTrace]:
 
         return ended
 
-    with here.seen.telling(listen, works.watch), places_kept(), works.of_modules():
+    with here.seen.telling(listen, works.watch), call_sites_kept(), works.of_modules():
         yield trace
 
 
-def _traced(here: Carrier, call: Call, received: int, frame: FrameType) -> TracedCall:
+def _traced(here: Communicator, call: Call, received: int, frame: FrameType) -> TracedCall:
     step, axes, purpose = _step(here.rank, call, frame)
     at = user_frame(frame)
     stage, line, module = purpose or ("forward", at, module_path(frame))
@@ -118,7 +118,7 @@ def _traced(here: Carrier, call: Call, received: int, frame: FrameType) -> Trace
     if bucket is not None:
         stage, axes = "gradients", _axes(bucket.mesh, here.rank, call.group)
     elif purpose is None and in_backward():
-        place = place_of_gradient(frame)
+        place = call_site_of_gradient(frame)
         stage, line, module = "backward", *(place or (at, module))
     peer = call.message[0] if call.kind in ("send", "receive") else None
     told = (call.kind, str(call), call.group, axes, step, received, stage, line, module, at)

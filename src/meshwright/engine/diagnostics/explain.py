@@ -8,11 +8,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.comm import Carrier, NoCarrierError, Recorded, current, use
+from meshwright.comm import (
+    Communicator,
+    NoCommunicatorError,
+    PeerlessCommunicator,
+    current_communicator,
+    using_communicator,
+)
 from meshwright.layout import Spec
 from meshwright.reshard import Plan, Relabel, transposed
 from meshwright.reshard import plan as reshard_plan
-from meshwright.tensor import Decided
+from meshwright.tensor import CallRecord
 
 from ..marks.decision_record import record
 
@@ -35,7 +41,7 @@ class Explanation:
     """
 
     rank: int
-    calls: tuple[Decided, ...]
+    calls: tuple[CallRecord, ...]
     collectives: dict[str, int]
     received: int
     result: Any
@@ -77,27 +83,27 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         return Explanation(carrier.rank, tuple(found), dict(made), seen.total_received - received, result)
 
 
-class _Here(AbstractContextManager[Carrier]):
+class _Here(AbstractContextManager[Communicator]):
     """The communicator that exists already."""
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, carrier: Communicator) -> None:
         self.carrier = carrier
 
-    def __enter__(self) -> Carrier:
+    def __enter__(self) -> Communicator:
         return self.carrier
 
     def __exit__(self, *_: object) -> None:
         return None
 
 
-def _somewhere() -> AbstractContextManager[Carrier]:
+def _somewhere() -> AbstractContextManager[Communicator]:
     try:
-        return _Here(current())
-    except NoCarrierError:
-        return use(Recorded())
+        return _Here(current_communicator())
+    except NoCommunicatorError:
+        return using_communicator(PeerlessCommunicator())
 
 
-def _rows(call: Decided, rank: int) -> Iterator[tuple[str, ...]]:
+def _rows(call: CallRecord, rank: int) -> Iterator[tuple[str, ...]]:
     """One row per operand; the first also has the call's name, its results and any remark."""
     operands = list(_operands(call)) or [("", None)]
     results = ", ".join(map(repr, call.outs))
@@ -108,7 +114,7 @@ def _rows(call: Decided, rank: int) -> Iterator[tuple[str, ...]]:
         yield (call.name if at == 0 else "", operand, becomes, by, received, results if at == 0 else "")
 
 
-def _operands(call: Decided) -> Iterator[tuple[str, Plan | None]]:
+def _operands(call: CallRecord) -> Iterator[tuple[str, Plan | None]]:
     """Every distributed operand with the plan that changes it, then the plain operands that change."""
     plans = {at: how.plan for at, how in call.moves}
     sure = {at for at, plan in plans.items() if at < len(call.ins) and call.ins[at] is plan.src}

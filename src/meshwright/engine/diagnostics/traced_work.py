@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.comm import Counters, NoCarrierError, current
+from meshwright.comm import Counters, NoCommunicatorError, current_communicator
 from meshwright.tensor import DistTensor, local_parts, tensors_in
 
 _SINCE = time() - perf_counter()
@@ -126,6 +126,6 @@ class WorkRecorder:
     def _is_here(self) -> bool:
         """True if the recorded rank is the running one: hooks are called for all ranks of the process."""
         try:
-            return current().seen is self._seen
-        except NoCarrierError:
+            return current_communicator().seen is self._seen
+        except NoCommunicatorError:
             return False

@@ -25,11 +25,11 @@ from meshwright.tensor import (
     DistTensor,
     OperationError,
     absent,
+    as_part,
     flush,
     local_parts,
     parts_recorded,
     recording,
-    stamp,
 )
 
 from ..checks import before_step
@@ -110,7 +110,7 @@ def _distribute_new_states(optimizer: Optimizer) -> None:
         for key, x in states.items():
             if isinstance(x, Tensor) and not isinstance(x, DistTensor) and x.dim() and x.size() == p.size():
                 spec = p.spec.with_dtype(x.dtype)
-                states[key] = absent(x, spec) if p._away else stamp(x, spec)
+                states[key] = absent(x, spec) if p._away else as_part(x, spec)
 
 
 def _count_writes(optimizer: Optimizer) -> None:

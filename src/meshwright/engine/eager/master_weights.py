@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.tensor import DistTensor, local_parts, place, stamp
+from meshwright.tensor import DistTensor, as_part, distribute_as, local_parts
 
 from .._errors import StrategyError
 
@@ -219,7 +219,7 @@ class MasterWeightsAndOffload:
 
 def _in_parameter_layout(x: Tensor, p: Tensor) -> Tensor:
     """Return a loaded copy in the current layout of its parameter."""
-    return place(x, p.spec.mesh, p.spec.layout.with_varying(())) if isinstance(p, DistTensor) else x
+    return distribute_as(x, p.spec.mesh, p.spec.layout.with_varying(())) if isinstance(p, DistTensor) else x
 
 
 def _moves(p: Tensor, x: Any) -> bool:
@@ -233,7 +233,7 @@ def _mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         local = fn(x.detach().as_subclass(Tensor))
         if not isinstance(x, DistTensor):
             return local
-        out: Any = stamp(local.view_as(local), x._spec)
+        out: Any = as_part(local.view_as(local), x._spec)
         out.__class__ = type(x)
         return out
 

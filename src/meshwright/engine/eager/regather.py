@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.layout import Layout, Spec
-from meshwright.tensor import DistTensor, local_parts, map_tensors, place, stamp, transforming
+from meshwright.tensor import DistTensor, as_part, distribute_as, local_parts, map_tensors, transforming
 
 from ..torch_hooks import top_saved_hooks
 
@@ -73,10 +73,10 @@ class _SavedPart:
 
     def redeem(self) -> Tensor:
         with torch.no_grad():
-            whole = place(self.part.detach(), self.part.spec.mesh, self.layout)
+            whole = distribute_as(self.part.detach(), self.part.spec.mesh, self.layout)
             with local_parts():
                 found = self.view.of(whole)
-        return found if self.spec is None else stamp(found, self.spec)
+        return found if self.spec is None else as_part(found, self.spec)
 
 
 class SavedPartHooks:

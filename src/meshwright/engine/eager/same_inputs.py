@@ -12,7 +12,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from meshwright.comm import Simulated, current
+from meshwright.comm import SimulatedCommunicator, current_communicator
 from meshwright.tensor import DistTensor, captured_whole, largest_anywhere, local_parts
 
 from .._errors import BatchError
@@ -35,11 +35,15 @@ class SameInputs:
             return
         self._calls += 1
         plain = [x for x in tensors if not isinstance(x, DistTensor)]
-        if not plain or current().size == 1 or self._calls & (self._calls - 1):
+        if not plain or current_communicator().size == 1 or self._calls & (self._calls - 1):
             return
         digest = _digest(plain)
-        here = current()
-        same = self._same_as_before(here, digest) if isinstance(here, Simulated) else _same_everywhere(digest, plain[0])
+        here = current_communicator()
+        same = (
+            self._same_as_before(here, digest)
+            if isinstance(here, SimulatedCommunicator)
+            else _same_everywhere(digest, plain[0])
+        )
         if not same:
             shapes = ", ".join(str(tuple(x.shape)) for x in plain)
             raise BatchError(
@@ -51,7 +55,7 @@ class SameInputs:
                 "WORLD_SIZE='1') after mw.init_process()",
             )  # fmt: skip
 
-    def _same_as_before(self, here: Simulated, digest: int) -> bool:
+    def _same_as_before(self, here: SimulatedCommunicator, digest: int) -> bool:
         """True if the simulated ranks that made this call before had the same inputs."""
         if self._calls == 1:  # ranks make their models in the same order
             made = here.shared[_MADE, here.rank] = here.shared.get((_MADE, here.rank), 0) + 1

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard, layout_of
-from meshwright.tensor import Arrival, DistTensor, StageOrder, captured_whole, map_tensors, pipe_split, tensors_in
+from meshwright.tensor import DistTensor, StageArrival, StageOrder, captured_whole, map_tensors, pipe_split, tensors_in
 
 from ..marks.tensors import reshard
 
@@ -52,7 +52,7 @@ class StageEntry:
         if note is None:
             return reshard(x, self.home, self._placements(x, rows))
         layout = layout_of(self._placements(x, rows), x.dim(), self.home)
-        return note(Arrival(self.home, layout), (x,), lambda: x.view_as(x))
+        return note(StageArrival(self.home, layout), (x,), lambda: x.view_as(x))
 
     def _placements(self, x: Tensor, rows: int) -> Sequence[Placement]:
         """Return the placements of a tensor on its new stage, with pending sums reduced.

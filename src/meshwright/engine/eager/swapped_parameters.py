@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from meshwright.layout import Spec
-from meshwright.tensor import place
+from meshwright.tensor import distribute_as
 
 _known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Module → the names of its parameters that are replaced while it runs."""
@@ -47,7 +47,7 @@ class _ParameterSwap:
         held = {name: table[name] for name in self._owned}
         self._held.append(held)
         for name, p in held.items():
-            table[name] = place(p, self._owned[name].mesh, self._owned[name].layout)
+            table[name] = distribute_as(p, self._owned[name].mesh, self._owned[name].layout)
         if self._watch is not None:
             self._watch.enter([(p, table[name]) for name, p in held.items()])
 

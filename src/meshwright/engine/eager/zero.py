@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from meshwright.layout import MeshError, Spec
 from meshwright.passes import sharded
-from meshwright.tensor import DistTensor, lay, place
+from meshwright.tensor import DistTensor, distribute_as, keep_own_part
 
 from ..marks.module_memory import refuse_shared_parameters
 from .regather import SavedPartHooks
@@ -54,7 +54,7 @@ class ShardingStage1:
         def behind() -> None:
             for p, (spec, grad) in wholes.items():
                 p.grad = None
-                lay(p, spec)
+                keep_own_part(p, spec)
                 p.grad = grad
             wholes.clear()
 
@@ -121,9 +121,9 @@ def _spec(p: Any) -> Spec:
 def _relayout_with_gradient(p: Tensor, spec: Spec) -> None:
     """Change the layout of a parameter to `spec`, and that of its gradient to the dual one."""
     grad = p.grad
-    part = None if grad is None else place(grad, spec.mesh, spec.dual().layout)
+    part = None if grad is None else distribute_as(grad, spec.mesh, spec.dual().layout)
     p.grad = None
-    lay(p, spec)
+    keep_own_part(p, spec)
     p.grad = part
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from meshwright.tensor import Context, attending_by
+from meshwright.tensor import Context, using_attention
 
 from .._errors import StrategyError
 
@@ -31,7 +31,7 @@ def context_parallel(by: Context) -> AbstractContextManager[None]:
     >>> mw.simulate(attend, 2)[0]
     (Shard(1),)
     """
-    return attending_by(check_context(by))
+    return using_attention(check_context(by))
 
 
 def check_context(by: Context) -> Context:
@@ -62,7 +62,7 @@ class ContextHooks:
                 part.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: Any) -> None:
-        self.entered.append(attending_by(self.by))
+        self.entered.append(using_attention(self.by))
         self.entered[-1].__enter__()
 
     def _leave(self, *_: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from meshwright.layout import Spec
-from meshwright.tensor import Decided, decisions
+from meshwright.tensor import CallRecord, decisions
 
 
 class _State(threading.local):
@@ -19,7 +19,7 @@ _state = _State()
 
 
 @contextmanager
-def record() -> Generator[list[Decided]]:
+def record() -> Generator[list[CallRecord]]:
     """Collect the decisions on this rank inside the block: those for each call, and the program's own reshards."""
     with decisions() as found:
         before, _state.add_reshard = _state.add_reshard, found.add_reshard

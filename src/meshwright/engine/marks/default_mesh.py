@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.comm import current, init_process
+from meshwright.comm import current_communicator, init_process
 from meshwright.layout import MeshError, ProcessMesh
 
 
@@ -80,7 +80,7 @@ def resolve_mesh(mesh: ProcessMesh | None) -> ProcessMesh:
             "an operation without a mesh", "no default mesh", "the mesh says which ranks take part",
             "call mw.set_mesh(mw.ProcessMesh(…)) once, or pass the mesh as an argument",
         )  # fmt: skip
-    size = current().size
+    size = current_communicator().size
     last = max(_checked(found).process_ids)
     if last >= size:
         raise MeshError(

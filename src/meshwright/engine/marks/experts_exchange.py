@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Layout, ProcessMesh, Product, Spec, axes_of, replicated
-from meshwright.tensor import DistTensor, local_parts, place, present, redistribute
+from meshwright.tensor import DistTensor, as_dist_tensor, distribute_as, local_parts, redistribute
 
 from .default_mesh import resolve_mesh
 from .experts_rows import Routed, combined, experts_of, run_experts_without_random
@@ -41,7 +41,7 @@ class Roles:
     @cached_property
     def inside(self) -> ProcessMesh | None:
         """Return the mesh of the ranks that share this rank's rows and experts."""
-        rank = current().rank
+        rank = current_communicator().rank
         return self.mesh.get_submesh(self.inner, rank) if self.inner and rank in self.mesh else None
 
     def of_tokens(self, layout: Layout) -> Layout:
@@ -63,7 +63,7 @@ class Roles:
         layout = Layout(((), *x.spec.layout.dims[1:]))
         with local_parts():
             rows = local.shape[0]
-        return present(local, Spec(self.inside, layout, (rows, *x.spec.shape[1:]), x.dtype))
+        return as_dist_tensor(local, Spec(self.inside, layout, (rows, *x.spec.shape[1:]), x.dtype))
 
     def alike(self, made: Tensor, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """Return the experts' results in one layout for all ranks; ranks with few rows may have computed another one.
@@ -83,7 +83,7 @@ class Roles:
             out = redistribute(out, out.mesh, Layout(((), last))).to_local()
         layout = Layout((self.tokens, last))
         features = out.shape[1] * prod(self.mesh.sizes[a] for a in last)
-        return present(out, Spec(self.mesh, layout, (rows, features), out.dtype))
+        return as_dist_tensor(out, Spec(self.mesh, layout, (rows, features), out.dtype))
 
 
 def on_mesh(
@@ -109,7 +109,7 @@ def on_mesh(
 
 def as_distributed(x: Tensor, mesh: ProcessMesh) -> DistTensor:
     """Return `x` as a distributed tensor; a plain `x` is whole on every rank."""
-    return x if isinstance(x, DistTensor) else place(x, mesh, replicated(x.dim()))
+    return x if isinstance(x, DistTensor) else distribute_as(x, mesh, replicated(x.dim()))
 
 
 def roles_of(mesh: ProcessMesh, tokens: DistTensor, parameter: DistTensor) -> Roles:
@@ -166,7 +166,7 @@ def _row_counts(routed: Routed, roles: Roles, mine: list[int]) -> _RowCounts:
 
     Only with these counts is it known which rows an expert takes.
     """
-    here = current()
+    here = current_communicator()
     if here.rank not in roles.mesh:
         return _RowCounts((here.rank,), mine, mine, [0], [0], [[]])
     group = roles.mesh.group(here.rank, roles.experts)
@@ -236,7 +236,7 @@ def _exchange_rows(rows: Tensor, group: tuple[int, ...], out: list[int], back: l
         return _RowExchange.apply(rows, group, out, back)  # pyright: ignore[reportReturnType] - untyped in torch
     local: Any = _RowExchange.apply(rows.to_local(), group, out, back)
     spec = rows.spec
-    return present(local, Spec(spec.mesh, spec.layout, (sum(back), *spec.shape[1:]), spec.dtype))
+    return as_dist_tensor(local, Spec(spec.mesh, spec.layout, (sum(back), *spec.shape[1:]), spec.dtype))
 
 
 class _RowExchange(torch.autograd.Function):
@@ -246,7 +246,7 @@ class _RowExchange(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, group: tuple[int, ...], out: list[int], back: list[int]) -> Tensor:
         ctx.way = group, back, out
         shapes = [(n, *rows.shape[1:]) for n in back]
-        return torch.cat(current().all_to_all(list(rows.split(out)), shapes, group))
+        return torch.cat(current_communicator().all_to_all(list(rows.split(out)), shapes, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

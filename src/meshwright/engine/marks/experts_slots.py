@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Layout, Spec, replicated
-from meshwright.tensor import DistTensor, present, redistribute
+from meshwright.tensor import DistTensor, as_dist_tensor, redistribute
 
 from .experts_exchange import Roles, as_distributed, roles_of
 from .experts_rows import Routed, combined, experts_of, run_experts
@@ -71,7 +71,7 @@ def _placed(
     weights = torch.where(is_mine, _local_everywhere(scores, roles).to_local(), 0)
     found = combined(terms, weights)  # before the sum over ranks: infinite weights would make NaN of its terms
     waits = Layout(((), ()), tuple((a, "sum") for a in roles.tokens))
-    return present(found, Spec(roles.mesh, waits, found.shape, found.dtype))
+    return as_dist_tensor(found, Spec(roles.mesh, waits, found.shape, found.dtype))
 
 
 def _local_everywhere(x: DistTensor, roles: Roles) -> DistTensor:
@@ -91,7 +91,7 @@ def _own_slots(spec: Spec, slots: Tensor, capacity: int, shape: tuple[int, ...])
 
     Rows that are elsewhere, or in no slot, get the index after the last slot.
     """
-    here = current()
+    here = current_communicator()
     expert, at = slots // capacity - here.offset(spec, 0), slots % capacity - here.offset(spec, 1)
     mine = (expert >= 0) & (expert < shape[0]) & (at >= 0) & (at < shape[1])
     return torch.where(mine, expert * shape[1] + at, shape[0] * shape[1])

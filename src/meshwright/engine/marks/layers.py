@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import ProcessMesh
 from meshwright.tensor import DistTensor, TraceError
 
@@ -23,7 +23,7 @@ Slot = tuple[dict[str, Any], str, Tensor]
 
 def get_rank() -> int:
     """Number of this rank in the world."""
-    return current().rank
+    return current_communicator().rank
 
 
 def shard_layer(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Placement, ProcessMesh, Replicate, Shard, Spec, layout_of
 from meshwright.tensor import captured_whole, map_tensors, note_spec, noted_spec, tensors_in
 
@@ -52,7 +52,7 @@ def parts_of(tree: Any, place: Place, guess: Place) -> Any:
 
     def part(x: Tensor) -> Tensor:
         spec = _spec(x, place, guess)
-        return x if spec is None else _fake(x.new_empty(current().local_shape(spec)), x.requires_grad)
+        return x if spec is None else _fake(x.new_empty(current_communicator().local_shape(spec)), x.requires_grad)
 
     return map_tensors(part, tree)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Partial, Placement, ProcessMesh, Shard, layout_of
 from meshwright.tensor import DistTensor, redistribute, tensors_in
 
@@ -243,7 +243,7 @@ def _outside(func: Any, x: Any, target: Target, axes: frozenset[tuple[ProcessMes
 
 
 def _count_gradient_once(x: Tensor, mesh: ProcessMesh, axes: set[str]) -> Tensor:
-    at = mesh.coordinate(current().rank) if current().rank in mesh else {}
+    at = mesh.coordinate(current_communicator().rank) if current_communicator().rank in mesh else {}
     out: Any = _GradientOnFirstRank.apply(x, not any(at.get(a) for a in axes))
     return out
 

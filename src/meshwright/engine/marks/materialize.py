@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.tensor import DistTensor, local_parts, place, stamp
+from meshwright.tensor import DistTensor, as_part, distribute_as, local_parts
 
 from .._errors import MaterializeError
 
@@ -127,7 +127,7 @@ class _Work:
                 "the old tensor has its layout on the mesh, and an optimizer may hold it", "write the values in place",
             )  # fmt: skip
         with local_parts():
-            values = place(new, old.spec.mesh, old.spec.layout) if isinstance(old, DistTensor) else new
+            values = distribute_as(new, old.spec.mesh, old.spec.layout) if isinstance(old, DistTensor) else new
             _local(old).copy_(_local(values))
         table[key] = old
 
@@ -161,7 +161,7 @@ def _give_memory(x: Tensor, device: torch.device) -> None:
             new.fill_(torch.nan)
         made: Any = new.requires_grad_(x.requires_grad)
         if isinstance(x, DistTensor):
-            made = stamp(made, x._spec)
+            made = as_part(made, x._spec)
             made.__class__ = type(x)
         elif isinstance(x, nn.Parameter):
             made = nn.Parameter(made, x.requires_grad)

@@ -14,12 +14,12 @@ from meshwright.tensor import (
     DistTensor,
     captured_whole,
     distribute,
+    distribute_as,
     flush,
     from_local,
+    full_tensor,
     local_parts,
-    place,
     redistribute,
-    whole,
 )
 
 from .decision_record import note_reshard
@@ -77,7 +77,7 @@ def _take_gradient(old: Tensor, new: DistTensor) -> None:
         found = old.is_leaf and new.is_leaf and old.grad is not None
     if found:
         assert old.grad is not None
-        new.grad = place(old.grad.detach(), new.mesh, new.spec.dual().layout)
+        new.grad = distribute_as(old.grad.detach(), new.mesh, new.spec.dual().layout)
 
 
 def _take_over(old: nn.Parameter, new: Tensor) -> None:
@@ -148,7 +148,7 @@ def reshard(x: Tensor, mesh: ProcessMesh | None = None, placements: Sequence[Pla
 
 def unshard_dtensor(x: Tensor) -> Tensor:
     """Return the whole value as a plain tensor on every rank of the world; a plain tensor is returned as it is."""
-    return whole(x)
+    return full_tensor(x)
 
 
 def check(placements: Sequence[Placement]) -> Sequence[Placement]:

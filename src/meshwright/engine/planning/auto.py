@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.cost import Cluster, cluster_of
 from meshwright.cost import cluster as read_cluster
 from meshwright.graph import Program, capture
@@ -25,7 +25,7 @@ from meshwright.search import (
     plan_mesh,
     progress_bar,
 )
-from meshwright.tensor import context, leaves_in
+from meshwright.tensor import attention_algorithm, leaves_in
 
 from .._errors import BatchError
 from ..marks.context_parallel import ContextHooks
@@ -63,7 +63,7 @@ def plan(
         CaptureError: the model cannot be captured; the message names the line at fault.
     """
     machines = resolve_cluster(cluster)
-    devices = ranks or machines.devices or current().size
+    devices = ranks or machines.devices or current_communicator().size
     program, states = _captured(model, batch, loss), states_of(optimizer)
     with progress_bar(f"plans for {devices} ranks") as on_step:
         leaves = list(leaves_in(batch))
@@ -141,16 +141,16 @@ def auto(
     batch, options = _first(optimizer, loader), strategy or Strategy()
     program, leaves = _captured(model, batch, loss), list(leaves_in(batch))
     chosen = plan or fastest(program, resolve_cluster(cluster), batch=leaves, states=states_of(optimizer))
-    if chosen.mesh.size != current().size:
+    if chosen.mesh.size != current_communicator().size:
         raise SearchError(
-            f"a plan of {chosen.how}", f"{current().size} ranks", f"the mesh of the plan has {chosen.mesh.size} ranks",
-            f"start {chosen.mesh.size} ranks, or choose mesh sizes whose product is {current().size}",
+            f"a plan of {chosen.how}", f"{current_communicator().size} ranks", f"the mesh of the plan has {chosen.mesh.size} ranks",
+            f"start {chosen.mesh.size} ranks, or choose mesh sizes whose product is {current_communicator().size}",
         )  # fmt: skip
     specs = _layouts_for_pieces(chosen, program)
     if chosen.pipeline is not None:
         distribute_over_stages(model, optimizer, chosen)
         specs = {}
-    if chosen.context != "gather" and context() == "gather":
+    if chosen.context != "gather" and attention_algorithm() == "gather":
         ContextHooks(chosen.context).put_on(model)
     layouts = {**specs, **(options.layouts or {})}
     step = DistModel(model, loader, loss, optimizer, replace(strategy_for_plan(chosen, options), layouts=layouts))
@@ -235,7 +235,7 @@ def fastest(
 
     Without `saving`, only the mesh and the shardings are chosen.
     """
-    here = current()
+    here = current_communicator()
 
     def search() -> MeshPlan:
         with progress_bar(f"plans for {here.size} ranks", silent=here.rank != 0) as on_step:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.cost import Cluster
 from meshwright.layout import ProcessMesh, Shard, Spec, axes_of
 from meshwright.search import MemorySaving, MeshPlan, SearchError
@@ -161,7 +161,7 @@ def _patterns(model: nn.Module, wanted: Mapping[str, Style]) -> dict[str, Style]
 def _left_out(model: nn.Module, best: MeshPlan, config: Parallelism) -> Iterator[str]:
     """Yield the tensors to which the styles give other layouts than the plan, found on a copy on the meta device."""
     laid = deepcopy(model).to("meta")
-    with use(Recorded(0, best.mesh.size)):
+    with using_communicator(PeerlessCommunicator(0, best.mesh.size)):
         parallelize(laid, None, best.mesh, replace(config, zero=0))
     held = dict([*laid.named_parameters(), *laid.named_buffers()])
     for name, spec in best.layouts.items():

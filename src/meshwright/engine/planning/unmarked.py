@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.cost import Cluster
 from meshwright.graph import Program, capture
 from meshwright.layout import Spec, replicated
 from meshwright.search import MeshPlan, SearchError
-from meshwright.tensor import DistTensor, lay, leaves_in, map_leaves, place
+from meshwright.tensor import DistTensor, distribute_as, keep_own_part, leaves_in, map_leaves
 
 from ..marks.module_memory import ModuleMemory
 from .auto import MOST, fastest, resolve_cluster
@@ -85,7 +85,7 @@ class _Planner:
         memory = ModuleMemory(module, f"distributing {type(module).__name__} without marks")
         program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs), most=MOST).program
         plan = self._cuts(program)
-        if current().rank == 0:
+        if current_communicator().rank == 0:
             print(f"{type(module).__name__} on {str(plan).splitlines()[0]}; {CUTS_ALONE}", file=sys.stderr)
         specs: dict[Tensor, Spec] = {}
         for name, x in [*module.named_parameters(), *module.named_buffers()]:
@@ -93,7 +93,7 @@ class _Planner:
             specs[x] = plan.layouts.get(name, whole)
         memory.check(lambda slot: specs[slot.tensor])
         for x, spec in specs.items():
-            lay(x, spec)
+            keep_own_part(x, spec)
         memory.tie()
         return {i.source: plan.layouts[i.name] for i in program.inputs if i.role == "batch" and i.name in plan.layouts}
 
@@ -110,4 +110,4 @@ def _placed(x: Any, spec: Spec | None) -> Any:
     """Return a plain input in the layout of the plan; an input of other sizes gets the same layout."""
     if spec is None or not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != spec.ndim:
         return x
-    return place(x, spec.mesh, spec.layout)
+    return distribute_as(x, spec.mesh, spec.layout)

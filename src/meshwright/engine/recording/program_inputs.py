@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.graph import LOSS_SCALE, Capture, Input, Slot, lies_as, new_state
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, absent, lay, place, stamp
+from meshwright.tensor import DistTensor, absent, as_part, distribute_as, keep_own_part
 
 from .loss_scale import LossScale
 
@@ -32,7 +32,7 @@ def fetch_of(
     if given.role == "constant":
         return _always(given.source)
     if given.role == "number":
-        return _always(given.source(current()))
+        return _always(given.source(current_communicator()))
     if isinstance(given.source, tuple) and given.source[0] == LOSS_SCALE:
         assert scale is not None
         return _of_scale(scale, given)
@@ -62,7 +62,7 @@ def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetc
     if key not in states and given.first is not None:
         states[key] = _first_state(given, "meta" if parameter(()).is_meta else given.value.device)
     if given.spec is not None and getattr(states[key], "_spec", None) is not given.spec:
-        states[key] = lay(states[key], given.spec)
+        states[key] = keep_own_part(states[key], given.spec)
     return lambda leaves: optimizer.state[parameter(leaves)][key]
 
 
@@ -91,12 +91,12 @@ def _form_of_input(given: Input) -> Any:
 
 def _first_state(given: Input, device: str) -> Tensor:
     """Return this rank's part of a new state."""
-    here, spec = current(), given.spec
+    here, spec = current_communicator(), given.spec
     if spec is None:
         return new_state(given, given.value.shape, None, device)
     strides = None if spec.new.order is None else spec.local_strides(here.rank)
     part = new_state(given, here.local_shape(spec), strides, device)
-    return stamp(part, spec) if here.rank in spec.mesh else absent(part, spec)
+    return as_part(part, spec) if here.rank in spec.mesh else absent(part, spec)
 
 
 def _held(slots: Sequence[Slot], name: str) -> Fetch:
@@ -118,7 +118,7 @@ def _batch(at: int, spec: Spec | None) -> Fetch:
     def fetch(leaves: Sequence[Any]) -> Any:
         x = leaves[at]
         if spec is not None and not isinstance(x, DistTensor):
-            x = place(x, spec.mesh, spec.layout)
+            x = distribute_as(x, spec.mesh, spec.layout)
         return x.contiguous() if isinstance(x, Tensor) else x
 
     return fetch
@@ -141,6 +141,6 @@ def apply_input_layouts(inputs: Iterable[Input], slots: Sequence[Slot], optimize
         for key, value in states.items():
             spec = lies_as(value, given) if isinstance(value, Tensor) else None
             if spec is not None and not (lies and isinstance(value, DistTensor)):
-                states[key] = lay(value, spec)
+                states[key] = keep_own_part(value, spec)
         if not lies:
-            lay(slot.tensor, given.spec)
+            keep_own_part(slot.tensor, given.spec)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TextIO
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.search import progress_bar
 
 LEAST = 1.0
@@ -28,14 +28,14 @@ class RecordingPhases:
     def phase(self, name: str) -> Generator[None]:
         """Show the phase while the context lasts, and measure it."""
         begin = perf_counter()
-        with progress_bar(f"{self.what}: {name}", current().rank != 0, self.file):
+        with progress_bar(f"{self.what}: {name}", current_communicator().rank != 0, self.file):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - begin
 
     def tell(self) -> None:
         """Print the seconds of each phase if they took long together."""
         out = self.file or sys.stderr
-        if sum(self.seconds.values()) >= LEAST and current().rank == 0 and out.isatty():
+        if sum(self.seconds.values()) >= LEAST and current_communicator().rank == 0 and out.isatty():
             print(self.text(), file=out)
 
     def text(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.graph import Capture, Guards, backend_flags, modes_on, slots_of
-from meshwright.tensor import DistTensor, context, drawing_by, local_parts
+from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, local_parts
 
 from .._errors import StaticError
 from ..eager.local_step import own_hook
@@ -85,7 +85,7 @@ def facts_of(roots: Roots) -> tuple[Any, ...]:
 
 def torch_state() -> Iterator[Any]:
     """Yield the state of torch and of this library that operators and layers depend on."""
-    yield drawing_by(), context(), torch.get_default_dtype(), torch.get_default_device()
+    yield current_random_source(), attention_algorithm(), torch.get_default_dtype(), torch.get_default_device()
     yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
     yield torch.get_float32_matmul_precision(), modes_on(), backend_flags()
     for device in _autocast_devices():

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from meshwright.graph import class_text, described, slots_of
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, context, drawing_by, local_parts
+from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, local_parts
 
 
 def spec_text(spec: Spec) -> str:
@@ -44,7 +44,7 @@ def facts_text(network: nn.Module, optimizer: Optimizer | None) -> str:
 
 
 def _modes() -> Iterator[str]:
-    yield f"draws by {drawing_by()}, attends by {context()}, {torch.get_default_dtype()}, {torch.is_grad_enabled()}"
+    yield f"draws by {current_random_source()}, attends by {attention_algorithm()}, {torch.get_default_dtype()}, {torch.is_grad_enabled()}"
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             yield f"autocast {device} {torch.get_autocast_dtype(device)}"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from meshwright.comm import Carrier, Simulated
+from meshwright.comm import Communicator, SimulatedCommunicator
 from meshwright.graph import (
     Capture,
     Executed,
@@ -52,7 +52,7 @@ class _Recorded:
 
 
 def recorded_once(
-    here: Carrier, captured: Capture, how: Any, record: Callable[[], Program], alike: bool
+    here: Communicator, captured: Capture, how: Any, record: Callable[[], Program], alike: bool
 ) -> tuple[Program, Fits]:
     """Return `record()` and the test of batches that fit it, or both as an earlier simulated rank recorded them.
 
@@ -61,7 +61,7 @@ def recorded_once(
     A rank with parts of other shapes records its own program. `alike` is True if each rank makes the same tensors of
     Python numbers while it records.
     """
-    if not isinstance(here, Simulated):
+    if not isinstance(here, SimulatedCommunicator):
         return record(), captured.fits()
     text = numbered(captured.program.text(where=True))
     specs = tuple((i.name, i.spec and i.spec.concrete) for i in captured.program.inputs)
@@ -79,12 +79,14 @@ def recorded_once(
     return program, fits
 
 
-def captured_once(here: Carrier, batch: Sequence[Any], how: Any, roots: Roots, make: Callable[[], Capture]) -> Capture:
+def captured_once(
+    here: Communicator, batch: Sequence[Any], how: Any, roots: Roots, make: Callable[[], Capture]
+) -> Capture:
     """Return `make()`, or what it returned to a simulated rank whose module is alike wherever the code can read.
 
     `how` is all that decides beside the batch, the roots and the state of torch.
     """
-    if not isinstance(here, Simulated) or here.size == 1 or not all(map(_is_bare, leaves_in(batch))):
+    if not isinstance(here, SimulatedCommunicator) or here.size == 1 or not all(map(_is_bare, leaves_in(batch))):
         return make()
     leaves = [_tensor_facts(x) if isinstance(x, Tensor) else x for x in leaves_in(batch)]
     key = ("captures", nth_request(here, "capture"), repr((leaves, how, [*torch_state()], get_mesh())))
@@ -111,9 +113,9 @@ def _tensor_facts(x: Tensor) -> Any:
 class SteadyCalls:
     """Checksums of calls that changed nothing in two runs: those of saved programs and of other simulated ranks."""
 
-    def __init__(self, here: Carrier, saved: Iterable[str]) -> None:
+    def __init__(self, here: Communicator, saved: Iterable[str]) -> None:
         self._saved, self._others = set(saved), set[str]()
-        if isinstance(here, Simulated):
+        if isinstance(here, SimulatedCommunicator):
             self._others = here.shared.setdefault(("steady calls", nth_request(here, "steady call")), set())
 
     def __contains__(self, checksum: str) -> bool:
@@ -124,20 +126,20 @@ class SteadyCalls:
             self._others.add(checksum)
 
 
-def nth_request(here: Carrier, what: str) -> int:
+def nth_request(here: Communicator, what: str) -> int:
     """Return the number of earlier requests for `what` on this rank; simulated ranks make them in the same order."""
-    if not isinstance(here, Simulated):
+    if not isinstance(here, SimulatedCommunicator):
         return 0
     return next(here.shared.setdefault((what, here.rank), count()))
 
 
-def completed_once(here: Carrier, program: Program, given: Mapping[str, Spec]) -> Layouts:
+def completed_once(here: Communicator, program: Program, given: Mapping[str, Spec]) -> Layouts:
     """Return the completed layouts of the program; simulated ranks with the same program and marks share them.
 
     Layouts of symbolic sizes are shared with no other rank, which has symbols of its own.
     """
     symbolic = any(i.role == "size" for i in program.inputs)
-    meaning = meaning_or_none(program) if isinstance(here, Simulated) and not symbolic else None
+    meaning = meaning_or_none(program) if isinstance(here, SimulatedCommunicator) and not symbolic else None
     if meaning is None:
         return complete(program, given)
     names = tuple(v.name for v in chain((i.value for i in program.inputs), *(node.outs for node in program.nodes)))
@@ -145,19 +147,19 @@ def completed_once(here: Carrier, program: Program, given: Mapping[str, Spec]) -
     return made_once(here, key, lambda: complete(program, given))
 
 
-def searched_once(here: Carrier, program: Program, how: Any, search: Callable[[], T]) -> T:
+def searched_once(here: Communicator, program: Program, how: Any, search: Callable[[], T]) -> T:
     """Return `search()`, or its result on a simulated rank with the same program; `how` is what it depends on besides.
 
     All ranks then share one result, and each reads it by the names of its own values.
     """
-    if not isinstance(here, Simulated):
+    if not isinstance(here, SimulatedCommunicator):
         return search()
     return made_once(here, ("searches", numbered(program.text()), repr(how)), search)
 
 
-def made_once(here: Carrier, key: Any, make: Callable[[], T]) -> T:
+def made_once(here: Communicator, key: Any, make: Callable[[], T]) -> T:
     """Return `make()`, or its result on a simulated rank with an equal key."""
-    if not isinstance(here, Simulated):
+    if not isinstance(here, SimulatedCommunicator):
         return make()
     kept = _shared_results(here)
     if key not in kept:
@@ -165,12 +167,12 @@ def made_once(here: Carrier, key: Any, make: Callable[[], T]) -> T:
     return kept[key]
 
 
-def _shared_results(here: Simulated) -> Cache[Any, Any]:
+def _shared_results(here: SimulatedCommunicator) -> Cache[Any, Any]:
     """Return what ranks made for each other."""
     return here.shared.setdefault("made once", Cache[Any, Any](MOST_KEPT))
 
 
-def runner_once(here: Carrier, program: Program) -> Run:
+def runner_once(here: Communicator, program: Program) -> Run:
     """Return the function that runs the program; simulated ranks with one program share it, whatever its constants."""
     key = ("runs", program.nodes, program.writes, id(program.outputs))
     return made_once(here, key, lambda: (program, runner(program)))[1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.graph import Piece, Program, Run
-from meshwright.tensor import leaves_in, local_parts, map_leaves, stamp
+from meshwright.tensor import as_part, leaves_in, local_parts, map_leaves
 
 from .._errors import StaticError
 from ..recording.memory_overlap import check_no_overlap
@@ -76,7 +76,7 @@ def run_piece(found: CompiledPiece, leaves: Sequence[Any]) -> Any:
             found.may_overlap = False
         flat = _Piece.apply(found, *given)
         specs = [None if s is None else s.of_part(x.shape) for x, s in zip(flat, found.piece.specs, strict=True)]
-    return found.form.put_together([x if s is None else stamp(x, s) for x, s in zip(flat, specs, strict=True)])
+    return found.form.put_together([x if s is None else as_part(x, s) for x, s in zip(flat, specs, strict=True)])
 
 
 class _Piece(torch.autograd.Function):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.graph import (
     Capture,
     CaptureError,
@@ -233,7 +233,7 @@ class Pieces:
 
     def _made(self, name: str, captured: Capture, form: OutputTree, leaves: Sequence[Any]) -> CompiledPiece:
         """Return the programs of this rank after all passes, with the functions that run them."""
-        here, grad = current(), torch.is_grad_enabled()
+        here, grad = current_communicator(), torch.is_grad_enabled()
         asked = [at for at, x in enumerate(leaves) if grad and isinstance(x, Tensor) and x.requires_grad]
         taken = replace(captured, program=_reading_copies(captured.program))
         with autocast_off():
@@ -262,7 +262,9 @@ class Pieces:
 
     def _runner(self, program: Program) -> Run:
         """Return the program as a function, compiled if the strategy asks for it."""
-        return runner(compiled(program, current(), writes=False) if self.strategy.compiler == "inductor" else program)
+        return runner(
+            compiled(program, current_communicator(), writes=False) if self.strategy.compiler == "inductor" else program
+        )
 
 
 def _reading_copies(program: Program) -> Program:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.graph import Capture, Program, Value, apply_passes, record_gradients, verify
 from meshwright.pipeline import (
     BEHIND,
@@ -77,7 +77,7 @@ class PipelineStep:
 
         With `looks`, gradients can be looked at before the update, if it is a single one.
         """
-        here, schedule = current().rank, self.chosen.schedule
+        here, schedule = current_communicator().rank, self.chosen.schedule
         return PipelineRun(self.copies, schedule, here, self.intake, make, again=self.again, looks=looks)
 
     def end_to_end(self) -> tuple[Program, Mapping[str, Any]]:
@@ -144,7 +144,7 @@ def pipeline_step(
     pairs = sorted({*zip(way_of, form_of, strict=True)})
     steps = [_staged_step(captured[form], programs[form], way, strategy) for way, form in pairs]
     _check_alike([stages for (way, _), (_, stages) in zip(pairs, steps, strict=True) if way == 0])
-    own = first[1].of(current().rank)
+    own = first[1].of(current_communicator().rank)
     split = own is not None and schedule.splits(own)
     how = bool(schedule.recomputed), schedule.slices, split, is_stale(schedule)
     copies = [taken_apart(step, stages, *how) for step, stages in steps]
@@ -200,7 +200,11 @@ def _check_alike(found: Sequence[Stages]) -> None:
 
 def _step(captured: Capture, strategy: Strategy) -> Program:
     """Return the step of one microbatch, after the passes that need its forward and backward pass together."""
-    step = verify(record_gradients(captured, current().rank, current().size, strategy.amp.scaling is not None))
+    step = verify(
+        record_gradients(
+            captured, current_communicator().rank, current_communicator().size, strategy.amp.scaling is not None
+        )
+    )
     return apply_passes(step, strategy.passes_on("step"))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.comm import current, is_compared
+from meshwright.comm import current_communicator, is_compared
 from meshwright.graph import (
     Capture,
     Fits,
@@ -171,7 +171,7 @@ class Builder:
             return self._loaded(saved.of_call(self._constants([captured])), digest), saved.holds, captured
         how = (*how, strategy, self._states_lie(), type(self.model.optimizer))
         alike = self._records_alike
-        program, fits = recorded_once(current(), captured, how, lambda: self._made(captured, batch), alike)
+        program, fits = recorded_once(current_communicator(), captured, how, lambda: self._made(captured, batch), alike)
         self.recordings += 1
         self._lay(captured, layouts)
         ready = self._with_facts(self._ready(program), [captured], digest)
@@ -219,7 +219,7 @@ class Builder:
             roots = Roots(model.network, calls, model.optimizer if self.mode == "train" else None)
             steady = self._steady_calls()
             captured = captured_once(
-                current(),
+                current_communicator(),
                 batch,
                 (self.mode, form_of(tuple(batch)), dynamic),
                 roots,
@@ -231,9 +231,9 @@ class Builder:
             program = slice_sequences(program, strategy.pipeline)
         given = {**_input_layouts_with_dtype(program, {**self.homes, **(homes or {})}), **(strategy.layouts or {})}
         with self.phases.phase("complete layouts"):
-            layouts = completed_once(current(), program, given)
+            layouts = completed_once(current_communicator(), program, given)
             if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
-                layouts = completed_once(current(), program, {**uncut, **given})
+                layouts = completed_once(current_communicator(), program, {**uncut, **given})
         forward = with_layouts(program, layouts)
         captured = replace(captured, program=apply_passes(forward, strategy.passes_on("captured")))
         refuse_shared_new_layouts(captured)
@@ -257,7 +257,7 @@ class Builder:
     def _steady_calls(self) -> SteadyCalls:
         """Return the calls that were captured before for a program that is there."""
         loaded = (checksum for _, saved in self.loaded for checksum in saved.captures)
-        return SteadyCalls(current(), (*loaded, *self.kept.captures(self.model)))
+        return SteadyCalls(current_communicator(), (*loaded, *self.kept.captures(self.model)))
 
     def _on_stages(self, program: Program) -> Program:
         """The captured program; of a pipeline, each operand is sent to the stage that reads it."""
@@ -337,7 +337,7 @@ class Builder:
         def make(part: Program) -> tuple[Run, tuple[Value, ...]]:
             if model.strategy.compiler == "inductor":
                 with self.phases.phase("compile"):
-                    part = compiled(part, current(), writes=model.writes())
+                    part = compiled(part, current_communicator(), writes=model.writes())
             return runner(part), tuple(x for x, _ in part.writes)
 
         self.pipeline = found.chosen
@@ -358,11 +358,11 @@ class Builder:
             lowered = program
             if model.strategy.compiler == "inductor":
                 with self.phases.phase("compile"):
-                    lowered = compiled(program, current(), writes=model.writes())
+                    lowered = compiled(program, current_communicator(), writes=model.writes())
         slots = model.slots()
         return CompiledProgram(
             program,
-            runner_once(current(), lowered),
+            runner_once(current_communicator(), lowered),
             program.inputs,
             tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in program.inputs),
             tuple(writes[x] for x, _ in lowered.writes),
@@ -388,7 +388,7 @@ class Builder:
         return [(key, getattr(x, "_spec", getattr(x, "shape", x))) for key, x in self.model.states().items()]
 
     def _recorded(self, captured: Capture, batch: Sequence[Any]) -> Program:
-        here, strategy = current(), self.model.strategy
+        here, strategy = current_communicator(), self.model.strategy
         if self.mode != "train":
             return record_forward(captured, here.rank, here.size)
         step = record_gradients(captured, here.rank, here.size, self.loss_scale is not None)
@@ -409,7 +409,7 @@ class Builder:
 
         States are those that there are, and those that are `made` by then.
         """
-        optimizer, strategy, here = self.model.optimizer, self.model.strategy, current()
+        optimizer, strategy, here = self.model.optimizer, self.model.strategy, current_communicator()
         assert optimizer is not None
         refuse_master_weights(optimizer)
         grads: Mapping[str, Any] = step.outputs["grads"]

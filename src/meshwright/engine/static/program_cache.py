@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.graph import told
 from meshwright.layout import MeshwrightError
 
@@ -85,7 +85,7 @@ class ProgramCache:
         """Keep a program that was recorded."""
         if self.place is None or not can_be_saved(variant.program) or not is_writer(variant.program):
             return
-        path = index_path(self.place, current().rank)
+        path = index_path(self.place, current_communicator().rank)
         mine = [row for at, row in self.rows or () if at == path]
         with suppress(MeshwrightError, OSError):
             _make(self.place)
@@ -108,7 +108,7 @@ def _key(model: RecordedModel) -> str:
         "format": FORMAT,
         "versions": [torch.__version__, platform.python_version(), platform.machine()],
         "library": _library(),
-        "ranks": current().size,
+        "ranks": current_communicator().size,
         "model": model.text(),
         "marks": first_marks(model.network),
         "devices": sorted({s.tensor.device.type for s in model.slots()}),
@@ -131,7 +131,7 @@ def _sum(path: Path) -> str:
 
 def _rows(place: Path, model: RecordedModel) -> list[tuple[Path, dict[str, Any]]]:
     """Return the rows of the folder; simulated ranks get those that the first one found."""
-    here = current()
+    here = current_communicator()
     return made_once(here, ("kept", nth_request(here, "kept"), place), lambda: _rows_now(place, model))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.graph import (
     Holds,
     Program,
@@ -72,7 +72,7 @@ class Kernels:
         with TemporaryDirectory() as folder:
             copy = Path(folder) / self.path.name
             copy.write_bytes(data)
-            return with_kernels(program, current(), copy)
+            return with_kernels(program, current_communicator(), copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class SavedProgram:
             found = self.kernels.load(self.program)
             if found is not None:
                 return found
-        return compiled(self.program, current(), writes=writes)
+        return compiled(self.program, current_communicator(), writes=writes)
 
     def fits(self, leaves: Sequence[Any], model: RecordedModel, trains: bool) -> bool:
         """True for a batch of such sizes and, for a training step, an optimizer with such states.
@@ -130,7 +130,7 @@ def save_programs(
 
     Every rank makes the call, which returns when all have written.
     """
-    here, place = current(), Path(folder)
+    here, place = current_communicator(), Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     asked = [v for found in variants.known.values() for v in found if can_be_saved(v.program)]
     if not asked:
@@ -151,7 +151,7 @@ def can_be_saved(found: Any) -> bool:
 
 def is_writer(found: Any) -> bool:
     """True if this rank is the first one that the compiled program is for."""
-    here = current().rank
+    here = current_communicator().rank
     return not found.shared or first_alike(specs_in(found.program), here) == here
 
 
@@ -160,9 +160,9 @@ def row_of(place: Path, variant: Variant[Any], kernels: bool = False, read_back:
     assert isinstance(variant.holds, Holds)
     found = variant.program
     program: Program = found.program
-    beside = place / f".program-{current().rank}.{os.getpid()}"
+    beside = place / f".program-{current_communicator().rank}.{os.getpid()}"
     checksum = save_program(program, beside, read_back)
-    name = file_name(current().rank, checksum)
+    name = file_name(current_communicator().rank, checksum)
     os.replace(beside, place / name)
     return {
         "file": name,
@@ -181,7 +181,7 @@ def row_of(place: Path, variant: Variant[Any], kernels: bool = False, read_back:
 def _saved_kernels(place: Path, name: str, program: Program) -> Iterator[dict[str, Any]]:
     """Yield the file of the program's kernels, its checksum and the machine, if they can be saved."""
     path = place / name.replace(".safetensors", ".pt2")
-    if save_kernels(program, current(), path):
+    if save_kernels(program, current_communicator(), path):
         checksum = sha256(read_file(path, MOST_KERNELS)).hexdigest()
         yield {"file": path.name, "sha256": checksum, "machine": machine()}
 
@@ -213,7 +213,7 @@ def load_programs(folder: Any, model: RecordedModel, trusted: TrustedCode) -> li
         _check_marks(place, index, model)
         found += told(path, lambda path=path, index=index: _programs_for_this_rank(path, index, trusted))
     if not found:
-        rank = current().rank
+        rank = current_communicator().rank
         raise no_program(place, f"the parts of rank {rank} have other shapes than those of the saved programs")
     return found
 
@@ -227,7 +227,7 @@ def _programs_for_this_rank(path: Path, index: Row, trusted: TrustedCode) -> lis
 
 def is_for_this_rank(row: Row) -> bool:
     """True if the program of the row is for this rank."""
-    rank, here = int(row["rank"]), current().rank
+    rank, here = int(row["rank"]), current_communicator().rank
     return rank == here or (row["shared"] is True and are_alike(specs_of(row["parts"]), rank, here))
 
 
@@ -236,7 +236,7 @@ def saved_of(place: Path, row: Row, trusted: TrustedCode) -> SavedProgram:
     name, table = checked_name(row["file"]), row["pipeline"]
 
     def share(checksum: str, decode: Callable[[], Program]) -> Program:
-        return made_once(current(), ("files", checksum, trusted), decode)
+        return made_once(current_communicator(), ("files", checksum, trusted), decode)
 
     program = load_program(inside(place, name), share, trusted.operators)
     kernels = _kernels(place, row["kernels"], name) if trusted.kernels else None

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.graph import no_program, told, write_whole
 from meshwright.layout import read_file, read_json
 
@@ -49,7 +49,7 @@ def checked_name(name: str) -> str:
 
 def write_index(folder: Path, model: RecordedModel, marks: Mapping[str, str], rows: list[dict[str, Any]]) -> None:
     """Write the index of this rank, whose `rows` are its programs, and remove what it saved before."""
-    here = current()
+    here = current_communicator()
     index = {
         "kind": KIND,
         "format": FORMAT,
@@ -68,7 +68,7 @@ def write_index(folder: Path, model: RecordedModel, marks: Mapping[str, str], ro
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
     """Remove the files of this rank that are not `kept`; the first rank also removes those of ranks that are gone."""
-    here = current()
+    here = current_communicator()
     for path in folder.glob("program*"):
         owner = re.match(r"programs?-(\d+)[-.]", path.name)
         rank = -1 if owner is None else int(owner[1])
@@ -112,7 +112,7 @@ def _index(data: bytes) -> dict[str, Any]:
 
 def _check(folder: Path, index: Mapping[str, Any], model: RecordedModel) -> None:
     """Raises StaticError where the programs are those of another model, or of another number of ranks."""
-    now, before = {"number of ranks": str(current().size), **model.text()}, index["model"]
+    now, before = {"number of ranks": str(current_communicator().size), **model.text()}, index["model"]
     for what in dict.fromkeys((*now, *before)):
         if before.get(what) != now.get(what):
             raise other_model(folder, what, before.get(what, "missing"), now.get(what, "missing"))

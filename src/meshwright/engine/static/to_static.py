@@ -11,10 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
 from meshwright.search import MeshPlan
-from meshwright.tensor import called_for, leaves_in, local_parts, made_alike, map_tensors, stamp, whole
+from meshwright.tensor import (
+    as_part,
+    collectives_of_call,
+    full_tensor,
+    leaves_in,
+    local_parts,
+    map_tensors,
+    values_equal_on_ranks,
+)
 
 from .._errors import StaticError
 from ..checks import StaticChecks
@@ -277,10 +285,12 @@ class DistModel:
         return found
 
     def _run(self, found: CompiledProgram, leaves: Sequence[Any]) -> Any:
-        step = current().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
+        step = current_communicator().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
         self._runs += 1
-        alike = made_alike(self.optimizer if self.mode == "train" else None)
-        what = called_for(f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs, *alike))
+        alike = values_equal_on_ranks(self.optimizer if self.mode == "train" else None)
+        what = collectives_of_call(
+            f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs, *alike)
+        )
         with local_parts(), torch.no_grad(), step, what:
             given = [fetch(leaves) for fetch in found.fetch]
             found.check_apart(given, leaves)
@@ -306,7 +316,7 @@ class DistModel:
             out.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return map_tensors(lambda x: whole(x.detach()), out)
+        return map_tensors(lambda x: full_tensor(x.detach()), out)
 
     def _keep_states(self, states: Mapping[StateKey, Any], program: Program) -> None:
         """The optimizer's states that the first step made."""
@@ -316,7 +326,7 @@ class DistModel:
         for (name, key), value in states.items():
             made = program.outputs["state"][name, key]
             spec = program.specs.get(made) if isinstance(made, Value) else None
-            self.optimizer.state[parameters[name]][key] = value if spec is None else stamp(value, spec)
+            self.optimizer.state[parameters[name]][key] = value if spec is None else as_part(value, spec)
 
     def _key(self, batch: Sequence[Any]) -> Any:
         """Return the key that two calls must share, beside the sizes of their batches, to use one program."""

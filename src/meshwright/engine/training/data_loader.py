@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import decoded, encoded, world
-from meshwright.comm import current
+from meshwright.checkpoint import current_world, decode_value, encode_value
+from meshwright.comm import current_communicator
 from meshwright.layout import Placement, ProcessMesh, Spec, layout_of
 from meshwright.tensor import map_tensors
 
@@ -96,8 +96,8 @@ class ShardDataLoader:
             return loader.state_dict()
         if not self._splitted:
             return loader.state_dict()
-        told = world().gathered([self._part[0], encoded("the place in the data", loader.state_dict())])
-        by_part: dict[int, Any] = {part: decoded(state) for part, state in reversed(told)}
+        told = current_world().gathered([self._part[0], encode_value("the place in the data", loader.state_dict())])
+        by_part: dict[int, Any] = {part: decode_value(state) for part, state in reversed(told)}
         return {"parts": [by_part[part] for part in sorted(by_part)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class ShardDataLoader:
         """Return the number of the part that this rank reads, and the number of parts."""
         mesh, placements = self._targets[0]
         axes = [axis for axis, placed in zip(mesh.dim_names, placements, strict=True) if placed.is_shard()]
-        here = current()
+        here = current_communicator()
         place = here.place(mesh, axes) if here.rank in mesh else 0
         return place, prod(mesh.sizes[axis] for axis in axes)
 
@@ -159,7 +159,7 @@ class ShardDataLoader:
             )  # fmt: skip
 
     def _agrees(self, one: Target, other: Target) -> bool:
-        rank, count = current().rank, one[0].size * other[0].size
+        rank, count = current_communicator().rank, one[0].size * other[0].size
         if rank not in other[0]:
             return True
         return rank in one[0] and _rows(one, count, rank) == _rows(other, count, rank)

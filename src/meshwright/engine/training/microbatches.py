@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import Posted, current
+from meshwright.comm import PostedCommunicator, current_communicator
 from meshwright.layout import ProcessMesh
 from meshwright.passes import Merge
 from meshwright.pipeline import Kind, Schedule, StageError, Stages
@@ -60,7 +60,7 @@ class Microbatches:
                 "a schedule is made for a fixed number of microbatches",
                 f"pass {count} batches",
             )  # fmt: skip
-        here = Posted(current())
+        here = PostedCommunicator(current_communicator())
         running: dict[int, Tensor] = {}
         total: Any = 0.0
         for is_backward, m in self._row(here.rank):

@@ -17,27 +17,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import Catalogue, CheckpointError, Held, World
+from meshwright.checkpoint import Catalogue, CheckpointError, HeldTensor, World
 from meshwright.layout import InputError, Layout, ProcessMesh, Spec, read_json
-from meshwright.tensor import drawing_by
+from meshwright.tensor import current_random_source
 
 NAME = "random"
 MOST_BYTES = 2**20
 """Most bytes of the states of one rank."""
 
 
-def random_of(ranks: World) -> dict[str, Held]:
+def random_of(ranks: World) -> dict[str, HeldTensor]:
     """Return the states on this rank as bytes."""
     data = _written()
     told: list[Any] = ranks.gathered([sha256(data).hexdigest(), len(data)])
     if all(digest == told[0][0] for digest, _ in told):
-        return {NAME: Held(_bytes(data))}
+        return {NAME: HeldTensor(_bytes(data))}
     longest = max(length for _, length in told)
     spec = Spec(ranks.mesh, Layout((("world",), ())), (ranks.size, longest), torch.uint8)
-    return {NAME: Held(_bytes(data.ljust(longest)).unsqueeze(0), spec)}
+    return {NAME: HeldTensor(_bytes(data.ljust(longest)).unsqueeze(0), spec)}
 
 
-def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str, Held]:
+def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str, HeldTensor]:
     """Return an empty tensor for the row that this rank loads. `same`: True if the meshes are those that were saved."""
     shape = catalogue.entries[NAME].shape
     if len(shape) not in (1, 2) or shape[-1] > MOST_BYTES or shape[0] > MOST_BYTES:
@@ -47,15 +47,15 @@ def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str
             "pass a checkpoint that mw.save_checkpoint wrote",
         )  # fmt: skip
     if len(shape) == 1:
-        return {NAME: Held(torch.empty(shape, dtype=torch.uint8))}
+        return {NAME: HeldTensor(torch.empty(shape, dtype=torch.uint8))}
     row = ranks.rank if _has_own(shape, ranks, same) else 0
     others = iter(range(ranks.rank + 1, ranks.rank + 1 + shape[0]))
     mesh = ProcessMesh([ranks.rank if at == row else next(others) for at in range(shape[0])], ["world"])
     spec = Spec(mesh, Layout((("world",), ())), shape, torch.uint8)  # as if this were the rank of that row
-    return {NAME: Held(torch.empty(1, shape[1], dtype=torch.uint8), spec)}
+    return {NAME: HeldTensor(torch.empty(1, shape[1], dtype=torch.uint8), spec)}
 
 
-def check_random(found: Mapping[str, Held]) -> None:
+def check_random(found: Mapping[str, HeldTensor]) -> None:
     """Raise CheckpointError for bytes that are no states of generators; nothing is set."""
     try:
         states = read_json(found[NAME].part.numpy().tobytes(), MOST_BYTES)
@@ -69,12 +69,12 @@ def check_random(found: Mapping[str, Held]) -> None:
         ) from error  # fmt: skip
 
 
-def put_back_random(found: Mapping[str, Held], ranks: World, same: bool) -> None:
+def put_back_random(found: Mapping[str, HeldTensor], ranks: World, same: bool) -> None:
     """Set the generators. Under `random_source("rank")`, ranks without a row of their own get new seeds."""
     held = found[NAME]
     data = held.part.numpy().tobytes()
     _set(read_json(data, MOST_BYTES))
-    if held.spec is not None and drawing_by() == "rank" and not _has_own(held.spec.shape, ranks, same):
+    if held.spec is not None and current_random_source() == "rank" and not _has_own(held.spec.shape, ranks, same):
         torch.manual_seed(int.from_bytes(sha256(data + str(ranks.rank).encode()).digest()[:8], "little"))
 
 

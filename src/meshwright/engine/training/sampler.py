@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import MeshError, Placement, ProcessMesh, Replicate, Shard, Spec, layout_of
 
 from .._errors import BatchError
@@ -116,11 +116,11 @@ class GlobalSampler:
 
     def part(self, rows: StepSamples) -> tuple[int, int]:
         """Return the first row and the number of rows of this rank's part of a batch."""
-        if self.target is None or current().rank not in self.target[0]:
+        if self.target is None or current_communicator().rank not in self.target[0]:
             return 0, rows.count
         mesh, placements = self.target
         spec = Spec(mesh, layout_of(placements, 1, mesh), (rows.count,), torch.int64)
-        return spec.local_ranges(current().rank)[0]
+        return spec.local_ranges(current_communicator().rank)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place, and the parameters of the order; equal on every rank."""

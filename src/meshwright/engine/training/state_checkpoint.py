@@ -11,11 +11,11 @@ from torch import Tensor
 
 from meshwright.checkpoint import (
     CheckpointError,
-    Held,
+    HeldTensor,
     LoadReport,
     Saving,
     format_of,
-    latest,
+    latest_step,
     load,
     open_together,
     save,
@@ -75,17 +75,17 @@ def load_state_dict(state: MutableMapping[str, Any], path: Where, *, strict: boo
 
 def latest_checkpoint(folder: Where) -> Path | None:
     """Return the latest complete checkpoint among the folders `step_…` in `folder`, or None."""
-    return latest(folder)
+    return latest_step(folder)
 
 
-def held(x: Tensor) -> Held:
+def held(x: Tensor) -> HeldTensor:
     """Return a tensor as this rank holds it; the part shares its memory."""
-    return Held(x.to_local().detach(), x.spec) if isinstance(x, DistTensor) else Held(x.detach())
+    return HeldTensor(x.to_local().detach(), x.spec) if isinstance(x, DistTensor) else HeldTensor(x.detach())
 
 
-def _held(state: Any) -> tuple[dict[str, Held], dict[str, Any]]:
+def _held(state: Any) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
     """Return the tensors and the values of a state, by name."""
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, HeldTensor] = {}
     values: dict[str, Any] = {}
     for name, leaf in _leaves("", state):
         if name in tensors or name in values:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint import hold_folder, world
+from meshwright.checkpoint import current_world, hold_folder
 from meshwright.cost import DEVICES, device_of
 from meshwright.search import MeshPlan
 from meshwright.tensor import DistTensor, tensors_in
@@ -154,7 +154,7 @@ class _Run:
         self.saves = BackgroundSaves(training.on_failed_save)
 
     def go(self, tell: EventListener | None) -> TrainingEnd:
-        how, world_here = self.training, world()
+        how, world_here = self.training, current_world()
         self._resume()
         begun, losses, stopped = self.step, list[float](), False
         with ExitStack() as stack:
@@ -186,8 +186,8 @@ class _Run:
     def _resume(self) -> None:
         if self.training.folder is None:
             return
-        hold_folder(self.training.folder, world())
-        found: str | None = world().gathered(_text(latest_checkpoint(self.training.folder)))[0]
+        hold_folder(self.training.folder, current_world())
+        found: str | None = current_world().gathered(_text(latest_checkpoint(self.training.folder)))[0]
         if found is None:
             return
         if not self.training.resume:
@@ -207,7 +207,7 @@ class _Run:
         predicted = plan if isinstance(plan, MeshPlan) else None
         return {
             "event": "start", "step": self.step, "steps": self.training.steps, "goes_on_from": _text(self.saves.path),
-            "ranks": world().size, "meshes": list(meshes), "schedule": schedule,
+            "ranks": current_world().size, "meshes": list(meshes), "schedule": schedule,
             "parameters": sum(p.numel() for p in self.network.parameters()),
             "plan": predicted.how if predicted else plan,
             "predicted_seconds": predicted.seconds if predicted else None,
@@ -238,7 +238,7 @@ class _Run:
         if failed:
             self.saves.finish(self.step, say)
         seconds, tokens = perf_counter() - start, _tokens(batch)
-        devices = world().size
+        devices = current_world().size
         found = StepEvent(
             self.step, value, norm, rate, seconds, tokens / seconds / devices, self._mfu(tokens, seconds * devices),
             int(memory), scale,
@@ -386,7 +386,7 @@ def _is_due(step: int, every: int | None) -> bool:
 
 def _largest(*numbers: float) -> list[float]:
     """Return the largest value over all ranks, for each of the numbers."""
-    here = world()
+    here = current_world()
     if here.carrier is None or here.size == 1:
         return list(numbers)
     found = here.carrier.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max", tuple(range(here.size)))

@@ -15,18 +15,18 @@ from meshwright.checkpoint import (
     Catalogue,
     CheckpointError,
     Entry,
-    Held,
+    HeldTensor,
     LoadReport,
     Saving,
+    current_world,
     format_of,
     load,
     open_together,
     save,
     step_name,
-    world,
 )
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, absent, local_parts, stamp
+from meshwright.tensor import DistTensor, absent, as_part, local_parts
 
 from ..eager.optimizer import distribute_states
 from ..recording.loss_scale import LossScale
@@ -74,7 +74,7 @@ def save_checkpoint(
     value. A static model includes its own optimizer and the scale of its loss. All else is as in `save_state_dict`.
     """
     network, optimizer = _parts(model, optimizer)
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, HeldTensor] = {}
     values: dict[str, Any] = {"step": step, "data": _state_of(data), "scheduler": _state_of(scheduler)}
     scale = _scale_of(model)
     values |= {SCALE: scale.state_dict()} if scale is not None else {}
@@ -84,7 +84,7 @@ def save_checkpoint(
             tensors[name] = held(value)
         else:
             values[name] = value
-    tensors |= random_of(world())
+    tensors |= random_of(current_world())
     saving = save(Path(folder) / step_name(step), tensors, values, format_of("meshwright"), async_save, keep)
     if not async_save:
         saving.wait()
@@ -120,7 +120,7 @@ def load_checkpoint(
     same = _are_on_the_same_meshes(catalogue, tensors)
     states = [] if kept is None else _states_for(catalogue, network, kept)
     tensors |= {f"{STATE}{name}.{key}": held(x) for name, _, found in states for key, x in found.items()}
-    random = place_for_random(catalogue, world(), same)
+    random = place_for_random(catalogue, current_world(), same)
     scopes = (MODEL,) if kept is None else (MODEL, STATE)
     restored = Restored(_objects(catalogue, model, network, kept, {"scheduler": scheduler, "data": data}))
 
@@ -143,7 +143,7 @@ def load_checkpoint(
         raise
     if kept is not None:
         _put_back(catalogue, kept, [state for state in states if f"{MODEL}{state[0]}" not in report.left_out])
-    put_back_random(random, world(), same)
+    put_back_random(random, current_world(), same)
     return Resumed(catalogue.values["step"], catalogue.values["data"], catalogue.folder, report)
 
 
@@ -236,7 +236,7 @@ def _other_optimizer(catalogue: Catalogue, optimizer: Optimizer) -> str:
     return ""
 
 
-def _are_on_the_same_meshes(catalogue: Catalogue, tensors: Mapping[str, Held]) -> bool:
+def _are_on_the_same_meshes(catalogue: Catalogue, tensors: Mapping[str, HeldTensor]) -> bool:
     """True if each distributed tensor of the model is on the mesh on which it was saved."""
     meshes = {name: held.spec.mesh for name, held in tensors.items() if held.spec is not None}
     return all(name in catalogue.entries and catalogue.entries[name].mesh is mesh for name, mesh in meshes.items())
@@ -269,10 +269,10 @@ def _new_state(entry: Entry, p: Tensor) -> Tensor:
     if not isinstance(p, DistTensor) or tuple(p.shape) != entry.shape:
         return torch.zeros(entry.shape, dtype=entry.dtype)
     spec = Spec(p.mesh, p.spec.layout.with_varying(()), p.shape, entry.dtype)
-    rank = world().rank
+    rank = current_world().rank
     with local_parts():
         local = torch.zeros(spec.local_shape(rank), dtype=entry.dtype, device=p.device)
-    return stamp(local, spec) if rank in spec.mesh else absent(local, spec)
+    return as_part(local, spec) if rank in spec.mesh else absent(local, spec)
 
 
 def _put_back(catalogue: Catalogue, optimizer: Optimizer, states: States) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import reads_of_rank
+from meshwright.comm import communicator_lookups
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, map_leaves, whole
+from meshwright.tensor import DistTensor, full_tensor, map_leaves
 
 from .._errors import SideEffectError
 from ..analysis.constant_folding import constant_values, folded
@@ -113,7 +113,7 @@ def capture(
     captured.
     """
 
-    roots, reads = {"network": module, **{f"call{at}": x for at, x in enumerate(others)}}, reads_of_rank()
+    roots, reads = {"network": module, **{f"call{at}": x for at, x in enumerate(others)}}, communicator_lookups()
     asked = f"capturing the forward pass of {type(module).__name__}"
     checksum: str | None = None
 
@@ -127,7 +127,7 @@ def capture(
 
     done = steady(roots, run, Comparison(_same, known, _numbers_of, _asked_by), asked, beside or {})
     found, ran = done.gave, done.ran
-    own = reads_of_rank() > reads or ran.asks_thread or found.symbols or _holds_objects(found.program)
+    own = communicator_lookups() > reads or ran.asks_thread or found.symbols or _holds_objects(found.program)
     return replace(found, ran=ran, checksum=checksum, recording=None, places=done.places, is_own=bool(own))
 
 
@@ -190,7 +190,7 @@ def _numbers_of(first: Capture, kept: Sequence[Tensor]) -> list[Tensor] | None:
     assert recording is not None
     values = [recording.value_of(x) for x in kept]
     known = constant_values(first.program, buffers_of(first))
-    return [whole(known[v]) for v in values] if all(v in known for v in values) else None
+    return [full_tensor(known[v]) for v in values] if all(v in known for v in values) else None
 
 
 def _captured(

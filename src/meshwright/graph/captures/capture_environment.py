@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from meshwright.layout import MeshwrightError, Spec, user_frame, user_line
 from meshwright.tensor import (
-    SPLIT,
-    Arrival,
+    STAGE_SPLIT,
     DistTensor,
-    Mark,
+    ReshardMark,
+    StageArrival,
+    attention_algorithm,
     capturing,
-    context,
     leaves_in,
     map_tensors,
     note_spec,
@@ -132,7 +132,9 @@ class Stage:
         return fake
 
     def origin(self) -> Origin:
-        return Origin("forward", self.path[-1], user_frame(), torch.is_grad_enabled(), _autocast(), context())
+        return Origin(
+            "forward", self.path[-1], user_frame(), torch.is_grad_enabled(), _autocast(), attention_algorithm()
+        )
 
     @contextmanager
     def watching(self) -> Generator[None]:
@@ -190,7 +192,7 @@ class Stage:
                 return
             if self._is_sized_by_constants(op, args, kwargs):
                 return  # its result is a constant of the program, because fake tensors have no such shape
-            if op is SPLIT:  # x[:] of a model, which starts no chunk
+            if op is STAGE_SPLIT:  # x[:] of a model, which starts no chunk
                 op, args = torch.ops.aten.permute.default, (args[0], list(range(args[0].dim())))
             self.recording.note(op, args, kwargs, out)
             if self.most is not None and len(self.recording.nodes) > self.most:
@@ -241,7 +243,7 @@ class Stage:
         finally:
             self.in_node = False
         with unrecorded(), self.mode:
-            if isinstance(op, Mark) and not isinstance(op, Arrival):
+            if isinstance(op, ReshardMark) and not isinstance(op, StageArrival):
                 note_spec(out, Spec(op.mesh, op.layout, out.shape, out.dtype))
         with interception_off():
             self.recording.note(op, args, {}, out)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.layout import user_frame
-from meshwright.tensor import Opaque, functions_told, tensors_in
+from meshwright.tensor import Opaque, functions_passed_to, tensors_in
 
 from .._errors import CaptureError
 from ..torch_hooks import backward_hooks_of_all
@@ -62,7 +62,7 @@ def intercepted(note: Opaque) -> Generator[None]:
         _check_fresh(function, args, out)
         return out
 
-    with functions_told(apply), _Calls(note):
+    with functions_passed_to(apply), _Calls(note):
         yield
 
 

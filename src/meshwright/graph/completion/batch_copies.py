@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.layout import Layout, ProcessMesh
-from meshwright.tensor import Mark
+from meshwright.tensor import ReshardMark
 
 from ..program.node import Node, Value, map_values
 from ..program.program import Input, Program
@@ -21,7 +21,7 @@ def spread(program: Program) -> Program:
     So the batch is not sent between meshes. Leaves that only one mesh reads are unchanged.
     """
     plain = {i.value: i for i in program.inputs if i.role == "batch" and i.spec is None}
-    marks = [n for n in program.nodes if isinstance(n.op, Mark) and n.ins[0] in plain]
+    marks = [n for n in program.nodes if isinstance(n.op, ReshardMark) and n.ins[0] in plain]
     meshes: dict[Value, set[ProcessMesh]] = {}
     for node in marks:
         meshes.setdefault(node.ins[0], set()).add(_mark(node).mesh)

@@ -17,7 +17,7 @@ import torch
 from meshwright.layout import Layout, ProcessMesh, Spec, hint, replicated
 from meshwright.reshard import plan, transposed
 from meshwright.spmd import RuleError, describe_passing, refined
-from meshwright.tensor import Decision, Mark, decide
+from meshwright.tensor import Decision, ReshardMark, decide
 
 from ..program.layouts import Layouts
 from ..program.node import Node, Value, map_values, tensor_dtype, values_in
@@ -52,11 +52,11 @@ def with_layouts(program: Program, layouts: Layouts) -> Program:
 
 
 def _marked(node: Node, layouts: Layouts) -> Node:
-    """Return the node, with `Sent` replaced by the `Mark` of its completed layout."""
+    """Return the node, with `Sent` replaced by the `ReshardMark` of its completed layout."""
     if not isinstance(node.op, Sent):
         return node
     (out,) = node.outs
-    return replace(node, op=Mark(node.op.mesh, layouts.specs[out.name].layout))
+    return replace(node, op=ReshardMark(node.op.mesh, layouts.specs[out.name].layout))
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _State:
         """Return the state after propagation of these marks."""
         state = cls(program)
         for node in program.nodes:
-            if isinstance(node.op, Mark):
+            if isinstance(node.op, ReshardMark):
                 (out,) = node.outs
                 state.know(out, Spec(node.op.mesh, node.op.layout, out.shape, tensor_dtype(out)), "mark")
         for i in program.inputs:
@@ -196,7 +196,7 @@ class _State:
         unknown = [v for v in node.ins if v.is_tensor and v not in self.known]
         if not unknown or not any(v in self.known for v in node.outs):
             return
-        if isinstance(node.op, (Mark, Sent)):
+        if isinstance(node.op, (ReshardMark, Sent)):
             (out,) = node.outs
             self._want(unknown[0], node, self.known[out], "backward")
             return
@@ -228,7 +228,7 @@ class _State:
     def _want_whole(self, node: Node, unknown: Iterable[Value]) -> None:
         """Request replicated operands for an operator without a rule, on the mesh of its known operands or results."""
         near = next((self.known[v] for v in (*node.ins, *node.outs) if v in self.known), None)
-        if near is None or isinstance(node.op, (Mark, Sent)):
+        if near is None or isinstance(node.op, (ReshardMark, Sent)):
             return
         for v in unknown:
             if v.is_tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.layout import ProcessMesh, replicated
-from meshwright.tensor import Mark
+from meshwright.tensor import ReshardMark
 
 from ..program.effects import is_drawing
 from ..program.node import Node, Value, map_values
@@ -35,7 +35,7 @@ def anchored(program: Program) -> Program:
         nodes.append(replace(node, args=args, kwargs=kwargs))
         for v in node.outs if node in homes else ():
             became[v] = replace(v, name=names.fresh(v.name))
-            nodes.append(Node(Mark(homes[node], replicated(len(v.shape))), (v,), {}, became[v], node.origin))
+            nodes.append(Node(ReshardMark(homes[node], replicated(len(v.shape))), (v,), {}, became[v], node.origin))
     outputs = map_values(lambda v: became.get(v, v), program.outputs)
     return replace(program, nodes=tuple(nodes), outputs=outputs)
 
@@ -46,7 +46,7 @@ def _readers(program: Program) -> Readers:
     drawn: dict[Value, frozenset[Node]] = {}
     found: Readers = {}
     for node in program.nodes:
-        own = node.op.mesh if isinstance(node.op, Mark) else None
+        own = node.op.mesh if isinstance(node.op, ReshardMark) else None
         target = own or next((mesh[v] for v in node.ins if v in mesh), None)
         makers = frozenset[Node]().union(*(drawn.get(v, ()) for v in node.ins))
         if target is not None:

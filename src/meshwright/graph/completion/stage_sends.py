@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.layout import Layout, ProcessMesh
-from meshwright.tensor import Arrival, DistTensor, Mark, redistribute
+from meshwright.tensor import DistTensor, ReshardMark, StageArrival, redistribute
 
 from ..program.effects import is_drawing
 from ..program.node import Node, OnCopy, Value, map_values, values_in
@@ -28,7 +28,7 @@ Places = dict[Value, ProcessMesh]
 class Sent:
     """Operator that sends a tensor to the mesh of another stage with its layout unchanged.
 
-    It becomes a `Mark` once layouts are known.
+    It becomes a `ReshardMark` once layouts are known.
     """
 
     mesh: ProcessMesh
@@ -43,7 +43,7 @@ class Sent:
 def meshes_of(program: Program) -> set[ProcessMesh]:
     """Return the meshes of the inputs and marks of a captured program."""
     inputs = {i.spec.mesh for i in program.inputs if i.spec is not None}
-    return inputs | {node.op.mesh for node in program.nodes if isinstance(node.op, Mark)}
+    return inputs | {node.op.mesh for node in program.nodes if isinstance(node.op, ReshardMark)}
 
 
 def brought(program: Program) -> Program:
@@ -69,8 +69,8 @@ def _placed(program: Program) -> tuple[Places, set[Value]]:
     came: dict[ProcessMesh, int] = {}
     reads: list[tuple[Node, ProcessMesh]] = []
     for number, node in enumerate(program.nodes):
-        target = node.op.mesh if isinstance(node.op, Mark) else _latest(node, mesh, came)
-        if isinstance(node.op, Mark):
+        target = node.op.mesh if isinstance(node.op, ReshardMark) else _latest(node, mesh, came)
+        if isinstance(node.op, ReshardMark):
             came[node.op.mesh] = number
         if target is not None:
             mesh.update(dict.fromkeys(node.outs, target))
@@ -129,7 +129,7 @@ class _Bringing:
     def nodes(self) -> Iterator[Node]:
         """Yield the nodes; the nodes that send or recompute an operand come before its reader."""
         for node in self.program.nodes:
-            target = node.op.mesh if isinstance(node.op, Mark) else self._of(node)
+            target = node.op.mesh if isinstance(node.op, ReshardMark) else self._of(node)
             new = node if target is None else self._reading(self._settled(node), target)
             yield from self.made
             self.made.clear()
@@ -141,22 +141,22 @@ class _Bringing:
         return v if home is None or v not in self.program.producers else self._on(v, home, self.program.producers[v])
 
     def _settled(self, node: Node) -> Node:
-        """Return the node with an `Arrival` resolved.
+        """Return the node with an `StageArrival` resolved.
 
-        It becomes `Sent` if the operand's mesh has the same dim names as the stage's mesh, otherwise `Mark`.
+        It becomes `Sent` if the operand's mesh has the same dim names as the stage's mesh, otherwise `ReshardMark`.
         """
-        if not isinstance(node.op, Arrival):
+        if not isinstance(node.op, StageArrival):
             return node
         (x,), home = node.ins, node.op.mesh
         as_it_lies = x in self.mesh and x not in self.free and self.mesh[x].dim_names == home.dim_names
-        return replace(node, op=Sent(home) if as_it_lies else Mark(home, node.op.layout))
+        return replace(node, op=Sent(home) if as_it_lies else ReshardMark(home, node.op.layout))
 
     def _of(self, node: Node) -> ProcessMesh | None:
         return next((self.mesh[v] for v in node.outs if v in self.mesh), None)
 
     def _reading(self, node: Node, target: ProcessMesh) -> Node:
-        """Return the node with all operands on `target`. `Mark` and `Sent` move their operand themselves."""
-        sends = isinstance(node.op, (Mark, Sent))
+        """Return the node with all operands on `target`. `ReshardMark` and `Sent` move their operand themselves."""
+        sends = isinstance(node.op, (ReshardMark, Sent))
         away = {v: self._on(v, target, node) for v in node.ins if v in self.free or not sends}
         if all(v is x for v, x in away.items()):
             return node

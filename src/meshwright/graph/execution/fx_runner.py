@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshwright.comm import Arrival, current
+from meshwright.comm import PendingConversion, current_communicator
 from meshwright.reshard import AllReduce, Plan, Purpose
 
 from ..analysis.live_memory import read_last
@@ -90,7 +90,7 @@ def carrying(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], Te
         way = ways.get(key)
         if way is None:
             way = ways[key] = op.of_part(tuple(x.shape), purpose)
-        return current().convert(way, x)
+        return current_communicator().convert(way, x)
 
     symbolic = op.src.is_symbolic
     return carry
@@ -109,7 +109,7 @@ def reducing_over(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor
         return whole
 
     def reduce(x: Tensor) -> Tensor:
-        here = current()
+        here = current_communicator()
         if here.rank not in op.src.mesh:
             return whole(x)
         return here.all_reduce(x, step.op, step.group(way.src, here.rank), over=True)
@@ -118,17 +118,17 @@ def reducing_over(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor
     return reduce
 
 
-def starting(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], Arrival]:
+def starting(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], PendingConversion]:
     """Return a function of the local tensor that starts the step."""
 
-    def start(x: Tensor) -> Arrival:
-        return current().start(op.of_part(tuple(x.shape), purpose) if op.src.is_symbolic else way, x)
+    def start(x: Tensor) -> PendingConversion:
+        return current_communicator().start(op.of_part(tuple(x.shape), purpose) if op.src.is_symbolic else way, x)
 
     way = Plan(op.src, op.dst, (op.step,), purpose)
     return start
 
 
-def _arrived(started: Arrival, x: Tensor) -> Tensor:
+def _arrived(started: PendingConversion, x: Tensor) -> Tensor:
     return started.wait()
 
 

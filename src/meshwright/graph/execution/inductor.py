@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Arrival, Carrier, current
+from meshwright.comm import Communicator, PendingConversion, current_communicator
 
 from ..program.node import Carry, Node, Start, Value, Wait, tensor_dtype, values_in
 from ..program.program import Input, Program
@@ -59,7 +59,7 @@ def _carry(x: Tensor, order: Tensor, number: int) -> Tensor:
 
 
 def _shown(x: Tensor, order: Tensor, number: int) -> Tensor:
-    return x.new_empty(current().local_shape(_CARRIED[number].dst))
+    return x.new_empty(current_communicator().local_shape(_CARRIED[number].dst))
 
 
 def _reduce_over(x: Tensor, order: Tensor, number: int) -> None:
@@ -74,7 +74,7 @@ def _shown_over(x: Tensor, order: Tensor, number: int) -> None:
 
 
 _TICKETS = count(1)
-_BEGUN: dict[int, Arrival] = {}
+_BEGUN: dict[int, PendingConversion] = {}
 """Steps in flight, by ticket number."""
 
 
@@ -128,7 +128,7 @@ Make = Callable[[Program, dict[Value, int]], Callable[..., Any]]
 
 def compiled(
     program: Program,
-    here: Carrier,
+    here: Communicator,
     options: dict[str, Any] | None = None,
     make: Make | None = None,
     writes: bool = True,

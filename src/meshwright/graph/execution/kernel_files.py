@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm import Carrier
+from meshwright.comm import Communicator
 
 from .._errors import ProgramFileError
 from ..analysis.live_memory import written_inputs
@@ -36,7 +36,7 @@ def machine() -> str:
     return f"torch {torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {kind}"
 
 
-def save_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) -> bool:
+def save_kernels(program: Program, here: Communicator, path: str | os.PathLike[str]) -> bool:
     """Write the kernels of the program to a file.
 
     Returns False and writes no file if the kernels of this program can only be compiled where it runs.
@@ -72,7 +72,7 @@ def save_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) 
     return True
 
 
-def with_kernels(program: Program, here: Carrier, path: str | os.PathLike[str]) -> Program:
+def with_kernels(program: Program, here: Communicator, path: str | os.PathLike[str]) -> Program:
     """Return the program in the form of `compiled`, with the kernels in the file."""
     call = load_package(os.fspath(path))
     return compiled(program, here, make=lambda part, numbers: call)

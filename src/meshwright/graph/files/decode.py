@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec, evenly
 from meshwright.reshard import Exchange, Step, View, parse_step
-from meshwright.tensor import Context, Mark
+from meshwright.tensor import Context, ReshardMark
 
 from ..program.node import Carry, Kind, Node, OnCopy, Op, Origin, Over, Phase, Start, Value, Wait
 from ..program.program import Change, Input, Program, Role
@@ -147,7 +147,7 @@ class Decoder:
         if kind in _CARRIED:
             return _CARRIED[kind](self._carry(self._step(first), item(self.specs, second)))
         if kind == "mark":
-            return Mark(item(self.meshes, first), self._layout(second))
+            return ReshardMark(item(self.meshes, first), self._layout(second))
         if kind == "on copy":
             return OnCopy(self._operator(first), tuple(self.tree(row(second))))
         if kind == "over":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.layout import Layout, ProcessMesh, Product, Spec
 from meshwright.reshard import Exchange, ReshardError, Step, View, parse_step
-from meshwright.tensor import DistTensor, Mark
+from meshwright.tensor import DistTensor, ReshardMark
 
 from .._errors import ProgramFileError
 from ..program.node import Carry, Kind, Node, OnCopy, Origin, Over, Start, Value, Wait, name_of
@@ -111,7 +111,7 @@ class Encoder:
             return {type(op).__name__.lower(): [self._step(carry.step), self.spec(carry.src)]}
         if isinstance(op, (OnCopy, Over)):
             return {"over" if isinstance(op, Over) else "on copy": [str(op.op), self.tree(list(op.places))]}
-        if isinstance(op, Mark):
+        if isinstance(op, ReshardMark):
             return {"mark": [self._mesh(op.mesh), self._layout(op.layout)]}
         if op in FUNCTION_NAMES:
             return {"python": FUNCTION_NAMES[op]}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-from meshwright.comm import Carrier
+from meshwright.comm import Communicator
 from meshwright.layout import ProcessMesh, Spec
 
 
@@ -17,7 +17,7 @@ class Length:
     spec: Spec
     dim: int
 
-    def __call__(self, here: Carrier) -> int:
+    def __call__(self, here: Communicator) -> int:
         return here.local_shape(self.spec)[self.dim]
 
     def __repr__(self) -> str:
@@ -31,7 +31,7 @@ class Offset:
     spec: Spec
     dim: int
 
-    def __call__(self, here: Carrier) -> int:
+    def __call__(self, here: Communicator) -> int:
         return here.offset(self.spec, self.dim)
 
     def __repr__(self) -> str:
@@ -45,7 +45,7 @@ class RankPlace:
     mesh: ProcessMesh
     axes: tuple[str, ...]
 
-    def __call__(self, here: Carrier) -> int:
+    def __call__(self, here: Communicator) -> int:
         return here.place(self.mesh, self.axes)
 
     def __repr__(self) -> str:

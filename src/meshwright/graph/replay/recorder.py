@@ -19,20 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Recorded, use
+from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.layout import ProcessMesh, Spec, axes_of
 from meshwright.reshard import Exchange, Plan, Relabel
 from meshwright.tensor import (
-    Source,
+    RandomSource,
     absent,
-    attending_by,
-    drawing_by,
+    as_part,
+    current_random_source,
+    full_tensor,
     leaves_in,
     map_tensors,
     random_source,
     recording_parts,
-    stamp,
-    whole,
+    using_attention,
 )
 
 from .._errors import CaptureError
@@ -63,7 +63,7 @@ from ..torch_hooks import (
 from .loss_scale import scale_input
 
 
-class RecordingCarrier(Recorded):
+class RecordingCommunicator(PeerlessCommunicator):
     """Communicator of rank `rank` of `size` that records conversions as nodes of a program."""
 
     def __init__(self, rank: int, size: int, recorder: Recorder) -> None:
@@ -102,11 +102,11 @@ class Recorder(Modes):
         self._note = unobserved(self.recording.note)
         self.outside = Outside(self.mode)
         self._run_outside = unobserved(self.outside.run)
-        self.carrier = RecordingCarrier(rank, size, self)
+        self.carrier = RecordingCommunicator(rank, size, self)
         self.origin = Origin()
         self._forward: list[tuple[int, Origin]] = []
         self._backward: dict[tuple[Origin, Origin], Origin] = {}
-        self.source: Source = drawing_by()
+        self.source: RandomSource = current_random_source()
         self._scalars: set[Any] = set()
         self._rank_numbers: dict[RankNumber, Any] = {}
         self._rank_symbols: dict[Any, RankNumber] = {}
@@ -149,7 +149,7 @@ class Recorder(Modes):
         """Record the operators called inside the context as part of `phase`."""
         self.origin = Origin(phase)
         with ExitStack() as stack:
-            stack.enter_context(use(self.carrier))
+            stack.enter_context(using_communicator(self.carrier))
             stack.enter_context(random_source(self.source))
             stack.enter_context(recording_parts(self.opaque))
             stack.enter_context(without_onednn())
@@ -205,7 +205,7 @@ class Recorder(Modes):
                 self.recording.stand_for(x, given.source)
         if given.spec is None:
             return x
-        out = (stamp if self.carrier.rank in given.spec.mesh else absent)(x, given.spec)
+        out = (as_part if self.carrier.rank in given.spec.mesh else absent)(x, given.spec)
         if given.role == "parameter":
             out._is_param = True
         return out
@@ -258,7 +258,7 @@ class Recorder(Modes):
         numbers = self._rank_symbols
         asked = [g for g in dict.fromkeys(conditions(self.mode)) if g.free_symbols and g.free_symbols <= set(numbers)]
         for rank in _some_ranks(self._rank_numbers) if asked else ():
-            there = Recorded(rank, self.carrier.size)
+            there = PeerlessCommunicator(rank, self.carrier.size)
             values = {symbol: number(there) for symbol, number in numbers.items()}
             found = next((g for g in asked if not g.subs(values)), None)
             if found is not None:
@@ -313,7 +313,7 @@ def _check_shape(node: Node, v: Value, found: Any) -> None:
 def _modes(origin: Origin) -> Generator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(origin.grad))
-        stack.enter_context(attending_by(origin.context))
+        stack.enter_context(using_attention(origin.context))
         if origin.autocast is not None:
             stack.enter_context(torch.autocast(*origin.autocast))
         yield
@@ -347,7 +347,7 @@ def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = Fal
         grads = called(lambda: torch.autograd.grad(root, list(trained.values()), allow_unused=True), ())
         with torch.no_grad():
             write_back(captured.program, given, known)
-            out = whole(loss.detach())
+            out = full_tensor(loss.detach())
     found = {name: g for name, g in zip(trained, grads, strict=True) if g is not None}
     step = recorder.finish({"out": out, "grads": found})
     names = {i.name for i in captured.program.inputs if i.value in written}
@@ -368,7 +368,7 @@ def record_forward(captured: Capture, rank: int, size: int) -> Program:
         given = {i.value: recorder.add(i) for i in captured.program.inputs}
         known = replay(captured.program, given, recorder)
         write_back(captured.program, given, known)
-        out = map_tensors(whole, map_values(lambda v: known[v], captured.program.outputs))
+        out = map_tensors(full_tensor, map_values(lambda v: known[v], captured.program.outputs))
     return recorder.finish({"out": out})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current, simulate
+from meshwright.comm import current_communicator, simulate
 from meshwright.layout import Spec
 from meshwright.reshard import Plan, Step, execute
 
@@ -77,14 +77,14 @@ def _on_all_ranks(
     """Return the results of a side on each simulated rank; all tensor arguments are one random tensor."""
 
     def run() -> tuple[Tensor, ...]:
-        rank = current().rank
+        rank = current_communicator().rank
         torch.manual_seed(seed + rank)
         part = torch.randn(x.local_shape(rank), dtype=x.dtype)
         lie: dict[int, tuple[Spec, Tensor]] = {id(part): (x, part)}
 
         def carried(step: Step, t: Tensor) -> Tensor:
             src = lie[id(t)][0]
-            out = execute(Plan(src, step.apply(src), (step,)), t, current())
+            out = execute(Plan(src, step.apply(src), (step,)), t, current_communicator())
             lie[id(out)] = (step.apply(src), out)
             return out
 

@@ -28,7 +28,7 @@ from meshwright.graph import (
     map_values,
 )
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, local_parts, map_tensors, stamp, tensors_in
+from meshwright.tensor import DistTensor, as_part, local_parts, map_tensors, tensors_in
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ class Merge:
             return self._rows(x, number)
         spec = Spec(x.spec.mesh, x.spec.layout, (self._part(x.spec.shape[0]), *x.spec.shape[1:]), x.spec.dtype)
         with local_parts():
-            return stamp(self._rows(x, number).as_subclass(Tensor), spec)
+            return as_part(self._rows(x, number).as_subclass(Tensor), spec)
 
     def _rows(self, x: Tensor, number: int) -> Tensor:
         rows = self._part(x.shape[0])

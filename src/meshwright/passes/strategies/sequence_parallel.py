@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright.graph import Change, Draft, Pass, Program, Spot, Value, map_values, register_pass
 from meshwright.layout import Layout, Product, Spec, axes_of, hint
-from meshwright.tensor import DistTensor, Mark, redistribute
+from meshwright.tensor import DistTensor, ReshardMark, redistribute
 
 from .._rows import place
 
@@ -134,7 +134,7 @@ class _Way:
 
     def remark(self, spot: Spot) -> None:
         """Change a mark that replicates the residual stream along the axis to a mark that shards it."""
-        if not isinstance(spot.op, Mark) or spot.outs[0].shape not in self.streams:
+        if not isinstance(spot.op, ReshardMark) or spot.outs[0].shape not in self.streams:
             return
         layout, mesh = spot.op.layout, spot.op.mesh
         if self.axis in mesh.sizes and self.axis not in (*layout.cut_axes, *layout.partial_axes) and layout.is_simple:
@@ -197,7 +197,7 @@ class _Way:
     def _spec(self, v: Value) -> Spec | None:
         maker = self.draft.producer(v)
         if maker is not None:
-            if not isinstance(maker.op, Mark) or not isinstance(v.dtype, torch.dtype):
+            if not isinstance(maker.op, ReshardMark) or not isinstance(v.dtype, torch.dtype):
                 return None
             return Spec(maker.op.mesh, maker.op.layout, v.shape, v.dtype)
         return next((i.spec for i in self.draft.program.inputs if i.value is v), None)

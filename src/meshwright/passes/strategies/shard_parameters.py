@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from meshwright.graph import Change, Draft, Input, Pass, Program, Value, map_values, register_pass
 from meshwright.layout import Dim, Layout, Spec
-from meshwright.tensor import Mark
+from meshwright.tensor import ReshardMark
 
 
 def data_axes(program: Program) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ class ShardParameters(Pass):
         whole = Value(draft.names.fresh(f"{v.name}_whole"), v.shape, v.dtype, v.device)
         layout = replace(given.spec.layout, varying=tuple(a for a in axes if a not in given.spec.layout.axes))
         origin = replace(users[0].origin, grad=True)  # the first reader may run without gradients
-        draft.add_as(Mark(given.spec.mesh, layout), (v,), {}, whole, users[0], origin)
+        draft.add_as(ReshardMark(given.spec.mesh, layout), (v,), {}, whole, users[0], origin)
         for spot in users:
             args, kwargs = map_values(lambda u: whole if u is v else u, (spot.args, spot.kwargs))
             draft.set_args(spot, args, kwargs)

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.graph import Node, Operator, Origin, Program, Value, map_values
 from meshwright.layout import ProcessMesh, Spec
-from meshwright.tensor import Mark
+from meshwright.tensor import ReshardMark
 
 from .._errors import StageError
 from .stages import Stages
@@ -41,7 +41,7 @@ def mirrored(program: Program, stages: Stages) -> Program:
         if given.role in ("parameter", "buffer") and given.spec is not None:
             v = given.value
             became[v] = Value(f"{v.name}_opposite", v.shape, v.dtype, v.device)
-            marks.append(Node(Mark(opposite(given.spec.mesh), given.spec.layout), (v,), {}, became[v], Origin()))
+            marks.append(Node(ReshardMark(opposite(given.spec.mesh), given.spec.layout), (v,), {}, became[v], Origin()))
             specs[became[v]], specs[v] = specs[v], given.spec
     nodes = tuple(_node(node, became, opposite) for node in program.nodes)
     return replace(program, inputs=inputs, nodes=(*marks, *nodes), specs=specs)
@@ -71,8 +71,8 @@ def _moved(spec: Spec, opposite: Callable[[ProcessMesh], ProcessMesh]) -> Spec:
 
 def _node(node: Node, became: dict[Value, Value], opposite: Callable[[ProcessMesh], ProcessMesh]) -> Node:
     args, kwargs = map_values(lambda v: became.get(v, v), (node.args, dict(node.kwargs)))
-    op = Mark(opposite(node.op.mesh), node.op.layout) if isinstance(node.op, Mark) else node.op
-    if not isinstance(op, (Mark, Operator)):
+    op = ReshardMark(opposite(node.op.mesh), node.op.layout) if isinstance(node.op, ReshardMark) else node.op
+    if not isinstance(op, (ReshardMark, Operator)):
         raise StageError(
             "two copies of a model", f"{op!r} {node.origin.where}".rstrip(), "the operator may contain meshes",
             "use a schedule with one copy, such as ZB-V",

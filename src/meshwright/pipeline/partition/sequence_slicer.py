@@ -19,7 +19,7 @@ import torch
 from meshwright.graph import Draft, Node, Operator, Program, Sent, Value, is_drawing, map_values, name_of, values_in
 from meshwright.spmd import Bound, Call, RuleError, describe, factors_split
 from meshwright.spmd import cut_choices as ways_to_cut
-from meshwright.tensor import SPLIT, Mark
+from meshwright.tensor import STAGE_SPLIT, ReshardMark
 
 from .._errors import StageError
 
@@ -105,7 +105,7 @@ class Slicer:
         self._node = node
         if not self._is_cut(node):
             self._keep(node)
-        elif isinstance(node.op, (Mark, Sent)) or node.op is SPLIT:
+        elif isinstance(node.op, (ReshardMark, Sent)) or node.op is STAGE_SPLIT:
             (x,) = (self.held[v] for v in node.ins)
             assert isinstance(x, Pieces)
             self._mark(node, x)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
 from meshwright.graph import ALWAYS, EVERYWHERE, Edge, Input, Node, Program, Value, is_drawing
-from meshwright.tensor import SPLIT
+from meshwright.tensor import STAGE_SPLIT
 
 from .._errors import StageError
 
@@ -68,7 +68,7 @@ class _Staging:
             before = max((self.chunk[v] for v in node.ins), default=EVERYWHERE)
             home = self._of_node(node)
             nowhere = home is None and before < 0
-            at = EVERYWHERE if nowhere else self._first(home, max(before, 0) + (node.op is SPLIT), node)
+            at = EVERYWHERE if nowhere else self._first(home, max(before, 0) + (node.op is STAGE_SPLIT), node)
             self.chunk.update(dict.fromkeys(node.outs, at))
         self._put_off()
 
@@ -143,7 +143,7 @@ class _Staging:
                 continue
             way = max((ways.get(v) or self._start(v) for v in node.ins), key=len, default=())
             home = self._of_node(node)
-            if home is not None and (way[-1:] != (home,) or node.op is SPLIT):
+            if home is not None and (way[-1:] != (home,) or node.op is STAGE_SPLIT):
                 way = (*way, home)
             ways.update(dict.fromkeys(node.outs, way))
             best = max(best, way, key=len)

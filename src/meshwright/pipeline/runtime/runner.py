@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Carrier, current
+from meshwright.comm import Communicator, current_communicator
 from meshwright.graph import Input, LookAt, Program, Run, Value, tensor_dtype
 from meshwright.reshard import Halves, halves_of
 
@@ -61,7 +61,7 @@ class _Message:
     halves: Halves | None
     like: Tensor
 
-    def send(self, held: Known, here: Carrier, tag: int) -> None:
+    def send(self, held: Known, here: Communicator, tag: int) -> None:
         x = held[self.crossing.operand]
         if self.halves is None:
             held[self.crossing.result] = x
@@ -71,7 +71,7 @@ class _Message:
         if self.halves.kept:
             held[self.crossing.result] = [take(x) for take in self.halves.kept]
 
-    def receive(self, held: Known, here: Carrier, tag: int) -> None:
+    def receive(self, held: Known, here: Communicator, tag: int) -> None:
         if self.halves is None:
             return
         like, kept = self.like, held.get(self.crossing.result, [])
@@ -148,7 +148,7 @@ class PipelineRun:
         return self._run(inputs, look_at)
 
     def _run(self, inputs: Sequence[Any], look_at: LookAt | None) -> tuple[Any, list[Any] | None]:
-        here, count = current(), self._microbatches
+        here, count = current_communicator(), self._microbatches
         base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
         with torch.no_grad():
             self._begin(base)
@@ -181,7 +181,7 @@ class PipelineRun:
             out, _ = run(*(base[i.value] for i in program.inputs))
             base.update(zip(gives, out, strict=True))
 
-    def _update(self, n: int, step: _Step, here: Carrier, look_at: LookAt | None) -> None:
+    def _update(self, n: int, step: _Step, here: Communicator, look_at: LookAt | None) -> None:
         """Run the update that is entry n; microbatches in flight keep the weights that they have used."""
         base, at = step.base, len(step.outputs)
         step.versions.keep(n, base, self._behind.over(at, base), *step.held)
@@ -216,7 +216,7 @@ class _Step:
 
 
 def _act(
-    part: _Part, known: Mapping[Value, Any], held: Known, totals: _Totals, here: Carrier, tag: Callable[[int], int]
+    part: _Part, known: Mapping[Value, Any], held: Known, totals: _Totals, here: Communicator, tag: Callable[[int], int]
 ) -> None:
     for message in part.arriving:
         message.receive(held, here, tag(message.crossing.tag))

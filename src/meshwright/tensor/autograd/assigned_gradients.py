@@ -14,12 +14,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Spec
 
 from ..conversion.convert import convert_local
 from ..conversion.local_parts import spec_of
-from ..core.dist_tensor import DistTensor, plain_view, stamp
+from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..torch_hooks import FakeTensor, no_interception, shares_storage
 from ..views.dist_view import DistView, after_call, as_view, before_call
 
@@ -49,7 +49,7 @@ def assign(x: DistTensor, grad: Tensor) -> None:
 
 def _is_copy(x: DistTensor, grad: Tensor, local: Tensor) -> bool:
     """True if a write to the local gradient does not reach the assigned tensor."""
-    if local is grad or x._away or isinstance(local, FakeTensor) or current().rank not in x._spec.mesh:
+    if local is grad or x._away or isinstance(local, FakeTensor) or current_communicator().rank not in x._spec.mesh:
         return False
     return isinstance(grad, DistView) or not shares_storage(local, grad)
 
@@ -57,8 +57,8 @@ def _is_copy(x: DistTensor, grad: Tensor, local: Tensor) -> bool:
 def _view_of(grad: Tensor, local: Tensor, spec: Spec) -> Tensor:
     """Return the local gradient as a view of the assigned tensor, which has another layout or is a view itself."""
     local = local.clone() if shares_storage(local, grad) else local
-    base = grad if isinstance(grad, DistTensor) else stamp(grad.detach(), spec_of(grad, spec))
-    view = as_view(stamp(local, spec), base, torch.ops.aten.alias.default, (base,), {}, 0)
+    base = grad if isinstance(grad, DistTensor) else as_part(grad.detach(), spec_of(grad, spec))
+    view = as_view(as_part(local, spec), base, torch.ops.aten.alias.default, (base,), {}, 0)
     if isinstance(view, DistView):
         view._source.counted = isinstance(grad, DistTensor)
     return view

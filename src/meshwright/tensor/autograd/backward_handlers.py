@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Spec, replicated
 
 from .._errors import OperationError
@@ -18,9 +18,16 @@ from ..conversion.convert import convert_local
 from ..conversion.local_parts import whole_local
 from ..conversion.pending_gradients import deferring, flush, flush_read, forget
 from ..conversion.saved_operands import keep_up
-from ..core.dist_tensor import DistTensor, stamp
+from ..core.dist_tensor import DistTensor, as_part
 from ..core.handler_registry import handles
-from ..torch_hooks import backward_running, call_plain, interception_on, no_interception, run_backward, tell_backward
+from ..torch_hooks import (
+    backward_running,
+    call_plain,
+    intercept_backward,
+    interception_on,
+    no_interception,
+    run_backward,
+)
 from ..views.dist_view import any_reread_with_history
 from ..views.gathered_memory import release_memory
 from ..views.shared_data import read_shared
@@ -38,12 +45,12 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
     if spec is None:
         return torch.ones_like(output) if grad is None else whole_local(grad)
     with no_interception():
-        if current().rank not in spec.mesh:
+        if current_communicator().rank not in spec.mesh:
             return torch.empty_like(output)
         if grad is None:
             if spec.shape.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
-            ones = torch.ones(current().local_shape(spec), dtype=spec.dtype, device=output.device)
+            ones = torch.ones(current_communicator().local_shape(spec), dtype=spec.dtype, device=output.device)
             if not spec.layout.varying:
                 return ones  # only the dual of a varying replica is a sum
             grad = ones
@@ -57,7 +64,7 @@ def _summed(output: Tensor) -> Tensor:
     if not isinstance(output, DistTensor) or not any(op != "sum" for _, op in output._spec.layout.partial):
         return output
     spec = output._spec.with_layout(replicated(output._spec.ndim))
-    return stamp(convert_local(output, output._spec, spec), spec)
+    return as_part(convert_local(output, output._spec, spec), spec)
 
 
 @handles(Tensor.backward, numbers=False)
@@ -276,4 +283,4 @@ class _backward_pass(gradients_kept_up):
         super().__enter__()
 
 
-tell_backward(_backward_pass)
+intercept_backward(_backward_pass)

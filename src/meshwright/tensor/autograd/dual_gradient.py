@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Spec
 
 from .._errors import OperationError
 from ..conversion.convert import arranged, convert_local
 from ..conversion.local_parts import spec_of
 from ..core.absent_tensor import absent
-from ..core.dist_tensor import plain_view, stamp
+from ..core.dist_tensor import as_part, plain_view
 from ..torch_hooks import backward_running, is_dense, no_interception, shares_storage
 
 
@@ -32,8 +32,8 @@ def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
     with no_interception():
         dual = spec.dual().with_dtype(grad.dtype)
         grad = arranged(grad, dual)
-    out = stamp(grad, dual)
-    return absent(out, dual) if current().rank not in spec.mesh else out
+    out = as_part(grad, dual)
+    return absent(out, dual) if current_communicator().rank not in spec.mesh else out
 
 
 def alias_of(grad: Tensor) -> Tensor:
@@ -47,14 +47,14 @@ def as_dual_local(grad: Tensor, spec: Spec) -> Tensor:
     have = spec_of(grad, spec)
     local = convert_local(grad, have, spec.dual().with_dtype(have.dtype))
     with no_interception():
-        return held_with(grad, plain_view(local))
+        return keep_alive_with(grad, plain_view(local))
 
 
 _ALIASES = "_meshwright_aliases"
 """Attribute of a gradient that a program gave: the backward pass, and the local tensors on its memory in that pass."""
 
 
-def held_with(grad: Tensor, local: Tensor) -> Tensor:
+def keep_alive_with(grad: Tensor, local: Tensor) -> Tensor:
     """Return `local`, which a program gave autograd as `grad`, such that references to `grad` also hold `local`.
 
     Autograd takes over the memory of a gradient without other references, and copies any other gradient. A program may

@@ -16,7 +16,7 @@ from meshwright.layout import Spec
 from ..conversion.convert import convert_local
 from ..conversion.local_parts import linear_spec, spec_of, whole_local
 from ..core.absent_tensor import absent
-from ..core.dist_tensor import DistTensor, plain_view, stamp
+from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.handler_registry import handles
 from ..core.tree import map_tensors
 from ..torch_hooks import MAKE_DUAL, UNPACK_DUAL, call_plain, no_interception
@@ -47,4 +47,4 @@ def _unpack_dual(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 def _placed(local: Tensor, spec: Spec, away: bool) -> Tensor:
     spec = spec.with_dtype(local.dtype)
-    return absent(local, spec) if away else stamp(local, spec)
+    return absent(local, spec) if away else as_part(local, spec)

@@ -23,7 +23,7 @@ from meshwright.layout import Spec
 
 from .._errors import CollectiveError, PlainInBackwardError
 from ..conversion.convert import convert_local
-from ..conversion.distribute import present
+from ..conversion.distribute import as_dist_tensor
 from ..conversion.local_parts import spec_of, whole_local
 from ..core.dist_tensor import DistTensor, plain_view
 from ..core.tree import tensors_in
@@ -31,16 +31,16 @@ from ..core.write_counts import version_of
 from ..torch_hooks import (
     backward_running,
     bare_apply,
+    intercept_functions,
     interception,
     interception_on,
     is_dense,
     no_interception,
     offer_call,
     savers,
-    tell_functions,
 )
 from ..views.dist_view import DistView, after_function, before_function
-from .dual_gradient import alias_of, as_dual_local, dual_stamp, held_with
+from .dual_gradient import alias_of, as_dual_local, dual_stamp, keep_alive_with
 
 _WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """A user's function → the same function with a backward pass that sees whole gradients."""
@@ -161,7 +161,7 @@ def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     same = {id(x) for x, version in before if version_of(x) == version}
 
     def own(x: Any) -> Any:
-        return present(alias_of(x), x._spec) if id(x) in same else x
+        return as_dist_tensor(alias_of(x), x._spec) if id(x) in same else x
 
     return tuple(map(own, cast(tuple[Any, ...], out))) if isinstance(out, tuple) else own(out)
 
@@ -198,7 +198,7 @@ def _has_plain(ctx: Any, grads: Sequence[Any]) -> bool:
 
 
 def _again(x: Any, spec: Spec | None) -> Any:
-    return x if spec is None or isinstance(x, DistTensor) else present(alias_of(x), spec)
+    return x if spec is None or isinstance(x, DistTensor) else as_dist_tensor(alias_of(x), spec)
 
 
 def _specs(values: Sequence[Any]) -> list[Spec | None]:
@@ -215,7 +215,7 @@ def _tangent(tangent: Any, spec: Spec | None) -> Any:
     """Return the distributed tensor of which `tangent` is the local part."""
     if spec is None or not isinstance(tangent, Tensor) or isinstance(tangent, DistTensor):
         return tangent
-    return present(alias_of(tangent), spec.with_dtype(tangent.dtype))
+    return as_dist_tensor(alias_of(tangent), spec.with_dtype(tangent.dtype))
 
 
 def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
@@ -235,7 +235,7 @@ def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
     if spec is None:
         local = whole_local(grad)
         with no_interception():
-            return held_with(grad, plain_view(local))
+            return keep_alive_with(grad, plain_view(local))
     if not isinstance(grad, DistTensor):
         raise PlainInBackwardError(
             f"the backward pass of {function.__name__}", f"a plain gradient of the argument {spec!r}",
@@ -250,7 +250,7 @@ _TOLD: list[Callable[..., Any]] = [_applied]
 
 
 @contextmanager
-def functions_told(apply: Callable[..., Any]) -> Generator[None]:
+def functions_passed_to(apply: Callable[..., Any]) -> Generator[None]:
     """Pass calls `F.apply(*args, **kwargs)` of autograd functions inside the block to `apply`.
 
     It is called as `apply(F, call, args, kwargs)`, where `call` does what the call would do outside the block. Below
@@ -291,6 +291,6 @@ def _read_before_saving(own: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-tell_functions(_tell, _untold)
+intercept_functions(_tell, _untold)
 for _owner, _name in savers():
     offer_call(_owner, _name, _read_before_saving)

@@ -30,7 +30,7 @@ _OPERATORS = frozenset([*_COUNTS, *_COUNTED, "len", "stride"])
 """Names of operators that return sizes."""
 
 
-def check_answer(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
+def check_meta_result(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
     """Raise MemoryAccessError if `answer`, the result of `func` for a meta tensor, may concern memory or a device.
 
     Raises TypeError for NotImplemented, as torch's own operators do: Python then asks the other operand, or compares

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Layout, Spec, dense_strides, without_trivial_axes
 from meshwright.reshard import Plan, Relabel, plan, transposed
 
-from ..core.call_sites import is_backward, keep_place
-from ..core.computation_numbers import called_back, keep_number
+from ..core.call_sites import is_backward, keep_call_site
+from ..core.computation_numbers import collectives_of_gradient, keep_number
 from ..core.dist_tensor import wants_grad
 from ..torch_hooks import (
     FakeTensor,
@@ -91,8 +91,8 @@ class Move:
 
     def _steps(self, x: Tensor) -> Tensor:
         if (x.is_conj() or x.is_neg()) and not isinstance(x, FakeTensor):
-            return keep_bits(partial(current().convert, self.plan), x)
-        return current().convert(self.plan, x)
+            return keep_bits(partial(current_communicator().convert, self.plan), x)
+        return current_communicator().convert(self.plan, x)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's part after the conversion of its part `x`; call it with interception off."""
@@ -157,7 +157,7 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
         ctx.how = how
-        keep_place(ctx)
+        keep_call_site(ctx)
         keep_number(ctx)
         out = how.now(x)
         return x.detach() if out is x else owned(out)  # a view would keep `x`, which may keep it
@@ -172,7 +172,7 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        with called_back(ctx):
+        with collectives_of_gradient(ctx):
             if type(grad) is Tensor:
                 return ctx.how.transpose(_dense(grad)), None
             with no_interception():

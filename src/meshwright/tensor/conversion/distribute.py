@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Layout, Placement, PlacementError, ProcessMesh, Spec, layout_of
 from meshwright.reshard import away_part
 
 from .._errors import LocalShapeError, OperationError
 from ..core.absent_tensor import absent, make_absent
 from ..core.capture_marks import captured_whole
-from ..core.computation_numbers import born, called_for, pass_number
-from ..core.dist_tensor import DistTensor, plain_view, stamp
+from ..core.computation_numbers import collectives_of_call, pass_number, with_new_number
+from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.rank_ownership import check_maker, mark_maker
 from ..torch_hooks import no_interception, outside_transforms, shares_storage, transforming, transforms_paused
 from .convert import arranged, convert_local
 from .local_parts import spec_of_whole
-from .python_values import everywhere
+from .python_values import gather_everywhere
 from .same_parts import check_same_on_ranks
 
 
@@ -30,10 +30,10 @@ def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) ->
 
     A leaf that requires a gradient becomes one; an `nn.Parameter` stays one. A distributed `x` is resharded.
     """
-    return place(x, mesh, layout_of(placements, x.ndim, mesh))
+    return distribute_as(x, mesh, layout_of(placements, x.ndim, mesh))
 
 
-def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
+def distribute_as(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     """Do the same as `distribute` for a layout, which also determines the order of the axes that shard a dim."""
     if isinstance(x, DistTensor):
         return redistribute(x, mesh, layout)
@@ -41,7 +41,7 @@ def place(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
         return _placed_outside(x, mesh, layout)
     note = captured_whole(x)
     if note is not None:
-        return note(Mark(mesh, layout), (x,), lambda: x.view_as(x))
+        return note(ReshardMark(mesh, layout), (x,), lambda: x.view_as(x))
     if layout.partial and isinstance(x, nn.Parameter):
         raise _pending_parameter(x, layout)
     src = spec_of_whole(x, mesh)
@@ -58,7 +58,7 @@ def _pending_parameter(x: Tensor, layout: Layout) -> PlacementError:
 
 
 def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
-    """Return `place` of a plain tensor, called inside a transform of `torch.func`.
+    """Return `distribute_as` of a plain tensor, called inside a transform of `torch.func`.
 
     Raises OperationError for a batch of tensors, or a tensor that depends on the differentiated variable.
     """
@@ -70,19 +70,19 @@ def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
             "call mw.shard_tensor outside and pass the distributed tensor to the transformed function",
         )  # fmt: skip
     with transforms_paused():
-        return place(plain, mesh, layout)
+        return distribute_as(plain, mesh, layout)
 
 
 def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:
     """Return the plain tensor `x` in the layout and with the strides of `dst`."""
     mesh = dst.mesh
     if not x.is_leaf and x.requires_grad:
-        return present(convert_local(x, src, dst) if current().rank in mesh else x, dst)
+        return as_dist_tensor(convert_local(x, src, dst) if current_communicator().rank in mesh else x, dst)
     with torch.no_grad():
         local = x.detach()
-        local = convert_local(local, src, dst) if current().rank in mesh else local
+        local = convert_local(local, src, dst) if current_communicator().rank in mesh else local
         local = local.clone() if shares_storage(local, x) and isinstance(x, nn.Parameter) else local
-    out = born(_present(plain_view(local), dst), x)
+    out = with_new_number(_present(plain_view(local), dst), x)
     with no_interception():
         out.requires_grad_(x.requires_grad)
     if isinstance(x, nn.Parameter):
@@ -90,7 +90,7 @@ def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:
     return out
 
 
-def lay(x: Tensor, spec: Spec) -> DistTensor:
+def keep_own_part(x: Tensor, spec: Spec) -> DistTensor:
     """Return `x` itself, a leaf that every rank holds whole, reduced to this rank's part.
 
     The object stays the same, so modules and optimizers that hold the leaf hold the part.
@@ -103,7 +103,7 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
     is_parameter = isinstance(x, nn.Parameter)
     with no_interception():
         x.data = plain_view(new.detach())
-    out = absent(x, spec) if new._away else stamp(x, spec)
+    out = absent(x, spec) if new._away else as_part(x, spec)
     pass_number(new, out)
     if new._away:
         return out
@@ -113,25 +113,25 @@ def lay(x: Tensor, spec: Spec) -> DistTensor:
     return out
 
 
-def present(local: Tensor, spec: Spec) -> DistTensor:
+def as_dist_tensor(local: Tensor, spec: Spec) -> DistTensor:
     """Return the distributed tensor with this local part; differentiable.
 
     A rank outside the mesh holds no part. A part is copied if its memory format differs from that of a new tensor.
     """
-    return born(_present(local, spec))
+    return with_new_number(_present(local, spec))
 
 
 def _present(local: Tensor, spec: Spec) -> DistTensor:
     spec = spec.new
     with no_interception():
-        if current().rank in spec.mesh:
+        if current_communicator().rank in spec.mesh:
             local = arranged(local, spec)
-            out = stamp(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
+            out = as_part(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
             mark_maker(out)
             return out
         if local.requires_grad:
             return make_absent([spec], [local])[0]
-        return absent(away_part(spec.local_shape(current().rank), spec.dtype, local.device), spec)
+        return absent(away_part(spec.local_shape(current_communicator().rank), spec.dtype, local.device), spec)
 
 
 def from_local(
@@ -148,7 +148,7 @@ def from_local(
             "a model is captured as for one device, so parts do not exist yet", "use mw.local_map or a LocalLayer",
         )  # fmt: skip
     layout = layout_of(placements, local.dim(), mesh)
-    rank = current().rank
+    rank = current_communicator().rank
     spec = Spec(mesh, layout, shape if shape is not None else _grown(local.shape, layout, mesh), local.dtype)
     if rank in mesh and tuple(local.shape) != spec.local_shape(rank):
         raise LocalShapeError(
@@ -159,7 +159,7 @@ def from_local(
     if shape is None:
         check_same_on_ranks(spec)
     with no_interception():
-        return present(local.view_as(local), spec)
+        return as_dist_tensor(local.view_as(local), spec)
 
 
 def _grown(shape: Sequence[int], layout: Layout, mesh: ProcessMesh) -> list[int]:
@@ -185,41 +185,41 @@ def _resharded(x: DistTensor, dst: Spec) -> DistTensor:
         with transforms_paused():
             return _resharded(x, dst)
     x._read_again()
-    rank, mesh = current().rank, dst.mesh
+    rank, mesh = current_communicator().rank, dst.mesh
     if rank not in x._spec.mesh and rank not in mesh:
         return make_absent([dst], [x])[0]
-    with called_for("reshard", [x]):
+    with collectives_of_call("reshard", [x]):
         local = convert_local(x, x._spec, dst)
     with no_interception():
         out = local.view_as(local) if isinstance(local, DistTensor) else local
-        found = stamp(out, dst) if rank in mesh else absent(out, dst)
+        found = as_part(out, dst) if rank in mesh else absent(out, dst)
     pass_number(x, found)
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ReshardMark:
     """`mw.reshard(x, mesh, placements)` as an operator of a captured program."""
 
     mesh: ProcessMesh
     layout: Layout
 
     def __call__(self, x: Tensor) -> DistTensor:
-        return place(x, self.mesh, self.layout)
+        return distribute_as(x, self.mesh, self.layout)
 
     def __repr__(self) -> str:
         return f"reshard to {self.layout!r} on {self.mesh!r}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Arrival(Mark):
+class StageArrival(ReshardMark):
     """A value arrives at the stage of a layer.
 
     From a mesh with the same axes it arrives in its own layout, else in the given one.
     """
 
 
-SPLIT = torch.ops.aten.alias.default
+STAGE_SPLIT = torch.ops.aten.alias.default
 """Operator for `pipe_split` in a captured program."""
 
 
@@ -232,17 +232,17 @@ def pipe_split(x: Tensor) -> Tensor:
     consecutive chunks are on one mesh, such as the turn of a V.
     """
     note = captured_whole(x)
-    return x if note is None else note(SPLIT, (x,), lambda: x.view_as(x))
+    return x if note is None else note(STAGE_SPLIT, (x,), lambda: x.view_as(x))
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """Return the whole value of `x` as a plain tensor on every rank of the world; differentiable within its mesh.
 
     It has the memory order of one device.
     """
     if isinstance(x, DistTensor):
         check_maker(x, "mw.unshard_dtensor")
-    out = everywhere(x)
+    out = gather_everywhere(x)
     if not isinstance(x, DistTensor) or x._spec.new.order is None:
         return out
     with no_interception():

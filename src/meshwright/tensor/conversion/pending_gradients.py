@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current, identity
+from meshwright.comm import call_purpose, current_communicator
 from meshwright.layout import Layout, Spec
 
-from ..core.call_sites import is_backward, keep_place
-from ..core.computation_numbers import called_back, called_for, keep_number
+from ..core.call_sites import is_backward, keep_call_site
+from ..core.computation_numbers import collectives_of_call, collectives_of_gradient, keep_number
 from ..torch_hooks import bare_apply, no_interception
 from .convert import Move, convert_local
 
@@ -62,7 +62,7 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
         ctx.leaf, ctx.how = x, how
-        keep_place(ctx)
+        keep_call_site(ctx)
         keep_number(ctx)
         return x.view_as(x)
 
@@ -73,7 +73,7 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         back = ctx.how.transpose.of_dtype(grads[0].dtype)
-        with no_interception(), called_back(ctx):
+        with no_interception(), collectives_of_gradient(ctx):
             return _Deferred._back(ctx, back, grads[0])
 
     @staticmethod
@@ -102,10 +102,10 @@ def _is_watched(leaf: Any) -> bool:
 def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
     found = _state.waiting.get((id(leaf), spec))
     if found is None:
-        _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach(), identity.what[0])
+        _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach(), call_purpose.what[0])
     else:
         found.terms = found.take() + grad
-        found.number = hash((found.number, identity.what[0]))
+        found.number = hash((found.number, call_purpose.what[0]))
 
 
 class deferring:  # entered in every step: a class is faster than a generator
@@ -152,7 +152,7 @@ def _add_up(waiting: Sequence[_Pending]) -> None:
     with no_interception(), torch.no_grad():
         for bucket in _buckets(waiting):
             leaves, numbers = [item.leaf for item in bucket], [item.number for item in bucket]
-            with called_for("the gradients of parameters", leaves, numbers):
+            with collectives_of_call("the gradients of parameters", leaves, numbers):
                 sums = _reduced(bucket)
             for item, grad in zip(bucket, sums, strict=True):
                 item.leaf.grad = grad if item.leaf.grad is None else item.leaf.grad.add_(grad)
@@ -184,7 +184,7 @@ def _reduced(bucket: Sequence[_Pending]) -> list[Tensor]:
     first = bucket[0].spec
     axes = first.layout.partial_axes
     found = [item.take() for item in bucket]
-    if current().rank not in first.mesh:
+    if current_communicator().rank not in first.mesh:
         return found
     shapes = [terms.shape for terms in found]
     flat = torch.cat([terms.reshape(-1) for terms in found]) if len(found) > 1 else found[0].reshape(-1)

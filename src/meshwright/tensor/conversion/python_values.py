@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Layout, ProcessMesh, Spec, replicated
 
-from ..core.computation_numbers import called_for
+from ..core.computation_numbers import collectives_of_call
 from ..core.dist_tensor import DistTensor, plain_view
 from ..core.handler_registry import handles
 from ..core.tree import map_tensors
@@ -20,17 +20,17 @@ from .convert import convert_local
 from .local_parts import whole_local, write_into
 
 
-def everywhere(x: Tensor) -> Tensor:
+def gather_everywhere(x: Tensor) -> Tensor:
     """Return the whole value of `x` as a plain tensor on every rank of the world, not only of its mesh."""
     if not isinstance(x, DistTensor):
         return x
     x._read_again()
-    with called_for("the whole value", [x]):
+    with collectives_of_call("the whole value", [x]):
         return _everywhere(x)
 
 
 def _everywhere(x: DistTensor) -> Tensor:
-    carrier = current()
+    carrier = current_communicator()
     if x._spec.mesh.size == carrier.size:
         return whole_local(x)
     world = ProcessMesh(range(carrier.size), ["world"])
@@ -49,7 +49,7 @@ def _everywhere(x: DistTensor) -> Tensor:
 def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Return the same Python value on every rank; autograd does not record it, as on one device."""
     with torch.no_grad():
-        args, kwargs = map_tensors(everywhere, (args, kwargs))
+        args, kwargs = map_tensors(gather_everywhere, (args, kwargs))
     with no_interception():
         return func(*args, **kwargs)
 
@@ -90,7 +90,7 @@ def not_finite_anywhere(tensors: Iterable[Tensor], device: torch.device) -> Tens
 
 def largest_anywhere(number: Tensor) -> Tensor:
     """Return the largest of all ranks' numbers, each a plain tensor of one element; every rank makes the call."""
-    world = ProcessMesh(range(current().size), ["world"])
+    world = ProcessMesh(range(current_communicator().size), ["world"])
     spec = Spec(world, Layout(((),), (("world", "max"),)), (1,), number.dtype)
     out = convert_local(number.reshape(1), spec, spec.with_layout(replicated(1)))
     with no_interception():

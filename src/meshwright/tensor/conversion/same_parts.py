@@ -5,7 +5,7 @@ Processes detect this at the first collective, by the number of the tensor (`com
 
 from __future__ import annotations
 
-from meshwright.comm import Simulated, current
+from meshwright.comm import SimulatedCommunicator, current_communicator
 from meshwright.layout import Spec
 
 from .._errors import LocalShapeError
@@ -15,8 +15,8 @@ _MADE = "tensors made of parts"
 
 def check_same_on_ranks(spec: Spec) -> None:
     """Raise LocalShapeError if another simulated rank, in the same call, made parts of another tensor."""
-    here = current()
-    if not isinstance(here, Simulated) or here.size == 1:
+    here = current_communicator()
+    if not isinstance(here, SimulatedCommunicator) or here.size == 1:
         return
     key = (_MADE, spec.mesh, here.rank)
     count = here.shared[key] = here.shared.get(key, 0) + 1

@@ -87,7 +87,7 @@ def stages_of(meshes: Collection[ProcessMesh]) -> StageOrder | None:
     return max(found, key=lambda order: order.latest(meshes)[0], default=None)
 
 
-def brought_together(name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def on_latest_stage(name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Return the arguments of a call on one mesh if they are on several stages of a pipeline; else None.
 
     A function that writes to an argument runs on the mesh of that argument.

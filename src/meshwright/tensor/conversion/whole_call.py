@@ -31,7 +31,7 @@ RAN_WHOLE = Cache[str, str](4096)
 """Functions that ran on whole tensors for lack of a rule → the reason; warned once each."""
 
 
-def tell_whole(name: str, why: str) -> None:
+def warn_ran_whole(name: str, why: str) -> None:
     """Warn once per name, with the line that called the caller of this function."""
     if name not in RAN_WHOLE:
         RAN_WHOLE[name] = why
@@ -59,7 +59,7 @@ def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
     tensors = {id(t): t for t in tensors_in((args, kwargs))}
     whole = {key: whole_in_order(t) for key, t in tensors.items()}
     with no_interception():
-        stands_for = [StandIn(t, whole[key]) for key, t in tensors.items() if isinstance(t, DistTensor)]
+        stands_for = [WholeArgument(t, whole[key]) for key, t in tensors.items() if isinstance(t, DistTensor)]
         out = func(
             *map_tensors(lambda t: whole[id(t)], args),
             **{k: map_tensors(lambda t: whole[id(t)], v) for k, v in kwargs.items()},
@@ -83,7 +83,7 @@ def written_by_schema(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return {id(t) for t in tensors_in([given.get(a.name) for a in written_arguments(func)])}
 
 
-class StandIn:
+class WholeArgument:
     """A distributed argument, its whole tensor, and the state of the whole tensor before the call."""
 
     def __init__(self, tensor: DistTensor, whole: Tensor) -> None:
@@ -126,9 +126,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _write_back(func: Any, stands_for: Sequence[StandIn], marked: set[int]) -> None:
-    differentiated: list[StandIn] = []
-    others: list[StandIn] = []
+def _write_back(func: Any, stands_for: Sequence[WholeArgument], marked: set[int]) -> None:
+    differentiated: list[WholeArgument] = []
+    others: list[WholeArgument] = []
     with no_interception():
         for x in stands_for:
             if x.is_moved():
@@ -142,10 +142,10 @@ def _write_back(func: Any, stands_for: Sequence[StandIn], marked: set[int]) -> N
         _check_apart(func, [x.tensor for x in (*differentiated, *others)])
         _check_no_leaf(x.tensor for x in differentiated)
     for x in differentiated:
-        put_back(x.tensor, x.whole)
+        write_back_whole(x.tensor, x.whole)
     with torch.no_grad():
         for x in others:
-            put_back(x.tensor, x.whole)
+            write_back_whole(x.tensor, x.whole)
 
 
 def _refused(func: Any, t: DistTensor) -> OperationError:
@@ -210,7 +210,7 @@ class _Overlapping(torch.autograd.Function):
         return grads[0], None
 
 
-def put_back(t: DistTensor, whole: Tensor) -> None:
+def write_back_whole(t: DistTensor, whole: Tensor) -> None:
     """Write the whole value into the parts of `t`; of elements that share memory by a stride of 0, the first one."""
     local, target = _part(whole, t), t
     with no_interception():

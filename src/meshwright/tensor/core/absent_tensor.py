@@ -16,7 +16,7 @@ from meshwright.layout import Spec
 from meshwright.reshard import away_part
 
 from ..torch_hooks import FakeTensor, no_interception
-from .dist_tensor import DistTensor, stamp
+from .dist_tensor import DistTensor, as_part
 
 
 class Absent(DistTensor):
@@ -31,7 +31,7 @@ class FakeAbsent(Absent, FakeTensor):  # pyright: ignore[reportIncompatibleVaria
 
 def absent(local: Tensor, spec: Spec) -> Absent:
     """Return `local`, which has no elements, as the tensor with this spec on a rank outside its mesh."""
-    out: Any = stamp(local, spec)
+    out: Any = as_part(local, spec)
     out.__class__ = FakeAbsent if isinstance(local, FakeTensor) else Absent
     return out
 

@@ -15,7 +15,7 @@ from meshwright.layout import module_path, user_frame
 from ..torch_hooks import backward_running
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """A line of the user's code, and the path of the module that it runs in."""
 
     line: str
@@ -31,10 +31,10 @@ class _Asking:
 _backward: set[CodeType] = set()
 
 
-def keep_place(ctx: Any) -> None:
+def keep_call_site(ctx: Any) -> None:
     """Store the place of the forward call in an autograd function's context, if places are needed."""
     if _Asking.count:
-        ctx.place = Place(user_frame(), module_path())
+        ctx.place = CallSite(user_frame(), module_path())
 
 
 def is_backward(function: Any) -> None:
@@ -43,7 +43,7 @@ def is_backward(function: Any) -> None:
 
 
 @contextmanager
-def places_kept() -> Generator[None]:
+def call_sites_kept() -> Generator[None]:
     """Store the places of conversions of all threads inside the block."""
     _Asking.count += 1
     try:
@@ -57,7 +57,7 @@ def in_backward() -> bool:
     return backward_running() != -1
 
 
-def place_of_gradient(frame: FrameType | None) -> Place | None:
+def call_site_of_gradient(frame: FrameType | None) -> CallSite | None:
     """Return the place of the conversion whose backward pass contains the frame; None if it is not known."""
     while frame is not None:
         if frame.f_code in _backward:

@@ -76,6 +76,6 @@ def parts_recorded() -> bool:
     return _watching.parts is not None
 
 
-def as_one(op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
+def record_as_one_node(op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
     """Return `op(*args)`; while parts are recorded, return one node whose result looks like `shown()`."""
     return op(*args) if _watching.parts is None else _watching.parts(op, args, shown)

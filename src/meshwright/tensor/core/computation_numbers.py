@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.comm import current, identity, note_fact, when_compared
+from meshwright.comm import call_purpose, current_communicator, note_fact, when_compared
 from meshwright.layout import user_frame
 
 from ..torch_hooks import FakeTensor, Operator, written_arguments
 from .dist_tensor import DistTensor
-from .environment_hash import checksum, random_state, surroundings
+from .environment_hash import checksum, environment_hash, random_state
 from .function_names import name_of
-from .initial_checksum import note_first
+from .initial_checksum import note_initial_checksum
 
 _MOST_FUNCTIONS = _MOST_LABELS = 8192
 _functions: dict[Any, tuple[int, str, bool]] = {}
@@ -63,7 +63,7 @@ def follow(on: bool = True) -> None:
 T = TypeVar("T", bound=DistTensor)
 
 
-def born(x: T, whole: Tensor | None = None) -> T:
+def with_new_number(x: T, whole: Tensor | None = None) -> T:
     """Return `x`, which was made from a plain tensor, with a new number.
 
     The number is a hash of the line of the user's code, and of versions and settings. The values of `whole`, which all
@@ -71,12 +71,12 @@ def born(x: T, whole: Tensor | None = None) -> T:
     them.
     """
     if _Following.on and not isinstance(x, FakeTensor):
-        around, line = surroundings(), PurePath(user_frame()).name
+        around, line = environment_hash(), PurePath(user_frame()).name
         count = _made.counts[line] = _made.counts.get(line, 0) + 1
         label, held = f"tensor {count} made at {line}", checksum(whole)
         note_fact(label, f"{x._spec!r} with checksum {held}")
         if whole is not None and not whole.is_meta:
-            note_first(x, held)
+            note_initial_checksum(x, held)
         if len(_made.labels) >= _MOST_LABELS:
             _made.labels.clear()
         x._number = hash((_hash(f"{label} {x._spec!r}"), around))
@@ -87,23 +87,23 @@ def born(x: T, whole: Tensor | None = None) -> T:
 def note_drawing(device: torch.device, generator: torch.Generator | None) -> None:
     """Add the state of a generator, which is equal on all ranks, to the number of the call in progress."""
     if _Following.on:
-        number, name = identity.what
-        identity.what = hash((number, random_state(device, generator))), name
+        number, name = call_purpose.what
+        call_purpose.what = hash((number, random_state(device, generator))), name
 
 
-def count_step(optimizer: Optimizer) -> None:
+def renumber_parameters(optimizer: Optimizer) -> None:
     """Give new numbers to the parameters that an optimizer is about to change."""
     if _Following.on:
         for at, group in enumerate(optimizer.param_groups):
             _count(group["params"], _hash(_options(optimizer, at)))
 
 
-def made_alike(optimizer: Optimizer | None) -> tuple[object, ...]:
+def values_equal_on_ranks(optimizer: Optimizer | None) -> tuple[object, ...]:
     """Return the values that must be equal on all ranks for a step: versions, settings, optimizer options."""
     if not _Following.on:
         return ()
     groups = range(len(optimizer.param_groups)) if optimizer is not None else ()
-    return (surroundings(), *[_options(optimizer, at) for at in groups if optimizer is not None])
+    return (environment_hash(), *[_options(optimizer, at) for at in groups if optimizer is not None])
 
 
 def _options(optimizer: Optimizer, at: int) -> str:
@@ -130,57 +130,57 @@ def pass_number(x: DistTensor, y: DistTensor) -> None:
 def keep_number(ctx: Any) -> None:
     """Store the purpose of the forward pass in the context of an autograd function."""
     if _Following.on:
-        ctx.what = identity.what
+        ctx.what = call_purpose.what
 
 
-class called_for:
+class collectives_of_call:
     """Context in which this thread's collectives belong to a call on these tensors, or to these numbers."""
 
     def __init__(self, name: str, tensors: Iterable[Tensor] = (), numbers: Iterable[object] = ()) -> None:
         self.name, self.tensors, self.numbers = name, tensors, numbers
 
     def __enter__(self) -> None:
-        self.before = identity.what
+        self.before = call_purpose.what
         if _Following.on:
             own = _hash(f"{self.name}|{'|'.join(map(str, self.numbers))}")
             numbers = [getattr(x, "_number", 0) for x in self.tensors]
             label = _made.labels.get(numbers[0]) if numbers else None
-            identity.what = hash((own, *numbers)), f"{self.name} of {label}" if label else self.name
+            call_purpose.what = hash((own, *numbers)), f"{self.name} of {label}" if label else self.name
 
     def __exit__(self, *error: object) -> None:
-        identity.what = self.before
+        call_purpose.what = self.before
 
 
-class called_back:
+class collectives_of_gradient:
     """Context in which this thread's collectives belong to the gradient of the call that `keep_number` stored."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx = ctx
 
     def __enter__(self) -> None:
-        self.before = identity.what
+        self.before = call_purpose.what
         if _Following.on:
             number, name = self.ctx.what
-            identity.what = hash((number, self.before[0])), f"the gradient of {name}"
+            call_purpose.what = hash((number, self.before[0])), f"the gradient of {name}"
 
     def __exit__(self, *error: object) -> None:
-        identity.what = self.before
+        call_purpose.what = self.before
 
 
 def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
     known, name, writes = _functions.get(func) or _note(func)
     if writes and _begins_with_leaf(args):
-        current().settle()
-    before = identity.what
+        current_communicator().settle()
+    before = call_purpose.what
     if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
-        identity.what = hash((known, args[0]._number, args[1]._number)), name
+        call_purpose.what = hash((known, args[0]._number, args[1]._number)), name
     else:
-        identity.what = _number_of(known, args, kwargs), name
+        call_purpose.what = _number_of(known, args, kwargs), name
     try:
         out = _carry_out(cls, func, types, args, kwargs)
     finally:
-        number, identity.what = identity.what[0], before  # which `note_drawing` may have changed
+        number, call_purpose.what = call_purpose.what[0], before  # which `note_drawing` may have changed
     if type(out) is DistTensor:
         out._number = number
     elif out is not None:

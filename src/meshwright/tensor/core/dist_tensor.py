@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import NoCarrierError, current
+from meshwright.comm import NoCommunicatorError, current_communicator
 from meshwright.layout import Cache, Placement, ProcessMesh, Spec
 
 from .._errors import OperationError, PickleError
@@ -161,7 +161,7 @@ class DistTensor(Tensor):
             grad = None if is_param else self.grad
             with no_interception():
                 local = self._copied_part(memo).requires_grad_(self.requires_grad)
-            found = stamp(local, self._spec.new if is_param else self._spec)
+            found = as_part(local, self._spec.new if is_param else self._spec)
             if self._away:
                 found.__class__ = type(self)
             if is_param:
@@ -202,7 +202,7 @@ class FakeDistTensor(DistTensor, FakeTensor):  # pyright: ignore[reportIncompati
     """A distributed tensor whose part is a fake tensor: calls on it are recorded, and nothing is computed."""
 
 
-def stamp(local: Tensor, spec: Spec) -> DistTensor:
+def as_part(local: Tensor, spec: Spec) -> DistTensor:
     """Return `local` itself, turned into the distributed tensor of which it is this rank's part."""
     out: Any = local
     if not isinstance(local, DistTensor):
@@ -337,11 +337,11 @@ def _collect_floats(values: Iterable[Any], found: list[Any]) -> None:
 def rank_or_none() -> int | None:
     """Return the rank of the caller; None outside of ranks."""
     try:
-        return current().rank
-    except NoCarrierError:
+        return current_communicator().rank
+    except NoCommunicatorError:
         return None
 
 
 def local_rank() -> int:
     """Return the rank of the caller."""
-    return current().rank
+    return current_communicator().rank

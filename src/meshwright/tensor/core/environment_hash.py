@@ -16,7 +16,7 @@ _LOOKED_AT = ("MESHWRIGHT_CHECK", "MESHWRIGHT_DEBUG")
 """Environment variables that change the messages between ranks."""
 
 
-def surroundings() -> int:
+def environment_hash() -> int:
     """Return a hash of the versions and settings of this process, and note them as facts."""
     held = {
         "python": platform.python_version(),

@@ -17,7 +17,7 @@ from .write_counts import writes_to
 _KEY = "_meshwright_first"
 
 
-def note_first(part: Tensor, held: int) -> None:
+def note_initial_checksum(part: Tensor, held: int) -> None:
     """Store the checksum of the whole tensor for the memory of a part."""
     writes = writes_to(part)
     with no_interception():
@@ -25,7 +25,7 @@ def note_first(part: Tensor, held: int) -> None:
         storage.__dict__[_KEY] = held, writes
 
 
-def first_of(part: Tensor) -> int | None:
+def initial_checksum_of(part: Tensor) -> int | None:
     """Return the checksum of the whole tensor of which this is a part; None if there is none, or after a write."""
     with no_interception():
         storage: Any = part.untyped_storage()

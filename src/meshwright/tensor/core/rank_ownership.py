@@ -1,7 +1,7 @@
 """Guard against simulated ranks that use a tensor of another rank, which holds the other rank's part.
 
 Simulated ranks are threads of one process and share its caches, so a rank can find a tensor that another rank made. Two
-checks detect that at no cost while operations run. Tensors in shared containers have the class `Elsewhere` while other
+checks detect that at no cost while operations run. Tensors in shared containers have the class `OtherRanksTensor` while other
 ranks run. Tensors that the API makes know their rank, which the API compares.
 """
 
@@ -13,18 +13,18 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.comm import WATCHES, Watch, installed
+from meshwright.comm import WATCHED_TYPES, WatchedType, installed_communicator
 
 from .._errors import SimulatedRankError
 from .dist_tensor import DistTensor
 
 
-class Elsewhere(DistTensor):
+class OtherRanksTensor(DistTensor):
     """A distributed tensor in a shared container, seen by a simulated rank that did not make it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next((x for x in _leaves((args, kwargs)) if isinstance(x, Elsewhere)), None)
+        found = next((x for x in _leaves((args, kwargs)) if isinstance(x, OtherRanksTensor)), None)
         if found is None:
             return super().__torch_function__(func, types, args, kwargs)
         raise _refused(found, getattr(func, "__name__", str(func)), found.__dict__["_maker"])
@@ -46,7 +46,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 def mark_maker(x: DistTensor) -> None:
     """Store the simulated rank that made `x`."""
-    here = installed()
+    here = installed_communicator()
     if here is not None and here.kind == "simulated":
         vars(x)["_maker"] = here.rank
 
@@ -54,13 +54,13 @@ def mark_maker(x: DistTensor) -> None:
 def check_maker(x: DistTensor, asked: str) -> None:
     """Raise SimulatedRankError if another simulated rank made `x`."""
     maker = x.__dict__.get("_maker")
-    here = installed()
+    here = installed_communicator()
     if maker is not None and here is not None and here.kind == "simulated" and here.rank != maker:
         raise _refused(x, asked, maker)
 
 
 def _refused(x: DistTensor, asked: str, maker: int) -> SimulatedRankError:
-    here = installed()
+    here = installed_communicator()
     who = f"made by rank {maker}, used by " + (f"rank {here.rank}" if here is not None else "no rank")
     return SimulatedRankError(
         f"{asked} of a distributed tensor of another simulated rank", f"{x._spec!r}, {who}",
@@ -71,7 +71,7 @@ def _refused(x: DistTensor, asked: str, maker: int) -> SimulatedRankError:
 
 def _hide(x: Any, rank: int) -> Callable[[], None]:
     own = type(x)
-    x.__class__ = Elsewhere
+    x.__class__ = OtherRanksTensor
     vars(x)["_maker"] = rank
     return partial(_show, x, own)
 
@@ -80,4 +80,4 @@ def _show(x: Any, own: type) -> None:
     x.__class__ = own
 
 
-WATCHES.append(Watch(DistTensor, _hide))
+WATCHED_TYPES.append(WatchedType(DistTensor, _hide))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 from .dist_tensor import rank_or_none
 
@@ -30,14 +30,14 @@ class PerRank(Generic[Choice]):
         """Return the current choice."""
         if not self._chosen:
             return self._usual
-        if rank_or_none() is not None and current() in self._chosen:
-            return self._chosen[current()]
+        if rank_or_none() is not None and current_communicator() in self._chosen:
+            return self._chosen[current_communicator()]
         return self._chosen.get(threading.current_thread(), self._usual)
 
     @contextmanager
     def holding(self, choice: Choice) -> Generator[None]:
         """Set `choice` inside the block."""
-        here = threading.current_thread() if rank_or_none() is None else current()
+        here = threading.current_thread() if rank_or_none() is None else current_communicator()
         before = self._chosen.get(here)
         self._chosen[here] = choice
         try:

@@ -18,11 +18,11 @@ from .._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ..autograd import backward_handlers, forward_mode, user_functions
 from ..autograd.user_functions import plain_may_be_part
 from ..capture.call_capture import Captured, asks_sizes, autocast_dtype, capture
-from ..capture.metadata_check import check_answer
+from ..capture.metadata_check import check_meta_result
 from ..capture.trial_calls import check_kernel, why_not_captured
 from ..conversion import python_values
-from ..conversion.stage_order import brought_together
-from ..conversion.whole_call import tell_whole
+from ..conversion.stage_order import on_latest_stage
+from ..conversion.whole_call import warn_ran_whole
 from ..core.absent_tensor import Absent
 from ..core.dist_tensor import PLANS, DistTensor, Run, floats_in
 from ..core.function_names import name_of
@@ -32,10 +32,10 @@ from ..core.tree import leaves_in, tensors_in
 from ..handlers import list_arguments, memory_access, random_functions, tensor_attributes
 from ..handlers.out_targets import into_targets, targets_in
 from ..handlers.torch_distributed import handler_of
-from ..planning.attention_algorithm import context
+from ..planning.attention_algorithm import attention_algorithm
 from ..planning.call_plan import (
-    Drawn,
-    Inline,
+    NestedCalls,
+    RandomWhole,
     Step,
     is_constant,
     is_view_of_plain,
@@ -48,8 +48,8 @@ from ..planning.call_plan import (
     writes_overlapping,
     written_inputs,
 )
-from ..planning.decision_record import Decided, note, recording
-from ..planning.result_checks import Law
+from ..planning.decision_record import CallRecord, note, recording
+from ..planning.result_checks import ResultRequirements
 from ..torch_hooks import (
     SCRIPTED,
     Operator,
@@ -63,16 +63,16 @@ from ..torch_hooks import (
 )
 from ..views.dist_view import DistView, after_call, before_call, check_writable, is_unversioned, run_whole
 from .foreach_functions import is_of_lists, plan_lists
-from .outside_mesh import plan_outside, telling
+from .outside_mesh import plan_outside, sharing_result
 from .run_plan import (
     in_order_of,
     replaying,
     run_direct,
-    run_drawn,
     run_graph,
     run_identity,
     run_inline,
     run_plain,
+    run_random_whole,
     run_step,
     run_twin,
     settled,
@@ -131,7 +131,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     views = [t for t in tensors if type(t) is DistView]
     targets = targets_in(func, kwargs)
     if len(tensors) > 1 and not targets and not is_of_lists(func):
-        together = brought_together(name_of(func), args, kwargs)
+        together = on_latest_stage(name_of(func), args, kwargs)
         if together is not None:
             return func(*together[0], **together[1])
     before = before_call(views)
@@ -290,7 +290,7 @@ def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run
     try:
         captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
-        run = telling(mesh, _on_whole(func, why_not_captured(func, args, kwargs, error), failed=True))
+        run = sharing_result(mesh, _on_whole(func, why_not_captured(func, args, kwargs, error), failed=True))
         return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
     return _plan_apart(func, args, kwargs, captured, mesh) or _plan_by_rules(func, args, kwargs, captured, mesh)
 
@@ -299,7 +299,7 @@ def _plan_apart(func: Any, args: Any, kwargs: Any, captured: Captured, mesh: Pro
     """Return what `make_plan` returns for a call that needs no rule or has none; None for any other call."""
     tensors = list(tensors_in((args, kwargs)))
     if is_constant(captured):
-        check_answer(func, args, kwargs, captured.out)
+        check_meta_result(func, args, kwargs, captured.out)
         return _by_setting(lambda *_: captured.out, mesh, _default_dtype, args, kwargs), True
     if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in tensors]):
         return run_plain, True
@@ -382,7 +382,7 @@ def _keeps_dtypes(step: Step) -> bool:
 
 
 def _context(args: Any, kwargs: Any) -> Any:
-    return context()
+    return attention_algorithm()
 
 
 def _default_dtype(args: Any, kwargs: Any) -> Any:
@@ -422,15 +422,17 @@ def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -
         return (run, False) if run is not None else (_on_whole(func, "it has no rule"), True)
     if isinstance(found, Step):
         return run_step(found, func, args, kwargs), found.direct and not found.grown
-    if isinstance(found, Drawn):
-        return run_drawn(found), True
-    if isinstance(found, Inline):
+    if isinstance(found, RandomWhole):
+        return run_random_whole(found), True
+    if isinstance(found, NestedCalls):
         return run_inline(found, captured), False
     if not captured.nodes:
         return run_identity(captured, args), False
     if found is captured.nodes:
         return run_graph(captured), False
-    return run_direct(found, captured.out, args, kwargs, Law(name_of(func), found, _fresh(captured))), True
+    return run_direct(
+        found, captured.out, args, kwargs, ResultRequirements(name_of(func), found, _fresh(captured))
+    ), True
 
 
 def _fresh(captured: Captured) -> tuple[bool | None, ...]:
@@ -451,7 +453,7 @@ def _on_whole(func: Any, why: str, failed: bool = False) -> Run:
             if not failed or isinstance(error, MeshwrightError):
                 raise
             raise _refused(func, args, kwargs, error) from error
-        tell_whole(name_of(func), why)
+        warn_ran_whole(name_of(func), why)
         return out
 
     return run
@@ -470,17 +472,19 @@ def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:
     if not recording():
         return
     moves = found.moves if isinstance(found, Step) else ()
-    outs = found.outs if isinstance(found, (Step, Drawn)) else found if found and found is not captured.nodes else ()
+    outs = (
+        found.outs if isinstance(found, (Step, RandomWhole)) else found if found and found is not captured.nodes else ()
+    )
     how = (
         "whole"
-        if found is None or isinstance(found, Drawn)
+        if found is None or isinstance(found, RandomWhole)
         else "parts"
-        if isinstance(found, Inline)
+        if isinstance(found, NestedCalls)
         else "operators"
         if found is captured.nodes
         else _local_how(found)
     )
-    note(Decided(name_of(func), ins, moves, tuple(outs) if not isinstance(outs, Inline) else (), how))
+    note(CallRecord(name_of(func), ins, moves, tuple(outs) if not isinstance(outs, NestedCalls) else (), how))
 
 
 def _local_how(found: Any) -> str:

@@ -22,7 +22,7 @@ from ..core.dist_tensor import DistTensor, Run
 from ..core.tree import map_tensors
 from ..planning.call_plan import is_written, unchanged
 from ..planning.decision_record import recording
-from ..planning.result_checks import Law
+from ..planning.result_checks import ResultRequirements
 from ..torch_hooks import Operator, interception, list_kernel, modes_before_dispatch, operators_recorded
 from .run_plan import run_direct, run_graph
 
@@ -39,7 +39,7 @@ def plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> 
     captured = None if recording() else _captured(func, args, kwargs)
     found = None if captured is None else _unchanged(captured, tensors)
     if captured is not None and found is not None:
-        law = Law(str(func.__name__), found, (None,) * len(found))
+        law = ResultRequirements(str(func.__name__), found, (None,) * len(found))
         return run_direct(found, captured.out, args, kwargs, law), captured
     if captured is not None and modes_before_dispatch():
         return run_graph(captured), captured

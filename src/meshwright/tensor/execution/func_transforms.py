@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .._errors import OperationError, TraceError
 from ..conversion.local_parts import whole_spec
-from ..conversion.whole_call import StandIn, tell_whole, whole_in_order
-from ..core.dist_tensor import DistTensor, signature, stamp
+from ..conversion.whole_call import WholeArgument, warn_ran_whole, whole_in_order
+from ..core.dist_tensor import DistTensor, as_part, signature
 from ..core.function_names import name_of
 from ..core.handler_registry import DIRECT
 from ..core.shared_elements import share_elements
@@ -27,13 +27,13 @@ from ..core.write_counts import version_of
 from ..torch_hooks import (
     call_plain,
     graph_tracing,
+    intercept_scripts,
+    intercept_transforms,
     jit_tracing,
     no_interception,
     no_modes,
     offer_call,
     shares_storage,
-    tell_scripts,
-    tell_transforms,
     transforming,
     transforms_paused,
 )
@@ -88,7 +88,7 @@ def _entering(x: Any) -> Any:
     if found is None:
         call = _calls.open[-1] if _calls.open else _Call()
         found = call.add(x)
-        tell_whole(NAME, WHY)
+        warn_ran_whole(NAME, WHY)
     return found.whole
 
 
@@ -133,7 +133,7 @@ class _Wholes:
             self.versions = {key: version_of(w) for key, (_, w) in self.pairs.items()}
         if _calls.open:
             _calls.open[-1].used.extend(t for t, _ in self.pairs.values())
-        tell_whole(NAME, WHY)
+        warn_ran_whole(NAME, WHY)
 
     def plain(self, t: Tensor) -> Tensor:
         known = self.known.get(id(t))
@@ -160,17 +160,17 @@ class _Call:
     """One call of a transformed function: its distributed arguments, and the other distributed tensors that it used."""
 
     def __init__(self) -> None:
-        self.arguments: dict[int, StandIn] = {}
+        self.arguments: dict[int, WholeArgument] = {}
         self.views: list[tuple[DistView, list[int]]] = []
         self.used: list[DistTensor] = []
 
-    def add(self, t: DistTensor) -> StandIn:
+    def add(self, t: DistTensor) -> WholeArgument:
         with transforms_paused():
             if type(t) is DistView:
                 self.views.append((t, before_call([t])))
             whole = _whole(t)
             with no_interception():
-                self.arguments[id(t)] = StandIn(t, whole)
+                self.arguments[id(t)] = WholeArgument(t, whole)
         return self.arguments[id(t)]
 
     def write_back(self) -> None:
@@ -185,7 +185,7 @@ class _Call:
             spec = whole_spec(x.tensor._spec)
             with nullcontext() if x.is_differentiated() else torch.no_grad():
                 new = x.whole if x.is_differentiated() else x.whole.detach()
-                x.tensor.copy_(stamp(new.view_as(new), spec.with_strides(new.stride())))
+                x.tensor.copy_(as_part(new.view_as(new), spec.with_strides(new.stride())))
         for view, before in self.views:
             after_call([view], before, None)
 
@@ -214,7 +214,7 @@ def _in_call() -> Generator[None]:
             call.write_back()
 
 
-def _argument(t: DistTensor) -> StandIn | None:
+def _argument(t: DistTensor) -> WholeArgument | None:
     """Return the whole value of `t`, if `t` is an argument of a transformed function that runs."""
     return next((c.arguments[id(t)] for c in reversed(_calls.open) if id(t) in c.arguments), None)
 
@@ -237,6 +237,6 @@ def _check_alone(written: Sequence[DistTensor], others: Sequence[DistTensor]) ->
 
 
 DistTensor._observed = staticmethod(_observed)
-tell_transforms(_entering, _check_functional, _in_call)
-tell_scripts(_check_scripted)
+intercept_transforms(_entering, _check_functional, _in_call)
+intercept_scripts(_check_scripted)
 offer_call(torch.jit.ScriptFunction, "__call__", _scripted)

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import ProcessMesh, Spec
 
 from .._errors import AbsentError
 from ..capture.call_capture import Captured, Node, autocast_dtype, capture
 from ..capture.gradient_paths import Paths, gradient_paths
-from ..capture.metadata_check import check_answer
+from ..capture.metadata_check import check_meta_result
 from ..capture.trial_calls import dtypes_given
 from ..conversion.local_parts import spec_of_whole
-from ..conversion.python_values import everywhere
+from ..conversion.python_values import gather_everywhere
 from ..conversion.stage_order import stages_of, written_by
 from ..core.absent_tensor import link, make_absent
 from ..core.dist_tensor import DistTensor, Run
 from ..core.function_names import name_of
 from ..core.tree import map_tensors, tensors_in
-from ..planning.call_plan import Drawn, Inline, Step, is_constant, is_view_of_plain, is_written, plan_call
+from ..planning.call_plan import NestedCalls, RandomWhole, Step, is_constant, is_view_of_plain, is_written, plan_call
 from ..torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
 from .run_plan import run_graph, run_inline, run_plain
 
@@ -60,7 +60,7 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Ru
             return lambda func, types, args, kwargs: _like(out, list(tensors_in((args, kwargs))), like)
         return partial(_told, like.mesh, error)
     if is_constant(captured):
-        check_answer(func, args, kwargs, captured.out)
+        check_meta_result(func, args, kwargs, captured.out)
         return lambda *_: captured.out
     if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in tensors]):
         return run_plain
@@ -68,11 +68,11 @@ def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Ru
     found = plan_call(captured, specs, like.mesh)
     if isinstance(found, Captured):
         captured, found = found, found.nodes
-    if isinstance(found, Inline):
+    if isinstance(found, NestedCalls):
         return run_inline(found, captured)
     if found is not None and found is captured.nodes:
         return run_graph(captured)
-    known: Any = found.outs if isinstance(found, (Step, Drawn)) else found
+    known: Any = found.outs if isinstance(found, (Step, RandomWhole)) else found
     dtypes = None if autocast_dtype(tensors_in((args, kwargs))) is None else dtypes_given(func, args, kwargs)
     paths = gradient_paths(func, args, kwargs)
 
@@ -94,7 +94,7 @@ def _told(mesh: ProcessMesh, error: Exception, func: Any, types: Any, args: Any,
             "first call mw.reshard(x, mesh, placements) with a mesh of all ranks",
         ) from error
     with torch.no_grad():
-        values = {id(t): everywhere(t.detach()) for t in tensors}
+        values = {id(t): gather_everywhere(t.detach()) for t in tensors}
         with no_interception():
             out = func(*_valued(args, values), **_valued(kwargs or {}, values))
     written = written_by(name_of(func), tensors)
@@ -108,7 +108,7 @@ def _valued(tree: Any, values: Mapping[int, Tensor]) -> Any:
     return map_tensors(lambda t: values.get(id(t), t), tree)
 
 
-def telling(mesh: ProcessMesh, run: Run) -> Run:
+def sharing_result(mesh: ProcessMesh, run: Run) -> Run:
     """Return `run`, a call whose results depend on values.
 
     In a pipeline it also sends the operands to the other stages.
@@ -116,12 +116,12 @@ def telling(mesh: ProcessMesh, run: Run) -> Run:
     known: list[bool] = []
 
     def told(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if mesh.size < current().size and stages_of([mesh]) is not None:
+        if mesh.size < current_communicator().size and stages_of([mesh]) is not None:
             if not known:
                 known.append(_of_zeros(func, args, kwargs) is not None)
             for t in tensors_in((args, kwargs)) if not known[0] else ():
                 if isinstance(t, DistTensor):
-                    everywhere(t.detach())
+                    gather_everywhere(t.detach())
         return run(func, types, args, kwargs)
 
     return told

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Spec
 
 from ..capture.call_capture import Captured, Node, autocast_dtype, strides_of
@@ -18,17 +18,17 @@ from ..capture.trial_calls import is_raised
 from ..conversion.convert import convert_local
 from ..conversion.local_parts import shared_move, write_into
 from ..core.computation_numbers import note_drawing
-from ..core.dist_tensor import DistTensor, Run, plain_view, stamp
+from ..core.dist_tensor import DistTensor, Run, as_part, plain_view
 from ..core.tree import map_leaves, map_tensors, tensors_in
-from ..planning.call_plan import Drawn, Inline, Step
-from ..planning.result_checks import Law, own
+from ..planning.call_plan import NestedCalls, RandomWhole, Step
+from ..planning.result_checks import ResultRequirements, own
 from ..torch_hooks import call_plain, no_interception, no_modes, parameters_of, view_replay, written_arguments
 from ..views.dist_view import break_view, run_whole
 
 _NOTHING: dict[str, Any] = {}
 
 
-def run_direct(outs: Sequence[Spec], out: Any, args: Any, kwargs: Any, law: Law) -> Run:
+def run_direct(outs: Sequence[Spec], out: Any, args: Any, kwargs: Any, law: ResultRequirements) -> Run:
     """Return the run of a call that is correct on local tensors: it calls the function and stamps the results.
 
     The function may return a plain argument itself.
@@ -48,7 +48,7 @@ def run_direct(outs: Sequence[Spec], out: Any, args: Any, kwargs: Any, law: Law)
 class _Direct:
     """The run of a call with one result; `settled` is a faster run for use after the first results were checked."""
 
-    def __init__(self, run: Run, spec: Spec, law: Law) -> None:
+    def __init__(self, run: Run, spec: Spec, law: ResultRequirements) -> None:
         self.run, self.law, self.simple = run, law, _run_direct_one(spec)
 
     def __call__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -72,18 +72,18 @@ def _run_direct_one(spec: Spec) -> Run:
         out: Any = call_plain(func, types, args, kwargs or _NOTHING)
         if type(out) is Tensor:
             if out.dtype is not dtype:
-                return stamp(out, spec.with_dtype(out.dtype))
+                return as_part(out, spec.with_dtype(out.dtype))
             out.__class__ = DistTensor
             out._spec = spec  # pyright: ignore[reportAttributeAccessIssue] - by its new class
             return out
-        return stamp(out, _typed(spec, out))
+        return as_part(out, _typed(spec, out))
 
     return run
 
 
 def _stamp_all(out: Any, specs: Sequence[Spec]) -> Any:
     left = iter(specs)
-    return map_tensors(lambda t: stamp(t, _typed(next(left), t)), out)
+    return map_tensors(lambda t: as_part(t, _typed(next(left), t)), out)
 
 
 def _typed(spec: Spec, t: Tensor) -> Spec:
@@ -94,7 +94,7 @@ def _typed(spec: Spec, t: Tensor) -> Spec:
 def run_step(step: Step, func: Any, args: Any, kwargs: Any) -> Run:
     """Return the run of one operator: convert its operands, then call the caller's function, operator or form."""
     places = _places(args, kwargs)
-    law = Law(step.node.op.name(), step.outs, step.fresh)
+    law = ResultRequirements(step.node.op.name(), step.outs, step.fresh)
     if step.node.op.namespace != "aten":
         return _run_foreign(step, places, law)
     if step.direct and not step.moves:
@@ -126,7 +126,7 @@ def _moved(step: Step, places: tuple[int, ...] | None, args: Any, kwargs: Any) -
     return tensors
 
 
-def _run_moved(step: Step, law: Law) -> Run:
+def _run_moved(step: Step, law: ResultRequirements) -> Run:
     finish = _finisher(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def _run_moved(step: Step, law: Law) -> Run:
     return run
 
 
-def _run_foreign(step: Step, places: tuple[int, ...] | None, law: Law) -> Run:
+def _run_foreign(step: Step, places: tuple[int, ...] | None, law: ResultRequirements) -> Run:
     """Return the run of a user's operator on plain tensors.
 
     The tensors that it saves must match the plain gradients of its backward pass.
@@ -156,7 +156,7 @@ def _run_foreign(step: Step, places: tuple[int, ...] | None, law: Law) -> Run:
     return run
 
 
-def _run_flat(step: Step, places: tuple[int, ...], law: Law) -> Run:
+def _run_flat(step: Step, places: tuple[int, ...], law: ResultRequirements) -> Run:
     finish, moves = _finisher(step), tuple((places[at], how) for at, how in step.moves)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ def _run_flat(step: Step, places: tuple[int, ...], law: Law) -> Run:
     return run
 
 
-def _run_named(step: Step, places: tuple[int, ...], law: Law) -> Run:
+def _run_named(step: Step, places: tuple[int, ...], law: ResultRequirements) -> Run:
     finish, moves = _finisher(step), tuple((places[at], how) for at, how in step.moves)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _finisher(step: Step) -> Callable[[Any, Any, Any, Any], Any]:
     return one
 
 
-def _run_local(step: Step, places: tuple[int, ...] | None, law: Law) -> Run:
+def _run_local(step: Step, places: tuple[int, ...] | None, law: ResultRequirements) -> Run:
     finish, raised = _finisher(step), _raising(step)
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
 
 def _computed(step: Step, tensors: Sequence[Tensor]) -> Any:
     """Return the result of the operator, or of its second form, for this rank's parts."""
-    here = current()
+    here = current_communicator()
     args, kwargs = step.local_arguments(tensors, here)
     return step.form(step.call(here), *args, **kwargs) if step.form else step.node.op(*args, **kwargs)
 
@@ -256,11 +256,11 @@ _SIZED = {
 """Functions that are equal to `f(tensor, local sizes)` on local tensors."""
 
 
-def _run_sized(step: Step, local: Any, law: Law) -> Run:
+def _run_sized(step: Step, local: Any, law: ResultRequirements) -> Run:
     finish, spec = _finisher(step), step.outs[0]
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        out = call_plain(local, types, (args[0], current().local_shape(spec)), _NOTHING)
+        out = call_plain(local, types, (args[0], current_communicator().local_shape(spec)), _NOTHING)
         if law.apply is not own:
             with no_interception():
                 out = law.apply(out, args[:1])
@@ -269,7 +269,7 @@ def _run_sized(step: Step, local: Any, law: Law) -> Run:
     return run
 
 
-def run_inline(found: Inline, captured: Captured) -> Run:
+def run_inline(found: NestedCalls, captured: Captured) -> Run:
     """Return the run of the operator's smaller parts, each with its own plan."""
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ def run_inline(found: Inline, captured: Captured) -> Run:
     return run
 
 
-def run_drawn(found: Drawn) -> Run:
+def run_random_whole(found: RandomWhole) -> Run:
     """Return the run that computes the whole results on every rank and keeps the rank's part."""
 
     def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -294,7 +294,7 @@ def _kept(x: Tensor, spec: Spec) -> Tensor:
     if not isinstance(x, DistTensor) or x._spec.layout == spec.layout:
         return x
     spec = spec.with_dtype(x._spec.dtype)
-    return stamp(convert_local(x, x._spec, spec), spec)
+    return as_part(convert_local(x, x._spec, spec), spec)
 
 
 def _like(meta: Any, out: Any) -> Any:

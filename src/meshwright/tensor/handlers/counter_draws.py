@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Product, Spec
 
 from ..torch_hooks import FakeTensor
@@ -167,11 +167,13 @@ class Counted:
     def __call__(self, bits: Tensor) -> Tensor:
         if isinstance(bits, FakeTensor) or bits.is_meta:
             return self.empty()
-        return counted(self.name, self.values, key_of(bits), self.spec, current().rank, self.device)
+        return counted(self.name, self.values, key_of(bits), self.spec, current_communicator().rank, self.device)
 
     def empty(self) -> Tensor:
         """Return an uninitialized tensor like the result."""
-        return torch.empty(self.spec.local_shape(current().rank), dtype=self.spec.dtype, device=self.device)
+        return torch.empty(
+            self.spec.local_shape(current_communicator().rank), dtype=self.spec.dtype, device=self.device
+        )
 
     def __repr__(self) -> str:
         return f"{self.name} of {self.spec!r} from counters"

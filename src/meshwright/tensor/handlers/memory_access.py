@@ -15,7 +15,7 @@ from meshwright.layout import whole_of
 
 from .._errors import MemoryAccessError
 from ..conversion.local_parts import write_into
-from ..conversion.python_values import everywhere
+from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, plain_view
 from ..core.handler_registry import handles
 from ..core.tree import map_tensors
@@ -92,7 +92,7 @@ def _numpy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 def _in_memory_order(x: DistTensor) -> Tensor:
     """Return the whole value with the strides of one device."""
-    whole, strides = everywhere(x), x._spec.strides
+    whole, strides = gather_everywhere(x), x._spec.strides
     with no_interception():
         return whole if strides is None else whole_of(whole, strides)
 
@@ -126,7 +126,7 @@ def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, DistTensor):
         other = next(a for a in args if isinstance(a, DistTensor))
         raise refusal(f"Tensor.{func.__name__} of a plain tensor", other, "pass mw.unshard_dtensor(x)")
-    whole = [everywhere(t).clone() if isinstance(t, Tensor) else t for t in args]
+    whole = [gather_everywhere(t).clone() if isinstance(t, Tensor) else t for t in args]
     with no_interception():
         func(*whole, **kwargs)
     with torch.no_grad():

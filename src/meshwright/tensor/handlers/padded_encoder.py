@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..conversion.python_values import everywhere
+from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, FakeDistTensor
-from ..torch_hooks import interception_on, no_interception, tell_encoders
+from ..torch_hooks import intercept_encoders, interception_on, no_interception
 
 
 class _Reached(Exception):
@@ -78,7 +78,7 @@ def _encode(own: Any, encoder: nn.TransformerEncoder, src: Tensor, mask: Any, pa
     if padding is None or encoder.training or not interception_on() or not _is_distributed(encoder, src, padding):
         return own(encoder, src, mask, padding, is_causal)
     with torch.no_grad():
-        padded = everywhere(padding).bool()
+        padded = gather_everywhere(padding).bool()
     if not _packs(own, encoder, src, mask, padded):
         return own(encoder, src, mask, padding, is_causal)
     lengths = padded.logical_not().sum(1, keepdim=True)
@@ -87,4 +87,4 @@ def _encode(own: Any, encoder: nn.TransformerEncoder, src: Tensor, mask: Any, pa
     return out if encoder.norm is None else encoder.norm(out)
 
 
-tell_encoders(_encode)
+intercept_encoders(_encode)

@@ -17,34 +17,34 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Layout, Spec, is_contiguous
 
 from .._errors import RandomSourceError
 from ..conversion.convert import arranged, convert_local
 from ..conversion.local_parts import is_empty, spec_of_whole
 from ..core.absent_tensor import make_absent
-from ..core.capture_marks import as_one
+from ..core.capture_marks import record_as_one_node
 from ..core.computation_numbers import note_drawing
-from ..core.dist_tensor import DistTensor, local_rank, stamp
+from ..core.dist_tensor import DistTensor, as_part, local_rank
 from ..core.rank_setting import PerRank
 from ..torch_hooks import no_interception
 from .counter_draws import DISTRIBUTIONS, Counted, draw_bits, is_counted
 
-Source = Literal["torch", "counter", "rank"]
+RandomSource = Literal["torch", "counter", "rank"]
 
 
-_sources: PerRank[Source] = PerRank("torch")
+_sources: PerRank[RandomSource] = PerRank("torch")
 
-drawing_by = _sources.get
+current_random_source = _sources.get
 
 
-def random_source(source: Source) -> AbstractContextManager[None]:
+def random_source(source: RandomSource) -> AbstractContextManager[None]:
     """Set the source of random operators on distributed tensors inside the block: "torch", "counter" or "rank".
 
     Raises RandomSourceError for another name.
     """
-    if source not in get_args(Source):
+    if source not in get_args(RandomSource):
         raise RandomSourceError(
             f"random_source({source!r})", repr(source), "there is no such source of random numbers",
             'use "torch" for the numbers of one device, "counter" for numbers that are equal on every mesh and that '
@@ -90,7 +90,7 @@ class Draw:
         part = spec.with_dtype(out.dtype).with_layout(Layout(spec.layout.dims))
         draw = Counted(self.name, tuple(values), part, out.device)
         with torch.no_grad():
-            out.copy_(as_one(draw, (bits,), draw.empty))
+            out.copy_(record_as_one_node(draw, (bits,), draw.empty))
         return convert_local(out, part, part.with_layout(spec.layout)) if spec.layout.partial else out
 
 
@@ -100,7 +100,7 @@ def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> tuple[Tensor, Spec]:
     Torch fills a tensor in memory order, so the whole tensor is drawn with the global strides of `x`.
     """
     dtype = (draw.like or {}).get("dtype") or spec.dtype
-    source = drawing_by()
+    source = current_random_source()
     if source != "rank":
         note_drawing(x.device, draw.kwargs.get("generator"))
     if source == "torch" or (source == "counter" and not is_counted(draw.name, dtype)):
@@ -108,7 +108,7 @@ def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> tuple[Tensor, Spec]:
         have = spec_of_whole(whole, spec.mesh)
         need = Spec(spec.mesh, spec.layout, spec.shape, whole.dtype, have.strides).new
         return (whole if x._away else convert_local(whole, have, need)), need
-    rank = current().rank
+    rank = current_communicator().rank
     part = _empty_strided(spec.local_shape(rank), spec.local_strides(rank), spec.dtype, x.device)
     part = draw.count(part, spec) if source == "counter" else draw.fill(part)
     return arranged(part, spec), spec.new.with_dtype(part.dtype)
@@ -158,7 +158,7 @@ def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     spec = _joined(x._spec)
     with no_interception():
         local, spec = _drawn(x, spec, draw)
-    return make_absent([spec], [x])[0] if x._away else stamp(local, spec)
+    return make_absent([spec], [x])[0] if x._away else as_part(local, spec)
 
 
 def _like_draw(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw]:
@@ -188,8 +188,8 @@ def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if x._away:
         return make_absent([spec], [x])[0]
     if spec is not x._spec:
-        x = stamp(convert_local(x, x._spec, spec), spec)
-    return x * stamp(mask, drawn)
+        x = as_part(convert_local(x, x._spec, spec), spec)
+    return x * as_part(mask, drawn)
 
 
 def _joined(spec: Spec) -> Spec:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..conversion.python_values import everywhere
+from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import offer_call
@@ -21,7 +21,7 @@ def _of_wholes(own: Any, args: Any, kwargs: Any) -> Any:
     """Return `own(*args, **kwargs)` of whole values; NotImplemented if no argument is distributed."""
     if not any(isinstance(t, DistTensor) for t in tensors_in((args, kwargs))):
         return NotImplemented
-    args, kwargs = map_tensors(everywhere, (args, kwargs))
+    args, kwargs = map_tensors(gather_everywhere, (args, kwargs))
     return own(*args, **kwargs)
 
 

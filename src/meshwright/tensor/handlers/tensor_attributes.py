@@ -20,7 +20,7 @@ from ..conversion.local_parts import spec_of, whole_local, whole_spec, write_int
 from ..conversion.pending_gradients import flush
 from ..conversion.saved_operands import unnoted
 from ..core.absent_tensor import absent
-from ..core.dist_tensor import DistTensor, plain_view, stamp
+from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.handler_registry import handles
 from ..core.tree import map_tensors
 from ..core.write_counts import note_counter, version_of
@@ -102,7 +102,7 @@ def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return x
     if x._viewing:
         return detached_view(out, x, func == _T.data.__get__)
-    return absent(out, x._spec) if x._away else stamp(out, x._spec)
+    return absent(out, x._spec) if x._away else as_part(out, x._spec)
 
 
 @handles(_T.data.__set__)
@@ -134,7 +134,7 @@ def _laid_like(x: DistTensor, new: Tensor) -> Tensor:
     if x._away or (have.mesh is need.mesh and have.layout == need.layout):
         return new
     with torch.no_grad():
-        return stamp(plain_view(convert_local(new.detach(), have, need)), need)
+        return as_part(plain_view(convert_local(new.detach(), have, need)), need)
 
 
 DistTensor.data = property(_T.data.__get__, _write_data)  # pyright: ignore[reportAttributeAccessIssue] - a property
@@ -196,7 +196,7 @@ def _state(x: DistTensor) -> str:
 def _moved(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     out = call_plain(func, types, args, kwargs)
-    return x if out is x else stamp(out, x._spec.new)
+    return x if out is x else as_part(out, x._spec.new)
 
 
 @handles(Tensor.to, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.device)
@@ -215,14 +215,14 @@ def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     with no_interception():
         spec = _formatted(spec, kwargs.get("memory_format")).with_dtype(out.dtype)
         out = arranged(out, spec)
-    return absent(out, spec) if x._away else stamp(out, spec)
+    return absent(out, spec) if x._away else as_part(out, spec)
 
 
 def _summed(x: DistTensor) -> DistTensor:
     """Return `x` with its pending sums reduced."""
     spec = x._spec.new.with_layout(replace(x._spec.layout, partial=())).with_strides(x._spec.new.strides)
     local = convert_local(x, x._spec, spec)
-    return absent(local, spec) if x._away else stamp(local, spec)
+    return absent(local, spec) if x._away else as_part(local, spec)
 
 
 def _formatted(spec: Spec, memory_format: torch.memory_format | None) -> Spec:
@@ -282,7 +282,7 @@ def _batch_norm(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if not parts or not (args[_TRAINING] if len(args) > _TRAINING else kwargs.get("training")):
         return NotImplemented
     with torch.no_grad():
-        whole = {id(t): stamp(whole_local(t).clone(), whole_spec(t._spec)) for t in parts}
+        whole = {id(t): as_part(whole_local(t).clone(), whole_spec(t._spec)) for t in parts}
     args, kwargs = map_tensors(lambda t: whole.get(id(t), t), (args, kwargs))
     out = func(*args, **kwargs)
     with torch.no_grad():
@@ -370,7 +370,7 @@ def _resolve(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             return x
         spec = x._spec.new
         out = arranged(out, spec)
-    return absent(out, spec) if x._away else stamp(out, spec)
+    return absent(out, spec) if x._away else as_part(out, spec)
 
 
 def _real_axes(spec: Spec) -> set[str]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import dlpack
 
 from .._errors import MemoryAccessError
-from ..conversion.python_values import everywhere
-from ..core.dist_tensor import DistTensor, stamp
+from ..conversion.python_values import gather_everywhere
+from ..core.dist_tensor import DistTensor, as_part
 from ..torch_hooks import (
     backward_running,
     guard_operator,
@@ -88,7 +88,7 @@ def _as_array(own: Any, args: Any, kwargs: Any) -> Any:
 def _exported(own: Any, args: Any, kwargs: Any) -> Any:
     """Return a DLPack capsule of a copy of the whole value."""
     x = args[0] if args else kwargs.pop("tensor")
-    return own(everywhere(x), *args[1:], **kwargs) if isinstance(x, DistTensor) else own(x, *args[1:], **kwargs)
+    return own(gather_everywhere(x), *args[1:], **kwargs) if isinstance(x, DistTensor) else own(x, *args[1:], **kwargs)
 
 
 def _filled(own: Any, args: Any, kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ def _number(op: Any, args: Any, run: Callable[..., Any]) -> Any:
     x = args[0]
     if not isinstance(x, DistTensor):
         return run(x)
-    whole = everywhere(x)
+    whole = gather_everywhere(x)
     with no_interception():
         return whole.item()
 
@@ -199,7 +199,7 @@ def _takes_data(x: Tensor, new: Tensor) -> None:
             "set x.grad = None first if x is a parameter; write x = y if x is a computed value",
         )  # fmt: skip
     is_parameter = isinstance(x, nn.Parameter)
-    out = stamp(x, new._spec)
+    out = as_part(x, new._spec)
     if new._away:
         out.__class__ = type(new)
     if is_parameter:

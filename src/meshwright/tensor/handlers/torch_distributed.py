@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 from .._errors import CollectiveError
 from ..conversion.local_parts import write_into
-from ..conversion.python_values import everywhere
+from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import (
@@ -75,7 +75,7 @@ def handler_of(func: Any) -> Callable[..., Any] | None:
 def _on_wholes(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call the function on whole values; the guard of its operator writes the results into the parts."""
     tensors = {id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)}
-    stand_in = {key: everywhere(t).detach().clone() for key, t in tensors.items()}
+    stand_in = {key: gather_everywhere(t).detach().clone() for key, t in tensors.items()}
     before, _standing.known = _standing.known, {id(w): (w, tensors[key]) for key, w in stand_in.items()}
     try:
         args, kwargs = map_tensors(lambda t: stand_in.get(id(t), t), (args, kwargs))
@@ -115,7 +115,7 @@ def _meant(t: Tensor) -> DistTensor | None:
 
 
 def _whole(x: DistTensor, written: bool) -> Tensor:
-    return everywhere(x).clone() if written else everywhere(x)
+    return gather_everywhere(x).clone() if written else gather_everywhere(x)
 
 
 def _written(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
@@ -129,7 +129,7 @@ def _written(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 def _check(name: str, args: tuple[Any, ...], given: list[DistTensor], writes: bool) -> None:
     """Raise CollectiveError unless every rank of the tensors' meshes gets the results of one device."""
-    here = current()
+    here = current_communicator()
     group = next((ranks for ranks in map(_ranks, args) if ranks is not None), ())
     if name in SENT or (writes and name not in ALIKE):
         raise _refusal(name, given, "its result differs between ranks, or not every rank makes the call")

@@ -17,5 +17,5 @@ Context = Literal["gather", "ring", "ulysses"]
 
 _contexts: PerRank[Context] = PerRank("gather")
 
-context = _contexts.get
-attending_by = _contexts.holding
+attention_algorithm = _contexts.get
+using_attention = _contexts.holding

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Carrier, current
+from meshwright.comm import Communicator, current_communicator
 from meshwright.layout import ProcessMesh, Spec, hint, local_shape, replicated
 from meshwright.spmd import Alternative, Call, RuleError, describe, drawn_rule, refined
 
@@ -17,10 +17,10 @@ from ..capture.call_capture import Captured, Node, reads_uninitialised, strides_
 from ..conversion.convert import Move, move
 from ..core.tree import leaves_in, map_leaves, map_tensors, tensors_in
 from ..torch_hooks import Operator, no_interception, shares_storage, written_arguments
-from .attention_algorithm import Context, context
+from .attention_algorithm import Context, attention_algorithm
 from .layout_decision import Decision, decide
-from .local_call import OnRank
-from .operand_reads import using_all
+from .local_call import LocalCall
+from .operand_reads import reading_all_operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Step:
     fresh: tuple[bool | None, ...]
     context: Context | None = None
 
-    def local_arguments(self, tensors: Sequence[Tensor], here: Carrier) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def local_arguments(self, tensors: Sequence[Tensor], here: Communicator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the operator's arguments with these local tensors, and with local sizes."""
         args = tuple(_fill(a, tensors) for a in self.args)
         kwargs = {k: _fill(v, tensors) for k, v in self.kwargs.items()}
@@ -71,9 +71,9 @@ class Step:
                 kwargs[key] = local
         return args, kwargs
 
-    def call(self, here: Carrier) -> OnRank:
+    def call(self, here: Communicator) -> LocalCall:
         """Return the view of the call for a second form."""
-        return OnRank(self.ins, self.outs, here)
+        return LocalCall(self.ins, self.outs, here)
 
 
 def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
@@ -85,7 +85,7 @@ def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Inline:
+class NestedCalls:
     """The call is the Python function `parts`, which consists of operations with their own plans."""
 
     parts: Callable[..., Any]
@@ -93,7 +93,7 @@ class Inline:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RandomWhole:
     """The call draws numbers that depend on its operands' values: it runs on whole tensors, as on one device.
 
     Every rank keeps its part of the results, which have these specs.
@@ -104,7 +104,7 @@ class Drawn:
 
 def plan_node(
     node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]
-) -> Step | Inline | None:
+) -> Step | NestedCalls | None:
     """Return the plan of one captured operator on `mesh`; None if it must run on whole tensors.
 
     `specs` maps ids of meta tensors to the specs of their distributed tensors; other tensors are replicated.
@@ -125,8 +125,8 @@ def plan_node(
     if decision is None:
         return None
     if decision.gathers and call.rule.parts is not None:
-        return Inline(call.rule.parts, node)
-    ask, taken = context(), None
+        return NestedCalls(call.rule.parts, node)
+    ask, taken = attention_algorithm(), None
     if decision.gathers and ask in call.rule.alternatives:
         taken = _alternative(node, call.rule.alternatives[ask], ins)
     step = _step(node, *(taken or (call, decision)), operands, ins, inputs)
@@ -157,7 +157,7 @@ def _alternative(node: Node, other: Alternative, ins: Sequence[Spec | None]) -> 
     decision = _decided(call, ins) if call is not None else None
     if call is None or decision is None or decision.gathers or decision.form is None:
         return None
-    return (call, decision) if other.fits(OnRank(decision.ins, (), current())) else None
+    return (call, decision) if other.fits(LocalCall(decision.ins, (), current_communicator())) else None
 
 
 def _hinted(x: Any) -> Any:
@@ -210,7 +210,7 @@ def _step(
     form = call.rule.forms[decision.form] if decision.form else None
     if any(leaves_nothing(s) for s in (*decision.ins, *outs)):
         form = form or call.rule.guard
-        form = None if form is None else using_all(form)
+        form = None if form is None else reading_all_operands(form)
     viewed = _broken_view(node, operands, ins, decision)
     sizes = call.rule.sizes if any(o.layout.cut_axes for o in outs) else ()
     return Step(
@@ -300,7 +300,7 @@ def _in_one_node(node: Node) -> bool:
 
 def plan_call(
     captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh
-) -> Step | Inline | Drawn | Captured | tuple[Spec, ...] | tuple[Node, ...] | None:
+) -> Step | NestedCalls | RandomWhole | Captured | tuple[Spec, ...] | tuple[Node, ...] | None:
     """Return the plan of a captured call.
 
     For one operator: its step, its smaller parts, or its decomposition by torch as another capture. For several: the
@@ -320,7 +320,7 @@ def plan_call(
     return found if found is not None else captured.nodes
 
 
-def _drawn(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Drawn | None:
+def _drawn(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> RandomWhole | None:
     """Return the layouts of the results of an operator that draws; None for other operators."""
     rule = drawn_rule(node.op, node.args, node.kwargs)
     call = describe(node.op, node.args, node.kwargs, rule) if rule is not None else None
@@ -332,7 +332,7 @@ def _drawn(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Drawn | 
     if decision is None or len(decision.outs) != len(results):
         return None
     layouts = zip(decision.outs, results, strict=True)
-    return Drawn(tuple(Spec(mesh, lay, r.shape, r.dtype, strides_of(r)) for lay, r in layouts))
+    return RandomWhole(tuple(Spec(mesh, lay, r.shape, r.dtype, strides_of(r)) for lay, r in layouts))
 
 
 def _is_whole_call(captured: Captured) -> bool:

@@ -14,7 +14,7 @@ from ..core.dist_tensor import PLANS
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class CallRecord:
     """One call: its name, the specs of its operands, their conversions, and the specs of its results.
 
     `how` is the execution of the call: "local" on the parts; "ring" or "ulysses" for attention; smaller "operators" or
@@ -29,21 +29,21 @@ class Decided:
     how: str
 
 
-class Record(list[Decided]):
+class DecisionLog(list[CallRecord]):
     """The decisions, in order."""
 
     def add_reshard(self, src: Spec, dst: Spec) -> None:
         """Add a conversion that the program asked for."""
-        self.append(Decided("reshard", (src,), ((0, move(src, dst)),), (dst,), "reshard"))
+        self.append(CallRecord("reshard", (src,), ((0, move(src, dst)),), (dst,), "reshard"))
 
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.record: Record | None = None
+        self.record: DecisionLog | None = None
 
 
 _state = _State()
-_keepers: list[Record] = []
+_keepers: list[DecisionLog] = []
 """The records of all threads. While there is one, no plan is stored, since a stored plan is not decided again."""
 
 
@@ -52,16 +52,16 @@ def recording() -> bool:
     return bool(_keepers)
 
 
-def note(decided: Decided) -> None:
+def note(decided: CallRecord) -> None:
     """Add to this thread's record, if there is one."""
     if _state.record is not None:
         _state.record.append(decided)
 
 
 @contextmanager
-def decisions() -> Generator[Record]:
+def decisions() -> Generator[DecisionLog]:
     """Yield the record of the calls that this thread makes inside the block, in order, with their decisions."""
-    record = Record()
+    record = DecisionLog()
     before, _state.record = _state.record, record
     _keepers.append(record)
     PLANS.clear()

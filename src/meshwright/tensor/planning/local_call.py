@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshwright.comm import Carrier
+from meshwright.comm import Communicator
 from meshwright.layout import Layout, ProcessMesh, Spec, axes_of
 
 from ..conversion.convert import convert_local
 
 
 @dataclass(frozen=True, slots=True)
-class OnRank:
+class LocalCall:
     """A form's view of its call: the specs of the operands and of the results, and the rank's communicator."""
 
     ins: Sequence[Spec | None]
     outs: Sequence[Spec]
-    here: Carrier
+    here: Communicator
 
     def start(self, operand: int, dim: int) -> int:
         return self.here.offset(self._spec(operand), dim)

@@ -20,7 +20,7 @@ from ..torch_hooks import FakeTensor
 Form = Callable[..., Any]
 
 
-def using_all(form: Form) -> Form:
+def reading_all_operands(form: Form) -> Form:
     """Return the form with an extra read of one element of each operand while it is recorded; values stay the same."""
 
     def used(call: Any, *args: Any, **kwargs: Any) -> Any:

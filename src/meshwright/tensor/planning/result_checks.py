@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Spec
 
 from .._errors import LocalShapeError
@@ -52,7 +52,7 @@ def checked_results() -> Generator[None]:
         _Always.on = before
 
 
-class Law:
+class ResultRequirements:
     """The requirements on the local results of one plan; `apply` checks and enforces them.
 
     If the operator's schema lets result k alias an argument, `fresh[k]` is True for a new tensor and False for a view.
@@ -73,7 +73,7 @@ class Law:
     def _checked(self, out: Any, inputs: Sequence[Any]) -> Any:
         out = self._mended(out, inputs)
         results = list(tensors_in(out))
-        rank = current().rank
+        rank = current_communicator().rank
         if results and len(results) == len(self.outs):
             for k, (x, spec) in enumerate(zip(results, self.outs, strict=True)):
                 self._check_shape(k, x, spec, rank)
@@ -108,7 +108,7 @@ class Law:
         if any(spec.is_symbolic for spec in self.outs):
             self.settled = True
             return
-        ranks = self.outs[0].mesh.process_ids if current().kind == "simulated" else (rank,)
+        ranks = self.outs[0].mesh.process_ids if current_communicator().kind == "simulated" else (rank,)
         self._seen.add(self._shapes(rank))
         self.settled = not _Always.on and self._seen.issuperset(map(self._shapes, ranks))
         if self.settled:

@@ -25,8 +25,8 @@ from .._errors import OperationError
 from ..conversion.convert import arranged, convert_local, owned
 from ..conversion.local_parts import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ..conversion.saved_operands import drop_notes, note_again, note_reading
-from ..conversion.whole_call import WholeCall, call_whole, put_back
-from ..core.dist_tensor import DistTensor, FakeDistTensor, is_leaf, plain_view, stamp, wants_grad
+from ..conversion.whole_call import WholeCall, call_whole, write_back_whole
+from ..core.dist_tensor import DistTensor, FakeDistTensor, as_part, is_leaf, plain_view, wants_grad
 from ..core.tree import leaves_in, map_tensors, tensors_in
 from ..core.write_counts import note_counter, version_of, writes_to
 from ..planning.call_plan import of_one_node
@@ -34,7 +34,7 @@ from ..torch_hooks import is_dense, keep_bits, no_interception, shares_storage
 
 
 @dataclass(slots=True)
-class Source:
+class ViewOrigin:
     """The origin of a view: the base, the call, the number of the result, and the writes to the base until the call.
 
     Attributes:
@@ -69,7 +69,7 @@ class DistView(DistTensor):
     """
 
     _viewing = True
-    _source: Source
+    _source: ViewOrigin
     _outside: DistView | None = None
     """The view whose memory this view shares, or None for an outer view; a reference cycle would delay its end."""
     _agreed: int
@@ -121,12 +121,12 @@ def as_view(
         if local is not x:
             local = keep_bits(alone, x) if x.is_conj() or x.is_neg() else local
             note_again(local, x, alone)
-        view = stamp(local if tracked else owned(local), x._spec)
-    source = Source(base, func, args, kwargs, at, writes_to(base), single, tracked, shown=version_of(base))
+        view = as_part(local if tracked else owned(local), x._spec)
+    source = ViewOrigin(base, func, args, kwargs, at, writes_to(base), single, tracked, shown=version_of(base))
     return become_view(view, source)
 
 
-def become_view(x: DistTensor, source: Source) -> DistView:
+def become_view(x: DistTensor, source: ViewOrigin) -> DistView:
     """Make `x`, which has its own memory, the view that `source` describes; return it."""
     view: Any = x
     view.__class__ = DistView
@@ -176,9 +176,9 @@ def leave_memory(x: DistTensor) -> None:
     views, inner = _noted(x, _VIEWS), _noted(x, _INNER)
     if views or inner:
         with no_interception(), torch.enable_grad():  # torch forbids writes to a view made under `no_grad`
-            old: Any = stamp(x.view_as(x), x._spec)
+            old: Any = as_part(x.view_as(x), x._spec)
         if isinstance(x, DistView):
-            _stand_in(old, x)
+            _become_old_view(old, x)
         for view in views:
             source = view._source
             source.args, source.kwargs = map_tensors(lambda t: old if t is x else t, (source.args, source.kwargs))
@@ -210,7 +210,7 @@ def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) 
         _note(view, _VIEWS, other)
 
 
-def _stand_in(old: DistTensor, x: DistView) -> None:
+def _become_old_view(old: DistTensor, x: DistView) -> None:
     """Make `old`, which has the memory of `x`, the view that `x` is."""
     view: Any = old
     view.__class__ = DistView
@@ -231,7 +231,7 @@ def end_view(x: DistView) -> None:
         moved.__dict__.pop(name, None)
 
 
-def settle(view: DistView) -> None:
+def end_outer_view(view: DistView) -> None:
     """Make an outer view, and the views of its memory, tensors of their own: nothing else uses its base."""
     _forget(view)
     for inner in _noted(view, _INNER):
@@ -250,7 +250,7 @@ def inner_view(x: DistTensor, view: DistView) -> DistView:
 
 def detached_view(local: Tensor, view: DistView, is_data: bool) -> DistView:
     """Return `local`, which is this rank's part of `view.detach()` or `view.data`, as a view of the same base."""
-    found = inner_view(stamp(local, view._spec), view)
+    found = inner_view(as_part(local, view._spec), view)
     found._counted = view._counted and not is_data
     return found
 
@@ -294,7 +294,7 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
         with no_interception():
             spec = spec_of_whole(r, like.mesh)
             base = next((t for t, w in done.gathered() if shares_storage(r, w)), None)
-        out = stamp(r, spec)
+        out = as_part(r, spec)
         made[id(r)] = out if base is None else as_view(out, base, func, args, kwargs, at, single)
     return map_tensors(lambda r: made[id(r)], done.out)
 
@@ -302,8 +302,8 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
 def break_view(out: Any, func: Any, args: Any, kwargs: Any, of: int, single: bool) -> Any:
     """Return the results of a view call whose tensor argument number `of` was moved, as views of that argument."""
     moved, like = list(tensors_in((args, kwargs)))[of], next(r for r in tensors_in(out) if isinstance(r, DistTensor))
-    base = moved if isinstance(moved, DistTensor) else stamp(moved.detach(), spec_of(moved, like._spec))
-    args, kwargs = map_tensors(lambda t: base if t is moved else stand_in(t), (args, kwargs or {}))
+    base = moved if isinstance(moved, DistTensor) else as_part(moved.detach(), spec_of(moved, like._spec))
+    args, kwargs = map_tensors(lambda t: base if t is moved else one_element_stand_in(t), (args, kwargs or {}))
     at = count()
     single = single or not (torch.is_grad_enabled() and base.requires_grad)
 
@@ -314,7 +314,7 @@ def break_view(out: Any, func: Any, args: Any, kwargs: Any, of: int, single: boo
     return map_tensors(viewed, out)
 
 
-def stand_in(t: Tensor) -> Tensor:
+def one_element_stand_in(t: Tensor) -> Tensor:
     """Return a plain tensor with the global shape, the dtype and the device of `t`, and memory for one element."""
     shape = t._spec.shape if isinstance(t, DistTensor) else t.shape
     with no_interception():
@@ -384,7 +384,7 @@ def _refresh(view: DistView) -> None:
         done = call_whole(source.func, source.args, source.kwargs)
         new = list(tensors_in(done.out))[source.at]
         target = view if view._seen and is_shown else _data_of(view)  # a write to `base.data` is one to `view.data`
-        write_into(target, stamp(new, _whole_spec_of(new, view)))
+        write_into(target, as_part(new, _whole_spec_of(new, view)))
         with no_interception():
             _reread.with_history |= wants_grad(view)
     source.is_read()
@@ -473,7 +473,7 @@ def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None
     check_writable(source.base, graded=graded)
 
 
-def _several(source: Source, found: str) -> OperationError:
+def _several(source: ViewOrigin, found: str) -> OperationError:
     name = getattr(source.func, "__name__", str(source.func))
     return OperationError(
         found, f"one of several views that {name} made of {source.base._spec!r}",
@@ -489,7 +489,7 @@ def _write_back(view: DistView, by: DistView, written: Tensor | None = None) -> 
     """
     ends = view._source.ends
     if ends is not None and ends(view):
-        return settle(view)
+        return end_outer_view(view)
     with nullcontext() if may_require_grad(by) else torch.no_grad():
         _write_base(view, by, written)
 
@@ -509,7 +509,7 @@ def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
             whole = _last_written(source, done, whole, value, places)
         else:
             target.copy_(value)
-    put_back(source.base if by._counted else _data_of(source.base), whole)
+    write_back_whole(source.base if by._counted else _data_of(source.base), whole)
     if base is not None:
         below = None if places is None else _places_in_base(source, done, places)
         _write_back(base._outer, min(by, base, key=_visibility), below)
@@ -528,9 +528,9 @@ def _note_reading(view: DistView) -> None:
             note_reading(view, view._source.base, partial(_read, view._source, view._spec))
 
 
-def _read(source: Source, spec: Spec, part: Tensor) -> Tensor:
+def _read(source: ViewOrigin, spec: Spec, part: Tensor) -> Tensor:
     """Return this rank's part of a view with this spec, if `part` is this rank's part of the base."""
-    base = stamp(part, source.base._spec)
+    base = as_part(part, source.base._spec)
     args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
     new = list(tensors_in(call_whole(source.func, args, kwargs).out))[source.at]
     with no_interception():
@@ -556,7 +556,7 @@ def _written_places(view: DistView, by: DistView, written: Tensor | None) -> Ten
     return convert_local(local.contiguous(), spec, whole_spec(spec))
 
 
-def _places_in_base(source: Source, done: WholeCall, places: Tensor) -> Tensor:
+def _places_in_base(source: ViewOrigin, done: WholeCall, places: Tensor) -> Tensor:
     """Return for each element of the whole base whether it was written, by elements `places` of the view."""
     whole = next(w for t, w in done.pairs if t is source.base)
     found = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
@@ -576,7 +576,7 @@ def _data_of(x: DistTensor) -> DistTensor:
     with no_interception():
         data = x.data
         note_counter(x, data)
-    return stamp(data, x._spec)
+    return as_part(data, x._spec)
 
 
 def _overlaps(x: Tensor) -> bool:
@@ -594,7 +594,7 @@ def shares_elements(strides: Sequence[int], shape: Sequence[int]) -> bool:
     return False
 
 
-def _last_written(source: Source, done: WholeCall, whole: Tensor, value: Tensor, written: Tensor) -> Tensor:
+def _last_written(source: ViewOrigin, done: WholeCall, whole: Tensor, value: Tensor, written: Tensor) -> Tensor:
     """Return `whole` after elements `written` of its view got `value`; the last one counts of elements at one place.
 
     Only that one has a gradient. The same view of a tensor of place numbers shows the place of each element.

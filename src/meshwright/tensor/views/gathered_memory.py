@@ -16,10 +16,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 from .._errors import MemoryAccessError
-from ..conversion.python_values import everywhere
+from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, plain_view
 from ..core.tree import map_tensors, tensors_in
 from ..core.write_counts import writes_to
@@ -30,7 +30,7 @@ from .dist_view import DistView
 def holds_whole(x: DistTensor) -> bool:
     """True if every rank of the world holds the whole value, and `x` is no view that is a copy."""
     layout, sizes = x._spec.layout, x._spec.mesh.sizes
-    if x._away or x._viewing or x._spec.mesh.size != current().size:
+    if x._away or x._viewing or x._spec.mesh.size != current_communicator().size:
         return False
     return all(sizes[axis] == 1 for axis in (*layout.cut_axes, *layout.partial_axes))
 
@@ -91,7 +91,9 @@ def _memory_of_view(x: DistView) -> Tensor:
 def _replayed(x: DistView) -> Tensor:
     source = x._source
     memory = memory_of(source.base)
-    args, kwargs = map_tensors(lambda t: memory if t is source.base else everywhere(t), (source.args, source.kwargs))
+    args, kwargs = map_tensors(
+        lambda t: memory if t is source.base else gather_everywhere(t), (source.args, source.kwargs)
+    )
     with no_interception():
         return list(tensors_in(source.func(*args, **kwargs)))[source.at]
 
@@ -110,14 +112,14 @@ def _kept_memory(x: DistTensor) -> Tensor:
     if kept.whole is None:
         kept.whole, kept.version = _gathered(x, table), version
     elif version is None or kept.version != version:
-        kept.whole.copy_(everywhere(x))
+        kept.whole.copy_(gather_everywhere(x))
         kept.version = version
     return kept.whole
 
 
 def _gathered(x: DistTensor, table: dict[Any, _Kept]) -> Tensor:
     """Return new memory with the value of `x`, or a view of the gathered memory of a tensor on the same part."""
-    whole, strides = everywhere(x), x.stride()
+    whole, strides = gather_everywhere(x), x.stride()
     base = x._base
     if isinstance(base, DistTensor) and base is not x:
         memory_of(base)

@@ -20,24 +20,24 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 from meshwright.layout import Partial, ProcessMesh, Spec, layout_of, replicated
 
 from .._errors import MemoryAccessError
 from ..conversion.convert import convert_local, move
-from ..core.dist_tensor import DistTensor, plain_view, stamp
+from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.write_counts import note_counter
 from ..torch_hooks import FakeTensor, backward_running, is_dense, no_interception, shares_storage, tensors_on_storage
 from .dist_view import (
     DistView,
-    Source,
+    ViewOrigin,
     become_view,
     before_call,
     detached_view,
+    end_outer_view,
     in_order,
     inner_view,
     leave_memory,
-    settle,
 )
 
 _T: Any = Tensor
@@ -87,7 +87,9 @@ def put_data(x: DistTensor, new: Tensor, have: Spec, need: Spec) -> None:
         local = in_order(local.clone() if shares_storage(local, base) else local, need)
     _move_to(x, local, need, None)
     alias = torch.ops.aten.alias.default
-    source = Source(base, alias, (base,), {}, 0, 0, counted=isinstance(new, DistTensor), tracked=False, ends=_is_alone)
+    source = ViewOrigin(
+        base, alias, (base,), {}, 0, 0, counted=isinstance(new, DistTensor), tracked=False, ends=_is_alone
+    )
     view = become_view(x, source)
     view._seen = view._counted = False
     register(view)
@@ -120,11 +122,11 @@ def _base_for(new: Tensor, have: Spec) -> DistTensor:
         data = _T.data.__get__(new)
         if isinstance(new, DistTensor):
             note_counter(new, data)
-    return detached_view(data, new, is_data=True) if isinstance(new, DistView) else stamp(plain_view(data), have)
+    return detached_view(data, new, is_data=True) if isinstance(new, DistView) else as_part(plain_view(data), have)
 
 
 def _check_mesh(x: DistTensor, new: Tensor, have: Spec, need: Spec) -> None:
-    if have.mesh is need.mesh and (isinstance(new, DistTensor) or need.mesh.size == current().size):
+    if have.mesh is need.mesh and (isinstance(new, DistTensor) or need.mesh.size == current_communicator().size):
         return
     found = f"y is {have!r} on {have.mesh!r}" if isinstance(new, DistTensor) else f"y is plain {tuple(new.shape)}"
     raise MemoryAccessError(
@@ -182,5 +184,5 @@ def sharing_views() -> list[DistView]:
     for view in _living() if _state.views else ():
         outer = view._outer
         if outer._source.ends is not None and outer._source.ends(outer):
-            settle(outer)
+            end_outer_view(outer)
     return _living() if _state.views else []

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .communicator import Carrier, Receive
+from .communicator import Communicator, Receive
 
 
-class Recorded(Carrier):
+class PeerlessCommunicator(Communicator):
     """Rank `rank` of `size` without peers: data from other ranks is zeros, the caller's own data is copied.
 
     It accepts meta and fake tensors, so a plan for 16,384 ranks needs neither ranks nor memory.
