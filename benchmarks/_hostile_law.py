@@ -31,7 +31,7 @@ EXEMPT = {
     "graph.execution.matrix_products": "flags of the processor in /proc",
     "graph.guards.guards:_set_generators": "states in memory",
     "checkpoint.formats.dcp_writer:_write": "files that are written",
-    "checkpoint.operations.state_differences:compared": "messages between the ranks of the job",
+    "checkpoint.operations.state_differences:compare_state": "messages between the ranks of the job",
     "checkpoint.operations.folder_lock": "lock files, of which a few bytes are read for a message",
     "checkpoint.formats.format_interface:write_new": "files that are written",
     "checkpoint.formats.safetensors_file:write_file": "files that are written",

@@ -60,16 +60,16 @@ def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
     return {**us, "ratio": round(us["ours"] / us["gloo"], 3)}
 
 
-def results_kept(carrier: Communicator, rounds: int) -> dict[str, float]:
+def results_kept(communicator: Communicator, rounds: int) -> dict[str, float]:
     """µs of a call whose result is kept beside others: in new memory, and in that of its operand."""
     found: dict[str, list[float]] = {"in new memory": [], "over the operand": []}
     for _ in range(rounds):
         for name, times in found.items():
             over = name == "over the operand"
             operands = [torch.ones(GRADIENT) for _ in range(GRADIENTS)]
-            carrier.barrier((0, 1))
+            communicator.barrier((0, 1))
             start = time.perf_counter()
-            results = [carrier.all_reduce(x, "sum", (0, 1), over) for x in operands]
+            results = [communicator.all_reduce(x, "sum", (0, 1), over) for x in operands]
             times.append((time.perf_counter() - start) / len(results) * 1e6)
     return {name: round(statistics.quantiles(times)[0], 1) for name, times in found.items()}
 
@@ -78,17 +78,17 @@ def main(path: str, rounds: int) -> None:
     """One of the two processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    carrier = init_process(backend="gloo")
+    communicator = init_process(backend="gloo")
     sizes: dict[str, dict[str, float]] = {}
     for elements in ELEMENTS:
         x = torch.ones(elements)
         calls: dict[str, Callable[[], object]] = {
-            "ours": partial(carrier.all_reduce, x, "sum", (0, 1)),
+            "ours": partial(communicator.all_reduce, x, "sum", (0, 1)),
             "gloo": partial(dist.all_reduce, x),
         }
         sizes[f"{elements * 4} B"] = measure(calls, rounds if elements < 2**18 else rounds // 4)
-    kept = results_kept(carrier, rounds)
-    if carrier.rank == 0:
+    kept = results_kept(communicator, rounds)
+    if communicator.rank == 0:
         Path(path).write_text(json.dumps({"sizes": sizes, "kept": kept}))
     dist.destroy_process_group()
 

@@ -83,7 +83,7 @@ def counted(program: Program) -> Iterator[tuple[str, Counter[str]]]:
 
 
 def recorded(model: nn.Module, batch: tuple[Any, ...], strategy: mw.Strategy, trains: bool = True) -> Program:
-    """The program of one step, as the caller's carrier records it."""
+    """The program of one step, as the caller's communicator records it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if trains else None
     static = mw.to_static(model, None, None, optimizer, strategy=strategy)
     static(*batch)

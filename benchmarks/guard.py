@@ -49,11 +49,11 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 @contextmanager
-def checks(carrier: ProcessCommunicator, on: bool) -> Generator[None]:
+def checks(communicator: ProcessCommunicator, on: bool) -> Generator[None]:
     """Make all checks inside, or none."""
     follow(on)
     mw.check_steps("stop" if on else "off", replicas=None if on else 0)
-    with carrier.checking("every" if on else "off"):
+    with communicator.checking("every" if on else "off"):
         yield
 
 
@@ -77,11 +77,11 @@ def made(static: bool) -> Callable[[], object]:
     return step
 
 
-def share_of(carrier: ProcessCommunicator, step: Callable[[], object], rounds: int) -> dict[str, float]:
+def share_of(communicator: ProcessCommunicator, step: Callable[[], object], rounds: int) -> dict[str, float]:
     """Return milliseconds of a step with and without checks, and the share that they take."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for at in range(2 * rounds + 2):
-        with checks(carrier, at % 2 == 0):
+        with checks(communicator, at % 2 == 0):
             step()
             begin = time.perf_counter()
             for _ in range(BLOCK):
@@ -91,17 +91,17 @@ def share_of(carrier: ProcessCommunicator, step: Callable[[], object], rounds: i
     return {"checked_ms": round(checked, 3), "bare_ms": round(bare, 3), "share": round(checked / bare - 1, 4)}
 
 
-def call_times(carrier: ProcessCommunicator, elements: int, rounds: int) -> dict[str, float]:
+def call_times(communicator: ProcessCommunicator, elements: int, rounds: int) -> dict[str, float]:
     """Return microseconds of one all-reduce under each way of comparing calls."""
     x = torch.ones(elements)
     found: dict[str, list[float]] = {check: [] for check in CALLS}
     for _ in range(rounds if elements < 2**18 else max(2, rounds // 4)):
         for check in CALLS:
-            with carrier.checking(check):
-                carrier.all_reduce(x, "sum", (0, 1))
+            with communicator.checking(check):
+                communicator.all_reduce(x, "sum", (0, 1))
                 start = time.perf_counter()
                 for _ in range(BLOCK):
-                    carrier.all_reduce(x, "sum", (0, 1))
+                    communicator.all_reduce(x, "sum", (0, 1))
                 found[check].append((time.perf_counter() - start) / BLOCK * 1e6)
     off, every, sampled = (round(statistics.quantiles(found[check])[0], 1) for check in CALLS)
     return {"off_us": off, "every_us": every, "every_16th_us": sampled, "overhead_us": round(every - off, 1)}
@@ -109,11 +109,11 @@ def call_times(carrier: ProcessCommunicator, elements: int, rounds: int) -> dict
 
 def main(path: str, rounds: int) -> None:
     """One of the two processes."""
-    carrier = init_process(backend="gloo")
-    assert isinstance(carrier, ProcessCommunicator)
-    steps = {name: share_of(carrier, made(name == "static"), rounds) for name in ("eager", "static")}
-    calls = {f"{elements * 4} B": call_times(carrier, elements, rounds) for elements in ELEMENTS}
-    if carrier.rank == 0:
+    communicator = init_process(backend="gloo")
+    assert isinstance(communicator, ProcessCommunicator)
+    steps = {name: share_of(communicator, made(name == "static"), rounds) for name in ("eager", "static")}
+    calls = {f"{elements * 4} B": call_times(communicator, elements, rounds) for elements in ELEMENTS}
+    if communicator.rank == 0:
         Path(path).write_text(json.dumps({"steps": steps, "calls": calls}))
 
 

@@ -90,12 +90,12 @@ def small_plans(count: int) -> Iterator[tuple[str, int, int]]:
 def process(path: str, cases: Sequence[str]) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
-    carrier = init_process(backend="gloo")
+    communicator = init_process(backend="gloo")
     found: list[tuple[str, int, int]] = []
     for case in cases:
         width, at = map(int, case.split(","))
         found.append((f"{width} {STYLES[at]}", *counted_and_measured(llama(width), STYLES[at])))
-    if carrier.rank == 0:
+    if communicator.rank == 0:
         Path(path).write_text(json.dumps(found))
 
 

@@ -1,6 +1,6 @@
 """Eager mode on the CPU: time of a small block divided by that of plain tensors, with torch's DTensor beside.
 
-Nothing is sent: Meshwright runs one rank of four under its recorded carrier, DTensor under torch's fake process
+Nothing is sent: Meshwright runs one rank of four under its peerless communicator, DTensor under torch's fake process
 group. A transformer block so small that only the cost of calls counts is run forward and backward, in turns; what is
 compared is the median of the ratios of each turn. `first` is the first call of a signature that was not seen before.
 """

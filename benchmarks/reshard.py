@@ -2,7 +2,7 @@
 
 Every transition between {Replicate, Shard(0), Shard(1), Partial} per mesh axis is measured: all of them on one and two
 axes, a fixed sample on three, on even and uneven shapes. No clock and no network: our bytes and steps are those of the
-plan (the tests hold them against what a carrier counts), DTensor's are read off the collectives that `redistribute`
+plan (the tests compare them with what a communicator counts), DTensor's of the collectives that `redistribute`
 issues on a fake process group, in the better of two runs for it: with and without flattened meshes to fuse on.
 DTensor refuses Shard → Partial; those transitions are ours alone.
 

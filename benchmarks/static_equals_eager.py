@@ -158,13 +158,13 @@ def in_processes(chosen: Sequence[Case]) -> dict[str, Any]:
 
 def process(path: str, names: Sequence[str]) -> None:
     """One of the processes."""
-    carrier = init_process(backend="gloo")
+    communicator = init_process(backend="gloo")
     found: dict[str, Any] = {}
     for case in cases():
         if str(case) in names:
             result = compare(case, train(case, "one device"))
             found[f"{case} in processes"] = [result.worst, result.where, result.same]
-    if carrier.rank == 0:
+    if communicator.rank == 0:
         Path(path).write_text(json.dumps(found))
 
 

@@ -1,6 +1,6 @@
 """Main job: largest relative loss difference over 50 steps, 8 ranks (pp 2 x dp 2 x tp 2) against one device.
 
-Both carriers run the command that `make train` runs.
+Both communicators run the command that `make train` runs.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import sys
 from typing import Any
 
 GOAL = 1e-4
-CARRIERS = {"simulated": [], "processes": ["--processes"]}
+COMMUNICATORS = {"simulated": [], "processes": ["--processes"]}
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    outcomes = {name: train(options, steps=5 if quick else 50) for name, options in CARRIERS.items()}
+    outcomes = {name: train(options, steps=5 if quick else 50) for name, options in COMMUNICATORS.items()}
     value = {name: outcome["largest_relative_difference"] for name, outcome in outcomes.items()}
     return {
         "value": value,

@@ -95,10 +95,10 @@ def test_a_script_runs_on_each_rank(tmp_path: Path, capfd: pytest.CaptureFixture
 def test_rank_0_prints_or_all_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')")
-    for carrier in ([], ["--processes"]):
-        assert main(["run", *carrier, str(script)]) == 0
+    for communicator in ([], ["--processes"]):
+        assert main(["run", *communicator, str(script)]) == 0
         assert capfd.readouterr().out.splitlines() == ["here"]
-        assert main(["run", *carrier, "--all-ranks", str(script)]) == 0
+        assert main(["run", *communicator, "--all-ranks", str(script)]) == 0
         assert sorted(capfd.readouterr().out.splitlines()) == ["[0] here", "[1] here"]
 
 
@@ -114,11 +114,11 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("carrier", [[], ["--processes"]])
-def test_a_script_is_traced(carrier: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("communicator", [[], ["--processes"]])
+def test_a_script_is_traced(communicator: list[str], tmp_path: Path) -> None:
     script, trace = tmp_path / "script.py", tmp_path / "trace.json"
     script.write_text(TRACED)
-    assert main(["run", *carrier, "--trace", str(trace), str(script)]) == 3
+    assert main(["run", *communicator, "--trace", str(trace), str(script)]) == 3
     events = json.loads(trace.read_text())["traceEvents"]
     for rank in range(2):
         found = {e["name"] for e in events if e["pid"] == rank}

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.cli import main
 
-CARRIERS = [[], ["--processes"]]
+COMMUNICATORS = [[], ["--processes"]]
 FAILS = """
 import sys
 import meshwright as mw
@@ -71,20 +71,20 @@ def script_of(folder: Path, text: str) -> str:
     return str(script)
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("communicator", COMMUNICATORS)
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [("raise KeyError('lost')", 1, "KeyError: 'lost'"), ("sys.exit('enough')", 1, "enough"), ("sys.exit(7)", 7, "")],
 )
 def test_a_rank_that_fails_says_what_it_printed(
-    how: str, code: int, said: str, carrier: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    how: str, code: int, said: str, communicator: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "--ranks", "3", *carrier, script_of(tmp_path, FAILS.format(how))]) == code
+    assert main(["run", "--ranks", "3", *communicator, script_of(tmp_path, FAILS.format(how))]) == code
     found = capfd.readouterr()
     assert found.out.splitlines() == ["begun 0"]
     assert {"[1] begun 1", "[1] about to fail"} <= {*found.err.splitlines()}
     assert said in found.err
-    assert carrier or "[2]" not in found.err
+    assert communicator or "[2]" not in found.err
 
 
 def test_the_trace_of_an_error_begins_in_the_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,11 +104,13 @@ def test_of_ranks_that_wait_for_ever_all_say_what_they_printed(
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_script_is_its_main_module(carrier: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("communicator", COMMUNICATORS)
+def test_a_script_is_its_main_module(
+    communicator: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = sys.modules["__main__"]
     script = script_of(tmp_path, SELF)
-    assert main(["run", "--ranks", "2", *carrier, script]) == 0, capfd.readouterr().err
+    assert main(["run", "--ranks", "2", *communicator, script]) == 0, capfd.readouterr().err
     assert capfd.readouterr().out.splitlines() == [script]
     assert sys.modules["__main__"] is before
 

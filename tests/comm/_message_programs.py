@@ -109,7 +109,7 @@ RIGHT: list[Callable[[], Results]] = [kinds, forms, crossed, same_tag, ring]
 
 
 def counts() -> tuple[list[str], dict[str, int], dict[str, int]]:
-    """What the carrier noted of two programs."""
+    """What the communicator noted of two programs."""
     ranks = current_communicator()
     calls, received = dict(ranks.seen.calls), dict(ranks.seen.received)
     with ranks.seen.record_calls() as log:
@@ -147,57 +147,57 @@ def heard_of(call: Callable[[], object]) -> list[str]:
     return [str(warning.message) for warning in heard]
 
 
-def wrong(carrier: ProcessCommunicator, directory: Path) -> dict[str, Any]:
+def wrong(communicator: ProcessCommunicator, directory: Path) -> dict[str, Any]:
     """What ranks 0 and 1 are told; rank 2 looks on."""
-    me, told = carrier.rank, {}
+    me, told = communicator.rank, {}
     if me == 0:
-        carrier.send(torch.ones(2, 3), 1, 5)
-        carrier.send(torch.ones(2, 3), 1, 6)
+        communicator.send(torch.ones(2, 3), 1, 5)
+        communicator.send(torch.ones(2, 3), 1, 6)
         time.sleep(3.0)
-        carrier.send(torch.ones(1), 1, 7)
+        communicator.send(torch.ones(1), 1, 7)
     if me == 1:
-        told["shape"] = error_of(lambda: carrier.receive(0, 5, (3, 2), torch.float32, "cpu"))
-        told["dtype"] = error_of(lambda: carrier.receive(0, 6, (2, 3), torch.int32, "cpu"))
-        told["late"] = heard_of(lambda: carrier.receive(0, 7, (1,), torch.float32, "cpu"))
+        told["shape"] = error_of(lambda: communicator.receive(0, 5, (3, 2), torch.float32, "cpu"))
+        told["dtype"] = error_of(lambda: communicator.receive(0, 6, (2, 3), torch.int32, "cpu"))
+        told["late"] = heard_of(lambda: communicator.receive(0, 7, (1,), torch.float32, "cpu"))
     wait_for_all(directory, "late")
     if me < 2:
-        carrier.send(torch.ones(1), 1 - me, 11)
-        told["deadlock"] = error_of(lambda: carrier.receive(1 - me, 12, (1,), torch.float32, "cpu"))
+        communicator.send(torch.ones(1), 1 - me, 11)
+        told["deadlock"] = error_of(lambda: communicator.receive(1 - me, 12, (1,), torch.float32, "cpu"))
     wait_for_all(directory, "deadlock")
     if me == 0:
-        limit, carrier._limit = carrier._limit, timedelta(seconds=1)
-        told["limit"] = error_of(lambda: carrier.receive(2, 13, (1,), torch.float32, "cpu"))
-        carrier._limit = limit
-        told["cuda"] = error_of(lambda: carrier.receive(1, 1, (1,), torch.float32, "cuda"))
+        limit, communicator._limit = communicator._limit, timedelta(seconds=1)
+        told["limit"] = error_of(lambda: communicator.receive(2, 13, (1,), torch.float32, "cpu"))
+        communicator._limit = limit
+        told["cuda"] = error_of(lambda: communicator.receive(1, 1, (1,), torch.float32, "cuda"))
     wait_for_all(directory, "limit")
     return told
 
 
-def lost(carrier: ProcessCommunicator) -> dict[str, Any]:
+def lost(communicator: ProcessCommunicator) -> dict[str, Any]:
     """Rank 2 ends, then rank 1 is killed; who waits for them is told soon, whatever the limit is."""
     began = time.monotonic()
-    peer = 2 if carrier.rank == 1 else 1
-    with carrier.checking(Check(limit=60.0)):
-        told = error_of(lambda: carrier.receive(peer, 14, (1,), torch.float32, "cpu"))
+    peer = 2 if communicator.rank == 1 else 1
+    with communicator.checking(Check(limit=60.0)):
+        told = error_of(lambda: communicator.receive(peer, 14, (1,), torch.float32, "cpu"))
     return {"lost": told, "seconds": time.monotonic() - began}
 
 
 def main() -> None:
     """One process; what it found is saved under its rank."""
     directory = Path(sys.argv[1])
-    carrier = init_process(check=Check(every=1, limit=0.5))
+    communicator = init_process(check=Check(every=1, limit=0.5))
     found: dict[str, Any] = {program.__name__: program() for program in RIGHT}
     found["counts"] = counts()
-    found |= wrong(carrier, directory)
-    if carrier.rank == 2:
-        carrier.send(torch.full((LARGE,), 2.0), 0, 15)
+    found |= wrong(communicator, directory)
+    if communicator.rank == 2:
+        communicator.send(torch.full((LARGE,), 2.0), 0, 15)
     else:
-        found |= lost(carrier)
-    if carrier.rank == 0:
-        found["last words"] = carrier.receive(2, 15, (LARGE,), torch.float32, "cpu").sum().item()
-        found["after the end"] = error_of(lambda: carrier.receive(2, 16, (1,), torch.float32, "cpu"))
-    torch.save(found, directory / f"{carrier.rank}.pt")
-    if carrier.rank == 1:
+        found |= lost(communicator)
+    if communicator.rank == 0:
+        found["last words"] = communicator.receive(2, 15, (LARGE,), torch.float32, "cpu").sum().item()
+        found["after the end"] = error_of(lambda: communicator.receive(2, 16, (1,), torch.float32, "cpu"))
+    torch.save(found, directory / f"{communicator.rank}.pt")
+    if communicator.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -121,7 +121,7 @@ def pairs() -> Results:
 
 
 def calls() -> list[Call]:
-    """What the carrier noted of one exchange and one all-reduce."""
+    """What the communicator noted of one exchange and one all-reduce."""
     ranks = current_communicator()
     with ranks.seen.record_calls() as log:
         exchanges()
@@ -131,14 +131,16 @@ def calls() -> list[Call]:
 
 def begun() -> Results:
     """Conversions that are begun, with calls between them, and waited for in another order."""
-    carrier = current_communicator()
-    mesh = ProcessMesh(range(carrier.size), ["dp"])
+    communicator = current_communicator()
+    mesh = ProcessMesh(range(communicator.size), ["dp"])
     whole, cut, pending = (parse_spec(f"f32[{spec}", mesh) for spec in ("6, 2]", "6@dp, 2]", "6, 2] +dp"))
-    mine = values((6, 2), torch.float32, carrier.rank)
-    gathered = carrier.start(plan(cut, whole), values(cut.local_shape(carrier.rank), torch.float32, carrier.rank))
-    reduced = carrier.start(plan(pending, whole), mine)
-    between = carrier.all_reduce(mine[:1], "max", tuple(range(carrier.size)))
-    scattered = carrier.start(plan(pending, cut), mine)
+    mine = values((6, 2), torch.float32, communicator.rank)
+    gathered = communicator.start(
+        plan(cut, whole), values(cut.local_shape(communicator.rank), torch.float32, communicator.rank)
+    )
+    reduced = communicator.start(plan(pending, whole), mine)
+    between = communicator.all_reduce(mine[:1], "max", tuple(range(communicator.size)))
+    scattered = communicator.start(plan(pending, cut), mine)
     return {
         "scattered": [scattered.wait(), scattered.wait()],
         "gathered": [gathered.wait(), reduced.wait()],
@@ -235,11 +237,11 @@ def main() -> None:
     """One process of a story; what it found is saved under its rank."""
     directory, story = Path(sys.argv[1]), sys.argv[2]
     limit = 20.0 if story == "loss" and os.environ["RANK"] == "1" else 0.5
-    carrier = init_process(check=Check(every=1, limit=limit))
-    assert isinstance(carrier, ProcessCommunicator)
-    assert init_process() is carrier  # a script says so too, where `meshwright run` has done it
+    communicator = init_process(check=Check(every=1, limit=limit))
+    assert isinstance(communicator, ProcessCommunicator)
+    assert init_process() is communicator  # a script says so too, where `meshwright run` has done it
     found = story_of_three(directory) if story == "three" else story_of_loss(directory)
-    torch.save(found, directory / f"{carrier.rank}.pt")
+    torch.save(found, directory / f"{communicator.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from meshwright.comm.transport.control_links import RankState
 
 SIMULATED = """
 import meshwright as mw
-from meshwright.comm import current
+from meshwright.comm import current_communicator
 
 def program():
-    here = current()
+    here = current_communicator()
     if here.rank == 1:
         breakpoint()
     here.barrier((0, 1, 2))

@@ -1,4 +1,4 @@
-"""Messages on simulated ranks, then one launch of three processes, then the carriers without others."""
+"""Messages on simulated ranks, then one launch of three processes, then the communicators without others."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SCRIPT = str(Path(programs.__file__))
 X = torch.ones(2)
 
 
-def receive(peer: int, tag: int, carrier: Communicator | None = None) -> Tensor:
-    return (carrier or current_communicator()).receive(peer, tag, (2,), torch.float32, "cpu")
+def receive(peer: int, tag: int, communicator: Communicator | None = None) -> Tensor:
+    return (communicator or current_communicator()).receive(peer, tag, (2,), torch.float32, "cpu")
 
 
 def by_rank(*programs: Callable[[], object]) -> Callable[[], object]:
@@ -303,7 +303,7 @@ def test_the_last_message_of_a_rank_outlives_it(processes: list[dict[str, Any]])
     assert "rank 2 ended normally" in processes[0]["after the end"]
 
 
-def test_a_carrier_without_others_receives_zeros_and_what_it_sent_itself() -> None:
+def test_a_communicator_without_others_receives_zeros_and_what_it_sent_itself() -> None:
     ranks = PeerlessCommunicator(1, 4)
     ranks.send(X, 3, 0)
     ranks.send(X, 1, 0)

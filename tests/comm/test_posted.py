@@ -33,7 +33,7 @@ def exchanged(ranks: Communicator, times: int) -> list[list[float]]:
     return [x.tolist() for x in found]
 
 
-def test_exchanges_are_those_of_the_inner_carrier() -> None:
+def test_exchanges_are_those_of_the_inner_communicator() -> None:
     def program() -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
         inner = current_communicator()
         posted, expected = PostedCommunicator(inner), exchanged(inner, 3)
@@ -66,7 +66,7 @@ def test_works_may_overtake_each_other() -> None:
     assert simulate(program, 2)[1] == [31.0, 42.0]
 
 
-def test_collectives_are_those_of_the_inner_carrier() -> None:
+def test_collectives_are_those_of_the_inner_communicator() -> None:
     def program() -> None:
         inner = current_communicator()
         posted, x = PostedCommunicator(inner), torch.arange(4.0) + inner.rank
@@ -97,7 +97,7 @@ def test_numbers_of_works_have_an_end(work: int) -> None:
         pass
 
 
-def test_backward_threads_talk_to_the_carrier_of_a_process() -> None:
+def test_backward_threads_talk_to_the_communicator_of_a_process() -> None:
     everywhere = PeerlessCommunicator(0, 4)
     posted, seen = PostedCommunicator(everywhere), []
     install_communicator(everywhere)

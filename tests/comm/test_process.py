@@ -110,5 +110,5 @@ def test_a_process_started_by_itself_is_the_only_rank() -> None:
     assert done.stdout == "2.0\n"
 
 
-def test_a_simulated_rank_has_its_carrier_already() -> None:
+def test_a_simulated_rank_has_its_communicator_already() -> None:
     assert all(simulate(lambda: init_process() is current_communicator(), 2))

@@ -1,4 +1,4 @@
-"""A carrier without peers gives the shapes and the counts that simulated ranks give."""
+"""A communicator without peers gives the shapes and the counts that simulated ranks give."""
 
 from __future__ import annotations
 

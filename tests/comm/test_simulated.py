@@ -335,7 +335,7 @@ def test_there_is_no_simulation_inside_a_rank() -> None:
         simulate(current_communicator, 0)
 
 
-def test_a_thread_talks_to_its_own_carrier_else_to_the_process() -> None:
+def test_a_thread_talks_to_its_own_communicator_else_to_the_process() -> None:
     with pytest.raises(NoCommunicatorError, match=r"mw\.simulate"):
         current_communicator()
     everywhere, here = PeerlessCommunicator(0, 4), PeerlessCommunicator(1, 4)

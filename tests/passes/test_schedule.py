@@ -124,7 +124,7 @@ def test_operands_stay_until_the_end_of_a_collective() -> None:
     assert order(program) == ["exp", "start", "neg", "wait", "abs_"]
 
 
-def test_a_delayed_carrier_is_late_and_hides_what_is_done_meanwhile() -> None:
+def test_a_delayed_communicator_is_late_and_hides_what_is_done_meanwhile() -> None:
     def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
         return reduce(add(aten.exp.default, x))
 

@@ -93,16 +93,16 @@ def glue(spec: Spec, parts: dict[int, Tensor]) -> Tensor:
 
 
 def carry_out(made: Plan, parts: dict[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Counters]]:
-    """The parts after the plan, and what every carrier counted; ranks outside the source start with nothing."""
+    """The parts after the plan, and what every communicator counted; ranks outside the source start with nothing."""
     size = max(made.ranks) + 2
 
     def program() -> tuple[Tensor, Counters]:
-        carrier = current_communicator()
-        local = parts.get(carrier.rank)
+        communicator = current_communicator()
+        local = parts.get(communicator.rank)
         if local is None:
-            local = torch.empty(made.src.local_shape(carrier.rank), dtype=made.src.dtype)
+            local = torch.empty(made.src.local_shape(communicator.rank), dtype=made.src.dtype)
         with torch.no_grad():
-            return execute(made, local, carrier), carrier.seen
+            return execute(made, local, communicator), communicator.seen
 
     found = simulate(program, size)
     return {r: t for r, (t, _) in enumerate(found)}, {r: seen for r, (_, seen) in enumerate(found)}

@@ -130,16 +130,16 @@ def sent(made: Plan) -> tuple[Counter[int], int]:
     """Elements that each rank sends in exchanges, and bytes that cross."""
 
     class Spy:
-        def __init__(self, carrier):
-            self.carrier, self.rank = carrier, carrier.rank
+        def __init__(self, communicator):
+            self.communicator, self.rank = communicator, communicator.rank
             self.elements = 0
 
         def exchange(self, sends, receives, group):
             self.elements += sum(x.numel() for _, x in sends)
-            return self.carrier.exchange(sends, receives, group)
+            return self.communicator.exchange(sends, receives, group)
 
         def __getattr__(self, name):
-            return getattr(self.carrier, name)
+            return getattr(self.communicator, name)
 
     def program():
         spy = Spy(current_communicator())

@@ -42,9 +42,9 @@ def mark(name: str, module: nn.Module, mesh: mw.ProcessMesh) -> None:
 
 def counted(run: Callable[[], Any]) -> dict[str, int]:
     """Calls by kind that `run` makes on rank 0 of 4."""
-    with using_communicator(PeerlessCommunicator(0, 4)) as carrier:
+    with using_communicator(PeerlessCommunicator(0, 4)) as communicator:
         run()
-        return dict(carrier.seen.calls)
+        return dict(communicator.seen.calls)
 
 
 def blocks(count: int, at: list[mw.Shard | mw.Replicate]) -> tuple[nn.Module, Tensor]:

@@ -34,9 +34,9 @@ from .communicators.current_communicator import (
     using_communicator,
 )
 from .communicators.delayed import DelayedCommunicator
+from .communicators.peerless import PeerlessCommunicator
 from .communicators.posted_exchanges import PostedCommunicator
-from .communicators.recorded import PeerlessCommunicator
-from .communicators.reductions import reduce_terms as joined
+from .communicators.reductions import reduce_terms
 from .communicators.stragglers import Straggler
 from .launcher.launch import launch
 from .launcher.rank_console import KeptLines, first_rank_prints, prefix_prints
@@ -81,10 +81,10 @@ __all__ = [
     "install_communicator",
     "installed_communicator",
     "is_compared",
-    "joined",
     "launch",
     "note_fact",
     "prefix_prints",
+    "reduce_terms",
     "simulate",
     "stragglers",
     "using_communicator",

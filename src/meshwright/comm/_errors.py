@@ -2,7 +2,7 @@
 
 CommError
 ├── CallError               a call that no rank can make: an unknown reduction, a group without the caller
-├── NoCarrierError          a collective without ranks
+├── NoCommunicatorError     a collective without ranks
 ├── NestedSimulationError   simulate inside a simulated rank
 ├── DisagreementError       two ranks make different calls where both must make the same one
 ├── DeadlockError           every rank waits for another

@@ -203,8 +203,8 @@ def _viewed(src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[Step, ...]) -> 
     return (*head, *steps) if b is dst else (*head, *steps, View(dst))
 
 
-def execute(plan: Plan, local: Tensor, carrier: Mover) -> Tensor:
-    """Return the local tensor of `plan.dst` on `carrier.rank`, for its local tensor of `plan.src`.
+def execute(plan: Plan, local: Tensor, communicator: Mover) -> Tensor:
+    """Return the local tensor of `plan.dst` on `communicator.rank`, for its local tensor of `plan.src`.
 
     The result is new and contiguous, except that a plan without work returns `local` itself. Grad mode must be off:
     gradients take the transposed conversion (`transposed`).
@@ -212,11 +212,11 @@ def execute(plan: Plan, local: Tensor, carrier: Mover) -> Tensor:
     Raises:
         ReshardError: `local` does not match the source spec.
     """
-    rank = carrier.rank
+    rank = communicator.rank
     if local.shape != plan.src.local_shape(rank) or local.dtype is not plan.src.dtype:
         raise _wrong_part(plan, local, rank)
     for act in plan.actions(rank):
-        local = act(local, carrier)
+        local = act(local, communicator)
     return local
 
 

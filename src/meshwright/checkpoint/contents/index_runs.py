@@ -112,7 +112,7 @@ def are_whole(shape: Sequence[int], parts: Sequence[PartRuns]) -> bool:
 def overlaps(one: PartRuns, other: PartRuns) -> Iterator[Overlap]:
     """Yield the boxes that two parts share, as slices of each.
 
-    >>> list(meetings((((2, 2), (6, 2)),), (((0, 7),),)))
+    >>> list(overlaps((((2, 2), (6, 2)),), (((0, 7),),)))
     [((slice(0, 2, None),), (slice(2, 4, None),)), ((slice(2, 3, None),), (slice(6, 7, None),))]
     """
     dims = [list(_overlap(a, b)) for a, b in zip(one, other, strict=True)]

@@ -29,7 +29,7 @@ def parts_of(spec: Spec) -> tuple[TensorPart, ...]:
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
     >>> parts_of(parse_spec("f32[3@dp]", ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])))
-    (Part(runs=(((0, 2),),), holders=(0, 1)), Part(runs=(((2, 1),),), holders=(2, 3)))
+    (TensorPart(runs=(((0, 2),),), holders=(0, 1)), TensorPart(runs=(((2, 1),),), holders=(2, 3)))
     """
     holders: dict[PartRuns, list[int]] = {}
     for rank in spec.mesh.process_ids:
@@ -43,7 +43,7 @@ def assign_writers(specs: Mapping[str, Spec]) -> dict[str, list[tuple[TensorPart
     >>> from meshwright.layout import ProcessMesh, parse_spec
     >>> mesh = ProcessMesh([0, 1], ["dp"])
     >>> specs = {name: parse_spec("f32[4]", mesh) for name in "abcd"}
-    >>> {name: [rank for _, rank in parts] for name, parts in shared_out(specs).items()}
+    >>> {name: [rank for _, rank in parts] for name, parts in assign_writers(specs).items()}
     {'a': [0], 'b': [1], 'c': [0], 'd': [1]}
     """
     load: dict[int, int] = {}

@@ -26,7 +26,7 @@ class World:
 
     rank: int
     size: int
-    carrier: Communicator | None
+    communicator: Communicator | None
 
     @property
     def mesh(self) -> ProcessMesh:
@@ -35,12 +35,12 @@ class World:
 
     def gathered(self, value: Any) -> list[Any]:
         """Return the values of all ranks in rank order; any JSON value."""
-        if self.carrier is None or self.size == 1:
+        if self.communicator is None or self.size == 1:
             return [value]
         group = tuple(range(self.size))
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self.carrier.all_gather(torch.tensor([data.numel()]), group, [(1,)] * self.size)
-        texts = self.carrier.all_gather(data, group, [(int(n),) for n in lengths])
+        lengths = self.communicator.all_gather(torch.tensor([data.numel()]), group, [(1,)] * self.size)
+        texts = self.communicator.all_gather(data, group, [(int(n),) for n in lengths])
         return [json.loads(text.numpy().tobytes()) for text in texts]
 
     def all_gather_distinct(self, text: str, digest: str) -> dict[str, list[int]]:
@@ -77,10 +77,10 @@ class World:
 def current_world() -> World:
     """Return the world of the caller; a world of one rank without ranks."""
     try:
-        carrier = current_communicator()
+        communicator = current_communicator()
     except NoCommunicatorError:
         return World(0, 1, None)
-    return World(carrier.rank, carrier.size, carrier)
+    return World(communicator.rank, communicator.size, communicator)
 
 
 def _noted(error: Exception, rank: int) -> Exception:

@@ -20,7 +20,7 @@ _PLAIN = (str, bool, int, type(None))
 def encode_value(name: str, value: Any, depth: int = 0) -> Any:
     """Return the value as JSON. Raises CheckpointError, with the name, for a value that JSON cannot hold.
 
-    >>> encoded("betas", (0.9, math.inf))
+    >>> encode_value("betas", (0.9, math.inf))
     {'tuple': [0.9, {'float': 'inf'}]}
     """
     if depth > DEEPEST:
@@ -61,7 +61,7 @@ def _too_deep(name: str) -> CheckpointError:
 def decode_value(value: Any, depth: int = 0) -> Any:
     """Return the value from the JSON of `encode_value`. Raises ValueError for other JSON, or for too many levels.
 
-    >>> decoded(encoded("x", {1: (2.0, -math.inf)}))
+    >>> decode_value(encode_value("x", {1: (2.0, -math.inf)}))
     {1: (2.0, -inf)}
     """
     if depth > DEEPEST:

@@ -152,7 +152,7 @@ def _write(job: SaveJob, file: str, names: Sequence[str], rank: int) -> FileFact
 def _whole_on(rank: int, name: str, job: SaveJob) -> Tensor:
     """Return the whole tensor on the given rank; other ranks get an arbitrary tensor."""
     ranks, spec, held = job.ranks, job.table.specs[name], job.held.get(name)
-    if ranks.carrier is None:
+    if ranks.communicator is None:
         return job.parts[name]()
     mine = held is not None and ranks.rank in spec.mesh
     part = held.part.detach().contiguous() if held is not None else torch.empty(0, dtype=spec.dtype)
@@ -162,7 +162,7 @@ def _whole_on(rank: int, name: str, job: SaveJob) -> Tensor:
     if not mine and ranks.rank != rank:
         return part
     with torch.no_grad():
-        return ranks.carrier.convert(plan(spec, target), part).cpu()
+        return ranks.communicator.convert(plan(spec, target), part).cpu()
 
 
 def _raise(error: Exception | None) -> None:

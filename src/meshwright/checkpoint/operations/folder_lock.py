@@ -56,11 +56,11 @@ def hold_folder_on_first_rank(folder: Path, ranks: World) -> None:
                 _held[key] = _locked(folder)
     except OSError as error:
         raise write_error(folder, error) from error
-    if ranks.carrier is None:
+    if ranks.communicator is None:
         _users.setdefault(key, set()).add(0)
-    elif id(ranks.carrier) not in _users.setdefault(key, set()):
-        _users[key].add(id(ranks.carrier))
-        weakref.finalize(ranks.carrier, _release, key, id(ranks.carrier)).atexit = False
+    elif id(ranks.communicator) not in _users.setdefault(key, set()):
+        _users[key].add(id(ranks.communicator))
+        weakref.finalize(ranks.communicator, _release, key, id(ranks.communicator)).atexit = False
 
 
 def _release(key: tuple[int, int], user: int) -> None:

@@ -80,7 +80,7 @@ def save(
         return {name: _taken(tensors[name].part, background) for name in mine}
 
     saving = begin_save(Path(path).absolute(), format, ranks, table, assign_writers(table.specs), taken, tensors, keep)
-    _under_way[ranks.carrier or _nobody] = saving
+    _under_way[ranks.communicator or _nobody] = saving
     warn_of_earlier_failure(earlier)
     return saving
 
@@ -120,7 +120,7 @@ def begin_save(
 
 def finish_earlier(ranks: World) -> CheckpointError | None:
     """Wait for what this rank saved before; return its failure if it was not reported."""
-    earlier = _under_way.pop(ranks.carrier or _nobody, None)
+    earlier = _under_way.pop(ranks.communicator or _nobody, None)
     if earlier is None or earlier.is_told:
         return None
     try:
@@ -254,9 +254,9 @@ class Saving:
         if first is not None and ranks.size > 1:
             self._error = error_from_text(first)
         _untold.pop(id(self), None)
-        key = ranks.carrier or _nobody
+        key = ranks.communicator or _nobody
         if _under_way.get(key) is self:
-            del _under_way[key]  # it refers to its carrier, which would never end
+            del _under_way[key]  # it refers to its communicator, which would never end
         return self._result()
 
     def _result(self) -> Path:

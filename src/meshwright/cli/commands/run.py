@@ -105,8 +105,8 @@ def run_simulated(settings: argparse.Namespace, script: Path, code: CodeType) ->
     from meshwright.comm import CommError, KeptLines, first_rank_prints, installed_communicator, prefix_prints, simulate
 
     def rank() -> int:
-        carrier = installed_communicator()
-        return 0 if carrier is None else carrier.rank
+        communicator = installed_communicator()
+        return 0 if communicator is None else communicator.rank
 
     def one() -> int:
         code = FAILED

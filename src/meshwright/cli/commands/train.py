@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Outcome:
     """The results of both runs of a job."""
 
-    carrier: str
+    communicator: str
     mesh: dict[str, int]
     steps: int
     losses: list[float]
@@ -165,7 +165,7 @@ def run_as_process(job: Job, settings: argparse.Namespace) -> int:
     return report(compare_with_one_device(job, "processes", losses, perf_counter() - start), settings)
 
 
-def compare_with_one_device(job: Job, carrier: str, losses: list[float], seconds: float) -> Outcome:
+def compare_with_one_device(job: Job, communicator: str, losses: list[float], seconds: float) -> Outcome:
     """Return both results, after the same steps in plain torch with all the cores of this machine."""
     import torch
 
@@ -178,7 +178,7 @@ def compare_with_one_device(job: Job, carrier: str, losses: list[float], seconds
         one = train_plain(job, on_step=on_step)
     mesh: dict[str, int] = dict(zip(AXES, job.mesh, strict=True))
     difference = largest_difference(losses, one)
-    return Outcome(carrier, mesh, job.steps, losses, one, difference, seconds, perf_counter() - start)
+    return Outcome(communicator, mesh, job.steps, losses, one, difference, seconds, perf_counter() - start)
 
 
 def report(outcome: Outcome, settings: argparse.Namespace) -> int:

@@ -145,10 +145,10 @@ def _name(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    carrier = init_process()
+    communicator = init_process()
     told = measure(
-        carrier, float(sys.argv[2]),
+        communicator, float(sys.argv[2]),
         torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
     )  # fmt: skip
-    if carrier.rank == 0:
+    if communicator.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(told))

@@ -5,9 +5,9 @@ reductions             the reductions, and the dtypes that each one accepts
 counters               Counters: exact numbers of calls and bytes of a rank
 call_purpose           numbers of the purposes of calls, which ranks that run one program have in common
 stragglers             Straggler: a slow rank, detected from the waits of other ranks
-communicator           Carrier: the interface of all communicators, with shared checks and counters
+communicator           Communicator: the interface of all communicators, with shared checks and counters
 current_communicator   the communicator of the calling thread, otherwise that of the process
-recorded               Recorded: a communicator without peers, with correct shapes and exact counts
-delayed                Delayed: a simulated slow network around another communicator
-posted_exchanges       Posted: exchanges as messages that are sent without waiting
+peerless               PeerlessCommunicator: a communicator without peers, with correct shapes and exact counts
+delayed                DelayedCommunicator: a simulated slow network around another communicator
+posted_exchanges       PostedCommunicator: exchanges as messages that are sent without waiting
 """

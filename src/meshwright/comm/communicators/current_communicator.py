@@ -11,12 +11,12 @@ from .communicator import Communicator
 
 
 class _Here(threading.local):
-    carrier: Communicator | None = None
+    communicator: Communicator | None = None
     reads: int = 0
 
 
 class _Everywhere:
-    carrier: Communicator | None = None
+    communicator: Communicator | None = None
 
 
 _here = _Here()
@@ -25,7 +25,7 @@ _here = _Here()
 def installed_communicator() -> Communicator | None:
     """Return the calling thread's communicator, otherwise the process's; None if there is neither."""
     _here.reads += 1
-    return _here.carrier or _Everywhere.carrier
+    return _here.communicator or _Everywhere.communicator
 
 
 def communicator_lookups() -> int:
@@ -37,11 +37,11 @@ def current_communicator() -> Communicator:
     """Return the installed communicator.
 
     Raises:
-        NoCarrierError: there is none.
+        NoCommunicatorError: there is none.
     """
     _here.reads += 1
-    carrier = _here.carrier or _Everywhere.carrier
-    if carrier is None:
+    communicator = _here.communicator or _Everywhere.communicator
+    if communicator is None:
         raise NoCommunicatorError(
             "a collective, or a tensor on a mesh",
             "no ranks: nothing was simulated or started in this thread",
@@ -49,38 +49,41 @@ def current_communicator() -> Communicator:
             "call mw.simulate(fn, ranks); or call mw.init_process() first in a script, and start the script with "
             "`meshwright run --ranks N script.py`",
         )
-    return carrier
+    return communicator
 
 
 @contextmanager
-def using_communicator(carrier: Communicator) -> Generator[Communicator]:
-    """Use `carrier` as the calling thread's communicator inside the block."""
-    before = _here.carrier
-    _here.carrier = carrier
+def using_communicator(communicator: Communicator) -> Generator[Communicator]:
+    """Use `communicator` as the calling thread's communicator inside the block."""
+    before = _here.communicator
+    _here.communicator = communicator
     try:
-        yield carrier
+        yield communicator
     finally:
-        _here.carrier = before
+        _here.communicator = before
 
 
 @contextmanager
-def using_in_all_threads(carrier: Communicator) -> Generator[Communicator]:
-    """Use `carrier` inside the block, for all threads if the process has one communicator for all of them.
+def using_in_all_threads(communicator: Communicator) -> Generator[Communicator]:
+    """Use `communicator` inside the block, for all threads if the process has one communicator for all of them.
 
     So the threads of backward passes use it too.
     """
-    if _here.carrier is not None:
-        with using_communicator(carrier):
-            yield carrier
+    if _here.communicator is not None:
+        with using_communicator(communicator):
+            yield communicator
         return
-    before = _Everywhere.carrier
-    _Everywhere.carrier = carrier
+    before = _Everywhere.communicator
+    _Everywhere.communicator = communicator
     try:
-        yield carrier
+        yield communicator
     finally:
-        _Everywhere.carrier = before
+        _Everywhere.communicator = before
 
 
-def install_communicator(carrier: Communicator | None) -> None:
-    """Set the communicator of the whole process; threads inside `use` keep their own. None removes it."""
-    _Everywhere.carrier = carrier
+def install_communicator(communicator: Communicator | None) -> None:
+    """Set the communicator of the whole process; None removes it.
+
+    Threads inside `using_communicator` keep their own.
+    """
+    _Everywhere.communicator = communicator

@@ -16,14 +16,14 @@ class PeerlessCommunicator(Communicator):
 
     It accepts meta and fake tensors, so a plan for 16,384 ranks needs neither ranks nor memory.
 
-    >>> ranks = Recorded(rank=3, size=16384)
+    >>> ranks = PeerlessCommunicator(rank=3, size=16384)
     >>> with ranks.seen.record_calls() as calls:
     ...     y = ranks.all_reduce(torch.empty(1024, device="meta"), "sum", tuple(range(8)))
     >>> print(calls[0], ranks.seen.total_received)
     all_reduce(sum, float32, (1024,)) on ranks 0, 1, 2, 3, 4, 5, 6, 7 7168
     """
 
-    kind = "recorded"
+    kind = "peerless"
 
     def __init__(self, rank: int = 0, size: int = 16384) -> None:
         super().__init__(rank, size)

@@ -38,9 +38,9 @@ def prefix_prints() -> Generator[None]:
     Lines of threads that are no ranks stay as they are. It applies to the whole process: with simulated ranks, write it
     around `simulate`.
 
-    >>> from meshwright.comm import current, simulate
+    >>> from meshwright.comm import current_communicator, simulate
     >>> with prefix_prints():
-    ...     _ = simulate(lambda: print("here", current().rank * 10), 2)
+    ...     _ = simulate(lambda: print("here", current_communicator().rank * 10), 2)
     [0] here 0
     [1] here 10
     """
@@ -82,9 +82,9 @@ def print_lines(rank: int, lines: Iterable[str]) -> None:
 def first_rank_prints(kept: KeptLines) -> Generator[None]:
     """Print only the output of rank 0 inside the block, as with processes, where only rank 0 has the terminal.
 
-    >>> from meshwright.comm import current, simulate
-    >>> with first_rank_prints(Kept()):
-    ...     _ = simulate(lambda: print("here", current().rank), 2)
+    >>> from meshwright.comm import current_communicator, simulate
+    >>> with first_rank_prints(KeptLines()):
+    ...     _ = simulate(lambda: print("here", current_communicator().rank), 2)
     here 0
     """
     before = sys.stdout, sys.stderr
@@ -180,5 +180,5 @@ class _Prefixed(_Wrapped):
 
 
 def _rank() -> int | None:
-    carrier = installed_communicator()
-    return None if carrier is None else carrier.rank
+    communicator = installed_communicator()
+    return None if communicator is None else communicator.rank

@@ -39,7 +39,7 @@ def read_rank_address(env: Mapping[str, str] | None = None) -> RankAddress:
     """Return the place that torchrun or `meshwright run` gave this process; a process started alone is the only rank.
 
     Raises:
-        NoCarrierError: the environment shows that there are other processes, but not their address.
+        NoCommunicatorError: the environment shows that there are other processes, but not their address.
     """
     env = os.environ if env is None else env
     lacking = [name for name in VARIABLES if name not in env]

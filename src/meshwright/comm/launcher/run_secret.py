@@ -53,7 +53,7 @@ def run_token(place: RankAddress, store: Store, env: Mapping[str, str] | None = 
 
 
 def _of_rank_0(place: RankAddress, store: Store, env: Mapping[str, str]) -> str:
-    """Return the text that rank 0 writes; raise NoCarrierError if it has not come within the patience."""
+    """Return the text that rank 0 writes; raise NoCommunicatorError if it has not come within the patience."""
     seconds = float(env.get("MESHWRIGHT_PATIENCE", "1800"))
     try:
         store.wait(["token"], timedelta(seconds=seconds))
@@ -73,7 +73,7 @@ def sealed(token: bytes, key: str, value: str) -> str:
 
 
 def unsealed(token: bytes, key: str, text: bytes) -> str:
-    """Return the value of a sealed text. Raises NoCarrierError if no rank of the run wrote it."""
+    """Return the value of a sealed text. Raises NoCommunicatorError if no rank of the run wrote it."""
     found = text.decode(errors="replace")
     value = found[_SEAL:]
     if not hmac.compare_digest(found[:_SEAL].encode(), _seal(token, key, value).encode()):

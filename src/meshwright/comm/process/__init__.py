@@ -1,6 +1,6 @@
 """The communicator with one process per rank.
 
-process_communicator   init_process, ProcessCarrier: collectives over shared memory, Gloo or NCCL
+process_communicator   init_process, ProcessCommunicator: collectives over shared memory, Gloo or NCCL
 flight_record          Record: the last 200 calls of a rank, written as JSON when a call fails
 retained_memory        keep_memory: freed memory stays in the process for the next training step
 """

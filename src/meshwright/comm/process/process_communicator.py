@@ -353,12 +353,12 @@ def init_process(
     if backend == "nccl":
         torch.cuda.set_device(place.local_rank)
     keep_memory()
-    carrier = ProcessCommunicator(place, backend, check, timedelta(seconds=transfer_limit))
-    install_communicator(carrier)
-    atexit.register(carrier.close)
+    communicator = ProcessCommunicator(place, backend, check, timedelta(seconds=transfer_limit))
+    install_communicator(communicator)
+    atexit.register(communicator.close)
     if place.size > 1 and check.every:
         calls_are_compared()
-    return carrier
+    return communicator
 
 
 def stragglers() -> list[Straggler]:

@@ -416,8 +416,8 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
 
     The first error of any rank stops the others and is raised here, with a note that names the rank.
 
-    >>> from meshwright.comm import current
-    >>> simulate(lambda: current().rank * 10, 3)
+    >>> from meshwright.comm import current_communicator
+    >>> simulate(lambda: current_communicator().rank * 10, 3)
     [0, 10, 20]
     """
     if getattr(_inside, "rank", False):

@@ -87,7 +87,7 @@ class _Link:
         return self._ring is not None and not self._rest and self._ring.has_read(data, waits)
 
     def receive(self, limit: float) -> Frame | None:
-        """Return the next frame; None if none arrives within the limit. Raises GoneError if none will."""
+        """Return the next frame; None if none arrives within the limit. Raises ConnectionClosedError if none will."""
         while (frame := self._parse()) is None:
             data = self._arriving(limit) if self._ring is None else self._ring.receive(limit, self._wire)
             if not data:
@@ -223,7 +223,10 @@ class Links:
         return link is not None and link.has_read(data, waits)
 
     def receive(self, peer: int, limit: float) -> Frame | None:
-        """Return the next frame from `peer`; None after the limit. Raises GoneError if `peer` has closed its end."""
+        """Return the next frame from `peer`; None after the limit.
+
+        Raises ConnectionClosedError if `peer` has closed its end.
+        """
         return self._links[peer].receive(limit)
 
     def life(self, peer: int) -> ProcessState:
@@ -246,7 +249,10 @@ class Links:
         return self._asked(peer, life)
 
     def open_for_messages(self, peer: int, limit: float) -> socket.socket:
-        """Return a connection for messages to `peer`, once its process is up. Raises GoneError if there is none."""
+        """Return a connection for messages to `peer`, once its process is up.
+
+        Raises ConnectionClosedError if there is none.
+        """
         end = time.monotonic() + limit
         while time.monotonic() < end:
             wire = self._accepted(peer, end) if self._listens(peer) else None
@@ -294,7 +300,10 @@ class Links:
         return None
 
     def _open(self, peer: int, limit: float) -> _Link | None:
-        """Return a new link to a lower rank if it accepts within the limit. Raises GoneError if it never will."""
+        """Return a new link to a lower rank if it accepts within the limit.
+
+        Raises ConnectionClosedError if it never will.
+        """
         if peer > self.rank or not self._listens(peer):
             return None
         try:

@@ -61,7 +61,7 @@ class _Outbox:
     def put(self, head: bytes, data: Tensor) -> None:
         """Send one more message.
 
-        `data` may be written to afterwards. Raises GoneError if the peer has closed the connection.
+        `data` may be written to afterwards. Raises ConnectionClosedError if the peer has closed the connection.
         """
         with self._one_sender:
             done = 0 if self.is_busy else self._write_now(head, data)
@@ -136,7 +136,7 @@ class Messages:
         threading.Thread(target=self._read, args=(peer, wire), name=name, daemon=True).start()
 
     def send(self, peer: int, tag: int, message: Message, limit: float) -> None:
-        """Send a message. Raises GoneError if `peer` is known to have ended.
+        """Send a message. Raises ConnectionClosedError if `peer` is known to have ended.
 
         The first message to a rank waits, for at most `limit` seconds, until the process of the rank is up.
         """
@@ -149,7 +149,7 @@ class Messages:
     def receive(self, peer: int, tag: int, limit: float) -> Message | None:
         """Return the first message with the tag; None if none arrives within the limit.
 
-        Raises GoneError if none will.
+        Raises ConnectionClosedError if none will.
         """
         key = (peer, tag)
         with self._changed:
@@ -197,7 +197,7 @@ class Messages:
         return peer in self._inboxes and self._inboxes[peer] is None
 
     def _note_closed(self, peer: int) -> None:
-        """Raise GoneError at the second call for a peer.
+        """Raise ConnectionClosedError at the second call for a peer.
 
         A message sent just before its end may still arrive after the first.
         """

@@ -76,7 +76,7 @@ class Ring:
         self._out, self._in = ways if first else reversed(ways)
 
     def send(self, data: bytes, wire: socket.socket) -> None:
-        """Write the bytes once there is space for them. Raises GoneError if the other end is closed."""
+        """Write the bytes once there is space for them. Raises ConnectionClosedError if the other end is closed."""
         if self._out.space() < len(data):
             wait_for(lambda: self._out.space() >= len(data), lambda: _check(wire), _LONG)
         self._out.write(data)
@@ -91,7 +91,7 @@ class Ring:
     def receive(self, limit: float, wire: socket.socket) -> bytes:
         """Return the unread bytes; b"" after the limit in seconds, at once if it is 0.
 
-        Raises GoneError if none will come.
+        Raises ConnectionClosedError if none will come.
         """
         counts, done = self._in.counts, self._in.done
         if counts[_WRITTEN] == done and limit > 0.0:
@@ -104,7 +104,7 @@ class Ring:
 
 
 def _check(wire: socket.socket) -> None:
-    """Raise GoneError if the connection is closed; no data ever comes through it."""
+    """Raise ConnectionClosedError if the connection is closed; no data ever comes through it."""
     try:
         if readable(wire, 0.0) and not wire.recv(1, socket.MSG_PEEK):
             raise ConnectionClosedError

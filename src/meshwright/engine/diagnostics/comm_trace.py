@@ -76,7 +76,7 @@ def trace_comm() -> Generator[CommTrace]:
     passes of modules, updates, programs, and a pipeline's actions.
 
     Raises:
-        NoCarrierError: there are no ranks; put the block inside the function that is simulated.
+        NoCommunicatorError: there are no ranks; put the block inside the function that is simulated.
 
     >>> import torch, meshwright as mw
     >>> mesh = mw.ProcessMesh([0, 1], ["tp"])

@@ -74,23 +74,23 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     relu    f32[4, 6] +tp  f32[4, 6]     AllReduce(tp)        96  f32[4, 6]
     rank 0: 1 all_reduce, 96 bytes received
     """
-    with _somewhere() as carrier:
-        seen = carrier.seen
+    with _somewhere() as communicator:
+        seen = communicator.seen
         calls, received = Counter(seen.calls), seen.total_received
         with record() as found:
             result = fn(*args, **kwargs)
         made = Counter(seen.calls) - calls
-        return Explanation(carrier.rank, tuple(found), dict(made), seen.total_received - received, result)
+        return Explanation(communicator.rank, tuple(found), dict(made), seen.total_received - received, result)
 
 
 class _Here(AbstractContextManager[Communicator]):
     """The communicator that exists already."""
 
-    def __init__(self, carrier: Communicator) -> None:
-        self.carrier = carrier
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
 
     def __enter__(self) -> Communicator:
-        return self.carrier
+        return self.communicator
 
     def __exit__(self, *_: object) -> None:
         return None

@@ -143,9 +143,11 @@ def auto(
     chosen = plan or fastest(program, resolve_cluster(cluster), batch=leaves, states=states_of(optimizer))
     if chosen.mesh.size != current_communicator().size:
         raise SearchError(
-            f"a plan of {chosen.how}", f"{current_communicator().size} ranks", f"the mesh of the plan has {chosen.mesh.size} ranks",
+            f"a plan of {chosen.how}",
+            f"{current_communicator().size} ranks",
+            f"the mesh of the plan has {chosen.mesh.size} ranks",
             f"start {chosen.mesh.size} ranks, or choose mesh sizes whose product is {current_communicator().size}",
-        )  # fmt: skip
+        )
     specs = _layouts_for_pieces(chosen, program)
     if chosen.pipeline is not None:
         distribute_over_stages(model, optimizer, chosen)

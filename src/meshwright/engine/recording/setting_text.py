@@ -44,7 +44,8 @@ def facts_text(network: nn.Module, optimizer: Optimizer | None) -> str:
 
 
 def _modes() -> Iterator[str]:
-    yield f"draws by {current_random_source()}, attends by {attention_algorithm()}, {torch.get_default_dtype()}, {torch.is_grad_enabled()}"
+    yield f"draws by {current_random_source()}, attends by {attention_algorithm()}"
+    yield f"{torch.get_default_dtype()}, {torch.is_grad_enabled()}"
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             yield f"autocast {device} {torch.get_autocast_dtype(device)}"

@@ -387,9 +387,9 @@ def _is_due(step: int, every: int | None) -> bool:
 def _largest(*numbers: float) -> list[float]:
     """Return the largest value over all ranks, for each of the numbers."""
     here = current_world()
-    if here.carrier is None or here.size == 1:
+    if here.communicator is None or here.size == 1:
         return list(numbers)
-    found = here.carrier.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max", tuple(range(here.size)))
+    found = here.communicator.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max", tuple(range(here.size)))
     return found.tolist()
 
 

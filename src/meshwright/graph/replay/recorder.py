@@ -102,7 +102,7 @@ class Recorder(Modes):
         self._note = unobserved(self.recording.note)
         self.outside = Outside(self.mode)
         self._run_outside = unobserved(self.outside.run)
-        self.carrier = RecordingCommunicator(rank, size, self)
+        self.communicator = RecordingCommunicator(rank, size, self)
         self.origin = Origin()
         self._forward: list[tuple[int, Origin]] = []
         self._backward: dict[tuple[Origin, Origin], Origin] = {}
@@ -149,7 +149,7 @@ class Recorder(Modes):
         """Record the operators called inside the context as part of `phase`."""
         self.origin = Origin(phase)
         with ExitStack() as stack:
-            stack.enter_context(using_communicator(self.carrier))
+            stack.enter_context(using_communicator(self.communicator))
             stack.enter_context(random_source(self.source))
             stack.enter_context(recording_parts(self.opaque))
             stack.enter_context(without_onednn())
@@ -160,7 +160,7 @@ class Recorder(Modes):
     def carry(self, op: Carry, x: Tensor) -> Tensor:
         """Record a conversion step and return its result as a fake tensor."""
         with unrecorded(), self.mode, interception_off():
-            out = torch.empty(self.carrier.local_shape(op.dst), dtype=x.dtype, device=x.device)
+            out = torch.empty(self.communicator.local_shape(op.dst), dtype=x.dtype, device=x.device)
             self.recording.note(op, (x,), {}, out)
         return out
 
@@ -176,10 +176,10 @@ class Recorder(Modes):
         v, spec = given.value, given.spec
         if spec is None:
             return torch.empty(v.shape, dtype=tensor_dtype(v), device=v.device)
-        shape = self.carrier.local_shape(spec)
+        shape = self.communicator.local_shape(spec)
         if spec.new.order is None:
             return torch.empty(shape, dtype=tensor_dtype(v), device=v.device)
-        strides = spec.local_strides(self.carrier.rank)
+        strides = spec.local_strides(self.communicator.rank)
         return torch.empty_strided(shape, strides, dtype=tensor_dtype(v), device=v.device)
 
     def unknown(self, like: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class Recorder(Modes):
                 self.recording.stand_for(x, given.source)
         if given.spec is None:
             return x
-        out = (as_part if self.carrier.rank in given.spec.mesh else absent)(x, given.spec)
+        out = (as_part if self.communicator.rank in given.spec.mesh else absent)(x, given.spec)
         if given.role == "parameter":
             out._is_param = True
         return out
@@ -248,7 +248,7 @@ class Recorder(Modes):
             tuple(self.recording.nodes),
             tree,
             tuple(done.items()),
-            rank=self.carrier.rank,
+            rank=self.communicator.rank,
             specs=self.recording.specs(),
         )
         return Draft(program).finish()
@@ -258,7 +258,7 @@ class Recorder(Modes):
         numbers = self._rank_symbols
         asked = [g for g in dict.fromkeys(conditions(self.mode)) if g.free_symbols and g.free_symbols <= set(numbers)]
         for rank in _some_ranks(self._rank_numbers) if asked else ():
-            there = PeerlessCommunicator(rank, self.carrier.size)
+            there = PeerlessCommunicator(rank, self.communicator.size)
             values = {symbol: number(there) for symbol, number in numbers.items()}
             found = next((g for g in asked if not g.subs(values)), None)
             if found is not None:

@@ -191,7 +191,7 @@ def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
     _check_path(recorder)
     written = {value for value, _ in recorder.recording.written()}
     wrote = {x.role for x in recorder.recording.inputs if x.value in written}
-    here = [x for x in recorder.recording.inputs if x.spec is None or recorder.carrier.rank in x.spec.mesh]
+    here = [x for x in recorder.recording.inputs if x.spec is None or recorder.communicator.rank in x.spec.mesh]
     if "parameter" not in wrote and any(x.role == "gradient" for x in here):
         raise CaptureError(
             "recording the optimizer's step", "a step that writes to no parameter",

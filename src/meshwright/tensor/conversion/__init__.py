@@ -7,6 +7,6 @@ local_parts         conversion, gathering and write-back of the local parts of a
 python_values       Python values and whole values of tensors, equal on every rank of the world
 whole_call          call of any function on whole tensors, with write-back of changed arguments
 same_parts          check on simulated ranks that `from_local` gets parts of one tensor
-distribute          distribute, from_local, redistribute, whole, and the marks of captured programs
+distribute          distribute, from_local, redistribute, full_tensor, and the marks of captured programs
 stage_order         StageOrder: operands from several pipeline stages are sent to the latest stage
 """

@@ -30,12 +30,12 @@ def gather_everywhere(x: Tensor) -> Tensor:
 
 
 def _everywhere(x: DistTensor) -> Tensor:
-    carrier = current_communicator()
-    if x._spec.mesh.size == carrier.size:
+    communicator = current_communicator()
+    if x._spec.mesh.size == communicator.size:
         return whole_local(x)
-    world = ProcessMesh(range(carrier.size), ["world"])
+    world = ProcessMesh(range(communicator.size), ["world"])
     spec = x._spec.with_layout(replicated(x._spec.ndim))
-    local = convert_local(x, x._spec, spec) if carrier.rank in x._spec.mesh else x
+    local = convert_local(x, x._spec, spec) if communicator.rank in x._spec.mesh else x
     out = convert_local(local, spec, Spec(world, spec.layout, spec.shape, spec.dtype))
     with no_interception():
         return plain_view(out)

@@ -3,7 +3,7 @@
 A tensor made from a plain one has the number of the line that made it. The number of a call's result is a hash of the
 function, its distributed operands and its plain numbers. The collectives of a call have that number too, also in the
 backward pass. So ranks that run their operators in another order detect it before they exchange wrong values
-(`comm.identity`). A write to a view, or a result that autograd makes by itself, does not change a number; equal
+(`comm.call_purpose`). A write to a view, or a result that autograd makes by itself, does not change a number; equal
 programs still have equal numbers.
 
 Simulated ranks, and a process that is alone, have no numbers.

@@ -1,8 +1,8 @@
 """Guard against simulated ranks that use a tensor of another rank, which holds the other rank's part.
 
 Simulated ranks are threads of one process and share its caches, so a rank can find a tensor that another rank made. Two
-checks detect that at no cost while operations run. Tensors in shared containers have the class `OtherRanksTensor` while other
-ranks run. Tensors that the API makes know their rank, which the API compares.
+checks detect that at no cost while operations run. Tensors in shared containers have the class `OtherRanksTensor` while
+other ranks run. Tensors that the API makes know their rank, which the API compares.
 """
 
 from __future__ import annotations
