@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import joined, simulate
+from meshwright.comm import reduce_terms, simulate
 from meshwright.layout import ProcessMesh, Spec, expand_products
 
 from .._errors import DifferenceError, StrategyError
@@ -229,7 +229,7 @@ def _whole_term(mesh: ProcessMesh, axes: Sequence[tuple[str, str]], rank: int, h
     if not axes:
         return held[rank].local
     *others, (axis, op) = axes
-    return joined([_whole_term(mesh, others, peer, held) for peer in mesh.group(rank, [axis])], op)
+    return reduce_terms([_whole_term(mesh, others, peer, held) for peer in mesh.group(rank, [axis])], op)
 
 
 def _max_distance(a: Tensor, b: Tensor) -> float:
