@@ -276,7 +276,11 @@ def _resume(place: Path) -> Any:
 
 SHARDS = ("checkpoint.formats.safetensors_file:open_file", "checkpoint.formats.safetensors_file:digest_of")
 CHECKPOINTS: tuple[tuple[str, Callable[[Path], Any], tuple[str, ...]], ...] = (
-    ("meshwright", _load, ("checkpoint.formats.manifest:read_manifest", "checkpoint.files.json_text:parsed", *SHARDS)),
+    (
+        "meshwright",
+        _load,
+        ("checkpoint.formats.manifest:read_manifest", "checkpoint.files.json_text:parse_json", *SHARDS),
+    ),
     (
         "safetensors",
         _load,

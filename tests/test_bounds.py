@@ -45,7 +45,7 @@ UNBOUNDED = {
     "comm.communicators.counters.record_calls.log": "the caller's own record, while it is open",
     "tensor.execution.dispatch._by_setting.plans": "dtypes and settings of torch",
     "tensor.execution.outside_mesh.plan_outside.plans": "dtypes and settings of torch",
-    "tensor.execution.outside_mesh.telling.known": "one entry",
+    "tensor.execution.outside_mesh.sharing_result.known": "one entry",
     "tensor.execution.run_plan._raising.known": "dtypes",
 }
 """Containers that functions fill and that outlive the call: the reason why they stay small."""
