@@ -30,7 +30,7 @@ from meshwright.graph import load_program as load_program
 from meshwright.graph import parse_layouts
 from meshwright.graph.rewriting.rule_arguments import parse_shapes
 from meshwright.layout import parse_layout, parse_spec, read_dtype
-from meshwright.pipeline import check, parse_schedule
+from meshwright.pipeline import check_schedule, parse_schedule
 from meshwright.pipeline.table.action import parse_action
 from meshwright.reshard import parse_step
 from meshwright.search import parse_mesh_plan, parse_plan
@@ -87,7 +87,7 @@ LOG = '{"event": "step", "seconds": 1.5, "peak_memory": 7}\n{"event": "step", "s
 
 
 def _checked_schedule(text: str) -> Any:
-    check(parse_schedule(text), stale=True)
+    check_schedule(parse_schedule(text), stale=True)
 
 
 def _spec(text: str) -> Any:

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.pipeline import KNOWN, Known, Schedule, ScheduleError, Shape, Times, check, known, simulate
+from meshwright.pipeline import (
+    KNOWN_SCHEDULES,
+    KnownSchedule,
+    Schedule,
+    ScheduleError,
+    ScheduleSizes,
+    Times,
+    check_schedule,
+    schedule_by_name,
+    simulate_schedule,
+)
 
 CLOSE, CLOSE_BUBBLE = 1e-9, 1e-4
 
@@ -36,7 +46,7 @@ PUBLISHED = {
 
 def run(quick: bool = False) -> dict[str, Any]:
     """How many closed forms and published bubbles do not come out; both counted per schedule."""
-    rows = {name: forms(k, 4 if quick else 8) for name, k in KNOWN.items()}
+    rows = {name: forms(k, 4 if quick else 8) for name, k in KNOWN_SCHEDULES.items()}
     bubbles = {f"{model}, m = {m}": published(model, m) for model, m in PROFILED}
     off = max(abs(row["published"] - row["ours"]) for found in bubbles.values() for row in found.values())
     wrong = sum(len(row["wrong"]) for row in rows.values())
@@ -55,14 +65,14 @@ def run(quick: bool = False) -> dict[str, Any]:
     }
 
 
-def shapes(k: Known, most: int) -> Iterator[Shape]:
+def shapes(k: KnownSchedule, most: int) -> Iterator[ScheduleSizes]:
     for p in range(2, most + 1):
         for m in range(1, 4 * p + 1):
             for v in range(1, 5) if k.takes else (1,):
-                yield Shape(p, m, v)
+                yield ScheduleSizes(p, m, v)
 
 
-def forms(k: Known, most: int) -> dict[str, Any]:
+def forms(k: KnownSchedule, most: int) -> dict[str, Any]:
     """How many tables were made and checked, how many forms held, and which did not."""
     made = checked = 0
     wrong: list[str] = []
@@ -72,7 +82,7 @@ def forms(k: Known, most: int) -> dict[str, Any]:
         except ScheduleError:
             continue
         made += 1
-        peaks = check(schedule, stale=True)
+        peaks = check_schedule(schedule, stale=True)
         if k.holds(shape):
             found = differences(k, schedule, shape, peaks)
             checked += len(found)
@@ -80,10 +90,12 @@ def forms(k: Known, most: int) -> dict[str, Any]:
     return {"tables": made, "checked": checked, "wrong": wrong}
 
 
-def differences(k: Known, schedule: Schedule, shape: Shape, peaks: tuple[float, ...]) -> dict[str, float]:
+def differences(
+    k: KnownSchedule, schedule: Schedule, shape: ScheduleSizes, peaks: tuple[float, ...]
+) -> dict[str, float]:
     """What is found less what the forms say."""
     parts = schedule.chunks_per_rank * schedule.slices
-    line = simulate(schedule, Times(1 / parts, 1 / parts, 1 / parts))
+    line = simulate_schedule(schedule, Times(1 / parts, 1 / parts, 1 / parts))
     found = {"makespan": (line.makespan - shape.work, k.bubble), "span": (line.span - shape.work, k.span_bubble),
              "peak": (max(peaks) / parts, k.peak)}  # fmt: skip
     return {name: value - form(shape) for name, (value, form) in found.items() if form is not None}
@@ -95,7 +107,7 @@ def published(model: str, m: int) -> dict[str, dict[str, float]]:
     times = Times(f, b, w, transfer=message)
     found: dict[str, dict[str, float]] = {}
     for name, bubble in zip(PUBLISHED_SCHEDULES, PUBLISHED[model, m], strict=True):
-        make = known(name).make
+        make = schedule_by_name(name).make
         schedule = make(8, m, times) if name in ("ZB-1p", "ZB-2p") else make(8, m)
-        found[name] = {"published": bubble, "ours": round(simulate(schedule, times).span_bubble, 5)}
+        found[name] = {"published": bubble, "ours": round(simulate_schedule(schedule, times).span_bubble, 5)}
     return found

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import meshwright as mw
 from meshwright.comm import init_process, launch
-from meshwright.graph import Carry, LiveMemory, Node, live_memory
+from meshwright.graph import Conversion, LiveMemory, Node, live_memory
 from meshwright.models import Llama, LlamaConfig
 from meshwright.reshard import AllReduce
 from meshwright.search import hold
@@ -129,7 +129,7 @@ def counted(memory: LiveMemory) -> int:
 
     def copied(node: Node) -> int:
         op = node.op
-        if not isinstance(op, Carry) or not op.communicates or isinstance(op.step, AllReduce):
+        if not isinstance(op, Conversion) or not op.communicates or isinstance(op.step, AllReduce):
             return 0
         return max(sum(v.nbytes for v in node.ins), sum(v.nbytes for v in node.outs))
 

@@ -26,7 +26,7 @@ import meshwright as mw
 from benchmarks._matrix_models import MODELS, Subject
 from benchmarks._matrix_settings import STATIC, Setting, mark
 from meshwright.comm import PeerlessCommunicator, using_communicator
-from meshwright.graph import meaning_of
+from meshwright.graph import canonical_text
 from meshwright.models import Llama, LlamaConfig
 from meshwright.models import mark as mark_llama
 from meshwright.models._llama import rope_table
@@ -96,7 +96,7 @@ def differences(case: Case, folder: Path) -> dict[str, int]:
     for rank in range(ranks):
         with using_communicator(PeerlessCommunicator(rank, ranks)):
             model = case.model()
-            alone.append(meaning_of(model.compile(*case.batch())))
+            alone.append(canonical_text(model.compile(*case.batch())))
             model.save(folder)
     differ = sum(_differs(case, rank, folder, alone[rank]) for rank in range(ranks))
     return {"differ": differ, "ranks": ranks, "files": len(list(folder.glob("*.safetensors")))}
@@ -105,7 +105,7 @@ def differences(case: Case, folder: Path) -> dict[str, int]:
 def _differs(case: Case, rank: int, folder: Path, alone: str) -> bool:
     with using_communicator(PeerlessCommunicator(rank, case.setting.ranks)):
         model = case.model().load(folder)
-        found = meaning_of(model.compile(*case.batch()))
+        found = canonical_text(model.compile(*case.batch()))
         return model.recordings != 0 or found != alone
 
 

@@ -23,25 +23,25 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.comm import current_communicator, init_process, launch
 from meshwright.engine.recording.program_inputs import apply_captured_layouts, fetch_of
-from meshwright.graph import capture, complete, record_gradients, spread, with_layouts
+from meshwright.graph import capture, complete, copy_batch_inputs, record_gradients, with_layouts
 from meshwright.pipeline import (
-    KNOWN,
+    KNOWN_SCHEDULES,
     Action,
-    Kind,
+    ActionKind,
     PipelineRun,
     Schedule,
     ScheduleError,
-    behind_all,
-    check,
-    in_pieces,
-    in_slices,
+    check_schedule,
+    joint_epilogue,
     linear,
     looped,
     mirrored,
     peaks,
-    staged,
-    taken_apart,
-    with_behind,
+    slice_sequence,
+    split_batch,
+    split_stages,
+    split_step,
+    with_epilogue,
     zigzag,
 )
 from meshwright.tensor import local_parts
@@ -112,16 +112,16 @@ class Work:
         homes = [mw.ProcessMesh([stage], ["dp"]) for stage in range(size)]
         model = laid(len(way), [homes[stage] for stage in way])
         captured = capture(model, model.loss, batch(ROWS))
-        program = spread(captured.program)
+        program = copy_batch_inputs(captured.program)
         if slices > 1:
-            program = in_slices(program, [LENGTH // slices] * slices)
+            program = slice_sequence(program, [LENGTH // slices] * slices)
         program = with_layouts(program, complete(program, {}))
         captured = replace(captured, program=program)
-        found = [staged(program)]
+        found = [split_stages(program)]
         if len(way) == size and slices == 1:
-            found.append(staged(mirrored(program, found[0][1])))
+            found.append(split_stages(mirrored(program, found[0][1])))
         self.ways = [
-            taken_apart(record_gradients(replace(captured, program=p), self.rank, size), stages, slices=slices)
+            split_step(record_gradients(replace(captured, program=p), self.rank, size), stages, slices=slices)
             for p, stages in found
         ]
         apply_captured_layouts(captured, None)
@@ -131,9 +131,9 @@ class Work:
     def error(self, schedule: Schedule) -> tuple[float, float]:
         """The largest relative difference of a gradient of this rank's parameters; and how many chunks it held."""
         ways, m = self.ways[: len(schedule.ways)], schedule.sequences
-        ways = with_behind(ways, behind_all(ways, m))
+        ways = with_epilogue(ways, joint_epilogue(ways, m))
         peak = Peak(ways)
-        run = PipelineRun(ways, schedule, self.rank, in_pieces(ways, schedule, {0, 1, 2}), watch=peak)
+        run = PipelineRun(ways, schedule, self.rank, split_batch(ways, schedule, {0, 1, 2}), watch=peak)
         leaves = list(batch(ROWS * m))
         with local_parts():
             outputs, _ = run(*(fetch_of(i, self.slots)(leaves) for i in run.inputs))
@@ -181,7 +181,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 def known_tables(p: int) -> Iterator[Schedule]:
     """Every known schedule that runs one device's step."""
-    for name, k in KNOWN.items():
+    for name, k in KNOWN_SCHEDULES.items():
         if name in OTHER_MEANING:
             continue
         for m in (p, 2 * p):
@@ -195,11 +195,11 @@ def known_tables(p: int) -> Iterator[Schedule]:
 def random_table(way: Way, rng: random.Random) -> Schedule:
     """A random walk through a pipeline: any rank runs anything that it can by then."""
     m, chunks = rng.randint(1, 4), len(way)
-    done: set[tuple[Kind, int, int]] = set()
+    done: set[tuple[ActionKind, int, int]] = set()
     rows: list[list[Action]] = [[] for _ in range(max(way) + 1)]
-    f, b, w = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+    f, b, w = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
-    def can(kind: Kind, n: int, c: int) -> bool:
+    def can(kind: ActionKind, n: int, c: int) -> bool:
         if (kind, n, c) in done:
             return False
         if kind is f:
@@ -232,16 +232,16 @@ def broken_table(schedule: Schedule, rng: random.Random) -> Schedule:
         case 3:
             rows[rank][place] = action._replace(microbatch=action.microbatch + schedule.microbatches)
         case _:
-            late = next(n for n, a in enumerate(rows[rank]) if a.kind is Kind.BACKWARD_INPUT)
+            late = next(n for n, a in enumerate(rows[rank]) if a.kind is ActionKind.BACKWARD_INPUT)
             first = rows[rank].pop(late)
-            ahead = next(n for n, a in enumerate(rows[rank]) if a[:3] == (Kind.FORWARD, *first[1:3]))
+            ahead = next(n for n, a in enumerate(rows[rank]) if a[:3] == (ActionKind.FORWARD, *first[1:3]))
             rows[rank].insert(ahead, first)
     return replace(schedule, rows=tuple(map(tuple, rows)))
 
 
 def refused(schedule: Schedule) -> bool:
     try:
-        check(schedule)
+        check_schedule(schedule)
     except ScheduleError:
         return True
     return False

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import PeerlessCommunicator, current_communicator, init_process, launch, using_communicator
-from meshwright.pipeline import KNOWN
+from meshwright.pipeline import KNOWN_SCHEDULES
 
 ACTION_GOAL_US, BUBBLE_GOAL, FLUSH_GOAL = 100.0, 0.9, 1.0
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,11 @@ class Chain(nn.Module):
 
 
 def our_step(size: Size, schedule: str, microbatches: int = MICROBATCHES, ranks: int = RANKS) -> Step:
-    way = KNOWN[schedule].make(*((ranks, microbatches, 2) if KNOWN[schedule].takes else (ranks, microbatches))).ways[0]
+    way = (
+        KNOWN_SCHEDULES[schedule]
+        .make(*((ranks, microbatches, 2) if KNOWN_SCHEDULES[schedule].takes else (ranks, microbatches)))
+        .ways[0]
+    )
     model = Chain(chunks(size, len(way)), way)
     options = {"enable": True, "schedule_mode": schedule, "accumulate_steps": microbatches}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

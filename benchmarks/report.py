@@ -24,7 +24,7 @@ import meshwright as mw
 from benchmarks._browser import Browser, browser, found
 from meshwright.cli import main
 from meshwright.cost import cluster
-from meshwright.pipeline import one_f_one_b, simulate
+from meshwright.pipeline import one_f_one_b, simulate_schedule
 from meshwright.report import account_of, page
 from meshwright.search import (
     Account,
@@ -114,7 +114,7 @@ def evil() -> Account:
         ),
         (Communication(EVIL, EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1.0, EVIL),), (OtherPlan(EVIL, 1.0, 1.0, EVIL),),
         {EVIL: EVIL},
-        simulate(table), (MemoryCurve(EVIL, ((0.0, 1.0), (1.0, 2.0))),),
+        simulate_schedule(table), (MemoryCurve(EVIL, ((0.0, 1.0), (1.0, 2.0))),),
     )  # fmt: skip
 
 

@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.pipeline import KNOWN, Memory, Schedule, ScheduleError, Times, check, linear, looped, zigzag
+from meshwright.pipeline import (
+    KNOWN_SCHEDULES,
+    Memory,
+    Schedule,
+    ScheduleError,
+    Times,
+    check_schedule,
+    linear,
+    looped,
+    zigzag,
+)
 from meshwright.search import Problem, find_schedule
 
 INSTANCES = Path(__file__).with_name("schedule_optima.json")
@@ -102,7 +112,7 @@ def row(i: dict[str, Any]) -> dict[str, Any]:
     """What the search finds; `known` is the best value of others and of every known table that fits."""
     problem, unequal = problem_of(i), isinstance(i["F"], list)
     found = find_schedule(problem, SECONDS_LARGE if i["set"] == "large" else SECONDS_UNEQUAL if unequal else SECONDS)
-    check(found.schedule, memory=problem.memory, capacity=problem.limits)
+    check_schedule(found.schedule, memory=problem.memory, capacity=problem.limits)
     tables = [problem.value(table) for table in generated(problem) if problem.allows(table)]
     name = (
         f"{i['set']}, {i['times']}, {i['placement']}, p={i['p']} m={i['m']} capacity={i['capacity']:g} {i['objective']}"
@@ -118,7 +128,7 @@ def row(i: dict[str, Any]) -> dict[str, Any]:
 def generated(problem: Problem) -> Iterator[Schedule]:
     """The tables of all generators, for the problem's ranks and microbatches."""
     p, m = problem.ranks, problem.microbatches
-    for k in KNOWN.values():
+    for k in KNOWN_SCHEDULES.values():
         try:
             yield k.make(p, m, len(problem.way) // p) if k.takes else k.make(p, m)
         except ScheduleError:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.pipeline import KNOWN, Schedule, ScheduleError
+from meshwright.pipeline import KNOWN_SCHEDULES, Schedule, ScheduleError
 
 GOAL, RANKS, MICROBATCHES, WIDTH, STEPS = 1e-5, 8, 8, 8, 2
 OTHER_MEANING, SLICED = ("PipeDream", "PipeDream-2BW"), ("Seq1F1B", "TeraPipe")
@@ -73,7 +73,7 @@ def trained(way: Sequence[int], mode: str) -> tuple[list[float], list[Tensor]]:
 def schedules() -> dict[str, Schedule]:
     """Every known schedule for two stages and 8 microbatches that means one device's step and takes whole sequences."""
     found: dict[str, Schedule] = {}
-    for name, k in KNOWN.items():
+    for name, k in KNOWN_SCHEDULES.items():
         if name in OTHER_MEANING or name in SLICED:
             continue
         try:

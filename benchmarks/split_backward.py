@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.comm import PeerlessCommunicator, current_communicator, using_communicator
 from meshwright.engine.recording.program_inputs import apply_captured_layouts, fetch_of
-from meshwright.graph import capture, complete, memories, record_gradients, runner, spread, with_layouts
+from meshwright.graph import alias_classes, capture, complete, copy_batch_inputs, record_gradients, runner, with_layouts
 from meshwright.passes import Recompute
-from meshwright.pipeline import Parts, staged, taken_apart
-from meshwright.pipeline.partition.step_parts import Place
+from meshwright.pipeline import RankParts, split_stages, split_step
+from meshwright.pipeline.partition.step_parts import PartPlace
 
 LENGTHS, WIDTH, ROWS, RANKS, MIDDLE = (8, 16, 32, 64), 64, 32, 3, 1
 LINEAR_GOAL = 1.25
@@ -57,12 +57,12 @@ class Middle:
         torch.manual_seed(0)
         model = Chunks(length)
         captured = capture(model, model, (torch.randn(ROWS, WIDTH),))
-        program = spread(captured.program)
-        program, stages = staged(with_layouts(program, complete(program, {})))
+        program = copy_batch_inputs(captured.program)
+        program, stages = split_stages(with_layouts(program, complete(program, {})))
         step = record_gradients(replace(captured, program=program), current_communicator().rank, RANKS)
         apply_captured_layouts(replace(captured, program=program), None)
         self.step = Recompute(policy=("blocks.*",))(step) if recompute else step
-        self.parts: Parts = taken_apart(self.step, stages)
+        self.parts: RankParts = split_step(self.step, stages)
         self.known: dict[Any, Any] = {}
         for given in self.step.inputs:
             x: Any = fetch_of(given, captured.slots)([torch.randn(ROWS, WIDTH)])
@@ -73,7 +73,7 @@ class Middle:
             if place.part in ("always", "F", "B", "W"):
                 self.run(place)
 
-    def run(self, place: Place) -> Callable[[], Any]:
+    def run(self, place: PartPlace) -> Callable[[], Any]:
         """The part as a function; what it gives is known from now on."""
         program = self.parts.programs[place]
         run, args = runner(program), [self.known[i.value] for i in program.inputs]
@@ -82,12 +82,12 @@ class Middle:
         return lambda: run(*args)
 
     def of(self, part: Any) -> Callable[[], Any]:
-        return self.run(Place(part, MIDDLE))
+        return self.run(PartPlace(part, MIDDLE))
 
     def held(self) -> tuple[int, int]:
         """Bytes that W reads of what was computed; and those of the operands of its products."""
-        program = self.parts.programs[Place("W", MIDDLE)]
-        found = memories(self.step)
+        program = self.parts.programs[PartPlace("W", MIDDLE)]
+        found = alias_classes(self.step)
         size = {found.of(v): v.nbytes for v in (*self.step.producers, *(i.value for i in self.step.inputs))}
         given = {found.of(i.value) for i in program.inputs if i.role == "saved"}
         needed = {found.of(v) for n in program.nodes if "mm" in str(n.op) for v in n.ins}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.layout import ProcessMesh
-from meshwright.pipeline import KNOWN, Known, Schedule, Times, peaks, simulate, svg
+from meshwright.pipeline import KNOWN_SCHEDULES, KnownSchedule, Schedule, Times, peaks, simulate_schedule, timeline_svg
 from meshwright.report import show
 
 DOCS = Path(__file__).parent
@@ -22,26 +22,29 @@ To choose a schedule, see [schedules as tables](pipeline.md). `make pictures` wr
 
 def files() -> dict[Path, str]:
     """What the files hold."""
-    found = {PICTURES / f"{slug(name)}.svg": svg(simulate(table(k), times(k))) for name, k in KNOWN.items()}
+    found = {
+        PICTURES / f"{slug(name)}.svg": timeline_svg(simulate_schedule(table(k), times(k)))
+        for name, k in KNOWN_SCHEDULES.items()
+    }
     layout = show("f32[5@dp, 8@tp]", ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"]))._repr_svg_()
-    page = "\n".join([HEAD, *(section(k) for k in KNOWN.values())])
+    page = "\n".join([HEAD, *(section(k) for k in KNOWN_SCHEDULES.values())])
     return {PAGE: page, PICTURES / "layout.svg": layout, **found}
 
 
-def table(k: Known) -> Schedule:
+def table(k: KnownSchedule) -> Schedule:
     return k.make(RANKS, MICROBATCHES, CHUNKS) if k.takes else k.make(RANKS, MICROBATCHES)
 
 
-def times(k: Known) -> Times:
+def times(k: KnownSchedule) -> Times:
     """One unit for all of a rank's share of a pass."""
     made = table(k)
     share = made.ranks / len(made.ways[0]) / made.slices
     return Times(share, share, share)
 
 
-def section(k: Known) -> str:
+def section(k: KnownSchedule) -> str:
     made = table(k)
-    line = simulate(made, times(k))
+    line = simulate_schedule(made, times(k))
     share = made.ranks / len(made.ways[0]) / made.slices
     held = ", ".join(f"{p * share:g}" for p in peaks(made))
     said = (k.make.__doc__ or "").splitlines()[0]

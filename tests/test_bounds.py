@@ -62,7 +62,7 @@ CALLS = frozenset(
         "engine.eager.zero.around.wholes",
         "engine.eager.split_pipeline._layers.found",
         "engine.diagnostics.traced_work.of_modules.updates",
-        "graph.execution.fx_runner.carrying.ways",
+        "graph.execution.fx_runner.step_function.ways",
         "graph.execution.kernel_files.save_kernels.made",
         "graph.rewriting.rule_check.run.lie",
         "graph.program.node_text.numbered.seen",

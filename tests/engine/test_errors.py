@@ -282,7 +282,7 @@ CASES: list[Case] = [
         pipeline.StageError,
         "marks",
     ),
-    ("a schedule that nobody knows", lambda: pipeline.known("1F2B"), pipeline.ScheduleError, "1F1B"),
+    ("a schedule that nobody knows", lambda: pipeline.schedule_by_name("1F2B"), pipeline.ScheduleError, "1F1B"),
     (
         "a schedule without memory",
         lambda: search.find_schedule(search.Problem((0, 1), 2, capacity=0.5)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.graph.guards import Comparison, steady
+from meshwright.graph.guards import Comparison, check_repeatable
 
 
 def test_all_attributes_of_layers_are_put_back() -> None:
@@ -22,7 +22,7 @@ def test_all_attributes_of_layers_are_put_back() -> None:
 
     how: Comparison[None] = Comparison(lambda a, b: True, lambda found, ran: False, lambda found, kept: None)
     with pytest.raises(LookupError):
-        steady({"model": model}, run, how, "capturing the forward pass")
+        check_repeatable({"model": model}, run, how, "capturing the forward pass")
     assert (layer["state"], layer["gone"]) == (None, 1)
     assert "new" not in layer
     assert model[0].weight is weight

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.engine import StaticError
-from meshwright.graph import ProgramFileError, are_alike, first_alike, specs_data, specs_in, specs_of
+from meshwright.graph import ProgramFileError, are_alike, first_alike, read_specs, specs_data, specs_in
 
 
 class Plain:
@@ -137,4 +137,4 @@ def test_ranks_are_alike_by_meshes_and_shapes() -> None:
 def test_specs_come_back_from_data() -> None:
     with using_communicator(PeerlessCommunicator(0, 4)):
         specs = specs_in(model(4, 5).compile(*BATCH))
-    assert specs_of(specs_data(specs)) == specs
+    assert read_specs(specs_data(specs)) == specs

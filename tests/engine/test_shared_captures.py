@@ -22,7 +22,7 @@ from benchmarks._stale_case import Case, Kind, Run, random_batch
 from benchmarks._stale_kinds import KINDS
 from meshwright.comm import current_communicator
 from meshwright.engine.static import program_builder
-from meshwright.graph import capture, captured_for, meaning_or_none
+from meshwright.graph import canonical_text_or_none, capture, captured_for
 
 OFF, ON = 1.0, 2.0
 
@@ -67,7 +67,9 @@ def _shared_wrongly(kind: Kind) -> tuple[bool, bool]:
             if captured_for(theirs, case.model, _roots(case)) is None:
                 return before, False
             mine = _captured(case, case.model, case.loss)
-        return before, mine is not None and meaning_or_none(mine.program) != meaning_or_none(theirs.program)
+        return before, mine is not None and canonical_text_or_none(mine.program) != canonical_text_or_none(
+            theirs.program
+        )
 
 
 class Scaled(nn.Module):

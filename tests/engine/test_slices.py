@@ -16,22 +16,22 @@ import meshwright as mw
 from meshwright.comm import current_communicator
 from meshwright.engine import StrategyError
 from meshwright.engine.recording.program_inputs import apply_captured_layouts, fetch_of
-from meshwright.graph import capture, complete, record_gradients, spread, with_layouts
+from meshwright.graph import capture, complete, copy_batch_inputs, record_gradients, with_layouts
 from meshwright.models import Llama, LlamaConfig
 from meshwright.pipeline import (
     Action,
-    Kind,
+    ActionKind,
     PipelineRun,
     Schedule,
     StageError,
-    behind_all,
-    check,
-    in_pieces,
-    in_slices,
+    check_schedule,
+    joint_epilogue,
     peaks,
-    staged,
-    taken_apart,
-    with_behind,
+    slice_sequence,
+    split_batch,
+    split_stages,
+    split_step,
+    with_epilogue,
 )
 from meshwright.tensor import local_parts
 
@@ -183,11 +183,11 @@ def test_a_table_in_text_has_its_slices() -> None:
 def random_table(sequences: int, slices: int, rng: random.Random) -> Schedule:
     """A random walk through a V of four chunks on two ranks: any rank runs anything that it can by then."""
     way, m = (0, 1, 1, 0), sequences * slices
-    done: set[tuple[Kind, int, int]] = set()
+    done: set[tuple[ActionKind, int, int]] = set()
     rows: list[list[Action]] = [[], []]
-    f, b, w = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+    f, b, w = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
-    def can(kind: Kind, n: int, c: int) -> bool:
+    def can(kind: ActionKind, n: int, c: int) -> bool:
         if (kind, n, c) in done:
             return False
         if kind is f:
@@ -229,13 +229,13 @@ def test_tables_at_random(lengths: tuple[int, ...]) -> None:
         model, mesh = GPT(4), mw.ProcessMesh([0, 1], ["pp"])
         mw.split_pipeline(model, mesh, way=(0, 1, 1, 0))
         captured = capture(model, model, batch(0, 2, length))
-        program = in_slices(spread(captured.program), lengths)
-        program, stages = staged(with_layouts(program, complete(program, {})))
+        program = slice_sequence(copy_batch_inputs(captured.program), lengths)
+        program, stages = split_stages(with_layouts(program, complete(program, {})))
         step = record_gradients(replace(captured, program=program), current_communicator().rank, 2)
         apply_captured_layouts(replace(captured, program=program), None)
-        (parts,) = with_behind(
-            (taken_apart(step, stages, slices=slices),),
-            behind_all((taken_apart(step, stages, slices=slices),), sequences),
+        (parts,) = with_epilogue(
+            (split_step(step, stages, slices=slices),),
+            joint_epilogue((split_step(step, stages, slices=slices),), sequences),
         )
         forward = [program for place, program in parts.programs.items() if place.part == "F"]
         joined = {v for f in forward for node in f.nodes if str(node.op) == "aten.cat.default" for v in node.outs}
@@ -244,10 +244,10 @@ def test_tables_at_random(lengths: tuple[int, ...]) -> None:
         rng = random.Random(1)
         for _ in range(12):
             table = random_table(sequences, slices, rng)
-            check(table)
+            check_schedule(table)
             peak = Peak(parts)
             run = PipelineRun(
-                [parts], table, current_communicator().rank, in_pieces([parts], table, {0, 1}), watch=peak
+                [parts], table, current_communicator().rank, split_batch([parts], table, {0, 1}), watch=peak
             )
             leaves = batch(0, 2 * sequences, length)
             with local_parts():

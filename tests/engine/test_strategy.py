@@ -30,7 +30,7 @@ from meshwright.engine.recording.strategy import (
 from meshwright.graph import Program, communication
 from meshwright.models import Llama, LlamaConfig, mark
 from meshwright.passes import Amp, Bucket, Hierarchy
-from meshwright.pipeline import known
+from meshwright.pipeline import schedule_by_name
 
 SMALL = LlamaConfig(vocab=32, hidden=32, layers=2, heads=4, kv_heads=4, feed_forward=48)
 PLAIN: dict[str, Any] = {
@@ -230,6 +230,8 @@ def test_any_text_in_a_strategy_is_read_back(schedule: str, layers: list[str], a
 
 
 def test_a_strategy_with_a_schedule_as_a_table_is_read_back() -> None:
-    strategy = mw.Strategy(pipeline=Pipeline(True, schedule_mode=str(known("1F1B").make(2, 4)), accumulate_steps=4))
+    strategy = mw.Strategy(
+        pipeline=Pipeline(True, schedule_mode=str(schedule_by_name("1F1B").make(2, 4)), accumulate_steps=4)
+    )
     assert "\n" in strategy.pipeline.schedule_mode
     assert strategy_from_toml(strategy_to_toml(strategy)) == strategy

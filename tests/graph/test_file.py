@@ -25,18 +25,18 @@ import meshwright as mw
 from meshwright.comm import current_communicator
 from meshwright.engine import DistModel
 from meshwright.graph import (
-    Holds,
     Input,
     Node,
     Program,
     ProgramError,
     ProgramFileError,
+    SizeConditions,
     Value,
     capture,
     compiled,
-    holds_of,
     load_program,
     map_values,
+    read_size_conditions,
     runner,
     save_program,
     write_whole,
@@ -44,8 +44,8 @@ from meshwright.graph import (
 from meshwright.graph.files.decode import Decoder
 from meshwright.graph.files.encode import Encoder
 from meshwright.graph.files.program_file import _checksum
-from meshwright.graph.program.node import Carry, Start, Wait
-from meshwright.graph.recording.size_expressions import CONDITIONS, ExpressionError, Rows, computed
+from meshwright.graph.program.node import Conversion, Start, Wait
+from meshwright.graph.recording.size_expressions import CONDITIONS, ExpressionError, Rows, evaluate_rows
 from meshwright.layout import Layout, Product, Spec
 from meshwright.models import Llama, LlamaConfig, mark
 from meshwright.reshard import AllReduce, Exchange, View
@@ -145,13 +145,13 @@ def test_a_program_for_many_sizes_is_saved_and_loaded(tmp_path: Path) -> None:
         found = loaded(model.program, tmp_path)
         check_same(found, model.program)
         assert any(not isinstance(n, int) for i in found.inputs for n in i.value.shape)
-        holds: list[Holds] = [v.holds for known in model._variants.known.values() for v in known]
+        holds: list[SizeConditions] = [v.holds for known in model._variants.known.values() for v in known]
         for n in (12, 4, 40):
             given = [fetch(list(rows(n))) for fetch in model._latest.fetch]
             before, after = numbers_of(model.program, given), numbers_of(found, given)
             assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
         for each in holds:
-            again = holds_of(json.loads(json.dumps(each.as_data())))
+            again = read_size_conditions(json.loads(json.dumps(each.as_data())))
             assert [again([x]) for n in range(1, 30) for x in rows(n)] == [
                 each([x]) for n in range(1, 30) for x in rows(n)
             ]
@@ -260,7 +260,7 @@ def test_specs_with_factors_are_kept() -> None:
 @pytest.mark.parametrize("kind", [None, Start, Wait], ids=["whole", "begun", "ended"])
 def test_steps_are_kept_as_they_are_carried_out(kind: Any, tmp_path: Path) -> None:
     spec = Spec(GRID, Layout((("dp",), ()), (("tp", "sum"),)), (4, 3), torch.float32)
-    carry = Carry(AllReduce(("tp",)), spec)
+    carry = Conversion(AllReduce(("tp",)), spec)
     op = carry if kind is None else kind(carry)
     x, y = Value("x", (2, 3), torch.float32), Value("y", (2, 3), torch.float32)
     node = Node(op, (x, x) if isinstance(op, Wait) else (x,), {}, y)
@@ -460,7 +460,7 @@ def test_rows_compute_what_expressions_are() -> None:
     x, y = sympy.symbols("x y", positive=True, integer=True)
     rows = Rows(str, CONDITIONS)
     names = [rows.of(e) for e in (x + 2 * y, x * x * y, sympy.Eq(x, 3), sympy.Or(x > 5, sympy.Ne(y, 2)))]
-    found = computed(rows.rows, {"x": 3, "y": 2}, CONDITIONS)
+    found = evaluate_rows(rows.rows, {"x": 3, "y": 2}, CONDITIONS)
     assert [found[n] for n in names] == [7, 18, True, False]
     with pytest.raises(ExpressionError, match="sin"):
         Rows(str).of(sympy.sin(x))

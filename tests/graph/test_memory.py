@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright.graph import (
-    Carry,
+    Conversion,
     Input,
     Node,
     Origin,
@@ -26,8 +26,8 @@ from meshwright.graph import (
     verify,
     work_of,
 )
-from meshwright.graph.analysis.live_memory import looked_at, read_last
-from meshwright.graph.execution.fx_runner import carrying
+from meshwright.graph.analysis.live_memory import alias_pairs, read_last
+from meshwright.graph.execution.fx_runner import step_function
 from meshwright.passes import InPlace
 from meshwright.tensor import local_parts, map_tensors, operators_recorded, tensors_in
 from tests.passes.random_programs import program
@@ -183,7 +183,7 @@ def test_imagined_strides_are_those_of_real_tensors() -> None:
         with local_parts(), torch.no_grad():
             for node in one.nodes:
                 args, kwargs = map_values(known.__getitem__, (node.args, dict(node.kwargs)))
-                op = carrying(node.op) if isinstance(node.op, Carry) else node.op
+                op = step_function(node.op) if isinstance(node.op, Conversion) else node.op
                 out = op(*args, **kwargs)
                 known.update(zip(node.outs, out if isinstance(out, (list, tuple)) else [out], strict=True))
         return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
@@ -243,7 +243,7 @@ def test_what_lies_in_the_memory_of_an_argument_is_known_to(call: Any) -> None:
             names[v] = x
             return v
 
-        told = list(looked_at(Node(op, map_tensors(named, args), kwargs, map_tensors(named, out), Origin())))
+        told = list(alias_pairs(Node(op, map_tensors(named, args), kwargs, map_tensors(named, out), Origin())))
         there = {(id(names[v]), id(names[x])) for v, x in told}
         pairs = [(y, x) for y in tensors_in(out) for x in tensors_in(args)]
         shared.extend((id(y), id(x)) in there for y, x in pairs if same_memory(y, x))
@@ -260,5 +260,5 @@ def same_memory(y: Tensor, x: Tensor) -> bool:
 
 def test_what_is_dropped_has_memory_of_its_own() -> None:
     x, y = (Value(n, (4,), torch.float32) for n in "xy")
-    assert not list(looked_at(Node(aten.dropout.default, (x, 0.5, True), {}, y, Origin())))
-    assert not list(looked_at(Node(aten.einsum.default, ("i,i->i", [x, x]), {}, y, Origin())))
+    assert not list(alias_pairs(Node(aten.dropout.default, (x, 0.5, True), {}, y, Origin())))
+    assert not list(alias_pairs(Node(aten.einsum.default, ("i,i->i", [x, x]), {}, y, Origin())))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.graph import (
-    Carry,
+    Conversion,
     Edit,
     Input,
     Node,
@@ -29,8 +29,8 @@ from meshwright.graph import (
     Spot,
     Value,
     apply_passes,
+    apply_step,
     capture,
-    carry,
     check_rule,
     check_steps,
     count_ops,
@@ -443,11 +443,11 @@ TERMS = parse_spec("f32[8, 4] +tp", MESH)
 
 
 def find_scattered(x: Tensor, inner: ReduceScatter, outer: AllGather) -> Tensor:
-    return carry(outer, carry(inner, x))
+    return apply_step(outer, apply_step(inner, x))
 
 
 def put_reduced(x: Tensor, inner: ReduceScatter, outer: AllGather) -> Tensor:
-    return carry(AllReduce(inner.axes, inner.op), x)
+    return apply_step(AllReduce(inner.axes, inner.op), x)
 
 
 def moved(*steps: Any) -> Program:
@@ -456,7 +456,7 @@ def moved(*steps: Any) -> Program:
     spec, nodes = TERMS, list[Node]()
     for at, step in enumerate(steps):
         out = Value(f"v{at}", step.apply(spec).local_shape(0), torch.float32)
-        nodes.append(Node(Carry(step, spec), (v,), {}, out))
+        nodes.append(Node(Conversion(step, spec), (v,), {}, out))
         spec, v = step.apply(spec), out
     return Program((Input(x, "batch", "x", TERMS),), tuple(nodes), v)
 
@@ -470,7 +470,7 @@ def test_steps_are_rewritten_too() -> None:
     assert [repr(n.op) for n in after.nodes] == ["AllReduce(tp)"]
     assert [repr(n.op) for n in rewrite(moved(scatter), [rule]).nodes] == ["ReduceScatter(tp, dim 0)"]
     check_steps(rule, {"inner": scatter, "outer": gather}, TERMS)
-    wrong = Rewrite("forgets", find_scattered, lambda x, inner, outer: carry(inner, x))
+    wrong = Rewrite("forgets", find_scattered, lambda x, inner, outer: apply_step(inner, x))
     with pytest.raises(RewriteError, match="must not change numbers"):
         check_steps(wrong, {"inner": scatter, "outer": gather}, TERMS)
 
@@ -514,7 +514,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: rewrite(program(lambda x, y: -x), [Rewrite("r", lambda x: -x, lambda x: x.double())]), "f64"),
     (lambda: rewrite(program(lambda x, y: -x), [Rewrite("r", lambda x: -x, lambda x: (x, x))]), "find returns 1"),
     (lambda: rewrite(program(lambda x, y: -x), [Rewrite("r", lambda x: -x, lambda x: x @ x)]), "put raises"),
-    (lambda: carry(AllReduce(("tp",)), X), "outside of a rule"),
+    (lambda: apply_step(AllReduce(("tp",)), X), "outside of a rule"),
 ]
 
 

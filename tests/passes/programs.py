@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.graph import Carry, Change, Pass, Program, apply_passes, verify
+from meshwright.graph import Change, Conversion, Pass, Program, apply_passes, verify
 from meshwright.models import Llama, LlamaConfig, mark
 
 from .steps import Step, copied, numbers
@@ -45,7 +45,7 @@ def counted(program: Program, phase: str | None = None) -> dict[str, int]:
     """Collectives by kind and axes."""
     found: Counter[str] = Counter()
     for node in program.nodes:
-        if isinstance(node.op, Carry) and node.op.communicates and phase in (None, node.origin.phase):
+        if isinstance(node.op, Conversion) and node.op.communicates and phase in (None, node.origin.phase):
             found[kind(node.op.step)] += 1
     return dict(found)
 
@@ -71,7 +71,9 @@ def after(step: Step, *passes: Pass) -> Result:
 
 def assert_agreed(programs: Sequence[Program]) -> None:
     """All ranks of a mesh call the same collectives in the same order; those of two meshes, the same exchanges."""
-    ways = [[(n.op.step, n.op.src) for n in p.nodes if isinstance(n.op, Carry) and n.op.communicates] for p in programs]
+    ways = [
+        [(n.op.step, n.op.src) for n in p.nodes if isinstance(n.op, Conversion) and n.op.communicates] for p in programs
+    ]
     for mesh in {src.mesh for way in ways for _, src in way}:
         found = [[w for w in ways[r] if w[1].mesh is mesh] for r in mesh.process_ids]
         assert all(w == found[0] for w in found)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.graph import Carry, Program
+from meshwright.graph import Conversion, Program
 from meshwright.passes import Bucket, Regather, Scatter, SequenceParallel
 
 from .programs import MLP, after, bare, counted, llama, llama_with, mesh_of, mlp, mlp_batch, placed, step_of
@@ -56,7 +56,7 @@ def test_a_bucket_leaves_during_the_backward_pass() -> None:
 
 
 def is_sum(op: Any) -> bool:
-    return isinstance(op, Carry) and repr(op.step) == "AllReduce(dp)"
+    return isinstance(op, Conversion) and repr(op.step) == "AllReduce(dp)"
 
 
 def test_what_is_needed_soon_does_not_wait() -> None:

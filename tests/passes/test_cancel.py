@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.graph import Carry
+from meshwright.graph import Conversion
 from meshwright.passes import Cancel
 
 from .programs import after, counted, kind, llama, llama_with, mesh_of, mlp_batch, placed, step_of
@@ -105,7 +105,7 @@ def test_a_way_that_makes_a_tensor_larger_stands_where_its_chain_ends() -> None:
             return (mw.reshard(cut, MESH, placed(MESH)).sin() - y).square().sum() + aside.sum()
 
     found = after(step_of(lambda: Aside({"tp": 1}, (), lambda x: x), mlp_batch(), 2, trains=False), Cancel())
-    names = [kind(node.op.step) if isinstance(node.op, Carry) else str(node.op) for node in found.program.nodes]
+    names = [kind(node.op.step) if isinstance(node.op, Conversion) else str(node.op) for node in found.program.nodes]
     assert "AllToAll" not in names
     assert names.index("aten.cos.default") < names.index("AllGather(tp)")
     assert found.error <= 1e-5

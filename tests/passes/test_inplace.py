@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.graph import Value, live_memory, memories, overwriting, written_inputs
+from meshwright.graph import Value, alias_classes, live_memory, overwriting, written_inputs
 from meshwright.passes import InPlace, Recompute
 
 from .random_programs import program, random_program, results
@@ -71,7 +71,7 @@ def test_what_is_written_back_has_one_memory() -> None:
     step = llama_step()
     programs = step.changed(InPlace())
     for each in programs:
-        found = memories(each)
+        found = alias_classes(each)
         assert all(found.of(x) is found.of(v) for x, v in each.writes)
     for each, (_, written, left) in zip(programs, step.run(programs), strict=True):
         after = {i.value: left[at] for at, i in enumerate(each.inputs)}

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.graph import RewriteError, communication, count_ops, draws, live_memory
+from meshwright.graph import RewriteError, communication, count_ops, is_random_operator, live_memory
 from meshwright.passes import Recompute
-from meshwright.passes.memory.recompute import _Saved
+from meshwright.passes.memory.recompute import _SavedValues
 
 from .steps import Step, assert_same, llama_step, recorded
 
@@ -49,7 +49,7 @@ def test_the_new_operators_take_what_they_are_given() -> None:
 def test_a_block_keeps_what_enters_it() -> None:
     step = llama_step((1, 1, 1))
     (program,) = step.changed(Recompute(BLOCKS))
-    saved = _Saved(program, Recompute(BLOCKS))
+    saved = _SavedValues(program, Recompute(BLOCKS))
     inside = [root for root in saved.kept if saved.layers.get(root) is not None]
     # the sum that ends the first block enters the second one, that of the second one the norm behind it
     assert sorted(map(str, (saved.layers[root] for root in inside))) == ["blocks.0", "blocks.1"]
@@ -70,7 +70,7 @@ def test_communication_stays_single_unless_it_is_allowed() -> None:
 def test_a_budget_is_kept(budget: float) -> None:
     step = llama_step((1, 1, 1))
     (program,) = step.changed(Recompute(budget=budget))
-    before, after = (sum(_Saved(p, Recompute(budget=0.5)).kept.values()) for p in (step.programs[0], program))
+    before, after = (sum(_SavedValues(p, Recompute(budget=0.5)).kept.values()) for p in (step.programs[0], program))
     assert after <= budget * before
 
 
@@ -100,7 +100,9 @@ def noisy_step() -> Step:
 def test_nothing_is_drawn_twice() -> None:
     step = noisy_step()
     (program,) = step.changed(Recompute(BLOCKS))
-    assert [n.op for n in program.nodes if draws(n.op)] == [n.op for n in step.programs[0].nodes if draws(n.op)]
+    assert [n.op for n in program.nodes if is_random_operator(n.op)] == [
+        n.op for n in step.programs[0].nodes if is_random_operator(n.op)
+    ]
     torch.manual_seed(3)
     first = step.run()
     torch.manual_seed(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.graph import communication, live_memory, memories
+from meshwright.graph import alias_classes, communication, live_memory
 from meshwright.passes import Foreach, InPlace, Recompute, Release
 
 from .steps import assert_same, llama_step
@@ -30,7 +30,7 @@ def test_one_gradient_lives_at_a_time() -> None:
 
 def test_new_values_still_fit_in_place() -> None:
     program = InPlace()(Release()(llama_step((1, 1, 1)).programs[0]))
-    found = memories(program)
+    found = alias_classes(program)
     assert all(found.of(x) is found.of(v) for x, v in program.writes)
 
 

@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.comm import DelayedCommunicator, current_communicator, using_communicator
 from meshwright.cost import Cluster, Device, Link
 from meshwright.graph import (
-    Carry,
+    Conversion,
     Draft,
     Input,
     Node,
@@ -48,10 +48,10 @@ def toy(build: Any) -> Program:
         return draft.add(op, *args, before=draft.end, origin=Origin())
 
     def reduce(x: Value) -> Any:
-        return add(Carry(AllReduce(("dp",)), pending), x)
+        return add(Conversion(AllReduce(("dp",)), pending), x)
 
     def gather(x: Value) -> Any:
-        return add(Carry(AllGather((("dp", 0),)), cut), x)
+        return add(Conversion(AllGather((("dp", 0),)), cut), x)
 
     out = build(add, reduce, gather, given.value)
     return Program((given,), tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in draft), out)
@@ -131,7 +131,7 @@ def test_a_delayed_communicator_is_late_and_hides_what_is_done_meanwhile() -> No
     plan_of = toy(build).nodes[1].op
 
     def rank() -> list[float]:
-        assert isinstance(plan_of, Carry)
+        assert isinstance(plan_of, Conversion)
         way = plan_of.of_part((4,))
         spent: list[float] = []
         with using_communicator(DelayedCommunicator(current_communicator(), latency=0.05, bandwidth=1e9)):

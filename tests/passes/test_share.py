@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.graph import Carry
+from meshwright.graph import Conversion
 from meshwright.passes import Linear, Regather, Share
 
 from .programs import MLP, after, bare, counted, llama, llama_with, mesh_of, mlp, mlp_batch, placed, step_of
@@ -52,8 +52,8 @@ def test_steps_alone_are_shared_where_local_work_is_not() -> None:
     step = twice()
     found = after(step, Share(local=False))
     assert counted(found.program, "forward")["AllGather(dp)"] == 1
-    local = sum(not isinstance(node.op, Carry) for node in step.programs[0].nodes)
-    assert sum(not isinstance(node.op, Carry) for node in found.program.nodes) == local
+    local = sum(not isinstance(node.op, Conversion) for node in step.programs[0].nodes)
+    assert sum(not isinstance(node.op, Conversion) for node in found.program.nodes) == local
 
 
 def test_steps_that_became_alike_are_shared_behind_local_work() -> None:

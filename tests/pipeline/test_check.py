@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from meshwright.pipeline import (
-    KNOWN,
+    KNOWN_SCHEDULES,
     Action,
+    ActionKind,
     Channel,
     Edge,
-    Kind,
     Memory,
     Schedule,
     ScheduleError,
-    check,
+    check_schedule,
     linear,
     one_f_one_b,
     parse_action,
@@ -61,21 +61,21 @@ BROKEN = {
 def test_broken_tables_are_refused(what: str) -> None:
     schedule, told = BROKEN[what]
     with pytest.raises(ScheduleError, match="schedule") as caught:
-        check(schedule)
+        check_schedule(schedule)
     assert told in str(caught.value)
 
 
 def test_capacity() -> None:
-    assert check(one_f_one_b(4, 8), capacity=4) == (4, 3, 2, 1)
+    assert check_schedule(one_f_one_b(4, 8), capacity=4) == (4, 3, 2, 1)
     with pytest.raises(ScheduleError, match="rank 0 holds up to 4"):
-        check(one_f_one_b(4, 8), capacity=3)
-    check(zb_h1(4, 8), memory=Memory(kept=0.5), capacity=(4, 3.5, 3, 2.5))
+        check_schedule(one_f_one_b(4, 8), capacity=3)
+    check_schedule(zb_h1(4, 8), memory=Memory(kept=0.5), capacity=(4, 3.5, 3, 2.5))
 
 
 def test_stale_weights_are_asked_for() -> None:
     with pytest.raises(ScheduleError, match="change what the optimizer means"):
-        check(pipedream(2, 4))
-    check(pipedream(2, 4), stale=True)
+        check_schedule(pipedream(2, 4))
+    check_schedule(pipedream(2, 4), stale=True)
 
 
 @pytest.mark.parametrize(
@@ -91,32 +91,32 @@ def test_groups_of_updates(first: str, second: str, versions: tuple[int, ...], s
     """Updates take the same groups on all ranks, of one size, and leave out none; weights are used once made."""
     schedule = replace(schedule_of(first, second, m=2), versions=versions)
     with pytest.raises(ScheduleError) as caught:
-        check(schedule, stale=True)
+        check_schedule(schedule, stale=True)
     assert says in str(caught.value)
 
 
 def test_versions_count_as_memory() -> None:
-    assert check(pipedream(4, 8), stale=True, memory=Memory(weights=10.0)) == (34.0, 23.0, 12.0, 1.0)
+    assert check_schedule(pipedream(4, 8), stale=True, memory=Memory(weights=10.0)) == (34.0, 23.0, 12.0, 1.0)
     with pytest.raises(ScheduleError, match="holds up to 34"):
-        check(pipedream(4, 8), stale=True, memory=Memory(weights=10.0), capacity=33)
+        check_schedule(pipedream(4, 8), stale=True, memory=Memory(weights=10.0), capacity=33)
 
 
 def test_receives_in_another_order_than_sends() -> None:
     rows = "F0.0 >F0.0 F1.0 >F1.0 <B0.1 BW0.0 <B1.1 BW1.0", "<F1.0 F1.1 BW1.1 >B1.1 <F0.0 F0.1 BW0.1 >B0.1"
     schedule = schedule_of(*rows, m=2)
     with pytest.raises(ScheduleError, match=r"waits for >F0\.0, sent before it"):
-        check(schedule, Channel.IN_ORDER)
+        check_schedule(schedule, Channel.IN_ORDER)
     with pytest.raises(ScheduleError, match="no rank can continue"):
-        check(schedule, Channel.RENDEZVOUS)
+        check_schedule(schedule, Channel.RENDEZVOUS)
 
 
 def test_messages_posted_together_meet() -> None:
     """1F1B's ranks both send first in its middle; side by side, the messages meet."""
     apart = with_transfers(one_f_one_b(2, 2))
     with pytest.raises(ScheduleError, match="rendezvous"):
-        check(apart, Channel.RENDEZVOUS)
+        check_schedule(apart, Channel.RENDEZVOUS)
     rows = "F0.0 >F0.0 F1.0 >F1.0&<B0.1 BW0.0 <B1.1 BW1.0", "<F0.0 F0.1 BW0.1 <F1.0&>B0.1 F1.1 BW1.1 >B1.1"
-    check(schedule_of(*rows, m=2), Channel.RENDEZVOUS)
+    check_schedule(schedule_of(*rows, m=2), Channel.RENDEZVOUS)
 
 
 def test_masks_have_no_gradient_to_send() -> None:
@@ -124,7 +124,7 @@ def test_masks_have_no_gradient_to_send() -> None:
     plain = replace(one_f_one_b(3, 1), edges=(Edge(0, 1), Edge(1, 2), Edge(0, 2, gradient=False)))
     lowered = with_transfers(plain)
     assert [str(a) for a in lowered.rows[0]] == ["F0.0", ">F0.0", ">F0.0:2", "<B0.1", "BW0.0"]
-    check(lowered)
+    check_schedule(lowered)
 
 
 NO_TABLES = [
@@ -164,28 +164,30 @@ def broken(schedule: Schedule, rng: random.Random) -> Schedule:
         case 3:
             rows[rank][place] = action._replace(microbatch=action.microbatch + schedule.microbatches)
         case _:
-            backward = next(n for n, a in enumerate(rows[rank]) if a.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+            backward = next(
+                n for n, a in enumerate(rows[rank]) if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+            )
             first = rows[rank].pop(backward)
-            ahead = next(n for n, a in enumerate(rows[rank]) if a[:3] == (Kind.FORWARD, *first[1:3]))
+            ahead = next(n for n, a in enumerate(rows[rank]) if a[:3] == (ActionKind.FORWARD, *first[1:3]))
             rows[rank].insert(ahead, first)
     return replace(schedule, rows=tuple(map(tuple, rows)))
 
 
-@pytest.mark.parametrize("name", [n for n in KNOWN if n not in ("PipeDream", "PipeDream-2BW")])
+@pytest.mark.parametrize("name", [n for n in KNOWN_SCHEDULES if n not in ("PipeDream", "PipeDream-2BW")])
 def test_random_damage_is_found(name: str) -> None:
     rng = random.Random(name)
-    k = KNOWN[name]
+    k = KNOWN_SCHEDULES[name]
     schedule = k.make(4, 8, 2) if k.takes else k.make(4, 8)
     if any(a.beside for row in schedule.rows for a in row):
         schedule = replace(schedule, rows=tuple(tuple(atom for a in row for atom in a.atoms) for row in schedule.rows))
     for table in (schedule, with_transfers(schedule)):
         for _ in range(20):
             with pytest.raises(ScheduleError):
-                check(broken(table, rng))
+                check_schedule(broken(table, rng))
 
 
 def test_actions_side_by_side_end_together() -> None:
     action = parse_action("F4.0&B1.3")
     assert [str(a) for a in action.atoms] == ["F4.0", "B1.3"]
     assert str(action) == "F4.0&B1.3"
-    assert action == Action(Kind.FORWARD, 4, 0, beside=Action(Kind.BACKWARD_INPUT, 1, 3))
+    assert action == Action(ActionKind.FORWARD, 4, 0, beside=Action(ActionKind.BACKWARD_INPUT, 1, 3))

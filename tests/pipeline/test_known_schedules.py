@@ -9,20 +9,20 @@ from contextlib import suppress
 import pytest
 
 from meshwright.pipeline import (
-    KNOWN,
+    KNOWN_SCHEDULES,
     Channel,
-    Known,
+    KnownSchedule,
     Memory,
     Schedule,
     ScheduleError,
-    Shape,
+    ScheduleSizes,
     Times,
     channels,
-    check,
-    known,
+    check_schedule,
     parse_schedule,
     peaks,
-    simulate,
+    schedule_by_name,
+    simulate_schedule,
     weight_versions,
     with_transfers,
     zero_bubble,
@@ -31,32 +31,32 @@ from meshwright.pipeline import (
 SHAPES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (6, 12)]
 
 
-def made(k: Known, p: int, m: int, v: int) -> Schedule | None:
+def made(k: KnownSchedule, p: int, m: int, v: int) -> Schedule | None:
     """The schedule, or None where it says that it cannot be made so."""
     with suppress(ScheduleError):
         return k.make(p, m, v) if k.takes else k.make(p, m)
     return None
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", KNOWN_SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_closed_forms(name: str, p: int, m: int) -> None:
-    k = known(name)
+    k = schedule_by_name(name)
     for v in (1, 2, 3) if k.takes else (1,):
         schedule = made(k, p, m, v)
         if schedule is None:
             continue
-        check(schedule, stale=name.startswith("PipeDream"))
-        shape = Shape(p, m, v)
+        check_schedule(schedule, stale=name.startswith("PipeDream"))
+        shape = ScheduleSizes(p, m, v)
         if k.holds(shape):
             holds_forms(k, schedule, shape)
 
 
-def holds_forms(k: Known, schedule: Schedule, s: Shape) -> None:
+def holds_forms(k: KnownSchedule, schedule: Schedule, s: ScheduleSizes) -> None:
     """The makespan, the span and the peak are those of the closed forms; less is welcome only where it is a bound."""
     parts = schedule.chunks // s.p * schedule.slices if len(schedule.ways) == 1 else 1
     times = Times(s.f / parts, s.b / parts, s.w / parts)
-    line = simulate(schedule, times)
+    line = simulate_schedule(schedule, times)
     if k.bubble is not None:
         assert line.makespan == pytest.approx(s.work + k.bubble(s))
     if k.span_bubble is not None:
@@ -65,32 +65,34 @@ def holds_forms(k: Known, schedule: Schedule, s: Shape) -> None:
         assert max(peaks(schedule)) / parts == pytest.approx(k.peak(s))
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", KNOWN_SCHEDULES)
 def test_text_means_the_same_table(name: str) -> None:
     for p, m in ((2, 4), (4, 8)):
-        schedule = made(known(name), p, m, 2)
+        schedule = made(schedule_by_name(name), p, m, 2)
         if schedule is not None:
             assert parse_schedule(str(schedule)) == schedule
             lowered = with_transfers(schedule)
             assert parse_schedule(str(lowered)) == lowered
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", KNOWN_SCHEDULES)
 def test_messages_change_neither_time_nor_memory(name: str) -> None:
     times = Times(3.0, 4.0, 2.0, transfer=0.5)
     for p, m in ((2, 4), (4, 8)):
-        schedule = made(known(name), p, m, 2)
+        schedule = made(schedule_by_name(name), p, m, 2)
         if schedule is not None:
             lowered = with_transfers(schedule)
-            check(lowered, stale=True)
-            assert simulate(lowered, times).makespan == pytest.approx(simulate(schedule, times).makespan)
+            check_schedule(lowered, stale=True)
+            assert simulate_schedule(lowered, times).makespan == pytest.approx(
+                simulate_schedule(schedule, times).makespan
+            )
             assert peaks(lowered) == peaks(schedule)
 
 
 def test_what_known_schedules_need_of_channels() -> None:
     """GPipe runs over unbuffered channels, 1F1B over buffered ones, V-Half needs tags."""
     found = {
-        name: tuple(c for c, runs in channels(with_transfers(known(name).make(4, 8))).items() if runs)
+        name: tuple(c for c, runs in channels(with_transfers(schedule_by_name(name).make(4, 8))).items() if runs)
         for name in ("GPipe", "1F1B", "V-Half")
     }
     assert found["GPipe"] == (Channel.BUFFERED, Channel.IN_ORDER, Channel.RENDEZVOUS)
@@ -103,20 +105,20 @@ def test_bubbles_of_the_zero_bubble_paper() -> None:
     times = Times(18.522, 18.086, 9.337, transfer=0.601)
     published = {"1F1B": 0.2431, "ZB-H1": 0.1585, "ZB-H2": 0.1083, "ZB-1p": 0.1585, "ZB-2p": 0.0433}
     for name, bubble in published.items():
-        make = known(name).make
+        make = schedule_by_name(name).make
         schedule = make(8, 24, times) if name in ("ZB-1p", "ZB-2p") else make(8, 24)
-        assert simulate(schedule, times).span_bubble == pytest.approx(bubble, abs=1e-4), name
+        assert simulate_schedule(schedule, times).span_bubble == pytest.approx(bubble, abs=1e-4), name
 
 
 def test_weight_versions() -> None:
-    assert weight_versions(known("PipeDream").make(4, 8)) == (4, 3, 2, 1)
-    assert weight_versions(known("PipeDream-2BW").make(4, 8)) == (2, 2, 2, 2)
+    assert weight_versions(schedule_by_name("PipeDream").make(4, 8)) == (4, 3, 2, 1)
+    assert weight_versions(schedule_by_name("PipeDream-2BW").make(4, 8)) == (2, 2, 2, 2)
 
 
 def test_memory_in_bytes() -> None:
     """B gives back what W does not need, a chunk's static bytes are there always."""
     memory = Memory(held=10.0, kept=4.0, static=(100.0, 200.0))
-    assert peaks(known("ZB-H1").make(2, 4), memory) == (100.0 + 20.0, 200.0 + 14.0)
+    assert peaks(schedule_by_name("ZB-H1").make(2, 4), memory) == (100.0 + 20.0, 200.0 + 14.0)
 
 
 def test_zero_bubble_with_times_at_random() -> None:
@@ -124,11 +126,13 @@ def test_zero_bubble_with_times_at_random() -> None:
     for _ in range(300):
         p, m = rng.randint(2, 5), rng.randint(1, 9)
         f, b, w = (tuple(rng.choice((0.05, 0.7, 1.0, 3.0)) for _ in range(p)) for _ in range(3))
-        check(zero_bubble("ZB", p, m, rng.choice((1.0, float(p), 2.0 * p)), Times(f, b, w, transfer=rng.random())))
+        check_schedule(
+            zero_bubble("ZB", p, m, rng.choice((1.0, float(p), 2.0 * p)), Times(f, b, w, transfer=rng.random()))
+        )
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", KNOWN_SCHEDULES)
 def test_a_schedule_names_its_source(name: str) -> None:
-    assert re.fullmatch(r"arXiv \d{4}\.\d{5}|sail-sg, DualPipe cut in half", KNOWN[name].source)
-    assert KNOWN[name].times in ("any", "F=B=W", "B+W=2F")
-    assert KNOWN[name].takes in ("", "chunks", "slices")
+    assert re.fullmatch(r"arXiv \d{4}\.\d{5}|sail-sg, DualPipe cut in half", KNOWN_SCHEDULES[name].source)
+    assert KNOWN_SCHEDULES[name].times in ("any", "F=B=W", "B+W=2F")
+    assert KNOWN_SCHEDULES[name].takes in ("", "chunks", "slices")

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.pipeline import KNOWN, Kind, Memory, Schedule, Times, linear, parse_action, peaks, simulate
+from meshwright.pipeline import (
+    KNOWN_SCHEDULES,
+    ActionKind,
+    Memory,
+    Schedule,
+    Times,
+    linear,
+    parse_action,
+    peaks,
+    simulate_schedule,
+)
 
 SEVERAL = Memory(held=(5.0, 7.0), kept=(2.0, 3.0), inputs=(1.0, 2.0), static=(10.0, 20.0))
 
@@ -27,12 +37,12 @@ def accounted(schedule: Schedule, rank: int, memory: Memory) -> float:
         after = dict(held)
         for atom in action.atoms:
             at, c = (atom.microbatch, atom.chunk), atom.chunk
-            if atom.kind in (Kind.FORWARD, Kind.RECOMPUTE):
-                short = atom.kind is Kind.FORWARD and at in schedule.recomputed
+            if atom.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
+                short = atom.kind is ActionKind.FORWARD and at in schedule.recomputed
                 after[at] = of(memory.inputs if short else memory.held, c)
-            elif atom.kind is Kind.BACKWARD_INPUT:
+            elif atom.kind is ActionKind.BACKWARD_INPUT:
                 after[at] = of(memory.held if memory.kept is None else memory.kept, c)
-            elif atom.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            elif atom.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 del after[at]
         during = {at: max(held.get(at, 0.0), after.get(at, 0.0)) for at in {*held, *after}}
         most, held = max(most, sum(during.values())), after
@@ -54,16 +64,16 @@ def test_side_by_side_both_are_held(row: str, peak: float) -> None:
     assert peaks(schedule_of(row, m=2)) == (peak,)
 
 
-@pytest.mark.parametrize("name", [n for n in KNOWN if n not in ("PipeDream", "PipeDream-2BW")])
+@pytest.mark.parametrize("name", [n for n in KNOWN_SCHEDULES if n not in ("PipeDream", "PipeDream-2BW")])
 def test_peaks_of_known_schedules(name: str) -> None:
-    known = KNOWN[name]
+    known = KNOWN_SCHEDULES[name]
     schedule = known.make(4, 8, 2) if known.takes else known.make(4, 8)
     chunks = schedule.chunks
     several = Memory(*(tuple(base + c for c in range(chunks)) for base in (5.0, 2.0, 1.0, 10.0)))
     for memory in (Memory(), Memory(held=3.0, kept=1.0, static=2.0), several):
         expected = tuple(accounted(schedule, rank, memory) for rank in range(schedule.ranks))
         assert peaks(schedule, memory) == expected
-        assert simulate(schedule).peaks(memory) == expected
+        assert simulate_schedule(schedule).peaks(memory) == expected
 
 
 def test_recomputed_forwards_keep_their_inputs() -> None:
@@ -108,7 +118,7 @@ def test_times_of_chunks_and_messages() -> None:
 
 def test_a_step_of_two_ranks_by_hand() -> None:
     """Rank 1 waits for a message and rank 0 for the gradient; these waits are the bubble."""
-    line = simulate(schedule_of("F0.0 BW0.0", "F0.1 BW0.1", m=1), replace(TIMES, overhead=0.0))
+    line = simulate_schedule(schedule_of("F0.0 BW0.0", "F0.1 BW0.1", m=1), replace(TIMES, overhead=0.0))
     assert [(t.start, t.end) for row in line.rows for t in row] == [(0, 1), (14.0, 22.0), (1.5, 3.5), (3.5, 13.5)]
     assert (line.makespan, line.span) == (22.0, 22.0)
     assert line.busy == (9.0, 12.0)

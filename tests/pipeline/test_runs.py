@@ -10,10 +10,10 @@ import torch
 
 from meshwright.comm import current_communicator
 from meshwright.comm import simulate as simulate_ranks
-from meshwright.graph import Carry, Value
+from meshwright.graph import Conversion, Value
 from meshwright.layout import ProcessMesh, parse_spec
-from meshwright.pipeline import KNOWN, Memory, Runs, Schedule, Times, peaks, simulate
-from meshwright.pipeline.partition.step_parts import Crossing, Place
+from meshwright.pipeline import KNOWN_SCHEDULES, BatchedSimulation, Memory, Schedule, Times, peaks, simulate_schedule
+from meshwright.pipeline.partition.step_parts import Crossing, PartPlace
 from meshwright.pipeline.runtime.runner import _message
 from meshwright.reshard import Exchange
 
@@ -21,22 +21,22 @@ CASES = 5
 
 
 def made(name: str) -> Schedule:
-    how = KNOWN[name]
+    how = KNOWN_SCHEDULES[name]
     numbers = (4, 4) if name == "Chimera" else (4, 8)
     return how.make(*numbers, 2) if how.takes else how.make(*numbers)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", KNOWN_SCHEDULES)
 def test_many_at_once_take_what_each_takes(name: str) -> None:
     table, draw = made(name), random.Random(0)
     rows = [[[draw.uniform(0.5, 2) for _ in range(CASES)] for _ in range(table.chunks)] for _ in range(5)]
-    runs = Runs(table)
+    runs = BatchedSimulation(table)
     arrays = [tuple(map(np.array, row)) for row in rows]
     seconds = runs.makespans(Times(*arrays[:4], overhead=0.1, slowdown=0.8))  # pyright: ignore[reportArgumentType] - arrays
     held = runs.peaks(np.array(rows[4]))
     for n in range(CASES):
         forward, backward, weight, transfer, each = (tuple(chunk[n] for chunk in row) for row in rows)
-        line = simulate(table, Times(forward, backward, weight, transfer, overhead=0.1, slowdown=0.8))
+        line = simulate_schedule(table, Times(forward, backward, weight, transfer, overhead=0.1, slowdown=0.8))
         assert seconds[n] == pytest.approx(line.makespan)
         assert held[:, n] == pytest.approx(peaks(table, Memory(held=each)))
 
@@ -45,7 +45,7 @@ def test_a_rank_of_both_meshes_keeps_its_own_part_of_a_message() -> None:
     source, target = ProcessMesh([0, 1], ["x"]), ProcessMesh([1, 0], ["x"])
     spec, to = parse_spec("f32[6@x, 2]", source), parse_spec("f32[6, 2@x]", target)
     a, b = (Value(name, (6, 2), torch.float32) for name in "ab")
-    crossing = Crossing(Carry(Exchange(to), spec), a, b, Place("F", 0), Place("F", 1), 0)
+    crossing = Crossing(Conversion(Exchange(to), spec), a, b, PartPlace("F", 0), PartPlace("F", 1), 0)
     whole = torch.arange(12.0).view(6, 2)
 
     def on_rank() -> torch.Tensor:

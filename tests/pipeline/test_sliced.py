@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.graph import Program, capture, to_fx
-from meshwright.pipeline import StageError, in_slices
+from meshwright.pipeline import StageError, slice_sequence
 
 B, S, D, WORDS = 2, 6, 8, 11
 CUTS = [(3, 3), (4, 2), (1, 2, 3)]
@@ -150,7 +150,7 @@ def run(program: Program, model: Model) -> list[Tensor]:
 @pytest.mark.parametrize("lengths", CUTS, ids=str)
 def test_the_same_numbers(body: Callable[..., Tensor], lengths: tuple[int, ...]) -> None:
     model, captured = made(body)
-    program = in_slices(captured.program, lengths)
+    program = slice_sequence(captured.program, lengths)
     for found, expected in zip(run(program, model), run(captured.program, model), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     made_in = {v: node.origin.slice for node in program.nodes for v in node.outs}
@@ -161,7 +161,7 @@ def test_the_same_numbers(body: Callable[..., Tensor], lengths: tuple[int, ...])
 def test_slices_share_the_work() -> None:
     """Each slice has its own products: none is left to the last one."""
     _, captured = made(gpt)
-    program = in_slices(captured.program, (3, 3))
+    program = slice_sequence(captured.program, (3, 3))
     for op in ("aten.linear.default", "aten.scaled_dot_product_attention.default"):
         where = [node.origin.slice for node in program.nodes if str(node.op) == op]
         assert where.count(0) == where.count(1) > 0
@@ -226,7 +226,7 @@ def backwards(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
 def test_what_looks_ahead_is_refused(body: Callable[..., Tensor], says: str) -> None:
     _, captured = made(body)
     with pytest.raises(StageError, match=says):
-        in_slices(captured.program, (3, 3))
+        slice_sequence(captured.program, (3, 3))
 
 
 def test_a_module_is_named() -> None:
@@ -241,17 +241,17 @@ def test_a_module_is_named() -> None:
     model = Outer()
     captured = capture(model, model, batch())
     with pytest.raises(StageError, match=r"cumsum.* in inner"):
-        in_slices(captured.program, (3, 3))
+        slice_sequence(captured.program, (3, 3))
 
 
 def test_a_batch_without_sequences_is_refused() -> None:
     _, captured = made(gpt)
     with pytest.raises(StageError, match="dim 1"):
-        in_slices(captured.program, (3, 2))
+        slice_sequence(captured.program, (3, 2))
 
 
 def test_buffers_that_a_batch_renews_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(WORDS, S), nn.BatchNorm1d(S), nn.Flatten(), nn.Linear(S * S, 1))
     captured = capture(model, lambda x: model(x).mean(), batch()[:1])
     with pytest.raises(StageError, match="updates"):
-        in_slices(captured.program, (3, 3))
+        slice_sequence(captured.program, (3, 3))

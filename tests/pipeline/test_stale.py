@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import meshwright as mw
 from meshwright.engine import StrategyError
-from meshwright.pipeline import Memory, StageError, known, peaks
+from meshwright.pipeline import Memory, StageError, peaks, schedule_by_name
 
 from .oracle import Chain, batch, compare, laid, loss_of
 
@@ -150,7 +150,7 @@ def test_versions_are_held_as_long_as_the_table_says(name: str, stages: int, mon
     sizes = [0] * stages
     for n, p in Chain(stages).named_parameters():
         sizes[stage_of(n, stages)] += p.nbytes
-    table = known(name).make(stages, 2 * stages)
+    table = schedule_by_name(name).make(stages, 2 * stages)
     assert tuple(most) == peaks(table, Memory(held=0.0, weights=tuple(map(float, sizes))))
     assert left == [0] * stages
 

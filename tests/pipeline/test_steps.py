@@ -12,8 +12,8 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.engine import StaticError, StrategyError
-from meshwright.graph import capture, complete, spread, with_layouts
-from meshwright.pipeline import ScheduleError, StageError, check, chunk_times, one_f_one_b, staged
+from meshwright.graph import capture, complete, copy_batch_inputs, with_layouts
+from meshwright.pipeline import ScheduleError, StageError, check_schedule, chunk_times, one_f_one_b, split_stages
 
 from .oracle import STEPS, Chain, alone, batch, compare, laid, loss_of, piped
 
@@ -74,7 +74,7 @@ def test_what_is_chosen_fits_into_memory(capacity: float) -> None:
     def chosen() -> Any:
         return piped((0, 1), {"accumulate_steps": 4, "capacity": capacity}, 8, then=lambda dist: dist.pipeline)
 
-    assert max(check(mw.simulate(chosen, 2)[0][2].schedule)) == capacity
+    assert max(check_schedule(mw.simulate(chosen, 2)[0][2].schedule)) == capacity
 
 
 def test_the_times_of_chunks_are_counted() -> None:
@@ -97,8 +97,8 @@ def test_the_times_of_chunks_are_counted() -> None:
     def times() -> Any:
         net = Two()
         captured = capture(net, net, (torch.ones(4, 8),))
-        program = spread(captured.program)
-        program, stages = staged(with_layouts(program, complete(program, {})))
+        program = copy_batch_inputs(captured.program)
+        program, stages = split_stages(with_layouts(program, complete(program, {})))
         return chunk_times(program, stages, {"first.weight"})
 
     found = mw.simulate(times, 2)[0]

@@ -7,11 +7,11 @@ import pytest
 from meshwright.pipeline import (
     Memory,
     Times,
-    check,
+    check_schedule,
     linear,
     looped,
     one_f_one_b,
-    simulate,
+    simulate_schedule,
     zb_h1,
     zb_v,
     zigzag,
@@ -33,7 +33,7 @@ PROBLEMS = [
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_found_schedules_run_within_memory_and_above_the_bound(problem: Problem) -> None:
     found = find_schedule(problem, seconds=0)
-    check(found.schedule, memory=problem.memory, capacity=problem.limits)
+    check_schedule(found.schedule, memory=problem.memory, capacity=problem.limits)
     assert problem.value(found.schedule) == found.value >= found.bound >= lower_bound(problem) - 1e-9
     assert all(found.value <= problem.value(s) for s in known_tables(problem))
 
@@ -41,9 +41,9 @@ def test_found_schedules_run_within_memory_and_above_the_bound(problem: Problem)
 def test_bounds_are_reached_by_schedules_that_are_known_to_be_best() -> None:
     """1F1B where the backward is whole, ZB-H1 with the memory of 1F1B."""
     whole = Problem(linear(4)[0], 8, capacity=4.0, split=False)
-    assert lower_bound(whole) == simulate(one_f_one_b(4, 8)).makespan
+    assert lower_bound(whole) == simulate_schedule(one_f_one_b(4, 8)).makespan
     split = Problem(linear(4)[0], 8, capacity=4.0)
-    assert lower_bound(split) == simulate(zb_h1(4, 8)).makespan
+    assert lower_bound(split) == simulate_schedule(zb_h1(4, 8)).makespan
 
 
 def test_the_best_placement_is_chosen() -> None:
@@ -53,5 +53,5 @@ def test_the_best_placement_is_chosen() -> None:
     v = Problem(zigzag(4)[0], 8, half, Memory(0.5), 4.0)
     found = find_placement([line, v], seconds=0)
     assert found.problem is v
-    assert found.value <= simulate(zb_v(4, 8), half).makespan
+    assert found.value <= simulate_schedule(zb_v(4, 8), half).makespan
     assert "makespan" in str(found)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.cost import Cluster, cluster, cluster_of
 from meshwright.graph import Program, capture
-from meshwright.pipeline import Memory, Schedule, Shape, known, peaks, simulate
+from meshwright.pipeline import Memory, Schedule, ScheduleSizes, peaks, schedule_by_name, simulate_schedule
 from meshwright.search import MeshPlan, SearchError, parse_mesh_plan, plan_mesh
 from meshwright.search.module_plans.pipeline_search import Pipelines
 from meshwright.search.module_plans.replicas import PlanRequest, Replicas
@@ -77,8 +77,8 @@ def tables(stages: int, microbatches: int, chunks: int = 1) -> list[Schedule]:
     """All that the search may choose from."""
     names = SCHEDULES if chunks == 1 else {**IN_LOOPS, **IN_A_V} if chunks == 2 else IN_LOOPS
     each = [chunks] * (chunks > 1)
-    makes = [(known(name), [*each] if known(name).takes else []) for name in names]
-    shape = Shape(stages, microbatches, chunks)
+    makes = [(schedule_by_name(name), [*each] if schedule_by_name(name).takes else []) for name in names]
+    shape = ScheduleSizes(stages, microbatches, chunks)
     return [how.make(stages, microbatches, *more) for how, more in makes if how.holds(shape)]
 
 
@@ -97,7 +97,7 @@ def takes(layers: LayerCosts, table: Schedule, starts: tuple[int, ...], by: Link
         + 2 * by.message(sum(costs.shared[c] for c in chunks))
         for chunks in own
     ]
-    return max(nbytes), simulate(table, costs.times(by)).makespan + max(once)
+    return max(nbytes), simulate_schedule(table, costs.times(by)).makespan + max(once)
 
 
 @pytest.mark.parametrize("seed", range(5))

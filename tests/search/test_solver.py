@@ -13,7 +13,18 @@ from math import inf
 
 import pytest
 
-from meshwright.pipeline import Action, Kind, Memory, Schedule, ScheduleError, Times, check, linear, looped, zigzag
+from meshwright.pipeline import (
+    Action,
+    ActionKind,
+    Memory,
+    Schedule,
+    ScheduleError,
+    Times,
+    check_schedule,
+    linear,
+    looped,
+    zigzag,
+)
 from meshwright.search import Problem, SearchError, find_schedule, hints, lower_bound
 from meshwright.search.scheduling.cp_sat import WORKER, solve
 from meshwright.search.scheduling.integer_model import IntegerModel, unit
@@ -53,7 +64,7 @@ SMALL = {
 def test_what_is_found_is_the_best_of_all_tables(problem: Problem) -> None:
     found = find_schedule(problem, seconds=10)
     best = optimum(problem)
-    check(found.schedule, memory=problem.memory, capacity=problem.limits)
+    check_schedule(found.schedule, memory=problem.memory, capacity=problem.limits)
     assert problem.value(found.schedule) == found.value >= best * (1 - 1e-9)
     assert lower_bound(problem) <= best * (1 + 1e-9)
     assert found.bound <= best * (1 + 1e-9)
@@ -176,10 +187,10 @@ def _merged(problem: Problem) -> Iterator[frozenset[int]]:
 def _actions(problem: Problem, rank: int, merged: frozenset[int]) -> Iterator[Action]:
     own = [c for c, r in enumerate(problem.way) if r == rank]
     for m, c in product(range(problem.microbatches), own):
-        yield Action(Kind.FORWARD, m, c)
-        yield Action(Kind.BACKWARD if m in merged else Kind.BACKWARD_INPUT, m, c)
+        yield Action(ActionKind.FORWARD, m, c)
+        yield Action(ActionKind.BACKWARD if m in merged else ActionKind.BACKWARD_INPUT, m, c)
         if m not in merged:
-            yield Action(Kind.BACKWARD_WEIGHT, m, c)
+            yield Action(ActionKind.BACKWARD_WEIGHT, m, c)
 
 
 def _orders(
@@ -197,8 +208,8 @@ def _needs(problem: Problem, a: Action, b: Action) -> bool:
     if a.microbatch != b.microbatch:
         in_order = problem.microbatches > 2 or problem.objective == "span" or len(problem.way) > problem.ranks
         return in_order and (a.kind, a.chunk) == (b.kind, b.chunk) and b.microbatch < a.microbatch
-    if a.kind is Kind.FORWARD:
-        return b.kind is Kind.FORWARD and b.chunk < a.chunk
-    if a.kind is Kind.BACKWARD_WEIGHT:
-        return b.kind is Kind.BACKWARD_INPUT and b.chunk == a.chunk
-    return (b.kind is Kind.FORWARD and b.chunk == a.chunk) or (b.kind is a.kind and b.chunk > a.chunk)
+    if a.kind is ActionKind.FORWARD:
+        return b.kind is ActionKind.FORWARD and b.chunk < a.chunk
+    if a.kind is ActionKind.BACKWARD_WEIGHT:
+        return b.kind is ActionKind.BACKWARD_INPUT and b.chunk == a.chunk
+    return (b.kind is ActionKind.FORWARD and b.chunk == a.chunk) or (b.kind is a.kind and b.chunk > a.chunk)

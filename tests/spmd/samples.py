@@ -725,7 +725,7 @@ def lines() -> Iterator[tuple[str, str]]:
         yield name, DOMAIN.get(name, "x(4, 5)" if name in pointwise.LINEAR.split() else "p(4, 5)")
     for names in linalg.MATRIX.values():
         yield from ((name, "spd(4, 3)") for name in names.split() if "power" not in name)
-    for name in f"{linalg.ONE} {linalg.MANY} {linalg.TWO} fft_fftshift fft_ifftshift".split():
+    for name in f"{linalg.FFT_ONE_DIM} {linalg.FFT_ANY_DIMS} {linalg.FFT_TWO_DIMS} fft_fftshift fft_ifftshift".split():
         yield name, "x(4, 5)" if name in ("fft_rfft", "fft_rfftn", "fft_rfft2", "fft_ihfft") else "c(4, 5)"
     for name in pointwise.BINARY.split():
         if name.startswith(POLYNOMIALS):

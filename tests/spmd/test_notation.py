@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.spmd import Rule, RuleError, bind, cut_choices, describe, parse_rule, register_rule
+from meshwright.spmd import Rule, RuleError, bind, describe, factor_choices, parse_rule, register_rule
 from meshwright.spmd.rules.rule_table import RULES
 
 NAMES = st.sampled_from(["a", "b", "c", "k0", "f1_4"])
@@ -62,7 +62,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 def test_a_bias_is_pending_beside_a_cut_contraction() -> None:
     bound = bind(Rule("... k * n k + n -> ... n"), [(4, 8), (6, 8), (6,)])
-    (choice,) = cut_choices(bound, bound.names.index("k"))
+    (choice,) = factor_choices(bound, bound.names.index("k"))
     assert (choice.ins[2], choice.outs) == ("sum", ("sum",))
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from meshwright.layout import Layout, ProcessMesh, Product, Spec, axes_of, expand_products
-from meshwright.spmd import bind, dim_of
+from meshwright.spmd import bind, layout_dim
 from meshwright.spmd.derivation.sharding_choices import factor_axes
 from meshwright.spmd.notation.rule import Rule
 
@@ -32,7 +32,7 @@ PAIRS = [pair for pair in product(CUTS, CUTS) if not set(pair[0]) & set(pair[1])
 def test_ranks_hold_the_same_elements(outer, inner, cuts):
     bound = bind(Rule("a b -> (a b)"), [(outer, inner)])
     (dims,) = bound.outs
-    dim = dim_of(dims[0], dict(zip(dims[0], cuts, strict=True)), bound, MESH.sizes)
+    dim = layout_dim(dims[0], dict(zip(dims[0], cuts, strict=True)), bound, MESH.sizes)
     written = Spec(MESH, Layout((dim,)), (outer * inner,), torch.float32)
     exact = Product(((outer, cuts[0]), (inner, cuts[1])))
     meant = Spec(MESH, Layout((exact,)), (outer * inner,), torch.float32)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.spmd import REPEATED, Bound, Choice, Held, choices
+from meshwright.spmd import REPLICATED, AxisState, BoundRule, Choice, choices
 
 from .samples import build, samples
 from .walker import Sample, results_of
@@ -44,14 +44,14 @@ def terms_of(x: Tensor, large: bool) -> list[Tensor]:
     return [x - other, other]
 
 
-def pending_choices(bound: Bound, at: int) -> Iterator[Choice]:
+def pending_choices(bound: BoundRule, at: int) -> Iterator[Choice]:
     """The choices of eager mode in which the operand stays a pending sum."""
-    held: list[Held] = [REPEATED] * len(bound.ins)
+    held: list[AxisState] = [REPLICATED] * len(bound.ins)
     held[at] = "sum"
     yield from (c for c in choices(bound, held) if c.ins[at] == "sum")
 
 
-def part(x: Tensor | None, rank: int, is_pending: bool, held: Held, large: bool) -> Tensor | None:
+def part(x: Tensor | None, rank: int, is_pending: bool, held: AxisState, large: bool) -> Tensor | None:
     """Return what a rank holds of an operand."""
     if x is None:
         return None

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.spmd import Call, describe_passing, drawn_rule
-from meshwright.spmd.rules.layers import DRAWN
+from meshwright.spmd import Call, describe_for_propagation, random_operator_rule
+from meshwright.spmd.rules.layers import RANDOM_RULES
 from meshwright.spmd.rules.rule_table import RULES
 
 from .samples import build, samples
@@ -65,7 +65,7 @@ def table() -> Iterator[str]:
         yield f"{name}: {arguments}  =>  {written(call, sample.operands(call))}"
     for name, arguments in DRAWING.items():
         sample = drawing(name)
-        call = describe_passing(sample.op, sample.args, sample.kwargs)
+        call = describe_for_propagation(sample.op, sample.args, sample.kwargs)
         assert call is not None
         yield f"drawn {name}: {arguments}  =>  {written(call, sample.operands(call))}"
 
@@ -77,16 +77,16 @@ def test_rules_let_be_cut_what_they_always_did() -> None:
 
 
 def test_everything_that_draws_is_in_the_table() -> None:
-    assert set(DRAWN) == set(DRAWING)
-    for name in DRAWN:
+    assert set(RANDOM_RULES) == set(DRAWING)
+    for name in RANDOM_RULES:
         sample = drawing(name)
-        assert drawn_rule(sample.op, sample.args, sample.kwargs) is not None
+        assert random_operator_rule(sample.op, sample.args, sample.kwargs) is not None
 
 
 def test_every_name_in_the_table_is_an_operator() -> None:
     ours = {name.partition(".")[0] for name in RULES} - {"aten"}
     assert all(hasattr(getattr(torch.ops, space), "_dir") for space in ours)
-    assert not {name for name in {*RULES, *DRAWN} if name.count(".") not in (1, 2)}
+    assert not {name for name in {*RULES, *RANDOM_RULES} if name.count(".") not in (1, 2)}
 
 
 @pytest.mark.parametrize(

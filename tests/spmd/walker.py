@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import chunk
-from meshwright.spmd import REPEATED, Bound, Call, Choice, Held, cut_choices, describe
-from meshwright.spmd.derivation.sharding_choices import term_choices
+from meshwright.spmd import REPLICATED, AxisState, BoundRule, Call, Choice, describe, factor_choices
+from meshwright.spmd.derivation.sharding_choices import pending_sum_choices
 
 JOIN: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda t: t.sum(0, dtype=t.dtype),
@@ -24,12 +24,14 @@ JOIN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def sized_factors(bound: Bound, factors: tuple[int, ...], size: int) -> list[int]:
+def sized_factors(bound: BoundRule, factors: tuple[int, ...], size: int) -> list[int]:
     """The sizes that a dim splits into; a dim without factors, or with one, is itself."""
     return [bound.sizes[f] for f in factors] if len(factors) > 1 else [size]
 
 
-def place(bound: Bound, dims: Sequence[tuple[int, ...]], shape: Sequence[int], factor: int) -> tuple[list[int], int]:
+def place(
+    bound: BoundRule, dims: Sequence[tuple[int, ...]], shape: Sequence[int], factor: int
+) -> tuple[list[int], int]:
     """The shape with every product written out, and where `factor` stands in it."""
     out: list[int] = []
     at = -1
@@ -40,14 +42,14 @@ def place(bound: Bound, dims: Sequence[tuple[int, ...]], shape: Sequence[int], f
     return out, at
 
 
-def cut(bound: Bound, dims: Sequence[tuple[int, ...]], x: Tensor, factor: int, ranks: int, rank: int) -> Tensor:
+def cut(bound: BoundRule, dims: Sequence[tuple[int, ...]], x: Tensor, factor: int, ranks: int, rank: int) -> Tensor:
     wide, at = place(bound, dims, x.shape, factor)
     start, length = chunk(wide[at], ranks, rank)
     return x.reshape(wide).narrow(at, start, length).reshape(local_shape(bound, dims, x.shape, factor, ranks, rank))
 
 
 def local_shape(
-    bound: Bound, dims: Sequence[tuple[int, ...]], shape: Sequence[int], held: Held, ranks: int, rank: int
+    bound: BoundRule, dims: Sequence[tuple[int, ...]], shape: Sequence[int], held: AxisState, ranks: int, rank: int
 ) -> tuple[int, ...]:
     """Shape of the piece of a rank; the whole shape where nothing is cut."""
     out: list[int] = []
@@ -58,7 +60,7 @@ def local_shape(
     return tuple(out)
 
 
-def glue(bound: Bound, dims: Sequence[tuple[int, ...]], parts: Sequence[Tensor], held: Held) -> Tensor:
+def glue(bound: BoundRule, dims: Sequence[tuple[int, ...]], parts: Sequence[Tensor], held: AxisState) -> Tensor:
     """The whole value of a result from what every rank made."""
     if isinstance(held, str):
         return JOIN[held](torch.stack(list(parts)))
@@ -128,7 +130,7 @@ class OneRank:
 
     ranks_: Ranks
     rank: int
-    bound: Bound
+    bound: BoundRule
     choice: Choice
     shapes: list[Any]
     outs: list[tuple[int, ...]]
@@ -246,18 +248,18 @@ def terms(x: Tensor, ranks: int) -> list[Tensor]:
     return [*rest, x - sum(rest)] if rest else [x]
 
 
-def every_choice(bound: Bound, operands: Sequence[Tensor | None]) -> Iterator[Choice]:
+def every_choice(bound: BoundRule, operands: Sequence[Tensor | None]) -> Iterator[Choice]:
     for factor in range(len(bound.sizes)):
-        yield from cut_choices(bound, factor)
+        yield from factor_choices(bound, factor)
     numeric = [i for i, x in enumerate(operands) if x is not None and x.dtype != torch.bool]
     for pending in [{i} for i in numeric] + [set(numeric)]:
         if not pending:
             continue
-        found = term_choices(bound, ["sum" if i in pending else REPEATED for i in range(len(operands))])
+        found = pending_sum_choices(bound, ["sum" if i in pending else REPLICATED for i in range(len(operands))])
         yield from (c for c in found if all(h != "sum" or i in numeric for i, h in enumerate(c.ins)))
 
 
-def held_by(bound: Bound, i: int, x: Tensor, held: Held, ranks: int) -> list[Tensor]:
+def held_by(bound: BoundRule, i: int, x: Tensor, held: AxisState, ranks: int) -> list[Tensor]:
     """What every rank holds of operand i."""
     if held == "sum":
         return terms(x, ranks)
@@ -327,17 +329,17 @@ def run_ranks(
     return group.run(one) if form is not None else [one(r) for r in range(ranks)]
 
 
-def compare(bound: Bound, i: int, held: Held, parts: Sequence[Tensor], whole: Tensor) -> None:
-    if held == REPEATED:
+def compare(bound: BoundRule, i: int, held: AxisState, parts: Sequence[Tensor], whole: Tensor) -> None:
+    if held == REPLICATED:
         for p in parts:
             torch.testing.assert_close(p, whole, equal_nan=True)
         return
     torch.testing.assert_close(glue(bound, bound.outs[i], parts, held), whole, equal_nan=True)
 
 
-def cotangents(bound: Bound, i: int, held: Held, cotangent: Tensor, ranks: int) -> list[Tensor]:
+def cotangents(bound: BoundRule, i: int, held: AxisState, cotangent: Tensor, ranks: int) -> list[Tensor]:
     """The gradient's dual layout: slices for a cut result, terms for a repeated one, the whole for a pending one."""
-    if held == REPEATED:
+    if held == REPLICATED:
         return terms(cotangent, ranks)
     if isinstance(held, str):
         return [cotangent] * ranks
@@ -367,9 +369,11 @@ def gradients(
                 torch.testing.assert_close(m, goal, equal_nan=True)
 
 
-def expected(bound: Bound, i: int, held: Held, mine: list[Tensor], goal: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def expected(
+    bound: BoundRule, i: int, held: AxisState, mine: list[Tensor], goal: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
     """By duality: terms where the operand is repeated, the whole where it is pending, slices where it is cut."""
-    if held == REPEATED:
+    if held == REPLICATED:
         return [torch.stack(mine).sum(0)], [goal]
     if held == "sum":
         return mine, [goal] * len(mine)

@@ -17,25 +17,33 @@ In reading order:
 
 from ._errors import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from .analysis.linear_tail import linear_tail
-from .analysis.live_memory import LiveMemory, Memories, live_memory, looked_at, memories, refuse_writing, written_inputs
+from .analysis.live_memory import (
+    AliasClasses,
+    LiveMemory,
+    alias_classes,
+    alias_pairs,
+    live_memory,
+    refuse_writing,
+    written_inputs,
+)
 from .analysis.node_work import Work, work_of
 from .analysis.strides import strides_of
 from .analysis.verify import verify
-from .captures.capture import Capture, Slot, capture, captured_for, slots_of
-from .captures.external_writes import check_stages, writes_outside
+from .captures.capture import Capture, ModelTensor, capture, captured_for, model_tensors
+from .captures.external_writes import check_stages, writes_external_tensors
 from .captures.interception import Hook, UserFunction
-from .completion.batch_copies import spread
+from .completion.batch_copies import copy_batch_inputs
 from .completion.layout_completion import complete, with_layouts
-from .completion.stage_sends import Sent, brought, meshes_of
+from .completion.stage_sends import StageSend, meshes_of, with_stage_sends
 from .execution.fx_runner import Run, runner, to_fx
 from .execution.inductor import Kernels, compiled
 from .execution.kernel_files import machine, save_kernels, with_kernels
-from .execution.two_part_step import InTwo, LookAt, Looking, in_two
+from .execution.two_part_step import GradientInspector, InspectedStep, TwoPartStep, split_before_update
 from .files.admitted_operators import is_admitted, libraries_of
-from .files.alike_ranks import are_alike, first_alike, specs_data, specs_in, specs_of
-from .files.canonical_text import meaning_of, meaning_or_none
+from .files.alike_ranks import are_alike, first_alike, read_specs, specs_data, specs_in
+from .files.canonical_text import canonical_text, canonical_text_or_none
 from .files.encode import program_data
-from .files.program_file import load_program, no_program, save_program, told, write_whole
+from .files.program_file import convert_file_errors, load_program, program_file_error, save_program, write_whole
 from .guards import (
     OWN,
     Executed,
@@ -46,19 +54,27 @@ from .guards import (
     is_plain,
     observed,
 )
-from .program.backward_reads import ReadBack
+from .program.backward_reads import BackwardReads
 from .program.draft import Draft, Spot
-from .program.effects import asserts, crosses, draws, is_drawing, is_pure, is_view, writes_to
+from .program.effects import (
+    is_assertion,
+    is_cross_mesh,
+    is_pure,
+    is_random_call,
+    is_random_operator,
+    is_view,
+    writes_to,
+)
 from .program.layouts import Layouts, parse_layouts
 from .program.node import (
     ALWAYS,
     EVERYWHERE,
-    Carry,
+    Conversion,
     Edge,
     Node,
     Op,
     Origin,
-    Over,
+    Overwrite,
     Start,
     Value,
     Wait,
@@ -69,11 +85,11 @@ from .program.node import (
 )
 from .program.node_text import node_text, numbered, type_text
 from .program.program import Change, Input, Program, communication, communication_text, count_ops
-from .program.shape_inference import Names
-from .recording.dynamic_sizes import Fits, Holds, holds_of
+from .program.shape_inference import FreshNames
+from .recording.dynamic_sizes import BatchPredicate, SizeConditions, read_size_conditions
 from .recording.functionalization import overwriting
 from .recording.recording import is_lifted
-from .replay.joined_programs import joined
+from .replay.joined_programs import join_programs
 from .replay.loss_scale import HELD, LOSS_SCALE, Scaling
 from .replay.model_piece import Piece, record_piece
 from .replay.recorder import record_forward, record_gradients
@@ -91,10 +107,10 @@ from .rewriting.program_pass import (
 from .rewriting.rewrite_driver import Edit, rewrite
 from .rewriting.rewrite_rule import AnyRewrite, Rewrite, Rewriter
 from .rewriting.rule_check import check_rule, check_steps
-from .rewriting.rule_trace import carry
+from .rewriting.rule_trace import apply_step
 from .rewriting.termination_measure import Measure, measure_of
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
-from .update import StateKey, lies_as, made_states, new_state, record_update, runs_users_code
+from .update import StateKey, made_states, new_state, record_update, runs_users_code, unsharded_state_spec
 
 __all__ = [
     "ALWAYS",
@@ -102,66 +118,68 @@ __all__ = [
     "HELD",
     "LOSS_SCALE",
     "OWN",
+    "AliasClasses",
     "AnyRewrite",
+    "BackwardReads",
+    "BatchPredicate",
     "Capture",
     "CaptureError",
-    "Carry",
     "Change",
+    "Conversion",
     "Draft",
     "Edge",
     "Edit",
     "Executed",
-    "Fits",
+    "FreshNames",
+    "GradientInspector",
     "Guards",
-    "Holds",
     "Hook",
-    "InTwo",
     "Input",
+    "InspectedStep",
     "Kernels",
     "Layouts",
     "LiveMemory",
-    "LookAt",
-    "Looking",
     "Match",
     "Measure",
-    "Memories",
-    "Names",
+    "ModelTensor",
     "Node",
     "Op",
     "Operator",
     "Origin",
-    "Over",
+    "Overwrite",
     "OwnRules",
     "Pass",
     "Piece",
     "Program",
     "ProgramError",
     "ProgramFileError",
-    "ReadBack",
     "Rewrite",
     "RewriteError",
     "Rewriter",
     "RulePass",
     "Run",
     "Scaling",
-    "Sent",
     "SideEffectError",
-    "Slot",
+    "SizeConditions",
     "Spot",
+    "StageSend",
     "Start",
     "StateKey",
+    "TwoPartStep",
     "UserFunction",
     "Value",
     "Wait",
     "Work",
+    "alias_classes",
+    "alias_pairs",
     "apply_passes",
+    "apply_step",
     "are_alike",
-    "asserts",
     "backend_flags",
-    "brought",
+    "canonical_text",
+    "canonical_text_or_none",
     "capture",
     "captured_for",
-    "carry",
     "check_rule",
     "check_stages",
     "check_steps",
@@ -170,40 +188,36 @@ __all__ = [
     "communication_text",
     "compiled",
     "complete",
+    "convert_file_errors",
+    "copy_batch_inputs",
     "count_ops",
-    "crosses",
     "described",
     "dispatch_modes",
-    "draws",
     "executed_code",
     "first_alike",
-    "holds_of",
-    "in_two",
     "is_admitted",
-    "is_drawing",
+    "is_assertion",
+    "is_cross_mesh",
     "is_lifted",
     "is_plain",
     "is_pure",
+    "is_random_call",
+    "is_random_operator",
     "is_view",
-    "joined",
+    "join_programs",
     "libraries_of",
-    "lies_as",
     "linear_tail",
     "live_memory",
     "load_program",
-    "looked_at",
     "machine",
     "made_states",
     "map_values",
-    "meaning_of",
-    "meaning_or_none",
     "measure_of",
-    "memories",
     "meshes_of",
+    "model_tensors",
     "modes_on",
     "name_of",
     "new_state",
-    "no_program",
     "node_text",
     "note_step",
     "numbered",
@@ -211,6 +225,9 @@ __all__ = [
     "overwriting",
     "parse_layouts",
     "program_data",
+    "program_file_error",
+    "read_size_conditions",
+    "read_specs",
     "record_forward",
     "record_gradients",
     "record_piece",
@@ -226,23 +243,22 @@ __all__ = [
     "save_kernels",
     "save_program",
     "saving_is_hooked",
-    "slots_of",
     "specs_data",
     "specs_in",
-    "specs_of",
-    "spread",
+    "split_before_update",
     "strides_of",
     "tensor_dtype",
     "to_fx",
-    "told",
     "type_text",
+    "unsharded_state_spec",
     "values_in",
     "verify",
     "with_kernels",
     "with_layouts",
+    "with_stage_sends",
     "work_of",
     "write_whole",
-    "writes_outside",
+    "writes_external_tensors",
     "writes_to",
     "written_inputs",
 ]

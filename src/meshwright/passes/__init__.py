@@ -30,7 +30,7 @@ from .operators.identity_removal import Tidy
 from .strategies.amp import Amp
 from .strategies.gradient_accumulation import Merge
 from .strategies.sequence_parallel import SequenceParallel
-from .strategies.shard_parameters import ShardParameters, data_axes, sharded, shards
+from .strategies.shard_parameters import ShardParameters, batch_axes, further_sharded, further_sharded_specs
 
 __all__ = [
     "Amp",
@@ -56,8 +56,8 @@ __all__ = [
     "Share",
     "SplitProducts",
     "Tidy",
-    "data_axes",
+    "batch_axes",
+    "further_sharded",
+    "further_sharded_specs",
     "layer_of",
-    "sharded",
-    "shards",
 ]

@@ -17,7 +17,7 @@ from meshwright.layout import Layout, ProcessMesh, Product, Spec
 from meshwright.reshard import Step
 
 
-def is_even(spec: Spec) -> bool:
+def has_equal_shards(spec: Spec) -> bool:
     """True if all local tensors on the mesh have the same shape."""
     sizes = spec.mesh.sizes
     for n, dim in zip(spec.shape, spec.layout.dims, strict=True):
@@ -27,26 +27,28 @@ def is_even(spec: Spec) -> bool:
     return True
 
 
-def is_known(*values: Value) -> bool:
+def has_static_sizes(*values: Value) -> bool:
     """True if no size of the values is symbolic."""
     return all(isinstance(n, int) for v in values for n in v.shape)
 
 
-def row(mesh: ProcessMesh, length: int, dtype: torch.dtype, axes: Sequence[str], op: str | None = None) -> Spec:
+def row_spec(mesh: ProcessMesh, length: int, dtype: torch.dtype, axes: Sequence[str], op: str | None = None) -> Spec:
     """Return the spec of a row of `length` elements per rank.
 
     With `op`, the row is partial along `axes`. Otherwise it is sharded over `axes`, as the innermost axes. It is
     sharded over all other axes.
 
     >>> mesh = ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
-    >>> row(mesh, 5, torch.float32, ["dp"], "sum"), row(mesh, 5, torch.float32, ["dp"])
+    >>> row_spec(mesh, 5, torch.float32, ["dp"], "sum"), row_spec(mesh, 5, torch.float32, ["dp"])
     (f32[10@tp] +dp, f32[20@tp@dp])
     """
-    return shaped(mesh, (length,), dtype, axes, op)
+    return sharded_rows_spec(mesh, (length,), dtype, axes, op)
 
 
-def shaped(mesh: ProcessMesh, shape: Sequence[int], dtype: torch.dtype, axes: Sequence[str], op: str | None) -> Spec:
-    """Return the spec like `row` for local tensors of any shape; the first dim is sharded."""
+def sharded_rows_spec(
+    mesh: ProcessMesh, shape: Sequence[int], dtype: torch.dtype, axes: Sequence[str], op: str | None
+) -> Spec:
+    """Return the spec like `row_spec` for local tensors of any shape; the first dim is sharded."""
     cut = [a for a, n in mesh.sizes.items() if n > 1 and a not in axes] + ([] if op else list(axes))
     terms = tuple((a, op) for a in axes) if op else ()
     if not shape:
@@ -55,14 +57,14 @@ def shaped(mesh: ProcessMesh, shape: Sequence[int], dtype: torch.dtype, axes: Se
     return Spec(mesh, Layout((tuple(cut), *((),) * (len(shape) - 1)), terms), whole, dtype)
 
 
-def lie_alike(a: Spec, b: Spec) -> bool:
+def have_equal_local_tensors(a: Spec, b: Spec) -> bool:
     """True if both specs have equal local tensors; they may differ in the layout of their gradients."""
     if a.mesh is not b.mesh or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a.layout.dims == b.layout.dims and a.layout.partial == b.layout.partial
 
 
-def received(step: Step, src: Spec) -> int:
+def received_bytes(step: Step, src: Spec) -> int:
     """Return the bytes that the busiest rank receives: the first rank, which has the largest chunks."""
     return step.received(src, src.mesh.process_ids[0])
 
@@ -72,6 +74,6 @@ def is_only_use(draft: Draft, v: Value, by: Spot) -> bool:
     return draft.users(v) == (by,) and not draft.is_result(v)
 
 
-def place(origin: Origin) -> str:
+def origin_text(origin: Origin) -> str:
     """Return the origin of a node as text."""
     return " ".join(filter(None, [origin.phase, origin.layer, origin.where]))

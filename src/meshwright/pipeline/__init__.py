@@ -10,108 +10,108 @@ runtime      execution of a rank's row on its communicator
 from ._errors import ScheduleError, StageError
 from .partition.buffer_check import check_renewed
 from .partition.chunk_times import chunk_times
-from .partition.epilogue import behind_all, with_behind
-from .partition.microbatch_inputs import Intake, in_pieces, one_by_one
+from .partition.epilogue import joint_epilogue, with_epilogue
+from .partition.microbatch_inputs import MicrobatchInputs, separate_batches, split_batch
 from .partition.mirrored_model import mirrored
-from .partition.slice_operators import in_slices
-from .partition.stages import Stages, staged
-from .partition.step_parts import BEHIND, Parts, taken_apart
-from .partition.step_program import end_to_end, taken_up
+from .partition.slice_operators import slice_sequence
+from .partition.stages import Stages, split_stages
+from .partition.step_parts import EPILOGUE, RankParts, split_step
+from .partition.step_program import read_step_program, write_step_program
 from .runtime.runner import PipelineRun, check_fits
-from .runtime.weight_updates import Make
+from .runtime.weight_updates import ProgramMaker
 from .schedules.asynchronous import pipedream, pipedream_2bw
 from .schedules.bidirectional import chimera, chimera_doubled, dualpipe, dualpipe_v
 from .schedules.flush_schedules import eager_one_f_one_b, gpipe, one_f_one_b
 from .schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
-from .schedules.known_schedules import KNOWN, Known, Shape, known
+from .schedules.known_schedules import KNOWN_SCHEDULES, KnownSchedule, ScheduleSizes, schedule_by_name
 from .schedules.sliced_sequences import seq_one_f_one_b, terapipe
 from .schedules.v_shaped import v_half, v_min, zb_v
 from .schedules.zero_bubble import zb_h1, zb_h2
 from .schedules.zero_bubble_heuristic import zb_1p, zb_2p, zero_bubble
-from .simulation.batched_simulation import Runs
-from .simulation.compaction import squeezed
-from .simulation.picture import summary, svg, terminal, trace
-from .simulation.simulator import Timed, Timeline, Times, simulate
-from .table.action import Action, Kind, parse_action
-from .table.checker import channels, check
+from .simulation.batched_simulation import BatchedSimulation
+from .simulation.compaction import compacted
+from .simulation.picture import perfetto_trace, timeline_summary, timeline_svg, timeline_text
+from .simulation.simulator import TimedAction, Timeline, Times, simulate_schedule
+from .table.action import Action, ActionKind, parse_action
+from .table.checker import channels, check_schedule
 from .table.execution_order import Channel
 from .table.parser import parse_schedule
 from .table.peak_memory import Memory, peaks
 from .table.schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from .table.transfers import whole_backward, with_transfers
-from .table.weight_versions import is_stale, updates, weight_versions
+from .table.weight_versions import is_asynchronous, updates, weight_versions
 
 __all__ = [
-    "BEHIND",
-    "KNOWN",
+    "EPILOGUE",
+    "KNOWN_SCHEDULES",
     "Action",
+    "ActionKind",
+    "BatchedSimulation",
     "Channel",
     "Edge",
-    "Intake",
-    "Kind",
-    "Known",
-    "Make",
+    "KnownSchedule",
     "Memory",
-    "Parts",
+    "MicrobatchInputs",
     "PipelineRun",
-    "Runs",
+    "ProgramMaker",
+    "RankParts",
     "Schedule",
     "ScheduleError",
-    "Shape",
+    "ScheduleSizes",
     "StageError",
     "Stages",
-    "Timed",
+    "TimedAction",
     "Timeline",
     "Times",
-    "behind_all",
     "both_ways",
     "channels",
-    "check",
     "check_fits",
     "check_renewed",
+    "check_schedule",
     "chimera",
     "chimera_doubled",
     "chunk_times",
+    "compacted",
     "dualpipe",
     "dualpipe_v",
     "eager_one_f_one_b",
-    "end_to_end",
     "gpipe",
-    "in_pieces",
-    "in_slices",
     "interleaved_one_f_one_b",
     "interleaved_zero_bubble",
-    "is_stale",
-    "known",
+    "is_asynchronous",
+    "joint_epilogue",
     "linear",
     "looped",
     "looped_bfs",
     "mirrored",
-    "one_by_one",
     "one_f_one_b",
     "parse_action",
     "parse_schedule",
     "peaks",
+    "perfetto_trace",
     "pipedream",
     "pipedream_2bw",
+    "read_step_program",
+    "schedule_by_name",
+    "separate_batches",
     "seq_one_f_one_b",
-    "simulate",
-    "squeezed",
-    "staged",
-    "summary",
-    "svg",
-    "taken_apart",
-    "taken_up",
+    "simulate_schedule",
+    "slice_sequence",
+    "split_batch",
+    "split_stages",
+    "split_step",
     "terapipe",
-    "terminal",
-    "trace",
+    "timeline_summary",
+    "timeline_svg",
+    "timeline_text",
     "updates",
     "v_half",
     "v_min",
     "weight_versions",
     "whole_backward",
-    "with_behind",
+    "with_epilogue",
     "with_transfers",
+    "write_step_program",
     "zb_1p",
     "zb_2p",
     "zb_h1",

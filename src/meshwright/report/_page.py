@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from meshwright.pipeline import Timeline, svg
+from meshwright.pipeline import Timeline, timeline_svg
 from meshwright.search import Account, count, seconds, share, size
 
 from ._curve import drawn
@@ -137,7 +137,9 @@ def _timeline(timeline: Timeline) -> Markup:
     return joined(
         [
             element("p", said),
-            element("div", scrolled("time line of the pipeline", Markup(svg(picture, seconds))), class_="drawing"),
+            element(
+                "div", scrolled("time line of the pipeline", Markup(timeline_svg(picture, seconds))), class_="drawing"
+            ),
             table("seconds of each rank of the pipeline", head, rows, {1, 2, 3, 4}),
         ]
     )

@@ -2,65 +2,72 @@
 
 In reading order:
 
-    notation     rules as text and as data, and the interface of second forms
-    forms        second forms: local functions that run instead of an operator if a factor is sharded
+    notation     rules as text and as data, and the interface of local forms
+    forms        local forms: local functions that run instead of an operator if a factor is sharded
     rules        the rules of ATen operators, and the table that holds them
     derivation   the sharding choices of a call, derived from its rule
 """
 
 from ._errors import RuleError
-from .derivation.call import Call, Place, describe, describe_passing
-from .derivation.pending_sums import keeps_terms
+from .derivation.call import ArgumentPosition, Call, describe, describe_for_propagation
+from .derivation.pending_sums import is_exact_factor
 from .derivation.sharding_choices import (
-    ELSEWHERE,
-    REPEATED,
-    Bound,
+    OTHER_SHARDING,
+    REPLICATED,
+    AxisState,
+    BoundRule,
     Choice,
-    Held,
+    allows_pending_sums,
     bind,
     choices,
-    cut_choices,
-    dim_of,
     factor_axes,
-    factors_split,
-    lets_terms_pass,
-    refined,
-    term_choices,
+    factor_choices,
+    layout_dim,
+    pending_sum_choices,
+    split_factor,
+    split_sharded_products,
 )
 from .notation.equation import parse_rule
 from .notation.local_call import LocalCall
 from .notation.rule import Alternative, Rule
-from .rules.rule_table import Entry, drawn_rule, find_rule, is_computed, on_new_rule, register_rule
+from .rules.rule_table import (
+    Entry,
+    depends_on_arguments,
+    find_rule,
+    random_operator_rule,
+    register_rule,
+    registration_callbacks,
+)
 
 __all__ = [
-    "ELSEWHERE",
-    "REPEATED",
+    "OTHER_SHARDING",
+    "REPLICATED",
     "Alternative",
-    "Bound",
+    "ArgumentPosition",
+    "AxisState",
+    "BoundRule",
     "Call",
     "Choice",
     "Entry",
-    "Held",
     "LocalCall",
-    "Place",
     "Rule",
     "RuleError",
+    "allows_pending_sums",
     "bind",
     "choices",
-    "cut_choices",
+    "depends_on_arguments",
     "describe",
-    "describe_passing",
-    "dim_of",
-    "drawn_rule",
+    "describe_for_propagation",
     "factor_axes",
-    "factors_split",
+    "factor_choices",
     "find_rule",
-    "is_computed",
-    "keeps_terms",
-    "lets_terms_pass",
-    "on_new_rule",
+    "is_exact_factor",
+    "layout_dim",
     "parse_rule",
-    "refined",
+    "pending_sum_choices",
+    "random_operator_rule",
     "register_rule",
-    "term_choices",
+    "registration_callbacks",
+    "split_factor",
+    "split_sharded_products",
 ]

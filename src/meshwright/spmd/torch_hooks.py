@@ -22,7 +22,7 @@ def overload_of(op: OpOverload) -> str:
     return op._overloadname
 
 
-def tell_shapes(op: str, shapes: Callable[..., Any]) -> None:
+def register_meta_kernel(op: str, shapes: Callable[..., Any]) -> None:
     """Register a meta kernel for an ATen operator if torch has none; only a private name says if it has one."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "Meta"):
         _ON_META.impl(op, shapes)

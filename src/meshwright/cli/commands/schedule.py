@@ -15,18 +15,18 @@ from meshwright.cli.console.parser import UsageError
 from meshwright.graph import write_whole
 from meshwright.layout import InputError, MeshwrightError, read_text_file
 from meshwright.pipeline import (
-    KNOWN,
+    KNOWN_SCHEDULES,
     Schedule,
     Timeline,
     Times,
     channels,
-    check,
-    known,
+    check_schedule,
     parse_schedule,
-    simulate,
-    svg,
-    terminal,
-    trace,
+    perfetto_trace,
+    schedule_by_name,
+    simulate_schedule,
+    timeline_svg,
+    timeline_text,
     with_transfers,
 )
 
@@ -38,7 +38,7 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
     """Print the picture or the table, and write the files asked for. Returns 1 for a table that cannot run."""
     check_folder(settings.svg, settings.trace)
     if settings.name == "list":
-        told = {k.name: (k.make.__doc__ or "").splitlines()[0] for k in KNOWN.values()}
+        told = {k.name: (k.make.__doc__ or "").splitlines()[0] for k in KNOWN_SCHEDULES.values()}
         if settings.json:
             print_json({"schedules": told})
         else:
@@ -49,17 +49,17 @@ def schedule(settings: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"meshwright schedule: about {actions} actions, more than {MOST_ACTIONS}\n  fix: pass {few}")
     try:
         table = asked_schedule(settings)
-        check(table, stale=True)
-        timeline = simulate(table, Times(*settings.times[:3], transfer=settings.times[3]))
+        check_schedule(table, stale=True)
+        timeline = simulate_schedule(table, Times(*settings.times[:3], transfer=settings.times[3]))
     except MeshwrightError as error:
         print_text(error, file=sys.stderr)
         return FAILED
-    _write(settings.svg, svg, timeline)
-    _write(settings.trace, trace, timeline)
+    _write(settings.svg, timeline_svg, timeline)
+    _write(settings.trace, perfetto_trace, timeline)
     if settings.json:
         print_json(schedule_data(timeline))
     else:
-        print(str(table) if settings.table else terminal(timeline, settings.width, sys.stdout.isatty()))
+        print(str(table) if settings.table else timeline_text(timeline, settings.width, sys.stdout.isatty()))
     return 0
 
 
@@ -67,7 +67,7 @@ def asked_schedule(settings: argparse.Namespace) -> Schedule:
     """Return the schedule of a file, or a known schedule."""
     if Path(settings.name).exists():
         return parse_schedule(_read(settings.name))
-    k = known(settings.name)
+    k = schedule_by_name(settings.name)
     if k.takes:
         return k.make(settings.ranks, settings.microbatches, settings.chunks)
     if settings.chunks != 2:

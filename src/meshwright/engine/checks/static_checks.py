@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator, is_compared
-from meshwright.graph import Looking
+from meshwright.graph import InspectedStep
 from meshwright.tensor import DistTensor, collectives_of_call, map_tensors, tensors_in
 
 from .._errors import ReplicaError
@@ -37,7 +37,7 @@ class StepLike(Protocol):
     @property
     def run(self) -> Callable[..., Result]: ...
     @property
-    def apart(self) -> Looking | None: ...
+    def apart(self) -> InspectedStep | None: ...
 
 
 class StaticChecks:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.layout import MeshError, Spec
-from meshwright.passes import sharded
+from meshwright.passes import further_sharded
 from meshwright.tensor import DistTensor, distribute_as, keep_own_part
 
 from ..marks.module_memory import refuse_shared_parameters
@@ -111,7 +111,7 @@ def _cut_of(p: Tensor, axes: tuple[str, ...], least: int, asked: ShardingStage) 
             repr(asked), found, f"the parameter has no mesh axis {axis!r} to be sharded along",
             "call mw.shard_layer(model, mesh) before you create the optimizer, and name an axis of that mesh",
         )  # fmt: skip
-    return sharded(_spec(p), axes, least)
+    return further_sharded(_spec(p), axes, least)
 
 
 def _spec(p: Any) -> Spec:

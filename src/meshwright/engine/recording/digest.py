@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-from meshwright.graph import Capture, meaning_or_none, runs_users_code, writes_outside
+from meshwright.graph import Capture, canonical_text_or_none, runs_users_code, writes_external_tensors
 
 from .recorded_model import RecordedModel
 from .setting import torch_state
@@ -28,8 +28,8 @@ def digest_of(captured: Sequence[Capture], how: Any, model: RecordedModel) -> st
     """Return the checksum, or None if a recording runs code that no checksum covers."""
     optimizer, slots = model.optimizer, captured[0].slots
     hooked = any(slot.tensor._backward_hooks for slot in slots)
-    meanings = [meaning_or_none(each.program) for each in captured]
-    writes = any(writes_outside(each.program) for each in captured)
+    meanings = [canonical_text_or_none(each.program) for each in captured]
+    writes = any(writes_external_tensors(each.program) for each in captured)
     if hooked or writes or None in meanings or (optimizer is not None and runs_users_code(optimizer)):
         return None
     facts = [facts_text(model.network, optimizer), [*torch_state()], how, model.text()]

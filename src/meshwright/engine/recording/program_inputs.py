@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.comm import current_communicator
-from meshwright.graph import LOSS_SCALE, Capture, Input, Slot, lies_as, new_state
+from meshwright.graph import LOSS_SCALE, Capture, Input, ModelTensor, new_state, unsharded_state_spec
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, absent, as_part, distribute_as, keep_own_part
 
@@ -20,7 +20,7 @@ Fetch = Callable[[Sequence[Any]], Any]
 
 
 def fetch_of(
-    given: Input, slots: Sequence[Slot], optimizer: Optimizer | None = None, scale: LossScale | None = None
+    given: Input, slots: Sequence[ModelTensor], optimizer: Optimizer | None = None, scale: LossScale | None = None
 ) -> Fetch:
     """Return the function that fetches the input `given`; `slots` are the model's parameters and buffers."""
     if given.role in ("parameter", "buffer"):
@@ -50,7 +50,7 @@ def _of_group(optimizer: Optimizer, at: int) -> Fetch:
     return lambda leaves: float(optimizer.param_groups[at]["lr"])
 
 
-def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetch:
+def _of_state(optimizer: Optimizer, slots: Sequence[ModelTensor], given: Input) -> Fetch:
     """Return a function that reads the optimizer's current state; loading a state dict replaces the tensors.
 
     A missing state is created if the program has its first value. The state gets the layout of the program's input,
@@ -66,7 +66,7 @@ def _of_state(optimizer: Optimizer, slots: Sequence[Slot], given: Input) -> Fetc
     return lambda leaves: optimizer.state[parameter(leaves)][key]
 
 
-def states_fit(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> bool:
+def states_fit(inputs: Iterable[Input], slots: Sequence[ModelTensor], optimizer: Optimizer | None) -> bool:
     """True if a program can take the optimizer's states; missing ones may be created before the first step."""
     if optimizer is None:
         return True
@@ -99,7 +99,7 @@ def _first_state(given: Input, device: str) -> Tensor:
     return as_part(part, spec) if here.rank in spec.mesh else absent(part, spec)
 
 
-def _held(slots: Sequence[Slot], name: str) -> Fetch:
+def _held(slots: Sequence[ModelTensor], name: str) -> Fetch:
     """Return a function that reads the module's current tensor."""
     table, key = next(s.places[0] for s in slots if s.name == name)
     return lambda leaves: table[key]
@@ -129,7 +129,7 @@ def apply_captured_layouts(captured: Capture, optimizer: Optimizer | None) -> No
     apply_input_layouts(captured.program.inputs, captured.slots, optimizer)
 
 
-def apply_input_layouts(inputs: Iterable[Input], slots: Sequence[Slot], optimizer: Optimizer | None) -> None:
+def apply_input_layouts(inputs: Iterable[Input], slots: Sequence[ModelTensor], optimizer: Optimizer | None) -> None:
     """Give parameters, buffers and their states the layouts of the inputs."""
     held = {i.name: i for i in inputs if i.role in ("parameter", "buffer")}
     for slot in slots:
@@ -139,7 +139,7 @@ def apply_input_layouts(inputs: Iterable[Input], slots: Sequence[Slot], optimize
         lies = isinstance(slot.tensor, DistTensor) and slot.tensor.spec is given.spec
         states = optimizer.state.get(slot.tensor, {}) if optimizer is not None else {}
         for key, value in states.items():
-            spec = lies_as(value, given) if isinstance(value, Tensor) else None
+            spec = unsharded_state_spec(value, given) if isinstance(value, Tensor) else None
             if spec is not None and not (lies and isinstance(value, DistTensor)):
                 states[key] = keep_own_part(value, spec)
         if not lies:

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Slot, StateKey, slots_of
+from meshwright.graph import ModelTensor, StateKey, model_tensors
 from meshwright.tensor import local_parts
 
 from .memory_overlap import share_no_memory
@@ -29,9 +29,9 @@ class RecordedModel:
     optimizer: Optimizer | None
     strategy: Strategy
 
-    def slots(self) -> Sequence[Slot]:
+    def slots(self) -> Sequence[ModelTensor]:
         """Return the parameters and buffers."""
-        return slots_of(self.network)
+        return model_tensors(self.network)
 
     def states(self) -> dict[StateKey, Any]:
         """Return the optimizer's states by parameter and key; empty without an optimizer."""

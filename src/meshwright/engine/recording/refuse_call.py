@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Capture, dispatch_modes, saving_is_hooked, slots_of
+from meshwright.graph import Capture, dispatch_modes, model_tensors, saving_is_hooked
 from meshwright.tensor import DistTensor, flush, local_parts, shared_memory, sharing_views
 
 from .._errors import StaticError
@@ -71,7 +71,7 @@ def refuse_shared_new_layouts(captured: Capture, network: nn.Module | None = Non
         return spec is not None and not (isinstance(x, DistTensor) and x.spec is spec)
 
     laid = [slot for slot in captured.slots if is_laid(slot.name, slot.tensor)]
-    others = slots_of(network) if network is not None else captured.slots
+    others = model_tensors(network) if network is not None else captured.slots
     slots = list({id(slot.tensor): slot for slot in (*laid, *others)}.values())
     groups, pairs = shared_memory([slot.tensor for slot in slots], len(laid))
     for one, other, *_ in (*groups, *pairs):

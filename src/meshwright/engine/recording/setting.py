@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Capture, Guards, backend_flags, modes_on, slots_of
+from meshwright.graph import Capture, Guards, backend_flags, model_tensors, modes_on
 from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, local_parts
 
 from .._errors import StaticError
@@ -74,7 +74,7 @@ class Setting:
 
 def first_marks(network: nn.Module) -> dict[str, str]:
     """Return the layouts of parameters and buffers as text, by name."""
-    return {slot.name: layout_text(slot.tensor) for slot in slots_of(network)}
+    return {slot.name: layout_text(slot.tensor) for slot in model_tensors(network)}
 
 
 def facts_of(roots: Roots) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import class_text, described, slots_of
+from meshwright.graph import class_text, described, model_tensors
 from meshwright.layout import Spec
 from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, local_parts
 
@@ -52,7 +52,7 @@ def _modes() -> Iterator[str]:
 
 
 def _network(network: nn.Module) -> Iterator[str]:
-    for slot in slots_of(network):
+    for slot in model_tensors(network):
         grad = slot.is_parameter and slot.tensor.requires_grad
         yield f"{slot.name}: {layout_text(slot.tensor)} {grad} {_hooks(slot.tensor)}"
     for path, part in network.named_modules():
@@ -65,7 +65,7 @@ def _hooks(x: Tensor) -> str:
 
 
 def _optimizer(network: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    names = {id(s.tensor): s.name for s in slots_of(network)}
+    names = {id(s.tensor): s.name for s in model_tensors(network)}
     yield f"hooks {len(optimizer._optimizer_step_pre_hooks)} {len(optimizer._optimizer_step_post_hooks)}"
     for group in optimizer.param_groups:
         yield f"group {[names.get(id(p)) for p in group['params']]}"

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from meshwright.comm import Communicator, SimulatedCommunicator
 from meshwright.graph import (
+    BatchPredicate,
     Capture,
     Executed,
-    Fits,
     Input,
     Layouts,
     Program,
     Run,
     are_alike,
+    canonical_text_or_none,
     captured_for,
     complete,
     is_lifted,
     is_plain,
-    meaning_or_none,
     numbered,
     runner,
     specs_in,
@@ -45,7 +45,7 @@ class _Recorded:
     """A program, the rank that recorded it, and those of its constants that were the captured program's."""
 
     program: Program
-    fits: Fits
+    fits: BatchPredicate
     rank: int
     constants: tuple[Tensor, ...]
     ran: Executed
@@ -53,7 +53,7 @@ class _Recorded:
 
 def recorded_once(
     here: Communicator, captured: Capture, how: Any, record: Callable[[], Program], alike: bool
-) -> tuple[Program, Fits]:
+) -> tuple[Program, BatchPredicate]:
     """Return `record()` and the test of batches that fit it, or both as an earlier simulated rank recorded them.
 
     `how` is everything beside the captured program that the recording depends on. The n-th program that a rank records
@@ -139,7 +139,7 @@ def completed_once(here: Communicator, program: Program, given: Mapping[str, Spe
     Layouts of symbolic sizes are shared with no other rank, which has symbols of its own.
     """
     symbolic = any(i.role == "size" for i in program.inputs)
-    meaning = meaning_or_none(program) if isinstance(here, SimulatedCommunicator) and not symbolic else None
+    meaning = canonical_text_or_none(program) if isinstance(here, SimulatedCommunicator) and not symbolic else None
     if meaning is None:
         return complete(program, given)
     names = tuple(v.name for v in chain((i.value for i in program.inputs), *(node.outs for node in program.nodes)))

@@ -9,33 +9,33 @@ from typing import Any
 from meshwright.comm import current_communicator
 from meshwright.graph import Capture, Program, Value, apply_passes, record_gradients, verify
 from meshwright.pipeline import (
-    BEHIND,
-    Intake,
-    Make,
-    Parts,
+    EPILOGUE,
+    MicrobatchInputs,
     PipelineRun,
+    ProgramMaker,
+    RankParts,
     Schedule,
     StageError,
     Stages,
-    behind_all,
-    check,
     check_fits,
     check_renewed,
+    check_schedule,
     chunk_times,
-    end_to_end,
-    in_pieces,
-    in_slices,
-    is_stale,
-    known,
+    is_asynchronous,
+    joint_epilogue,
     mirrored,
-    one_by_one,
     parse_schedule,
-    staged,
-    taken_apart,
-    taken_up,
+    read_step_program,
+    schedule_by_name,
+    separate_batches,
+    slice_sequence,
+    split_batch,
+    split_stages,
+    split_step,
     updates,
     weight_versions,
-    with_behind,
+    with_epilogue,
+    write_step_program,
 )
 from meshwright.search import Problem, find_schedule
 from meshwright.tensor import leaves_in
@@ -62,8 +62,8 @@ class PipelineStep:
     `again` is the program of all updates of an asynchronous step but the first, if the first creates states.
     """
 
-    copies: tuple[Parts, ...]
-    intake: Intake
+    copies: tuple[RankParts, ...]
+    intake: MicrobatchInputs
     chosen: ScheduleChoice
     again: Program | None = None
 
@@ -72,7 +72,7 @@ class PipelineStep:
         again = None if self.again is None else act(self.again)
         return replace(self, copies=tuple(parts.after(act) for parts in self.copies), again=again)
 
-    def runs(self, make: Make, looks: bool = False) -> PipelineRun:
+    def runs(self, make: ProgramMaker, looks: bool = False) -> PipelineRun:
         """Return the step as a function of its inputs; `make` gives each of its programs as one.
 
         With `looks`, gradients can be looked at before the update, if it is a single one.
@@ -82,14 +82,14 @@ class PipelineStep:
 
     def end_to_end(self) -> tuple[Program, Mapping[str, Any]]:
         """Return all programs joined into one, to be read and saved, and the table that separates them."""
-        program, table = end_to_end(self.copies, self.intake, self.chosen.schedule)
+        program, table = write_step_program(self.copies, self.intake, self.chosen.schedule)
         return program, {**table, "why": self.chosen.why}
 
 
 def split_joined_step(program: Program, table: Mapping[str, Any]) -> PipelineStep:
     """Return the step that `PipelineStep.end_to_end` joined. Raises Python's own errors for a table of another form."""
-    copies, intake, schedule = taken_up(program, table)
-    check(schedule, stale=True)
+    copies, intake, schedule = read_step_program(program, table)
+    check_schedule(schedule, stale=True)
     check_fits(schedule, copies[0].stages)
     return PipelineStep(copies, intake, ScheduleChoice(schedule, str(table["why"])))
 
@@ -132,7 +132,7 @@ def pipeline_step(
         StageError, ScheduleError: the schedule does not fit the model's chunks.
         StrategyError: the schedule is for another number of microbatches.
     """
-    first, *_ = programs = [staged(c.program) for c in captured]
+    first, *_ = programs = [split_stages(c.program) for c in captured]
     trained = {slot.name for slot in captured[0].slots if slot.is_parameter and slot.tensor.requires_grad}
     chosen = _choose_schedule(strategy.pipeline, *first, trained)
     schedule = chosen.schedule
@@ -146,24 +146,24 @@ def pipeline_step(
     _check_alike([stages for (way, _), (_, stages) in zip(pairs, steps, strict=True) if way == 0])
     own = first[1].of(current_communicator().rank)
     split = own is not None and schedule.splits(own)
-    how = bool(schedule.recomputed), schedule.slices, split, is_stale(schedule)
-    copies = [taken_apart(step, stages, *how) for step, stages in steps]
+    how = bool(schedule.recomputed), schedule.slices, split, is_asynchronous(schedule)
+    copies = [split_step(step, stages, *how) for step, stages in steps]
     per_step = updates(schedule)
-    first_update, *others = update(behind_all(copies, schedule.sequences // per_step))
+    first_update, *others = update(joint_epilogue(copies, schedule.sequences // per_step))
     _check_updates(schedule, copies, first_update, others)
-    again = with_behind(copies, others[0])[0].programs[BEHIND] if others and per_step > 1 else None
-    copies = with_behind(copies, first_update)
+    again = with_epilogue(copies, others[0])[0].programs[EPILOGUE] if others and per_step > 1 else None
+    copies = with_epilogue(copies, first_update)
     if isinstance(batch, SeparateBatches):
         copy_of = [pairs.index(pair) for pair in zip(way_of, form_of, strict=True)]
-        return PipelineStep(copies, one_by_one(copies, copy_of, len(list(leaves_in(batch[0])))), chosen, again)
+        return PipelineStep(copies, separate_batches(copies, copy_of, len(list(leaves_in(batch[0])))), chosen, again)
     how = strategy.microbatches
     assert how is not None
-    return PipelineStep(copies, in_pieces(copies, schedule, how.leaves(list(leaves_in(batch)))), chosen, again)
+    return PipelineStep(copies, split_batch(copies, schedule, how.leaves(list(leaves_in(batch)))), chosen, again)
 
 
-def _check_updates(schedule: Schedule, copies: Sequence[Parts], first: Program, others: Sequence[Program]) -> None:
+def _check_updates(schedule: Schedule, copies: Sequence[RankParts], first: Program, others: Sequence[Program]) -> None:
     """Raise StageError if the several updates of an asynchronous step cannot be runs of one program."""
-    if not is_stale(schedule):
+    if not is_asynchronous(schedule):
         return
     last = others[0] if others else first
     states = (first.outputs["state"], last.outputs["state"])
@@ -186,7 +186,7 @@ def _staged_step(
     captured: Capture, found: tuple[Program, Stages], way: int, strategy: Strategy
 ) -> tuple[Program, Stages]:
     """Return the step of one microbatch in one direction through the chunks, and its stages."""
-    program, stages = staged(mirrored(captured.program, found[1])) if way else found
+    program, stages = split_stages(mirrored(captured.program, found[1])) if way else found
     return _step(replace(captured, program=program), strategy), stages
 
 
@@ -236,13 +236,13 @@ def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
             f"set slices = {found.slices}" if found.slices > 1 else 'set schedule_mode = "Seq1F1B", or slices = 1',
         )  # fmt: skip
     _check_meaning(found, options)
-    check(found, stale=options.asynchronous)
+    check_schedule(found, stale=options.asynchronous)
     return found
 
 
 def _check_meaning(found: Schedule, options: Pipeline) -> None:
     """Raise an error unless `asynchronous` says whether the schedule updates weights while batches are in flight."""
-    if is_stale(found) == options.asynchronous:
+    if is_asynchronous(found) == options.asynchronous:
         return
     if options.asynchronous:
         raise StrategyError(
@@ -262,7 +262,7 @@ def _check_meaning(found: Schedule, options: Pipeline) -> None:
 def _table(options: Pipeline, stages: Stages) -> Schedule:
     if "\n" in options.schedule_mode:
         return parse_schedule(options.schedule_mode)
-    how = known(options.schedule_mode)
+    how = schedule_by_name(options.schedule_mode)
     ranks, microbatches = len(stages.ranks), options.accumulate_steps
     if not how.takes:
         return how.make(ranks, microbatches)
@@ -290,7 +290,7 @@ def slice_sequences(program: Program, options: Pipeline) -> Program:
             "each position must be in one slice, and no slice may be empty",
             f"set slices = 2, or lengths whose sum is {total}",
         )  # fmt: skip
-    return in_slices(program, lengths)
+    return slice_sequence(program, lengths)
 
 
 def _even(total: int, count: int) -> list[int]:

@@ -11,23 +11,22 @@ from torch import Tensor
 
 from meshwright.comm import current_communicator, is_compared
 from meshwright.graph import (
+    BatchPredicate,
     Capture,
-    Fits,
     Input,
+    InspectedStep,
     Layouts,
-    Looking,
     Pass,
     Program,
     Run,
     StateKey,
     Value,
     apply_passes,
-    brought,
     capture,
     check_stages,
     compiled,
-    in_two,
-    joined,
+    copy_batch_inputs,
+    join_programs,
     libraries_of,
     made_states,
     meshes_of,
@@ -37,13 +36,14 @@ from meshwright.graph import (
     record_update,
     runner,
     runs_users_code,
-    spread,
+    split_before_update,
     tensor_dtype,
     verify,
     with_layouts,
+    with_stage_sends,
 )
 from meshwright.layout import Spec
-from meshwright.passes import data_axes, shards
+from meshwright.passes import batch_axes, further_sharded_specs
 from meshwright.tensor import leaves_in, stages_of
 
 from ..eager.optimizer import refuse_master_weights
@@ -95,7 +95,7 @@ class CompiledProgram:
     """Checksums of the calls that were captured for it."""
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
     """Place of an input that is a constant of the captured calls → number of this constant in the calls."""
-    apart: Looking | None = None
+    apart: InspectedStep | None = None
     """The step with the update as a part of its own, if gradients are looked at before it."""
     addresses: list[int] = field(default_factory=list[int])
     """The addresses of the tensors that the last check showed to share no memory with what the program writes."""
@@ -145,7 +145,9 @@ class Builder:
         """Measure the phases of a new program."""
         self.phases = RecordingPhases(f"{self.mode} program of {type(self.model.network).__name__}")
 
-    def build(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[CompiledProgram, Fits, Capture]:
+    def build(
+        self, batch: Sequence[Any], dynamic: Dynamic, key: Any
+    ) -> tuple[CompiledProgram, BatchPredicate, Capture]:
         """The program for such a batch, which other batches it fits, and the call that was captured for it.
 
         Ranks whose `key` is the same share the program.
@@ -156,7 +158,9 @@ class Builder:
         self.phases.tell()
         return found
 
-    def _built(self, batch: Sequence[Any], dynamic: Dynamic, key: Any) -> tuple[CompiledProgram, Fits, Capture]:
+    def _built(
+        self, batch: Sequence[Any], dynamic: Dynamic, key: Any
+    ) -> tuple[CompiledProgram, BatchPredicate, Capture]:
         if self.mode == "train" and self.model.strategy.pipeline.enable:
             return self._build_pipeline(batch, key)
         strategy = self.model.strategy
@@ -225,7 +229,7 @@ class Builder:
                 roots,
                 lambda: self._capture(batch, dynamic, roots, steady),
             )
-        program = self._on_stages(spread(captured.program))
+        program = self._on_stages(copy_batch_inputs(captured.program))
         check_stages(program)
         if self.mode == "train" and strategy.pipeline.enable:
             program = slice_sequences(program, strategy.pipeline)
@@ -263,7 +267,9 @@ class Builder:
         """The captured program; of a pipeline, each operand is sent to the stage that reads it."""
         meshes = meshes_of(program)
         in_stages = self.mode == "train" and self.model.strategy.pipeline.enable
-        return brought(program) if len(meshes) > 1 and (in_stages or stages_of(meshes) is not None) else program
+        return (
+            with_stage_sends(program) if len(meshes) > 1 and (in_stages or stages_of(meshes) is not None) else program
+        )
 
     def _uncut(self, program: Program, layouts: Layouts, batch: Sequence[Any]) -> dict[str, Spec]:
         """Whole rows for what a batch in pieces has plain, where its tensors would be cut along different axes.
@@ -286,7 +292,7 @@ class Builder:
         self.homes |= _state_layouts(captured, layouts)
         self.layouts = layouts
 
-    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[CompiledProgram, Fits, Capture]:
+    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[CompiledProgram, BatchPredicate, Capture]:
         """The actions of a pipeline's microbatches, each with a program."""
         strategy = self.model.strategy
         how = strategy.microbatches
@@ -366,7 +372,7 @@ class Builder:
             program.inputs,
             tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in program.inputs),
             tuple(writes[x] for x, _ in lowered.writes),
-            apart=in_two(lowered) if self.mode == "train" and is_compared() else None,
+            apart=split_before_update(lowered) if self.mode == "train" and is_compared() else None,
         )
 
     def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:
@@ -418,13 +424,13 @@ class Builder:
         sharding = strategy.sharding
         cut: Mapping[str, Spec] = {}
         if sharding.enable and sharding.stage < 3:
-            cut = shards(trained, sharding.axes or data_axes(captured.program), sharding.least)
+            cut = further_sharded_specs(trained, sharding.axes or batch_axes(captured.program), sharding.least)
         states, scaling = {**self.model.states(), **(made or {})}, strategy.amp.scaling
         captured.ran.before_update()
         with observed(captured.ran, runs_users_code(optimizer)):
             update = record_update(optimizer, names, trained, states, here.rank, here.size, cut, scaling)
         feeds = {i.value: grads[i.name] for i in update.inputs if i.role == "gradient"}
-        return joined(step, update, feeds, lambda a, b: {"out": a["out"], **b})
+        return join_programs(step, update, feeds, lambda a, b: {"out": a["out"], **b})
 
 
 def _input_layouts_with_dtype(program: Program, homes: Mapping[str, Spec]) -> dict[str, Spec]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from meshwright.comm import current_communicator
-from meshwright.graph import told
+from meshwright.graph import convert_file_errors
 from meshwright.layout import MeshwrightError
 
 from ..recording.recorded_model import RecordedModel
@@ -71,7 +71,7 @@ class ProgramCache:
         """Yield the programs with this digest for this rank; they may use operators of the `libraries`."""
         for path, row in self._read(model):
             with suppress(MeshwrightError, OSError):
-                found = told(path, lambda path=path, row=row: self._saved(path, row, digest, libraries))
+                found = convert_file_errors(path, lambda path=path, row=row: self._saved(path, row, digest, libraries))
                 if found is not None:
                     yield found
 

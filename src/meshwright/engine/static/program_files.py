@@ -18,22 +18,22 @@ from torch import Tensor
 
 from meshwright.comm import current_communicator
 from meshwright.graph import (
-    Holds,
     Program,
+    SizeConditions,
     are_alike,
     compiled,
+    convert_file_errors,
     first_alike,
-    holds_of,
     load_program,
     machine,
-    no_program,
+    model_tensors,
+    program_file_error,
+    read_size_conditions,
+    read_specs,
     save_kernels,
     save_program,
-    slots_of,
     specs_data,
     specs_in,
-    specs_of,
-    told,
     with_kernels,
 )
 from meshwright.layout import inside, read_file
@@ -157,7 +157,7 @@ def is_writer(found: Any) -> bool:
 
 def row_of(place: Path, variant: Variant[Any], kernels: bool = False, read_back: bool = True) -> dict[str, Any]:
     """Write the program of a variant into the folder, and return its row of the index."""
-    assert isinstance(variant.holds, Holds)
+    assert isinstance(variant.holds, SizeConditions)
     found = variant.program
     program: Program = found.program
     beside = place / f".program-{current_communicator().rank}.{os.getpid()}"
@@ -211,10 +211,10 @@ def load_programs(folder: Any, model: RecordedModel, trusted: TrustedCode) -> li
     place, found = Path(folder), list[tuple[str, SavedProgram]]()
     for path, index in read_indexes(place, model):
         _check_marks(place, index, model)
-        found += told(path, lambda path=path, index=index: _programs_for_this_rank(path, index, trusted))
+        found += convert_file_errors(path, lambda path=path, index=index: _programs_for_this_rank(path, index, trusted))
     if not found:
         rank = current_communicator().rank
-        raise no_program(place, f"the parts of rank {rank} have other shapes than those of the saved programs")
+        raise program_file_error(place, f"the parts of rank {rank} have other shapes than those of the saved programs")
     return found
 
 
@@ -228,7 +228,7 @@ def _programs_for_this_rank(path: Path, index: Row, trusted: TrustedCode) -> lis
 def is_for_this_rank(row: Row) -> bool:
     """True if the program of the row is for this rank."""
     rank, here = int(row["rank"]), current_communicator().rank
-    return rank == here or (row["shared"] is True and are_alike(specs_of(row["parts"]), rank, here))
+    return rank == here or (row["shared"] is True and are_alike(read_specs(row["parts"]), rank, here))
 
 
 def saved_of(place: Path, row: Row, trusted: TrustedCode) -> SavedProgram:
@@ -244,7 +244,7 @@ def saved_of(place: Path, row: Row, trusted: TrustedCode) -> SavedProgram:
     if any(program.inputs[at].role != "constant" for at in constants):
         raise ValueError(f"inputs {sorted(constants)} are not all constants of the program")
     found = SavedProgram(
-        program, holds_of(row["holds"]), row["shared"] is True, kernels, table, captures_of(row), constants
+        program, read_size_conditions(row["holds"]), row["shared"] is True, kernels, table, captures_of(row), constants
     )
     _ = found.piped  # raises for a table of another form
     return found
@@ -258,7 +258,7 @@ def captures_of(row: Row) -> tuple[str, ...]:
 
 def _check_marks(folder: Path, index: Row, model: RecordedModel) -> None:
     """Raise StaticError for tensors that have neither their first layout nor the one that programs take."""
-    for slot in slots_of(model.network):
+    for slot in model_tensors(model.network):
         lies, first = layout_text(slot.tensor), index["marks"].get(slot.name, "missing")
         if lies not in (first, index["homes"].get(slot.name)):
             raise other_model(folder, slot.name, first, lies)

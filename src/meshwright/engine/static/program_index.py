@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.comm import current_communicator
-from meshwright.graph import no_program, told, write_whole
+from meshwright.graph import convert_file_errors, program_file_error, write_whole
 from meshwright.layout import read_file, read_json
 
 from .._errors import StaticError
@@ -87,9 +87,9 @@ def read_indexes(folder: Path, model: RecordedModel) -> Iterator[tuple[Path, dic
     """
     paths = sorted(islice(folder.glob("programs-*.json"), MOST_INDEXES))
     if not paths:
-        raise no_program(folder, "this folder has no index of programs, such as programs-0.json")
+        raise program_file_error(folder, "this folder has no index of programs, such as programs-0.json")
     for path in paths:
-        index = told(path, lambda path=path: _index(read_file(path, MOST_INDEX, links=False)))
+        index = convert_file_errors(path, lambda path=path: _index(read_file(path, MOST_INDEX, links=False)))
         _check(folder, index, model)
         yield path, index
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from meshwright.comm import PostedCommunicator, current_communicator
 from meshwright.layout import ProcessMesh
 from meshwright.passes import Merge
-from meshwright.pipeline import Kind, Schedule, StageError, Stages
+from meshwright.pipeline import ActionKind, Schedule, StageError, Stages
 
 from ..recording.strategy import Pipeline
 from ..static.pipeline_step import schedule_of
 
-_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """The actions that run a backward pass. It computes the gradients of weights too, so W has nothing left to do."""
 
 
@@ -64,7 +64,7 @@ class Microbatches:
         running: dict[int, Tensor] = {}
         total: Any = 0.0
         for is_backward, m in self._row(here.rank):
-            name = f"{Kind.BACKWARD if is_backward else Kind.FORWARD}{m}"
+            name = f"{ActionKind.BACKWARD if is_backward else ActionKind.FORWARD}{m}"
             with here.during(2 * m + is_backward), here.seen.doing("pipeline", name):
                 if is_backward:
                     loss = running.pop(m)
@@ -79,7 +79,7 @@ class Microbatches:
         """Yield (is_backward, microbatch) in the order of this rank; a rank without a stage follows the first stage."""
         for action in self.schedule.rows[self._stages.of(rank) or 0]:
             for atom in action.atoms:
-                if atom.kind is Kind.FORWARD or atom.kind in _BACKWARD:
+                if atom.kind is ActionKind.FORWARD or atom.kind in _BACKWARD:
                     yield atom.kind in _BACKWARD, atom.microbatch
 
     def _autocast(self) -> AbstractContextManager[Any]:

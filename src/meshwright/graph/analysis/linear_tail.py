@@ -6,7 +6,7 @@ import torch
 
 from meshwright.reshard import AllGather, AllReduce, AllToAll, Exchange, ReduceScatter, Slice, View
 
-from ..program.node import Carry, Node, Value
+from ..program.node import Conversion, Node, Value
 from ..program.program import Program
 
 aten = torch.ops.aten
@@ -25,13 +25,13 @@ def linear_tail(program: Program, v: Value) -> list[Node]:
     while node is not None and is_linear(node):
         found.append(node)
         node = program.producers.get(node.ins[0])
-    while found and not (isinstance(found[-1].op, Carry) and found[-1].op.communicates):
+    while found and not (isinstance(found[-1].op, Conversion) and found[-1].op.communicates):
         found.pop()
     return found
 
 
 def is_linear(node: Node) -> bool:
     """True if the node is linear in its first operand: f(x + y) = f(x) + f(y)."""
-    if isinstance(node.op, Carry):
+    if isinstance(node.op, Conversion):
         return isinstance(node.op.step, SUMS) and getattr(node.op.step, "op", "sum") in ("sum", "avg")
     return node.op in LINEAR

@@ -15,7 +15,7 @@ from meshwright.reshard import Exchange, Fill, View
 
 from .._errors import RewriteError
 from ..program.effects import writes_to
-from ..program.node import Carry, Node, OnCopy, Op, Over, Start, Value, Wait, name_of, values_in
+from ..program.node import Conversion, Node, Op, Overwrite, Start, Value, Wait, WriteToCopies, name_of, values_in
 from ..program.program import Program
 from ..torch_hooks import Operator
 
@@ -42,25 +42,25 @@ SECRET_VIEWS_OF: dict[str, Callable[..., bool]] = {
 """Such operators that share memory only for some arguments, with a predicate on the arguments."""
 
 
-def looked_at(node: Node) -> Iterator[tuple[Value, Value]]:
+def alias_pairs(node: Node) -> Iterator[tuple[Value, Value]]:
     """Yield (result, argument) for each pair that may share memory."""
     op = node.op
-    if isinstance(op, Carry):
+    if isinstance(op, Conversion):
         if _keeps_the_part(op):
             yield from ((v, x) for v in node.outs for x in node.ins)
     elif isinstance(op, Wait):
         yield from ((v, node.args[0]) for v in node.outs)
-    elif isinstance(op, Over):
+    elif isinstance(op, Overwrite):
         for place, held in zip(op.places, _given(node, op.places), strict=True):
             made = node.out if len(op.places) == 1 else node.out[op.places.index(place)]
             yield from zip(values_in(made), values_in(held), strict=True)
     elif isinstance(op, Operator):
         yield from _by_schema(op, node)
-    elif not isinstance(op, (OnCopy, Start)):
+    elif not isinstance(op, (WriteToCopies, Start)):
         yield from ((v, x) for v in node.outs for x in node.ins if v.is_tensor and x.is_tensor)
 
 
-def _keeps_the_part(op: Carry) -> bool:
+def _keeps_the_part(op: Conversion) -> bool:
     """True if running the step may return the local tensor itself."""
     if isinstance(op.step, Fill):
         return op.step.op not in ("sum", "prod")
@@ -92,7 +92,7 @@ def _given(node: Node, places: Sequence[int | str]) -> Iterator[Any]:
 
 
 @dataclass(slots=True)
-class Memories:
+class AliasClasses:
     """Union-find of values that share memory. `of` returns the representative: the value that was added first."""
 
     _above: dict[Value, Value] = field(default_factory=dict[Value, Value])
@@ -118,15 +118,15 @@ class Memories:
         self._above[b] = a
 
 
-def memories(program: Program) -> Memories:
+def alias_classes(program: Program) -> AliasClasses:
     """Return the groups of a program's values that share memory, or may share it."""
-    found = Memories()
+    found = AliasClasses()
     for given in program.inputs:
         found.add(given.value)
     for node in program.nodes:
         for v in node.outs:
             found.add(v)
-        for v, x in looked_at(node):
+        for v, x in alias_pairs(node):
             found.join(v, x)
     return found
 
@@ -174,7 +174,7 @@ class LiveMemory:
 
 def live_memory(program: Program, released: Collection[Value] = ()) -> LiveMemory:
     """Return the live memory at each node. Inputs in `released` are live only until their last read."""
-    found = memories(program)
+    found = alias_classes(program)
     last = _last_reads(program, found)
     freed = {found.of(v) for v in released}
     spans: dict[Value, tuple[int, int]] = {}
@@ -197,16 +197,16 @@ def _owners(program: Program) -> Iterator[tuple[Value, int]]:
     """Yield the values with memory of their own, and the index of the node that produces each; -1 for inputs."""
     yield from ((given.value, -1) for given in program.inputs if given.value.is_tensor)
     for at, node in enumerate(program.nodes):
-        borrowed = {v for v, _ in looked_at(node)} if _is_told(node.op) else set[Value]()
+        borrowed = {v for v, _ in alias_pairs(node)} if _is_told(node.op) else set[Value]()
         yield from ((v, at) for v in node.outs if v.is_tensor and v not in borrowed)
 
 
 def _is_told(op: Op) -> bool:
     """False for Python functions: it is unknown if their results have memory of their own."""
-    return isinstance(op, (Carry, Start, Wait, Over, OnCopy, Operator))
+    return isinstance(op, (Conversion, Start, Wait, Overwrite, WriteToCopies, Operator))
 
 
-def _last_reads(program: Program, found: Memories) -> dict[Value, int]:
+def _last_reads(program: Program, found: AliasClasses) -> dict[Value, int]:
     last: dict[Value, int] = {}
     for at, node in enumerate(program.nodes):
         for v in (*node.ins, *node.outs):
@@ -221,7 +221,7 @@ def read_last(program: Program) -> set[Node]:
 
     Inputs never count, since the caller may read them.
     """
-    found = memories(program)
+    found = alias_classes(program)
     last = _last_reads(program, found)
     given = {found.of(i.value) for i in program.inputs}
     operands = ((at, node, found.of(node.ins[0])) for at, node in enumerate(program.nodes) if node.ins)
@@ -231,7 +231,7 @@ def read_last(program: Program) -> set[Node]:
 def written_inputs(program: Program) -> set[Value]:
     """Return the inputs that nodes of the program overwrite."""
     writing = [node for node in program.nodes if writes_to(node.op)]
-    found = memories(program) if writing else Memories()
+    found = alias_classes(program) if writing else AliasClasses()
     roots = {found.of(x) for node in writing for x in values_in(tuple(_given(node, writes_to(node.op))))}
     return {given.value for given in program.inputs if writing and found.of(given.value) in roots}
 
@@ -254,7 +254,7 @@ def overwritten(program: Program) -> Iterator[tuple[str, str, str]]:
     """
     if not any(writes_to(node.op) for node in program.nodes):
         return
-    found, kept = Memories(), {x for x, _ in program.writes}
+    found, kept = AliasClasses(), {x for x, _ in program.writes}
     stale: set[Value] = set()
     members: dict[Value, set[Value]] = {}
     for given in program.inputs:
@@ -274,11 +274,11 @@ def overwritten(program: Program) -> Iterator[tuple[str, str, str]]:
     yield from (("return", repr(v), "its memory was overwritten") for v in program.results if v in stale)
 
 
-def _take_in(node: Node, found: Memories, members: dict[Value, set[Value]]) -> None:
+def _take_in(node: Node, found: AliasClasses, members: dict[Value, set[Value]]) -> None:
     for v in node.outs:
         found.add(v)
         members[v] = {v}
-    for v, x in looked_at(node):
+    for v, x in alias_pairs(node):
         mine, other = members.pop(found.of(v)), members.pop(found.of(x), set[Value]())
         found.join(v, x)
         members[found.of(v)] = mine | other

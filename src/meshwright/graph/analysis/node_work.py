@@ -12,7 +12,7 @@ import torch
 from meshwright.layout import hint
 
 from ..program.effects import is_view
-from ..program.node import Node, OnCopy, Over, Value
+from ..program.node import Node, Overwrite, Value, WriteToCopies
 from ..torch_hooks import Operator
 from .live_memory import SECRET_VIEWS
 
@@ -32,7 +32,7 @@ def work_of(node: Node) -> Work:
     Views, conversion steps and functions of numbers count zero. A matrix product, convolution or attention counts two
     operations per multiplication; other operators count one operation per element of the results.
     """
-    op = node.op.op if isinstance(node.op, (OnCopy, Over)) else node.op
+    op = node.op.op if isinstance(node.op, (WriteToCopies, Overwrite)) else node.op
     made = [v for v in node.outs if v.is_tensor]
     dtype = _dtype((*node.ins, *made))
     if not isinstance(op, Operator) or not made or _is_free(op):

@@ -12,7 +12,7 @@ from meshwright.layout import hint
 from meshwright.reshard import View
 from meshwright.tensor import map_tensors
 
-from ..program.node import Carry, Node, Start, Value, Wait, bind_values, map_values
+from ..program.node import Conversion, Node, Start, Value, Wait, bind_values, map_values
 from ..program.program import Input, Program
 from ..program.shape_inference import carried_shape
 from ..torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
@@ -74,7 +74,7 @@ def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:
         return args[0]
     if isinstance(node.op, Start):
         return args[0].new_empty(_known(carried_shape(node.op.carry, node.ins[0], rank)))
-    if isinstance(node.op, Carry):
+    if isinstance(node.op, Conversion):
         shape = _known(carried_shape(node.op, node.ins[0], rank))
         return args[0].reshape(shape) if isinstance(node.op.step, View) else args[0].new_empty(shape)
     if isinstance(node.op, Operator) and isinstance(node.out, Value) and not isinstance(node.out.dtype, torch.dtype):

@@ -8,7 +8,7 @@ from .._errors import ProgramError
 from ..program.node import Node, Value, name_of, values_in
 from ..program.node_text import node_text, type_text
 from ..program.program import Program
-from ..program.shape_inference import Names, infer
+from ..program.shape_inference import FreshNames, infer
 from .live_memory import overwritten
 
 
@@ -56,7 +56,7 @@ def _ends(program: Program) -> Iterator[tuple[str, str, str]]:
 def _types(program: Program) -> Iterator[tuple[str, str, str]]:
     for node in program.nodes:
         try:
-            out = infer(node.op, node.args, node.kwargs, program.rank, Names(iter(())))
+            out = infer(node.op, node.args, node.kwargs, program.rank, FreshNames(iter(())))
         except Exception as error:  # torch raises various errors for such arguments
             yield node_text(node), str(error).split("\n")[0], f"{name_of(node.op)} does not take such arguments"
             return

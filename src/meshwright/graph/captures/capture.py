@@ -22,21 +22,21 @@ from meshwright.tensor import DistTensor, full_tensor, map_leaves
 
 from .._errors import SideEffectError
 from ..analysis.constant_folding import constant_values, folded
-from ..files.canonical_text import meaning_or_none
-from ..guards import Comparison, Executed, Places, code_text, steady
+from ..files.canonical_text import canonical_text_or_none
+from ..guards import Comparison, Executed, ReadSlots, check_repeatable, code_text
 from ..program.node import Value
 from ..program.node_text import numbered
 from ..program.program import Program
 from ..recording.detached_writes import check_late_writes
-from ..recording.dynamic_sizes import BatchSize, DynamicSizes, Fits, sizes_hold
+from ..recording.dynamic_sizes import BatchPredicate, BatchSize, DynamicSizes, size_conditions
 from ..recording.recording import Recording
 from ..torch_hooks import FakeMode, new_sizes
-from .capture_environment import Stage, called
+from .capture_environment import CaptureEnvironment, called
 from .interception import check_hooks
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ModelTensor:
     """A parameter or buffer: its first name, all module tables that hold it, and its spec if it is a DistTensor."""
 
     name: str
@@ -54,7 +54,7 @@ class Capture:
     """A captured forward pass: its program, the model's parameters and buffers, and the symbols that are inputs."""
 
     program: Program
-    slots: tuple[Slot, ...]
+    slots: tuple[ModelTensor, ...]
     mode: FakeMode = field(repr=False)
     symbols: Mapping[Value, Any] = field(repr=False)
     opened: Sequence[tuple[BatchSize, Any]] = field(repr=False, default=())
@@ -66,20 +66,20 @@ class Capture:
     """Checksum of the first pass and of the code that ran in it; None if one pass was enough."""
     recording: Recording | None = field(repr=False, default=None)
     """The recording of the pass, which knows the value of each tensor; None after the last pass."""
-    places: Places | None = field(repr=False, default=None)
+    places: ReadSlots | None = field(repr=False, default=None)
     """All places that the code which ran can read; None if the call set some."""
     is_own: bool = True
     """True if the capture is right for its own module alone, even if another one is alike wherever code can read."""
     looks: Sequence[Any] = field(repr=False, default=())
     """Each parameter and buffer as the pass saw it."""
 
-    def fits(self) -> Fits:
+    def fits(self) -> BatchPredicate:
         """Return a predicate on batches: True if their sizes meet the conditions recorded so far."""
         sources = {i.value: i.source for i in self.program.inputs if i.role == "size"}
-        return sizes_hold(self.mode, self.symbols, sources, self.opened)
+        return size_conditions(self.mode, self.symbols, sources, self.opened)
 
 
-def slots_of(module: nn.Module) -> tuple[Slot, ...]:
+def model_tensors(module: nn.Module) -> tuple[ModelTensor, ...]:
     """Return the module's parameters and buffers, each once under its first name."""
     found: dict[int, tuple[str, Tensor, bool, list[tuple[dict[str, Any], str]]]] = {}
     for path, part in module.named_modules():
@@ -89,7 +89,7 @@ def slots_of(module: nn.Module) -> tuple[Slot, ...]:
                     continue
                 name = f"{path}.{key}" if path else key
                 found.setdefault(id(value), (name, value, is_parameter, []))[3].append((table, key))
-    return tuple(Slot(name, x, tuple(places), is_p) for name, x, is_p, places in found.values())
+    return tuple(ModelTensor(name, x, tuple(places), is_p) for name, x, is_p, places in found.values())
 
 
 def capture(
@@ -125,7 +125,7 @@ def capture(
     def run() -> Capture:
         return _captured(module, call, batch, dynamic or {}, most)
 
-    done = steady(roots, run, Comparison(_same, known, _numbers_of, _asked_by), asked, beside or {})
+    done = check_repeatable(roots, run, Comparison(_same, known, _numbers_of, _asked_by), asked, beside or {})
     found, ran = done.gave, done.ran
     own = communicator_lookups() > reads or ran.asks_thread or found.symbols or _holds_objects(found.program)
     return replace(found, ran=ran, checksum=checksum, recording=None, places=done.places, is_own=bool(own))
@@ -137,7 +137,7 @@ def _asked_by(captured: Capture) -> Sequence[Tensor]:
 
 def _holds_objects(program: Program) -> bool:
     """True if the program holds tensors or code of the module that was captured."""
-    return any(i.role == "constant" for i in program.inputs) or meaning_or_none(program) is None
+    return any(i.role == "constant" for i in program.inputs) or canonical_text_or_none(program) is None
 
 
 def captured_for(captured: Capture, module: nn.Module, roots: Mapping[str, Any]) -> Capture | None:
@@ -145,7 +145,7 @@ def captured_for(captured: Capture, module: nn.Module, roots: Mapping[str, Any])
 
     `roots` are all objects that count for the places. The batch, and the state of torch, have to be alike too.
     """
-    slots = slots_of(module)
+    slots = model_tensors(module)
     if captured.places is None or captured.is_own or list(map(_look, slots)) != captured.looks:
         return None
     tensors = {id(other.tensor): slot.tensor for slot, other in zip(slots, captured.slots, strict=True)}
@@ -153,7 +153,7 @@ def captured_for(captured: Capture, module: nn.Module, roots: Mapping[str, Any])
     return None if places is None else replace(captured, slots=slots, ran=places.ran.copy(), places=places)
 
 
-def _look(slot: Slot) -> Any:
+def _look(slot: ModelTensor) -> Any:
     """Return all that a pass can see of a parameter or buffer, without the attributes that users give it."""
     x = slot.tensor
     keys = tuple(key for _, key in slot.places)
@@ -162,7 +162,7 @@ def _look(slot: Slot) -> Any:
 
 def _checksum(program: Program, ran: Executed) -> str | None:
     """Return a checksum of the captured program and of the code from files that ran; None if the program has none."""
-    meaning = meaning_or_none(program)
+    meaning = canonical_text_or_none(program)
     codes = sorted(code_text(code) for code, _ in ran.codes.values() if not code.co_filename.startswith("<"))
     return None if meaning is None else sha256("\n".join([meaning, *codes]).encode()).hexdigest()
 
@@ -201,11 +201,11 @@ def _captured(
     most: int | None,
 ) -> Capture:
     check_hooks(module)
-    slots = slots_of(module)
+    slots = model_tensors(module)
     recording = Recording(above=True)
     sizes = new_sizes(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # inputs tell all sizes
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=sizes)
-    stage = Stage(module, mode, recording, DynamicSizes(mode, recording, dynamic), most)
+    stage = CaptureEnvironment(module, mode, recording, DynamicSizes(mode, recording, dynamic), most)
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
     args = _given_batch(stage, tuple(batch))
     with _swapped(slots, fakes):
@@ -221,7 +221,7 @@ def _captured(
     return Capture(program, slots, mode, stage.sizes.values, opened, asked, recording=recording, looks=looks)
 
 
-def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _assigned(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return the buffers that the forward pass replaced, each with its new tensor.
 
     Raises SideEffectError for a replaced parameter, and for a buffer whose shape or dtype changed.
@@ -242,7 +242,7 @@ def _assigned(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> list[tuple[Tens
     return found
 
 
-def _given_batch(stage: Stage, batch: tuple[Any, ...]) -> Any:
+def _given_batch(stage: CaptureEnvironment, batch: tuple[Any, ...]) -> Any:
     """Return the batch with fake tensors. Each one is an input; its source is its index among the batch's leaves."""
     number = count()
 
@@ -256,7 +256,7 @@ def _given_batch(stage: Stage, batch: tuple[Any, ...]) -> Any:
 
 
 @contextmanager
-def _swapped(slots: Sequence[Slot], fakes: Sequence[Tensor]) -> Generator[None]:
+def _swapped(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> Generator[None]:
     """Replace the modules' tensors by the fake tensors inside the context."""
     try:
         for slot, fake in zip(slots, fakes, strict=True):

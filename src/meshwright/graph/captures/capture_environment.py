@@ -29,12 +29,12 @@ from meshwright.tensor import (
 
 from .._errors import CaptureError
 from ..guards import unobserved, unobserved_if_torchs
-from ..program.effects import draws, writes_to
+from ..program.effects import is_random_operator, writes_to
 from ..program.node import Node, Origin
 from ..recording.dynamic_sizes import DynamicSizes
 from ..recording.recording import Recording, written_by
 from ..torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
-from .external_writes import Outside
+from .external_writes import ExternalTensors
 from .interception import intercepted
 
 WITHOUT_NUMBERS = "use tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
@@ -101,7 +101,7 @@ def _too_long(nodes: Sequence[Node], most: int) -> CaptureError:
     )  # fmt: skip
 
 
-class Stage:
+class CaptureEnvironment:
     """Environment in which a forward pass is captured."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Stage:
         self.module, self.mode, self.recording, self.sizes, self.most = module, mode, recording, sizes, most
         self.path: list[str] = [""]
         self.asked: list[Tensor] = []
-        self.outside = Outside(mode)
+        self.outside = ExternalTensors(mode)
         self.in_node = False
         recording.origin = self.origin
 
@@ -167,9 +167,9 @@ class Stage:
                 return unobserved(self.outside.run)(op, args, kwargs)
         if op is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self.outside.lifted(args[0])
-        if draws(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
+        if is_random_operator(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # its content is unknown before the program runs
-        if not draws(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
+        if not is_random_operator(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
             return unobserved_if_torchs(op)(*args, **kwargs)
         with self.mode:
             return unobserved_if_torchs(op)(*args, **kwargs)

@@ -18,7 +18,7 @@ from meshwright.tensor import map_tensors, tensors_in
 from .._errors import CaptureError
 from ..completion.stage_sends import meshes_of
 from ..program.effects import is_view, writes_to
-from ..program.node import Place
+from ..program.node import ArgumentPosition
 from ..program.program import Program
 from ..recording.functionalization import FRESH, IDENTITIES
 from ..recording.recording import is_lifted
@@ -28,7 +28,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(slots=True)
-class Outside:
+class ExternalTensors:
     """The external tensors that were written to, identified by their memory, and the fake tensors for them."""
 
     mode: FakeMode
@@ -47,7 +47,7 @@ class Outside:
             self._arrays[memory_of(copy)] = copy  # kept alive, so that no other tensor gets its memory
         return copy
 
-    def note(self, written: Mapping[Place, Tensor], inside: Callable[[Tensor], bool]) -> None:
+    def note(self, written: Mapping[ArgumentPosition, Tensor], inside: Callable[[Tensor], bool]) -> None:
         """Note the external tensors that an operator is about to write to.
 
         Raises CaptureError for a tensor in the memory of a NumPy array.
@@ -116,7 +116,7 @@ def _check_kept(x: Tensor, fake: Tensor) -> None:
         )  # fmt: skip
 
 
-def writes_outside(program: Program) -> bool:
+def writes_external_tensors(program: Program) -> bool:
     """True if the program writes a tensor that Python code holds and that is no buffer of a module."""
     outside = {i.value for i in program.inputs if i.role == "constant" and not is_lifted(i.source)}
     return any(x in outside for x, _ in program.writes)
@@ -124,7 +124,7 @@ def writes_outside(program: Program) -> bool:
 
 def check_stages(program: Program) -> None:
     """Raise CaptureError for a program on several meshes that writes an external tensor, which all ranks hold."""
-    if writes_outside(program) and len(meshes_of(program)) > 1:
+    if writes_external_tensors(program) and len(meshes_of(program)) > 1:
         raise CaptureError(
             "capturing a model whose modules are on several meshes", "a write to an outside tensor",
             "every rank holds the tensor, but only the ranks of the writing module would see the write",

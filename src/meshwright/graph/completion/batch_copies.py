@@ -10,12 +10,12 @@ from meshwright.tensor import ReshardMark
 
 from ..program.node import Node, Value, map_values
 from ..program.program import Input, Program
-from ..program.shape_inference import Names
+from ..program.shape_inference import FreshNames
 
 _Copies = dict[tuple[Value, ProcessMesh, Layout], Input]
 
 
-def spread(program: Program) -> Program:
+def copy_batch_inputs(program: Program) -> Program:
     """Return the captured program in which each mark of a plain batch leaf reads an input of its own mesh and layout.
 
     So the batch is not sent between meshes. Leaves that only one mesh reads are unchanged.
@@ -25,7 +25,9 @@ def spread(program: Program) -> Program:
     meshes: dict[Value, set[ProcessMesh]] = {}
     for node in marks:
         meshes.setdefault(node.ins[0], set()).add(_mark(node).mesh)
-    names = Names(iter([*(i.value.name for i in program.inputs), *(v.name for n in program.nodes for v in n.outs)]))
+    names = FreshNames(
+        iter([*(i.value.name for i in program.inputs), *(v.name for n in program.nodes for v in n.outs)])
+    )
     copies: _Copies = {}
     became: dict[Node, Node] = {}
     for node in marks:
@@ -40,7 +42,7 @@ def _mark(node: Node) -> Any:
     return node.op
 
 
-def _copy(given: Input, node: Node, names: Names, copies: _Copies) -> Input:
+def _copy(given: Input, node: Node, names: FreshNames, copies: _Copies) -> Input:
     op, v = _mark(node), given.value
     key = (v, op.mesh, op.layout)
     if key not in copies:

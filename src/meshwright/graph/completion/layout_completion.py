@@ -16,14 +16,14 @@ import torch
 
 from meshwright.layout import Layout, ProcessMesh, Spec, hint, replicated
 from meshwright.reshard import plan, transposed
-from meshwright.spmd import RuleError, describe_passing, refined
+from meshwright.spmd import RuleError, describe_for_propagation, split_sharded_products
 from meshwright.tensor import Decision, ReshardMark, decide
 
 from ..program.layouts import Layouts
 from ..program.node import Node, Value, map_values, tensor_dtype, values_in
 from ..program.program import Program
 from ..torch_hooks import Operator
-from .stage_sends import Sent
+from .stage_sends import StageSend
 
 
 def complete(program: Program, given: Mapping[str, Spec] | None = None) -> Layouts:
@@ -52,8 +52,8 @@ def with_layouts(program: Program, layouts: Layouts) -> Program:
 
 
 def _marked(node: Node, layouts: Layouts) -> Node:
-    """Return the node, with `Sent` replaced by the `ReshardMark` of its completed layout."""
-    if not isinstance(node.op, Sent):
+    """Return the node, with `StageSend` replaced by the `ReshardMark` of its completed layout."""
+    if not isinstance(node.op, StageSend):
         return node
     (out,) = node.outs
     return replace(node, op=ReshardMark(node.op.mesh, layouts.specs[out.name].layout))
@@ -171,7 +171,7 @@ class _State:
     def _forward(self, node: Node) -> None:
         if all(v in self.known for v in node.outs) or not any(v in self.known for v in node.ins):
             return
-        if isinstance(node.op, Sent):
+        if isinstance(node.op, StageSend):
             self._arrive(node)
             return
         found = self._decided(node, None)
@@ -188,7 +188,7 @@ class _State:
     def _arrive(self, node: Node) -> None:
         """Set the layout of a sent tensor: that of its source, with pending sums reduced."""
         (x,), (out,) = node.ins, node.outs
-        assert isinstance(node.op, Sent)
+        assert isinstance(node.op, StageSend)
         layout = Layout(self.known[x].layout.dims)
         self.know(out, Spec(node.op.mesh, layout, out.shape, tensor_dtype(out)), "forward")
 
@@ -196,7 +196,7 @@ class _State:
         unknown = [v for v in node.ins if v.is_tensor and v not in self.known]
         if not unknown or not any(v in self.known for v in node.outs):
             return
-        if isinstance(node.op, (ReshardMark, Sent)):
+        if isinstance(node.op, (ReshardMark, StageSend)):
             (out,) = node.outs
             self._want(unknown[0], node, self.known[out], "backward")
             return
@@ -228,7 +228,7 @@ class _State:
     def _want_whole(self, node: Node, unknown: Iterable[Value]) -> None:
         """Request replicated operands for an operator without a rule, on the mesh of its known operands or results."""
         near = next((self.known[v] for v in (*node.ins, *node.outs) if v in self.known), None)
-        if near is None or isinstance(node.op, (ReshardMark, Sent)):
+        if near is None or isinstance(node.op, (ReshardMark, StageSend)):
             return
         for v in unknown:
             if v.is_tensor:
@@ -272,7 +272,7 @@ class _State:
         assert isinstance(node.op, Operator)
         args, kwargs = map_values(self._stand_in, (node.args, dict(node.kwargs)))
         try:
-            call = describe_passing(node.op, args, kwargs)
+            call = describe_for_propagation(node.op, args, kwargs)
         except RuleError:
             return None
         if call is None:
@@ -284,7 +284,9 @@ class _State:
         ]
         if all(s is None for s in ins) or any(s is not None and s.mesh is not near.mesh for s in ins):
             return None
-        call = replace(call, bound=refined(call.bound, [s.layout if s is not None else None for s in ins]))
+        call = replace(
+            call, bound=split_sharded_products(call.bound, [s.layout if s is not None else None for s in ins])
+        )
         open_places = frozenset(at for at, v in enumerate(operands) if v in free)
         found = decide(call, [s.concrete if s is not None else None for s in ins], open_places, wish)
         return None if found is None else (operands, found)

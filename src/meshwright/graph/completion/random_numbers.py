@@ -10,15 +10,15 @@ from dataclasses import replace
 from meshwright.layout import ProcessMesh, replicated
 from meshwright.tensor import ReshardMark
 
-from ..program.effects import is_drawing
+from ..program.effects import is_random_call
 from ..program.node import Node, Value, map_values
 from ..program.program import Program
-from ..program.shape_inference import Names
+from ..program.shape_inference import FreshNames
 
 Readers = dict[Node, dict[ProcessMesh, None]]
 
 
-def anchored(program: Program) -> Program:
+def mark_shared_random_numbers(program: Program) -> Program:
     """Return the captured program with a mark on every random value that several meshes read.
 
     A node that draws on no mesh is marked with the mesh of its first reader.
@@ -27,7 +27,7 @@ def anchored(program: Program) -> Program:
     if not homes:
         return program
     taken = [v.name for node in program.nodes for v in node.outs]
-    names = Names(iter([*(i.value.name for i in program.inputs), *taken]))
+    names = FreshNames(iter([*(i.value.name for i in program.inputs), *taken]))
     nodes: list[Node] = []
     became: dict[Value, Value] = {}
     for node in program.nodes:
@@ -53,6 +53,6 @@ def _readers(program: Program) -> Readers:
             mesh.update(dict.fromkeys(node.outs, target))
             for maker in makers:
                 found.setdefault(maker, {})[target] = None
-        elif makers or is_drawing(node):
-            drawn.update(dict.fromkeys(node.outs, makers | {node} if is_drawing(node) else makers))
+        elif makers or is_random_call(node):
+            drawn.update(dict.fromkeys(node.outs, makers | {node} if is_random_call(node) else makers))
     return found

@@ -15,17 +15,17 @@ from typing import Any
 from meshwright.layout import Layout, ProcessMesh
 from meshwright.tensor import DistTensor, ReshardMark, StageArrival, redistribute
 
-from ..program.effects import is_drawing
-from ..program.node import Node, OnCopy, Value, map_values, values_in
+from ..program.effects import is_random_call
+from ..program.node import Node, Value, WriteToCopies, map_values, values_in
 from ..program.program import Input, Program
-from ..program.shape_inference import Names
-from .random_numbers import anchored
+from ..program.shape_inference import FreshNames
+from .random_numbers import mark_shared_random_numbers
 
-Places = dict[Value, ProcessMesh]
+MeshOfValue = dict[Value, ProcessMesh]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class StageSend:
     """Operator that sends a tensor to the mesh of another stage with its layout unchanged.
 
     It becomes a `ReshardMark` once layouts are known.
@@ -46,12 +46,12 @@ def meshes_of(program: Program) -> set[ProcessMesh]:
     return inputs | {node.op.mesh for node in program.nodes if isinstance(node.op, ReshardMark)}
 
 
-def brought(program: Program) -> Program:
+def with_stage_sends(program: Program) -> Program:
     """Return the captured program with sends, so that all operands of a node are on one mesh.
 
     The layouts of sent operands are not decided yet.
     """
-    program = anchored(program)
+    program = mark_shared_random_numbers(program)
     found = _Bringing(program, *_placed(program))
     nodes = tuple(found.nodes())
     writes = tuple((x, found.renewed(x, v)) for x, v in program.writes)
@@ -59,12 +59,12 @@ def brought(program: Program) -> Program:
     return replace(program, inputs=inputs, nodes=nodes, writes=writes)
 
 
-def _placed(program: Program) -> tuple[Places, set[Value]]:
+def _placed(program: Program) -> tuple[MeshOfValue, set[Value]]:
     """Return the mesh of each value, and the values that are on no mesh because they depend on the batch alone.
 
     A value on no mesh is assigned the mesh of its first reader.
     """
-    mesh: Places = {i.value: i.spec.mesh for i in program.inputs if i.spec is not None}
+    mesh: MeshOfValue = {i.value: i.spec.mesh for i in program.inputs if i.spec is not None}
     free = {i.value for i in program.inputs if i.role == "batch" and i.spec is None}
     came: dict[ProcessMesh, int] = {}
     reads: list[tuple[Node, ProcessMesh]] = []
@@ -75,14 +75,14 @@ def _placed(program: Program) -> tuple[Places, set[Value]]:
         if target is not None:
             mesh.update(dict.fromkeys(node.outs, target))
             reads.append((node, target))
-        elif free.intersection(node.ins) and not is_drawing(node):
+        elif free.intersection(node.ins) and not is_random_call(node):
             free.update(node.outs)
     for node, target in reads:
-        _give_home([v for v in node.ins if v in free], target, program, mesh, free)
+        _assign_mesh([v for v in node.ins if v in free], target, program, mesh, free)
     return mesh, free
 
 
-def _latest(node: Node, mesh: Places, came: dict[ProcessMesh, int]) -> ProcessMesh | None:
+def _latest(node: Node, mesh: MeshOfValue, came: dict[ProcessMesh, int]) -> ProcessMesh | None:
     """Return the mesh of the node's written operands, else the mesh of its operands that the program reached last."""
     written = [v for v in _written(node) if v in mesh]
     meshes = dict.fromkeys(mesh[v] for v in written or node.ins if v in mesh)
@@ -91,7 +91,7 @@ def _latest(node: Node, mesh: Places, came: dict[ProcessMesh, int]) -> ProcessMe
 
 def _written(node: Node) -> list[Value]:
     """Return the operands that the node's operator writes to."""
-    if not isinstance(node.op, OnCopy):
+    if not isinstance(node.op, WriteToCopies):
         return []
     held: list[Any] = []
     for place in node.op.places:
@@ -100,7 +100,7 @@ def _written(node: Node) -> list[Value]:
     return list(values_in(held))
 
 
-def _give_home(read: list[Value], target: ProcessMesh, program: Program, mesh: Places, free: set[Value]) -> None:
+def _assign_mesh(read: list[Value], target: ProcessMesh, program: Program, mesh: MeshOfValue, free: set[Value]) -> None:
     """Assign `target` to the values in `read` that have no mesh yet, and to the values they are computed from."""
     left = [v for v in read if v not in mesh]
     while left:
@@ -115,7 +115,7 @@ def _give_home(read: list[Value], target: ProcessMesh, program: Program, mesh: P
 @dataclass
 class _Bringing:
     program: Program
-    mesh: Places
+    mesh: MeshOfValue
     free: set[Value]
     copies: list[Input] = field(default_factory=list[Input])
     made: list[Node] = field(default_factory=list[Node])
@@ -123,7 +123,7 @@ class _Bringing:
 
     def __post_init__(self) -> None:
         taken = [v.name for node in self.program.nodes for v in node.outs]
-        self.names = Names(iter([*(i.value.name for i in self.program.inputs), *taken]))
+        self.names = FreshNames(iter([*(i.value.name for i in self.program.inputs), *taken]))
         self.given = {i.value: i for i in self.program.inputs}
 
     def nodes(self) -> Iterator[Node]:
@@ -143,20 +143,20 @@ class _Bringing:
     def _settled(self, node: Node) -> Node:
         """Return the node with an `StageArrival` resolved.
 
-        It becomes `Sent` if the operand's mesh has the same dim names as the stage's mesh, otherwise `ReshardMark`.
+        It becomes `StageSend` if the operand's mesh has the same dim names as the stage's mesh, else `ReshardMark`.
         """
         if not isinstance(node.op, StageArrival):
             return node
         (x,), home = node.ins, node.op.mesh
         as_it_lies = x in self.mesh and x not in self.free and self.mesh[x].dim_names == home.dim_names
-        return replace(node, op=Sent(home) if as_it_lies else ReshardMark(home, node.op.layout))
+        return replace(node, op=StageSend(home) if as_it_lies else ReshardMark(home, node.op.layout))
 
     def _of(self, node: Node) -> ProcessMesh | None:
         return next((self.mesh[v] for v in node.outs if v in self.mesh), None)
 
     def _reading(self, node: Node, target: ProcessMesh) -> Node:
-        """Return the node with all operands on `target`. `ReshardMark` and `Sent` move their operand themselves."""
-        sends = isinstance(node.op, (ReshardMark, Sent))
+        """Return the node with all operands on `target`. `ReshardMark` and `StageSend` move their own operand."""
+        sends = isinstance(node.op, (ReshardMark, StageSend))
         away = {v: self._on(v, target, node) for v in node.ins if v in self.free or not sends}
         if all(v is x for v, x in away.items()):
             return node
@@ -172,7 +172,7 @@ class _Bringing:
             self._make_again(v, target)
         elif key not in self.there:
             self.there[key] = self._fresh(v)
-            self.made.append(Node(Sent(target), (v,), {}, self.there[key], reader.origin))
+            self.made.append(Node(StageSend(target), (v,), {}, self.there[key], reader.origin))
         return self.there[key]
 
     def _fresh(self, v: Value) -> Value:

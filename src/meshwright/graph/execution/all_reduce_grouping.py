@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 from meshwright.reshard import AllReduce
 
-from ..program.node import Carry, Node, Value
+from ..program.node import Conversion, Node, Value
 
 
-def meeting_late(nodes: Iterable[Node]) -> tuple[Node, ...]:
+def group_all_reduces(nodes: Iterable[Node]) -> tuple[Node, ...]:
     """Return the nodes with the pending all-reduces directly before the first node that reads one of their results.
 
     Communicating nodes keep their order, which is the same on every rank.
@@ -22,8 +22,8 @@ def meeting_late(nodes: Iterable[Node]) -> tuple[Node, ...]:
     waiting: list[Node] = []
     awaited: set[Value] = set()
     for node in nodes:
-        reduces = isinstance(node.op, Carry) and isinstance(node.op.step, AllReduce)
-        communicates = isinstance(node.op, Carry) and node.op.communicates
+        reduces = isinstance(node.op, Conversion) and isinstance(node.op.step, AllReduce)
+        communicates = isinstance(node.op, Conversion) and node.op.communicates
         if any(v in awaited for v in node.ins) or (communicates and not reduces):
             done += waiting
             waiting, awaited = [], set()

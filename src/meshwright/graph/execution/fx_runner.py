@@ -15,7 +15,7 @@ from meshwright.reshard import AllReduce, Plan, Purpose
 
 from ..analysis.live_memory import read_last
 from ..program.effects import is_view
-from ..program.node import Carry, Node, Start, Value, Wait, map_values
+from ..program.node import Conversion, Node, Start, Value, Wait, map_values
 from ..program.program import Program
 
 Run = Callable[..., tuple[Any, list[Any]]]
@@ -66,12 +66,12 @@ def _identifier(n: int, name: str) -> str:
 
 def _plainly(op: Any, purpose: Purpose) -> Callable[..., Any]:
     if isinstance(op, Start):
-        return starting(op.carry, purpose)
+        return start_function(op.carry, purpose)
     if isinstance(op, Wait):
         return _arrived
     if op is torch.ops.aten.view.default:  # a fake tensor may have other strides than the kernel's result
         return torch.ops.aten.reshape.default
-    return carrying(op, purpose) if isinstance(op, Carry) else op if hasattr(op, "__name__") else _named(op)
+    return step_function(op, purpose) if isinstance(op, Conversion) else op if hasattr(op, "__name__") else _named(op)
 
 
 def _named(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ def _named(op: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def carrying(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], Tensor]:
+def step_function(op: Conversion, purpose: Purpose | None = None) -> Callable[[Tensor], Tensor]:
     """Return the step as a function of the local tensor, on the caller's communicator."""
     ways: dict[Any, Plan] = {}
 
@@ -96,15 +96,15 @@ def carrying(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], Te
     return carry
 
 
-def reductions_over(program: Program) -> dict[Node, Carry]:
+def reductions_over(program: Program) -> dict[Node, Conversion]:
     """Return the all-reduces that may overwrite their operand, because it is not read later."""
-    carried = {node: node.op for node in read_last(program) if isinstance(node.op, Carry)}
+    carried = {node: node.op for node in read_last(program) if isinstance(node.op, Conversion)}
     return {node: op for node, op in carried.items() if isinstance(op.step, AllReduce)}
 
 
-def reducing_over(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], Tensor]:
+def overwriting_step_function(op: Conversion, purpose: Purpose | None = None) -> Callable[[Tensor], Tensor]:
     """Return the step as a function of the local tensor. An all-reduce may overwrite the local tensor."""
-    whole, step = carrying(op, purpose), op.step
+    whole, step = step_function(op, purpose), op.step
     if not isinstance(step, AllReduce):
         return whole
 
@@ -118,7 +118,7 @@ def reducing_over(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor
     return reduce
 
 
-def starting(op: Carry, purpose: Purpose | None = None) -> Callable[[Tensor], PendingConversion]:
+def start_function(op: Conversion, purpose: Purpose | None = None) -> Callable[[Tensor], PendingConversion]:
     """Return a function of the local tensor that starts the step."""
 
     def start(x: Tensor) -> PendingConversion:
@@ -134,8 +134,10 @@ def _arrived(started: PendingConversion, x: Tensor) -> Tensor:
 
 def runner(program: Program) -> Run:
     """Return the program as a function of its inputs in program order, on the caller's communicator."""
-    over, both = reductions_over(program), exchanged(program)
-    module = to_fx(program, lambda node: reducing_over(over[node], node.origin.purpose) if node in over else None)
+    over, both = reductions_over(program), swapped_writes(program)
+    module = to_fx(
+        program, lambda node: overwriting_step_function(over[node], node.origin.purpose) if node in over else None
+    )
 
     def run(*inputs: Any) -> Any:
         with torch.no_grad():
@@ -147,7 +149,7 @@ def runner(program: Program) -> Run:
     return run
 
 
-def exchanged(program: Program) -> tuple[int, ...]:
+def swapped_writes(program: Program) -> tuple[int, ...]:
     """Return the indices of writes whose value shares memory with another written input, as for swapped buffers."""
     written = {x for x, _ in program.writes}
     return tuple(at for at, (x, v) in enumerate(program.writes) if origin_of(program, v) in written - {x})

@@ -18,30 +18,30 @@ from torch import Tensor
 
 from meshwright.comm import Communicator, PendingConversion, current_communicator
 
-from ..program.node import Carry, Node, Start, Value, Wait, tensor_dtype, values_in
+from ..program.node import Conversion, Node, Start, Value, Wait, tensor_dtype, values_in
 from ..program.program import Input, Program
 from ..torch_hooks import FakeMode, compile_graph
-from .all_reduce_grouping import meeting_late
-from .fx_runner import carrying, origin_of, reducing_over, reductions_over, starting, to_fx
+from .all_reduce_grouping import group_all_reduces
+from .fx_runner import origin_of, overwriting_step_function, reductions_over, start_function, step_function, to_fx
 from .kernel_regions import Regions, regions
 from .matrix_products import matmul
 from .scatter_options import options_for
 
 aten = torch.ops.aten
-_CARRIED: list[Carry] = []
+_CARRIED: list[Conversion] = []
 """Conversion steps that compiled programs call, by number."""
 _CALLS: list[Callable[[Tensor], Tensor]] = []
 _OVER: list[Callable[[Tensor], Tensor]] = []
-_NUMBER_OF: dict[Carry, int] = {}
+_NUMBER_OF: dict[Conversion, int] = {}
 
 
-def number_of(op: Carry) -> int:
+def step_number(op: Conversion) -> int:
     """Return the number by which compiled programs call the step, after registering it if needed."""
     if op not in _NUMBER_OF:
         _NUMBER_OF[op] = len(_CARRIED)
         _CARRIED.append(op)
-        _CALLS.append(carrying(op))
-        _OVER.append(reducing_over(op))
+        _CALLS.append(step_function(op))
+        _OVER.append(overwriting_step_function(op))
     return _NUMBER_OF[op]
 
 
@@ -81,7 +81,7 @@ _BEGUN: dict[int, PendingConversion] = {}
 def _start(x: Tensor, order: Tensor, number: int) -> Tensor:
     """Start a conversion step and return its ticket, which `wait` takes."""
     ticket = next(_TICKETS)
-    _BEGUN[ticket] = starting(_CARRIED[number])(x)
+    _BEGUN[ticket] = start_function(_CARRIED[number])(x)
     return torch.tensor([ticket], device="cpu")
 
 
@@ -139,7 +139,7 @@ def compiled(
     write inputs in place if `writes` is True; it must be False if two inputs share memory. `make` supplies other
     kernels instead of compiling; these write to no input.
     """
-    program = replace(program, nodes=meeting_late(program.nodes))
+    program = replace(program, nodes=group_all_reduces(program.nodes))
     rank_numbers = {i.value: i.source(here) for i in program.inputs if i.role == "number"}
     parts = regions(program, rank_numbers)
     if not parts.kernels:
@@ -168,10 +168,10 @@ def compiled(
     return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
 
 
-def _carried(node: Node) -> Carry | None:
+def _carried(node: Node) -> Conversion | None:
     """Return the step that the node runs, starts or waits for, if it communicates."""
     step = node.op.carry if isinstance(node.op, (Start, Wait)) else node.op
-    return step if isinstance(step, Carry) and step.communicates else None
+    return step if isinstance(step, Conversion) and step.communicates else None
 
 
 def _in_order(node: Node, order: Value) -> Node:
@@ -212,7 +212,7 @@ def _as_operator(node: Node, over: bool) -> Callable[..., Any] | None:
     step = _carried(node)
     if step is None:
         return None
-    ours, number = torch.ops.meshwright, number_of(step)
+    ours, number = torch.ops.meshwright, step_number(step)
     if isinstance(node.op, Start):
         return lambda x, order: ours.start(x, order, number)
     if isinstance(node.op, Wait):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..program.effects import asserts, is_drawing
-from ..program.node import Carry, Node, Start, Value, Wait, map_values
+from ..program.effects import is_assertion, is_random_call
+from ..program.node import Conversion, Node, Start, Value, Wait, map_values
 from ..program.program import Program
 from ..recording.symbolic_numbers import maximum, minimum
 
@@ -68,7 +68,9 @@ def _first(program: Program) -> set[Node]:
 
 
 def _is_small(node: Node) -> bool:
-    plain = not isinstance(node.op, (Carry, Start, Wait)) and not asserts(node.op) and not is_drawing(node)
+    plain = (
+        not isinstance(node.op, (Conversion, Start, Wait)) and not is_assertion(node.op) and not is_random_call(node)
+    )
     return plain and bool(node.outs) and all(v.shape == () for v in node.outs)
 
 

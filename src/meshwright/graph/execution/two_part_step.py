@@ -11,16 +11,16 @@ import torch
 from ..program.effects import writes_to
 from ..program.node import Node, Value, values_in
 from ..program.program import Input, Program
-from .fx_runner import exchanged, origin_of, reducing_over, reductions_over, to_fx
+from .fx_runner import origin_of, overwriting_step_function, reductions_over, swapped_writes, to_fx
 
-LookAt = Callable[[Mapping[str, Any]], bool]
+GradientInspector = Callable[[Mapping[str, Any]], bool]
 """Is called with the gradients by the names of their parameters; True if the update is to be left out."""
-Looking = Callable[[Sequence[Any], LookAt], tuple[Any, list[Any] | None]]
+InspectedStep = Callable[[Sequence[Any], GradientInspector], tuple[Any, list[Any] | None]]
 """A step of given inputs: its outputs, and the values that it writes; None for these if the update is left out."""
 
 
 @dataclass(frozen=True, slots=True)
-class InTwo:
+class TwoPartStep:
     """A step whose update is a part of its own.
 
     A run returns None for the values to write if the update is left out, and no outputs that come from the update.
@@ -32,7 +32,7 @@ class InTwo:
     """The name of each parameter, and the place of its gradient among the inputs and the results of the first part."""
     exchanged: tuple[int, ...]
 
-    def __call__(self, given: Sequence[Any], look_at: LookAt) -> tuple[Any, list[Any] | None]:
+    def __call__(self, given: Sequence[Any], look_at: GradientInspector) -> tuple[Any, list[Any] | None]:
         with torch.no_grad():
             outputs, crossing = self.first(*given)
             held = [*given, *crossing]
@@ -44,7 +44,7 @@ class InTwo:
             return {**outputs, **late}, written
 
 
-def in_two(program: Program) -> InTwo | None:
+def split_before_update(program: Program) -> TwoPartStep | None:
     """Return the step in two parts; None if it has no update, or if it cannot be split.
 
     The first part has to be able to run before the whole update: nothing in it writes over what the update reads, and
@@ -60,7 +60,7 @@ def in_two(program: Program) -> InTwo | None:
     over = {n: op for n, op in reductions_over(program).items() if n in update or n.ins[0] not in crossing}
 
     def op_of(node: Node) -> Any:
-        return reducing_over(over[node], node.origin.purpose) if node in over else None
+        return overwriting_step_function(over[node], node.origin.purpose) if node in over else None
 
     begin = to_fx(replace(program, nodes=first), op_of, results=(early, list(crossing)))
     inputs = (*program.inputs, *[Input(v, "batch", v.name) for v in crossing])
@@ -71,7 +71,7 @@ def in_two(program: Program) -> InTwo | None:
     at = {v: n for n, v in enumerate([*[i.value for i in program.inputs], *crossing])}
     saved = [i.value for i in program.inputs if i.role == "saved"]
     gradients = tuple((name, at[v]) for v, name in _named(program, update, [*crossing, *saved]).items())
-    return InTwo(begin, end, gradients, exchanged(program))
+    return TwoPartStep(begin, end, gradients, swapped_writes(program))
 
 
 def _update(program: Program) -> set[Node]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.layout import Spec
 
-from ..program.node import Carry
+from ..program.node import Conversion
 from ..program.program import Program
 from .decode import Decoder
 from .encode import Encoder
@@ -15,7 +15,7 @@ from .encode import Encoder
 
 def specs_in(program: Program) -> frozenset[Spec]:
     """Return the specs of all tensors that the program takes, makes and converts."""
-    carried = [n.op for n in program.nodes if isinstance(n.op, Carry)]
+    carried = [n.op for n in program.nodes if isinstance(n.op, Conversion)]
     given = [i.spec for i in program.inputs if i.spec is not None]
     found = {*program.specs.values(), *given, *(op.src for op in carried), *(op.dst for op in carried)}
     return frozenset(s.concrete for s in found)
@@ -41,6 +41,6 @@ def specs_data(specs: Iterable[Spec]) -> dict[str, Any]:
     return {"meshes": encoder.mesh_rows, "specs": encoder.spec_rows}
 
 
-def specs_of(data: Any) -> frozenset[Spec]:
+def read_specs(data: Any) -> frozenset[Spec]:
     """Return the specs that `specs_data` wrote. Raises DataError for other data."""
     return frozenset(Decoder({}).read_specs(data))

@@ -15,7 +15,7 @@ from .encode import program_data
 _NAMESPACES = frozenset({"aten", "prims", "meshwright"})
 
 
-def meaning_of(program: Program) -> str:
+def canonical_text(program: Program) -> str:
     """Return the program as text, without its rank, record of changes, source lines and names of values.
 
     Symbols are numbered in order of appearance; their recorded sizes are left out.
@@ -35,11 +35,11 @@ def meaning_of(program: Program) -> str:
     return numbered(json.dumps([{**left, "inputs": inputs, "nodes": nodes, "values": values}, held]))
 
 
-def meaning_or_none(program: Program) -> str | None:
-    """Return `meaning_of(program)`; None if the program has operators of other libraries or cannot be saved."""
+def canonical_text_or_none(program: Program) -> str | None:
+    """Return `canonical_text(program)`; None if the program has operators of other libraries or cannot be saved."""
     if any(isinstance(n.op, Operator) and n.op.namespace not in _NAMESPACES for n in program.nodes):
         return None
     try:
-        return meaning_of(program)
+        return canonical_text(program)
     except ProgramFileError:
         return None

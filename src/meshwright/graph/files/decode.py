@@ -19,11 +19,11 @@ from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec, evenly
 from meshwright.reshard import Exchange, Step, View, parse_step
 from meshwright.tensor import Context, ReshardMark
 
-from ..program.node import Carry, Kind, Node, OnCopy, Op, Origin, Over, Phase, Start, Value, Wait
+from ..program.node import Conversion, Kind, Node, Op, Origin, Overwrite, Phase, Start, Value, Wait, WriteToCopies
 from ..program.program import Change, Input, Program, Role
 from ..program.rank_numbers import Length, Offset, RankPlace
 from ..recording.dynamic_sizes import BatchSize
-from ..recording.size_expressions import computed
+from ..recording.size_expressions import evaluate_rows
 from ..recording.symbolic_numbers import FUNCTIONS
 from ..torch_hooks import Operator, named_symbol, new_sizes
 from .admitted_operators import is_admitted
@@ -60,7 +60,7 @@ class Decoder:
         """
         if number(data["format"]) > FORMAT:
             raise DataError(f"it has format {data['format']}, but this version reads formats up to {FORMAT}")
-        self.numbers = computed(data["sizes"], self._symbols(data["symbols"]))
+        self.numbers = evaluate_rows(data["sizes"], self._symbols(data["symbols"]))
         self.read_specs(data)
         self.values = [self._value(*row) for row in data["values"]]
         origins = [_origin(*row) for row in data["origins"]]
@@ -132,7 +132,7 @@ class Decoder:
     def _node(self, origins: list[Origin], op: Any, args: Any, kwargs: Any, out: Any, origin: Any) -> Node:
         given = {text(k): self.tree(v) for k, v in kwargs.items()}
         node = Node(self._op(op), tuple(self.tree(row(args))), given, self.tree(out), item(origins, origin))
-        tensors = 2 if isinstance(node.op, Wait) else 1 if isinstance(node.op, (Carry, Start)) else None
+        tensors = 2 if isinstance(node.op, Wait) else 1 if isinstance(node.op, (Conversion, Start)) else None
         if tensors is not None and (len(node.args) != tensors or not all(map(_is_value, (*node.args, node.out)))):
             raise DataError(f"{node.op!r} must take {tensors} tensors and return a tensor")
         return node
@@ -149,9 +149,9 @@ class Decoder:
         if kind == "mark":
             return ReshardMark(item(self.meshes, first), self._layout(second))
         if kind == "on copy":
-            return OnCopy(self._operator(first), tuple(self.tree(row(second))))
+            return WriteToCopies(self._operator(first), tuple(self.tree(row(second))))
         if kind == "over":
-            return Over(self._operator(first), tuple(number(n) for n in row(second)))
+            return Overwrite(self._operator(first), tuple(number(n) for n in row(second)))
         raise DataError(f"unknown kind of operator {kind!r}")
 
     def _operator(self, name: Any) -> Operator:
@@ -163,8 +163,8 @@ class Decoder:
             )
         return found
 
-    def _carry(self, step: Step, src: Spec) -> Carry:
-        op = Carry(step, src)
+    def _carry(self, step: Step, src: Spec) -> Conversion:
+        op = Conversion(step, src)
         if op.dst.dtype != src.dtype:
             raise DataError(f"{op!r} returns {op.dst!r} for {src!r}")
         return op
@@ -310,11 +310,11 @@ def _change(by: Any, what: Any, where: Any, saved: Any) -> Change:
     return Change(text(by), text(what), text(where), {u: int(n) if n.is_integer() else n for u, n in amounts.items()})
 
 
-def _itself(op: Carry) -> Carry:
+def _itself(op: Conversion) -> Conversion:
     return op
 
 
-_CARRIED: dict[str, Callable[[Carry], Op]] = {"carry": _itself, "start": Start, "wait": Wait}
+_CARRIED: dict[str, Callable[[Conversion], Op]] = {"carry": _itself, "start": Start, "wait": Wait}
 
 
 def _pairs(decoder: Decoder, what: Iterable[Any]) -> dict[Any, Any]:

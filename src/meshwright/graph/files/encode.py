@@ -20,7 +20,7 @@ from meshwright.reshard import Exchange, ReshardError, Step, View, parse_step
 from meshwright.tensor import DistTensor, ReshardMark
 
 from .._errors import ProgramFileError
-from ..program.node import Carry, Kind, Node, OnCopy, Origin, Over, Start, Value, Wait, name_of
+from ..program.node import Conversion, Kind, Node, Origin, Overwrite, Start, Value, Wait, WriteToCopies, name_of
 from ..program.node_text import node_text
 from ..program.program import Input, Program
 from ..program.rank_numbers import Length, Offset, RankPlace
@@ -32,8 +32,8 @@ from ..torch_hooks import Operator, known_hint
 FORMAT = 4
 """Version of the written format. Programs of this version and of earlier ones can be read."""
 
-Names = Mapping[Callable[..., Any], str]
-FUNCTION_NAMES: Names = {fn: name for name, fn in reversed(FUNCTIONS.items())}
+FunctionNames = Mapping[Callable[..., Any], str]
+FUNCTION_NAMES: FunctionNames = {fn: name for name, fn in reversed(FUNCTIONS.items())}
 """Python function on numbers → its name in files."""
 
 
@@ -106,11 +106,12 @@ class Encoder:
         op = node.op
         if isinstance(op, Operator):
             return {"op": str(op)}
-        if isinstance(op, (Carry, Start, Wait)):
-            carry = op if isinstance(op, Carry) else op.carry
-            return {type(op).__name__.lower(): [self._step(carry.step), self.spec(carry.src)]}
-        if isinstance(op, (OnCopy, Over)):
-            return {"over" if isinstance(op, Over) else "on copy": [str(op.op), self.tree(list(op.places))]}
+        if isinstance(op, (Conversion, Start, Wait)):
+            carry = op if isinstance(op, Conversion) else op.carry
+            kind = "carry" if op is carry else type(op).__name__.lower()
+            return {kind: [self._step(carry.step), self.spec(carry.src)]}
+        if isinstance(op, (WriteToCopies, Overwrite)):
+            return {"over" if isinstance(op, Overwrite) else "on copy": [str(op.op), self.tree(list(op.places))]}
         if isinstance(op, ReshardMark):
             return {"mark": [self._mesh(op.mesh), self._layout(op.layout)]}
         if op in FUNCTION_NAMES:

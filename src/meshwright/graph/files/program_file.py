@@ -89,7 +89,7 @@ def load_program(
     metadata, tensors = _read(path)
     text = metadata["program"]
     if not isinstance(text, str) or _checksum(text, tensors) != metadata["sha256"]:
-        raise no_program(path, "its checksum does not match: the file was changed, or not copied completely")
+        raise program_file_error(path, "its checksum does not match: the file was changed, or not copied completely")
     return share(metadata["sha256"], lambda: decoded(path, text, tensors, operators))
 
 
@@ -100,20 +100,20 @@ def decoded(path: Any, text: str, tensors: Mapping[str, Tensor], operators: Coll
         data = read_json(text, MOST_PROGRAM, MOST_VALUES, DEPTH)
         return verify(Decoder(tensors, operators).program(data))
 
-    return told(path, decode)
+    return convert_file_errors(path, decode)
 
 
-def told(path: Any, act: Callable[[], T]) -> T:
+def convert_file_errors(path: Any, act: Callable[[], T]) -> T:
     """Return `act()`. Errors that it raises for malformed data are converted to ProgramFileError."""
     try:
         return act()
     except MeshwrightError as error:
-        raise no_program(path, f"{error.asked}: {error.found}: {error.why}") from error
+        raise program_file_error(path, f"{error.asked}: {error.found}: {error.why}") from error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
-        raise no_program(path, str(error).split("\n")[0] or type(error).__name__) from error
+        raise program_file_error(path, str(error).split("\n")[0] or type(error).__name__) from error
 
 
-def no_program(path: Any, why: str) -> ProgramFileError:
+def program_file_error(path: Any, why: str) -> ProgramFileError:
     return ProgramFileError(
         f"loading {os.fspath(path)}", "no readable program", why,
         "pass a file that save_program wrote with this version of Meshwright or an older one",
@@ -126,15 +126,17 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
         data = read_file(path, MOST_FILE)
         length = int.from_bytes(data[:8], "little")
         if length > LONGEST:
-            raise no_program(path, f"its header has {length} bytes, but that of a program has at most {LONGEST}")
+            raise program_file_error(
+                path, f"its header has {length} bytes, but that of a program has at most {LONGEST}"
+            )
         tensors = load(data)
     except InputError as error:
-        raise no_program(path, f"{error.found}: {error.why}") from error
+        raise program_file_error(path, f"{error.found}: {error.why}") from error
     except (SafetensorError, ValueError, RuntimeError, OverflowError) as error:
-        raise no_program(path, str(error)) from error
-    metadata: Any = told(path, lambda: read_json(data[8 : 8 + length], LONGEST)).get("__metadata__")
+        raise program_file_error(path, str(error)) from error
+    metadata: Any = convert_file_errors(path, lambda: read_json(data[8 : 8 + length], LONGEST)).get("__metadata__")
     if metadata is None or metadata.get("kind") != KIND or not metadata.keys() >= {"program", "sha256"}:
-        raise no_program(path, "it is a safetensors file without a program")
+        raise program_file_error(path, "it is a safetensors file without a program")
     return metadata, tensors
 
 

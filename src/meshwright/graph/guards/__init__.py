@@ -14,7 +14,7 @@ In reading order:
 """
 
 from .executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
-from .guards import Comparison, Guards, Places, side_effect, steady
+from .guards import Comparison, Guards, ReadSlots, check_repeatable, side_effect
 from .object_kinds import global_hooks
 from .reachable_slots import OPTIMIZER, OWN, STEP_HOOKS
 from .slots import is_plain
@@ -22,7 +22,24 @@ from .trusted_libraries import is_trusted, is_trusted_call
 from .value_descriptions import class_text, code_text, described
 
 __all__ = [
-    "OPTIMIZER", "OWN", "STEP_HOOKS", "Comparison", "Executed", "Guards", "Places", "class_text", "code_text",
-    "described", "executed_code", "global_hooks", "is_plain", "is_trusted", "is_trusted_call", "observed",
-    "side_effect", "steady", "unobserved", "unobserved_if_torchs",
+    "OPTIMIZER",
+    "OWN",
+    "STEP_HOOKS",
+    "Comparison",
+    "Executed",
+    "Guards",
+    "ReadSlots",
+    "check_repeatable",
+    "class_text",
+    "code_text",
+    "described",
+    "executed_code",
+    "global_hooks",
+    "is_plain",
+    "is_trusted",
+    "is_trusted_call",
+    "observed",
+    "side_effect",
+    "unobserved",
+    "unobserved_if_torchs",
 ]  # fmt: skip

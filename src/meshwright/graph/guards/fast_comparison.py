@@ -8,7 +8,7 @@ from operator import eq, is_
 from types import MappingProxyType
 from typing import Any, cast
 
-from .slots import MISSING, Content, Names, Read, Slot, content, same_content
+from .slots import MISSING, ContainerSlot, GetterSlot, NamespaceSlot, Slot, content, same_content
 
 
 class Fast:
@@ -26,13 +26,13 @@ class Fast:
             self._add(slot)
 
     def _add(self, slot: Slot) -> None:
-        if isinstance(slot, Names):
+        if isinstance(slot, NamespaceSlot):
             self._add_names(slot)
-        elif isinstance(slot, Read):
+        elif isinstance(slot, GetterSlot):
             owners, values = self._reads.setdefault(slot.get, ([], []))
             owners.append(slot.owner)
             values.append(slot.now())
-        elif isinstance(slot, Content):
+        elif isinstance(slot, ContainerSlot):
             if isinstance(slot.value, (dict, list)) and not slot.known:
                 self._empty.append(slot.value)
             elif slot.unordered:
@@ -40,7 +40,7 @@ class Fast:
             else:
                 self._contents.append((slot.value, content(slot.value)))
 
-    def _add_names(self, slot: Names) -> None:
+    def _add_names(self, slot: NamespaceSlot) -> None:
         get: Any = MappingProxyType.get if isinstance(slot.held, MappingProxyType) else dict.get
         owners, keys, values = self._entries.setdefault(get, ([], [], []))
         owners += [slot.held] * len(slot.keys)

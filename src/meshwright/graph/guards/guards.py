@@ -1,8 +1,8 @@
 """Guards of a recorded program, and the check that a forward pass changes no Python state.
 
 A program is valid while everything that Python code read during recording is unchanged. `Guards` stores all values that
-the executed code could read (`reachable_slots`), and compares them before each step. `steady` compares the same slots
-before and after a forward pass: state that changes in each pass cannot be part of a program.
+the executed code could read (`reachable_slots`), and compares them before each step. `check_repeatable` compares the
+same slots before and after a forward pass: state that changes in each pass cannot be part of a program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .executed import Executed, executed_code, writes
 from .fast_comparison import Fast
 from .object_equivalence import are_twins
 from .reachable_slots import LAYER_HOOKS, Reach, any_name
-from .slots import Change, Content, Names, Slot
+from .slots import Change, ContainerSlot, NamespaceSlot, Slot
 
 T = TypeVar("T")
 _NOTHING: Mapping[str, Any] = {}
@@ -88,7 +88,7 @@ def _of_layers(reach: Reach) -> Iterator[Slot]:
             held: dict[Any, Any] | None = layer.__dict__.get(table)
             if held is not None:
                 unordered = table in ("_parameters", "_buffers")
-                yield Content(f"{label}{table}", held, unordered)
+                yield ContainerSlot(f"{label}{table}", held, unordered)
 
 
 class _Restored:
@@ -101,7 +101,7 @@ class _Restored:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.guards, self.drawn = Guards.of(roots), _generators()
         layers = dict.fromkeys(m for root in roots.values() if isinstance(root, nn.Module) for m in root.modules())
-        self.attributes = [Names("", vars(layer), tuple(vars(layer)), any_name, layer) for layer in layers]
+        self.attributes = [NamespaceSlot("", vars(layer), tuple(vars(layer)), any_name, layer) for layer in layers]
 
     def moved(self) -> str | None:
         """Return the name of a library whose random generator advanced, or None."""
@@ -117,7 +117,7 @@ class _Restored:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Generic[T]):
-    """Functions by which `steady` compares the passes of a call.
+    """Functions by which `check_repeatable` compares the passes of a call.
 
     `alike` is True if two passes gave the same. `known` is True if two passes of an earlier call of the same code gave
     the same as this pass. `numbers_of` returns real tensors for the fake ones that Python keeps of a pass, or None if
@@ -131,18 +131,18 @@ class Comparison(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ReadSlots:
     """All places that the code which `ran` can read, with what they held."""
 
     guards: Guards
     ran: Executed
 
-    def of_twin(self, roots: Mapping[str, Any], tensors: Mapping[int, Tensor]) -> Places | None:
+    def of_twin(self, roots: Mapping[str, Any], tensors: Mapping[int, Tensor]) -> ReadSlots | None:
         """Return the places of other roots if the code would read the same from these, else None.
 
         `tensors` maps the id of each parameter and buffer to that of the other roots.
         """
-        found = Places(Guards.of(roots, self.ran), self.ran)
+        found = ReadSlots(Guards.of(roots, self.ran), self.ran)
         return found if are_twins(self.guards.slots, found.guards.slots, tensors) else None
 
     def are_of(self, ran: Executed) -> bool:
@@ -151,17 +151,17 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Steady(Generic[T]):
+class RepeatableCall(Generic[T]):
     """Result of a call, and the code that ran. `places` is None if the call set some places."""
 
     gave: T
     ran: Executed
-    places: Places | None
+    places: ReadSlots | None
 
 
-def steady(
+def check_repeatable(
     roots: Mapping[str, Any], run: Callable[[], T], how: Comparison[T], asked: str, beside: Mapping[str, Any] = _NOTHING
-) -> Steady[T]:
+) -> RepeatableCall[T]:
     """Return what `run()` gives, after making sure that every further call would do the same.
 
     The places are those of the roots, and of roots `beside` them that the call does not run.
@@ -187,7 +187,7 @@ def steady(
         _check_outside(ran, asked)
         settled = {label: change for label, *change in before.guards.changes()}
         if not settled and (not any(writes(code) for code in ran.installed()) or how.known(first, ran)):
-            return Steady(first, ran, Places(guards, seen))
+            return RepeatableCall(first, ran, ReadSlots(guards, seen))
         between = _after_first(all_roots, ran, first, how, guards)
         _check_real(between, asked)
         second, again = _again(run, between, before, settled, asked)
@@ -198,11 +198,11 @@ def steady(
         before.restore()
         raise
     if not settled and again.codes.keys() <= seen.codes.keys():
-        return Steady(second, ran, Places(guards, seen))
+        return RepeatableCall(second, ran, ReadSlots(guards, seen))
     again.asked += how.asked_by(second)
     ran.update(again)
     ran.before_update()
-    return Steady(second, ran, None)
+    return RepeatableCall(second, ran, None)
 
 
 def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, how: Comparison[T], found: Guards) -> Guards:

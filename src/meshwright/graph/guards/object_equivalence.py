@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from .slots import Content, Names, Read, Slot, is_plain, same, same_content
+from .slots import ContainerSlot, GetterSlot, NamespaceSlot, Slot, is_plain, same, same_content
 from .trusted_libraries import is_trusted, is_trusted_file
 
 _MEMBERS: dict[type, tuple[str, ...]] = {
@@ -85,15 +85,15 @@ class _Pairs:
 
     def alike_places(self, a: Slot, b: Slot) -> bool:
         """True if the places belong to one object, or to a pair, and hold values that are alike."""
-        if isinstance(a, Names) and isinstance(b, Names):
+        if isinstance(a, NamespaceSlot) and isinstance(b, NamespaceSlot):
             return self._alike_names(a, b)
-        if isinstance(a, Read) and isinstance(b, Read):
+        if isinstance(a, GetterSlot) and isinstance(b, GetterSlot):
             return a.label == b.label and self._tell(a.owner, b.owner) and self.alike(a.known, b.known)
-        if isinstance(a, Content) and isinstance(b, Content):
+        if isinstance(a, ContainerSlot) and isinstance(b, ContainerSlot):
             return self._tell(a.value, b.value) and self._alike_content(a.known, b.known)
         return False
 
-    def _alike_names(self, a: Names, b: Names) -> bool:
+    def _alike_names(self, a: NamespaceSlot, b: NamespaceSlot) -> bool:
         if a.owner is None and a.held is not b.held:
             return False
         return a.keys == b.keys and self._tell(a.owner, b.owner) and self._all_alike(a.known, b.known)

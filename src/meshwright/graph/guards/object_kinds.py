@@ -48,7 +48,7 @@ _TORCH = re.compile(r"torch\.(amp|distributions|optim|utils\.data)\b(?!.*\._).*"
 SPECIAL = frozenset({"__dict__", "__weakref__"})
 
 
-def leads_on(value: Any) -> bool:
+def is_followed(value: Any) -> bool:
     """True for objects that are followed from a trusted module or class: modules, and functions from untrusted code."""
     own = type(value) is FunctionType and not is_trusted_file(value.__code__.co_filename)
     return own or issubclass(type(value), ModuleType)
@@ -154,7 +154,7 @@ def is_stateless(kind: type) -> bool:
     return top in _STATELESS or top not in sys.stdlib_module_names or kind.__module__ == "builtins"
 
 
-def runs_beside(kind: type) -> bool:
+def is_background_type(kind: type) -> bool:
     """True for log handlers and for threads of installed packages; state that they change is no setting of a step."""
     if not issubclass(kind, Thread):
         return issubclass(kind, logging.Handler)

@@ -49,20 +49,20 @@ from .object_kinds import (
     getter_of,
     global_hooks,
     held_variables,
+    is_background_type,
+    is_followed,
     is_namespace,
     is_stateless,
-    leads_on,
     names_of_torch,
-    runs_beside,
     slot_of,
     variables_named,
 )
 from .slots import (
     CELL,
     OF_FUNCTION,
-    Content,
-    Names,
-    Read,
+    ContainerSlot,
+    GetterSlot,
+    NamespaceSlot,
     Slot,
     content,
     is_container,
@@ -110,7 +110,7 @@ _CALLED = frozenset({"forward", "step", "backward", "setup_context", "jvp", "vjp
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class NameFilter:
     """Predicate on attribute names: True for names that appear in the code, or that the code may compute.
 
     A computed name contains one of `parts`, strings in code that computes names, or is one of `texts`, strings in data.
@@ -135,7 +135,7 @@ class Counts:
         return done < 0
 
 
-def counting_for(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
+def without_scheduler_names(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
     """Return `counts` without the names that learning rate schedulers set on an optimizer."""
     return partial(_counts_beside_schedules, counts) if isinstance(owner, Optimizer) else counts
 
@@ -172,7 +172,7 @@ class Reach:
 
     def __init__(self, roots: Mapping[str, Any], ran: Executed | None = None, reads_optimizers: bool = False) -> None:
         self.ran, self.reads_optimizers, self.meets_optimizers = ran, reads_optimizers, False
-        self.counts = Counts(set(_CALLED), {}, set())
+        self.counts = NameFilter(set(_CALLED), {}, set())
         self.names, self.parts, self.texts = self.counts.names, self.counts.parts, self.counts.texts
         self.whole: set[str] = set()
         self._seen: dict[int, Any] = {}
@@ -190,9 +190,9 @@ class Reach:
         for code, namespace in ran.codes.values() if ran is not None else ():
             self._code(code, namespace)
         for tensor in ran.asked if ran is not None else ():
-            self._others.append(Content("a tensor whose numbers Python read", tensor))
+            self._others.append(ContainerSlot("a tensor whose numbers Python read", tensor))
         for table in global_hooks():
-            self._others.append(Content("global hooks", table))
+            self._others.append(ContainerSlot("global hooks", table))
             self._hooks(table, "global hooks")
         for name, root in roots.items():
             self._queue.append((root, "" if isinstance(root, nn.Module) else f"{name}."))
@@ -203,13 +203,13 @@ class Reach:
     def slots(self) -> Iterator[Slot]:
         """Yield every slot that was found, with its current value."""
         for held, keys in self._globals.values():
-            yield Names("", held, tuple(keys), None)
-        yield Names("builtins.", self._built_in[0], tuple(self._built_in[1]), None)
-        yield Names("sys.modules.", sys.modules, tuple(self._modules), None)
+            yield NamespaceSlot("", held, tuple(keys), None)
+        yield NamespaceSlot("builtins.", self._built_in[0], tuple(self._built_in[1]), None)
+        yield NamespaceSlot("sys.modules.", sys.modules, tuple(self._modules), None)
         yield from self._environment()
         for space in self._spaces.values():
             owner = None if id(space.owner) in self._weak else space.owner
-            yield Names(space.label, space.held, tuple(space.keys), self._counts(space), owner)
+            yield NamespaceSlot(space.label, space.held, tuple(space.keys), self._counts(space), owner)
         yield from self._others
 
     def reads_states(self) -> bool:
@@ -221,15 +221,15 @@ class Reach:
         if self.variables is None:
             return
         if self._takes_all_variables:
-            yield Content("os.environ", held_variables())
+            yield ContainerSlot("os.environ", held_variables())
         else:
-            yield Read("os.environ", tuple(sorted({*self.variables, *self.texts})), variables_named)
+            yield GetterSlot("os.environ", tuple(sorted({*self.variables, *self.texts})), variables_named)
 
     def _counts(self, space: _Space) -> Callable[[str], bool] | None:
         """Return the predicate for new names in a namespace; None if new names do not count."""
         if isinstance(space.owner, ModuleType) or space.trusted:
             return None
-        return counting_for(space.owner, any_name if space.whole else self.counts)
+        return without_scheduler_names(space.owner, any_name if space.whole else self.counts)
 
     # --- the search ----------------------------------------------------------------------------------------------
 
@@ -261,11 +261,11 @@ class Reach:
             counts = key in self.names if space.trusted else space.whole or self.counts(key)
             if counts and key not in space.keys and key not in space.apart:
                 space.keys[key] = None
-                if not space.trusted or leads_on(held[key]):
+                if not space.trusted or is_followed(held[key]):
                     self._push(held[key], f"{space.label}{key}")
 
     def _visit(self, value: Any, label: str) -> None:
-        if id(value) in self._seen or runs_beside(type(value)):
+        if id(value) in self._seen or is_background_type(type(value)):
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
@@ -293,7 +293,7 @@ class Reach:
         self.parts.update(dict.fromkeys(named.parts))
         module = str(namespace.get("__name__"))
         if not named.names.isdisjoint(("Decimal", "decimal")):
-            self._others.append(Read("decimal.getcontext()", None, decimal_context))
+            self._others.append(GetterSlot("decimal.getcontext()", None, decimal_context))
         if named.variables is not None:
             self.variables = named.variables | (self.variables or set())
             self._takes_all_variables |= not named.names.isdisjoint(_ALL_ITEMS)
@@ -454,7 +454,7 @@ class Reach:
 
     def _container(self, value: Any, label: str) -> None:
         label = label.removesuffix(".")
-        self._others.append(Content(label, value))
+        self._others.append(ContainerSlot(label, value))
         if isinstance(value, dict):
             self._items(dict.items(cast(dict[Any, Any], value)), label)
         elif isinstance(value, (list, deque)):
@@ -485,6 +485,6 @@ class Reach:
                 self._push(found, label)
 
     def _read(self, label: str, owner: Any, get: Callable[[Any], Any]) -> None:
-        slot = Read(label, owner, get)
+        slot = GetterSlot(label, owner, get)
         self._others.append(slot)
         self._push(slot.known, label)

@@ -73,7 +73,7 @@ def same(a: Any, b: Any) -> bool:
     return False
 
 
-class Names:
+class NamespaceSlot:
     """Entries of a namespace by name: of an object, a class, a module, or the globals of a function.
 
     `counts(key)` is True for new names that code may read. If `counts` is None, new names do not count.
@@ -134,7 +134,7 @@ class Names:
         return zip(self.keys, self.known, strict=True)
 
 
-class Read:
+class GetterSlot:
     """A value read by `get(owner)`, such as the content of a cell, defaults of a function, or a `__slots__` member."""
 
     def __init__(self, label: str, owner: Any, get: Callable[[Any], Any]) -> None:
@@ -171,7 +171,7 @@ CELL = attrgetter("cell_contents")
 OF_FUNCTION = {kind: attrgetter(kind) for kind in ("__code__", "__defaults__", "__kwdefaults__")}
 
 
-class Content:
+class ContainerSlot:
     """Content of a list, dict, set, deque or array. The order of an `unordered` dict is ignored."""
 
     def __init__(self, label: str, value: Any, unordered: bool = False) -> None:
@@ -252,7 +252,7 @@ _BUFFERS = (memoryview, ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._Si
 
 
 def is_container(value: Any) -> bool:
-    """True for containers that `Content` can compare."""
+    """True for containers that `ContainerSlot` can compare."""
     if isinstance(value, (tuple, frozenset, MappingProxyType)):
         return False
     return isinstance(value, (dict, list, set, deque, np.ndarray, bytearray, array, *_BUFFERS))

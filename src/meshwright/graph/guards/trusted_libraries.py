@@ -1,7 +1,7 @@
 """Trusted libraries: values that their functions read are not guarded as settings of a training step.
 
 Trusted are torch, NumPy, SymPy, the standard library, this package without its models, and the runners of tests and
-notebooks. The state that torch reads is compared separately (`_torch_state`). All other code counts, including
+notebooks. The state that torch reads is compared separately (`backend_flags`). All other code counts, including
 installed packages.
 """
 

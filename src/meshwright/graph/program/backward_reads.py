@@ -26,7 +26,7 @@ REFUSES = (RuntimeError, TypeError, ValueError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBack:
+class BackwardReads:
     """Positions among the distinct tensor operands (`ins`) and results (`outs`) of a node that its backward pass reads.
 
     `inside` are the bytes of saved tensors that are neither.
@@ -37,15 +37,15 @@ class ReadBack:
     inside: int = 0
 
 
-NOTHING_READ = ReadBack()
+NOTHING_READ = BackwardReads()
 
 
-def reads_back(nodes: Sequence[Node], trains: Collection[Value]) -> Mapping[Node, ReadBack]:
+def backward_reads_of(nodes: Sequence[Node], trains: Collection[Value]) -> Mapping[Node, BackwardReads]:
     """Return what each operator's backward pass reads. `trains` are the values that receive a gradient.
 
     Operators without such a result read nothing.
     """
-    known, found = dict[Any, ReadBack](), dict[Node, ReadBack]()
+    known, found = dict[Any, BackwardReads](), dict[Node, BackwardReads]()
     for node in nodes:
         trained = tuple(v in trains for v in (*node.ins, *node.outs))
         key = node.op, *_written(node), trained
@@ -62,7 +62,7 @@ def _written(node: Node) -> tuple[str, str]:
     return repr(args), repr(kwargs)
 
 
-def _of(node: Node, trains: Collection[Value]) -> ReadBack:
+def _of(node: Node, trains: Collection[Value]) -> BackwardReads:
     """Return what autograd saves of a call on meta tensors; all operands and results if the call fails."""
     if not any(v in trains for v in node.outs):
         return NOTHING_READ
@@ -70,12 +70,12 @@ def _of(node: Node, trains: Collection[Value]) -> ReadBack:
     if isinstance(node.op, Operator) and node.op.name().partition(".")[0] not in FUSED:
         with suppress(*REFUSES):
             return _asked(node.op, node, operands, made, trains)
-    return ReadBack(frozenset(range(len(operands))), frozenset(range(len(made))))
+    return BackwardReads(frozenset(range(len(operands))), frozenset(range(len(made))))
 
 
 def _asked(
     op: Operator, node: Node, operands: Sequence[Value], made: Sequence[Value], trains: Collection[Value]
-) -> ReadBack:
+) -> BackwardReads:
     """Return what autograd saves of a call on meta tensors. Raises one of REFUSES if the operator fails on them."""
     kept, given = list[Tensor](), {v: _leaf(v, v in trains) for v in dict.fromkeys(node.ins)}
     args, kwargs = map_values(given.__getitem__, (node.args, dict(node.kwargs)))
@@ -87,7 +87,7 @@ def _asked(
     inside = {memory_of(x): x.untyped_storage().nbytes() for x in kept if memory_of(x) not in memory}
     read = [memory[memory_of(x)] for x in kept if memory_of(x) in memory]
     ins, outs = (frozenset(n for side, n in read if side == here) for here in (0, 1))
-    return ReadBack(ins, outs, sum(inside.values()))
+    return BackwardReads(ins, outs, sum(inside.values()))
 
 
 def _leaf(v: Value, trains: bool) -> Any:

@@ -10,7 +10,7 @@ from .._errors import ProgramError
 from .effects import is_needed
 from .node import Node, Op, Origin, Value, map_values, name_of, values_in
 from .program import Change, Program
-from .shape_inference import Names, infer
+from .shape_inference import FreshNames, infer
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Draft:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.names = Names(v.name for v in _all_values(program))
+        self.names = FreshNames(v.name for v in _all_values(program))
         self._producers: dict[Value, Spot] = {}
         self._uses: dict[Value, _Uses] = {}
         self._outputs: Any = program.outputs

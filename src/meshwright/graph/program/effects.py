@@ -10,12 +10,12 @@ import torch
 from meshwright.reshard import Exchange
 
 from ..torch_hooks import Operator
-from .node import Carry, Node, OnCopy, Op, Over, Start, Value, Wait, values_in
+from .node import Conversion, Node, Op, Overwrite, Start, Value, Wait, WriteToCopies, values_in
 
 
 def writes_to(op: Op) -> tuple[int | str, ...]:
     """Return the arguments of `op` that it writes to: positions, or names of keyword arguments."""
-    if isinstance(op, Over):
+    if isinstance(op, Overwrite):
         return op.places
     if not isinstance(op, Operator):
         return ()
@@ -26,17 +26,17 @@ def writes_to(op: Op) -> tuple[int | str, ...]:
     return tuple(found)
 
 
-def draws(op: Op) -> bool:
+def is_random_operator(op: Op) -> bool:
     """True if `op` draws random numbers. Such operators keep their order."""
-    if isinstance(op, (OnCopy, Over)):
-        return draws(op.op)
+    if isinstance(op, (WriteToCopies, Overwrite)):
+        return is_random_operator(op.op)
     return isinstance(op, Operator) and torch.Tag.nondeterministic_seeded in op.tags
 
 
-def is_drawing(node: Node) -> bool:
+def is_random_call(node: Node) -> bool:
     """True if the call draws random numbers. Attention with `dropout_p=0` does not, though its operator can."""
-    if not draws(node.op) or not isinstance(node.op, Operator):
-        return draws(node.op)
+    if not is_random_operator(node.op) or not isinstance(node.op, Operator):
+        return is_random_operator(node.op)
     given = dict(zip((a.name for a in node.op._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
     left = next((a for a in node.op._schema.arguments if a.name == "dropout_p"), None)
     return left is None or given.get("dropout_p", left.default_value) != 0
@@ -44,23 +44,23 @@ def is_drawing(node: Node) -> bool:
 
 def is_pure(op: Op) -> bool:
     """True if equal arguments give equal results, and a call whose results are not read may be removed."""
-    return not writes_to(op) and not draws(op) and not asserts(op)
+    return not writes_to(op) and not is_random_operator(op) and not is_assertion(op)
 
 
-def crosses(op: Op) -> bool:
+def is_cross_mesh(op: Op) -> bool:
     """True for conversion steps from one mesh to another."""
     carry = op.carry if isinstance(op, (Start, Wait)) else op
-    return isinstance(carry, Carry) and isinstance(carry.step, Exchange)
+    return isinstance(carry, Conversion) and isinstance(carry.step, Exchange)
 
 
-def asserts(op: Op) -> bool:
+def is_assertion(op: Op) -> bool:
     """True for assertion operators."""
     return isinstance(op, Operator) and "assert" in op._schema.name
 
 
 def is_view(op: Op) -> bool:
     """True if results may share memory with arguments."""
-    if isinstance(op, Carry):
+    if isinstance(op, Conversion):
         return not op.communicates
     if not isinstance(op, Operator):
         return False
@@ -73,7 +73,7 @@ def is_needed(op: Op, args: Sequence[Any], outs: Sequence[Value], needed: Contai
     A node that draws random numbers stays: without it, later nodes would draw other numbers. A step to another mesh
     stays, since the ranks of that mesh have their own programs.
     """
-    if draws(op) or asserts(op) or crosses(op) or any(v in needed for v in outs):
+    if is_random_operator(op) or is_assertion(op) or is_cross_mesh(op) or any(v in needed for v in outs):
         return True
     written = [args[at] for at in writes_to(op) if isinstance(at, int) and at < len(args)]
     return any(v in needed for v in values_in(written)) or bool(writes_to(op) and not written)

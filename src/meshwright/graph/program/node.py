@@ -1,6 +1,6 @@
 """Values and nodes, the elements of a program.
 
-A node's `op` is an ATen operator, a step of a conversion (`Carry`), or a Python function on numbers.
+A node's `op` is an ATen operator, a step of a conversion (`Conversion`), or a Python function on numbers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def tensor_dtype(v: Value) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Carry:
+class Conversion:
     """A conversion step as an operator on a tensor with the spec `src`, on any rank."""
 
     step: Step
@@ -90,7 +90,7 @@ class Carry:
 class Start:
     """Start of a conversion step. Its value has the shape of the result and is in flight until `Wait` returns it."""
 
-    carry: Carry
+    carry: Conversion
 
     def __repr__(self) -> str:
         return f"start {self.carry!r}"
@@ -103,25 +103,25 @@ class Wait:
     The arguments are the value of `Start` and its operand, which must stay alive until then.
     """
 
-    carry: Carry
+    carry: Conversion
 
     def __repr__(self) -> str:
         return f"wait for {self.carry!r}"
 
 
-Place = int | str | tuple[int | str, int]
+ArgumentPosition = int | str | tuple[int | str, int]
 """Reference to an argument: position or name, or one of these and the index in a list argument."""
 
 
 @dataclass(frozen=True, slots=True)
-class OnCopy:
+class WriteToCopies:
     """An operator that writes to its arguments `places`, applied to copies of them.
 
     It returns the result of `op` and the written copies: `(result, copy, copy, ...)`.
     """
 
     op: Operator
-    places: tuple[Place, ...]
+    places: tuple[ArgumentPosition, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
@@ -139,7 +139,7 @@ class OnCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class Overwrite:
     """An operator that overwrites its arguments `places`, as an operator that returns these arguments.
 
     The results share the memory of the arguments. Only the last passes create such nodes.
@@ -156,7 +156,7 @@ class Over:
         return str(self.op)
 
 
-Op = Operator | Carry | Start | Wait | OnCopy | Over | Callable[..., Any]
+Op = Operator | Conversion | Start | Wait | WriteToCopies | Overwrite | Callable[..., Any]
 
 
 class Edge(NamedTuple):
@@ -257,6 +257,6 @@ def values_in(tree: Any) -> Iterator[Value]:
 
 def name_of(op: Op) -> str:
     """Return the name of an operator for texts."""
-    if isinstance(op, (Carry, Start, Wait, OnCopy, Over)):
+    if isinstance(op, (Conversion, Start, Wait, WriteToCopies, Overwrite)):
         return repr(op)
     return str(op) if isinstance(op, Operator) else getattr(op, "__name__", repr(op))

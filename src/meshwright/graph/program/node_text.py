@@ -9,7 +9,7 @@ import torch
 
 from meshwright.layout import write_dtype
 
-from .node import Carry, Node, Start, Value, map_values, name_of
+from .node import Conversion, Node, Start, Value, map_values, name_of
 
 
 def type_text(v: Value) -> str:
@@ -34,7 +34,7 @@ def node_text(node: Node, where: bool = False) -> str:
 
 def short_name(node: Node) -> str:
     """Return the operator's name without namespace and default overload; for a step, its text in a plan."""
-    if isinstance(node.op, Carry):
+    if isinstance(node.op, Conversion):
         return f"{node.op!r} of {node.op.src!r} "
     if isinstance(node.op, Start):
         return f"{node.op!r} of {node.op.carry.src!r} "

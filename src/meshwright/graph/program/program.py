@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from meshwright.layout import Spec
 
-from .backward_reads import ReadBack, reads_back
+from .backward_reads import BackwardReads, backward_reads_of
 from .layouts import Layouts
-from .node import Carry, Node, Start, Value, name_of, tensor_dtype, values_in
+from .node import Conversion, Node, Start, Value, name_of, tensor_dtype, values_in
 from .node_text import node_text, tree_text, type_text
 
 Role = Literal["saved", "parameter", "gradient", "buffer", "state", "batch", "constant", "scalar", "number", "size"]
@@ -92,9 +92,9 @@ class Program:
         return frozenset(found)
 
     @cached_property
-    def reads_back(self) -> Mapping[Node, ReadBack]:
+    def reads_back(self) -> Mapping[Node, BackwardReads]:
         """Node of a forward pass → operands and results that its backward pass reads."""
-        return reads_back(self.nodes, self.trained)
+        return backward_reads_of(self.nodes, self.trained)
 
     @property
     def results(self) -> tuple[Value, ...]:
@@ -130,7 +130,7 @@ def communication(program: Program, phase: str | None = None) -> Iterator[Node]:
     """Yield the nodes in which ranks communicate, in order; with `phase`, only those of this phase."""
     for node in program.nodes:
         op = node.op.carry if isinstance(node.op, Start) else node.op
-        if isinstance(op, Carry) and op.communicates and phase in (None, node.origin.phase):
+        if isinstance(op, Conversion) and op.communicates and phase in (None, node.origin.phase):
             yield node
 
 

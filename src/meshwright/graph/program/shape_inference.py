@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
-from .node import Carry, OnCopy, Op, Over, Start, Value, Wait, map_values, values_in
+from .node import Conversion, Op, Overwrite, Start, Value, Wait, WriteToCopies, map_values, values_in
 
 
-class Names:
+class FreshNames:
     """Generator of unused names."""
 
     def __init__(self, taken: Iterator[str]) -> None:
@@ -31,9 +31,9 @@ class Names:
         return name
 
 
-def infer(op: Op, args: Any, kwargs: Any, rank: int, names: Names, mode: FakeMode | None = None) -> Any:
+def infer(op: Op, args: Any, kwargs: Any, rank: int, names: FreshNames, mode: FakeMode | None = None) -> Any:
     """Return values with fresh names, in the same structure as the result of `op`."""
-    if isinstance(op, Carry):
+    if isinstance(op, Conversion):
         (x,) = values_in(args)
         return Value(names.fresh(stem_of(op)), carried_shape(op, x, rank), x.dtype, x.device)
     if isinstance(op, (Start, Wait)):
@@ -41,12 +41,12 @@ def infer(op: Op, args: Any, kwargs: Any, rank: int, names: Names, mode: FakeMod
         shape = carried_shape(op.carry, x, rank) if isinstance(op, Start) else x.shape
         return Value(names.fresh(stem_of(op)), shape, x.dtype, x.device)
     with no_modes(), imagining(mode or FakeMode(shape_env=world_of(args))), torch.no_grad():
-        real_args, real_kwargs = map_values(stand_in, (args, dict(kwargs)))
+        real_args, real_kwargs = map_values(fake_argument, (args, dict(kwargs)))
         out = op(*real_args, **real_kwargs)
     return as_values(out, lambda: names.fresh(stem_of(op)))
 
 
-def carried_shape(op: Carry, x: Value, rank: int) -> tuple[Any, ...]:
+def carried_shape(op: Conversion, x: Value, rank: int) -> tuple[Any, ...]:
     """Return the local shape on `rank` after the step."""
     return op.dst.local_shape(rank)
 
@@ -57,7 +57,7 @@ def world_of(args: Any) -> Any:
     return next((n.node.shape_env for n in sizes if isinstance(n, torch.SymInt)), None) or ShapeEnv()
 
 
-def stand_in(v: Value) -> Any:
+def fake_argument(v: Value) -> Any:
     if not isinstance(v.dtype, torch.dtype):
         return v.dtype(2)
     return torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -86,12 +86,12 @@ def as_values(out: Any, name: Callable[[], str]) -> Any:
 
 def stem_of(op: Op) -> str:
     """Return the stem of the names for results of `op`."""
-    if isinstance(op, Carry):
+    if isinstance(op, Conversion):
         name = type(op.step).__name__
         return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")
     if isinstance(op, (Start, Wait)):
         return stem_of(op.carry) + ("_started" if isinstance(op, Start) else "")
-    if isinstance(op, (OnCopy, Over)):
+    if isinstance(op, (WriteToCopies, Overwrite)):
         return stem_of(op.op)
     if isinstance(op, Operator):
         return op._schema.name.split("::")[1].strip("_")

@@ -16,9 +16,9 @@ from meshwright.tensor import DistTensor
 from ..program.node import Value
 from ..torch_hooks import FakeMode, conditions, symbolic_size
 from .recording import Recording
-from .size_expressions import CONDITIONS, ExpressionError, Row, Rows, computed
+from .size_expressions import CONDITIONS, ExpressionError, Row, Rows, evaluate_rows
 
-Fits = Callable[[Sequence[Any]], bool]
+BatchPredicate = Callable[[Sequence[Any]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _ranks(spec: Spec | None, dim: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Holds:
+class SizeConditions:
     """Predicate on the leaves of a batch: True if a program recorded with symbolic sizes is valid for their sizes.
 
     Recording notes every comparison that it decided by the sizes it saw; each must have the same result. `conditions`
@@ -102,20 +102,20 @@ class Holds:
         if not all(size.divides(leaves) and size(leaves) == n for size, n in wanted):
             return False
         try:
-            found = computed(self.rows, values, CONDITIONS)
+            found = evaluate_rows(self.rows, values, CONDITIONS)
         except (ValueError, ArithmeticError, TypeError):  # a division by a size of zero
             return False
         return all(found[name] for name in self.conditions)
 
     def as_data(self) -> dict[str, Any]:
-        """Return the predicate as plain data, which `holds_of` reads."""
+        """Return the predicate as plain data, which `read_size_conditions` reads."""
         sizes = {name: [size.leaf, size.dim, size.ranks] for name, size in self.sizes.items()}
         bound = [[size.leaf, size.dim, size.ranks, n] for size, n in self.bound]
         rows = [list(row) for row in self.rows]
         return {"sizes": sizes, "rows": rows, "conditions": list(self.conditions), "bound": bound}
 
 
-def holds_of(data: Mapping[str, Any]) -> Holds:
+def read_size_conditions(data: Mapping[str, Any]) -> SizeConditions:
     """Return the predicate that `as_data` wrote.
 
     Raises ExpressionError for an unknown condition, and Python errors for data of another structure.
@@ -125,15 +125,15 @@ def holds_of(data: Mapping[str, Any]) -> Holds:
     if not set(conditions) <= {f"e{at}" for at in range(len(rows))}:
         raise ExpressionError("a condition that no row computes")
     bound = tuple((BatchSize(*map(index, size)), n if n in sizes else index(n)) for *size, n in data["bound"])
-    return Holds(sizes, rows, conditions, bound)
+    return SizeConditions(sizes, rows, conditions, bound)
 
 
-def sizes_hold(
+def size_conditions(
     mode: FakeMode,
     inputs: Mapping[Value, Any],
     sources: Mapping[Value, BatchSize],
     opened: Sequence[tuple[BatchSize, Any]],
-) -> Holds:
+) -> SizeConditions:
     """Return the conditions under which the recorded program is valid for other sizes."""
     symbols = {symbol.node.expr: symbol for symbol in inputs.values()}
     rows = Rows(str, CONDITIONS)
@@ -143,7 +143,7 @@ def sizes_hold(
             found += _written(guard, rows, symbols)
     sizes = {str(symbol.node.expr): sources[v] for v, symbol in inputs.items()}
     bound = tuple((size, n if isinstance(n, int) else str(n.node.expr)) for size, n in opened)
-    return Holds(sizes, tuple(rows.rows), tuple(dict.fromkeys(found)), bound)
+    return SizeConditions(sizes, tuple(rows.rows), tuple(dict.fromkeys(found)), bound)
 
 
 def _written(guard: Any, rows: Rows, symbols: Mapping[Any, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from meshwright.layout import user_frame
 
 from .._errors import CaptureError
 from ..program.effects import writes_to
-from ..program.node import Over, Value
+from ..program.node import Overwrite, Value
 from ..torch_hooks import Operator
 
 aten = torch.ops.aten
@@ -256,7 +256,7 @@ def _same_arguments(found: Operator, op: Operator) -> bool:
     return not writes and ours == [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
-def overwriting(op: Any) -> Operator | Over | None:
+def overwriting(op: Any) -> Operator | Overwrite | None:
     """Return the in-place form of an operator (`add_` for `add`) with the same arguments, or None."""
     if not isinstance(op, Operator) or any(r.alias_info is not None for r in op._schema.returns):
         return None
@@ -265,4 +265,4 @@ def overwriting(op: Any) -> Operator | Over | None:
     twin: Operator | None = getattr(packet, op._overloadname, None) if packet is not None else None
     if twin is None or functional(twin) is not op or writes_to(twin) != (0,):
         return None
-    return twin if twin._schema.returns else Over(twin, (0,))
+    return twin if twin._schema.returns else Overwrite(twin, (0,))

@@ -15,10 +15,10 @@ from meshwright.layout import Spec, user_frame
 from meshwright.tensor import DistTensor, map_tensors, tensors_in
 
 from .._errors import CaptureError
-from ..program.effects import draws, writes_to
-from ..program.node import Node, OnCopy, Op, Origin, Place, Value, values_in
+from ..program.effects import is_random_operator, writes_to
+from ..program.node import ArgumentPosition, Node, Op, Origin, Value, WriteToCopies, values_in
 from ..program.program import Input, Role
-from ..program.shape_inference import Names, as_values, stem_of
+from ..program.shape_inference import FreshNames, as_values, stem_of
 from ..torch_hooks import FakeTensor, Operator, faked, forget_numbers, memory_of, no_modes
 from .detached_writes import DetachedWrite
 from .functionalization import FRESH, IDENTITIES, Cell, Memory, View, functional
@@ -65,7 +65,7 @@ class Recording:
 
     inputs: list[Input] = field(default_factory=list[Input])
     nodes: list[Node] = field(default_factory=list[Node])
-    names: Names = field(default_factory=lambda: Names(iter(())))
+    names: FreshNames = field(default_factory=lambda: FreshNames(iter(())))
     numbers: Numbers = field(default_factory=Numbers)
     cells: dict[int, Cell] = field(default_factory=dict[int, Cell])
     memories: dict[Any, list[Cell]] = field(default_factory=dict[Any, list[Cell]])
@@ -124,7 +124,7 @@ class Recording:
         left, seen = [value], set[Value]()
         while left:
             v = left.pop()
-            if (v in inputs and inputs[v].role != "constant") or (v in makers and draws(makers[v].op)):
+            if (v in inputs and inputs[v].role != "constant") or (v in makers and is_random_operator(makers[v].op)):
                 return None
             if v in inputs:
                 found.append(inputs[v].source)
@@ -267,7 +267,9 @@ class Recording:
             return None
         return self._find(args[0]) if args and isinstance(args[0], Tensor) else None
 
-    def _note_write(self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[Place, Tensor]) -> None:
+    def _note_write(
+        self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[ArgumentPosition, Tensor]
+    ) -> None:
         if self.above:
             self._note_detached(written.values())
         values = self.tree_of(args), self.tree_of(kwargs)
@@ -278,7 +280,7 @@ class Recording:
         elif twin is not None:
             new = [self._node(twin, *values, written[0])]
         else:
-            shown = self._node(OnCopy(op, tuple(written)), *values, (out, *written.values()))
+            shown = self._node(WriteToCopies(op, tuple(written)), *values, (out, *written.values()))
             new = list(shown[1:])
             self._bind_fresh(op, out, shown[0], written)
         for t, v in zip(written.values(), new, strict=True):
@@ -308,7 +310,7 @@ class Recording:
             value = self._node(aten.to.device, (value, x.device, x.dtype), {}, like)
         return value if like is x else self._node(aten.expand.default, (value, tuple(x.shape)), {}, x)
 
-    def _bind_fresh(self, op: Operator, out: Any, shown: Any, written: dict[Place, Tensor]) -> None:
+    def _bind_fresh(self, op: Operator, out: Any, shown: Any, written: dict[ArgumentPosition, Tensor]) -> None:
         """Bind the results of an in-place operator that are not its written arguments."""
         if _gives_arguments(op):
             return
@@ -321,7 +323,7 @@ class Recording:
 def _twin(op: Operator, args: Any, kwargs: Any) -> Operator | None:
     """Return the out-of-place form of `op`, or None if its result does not fit the written argument."""
     twin = functional(op)
-    if twin is None or draws(op):
+    if twin is None or is_random_operator(op):
         return None
     fake: Any = next((x for x in tensors_in((args, kwargs)) if isinstance(x, FakeTensor)), None)
     with no_modes(), torch.no_grad():
@@ -338,13 +340,13 @@ def _gives_arguments(op: Operator) -> bool:
     return bool(infos) and all(info is not None and info.is_write for info in infos)
 
 
-def written_by(op: Operator, args: Any, kwargs: Any) -> dict[Place, Tensor]:
+def written_by(op: Operator, args: Any, kwargs: Any) -> dict[ArgumentPosition, Tensor]:
     """Return the tensors that the call writes to, by position or name of the argument."""
     places: list[int | str] = list(writes_to(op))
     secret = SECRET_WRITES.get(op._schema.name)
     if secret is not None and len(args) > secret[1] and args[secret[1]]:
         places += secret[0]
-    found: dict[Place, Tensor] = {}
+    found: dict[ArgumentPosition, Tensor] = {}
     for place in places:
         given = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
         if isinstance(given, Tensor):

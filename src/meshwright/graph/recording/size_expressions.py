@@ -106,7 +106,9 @@ class Rows:
         return f"e{len(self.rows) - 1}"
 
 
-def computed(rows: Sequence[Row], symbols: Mapping[str, Any], functions: Mapping[str, Any] = SIZES) -> dict[str, Any]:
+def evaluate_rows(
+    rows: Sequence[Row], symbols: Mapping[str, Any], functions: Mapping[str, Any] = SIZES
+) -> dict[str, Any]:
     """Return the value of every row by name, for the given values of the symbols.
 
     The work is bounded also for rows of untrusted origin. Raises ExpressionError for invalid rows, and for expressions

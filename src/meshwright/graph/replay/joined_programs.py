@@ -8,11 +8,11 @@ from typing import Any
 
 from ..program.node import Node, Value, map_values
 from ..program.program import Input, Program
-from ..program.shape_inference import Names
+from ..program.shape_inference import FreshNames
 from ..recording.recording import is_lifted
 
 
-def joined(
+def join_programs(
     first: Program, second: Program, feeds: Mapping[Value, Value], outputs: Callable[[Any, Any], Any]
 ) -> Program:
     """Return the program that runs `first`, then `second`. `feeds` maps inputs of `second` to values of `first`.
@@ -21,7 +21,7 @@ def joined(
     If `first` writes to such an input, `second` reads the written value. `outputs(a, b)` returns the outputs of the
     whole program for those of both parts.
     """
-    names = Names(v for v in _names(first))
+    names = FreshNames(v for v in _names(first))
     same = {_key(i): i.value for i in first.inputs if _is_one(i)}
     written = dict(first.writes)
     became: dict[Value, Value] = dict(feeds)
@@ -57,14 +57,14 @@ def _key(given: Input) -> Any:
     return given.role, given.source if given.role == "number" else given.name
 
 
-def _moved(node: Node, became: dict[Value, Value], names: Names) -> Node:
+def _moved(node: Node, became: dict[Value, Value], names: FreshNames) -> Node:
     args, kwargs = map_values(lambda v: became[v], (node.args, dict(node.kwargs)))
     for v in node.outs:
         became[v] = _renamed(v, names)
     return Node(node.op, args, kwargs, map_values(lambda v: became[v], node.out), node.origin)
 
 
-def _renamed(v: Value, names: Names) -> Value:
+def _renamed(v: Value, names: FreshNames) -> Value:
     return Value(names.fresh(v.name), v.shape, v.dtype, v.device)
 
 

@@ -65,7 +65,9 @@ class Unscaled:
         self.count.copy_(count)
 
 
-def unscaled(grads: Mapping[str, Tensor], specs: Mapping[str, Spec | None], scale: Tensor, count: Tensor) -> Unscaled:
+def unscale_gradients(
+    grads: Mapping[str, Tensor], specs: Mapping[str, Spec | None], scale: Tensor, count: Tensor
+) -> Unscaled:
     """Return the gradients of a scaled loss, divided by the scale.
 
     `specs` maps parameters to the specs of the updated parts; each gradient is converted to the spec of its parameter.
@@ -89,7 +91,7 @@ def _part(grad: Tensor, spec: Spec | None) -> Tensor:
     return redistribute(grad, spec.mesh, spec.layout.with_varying(()))
 
 
-def kept_where(program: Program, found: Value, renewed: Iterable[Value]) -> Program:
+def skip_writes_on_overflow(program: Program, found: Value, renewed: Iterable[Value]) -> Program:
     """Return the program with writes that are skipped if `found` is true, except the writes of `renewed` inputs."""
     draft, spared = Draft(program), {*renewed}
     origin = Origin("update")

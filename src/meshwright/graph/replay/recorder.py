@@ -38,10 +38,10 @@ from meshwright.tensor import (
 from .._errors import CaptureError
 from ..captures.capture import Capture
 from ..captures.capture_environment import called
-from ..captures.external_writes import Outside, check_buffers, real_view, takes_view
+from ..captures.external_writes import ExternalTensors, check_buffers, real_view, takes_view
 from ..guards import observed, unobserved, unobserved_if_torchs
 from ..program.draft import Draft
-from ..program.node import Carry, Node, Origin, Phase, Value, map_values, tensor_dtype
+from ..program.node import Conversion, Node, Origin, Phase, Value, map_values, tensor_dtype
 from ..program.program import Input, Program
 from ..program.rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
 from ..recording.recording import Recording, written_by
@@ -86,7 +86,7 @@ class RecordingCommunicator(PeerlessCommunicator):
         for step, spec in way.walk():
             if isinstance(step, Relabel) or (self.rank not in spec.mesh and not isinstance(step, Exchange)):
                 continue
-            x = self._recorder.carry(Carry(step, spec), x)
+            x = self._recorder.carry(Conversion(step, spec), x)
         return x
 
 
@@ -100,7 +100,7 @@ class Recorder(Modes):
         self._symbols = {} if fresh else captured.symbols
         self.recording = Recording(origin=self._origin)
         self._note = unobserved(self.recording.note)
-        self.outside = Outside(self.mode)
+        self.outside = ExternalTensors(self.mode)
         self._run_outside = unobserved(self.outside.run)
         self.communicator = RecordingCommunicator(rank, size, self)
         self.origin = Origin()
@@ -157,7 +157,7 @@ class Recorder(Modes):
             stack.enter_context(self)
             yield
 
-    def carry(self, op: Carry, x: Tensor) -> Tensor:
+    def carry(self, op: Conversion, x: Tensor) -> Tensor:
         """Record a conversion step and return its result as a fake tensor."""
         with unrecorded(), self.mode, interception_off():
             out = torch.empty(self.communicator.local_shape(op.dst), dtype=x.dtype, device=x.device)

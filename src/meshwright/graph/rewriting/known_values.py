@@ -11,7 +11,7 @@ from ..program.draft import Draft
 from ..program.effects import is_pure
 from ..program.node import map_values
 from ..torch_hooks import Operator, no_modes
-from .node_reader import Said
+from .node_reader import VirtualValue
 
 LARGEST = 2**26
 """Maximum number of elements of a computed value."""
@@ -31,7 +31,7 @@ def _computed(draft: Draft, v: Any, found: dict[Any, Any]) -> Any:
     if v in found:
         return found[v]
     found[v] = None
-    if isinstance(v, Said):
+    if isinstance(v, VirtualValue):
         call: Any = v
         kwargs: dict[str, Any] = {}
     else:
@@ -47,11 +47,11 @@ def _computed(draft: Draft, v: Any, found: dict[Any, Any]) -> Any:
         known = known and value is not None
         return value
 
-    args = tuple(tensor(a) if isinstance(a, Said) else a for a in call.args)
+    args = tuple(tensor(a) if isinstance(a, VirtualValue) else a for a in call.args)
     args, kwargs = map_values(tensor, (args, kwargs))
     if known:
         out = call.op(*args, **{k: torch.device("cpu") if k == "device" else a for k, a in kwargs.items()})
-        found[v] = out if isinstance(v, Said) or call.out is v else out[call.outs.index(v)]
+        found[v] = out if isinstance(v, VirtualValue) or call.out is v else out[call.outs.index(v)]
     return found[v]
 
 

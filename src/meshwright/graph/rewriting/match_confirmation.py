@@ -15,14 +15,14 @@ from meshwright.layout import Spec
 from meshwright.tensor import leaves_in
 
 from .._errors import RewriteError
-from ..program.node import Carry, Node, Value, map_values
+from ..program.node import Conversion, Node, Value, map_values
 from ..program.node_text import type_text
-from .node_reader import CASTS, Said, same_constant
+from .node_reader import CASTS, VirtualValue, same_constant
 from .pattern import Constant, Pattern, Term, constant_at
 from .pattern_match import Match
 from .rewrite_rule import Rewrite
 from .rule_arguments import Shape, kind_of_dtype
-from .rule_trace import Modes, Told, origin_modes, watch
+from .rule_trace import CallTrace, Modes, origin_modes, trace_calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class Template:
 class _Sides:
     """Traces of both sides for arguments of given shapes and dtypes. `put` is traced only after `find` matches."""
 
-    find: Told
+    find: CallTrace
     given: Mapping[str, Any]
     lie: Mapping[Value, Spec]
     template: Template | None = None
@@ -59,7 +59,7 @@ class Confirmed:
         if not _fit(self.rule.tensor_shapes, match.arguments) or not self.rule.is_met(match.arguments, match):
             return None
         modes = origin_modes(next(iter(match.spots)).origin)[1]
-        specs = specs_of(match)
+        specs = step_argument_specs(match)
         look = (
             tuple(_look(v) for _, v in sorted(match.names.items())),
             tuple(str(spec) for _, spec in sorted(specs.items())),
@@ -77,10 +77,10 @@ class Confirmed:
         return sides.template
 
     def _find(self, match: Match, modes: Modes, specs: Mapping[str, Spec]) -> _Sides | None:
-        given = {name: stand_in(name, v) for name, v in match.arguments.items()}
+        given = {name: value_like(name, v) for name, v in match.arguments.items()}
         lie = {given[name]: spec for name, spec in specs.items()}
         try:
-            find = watch(self.rule.find, given, self.rank, modes, lie)
+            find = trace_calls(self.rule.find, given, self.rank, modes, lie)
         except RewriteError:
             raise
         except Exception:  # torch raises various errors for such shapes: find does not compute this
@@ -94,7 +94,7 @@ class Confirmed:
         as autocast. Raises RewriteError if `put` raises, or if its results differ from those of `find` without modes.
         """
         try:
-            put = watch(self.rule.put, sides.given, self.rank, modes, sides.lie)
+            put = trace_calls(self.rule.put, sides.given, self.rank, modes, sides.lie)
         except RewriteError:
             raise
         except Exception as error:  # torch raises various errors for such arguments
@@ -125,16 +125,16 @@ def results(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
-def stand_in(name: str, v: Any) -> Any:
+def value_like(name: str, v: Any) -> Any:
     """Return a new value named `name` with the metadata of `v`; `v` itself if it is a constant."""
-    return Value(name, tuple(v.shape), v.dtype, v.device) if isinstance(v, (Value, Said)) else v
+    return Value(name, tuple(v.shape), v.dtype, v.device) if isinstance(v, (Value, VirtualValue)) else v
 
 
-def specs_of(match: Match) -> dict[str, Spec]:
+def step_argument_specs(match: Match) -> dict[str, Spec]:
     """Return the specs of the rule's arguments that conversion steps read, by argument name."""
     found: dict[str, Spec] = {}
     for spot in match.spots:
-        if not isinstance(spot.op, Carry):
+        if not isinstance(spot.op, Conversion):
             continue
         for name, v in match.names.items():
             if any(x is v for x in spot.ins):
@@ -147,11 +147,11 @@ def _fit(shapes: Mapping[str, Shape], given: Mapping[str, Any]) -> bool:
     return all(
         shape.fits(v.shape, sizes) and isinstance(v.dtype, torch.dtype) and kind_of_dtype(v.dtype) == shape.kind
         for name, shape in shapes.items()
-        if isinstance(v := given.get(name), (Value, Said))
+        if isinstance(v := given.get(name), (Value, VirtualValue))
     )  # fmt: skip
 
 
-def _without_idle_casts(told: Told) -> tuple[tuple[Node, ...], tuple[Any, ...]]:
+def _without_idle_casts(told: CallTrace) -> tuple[tuple[Node, ...], tuple[Any, ...]]:
     """Return the calls and results of `put` without casts to the dtype that the operand already has."""
     same: dict[Value, Value] = {}
     kept: list[Node] = []
@@ -174,7 +174,7 @@ def _followed(tree: Any, same: Mapping[Value, Value]) -> Any:
     return map_values(lambda v: same.get(v, v), tree)
 
 
-def _agrees(term: Term, v: Any, find: Told) -> bool:
+def _agrees(term: Term, v: Any, find: CallTrace) -> bool:
     """True if the value found for a term has the shape and dtype that `find` makes there."""
     if term.number < 0:
         return True
@@ -182,7 +182,7 @@ def _agrees(term: Term, v: Any, find: Told) -> bool:
     return term.place < len(outs) and _looks(v) == _looks(outs[term.place])
 
 
-def _is_computed(wanted: Constant, found: Any, find: Told) -> bool:
+def _is_computed(wanted: Constant, found: Any, find: CallTrace) -> bool:
     """True if a constant equals the one that `find` computes, or belongs to a cast, whose dtype the result shows."""
     if find.calls[wanted.at[0]].op in CASTS:
         return True
@@ -194,6 +194,6 @@ def _looks(v: Any) -> Any:
 
 
 def _look(v: Any) -> Any:
-    if isinstance(v, (Value, Said)):
+    if isinstance(v, (Value, VirtualValue)):
         return (*_looks(v), v.device)
     return repr(v)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..program.node import Carry, Op, Value
+from ..program.node import Conversion, Op, Value
 from ..torch_hooks import Operator
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Said:
+class VirtualValue:
     """A value that no node produces, but that another spelling of the program would produce: `op(*args)`."""
 
     op: Operator
@@ -56,7 +56,7 @@ class Said:
     device: str
 
 
-Operand = Value | Said
+Operand = Value | VirtualValue
 
 
 Spell = Callable[["Reader", Any, tuple[Any, ...]], tuple[Any, ...] | None]
@@ -100,7 +100,7 @@ class Reading:
 
     @property
     def call(self) -> Any:
-        """The node that produces the value; None for a `Said` value."""
+        """The node that produces the value; None for a virtual value."""
         return self.calls[0] if self.calls else None
 
 
@@ -130,7 +130,7 @@ class Reader:
         known = self._full.get(v)
         if known is not None and known[1].args is known[0]:
             return known[2]
-        if isinstance(v, Said):
+        if isinstance(v, VirtualValue):
             return _own(*canonical(v.op, v.args, v), 0, ())
         call = self._producer(v)
         if call is None:
@@ -163,7 +163,7 @@ class Reader:
 
     def as_call(self, v: Any, op: Op) -> tuple[Any, ...] | None:
         """Return the arguments of the first reading of `v` as a call of `op`, or None."""
-        if not isinstance(v, (Value, Said)):
+        if not isinstance(v, (Value, VirtualValue)):
             return None
         passed: list[Any] = []
         reading = next(self.read(self.base(v, passed), op), None)
@@ -198,7 +198,7 @@ class Reader:
 
     def alike(self, a: Any, b: Any, depth: int = 6) -> bool:
         """True if both are one value, or are produced by equal operators from equal values."""
-        if not isinstance(a, (Value, Said)) or not isinstance(b, (Value, Said)):
+        if not isinstance(a, (Value, VirtualValue)) or not isinstance(b, (Value, VirtualValue)):
             return same_constant(a, b)
         a, b = self.base(a), self.base(b)
         if a is b:
@@ -271,7 +271,7 @@ def full_arguments(op: Op, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...
 
 def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[Any, ...]]:
     """Return the canonical operator and its arguments in canonical form."""
-    if isinstance(op, Carry):
+    if isinstance(op, Conversion):
         return op, args
     op = SAME_OPERATOR.get(op, op)
     if op in CASTS and args[0].device == out.device:
@@ -287,7 +287,7 @@ def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[A
 def _changes_nothing(own: Reading, v: Operand) -> bool:
     """True if the result equals the first argument, with the same dtype."""
     x, idle = own.args[0], own.known.idle
-    return idle is not None and isinstance(x, (Value, Said)) and x.dtype == v.dtype and idle(own.args, v)
+    return idle is not None and isinstance(x, (Value, VirtualValue)) and x.dtype == v.dtype and idle(own.args, v)
 
 
 def _same_shape(args: tuple[Any, ...], v: Operand) -> bool:

@@ -11,9 +11,9 @@ import torch
 
 from .._errors import RewriteError
 from ..program.node import Node, Op, Value, name_of
-from .node_reader import CAST, Reader, Reading, Said, argument_names, full_arguments
+from .node_reader import CAST, Reader, Reading, VirtualValue, argument_names, full_arguments
 from .rule_arguments import Shape, Variant, sample_sizes
-from .rule_trace import StepName, Told, watch
+from .rule_trace import CallTrace, StepName, trace_calls
 from .spellings import aten
 
 COMMUTE: set[Any] = {
@@ -104,7 +104,7 @@ class Pattern:
 
     variant: Variant
     roots: tuple[Term, ...]
-    told: Told
+    told: CallTrace
     terms: tuple[Term, ...] = field(repr=False)
 
     @cached_property
@@ -167,11 +167,11 @@ def make_pattern(find: Callable[..., Any], variant: Variant, shapes: Mapping[str
     the traces have different operators.
     """
     given = sample_arguments(variant, shapes)
-    told = watch(find, given)
-    others: list[tuple[str, Any, Any, Told]] = []
+    told = trace_calls(find, given)
+    others: list[tuple[str, Any, Any, CallTrace]] = []
     for a in variant.attributes:
-        others.append((a.name, a.samples[0], a.samples[1], watch(find, given | {a.name: a.samples[1]})))
-    resized = watch(find, given | stand_ins(variant, shapes, other=True))
+        others.append((a.name, a.samples[0], a.samples[1], trace_calls(find, given | {a.name: a.samples[1]})))
+    resized = trace_calls(find, given | stand_ins(variant, shapes, other=True))
     others.append(("", None, None, resized))
     for name, _, _, other in others:
         if [c.op for c in other.calls] != [c.op for c in told.calls]:
@@ -185,8 +185,8 @@ def make_pattern(find: Callable[..., Any], variant: Variant, shapes: Mapping[str
 
 @dataclass(slots=True)
 class _Maker:
-    told: Told
-    others: list[tuple[str, Any, Any, Told]]
+    told: CallTrace
+    others: list[tuple[str, Any, Any, CallTrace]]
     rule: str
     terms: dict[Any, Any] = field(default_factory=dict[Any, Any])
     producers: dict[Value, Any] = field(default_factory=dict[Value, Any])
@@ -232,7 +232,7 @@ class _Maker:
     def _term(self, reader: Reader, v: Any) -> Any:
         if isinstance(v, (list, tuple)):
             return type(v)([self._term(reader, item) for item in v])
-        if not isinstance(v, (Value, Said)):
+        if not isinstance(v, (Value, VirtualValue)):
             return v
         if v not in self.terms:
             reading = reader.normal(v)
@@ -273,7 +273,7 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def constant_at(told: Told, at: tuple[Any, ...]) -> Any:
+def constant_at(told: CallTrace, at: tuple[Any, ...]) -> Any:
     """Return the argument at a position: number of the call, then the path to the argument."""
     call = told.calls[at[0]]
     found: Any = full_arguments(call.op, call.args, call.kwargs)[at[1]]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..program.draft import Draft, Spot
-from ..program.effects import draws, is_view
-from ..program.node import Carry, Value
+from ..program.effects import is_random_operator, is_view
+from ..program.node import Conversion, Value
 from .known_values import known_tensor
-from .node_reader import CAST, CASTS, Operand, Reader, Reading, Said, same_constant
+from .node_reader import CAST, CASTS, Operand, Reader, Reading, VirtualValue, same_constant
 from .pattern import Constant, Name, Pattern, Term
 from .rule_trace import StepName, origin_modes
 
@@ -86,7 +86,7 @@ class _Search:
         while goals is not None:
             (wanted, found), goals = goals
             if type(wanted) is Term:
-                return isinstance(found, (Value, Said)) and self._term(wanted, found, goals)
+                return isinstance(found, (Value, VirtualValue)) and self._term(wanted, found, goals)
             if type(wanted) in (list, tuple):
                 if type(found) not in (list, tuple) or len(found) != len(wanted):
                     return False
@@ -118,13 +118,13 @@ class _Search:
     def _readings(self, term: Term, v: Operand) -> Iterator[Reading]:
         if isinstance(term.op, StepName):
             own = self.reader.own(v)
-            return iter([own] if own is not None and isinstance(own.op, Carry) else [])
+            return iter([own] if own is not None and isinstance(own.op, Conversion) else [])
         return self.reader.read(v, term.op)
 
     def _operator(self, term: Term, reading: Reading) -> bool:
         if not isinstance(term.op, StepName):
             return True
-        assert isinstance(reading.op, Carry)
+        assert isinstance(reading.op, Conversion)
         if not isinstance(reading.op.step, term.op.kind):
             return False
         return self._name(term.op.name, reading.op.step)
@@ -140,10 +140,10 @@ class _Search:
 
     def _leaf(self, wanted: Any, found: Any) -> bool:
         if isinstance(wanted, Name):
-            if not isinstance(found, (Value, Said)) or (isinstance(found, Value) and not found.is_tensor):
+            if not isinstance(found, (Value, VirtualValue)) or (isinstance(found, Value) and not found.is_tensor):
                 return False
             return self._name(wanted.name, self.reader.base(found))
-        if isinstance(found, (Value, Said)):
+        if isinstance(found, (Value, VirtualValue)):
             return False
         if not isinstance(wanted, Constant):
             return same_constant(wanted, found)
@@ -244,7 +244,7 @@ def _is_free(spot: Spot, spots: Mapping[Spot, None], draft: Draft, known: dict[S
     if spot not in known:
         known[spot] = False
         makers = [p for v in spot.ins if (p := draft.producer(v)) in spots]
-        cheap = is_view(spot.op) or spot.op in CASTS or (not spot.ins and not draws(spot.op))
+        cheap = is_view(spot.op) or spot.op in CASTS or (not spot.ins and not is_random_operator(spot.op))
         known[spot] = cheap and all(_is_free(p, spots, draft, known) for p in makers if p is not None)
     return known[spot]
 
@@ -256,13 +256,13 @@ def _ahead(pairs: Any, goals: Goals) -> Goals:
 
 
 def _orders(term: Term, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
-    swap = term.commutes and isinstance(args[1], (Value, Said))
+    swap = term.commutes and isinstance(args[1], (Value, VirtualValue))
     return (args, (args[1], args[0], *args[2:])) if swap else (args,)
 
 
 def _from_end(op: Any, dims: Any, x: Any) -> Any:
     """Return dims counted from the end; a list is sorted unless the operator is in ORDERED."""
-    if not isinstance(x, (Value, Said)):
+    if not isinstance(x, (Value, VirtualValue)):
         return dims
     n = len(x.shape) + (op in ADDS_A_DIM)
     if isinstance(dims, int) and n:

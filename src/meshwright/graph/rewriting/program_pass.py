@@ -44,16 +44,16 @@ class Pass(ABC):
         if out is program:
             return out
         verify(out, by=repr(self), deep=deep)
-        if _door(out) != _door(program):
+        if _interface(out) != _interface(program):
             raise RewriteError(
-                f"{self!r}", f"{_door(out)}, before {_door(program)}",
+                f"{self!r}", f"{_interface(out)}, before {_interface(program)}",
                 "a pass must keep the types of a program's inputs, results and writes",
                 "call draft.replace(old, new) with values of the same type",
             )  # fmt: skip
         return out if len(out.changes) > len(program.changes) else out.with_changes(Change(self.name, f"{self!r}"))
 
 
-def _door(program: Program) -> Any:
+def _interface(program: Program) -> Any:
     """Return the types of the inputs, results and writes of a program; passes may add and remove constants."""
     types = map_values(type_text, (program.outputs, [v for _, v in program.writes]))
     return [(i.name, type_text(i.value)) for i in program.inputs if i.role != "constant"], types
@@ -66,7 +66,7 @@ def apply_passes(program: Program, passes: Sequence[Pass], deep: bool = False) -
     return program
 
 
-def _taken(asked: str, name: str, taken: bool) -> None:
+def _check_name_is_free(asked: str, name: str, taken: bool) -> None:
     if taken:
         raise RewriteError(
             f"{asked}({name!r})",
@@ -91,7 +91,7 @@ def register_pass(cls: P) -> P:
             f"register_pass({cls.__name__})", f"name {cls.name!r}", "a pass must have a name and be comparable",
             'write @register_pass, below it @dataclass(frozen=True), and name: ClassVar[str] = "..."',
         )  # fmt: skip
-    _taken(
+    _check_name_is_free(
         "register_pass",
         cls.name,
         _PASSES.get(cls.name) is not None and _PASSES[cls.name].__qualname__ != cls.__qualname__,
@@ -112,7 +112,7 @@ def register_rewrite(rule: AnyRewrite, into: str = "own") -> AnyRewrite:
         RewriteError: the set has another rule of that name.
     """
     rules = _RULES.setdefault(into, [])
-    _taken("register_rewrite", rule.name, any(r.name == rule.name for r in rules))
+    _check_name_is_free("register_rewrite", rule.name, any(r.name == rule.name for r in rules))
     rules.append(rule)
     return rule
 

@@ -11,12 +11,12 @@ from typing import Any
 from .._errors import RewriteError
 from ..program.draft import Draft, Spot
 from ..program.effects import is_pure, writes_to
-from ..program.node import Carry, Value, map_values, name_of, values_in
+from ..program.node import Conversion, Value, map_values, name_of, values_in
 from ..program.program import Change, Program
 from ..torch_hooks import Operator
 from .known_values import known_tensor
 from .match_confirmation import Confirmed, Template
-from .node_reader import Reader, Reading, Said, Spelling, full_arguments
+from .node_reader import Reader, Reading, Spelling, VirtualValue, full_arguments
 from .pattern_match import Match, find_match
 from .rewrite_rule import AnyRewrite, Rewrite, Rewriter
 from .rule_trace import StepName
@@ -248,10 +248,10 @@ class _Run:
             return out
 
         def real(v: Any) -> Value:
-            """Return the value itself; add a node for a `Said` operand."""
+            """Return the value itself; add a node for a virtual value."""
             if isinstance(v, Value):
                 return v
-            args = tuple(real(a) if isinstance(a, Said) else a for a in v.args)
+            args = tuple(real(a) if isinstance(a, VirtualValue) else a for a in v.args)
             return add(v.op, args, dict[str, Any](), self._fresh(v.op, v))
 
         def named(op: Any) -> Callable[[Value], Value]:
@@ -384,7 +384,7 @@ class _Index:
         """Return the ids of the operators that the operands can be read as."""
         found: set[int] = set()
         for x in operands:
-            own = self.reader.own(self.reader.base(x)) if isinstance(x, (Value, Said)) else None
+            own = self.reader.own(self.reader.base(x)) if isinstance(x, (Value, VirtualValue)) else None
             if own is not None:
                 found |= own.known.readable
         return found
@@ -414,7 +414,7 @@ def _size(entry: _Entry) -> int:
 
 
 def _keys(spot: Spot, own: Reading | None) -> Iterator[Any]:
-    if isinstance(spot.op, Carry):
+    if isinstance(spot.op, Conversion):
         yield from type(spot.op.step).__mro__
     else:
         yield spot.op if own is None else own.op
@@ -422,7 +422,7 @@ def _keys(spot: Spot, own: Reading | None) -> Iterator[Any]:
 
 
 def _values_below(found: Any) -> Iterator[Value]:
-    if isinstance(found, Said):
+    if isinstance(found, VirtualValue):
         for a in found.args:
             yield from _values_below(a)
     else:

@@ -21,7 +21,7 @@ from ..program.node import Value
 from .match_confirmation import results
 from .rewrite_rule import Rewrite
 from .rule_arguments import Shape, Variant, sample_sizes, variants_of
-from .rule_trace import carrying
+from .rule_trace import apply_steps_with
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 ROUNDINGS = 16
@@ -88,7 +88,7 @@ def _on_all_ranks(
             lie[id(out)] = (step.apply(src), out)
             return out
 
-        with carrying(carried):
+        with apply_steps_with(carried):
             return results(fn(**{a.name: steps[a.name] if a.kind == "step" else part for a in rule.arguments}))
 
     return simulate(run, x.mesh.size)

@@ -17,8 +17,8 @@ from meshwright.tensor import operators_recorded
 
 from .._errors import RewriteError
 from ..program.effects import writes_to
-from ..program.node import Carry, Node, Op, Origin, Value
-from ..program.shape_inference import Names, as_values, carried_shape, stem_of
+from ..program.node import Conversion, Node, Op, Origin, Value
+from ..program.shape_inference import FreshNames, as_values, carried_shape, stem_of
 from ..torch_hooks import FakeMode, Operator, imagining, memory_of, no_modes
 
 SILENT = {"lift_fresh", "detach_", "alias", "device", "sym_size", "sym_numel", "sym_stride"}
@@ -36,7 +36,7 @@ class StepName:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class CallTrace:
     """Trace of a function: its inputs, its calls, and its result with values for tensors."""
 
     inputs: Mapping[str, Value]
@@ -52,7 +52,7 @@ class _Watch:
     memories: dict[Any, Value] = field(default_factory=dict[Any, Value])
     kept: list[Any] = field(default_factory=list[Any])
     calls: list[Node] = field(default_factory=list[Node])
-    names: Names = field(default_factory=lambda: Names(iter(())))
+    names: FreshNames = field(default_factory=lambda: FreshNames(iter(())))
 
     def bind(self, x: Tensor, value: Value) -> None:
         self.values[id(x)] = value
@@ -110,11 +110,11 @@ class _Watch:
             return out
         if value not in self.specs:
             raise RewriteError(
-                f"carry({step!r}, x)", "a value that is neither operand nor result of a step",
+                f"apply_step({step!r}, x)", "a value that is neither operand nor result of a step",
                 "a step needs the layout of its operand",
-                "call carry(step, x) with the operand or the result of a step in `find`",
+                "call apply_step(step, x) with the operand or the result of a step in `find`",
             )  # fmt: skip
-        op = Carry(step, self.specs[value])
+        op = Conversion(step, self.specs[value])
         with no_modes():
             out = torch.empty(carried_shape(op, value, self.rank), dtype=x.dtype, device=x.device)
         self.emit(op, (value,), {}, out)
@@ -126,7 +126,7 @@ _watching: ContextVar[_Watch | None] = ContextVar("watching", default=None)
 _carrying: ContextVar[Callable[[Step, Any], Any] | None] = ContextVar("carrying", default=None)
 
 
-def carry(step: Any, x: Any) -> Any:
+def apply_step(step: Any, x: Any) -> Any:
     """Apply a conversion step to `x` in a rule. The step is an argument of the rule, or a new step.
 
     A new step needs the spec of `x`, so `x` must be the operand or the result of another step of the rule.
@@ -140,14 +140,14 @@ def carry(step: Any, x: Any) -> Any:
     if run is not None:
         return run(step, x)
     raise RewriteError(
-        f"carry({step!r}, x)", "a call outside of a rule", "carry works only inside a rule",
+        f"apply_step({step!r}, x)", "a call outside of a rule", "apply_step works only inside a rule",
         "call mw.reshard(x, mesh, placements)",
     )  # fmt: skip
 
 
 @contextmanager
-def carrying(run: Callable[[Step, Any], Any]) -> Generator[None]:
-    """Let `carry(step, x)` return `run(step, x)` inside the context."""
+def apply_steps_with(run: Callable[[Step, Any], Any]) -> Generator[None]:
+    """Let `apply_step(step, x)` return `run(step, x)` inside the context."""
     token = _carrying.set(run)
     try:
         yield
@@ -155,13 +155,13 @@ def carrying(run: Callable[[Step, Any], Any]) -> Generator[None]:
         _carrying.reset(token)
 
 
-def watch(
+def trace_calls(
     fn: Callable[..., Any],
     given: Mapping[str, Any],
     rank: int = 0,
     modes: Modes = None,
     specs: Mapping[Value, Spec] | None = None,
-) -> Told:
+) -> CallTrace:
     """Return the trace of `fn` for the arguments `given`. Values are passed as fake tensors, others unchanged."""
     seen = _Watch(rank, dict(specs or {}))
     with no_modes(), imagining(_mode(given)), torch.no_grad(), _autocast(modes):
@@ -173,7 +173,7 @@ def watch(
         finally:
             _watching.reset(token)
         form = seen.tree(out)
-    return Told({name: v for name, v in given.items() if isinstance(v, Value)}, tuple(seen.calls), form)
+    return CallTrace({name: v for name, v in given.items() if isinstance(v, Value)}, tuple(seen.calls), form)
 
 
 def origin_modes(origin: Origin) -> tuple[bool, Modes]:

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from ..program.node import Value
-from .node_reader import CAST, Operand, Reader, Said, inverse, spelled
+from .node_reader import CAST, Operand, Reader, VirtualValue, inverse, spelled
 
 aten = torch.ops.aten
 Args = tuple[Any, ...] | None
 
 
 def is_operand(x: Any) -> bool:
-    return isinstance(x, (Value, Said))
+    return isinstance(x, (Value, VirtualValue))
 
 
-def like(x: Operand, op: Any, *args: Any, dtype: Any = None, shape: Any = None) -> Said:
-    """Return the result of `op(*args)` as a `Said` value, with the shape, dtype and device of `x` as defaults."""
-    return Said(op, args, tuple(x.shape) if shape is None else shape, dtype or x.dtype, x.device)
+def like(x: Operand, op: Any, *args: Any, dtype: Any = None, shape: Any = None) -> VirtualValue:
+    """Return the result of `op(*args)` as a virtual value, with the shape, dtype and device of `x` as defaults."""
+    return VirtualValue(op, args, tuple(x.shape) if shape is None else shape, dtype or x.dtype, x.device)
 
 
 def promoted(x: Any, out: Operand) -> Any:

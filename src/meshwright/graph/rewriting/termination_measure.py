@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..program.effects import is_view
-from ..program.node import Carry, name_of
+from ..program.node import Conversion, name_of
 from .node_reader import CASTS, SAME_OPERATOR
 from .rewrite_rule import AnyRewrite, Rewrite
 from .rule_trace import StepName
@@ -41,7 +41,7 @@ def kind_of(op: Any) -> str:
     """Return the key of an operator in the weights."""
     if isinstance(op, StepName):
         return op.kind.__name__
-    if isinstance(op, Carry):
+    if isinstance(op, Conversion):
         return type(op.step).__name__
     return name_of(SAME_OPERATOR[op] if op in SAME_OPERATOR else op)
 

@@ -14,8 +14,8 @@ In reading order:
 
 from .first_states import made_states, new_state
 from .optimizer_copy import StateKey
-from .optimizer_states import lies_as
+from .optimizer_states import unsharded_state_spec
 from .optimizer_update import record_update
 from .recorded_step import runs_users_code
 
-__all__ = ["StateKey", "lies_as", "made_states", "new_state", "record_update", "runs_users_code"]
+__all__ = ["StateKey", "made_states", "new_state", "record_update", "runs_users_code", "unsharded_state_spec"]

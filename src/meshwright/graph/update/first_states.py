@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..program.effects import draws
-from ..program.node import Carry, Node, Op, Value, tensor_dtype
+from ..program.effects import is_random_operator
+from ..program.node import Conversion, Node, Op, Value, tensor_dtype
 from ..program.program import Input, Program
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ def _as_input(key: tuple[str, str], v: Value, update: Program) -> Input:
 def with_first_states(first: Program, again: Program) -> Program | None:
     """Return `again` with the first number of each new state set in its input; None if the first step differs."""
     states = first.outputs["state"]
-    if again.outputs["state"] or any(draws(node.op) for node in first.nodes):
+    if again.outputs["state"] or any(is_random_operator(node.op) for node in first.nodes):
         return None
     numbers = _first_numbers(first, again, states)
     if numbers is None or numbers.keys() != states.keys():
@@ -153,7 +153,7 @@ def _number_in(program: Program, inputs: Mapping[Value, Input], v: Value) -> flo
 
 def _passes(op: Op) -> bool:
     """True if the result is filled with the number that fills the operand."""
-    if isinstance(op, Carry):
+    if isinstance(op, Conversion):
         return not op.src.layout.partial and not op.dst.layout.partial
     return op in _PASSING
 

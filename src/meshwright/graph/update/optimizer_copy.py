@@ -25,7 +25,7 @@ StateKey = tuple[str, str]
 """Name of the parameter, and key of the state."""
 
 
-def stepped(twin: Optimizer) -> None:
+def run_step(twin: Optimizer) -> None:
     """Run the step. Raises CaptureError for a step that needs elements of tensors, or missing arguments."""
     try:
         with symbolic_extrema(type(twin)):
@@ -48,7 +48,7 @@ def _told(error: BaseException) -> str:
     return text if isinstance(error, (*DataDependent, TypeError)) else f"{type(error).__name__}: {text}"
 
 
-def twin_of(
+def optimizer_copy(
     optimizer: Optimizer,
     names: Mapping[int, str],
     parameters: Mapping[str, Tensor],

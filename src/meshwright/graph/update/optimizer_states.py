@@ -16,7 +16,7 @@ from ..replay.recorder import Recorder
 from .optimizer_copy import StateKey
 
 
-def stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | None, moved: bool) -> Any:
+def add_state_input(recorder: Recorder, key: StateKey, value: Any, parameter: Input | None, moved: bool) -> Any:
     """Add a state as an input of the program and return its fake tensor or symbol. Other objects are returned as is."""
     if isinstance(value, Input):
         return recorder.add(value)
@@ -24,14 +24,14 @@ def stand_in(recorder: Recorder, key: StateKey, value: Any, parameter: Input | N
         return recorder.add_number(".".join(key), value, key)
     if not isinstance(value, Tensor):
         return value
-    spec = value.spec if isinstance(value, DistTensor) and not moved else lies_as(value, parameter)
+    spec = value.spec if isinstance(value, DistTensor) and not moved else unsharded_state_spec(value, parameter)
     name = ".".join(key)
     return recorder.add(
         Input(Value(name, tuple(value.shape), value.dtype, str(value.device)), "state", name, spec, key)
     )
 
 
-def lies_as(state: Tensor, parameter: Input | None) -> Spec | None:
+def unsharded_state_spec(state: Tensor, parameter: Input | None) -> Spec | None:
     """Return the spec for an unsharded state: its parameter's spec if the shapes are equal, otherwise None."""
     spec = None if parameter is None else parameter.spec
     fits = spec is not None and tuple(spec.shape) == tuple(state.shape) and state.dim() > 0
@@ -43,7 +43,7 @@ def is_number(x: Any) -> bool:
     return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
 
 
-def form_of(state: Any) -> Any:
+def state_kind(state: Any) -> Any:
     """Return a key that is equal for states that are recorded in the same way."""
     if isinstance(state, Input):
         return state.value.shape, state.value.dtype, state.value.device, state.spec

@@ -13,7 +13,7 @@ from ..program.program import Input, Program
 from ..replay.loss_scale import Scaling
 from .first_states import made_states, with_first_states
 from .optimizer_copy import StateKey
-from .optimizer_states import form_of
+from .optimizer_states import state_kind
 from .recorded_step import Step
 from .repeated_update import repeated
 from .step_effects import refuse_wrapper
@@ -72,7 +72,7 @@ def _templates(step: Step, trained: Sequence[Input], states: Mapping[StateKey, A
     """Return, for each parameter, the parameter that is recorded for it: one of the first two of its kind."""
     forms: dict[str, list[Any]] = {}
     for (name, key), value in states.items():
-        forms.setdefault(name, []).append((key, form_of(value)))
+        forms.setdefault(name, []).append((key, state_kind(value)))
     kinds: dict[Any, list[str]] = {}
     for i in trained:
         kinds.setdefault((_kind(step, i), *forms.get(i.name, ())), []).append(i.name)

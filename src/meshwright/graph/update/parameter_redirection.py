@@ -56,7 +56,7 @@ def _standing(kind: type[Tensor]) -> type[Tensor]:
 
 
 @contextmanager
-def standing_for(pairs: Iterable[tuple[Tensor, Tensor]]) -> Generator[None]:
+def redirect_parameters(pairs: Iterable[tuple[Tensor, Tensor]]) -> Generator[None]:
     """Redirect each use of the first tensor of a pair to the second tensor inside the context."""
     given: list[tuple[Tensor, type[Tensor]]] = []
     try:

@@ -20,13 +20,13 @@ from .._errors import CaptureError
 from ..guards import OWN, STEP_HOOKS, global_hooks, is_trusted, is_trusted_call
 from ..program.node import Node, Value
 from ..program.program import Input, Program
-from ..replay.loss_scale import HELD, Scaling, Unscaled, kept_where, scale_input, unscaled
+from ..replay.loss_scale import HELD, Scaling, Unscaled, scale_input, skip_writes_on_overflow, unscale_gradients
 from ..replay.recorder import Recorder
 from ..torch_hooks import decided_outside
-from .optimizer_copy import StateKey, stepped, twin_of
-from .optimizer_states import is_number, stand_in
-from .parameter_redirection import standing_for
-from .step_effects import refusing_effects
+from .optimizer_copy import StateKey, optimizer_copy, run_step
+from .optimizer_states import add_state_input, is_number
+from .parameter_redirection import redirect_parameters
+from .step_effects import forbid_side_effects
 
 STEP, END = 1, 3
 
@@ -112,12 +112,12 @@ class Step:
             x.grad = grads[name] if plain is None else plain.grads[name]
         moved = {i.name for i in trained if self.is_moved(i)}
         given = {
-            key: stand_in(recorder, key, value, pieces[key[0]], key[0] in moved)
+            key: add_state_input(recorder, key, value, pieces[key[0]], key[0] in moved)
             for key, value in states.items()
             if key[0] in pieces
         }
         held = {**self._idle(recorder, parameters), **parameters}
-        twin = twin_of(self.optimizer, self.names, held, given, recorder)
+        twin = optimizer_copy(self.optimizer, self.names, held, given, recorder)
         return _FakeStep(wholes, parameters, given, plain, twin)
 
     def _idle(self, recorder: Recorder, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -130,9 +130,9 @@ class Step:
         pairs = [(self.held[name][1], x) for name, x in fake.parameters.items() if name in self.held]
         for real, x in pairs:
             _share_attributes(real, x)
-        checked = refusing_effects(self.optimizer, fake.twin) if self.is_users else nullcontext()
-        with standing_for(pairs), checked:
-            stepped(fake.twin)
+        checked = forbid_side_effects(self.optimizer, fake.twin) if self.is_users else nullcontext()
+        with redirect_parameters(pairs), checked:
+            run_step(fake.twin)
 
 
 def runs_users_code(optimizer: Optimizer) -> bool:
@@ -157,7 +157,7 @@ def _gradient(parameter: Input) -> Input:
 def _unscaled(recorder: Recorder, grads: Mapping[str, Tensor], pieces: Mapping[str, Input]) -> Unscaled:
     device = next(iter(grads.values())).device
     scale, count = (recorder.add(scale_input(key, device)) for key in HELD)
-    return unscaled(grads, {name: i.spec for name, i in pieces.items()}, scale, count)
+    return unscale_gradients(grads, {name: i.spec for name, i in pieces.items()}, scale, count)
 
 
 def _piece(x: Tensor, spec: Spec | None) -> Tensor:
@@ -205,7 +205,7 @@ def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
         return recorder.finish({"state": made}, writes)
     program = recorder.finish({"state": made, "skipped": plain.found}, writes)
     renewed = [recorder.recording.input_of(x) for x in (plain.scale, plain.count)]
-    return kept_where(program, program.outputs["skipped"], renewed)
+    return skip_writes_on_overflow(program, program.outputs["skipped"], renewed)
 
 
 def _check_path(recorder: Recorder) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..program.effects import crosses, draws
+from ..program.effects import is_cross_mesh, is_random_operator
 from ..program.node import Node, Value, map_values
 from ..program.program import Input, Program
-from ..program.shape_inference import Names, stem_of
+from ..program.shape_inference import FreshNames, stem_of
 from ..recording.recording import lifted_copy
 from .recorded_step import END, STEP, Recorded
 
@@ -52,7 +52,9 @@ def _owners(program: Program) -> dict[Value, str] | None:
     if not _own_forward(program, owners):
         return None
     # an exchange with no owner receives what a parameter of another stage sends; it would be lost without a reader
-    lost = any(crosses(node.op) and not any(v in owners for v in (*node.ins, *node.outs)) for node in program.nodes)
+    lost = any(
+        is_cross_mesh(node.op) and not any(v in owners for v in (*node.ins, *node.outs)) for node in program.nodes
+    )
     return None if lost else owners
 
 
@@ -67,7 +69,7 @@ def _own_forward(program: Program, owners: dict[Value, str]) -> bool:
     """Propagate owners to the results of nodes. False if a node has several owners, draws, or has no result."""
     for node in program.nodes:
         names = {owners[v] for v in (*node.ins, *node.outs) if v in owners}
-        if len(names) > 1 or not node.outs or draws(node.op):
+        if len(names) > 1 or not node.outs or is_random_operator(node.op):
             return False
         owners.update((v, name) for v in node.outs for name in names)
     return True
@@ -97,11 +99,11 @@ class _Copies:
     nodes: list[Node] = field(default_factory=list[Node])
     _became: dict[str, dict[Value, Value]] = field(default_factory=dict[str, dict[Value, Value]])
     _shared: set[Node] = field(default_factory=set[Node])
-    _names: Names = field(init=False)
+    _names: FreshNames = field(init=False)
 
     def __post_init__(self) -> None:
         made = (v.name for node in self.program.nodes for v in node.outs)
-        self._names = Names(iter((*(i.value.name for i in self.program.inputs), *made)))
+        self._names = FreshNames(iter((*(i.value.name for i in self.program.inputs), *made)))
         self._became = {name: {} for name in self.templates}
 
     def inputs(self, trained: Sequence[Input], stepped: Sequence[str]) -> Iterator[Input]:

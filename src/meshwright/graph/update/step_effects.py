@@ -32,7 +32,7 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def refusing_effects(optimizer: Optimizer, twin: Optimizer) -> Generator[None]:
+def forbid_side_effects(optimizer: Optimizer, twin: Optimizer) -> Generator[None]:
     """Raise SideEffectError if the twin's step, run inside the context, changes anything but tensors."""
     guards, groups = Guards.of({"optimizer": optimizer}), [dict(group) for group in optimizer.param_groups]
     before = [dict(_own(x)) for x in (optimizer, twin)]

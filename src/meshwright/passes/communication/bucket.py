@@ -21,11 +21,11 @@ from typing import Any, ClassVar
 import torch
 
 from meshwright.cost import device_of, link_of
-from meshwright.graph import Carry, Change, Draft, Origin, Pass, Program, Spot, Value, is_view, register_pass
+from meshwright.graph import Change, Conversion, Draft, Origin, Pass, Program, Spot, Value, is_view, register_pass
 from meshwright.layout import Spec, hint
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
 
-from .._rows import is_even, is_known, place, row
+from .._rows import has_equal_shards, has_static_sizes, origin_text, row_spec
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -53,7 +53,11 @@ class Bucket(Pass):
     alone: int | None = None
 
     def run(self, program: Program) -> Program:
-        if not all(is_even(op.src) and is_even(op.dst) for n in program.nodes if isinstance(op := n.op, Carry)):
+        if not all(
+            has_equal_shards(op.src) and has_equal_shards(op.dst)
+            for n in program.nodes
+            if isinstance(op := n.op, Conversion)
+        ):
             return program
         draft = Draft(program)
         changes: list[Change] = []
@@ -71,10 +75,12 @@ class Bucket(Pass):
 
     def _most(self, spot: Spot) -> int:
         """Return the maximum size in bytes of a collective that may join others."""
-        alone = pays_back(spot.ins[0].device) if self.alone is None else self.alone
+        alone = break_even_bytes(spot.ins[0].device) if self.alone is None else self.alone
         return min(self.bytes, alone)
 
-    def _first(self, draft: Draft, waiting: Sequence[Spot], order: dict[Spot, int]) -> tuple[list[Member], Window]:
+    def _first(
+        self, draft: Draft, waiting: Sequence[Spot], order: dict[Spot, int]
+    ) -> tuple[list[BucketMember], Window]:
         """Return the bucket of the first waiting collective, and the positions where it may be placed."""
         first = _member(draft, waiting[0], order)
         members, window, size = [first], first.window, _row_bytes(first.spot)
@@ -94,7 +100,7 @@ class Bucket(Pass):
 
 
 @lru_cache(maxsize=64)
-def pays_back(device: str) -> int:
+def break_even_bytes(device: str) -> int:
     """Return the number of bytes that are read and written in the start time of a collective, on a CPU or an H100."""
     kind, link = ("cpu core", "memory of one host") if device == "cpu" else ("H100", "NVLink4")
     found = link_of(link)
@@ -123,7 +129,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class BucketMember:
     """A collective that may join a bucket.
 
     `makers` are the nodes that produce its operand, views left out. `is_urgent` is True if a node of the same phase
@@ -137,16 +143,16 @@ class Member:
     is_urgent: bool
 
 
-def _member(draft: Draft, spot: Spot, order: dict[Spot, int]) -> Member:
-    makers = tuple(s for s in _above(draft, spot) if not is_view(s.op))
-    users = [s for s in _below(draft, spot) if not is_view(s.op)]
+def _member(draft: Draft, spot: Spot, order: dict[Spot, int]) -> BucketMember:
+    makers = tuple(s for s in _producers(draft, spot) if not is_view(s.op))
+    users = [s for s in _readers(draft, spot) if not is_view(s.op)]
     ready = max((order[s] + 1 for s in makers), default=0)
     due = min((order[s] for s in users), default=len(order))
     urgent = any(s.origin.phase == spot.origin.phase for s in users)
-    return Member(spot, _kind(spot), Window(ready, due, order[spot]), makers, urgent)
+    return BucketMember(spot, _kind(spot), Window(ready, due, order[spot]), makers, urgent)
 
 
-def _above(draft: Draft, spot: Spot) -> Iterator[Spot]:
+def _producers(draft: Draft, spot: Spot) -> Iterator[Spot]:
     """Return the producers of a node's operands; for a view, also the producers of its base."""
     seen: dict[Spot, None] = {}
     waiting = [spot]
@@ -160,7 +166,7 @@ def _above(draft: Draft, spot: Spot) -> Iterator[Spot]:
     return iter(seen)
 
 
-def _below(draft: Draft, spot: Spot) -> Iterator[Spot]:
+def _readers(draft: Draft, spot: Spot) -> Iterator[Spot]:
     """Return the readers of a node's results; for a view, also the readers of the view."""
     seen: dict[Spot, None] = {}
     waiting = [spot]
@@ -182,46 +188,46 @@ def _origin_of(spots: Sequence[Spot]) -> Origin:
     return replace(origin, layer=".".join(names[0] for names in shared), where=origin.where if same else "")
 
 
-def _fuse(draft: Draft, members: Sequence[Member], window: Window, at: dict[Spot, int]) -> Change:
+def _fuse(draft: Draft, members: Sequence[BucketMember], window: Window, at: dict[Spot, int]) -> Change:
     """Replace several collectives by one. Views that make operands move before it, views of results after it."""
     stand = window.stand
     anchor = next((s for s in islice(at, stand, None) if not is_view(s.op)), draft.end)
-    above = {s for m in members for s in _above(draft, m.spot) if is_view(s.op) and at[s] >= stand}
-    below = {s for m in members for s in _below(draft, m.spot) if is_view(s.op) and at[s] < at.get(anchor, len(at))}
+    above = {s for m in members for s in _producers(draft, m.spot) if is_view(s.op) and at[s] >= stand}
+    below = {s for m in members for s in _readers(draft, m.spot) if is_view(s.op) and at[s] < at.get(anchor, len(at))}
     for spot in sorted(above, key=at.__getitem__):
         draft.move(spot, before=anchor)
     spots = [m.spot for m in members]
     op = _packed_op(spots)
     origin = _origin_of(spots)
-    parts = [_laid_out(draft, s, anchor) for s in spots]
+    parts = [_operand_as_row(draft, s, anchor) for s in spots]
     flat = draft.add(aten.cat.default, parts, 1, before=anchor, origin=origin)
     flat = draft.add(aten.reshape.default, flat, [-1], before=anchor, origin=origin)
     sent = draft.add(op, flat, before=anchor, origin=origin)
-    _take_out(draft, spots, sent, [p.shape[1] for p in parts], anchor)
+    _unpack_results(draft, spots, sent, [p.shape[1] for p in parts], anchor)
     for spot in sorted(below, key=at.__getitem__):
         draft.move(spot, before=anchor)
     for spot in spots:
         draft.remove(spot)
     what = f"{len(spots)} × {op.step!r} merged into one of {sum(map(_row_bytes, spots)):,} bytes"
-    return Change("bucket", what, place(origin), {"rounds": len(spots) - 1})
+    return Change("bucket", what, origin_text(origin), {"rounds": len(spots) - 1})
 
 
 def _can_join(spot: Spot) -> bool:
     """True for an all-reduce, or a step that scatters or gathers one dim in the order of its axes, with even shards."""
-    if not isinstance(spot.op, Carry) or not is_known(*spot.ins, *spot.outs):
+    if not isinstance(spot.op, Conversion) or not has_static_sizes(*spot.ins, *spot.outs):
         return False
     step, src = spot.op.step, spot.op.src
     if isinstance(step, AllReduce):
-        return is_even(src)
+        return has_equal_shards(src)
     if not isinstance(step, (ReduceScatter, AllGather)) or len({d for _, d in step.places}) != 1:
         return False
     if isinstance(step, ReduceScatter) and step.axes != tuple(a for a, _ in step.places):
         return False
-    return is_even(src) and is_even(spot.op.dst)
+    return has_equal_shards(src) and has_equal_shards(spot.op.dst)
 
 
 def _step(spot: Spot) -> tuple[AllReduce | ReduceScatter | AllGather, Spec]:
-    assert isinstance(spot.op, Carry)
+    assert isinstance(spot.op, Conversion)
     assert isinstance(spot.op.step, (AllReduce, ReduceScatter, AllGather))
     return spot.op.step, spot.op.src
 
@@ -246,19 +252,19 @@ def _row_bytes(spot: Spot) -> int:
     return max(spot.ins[0].nbytes, spot.outs[0].nbytes)
 
 
-def _packed_op(spots: Sequence[Spot]) -> Carry:
+def _packed_op(spots: Sequence[Spot]) -> Conversion:
     """Return the step for the row into which the operands of all members are packed."""
     step, src = _step(spots[0])
     axes = _axes(step)
     numbers = sum(prod(hint(n) for n in s.ins[0].shape) for s in spots)
     places = tuple((a, 0) for a in axes)
     if isinstance(step, AllGather):
-        return Carry(AllGather(places), row(src.mesh, numbers, src.dtype, axes))
-    rows = row(src.mesh, numbers, src.dtype, axes, step.op)
-    return Carry(step if isinstance(step, AllReduce) else ReduceScatter(axes, places, step.op), rows)
+        return Conversion(AllGather(places), row_spec(src.mesh, numbers, src.dtype, axes))
+    rows = row_spec(src.mesh, numbers, src.dtype, axes, step.op)
+    return Conversion(step if isinstance(step, AllReduce) else ReduceScatter(axes, places, step.op), rows)
 
 
-def _laid_out(draft: Draft, spot: Spot, before: Spot) -> Value:
+def _operand_as_row(draft: Draft, spot: Spot, before: Spot) -> Value:
     """Return the operand as a matrix with one row, or for a reduce-scatter one row for each receiving rank."""
     step, _ = _step(spot)
     (x,) = spot.ins
@@ -273,7 +279,7 @@ def _laid_out(draft: Draft, spot: Spot, before: Spot) -> Value:
     return draft.add(aten.reshape.default, x, [rows, numbers // rows], before=before, origin=spot.origin)
 
 
-def _take_out(draft: Draft, spots: Sequence[Spot], sent: Value, sizes: Sequence[int], before: Spot) -> None:
+def _unpack_results(draft: Draft, spots: Sequence[Spot], sent: Value, sizes: Sequence[int], before: Spot) -> None:
     """Unpack the results of all members from the row."""
     origin = _origin_of(spots)
     if not isinstance(_step(spots[0])[0], AllGather):
@@ -286,10 +292,10 @@ def _take_out(draft: Draft, spots: Sequence[Spot], sent: Value, sizes: Sequence[
     rows = draft.add(aten.view.default, sent, [_ranks(spots[0]), -1], before=before, origin=origin)
     pieces = draft.add(aten.split_with_sizes.default, rows, list(sizes), 1, before=before, origin=origin)
     for spot, piece in zip(spots, pieces, strict=True):
-        draft.replace(spot.outs[0], _glued(draft, spot, piece, before))
+        draft.replace(spot.outs[0], _concatenated(draft, spot, piece, before))
 
 
-def _glued(draft: Draft, spot: Spot, piece: Value, before: Spot) -> Value:
+def _concatenated(draft: Draft, spot: Spot, piece: Value, before: Spot) -> Value:
     """Return the gathered tensor for a matrix whose rows are the local tensors."""
     step, _ = _step(spot)
     assert isinstance(step, AllGather)

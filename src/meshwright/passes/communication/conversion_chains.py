@@ -13,11 +13,11 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, register_pass
+from meshwright.graph import Change, Conversion, Draft, Pass, Program, Spot, Value, register_pass
 from meshwright.layout import Layout
 from meshwright.reshard import AllReduce, Exchange, Plan, Relabel, plan
 
-from .._rows import is_only_use, lie_alike, place, received
+from .._rows import have_equal_local_tensors, is_only_use, origin_text, received_bytes
 
 aten = torch.ops.aten
 IDLE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
@@ -41,9 +41,9 @@ class Cancel(Pass):
         draft = Draft(program)
         changes: list[Change] = []
         for spot in draft:
-            if spot.gone or not isinstance(spot.op, Carry) or isinstance(spot.op.step, Exchange):
+            if spot.gone or not isinstance(spot.op, Conversion) or isinstance(spot.op.step, Exchange):
                 continue
-            found = _together(draft, spot) or _shortened(draft, spot)
+            found = _merge_all_reduces(draft, spot) or _shortened(draft, spot)
             if found is not None:
                 changes.append(found)
         return draft.finish(*changes) if changes else program
@@ -61,7 +61,7 @@ def _shortened(draft: Draft, last: Spot) -> Change | None:
         if _op(part[0]).src.shape != _op(last).dst.shape:  # a view between factors and their product
             continue
         way = plan(_op(part[0]).src, _op(last).dst)
-        old, new = _cost([_op(s) for s in _dying(draft, part)]), _cost([Carry(*s) for s in way.walk()])
+        old, new = _cost([_op(s) for s in _unneeded_nodes(draft, part)]), _cost([Conversion(*s) for s in way.walk()])
         saved = (old[0] - new[0], old[1] - new[1])
         if min(saved) >= 0 and max(saved) > 0 and (best is None or saved > best[0]):
             best = saved, part, way
@@ -70,14 +70,14 @@ def _shortened(draft: Draft, last: Spot) -> Change | None:
     (rounds, nbytes), part, way = best
     _replace(draft, part, way)
     what = f"{' · '.join(repr(s.op) for s in part)} is {way!r}"
-    return Change("cancel", what, place(last.origin), {"bytes": nbytes, "rounds": rounds})
+    return Change("cancel", what, origin_text(last.origin), {"bytes": nbytes, "rounds": rounds})
 
 
-def _together(draft: Draft, last: Spot) -> Change | None:
+def _merge_all_reduces(draft: Draft, last: Spot) -> Change | None:
     """Merge an all-reduce with the one that produces its operand, along other axes, if it has no other reader."""
     (x,) = last.ins
     first = draft.producer(x)
-    if first is None or not isinstance(first.op, Carry) or not is_only_use(draft, x, last):
+    if first is None or not isinstance(first.op, Conversion) or not is_only_use(draft, x, last):
         return None
     a, b = first.op.step, _op(last).step
     if not isinstance(a, AllReduce) or not isinstance(b, AllReduce) or a.op != b.op or {*a.axes} & {*b.axes}:
@@ -87,13 +87,16 @@ def _together(draft: Draft, last: Spot) -> Change | None:
         return None
     terms = dict.fromkeys(a.axes, a.op) | dict(after.layout.partial)
     layout = Layout(src.layout.dims, tuple(terms.items()), tuple(x for x in after.layout.varying if x not in terms))
-    op = Carry(AllReduce((*a.axes, *b.axes), a.op), after.with_layout(layout))
+    op = Conversion(AllReduce((*a.axes, *b.axes), a.op), after.with_layout(layout))
     old, new = _cost([first.op, _op(last)]), _cost([op])
     draft.replace(last.outs[0], draft.add(op, first.ins[0], before=last, origin=last.origin))
     draft.remove(last)
     draft.remove(first)
     return Change(
-        "cancel", f"{a!r} · {b!r} is {op!r}", place(last.origin), {"bytes": old[1] - new[1], "rounds": old[0] - new[0]}
+        "cancel",
+        f"{a!r} · {b!r} is {op!r}",
+        origin_text(last.origin),
+        {"bytes": old[1] - new[1], "rounds": old[0] - new[0]},
     )
 
 
@@ -101,15 +104,15 @@ def _chain(draft: Draft, last: Spot) -> list[Spot]:
     """Return the longest chain of steps that ends in `last`; each step reads the result of the one before."""
     chain = [last]
     while True:
-        before = _maker(draft, chain[0].ins[0])
-        if before is None or not isinstance(before.op, Carry) or isinstance(before.op.step, Exchange):
+        before = _producer_of(draft, chain[0].ins[0])
+        if before is None or not isinstance(before.op, Conversion) or isinstance(before.op.step, Exchange):
             return chain
-        if not lie_alike(before.op.dst, _op(chain[0]).src):
+        if not have_equal_local_tensors(before.op.dst, _op(chain[0]).src):
             return chain
         chain.insert(0, before)
 
 
-def _maker(draft: Draft, v: Value) -> Spot | None:
+def _producer_of(draft: Draft, v: Value) -> Spot | None:
     """Return the node that produces `v`, ignoring nodes that return their operand unchanged."""
     spot = draft.producer(v)
     while spot is not None and spot.op in IDLE and spot.ins[0].sizes == v.sizes:
@@ -117,7 +120,7 @@ def _maker(draft: Draft, v: Value) -> Spot | None:
     return spot
 
 
-def _dying(draft: Draft, part: Sequence[Spot]) -> list[Spot]:
+def _unneeded_nodes(draft: Draft, part: Sequence[Spot]) -> list[Spot]:
     """Return the nodes of a chain that are no longer needed if its end is computed otherwise."""
     found = [part[-1]]
     for spot in reversed(part[:-1]):
@@ -135,13 +138,13 @@ def _only_user(draft: Draft, v: Value) -> Spot | None:
     return users[0] if len(users) == 1 and not draft.is_result(v) else None
 
 
-def _op(spot: Spot) -> Carry:
-    assert isinstance(spot.op, Carry)
+def _op(spot: Spot) -> Conversion:
+    assert isinstance(spot.op, Conversion)
     return spot.op
 
 
-def _cost(ops: Sequence[Carry]) -> Cost:
-    return sum(int(op.communicates) for op in ops), sum(received(op.step, op.src) for op in ops)
+def _cost(ops: Sequence[Conversion]) -> Cost:
+    return sum(int(op.communicates) for op in ops), sum(received_bytes(op.step, op.src) for op in ops)
 
 
 def _replace(draft: Draft, part: Sequence[Spot], way: Plan) -> None:
@@ -154,7 +157,7 @@ def _replace(draft: Draft, part: Sequence[Spot], way: Plan) -> None:
     at = part[0] if last.outs[0].nbytes <= x.nbytes else last
     steps = [(step, spec) for step, spec in way.walk() if not isinstance(step, Relabel)]
     for step, spec in steps:
-        x = draft.add(Carry(step, spec), x, before=at, origin=at.origin)
+        x = draft.add(Conversion(step, spec), x, before=at, origin=at.origin)
     if not steps:  # the result of a step is contiguous and shares no memory, and readers may rely on that
         how = {"memory_format": torch.contiguous_format}
         x = draft.add(aten.clone.default, x, before=last, origin=last.origin, **how)

@@ -15,11 +15,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, register_pass
+from meshwright.graph import Change, Conversion, Draft, Pass, Program, Spot, Value, register_pass
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
-from meshwright.spmd import keeps_terms
+from meshwright.spmd import is_exact_factor
 
-from .._rows import is_even, is_known, is_only_use, lie_alike, place, received, shaped
+from .._rows import (
+    has_equal_shards,
+    has_static_sizes,
+    have_equal_local_tensors,
+    is_only_use,
+    origin_text,
+    received_bytes,
+    sharded_rows_spec,
+)
 
 aten = torch.ops.aten
 SUMS = {aten.add.Tensor, aten.sub.Tensor}
@@ -41,8 +49,8 @@ class Reduced:
     by: tuple[Spot, ...]
 
     @property
-    def op(self) -> Carry:
-        assert isinstance(self.step.op, Carry)
+    def op(self) -> Conversion:
+        assert isinstance(self.step.op, Conversion)
         return self.step.op
 
     @property
@@ -89,9 +97,9 @@ def _reduced(draft: Draft, v: Value, user: Spot) -> Reduced | None:
     by: list[Spot] = []
     while is_only_use(draft, v, user):
         spot = draft.producer(v)
-        if spot is None or not is_known(v):
+        if spot is None or not has_static_sizes(v):
             return None
-        if isinstance(spot.op, Carry):
+        if isinstance(spot.op, Conversion):
             return Reduced(spot, tuple(reversed(by)))
         if not _is_linear(spot, v):
             return None
@@ -115,7 +123,7 @@ def _keeps_terms(spot: Spot, out: Value) -> bool:
         return True
     number: Any = spot.args[1]
     factor = number if spot.op in PRODUCTS else 1 / number if number else inf
-    return isinstance(out.dtype, torch.dtype) and keeps_terms(factor, out.dtype)
+    return isinstance(out.dtype, torch.dtype) and is_exact_factor(factor, out.dtype)
 
 
 def _may_join(a: Reduced, b: Reduced) -> bool:
@@ -124,22 +132,25 @@ def _may_join(a: Reduced, b: Reduced) -> bool:
     step = a.op.step
     if not isinstance(step, (AllReduce, ReduceScatter, AllGather)) or getattr(step, "op", "sum") not in ("sum", "avg"):
         return False
-    if lie_alike(a.op.src, b.op.src) and not a.moves and not b.moves:
+    if have_equal_local_tensors(a.op.src, b.op.src) and not a.moves and not b.moves:
         return True
-    return isinstance(step, AllReduce) and is_even(a.op.src) and is_even(b.op.src)
+    return isinstance(step, AllReduce) and has_equal_shards(a.op.src) and has_equal_shards(b.op.src)
 
 
 def _join(draft: Draft, spot: Spot, a: Reduced, b: Reduced) -> Change:
     terms = [_unreduced(draft, side, spot) for side in (a, b)]
     total = draft.add(spot.op, *terms, *spot.args[2:], before=spot, origin=spot.origin, **spot.kwargs)
-    keeps = lie_alike(a.op.src, b.op.src) and not a.moves and not b.moves
+    keeps = have_equal_local_tensors(a.op.src, b.op.src) and not a.moves and not b.moves
     op = a.op if keeps else _of_shape(a.op, total)
     draft.replace(spot.outs[0], draft.add(op, total, before=spot, origin=spot.origin))
     for gone in (spot, *reversed(a.by), a.step, *reversed(b.by), b.step):
         draft.remove(gone)
-    saved = received(a.op.step, a.op.src) + received(b.op.step, b.op.src) - received(op.step, op.src)
+    saved = received_bytes(a.op.step, a.op.src) + received_bytes(b.op.step, b.op.src) - received_bytes(op.step, op.src)
     return Change(
-        "linear", f"two {a.op!r} merged into one, after their sum", place(spot.origin), {"bytes": saved, "rounds": 1}
+        "linear",
+        f"two {a.op!r} merged into one, after their sum",
+        origin_text(spot.origin),
+        {"bytes": saved, "rounds": 1},
     )
 
 
@@ -151,9 +162,9 @@ def _unreduced(draft: Draft, side: Reduced, before: Spot) -> Value:
     return x
 
 
-def _of_shape(op: Carry, x: Value) -> Carry:
+def _of_shape(op: Conversion, x: Value) -> Conversion:
     """Return the all-reduce for local tensors with the shape of `x`."""
     step, src = op.step, op.src
     assert isinstance(step, AllReduce)
     shape = tuple(int(n) for n in x.shape)
-    return replace(op, src=shaped(src.mesh, shape, src.dtype, step.axes, step.op))
+    return replace(op, src=sharded_rows_spec(src.mesh, shape, src.dtype, step.axes, step.op))

@@ -14,11 +14,11 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, register_pass
+from meshwright.graph import Change, Conversion, Draft, Pass, Program, Spot, register_pass
 from meshwright.layout import hint
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
 
-from .._rows import is_even, is_known, place, row
+from .._rows import has_equal_shards, has_static_sizes, origin_text, row_spec
 
 aten = torch.ops.aten
 OPS = ("sum", "avg", "max", "min")
@@ -46,20 +46,20 @@ class Hierarchy(Pass):
         changes = [
             self._split(draft, spot, spot.op, spot.op.step)
             for spot in list(draft)
-            if isinstance(spot.op, Carry) and isinstance(spot.op.step, AllReduce) and self._applies(spot, spot.op)
+            if isinstance(spot.op, Conversion) and isinstance(spot.op.step, AllReduce) and self._applies(spot, spot.op)
         ]
         return draft.finish(*changes) if changes else program
 
-    def _applies(self, spot: Spot, op: Carry) -> bool:
+    def _applies(self, spot: Spot, op: Conversion) -> bool:
         step, sizes = op.step, op.src.mesh.sizes
         assert isinstance(step, AllReduce)
         kinds = [[a for a in step.axes if a in axes and sizes[a] > 1] for axes in (self.inner, self.outer)]
         if not all(kinds) or not {*step.axes} <= {*self.inner, *self.outer} or step.op not in OPS:
             return False
         (x,) = spot.ins
-        return is_known(x) and is_even(op.src) and x.nbytes >= self.least
+        return has_static_sizes(x) and has_equal_shards(op.src) and x.nbytes >= self.least
 
-    def _split(self, draft: Draft, spot: Spot, op: Carry, whole: AllReduce) -> Change:
+    def _split(self, draft: Draft, spot: Spot, op: Conversion, whole: AllReduce) -> Change:
         mesh, dtype = op.src.mesh, op.src.dtype
         inner = tuple(a for a in whole.axes if a in self.inner)
         outer = tuple(a for a in whole.axes if a in self.outer)
@@ -67,10 +67,10 @@ class Hierarchy(Pass):
         numbers = prod(hint(n) for n in x.shape)
         places = tuple((a, 0) for a in inner)
         steps = (ReduceScatter(inner, places, whole.op), AllReduce(outer, whole.op), AllGather(places))
-        spec = row(mesh, numbers, dtype, whole.axes, whole.op)
+        spec = row_spec(mesh, numbers, dtype, whole.axes, whole.op)
         y = draft.add(aten.reshape.default, x, [numbers], before=spot, origin=spot.origin)
         for step in steps:
-            y = draft.add(Carry(step, spec), y, before=spot, origin=spot.origin)
+            y = draft.add(Conversion(step, spec), y, before=spot, origin=spot.origin)
             spec = step.apply(spec)
         y = draft.add(aten.reshape.default, y, list(x.shape), before=spot, origin=spot.origin)
         draft.replace(spot.outs[0], y)
@@ -78,4 +78,6 @@ class Hierarchy(Pass):
         ranks, across = prod(mesh.sizes[a] for a in whole.axes), prod(mesh.sizes[a] for a in outer)
         flat, split = 2 * (ranks - 1) / ranks, 2 * (across - 1) / across / (ranks // across)
         what = f"{whole!r} is {' · '.join(map(repr, steps))}"
-        return Change(self.name, what, place(spot.origin), {"bytes over outer axes": round((flat - split) * x.nbytes)})
+        return Change(
+            self.name, what, origin_text(spot.origin), {"bytes over outer axes": round((flat - split) * x.nbytes)}
+        )

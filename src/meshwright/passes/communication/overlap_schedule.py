@@ -18,16 +18,16 @@ from typing import ClassVar
 
 from meshwright.cost import Cluster, cluster_of
 from meshwright.graph import (
-    Carry,
     Change,
+    Conversion,
     Node,
     Pass,
     Program,
     Start,
     Value,
     Wait,
-    asserts,
-    draws,
+    is_assertion,
+    is_random_operator,
     live_memory,
     map_values,
     refuse_writing,
@@ -107,7 +107,7 @@ class _Tasks:
         self.before = [{makers[v] for v in node.ins if v in makers} for node in nodes]
         for chain in (
             [*sorted(self.sends)],
-            [at for at, node in enumerate(nodes) if draws(node.op) or asserts(node.op)],
+            [at for at, node in enumerate(nodes) if is_random_operator(node.op) or is_assertion(node.op)],
         ):
             for first, second in pairwise(chain):
                 self.before[second].add(first)
@@ -124,14 +124,14 @@ class _Tasks:
         return sum(s for at, s in enumerate(self.seconds) if at not in self.sends)
 
     def _seconds(self, node: Node) -> float:
-        if isinstance(node.op, Carry):
+        if isinstance(node.op, Conversion):
             return self.cluster.seconds(node.op.step, node.op.src.concrete)
         work = work_of(node)
         return self.cluster.device.seconds(work.flops, work.nbytes, work.dtype) if work.nbytes else 0.0
 
 
 def _sends(node: Node) -> bool:
-    return isinstance(node.op, Carry) and node.op.communicates
+    return isinstance(node.op, Conversion) and node.op.communicates
 
 
 def _scheduled(tasks: _Tasks, window: int) -> tuple[list[int], float]:
@@ -217,7 +217,7 @@ def _split(order: Sequence[int], program: Program) -> Iterator[Node]:
         for v in dict.fromkeys(node.ins):
             if v in waiting:
                 yield waiting.pop(v)
-        if not (isinstance(node.op, Carry) and node.op.communicates):
+        if not (isinstance(node.op, Conversion) and node.op.communicates):
             yield node
             continue
         (x,), (v,) = node.ins, node.outs

@@ -15,10 +15,22 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.graph import Carry, Change, Draft, Op, Pass, Program, Spot, Value, is_pure, map_values, register_pass
+from meshwright.graph import (
+    Change,
+    Conversion,
+    Draft,
+    Op,
+    Pass,
+    Program,
+    Spot,
+    Value,
+    is_pure,
+    map_values,
+    register_pass,
+)
 from meshwright.reshard import AllReduce, Plan, Relabel, Slice, plan
 
-from .._rows import is_known, is_only_use, place, received
+from .._rows import has_static_sizes, is_only_use, origin_text, received_bytes
 
 
 @register_pass
@@ -35,9 +47,9 @@ class Scatter(Pass):
         draft = Draft(program)
         changes: list[Change] = []
         for spot in list(draft):
-            if spot.gone or not isinstance(spot.op, Carry) or not isinstance(spot.op.step, Slice):
+            if spot.gone or not isinstance(spot.op, Conversion) or not isinstance(spot.op.step, Slice):
                 continue
-            way = _Way(draft, spot, spot.op, spot.op.step)
+            way = _SliceSearch(draft, spot, spot.op, spot.op.step)
             before = way.back_to_sums(spot.ins[0], spot)
             if before and way.saved(before)[0] > 0:
                 changes.append(way.sliced_first(before))
@@ -45,23 +57,23 @@ class Scatter(Pass):
 
 
 @dataclass(slots=True)
-class _Way:
+class _SliceSearch:
     """Search from a slice back to the all-reduces that it depends on, through pointwise operators."""
 
     draft: Draft
     last: Spot
-    op: Carry
+    op: Conversion
     step: Slice
     done: dict[Value, Value] = field(default_factory=dict[Value, Value])
 
     def back_to_sums(self, v: Value, user: Spot) -> Sequence[Spot]:
         """Return the all-reduces and operators to replace if `v` is sliced earlier, readers first; or none."""
         spot = self.draft.producer(v)
-        if spot is None or v.sizes != self.last.ins[0].sizes or not is_known(v):
+        if spot is None or v.sizes != self.last.ins[0].sizes or not has_static_sizes(v):
             return ()
         if not is_only_use(self.draft, v, user):
             return ()
-        if isinstance(spot.op, Carry):
+        if isinstance(spot.op, Conversion):
             return (spot,) if self._is_sum(spot.op) else ()
         if not _is_pointwise(spot.op) or any(isinstance(x, Value) for x in spot.kwargs.values()):
             return ()
@@ -72,21 +84,21 @@ class _Way:
 
     def saved(self, before: Sequence[Spot]) -> tuple[int, int]:
         """Return the saved bytes and rounds."""
-        old = [s.op for s in before if isinstance(s.op, Carry)]
-        new = [Carry(*step) for op in old for step in self._scattered(op).walk()]
-        nbytes = sum(received(op.step, op.src) for op in old) - sum(received(op.step, op.src) for op in new)
+        old = [s.op for s in before if isinstance(s.op, Conversion)]
+        new = [Conversion(*step) for op in old for step in self._scattered(op).walk()]
+        nbytes = sum(received_bytes(op.step, op.src) for op in old) - sum(received_bytes(op.step, op.src) for op in new)
         return nbytes, len(old) - sum(op.communicates for op in new)
 
     def sliced_first(self, before: Sequence[Spot]) -> Change:
         nbytes, rounds = self.saved(before)
-        names = ", ".join(sorted({repr(self._scattered(s.op)) for s in before if isinstance(s.op, Carry)}))
+        names = ", ".join(sorted({repr(self._scattered(s.op)) for s in before if isinstance(s.op, Conversion)}))
         self.draft.replace(self.last.outs[0], self._sliced(self.last.ins[0], before))
         for spot in (self.last, *before):
             self.draft.remove(spot)
         what = f"the sum that {self.op!r} reads is reduced by {names}"
-        return Change("scatter", what, place(self.last.origin), {"bytes": nbytes, "rounds": rounds})
+        return Change("scatter", what, origin_text(self.last.origin), {"bytes": nbytes, "rounds": rounds})
 
-    def _is_sum(self, op: Carry) -> bool:
+    def _is_sum(self, op: Conversion) -> bool:
         dst, src = op.dst, self.op.src
         if not isinstance(op.step, AllReduce) or dst.mesh is not src.mesh or dst.shape != src.shape:
             return False
@@ -103,7 +115,7 @@ class _Way:
         dims = [d - len(whole) + len(x.shape) for _, d in self.step.places]
         return all(d < 0 or x.shape[d] == 1 for d in dims)
 
-    def _scattered(self, op: Carry) -> Plan:
+    def _scattered(self, op: Conversion) -> Plan:
         """Return the plan from the operand of an all-reduce to the slice of its result."""
         return plan(op.src, self.op.dst.with_dtype(op.src.dtype))
 
@@ -114,9 +126,9 @@ class _Way:
             return self.done[v]
         if spot is None or spot not in before:
             assert isinstance(v.dtype, torch.dtype)
-            op = Carry(self.step, self.op.src.with_dtype(v.dtype))
+            op = Conversion(self.step, self.op.src.with_dtype(v.dtype))
             out: Value = self.draft.add(op, v, before=self.last, origin=self.last.origin)
-        elif isinstance(spot.op, Carry):
+        elif isinstance(spot.op, Conversion):
             out = self._walked(spot, self._scattered(spot.op))
         else:
             args = map_values(lambda x: self._sliced(x, before) if self._is_cut(x) else x, spot.args)
@@ -132,7 +144,7 @@ class _Way:
         x = spot.ins[0]
         for step, spec in way.walk():
             if not isinstance(step, Relabel):
-                x = self.draft.add(Carry(step, spec), x, before=spot, origin=spot.origin)
+                x = self.draft.add(Conversion(step, spec), x, before=spot, origin=spot.origin)
         return x
 
 

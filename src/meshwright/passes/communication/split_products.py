@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.graph import Carry, Change, Draft, Op, Pass, Program, RewriteError, Spot, Value, register_pass
+from meshwright.graph import Change, Conversion, Draft, Op, Pass, Program, RewriteError, Spot, Value, register_pass
 from meshwright.reshard import AllReduce
 
-from .._rows import is_even, is_known, is_only_use, place, row
+from .._rows import has_equal_shards, has_static_sizes, is_only_use, origin_text, row_spec
 
 aten = torch.ops.aten
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -52,10 +52,14 @@ class SplitProducts(Pass):
 
     def _fits(self, draft: Draft, spot: Spot) -> bool:
         """True for a large all-reduce of a product, or of a sum with one, whose rows can be split evenly."""
-        if not isinstance(spot.op, Carry) or not isinstance(spot.op.step, AllReduce) or not is_even(spot.op.src):
+        if (
+            not isinstance(spot.op, Conversion)
+            or not isinstance(spot.op.step, AllReduce)
+            or not has_equal_shards(spot.op.src)
+        ):
             return False
         (x,) = spot.ins
-        if len(x.shape) < 2 or not is_known(x) or x.nbytes < self.least or prod(x.shape[:-1]) % self.pieces:
+        if len(x.shape) < 2 or not has_static_sizes(x) or x.nbytes < self.least or prod(x.shape[:-1]) % self.pieces:
             return False
         return _has_product(draft, x, spot)
 
@@ -66,7 +70,7 @@ class SplitProducts(Pass):
         whole = draft.add(aten.cat.default, sent, 0, before=step, origin=origin)
         draft.replace(step.outs[0], draft.add(aten.view.default, whole, list(x.shape), before=step, origin=origin))
         draft.remove(step)
-        return Change(self.name, f"{step.op!r} of {list(x.shape)} in {self.pieces} pieces", place(origin))
+        return Change(self.name, f"{step.op!r} of {list(x.shape)} in {self.pieces} pieces", origin_text(origin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +127,10 @@ def _is_sum(spot: Spot) -> bool:
 
 def _sent(draft: Draft, step: Spot, part: Value) -> Value:
     """Return the piece after its all-reduce."""
-    assert isinstance(step.op, Carry)
+    assert isinstance(step.op, Conversion)
     assert isinstance(step.op.step, AllReduce)
     how, src = step.op.step, step.op.src
     flat = draft.add(aten.view.default, part, [-1], before=step, origin=step.origin)
-    carry = Carry(how, row(src.mesh, prod(part.shape), src.dtype, how.axes, how.op))
+    carry = Conversion(how, row_spec(src.mesh, prod(part.shape), src.dtype, how.axes, how.op))
     out = draft.add(carry, flat, before=step, origin=step.origin)
     return draft.add(aten.view.default, out, list(part.shape), before=step, origin=step.origin)

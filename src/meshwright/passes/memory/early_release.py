@@ -13,17 +13,17 @@ from itertools import accumulate
 from typing import ClassVar
 
 from meshwright.graph import (
-    Carry,
+    AliasClasses,
     Change,
-    Memories,
+    Conversion,
     Node,
     Pass,
     Program,
     Value,
-    asserts,
-    draws,
+    alias_classes,
+    is_assertion,
+    is_random_operator,
     live_memory,
-    memories,
     refuse_writing,
     register_pass,
 )
@@ -38,8 +38,8 @@ class Release(Pass):
 
     def run(self, program: Program) -> Program:
         refuse_writing(program, repr(self))
-        groups = [g for g in _groups(program) if not any(map(_stays, g.nodes))]
-        moved = _moved(program, groups) if groups else program.nodes
+        groups = [g for g in _groups(program) if not any(map(_may_not_move, g.nodes))]
+        moved = _with_early_updates(program, groups) if groups else program.nodes
         if moved == program.nodes:
             return program
         out = replace(program, nodes=moved)
@@ -52,7 +52,7 @@ class Release(Pass):
 
 def _gradients(program: Program, groups: Sequence[_Group]) -> int:
     """Return the peak of live bytes of values that forward and backward pass produce for the update."""
-    live, found = live_memory(program), memories(program)
+    live, found = live_memory(program), alias_classes(program)
     read = {v for g in groups for n in g.nodes for v in n.ins}
     made = {found.of(v) for v in read if v in program.producers and program.producers[v].origin.phase != "update"}
     steps = [0] * (len(program.nodes) + 1)
@@ -71,8 +71,12 @@ class _Group:
     behind: int = -1
 
 
-def _stays(node: Node) -> bool:
-    return (isinstance(node.op, Carry) and node.op.communicates) or draws(node.op) or asserts(node.op)
+def _may_not_move(node: Node) -> bool:
+    return (
+        (isinstance(node.op, Conversion) and node.op.communicates)
+        or is_random_operator(node.op)
+        or is_assertion(node.op)
+    )
 
 
 def _groups(program: Program) -> list[_Group]:
@@ -92,7 +96,7 @@ def _groups(program: Program) -> list[_Group]:
         group_of[node] = mine
     place = {node: at for at, node in enumerate(program.nodes)}
     groups = list(dict.fromkeys(group_of.values()))
-    awaited = _Awaited(program)
+    awaited = _LastPredecessor(program)
     for group in groups:
         group.nodes.sort(key=place.__getitem__)
         group.behind = max(map(awaited.by, group.nodes), default=-1)
@@ -112,18 +116,18 @@ def _common(program: Program) -> set[Node]:
 
 
 @dataclass
-class _Awaited:
+class _LastPredecessor:
     """Computation of the last forward or backward node that an update node must follow.
 
     That node produces an operand of the update node, or reads memory that it updates.
     """
 
     program: Program
-    found: Memories = field(init=False)
+    found: AliasClasses = field(init=False)
     last: dict[Value, int] = field(default_factory=dict[Value, int])
 
     def __post_init__(self) -> None:
-        self.found = memories(self.program)
+        self.found = alias_classes(self.program)
         self.renewed = {self.found.of(x) for x, _ in self.program.writes}
         self.made = {v: at for at, node in self._passes() for v in node.outs}
         for at, node in self._passes():
@@ -137,7 +141,7 @@ class _Awaited:
         return max([-1, *(self.made.get(v, -1) for v in node.ins), *(self.last.get(root, -1) for root in roots)])
 
 
-def _moved(program: Program, groups: Sequence[_Group]) -> tuple[Node, ...]:
+def _with_early_updates(program: Program, groups: Sequence[_Group]) -> tuple[Node, ...]:
     """Return the nodes with each group directly after the node it must follow; shared nodes come before all groups."""
     common = _common(program)
     moving = {n for g in groups for n in g.nodes} | common

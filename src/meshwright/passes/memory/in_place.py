@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 import torch
 
 from meshwright.graph import (
+    AliasClasses,
     Change,
     Draft,
-    Memories,
     Node,
     Op,
     Pass,
     Program,
     Value,
+    alias_classes,
+    alias_pairs,
     live_memory,
-    looked_at,
-    memories,
     overwriting,
     register_pass,
     strides_of,
@@ -71,7 +71,7 @@ class _Reuse:
     inputs: bool
     saved: list[int] = field(default_factory=list[int])
     renewed: int = 0
-    found: Memories = field(init=False)
+    found: AliasClasses = field(init=False)
     last: dict[Value, int] = field(default_factory=dict[Value, int])
     """Memory → index of the last node that reads it; results are read at the end."""
     whole: set[Value] = field(init=False)
@@ -82,7 +82,7 @@ class _Reuse:
     """Memory → the results there, each with the input that it is written to; None for an output."""
 
     def __post_init__(self) -> None:
-        self.found = memories(self.program)
+        self.found = alias_classes(self.program)
         self.strides = strides_of(self.program)
         given = {i.value for i in self.program.inputs}
         self.roots = {self.found.of(v) for v in given}
@@ -101,7 +101,7 @@ class _Reuse:
     def at(self, at: int, node: Node) -> tuple[Op, tuple[Any, ...]] | None:
         """Return the in-place operator and its arguments if node `at` may overwrite an operand, otherwise None."""
         twin = overwriting(node.op)
-        if twin is None or any(True for _ in looked_at(node)):
+        if twin is None or any(True for _ in alias_pairs(node)):
             return None
         for args in _orders(node):
             olds, news = list(values_in(args[0])), list(node.outs)

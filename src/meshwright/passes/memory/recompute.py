@@ -15,22 +15,22 @@ from typing import ClassVar
 
 from meshwright.cost import DEVICES, Device
 from meshwright.graph import (
-    Carry,
+    AliasClasses,
     Change,
+    Conversion,
     Draft,
-    Memories,
     Node,
     Pass,
     Program,
     RewriteError,
     Spot,
     Value,
-    asserts,
-    crosses,
-    is_drawing,
+    alias_classes,
+    is_assertion,
+    is_cross_mesh,
+    is_random_call,
     live_memory,
     map_values,
-    memories,
     refuse_writing,
     register_pass,
     work_of,
@@ -80,11 +80,11 @@ class Recompute(Pass):
 
     def run(self, program: Program) -> Program:
         refuse_writing(program, repr(self))
-        saved = _Saved(program, self)
+        saved = _SavedValues(program, self)
         chosen = saved.of_layers() if self.budget is None else saved.within(self.budget)
         if not chosen:
             return program
-        made = _Again(program, saved, chosen)
+        made = _RecomputedProgram(program, saved, chosen)
         out = made.program()
         before, after = (live_memory(p).peak_in("forward", "backward") for p in (program, out))
         peak = Change(self.name, f"peak before the update: {before:,} → {after:,} bytes", "", {"bytes": before - after})
@@ -92,15 +92,15 @@ class Recompute(Pass):
 
 
 @dataclass
-class _Saved:
+class _SavedValues:
     """Values that a program saves for its backward pass, by memory, and the choice of values to drop."""
 
     program: Program
     how: Recompute
-    found: Memories = field(init=False)
+    found: AliasClasses = field(init=False)
 
     def __post_init__(self) -> None:
-        self.found = memories(self.program)
+        self.found = alias_classes(self.program)
 
     @cached_property
     def fixed(self) -> set[Value]:
@@ -134,9 +134,9 @@ class _Saved:
         return [n for n in self.program.nodes if n.origin.phase == "forward"]
 
     def _is_again(self, node: Node) -> bool:
-        if isinstance(node.op, Carry) and node.op.communicates:
-            return self.how.communication and not crosses(node.op)
-        if is_drawing(node) or writes_to(node.op) or asserts(node.op) or self._reads_renewed(node):
+        if isinstance(node.op, Conversion) and node.op.communicates:
+            return self.how.communication and not is_cross_mesh(node.op)
+        if is_random_call(node) or writes_to(node.op) or is_assertion(node.op) or self._reads_renewed(node):
             return False
         return all(v.is_tensor for v in node.outs)
 
@@ -239,11 +239,11 @@ class _Saved:
 
 
 @dataclass
-class _Again:
+class _RecomputedProgram:
     """Builder of a program in which the chosen memories are recomputed before their first backward reader."""
 
     before: Program
-    saved: _Saved
+    saved: _SavedValues
     chosen: set[Value]
     became: dict[Value, Value] = field(default_factory=dict[Value, Value])
     added: list[tuple[str, Node]] = field(default_factory=list[tuple[str, Node]])

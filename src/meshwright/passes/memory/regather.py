@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.graph import Carry, Change, Draft, Pass, Program, Spot, Value, is_view, map_values, register_pass
+from meshwright.graph import Change, Conversion, Draft, Pass, Program, Spot, Value, is_view, map_values, register_pass
 from meshwright.reshard import AllGather
 
 
@@ -64,7 +64,10 @@ class Regather(Pass):
 
 def _gathers(draft: Draft, parameters: set[Value]) -> Iterator[_Gather]:
     for spot in draft:
-        if not (isinstance(spot.op, Carry) and isinstance(spot.op.step, AllGather)) or spot.origin.phase != "forward":
+        if (
+            not (isinstance(spot.op, Conversion) and isinstance(spot.op.step, AllGather))
+            or spot.origin.phase != "forward"
+        ):
             continue
         (x,) = spot.ins
         while x not in parameters and (made := draft.producer(x)) is not None and is_view(made.op):

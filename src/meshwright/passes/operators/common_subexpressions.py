@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from meshwright.graph import (
-    Carry,
     Change,
+    Conversion,
     Draft,
     Pass,
     Program,
@@ -26,7 +26,7 @@ from meshwright.graph import (
 )
 from meshwright.reshard import Exchange
 
-from .._rows import place, received
+from .._rows import origin_text, received_bytes
 
 
 @register_pass
@@ -63,7 +63,7 @@ class Share(Pass):
                 draft.replace(old, new)
             draft.remove(spot)
             merged += 1
-            if isinstance(spot.op, Carry) and spot.op.communicates:
+            if isinstance(spot.op, Conversion) and spot.op.communicates:
                 changes.append(_change(spot.op, twin, spot))
         local = merged - len(changes)
         if local:
@@ -73,7 +73,7 @@ class Share(Pass):
     def _may_be_shared(self, spot: Spot, own: set[Value]) -> bool:
         if not spot.outs or not is_pure(spot.op) or any(v in own for v in spot.outs):
             return False
-        if isinstance(spot.op, Carry):
+        if isinstance(spot.op, Conversion):
             return not isinstance(spot.op.step, Exchange)
         return self.local
 
@@ -111,6 +111,6 @@ def _seen_outside(draft: Draft) -> set[Value]:
     return found
 
 
-def _change(op: Carry, twin: Spot, spot: Spot) -> Change:
-    what = f"{op!r} of {op.src!r} is shared with {place(twin.origin)}"
-    return Change("share", what, place(spot.origin), {"bytes": received(op.step, op.src), "rounds": 1})
+def _change(op: Conversion, twin: Spot, spot: Spot) -> Change:
+    what = f"{op!r} of {op.src!r} is shared with {origin_text(twin.origin)}"
+    return Change("share", what, origin_text(spot.origin), {"bytes": received_bytes(op.step, op.src), "rounds": 1})

@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 import torch
 
 from meshwright.graph import (
-    Carry,
     Change,
+    Conversion,
     Node,
     Pass,
     Program,
     Value,
-    asserts,
-    draws,
+    is_assertion,
+    is_random_operator,
     live_memory,
     name_of,
     refuse_writing,
@@ -36,12 +36,12 @@ Call = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
 """An operator on lists, its arguments and its keyword arguments."""
 
 
-def _one(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
+def _unary(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
     """Return a function that makes the call on lists of `op(x)`."""
     return lambda columns, named: (packet.default, columns, {}) if len(columns) == 1 and not named else None
 
 
-def _two(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
+def _binary(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
     """Return a function that makes the call on lists of `op(x, y)`; `y` is a tensor or a number for each `x`."""
 
     def call(columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
@@ -66,7 +66,7 @@ def _with_numbers(packet: Any, columns: Columns, named: Mapping[str, list[Any]])
     return (packet.Scalar, (*tensors, last[0]), {}) if _same(last) else (packet.ScalarList, (*tensors, last), {})
 
 
-def _three(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
+def _ternary(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
     """Return a function that makes the call on lists of `op(x, a, b, value=1)`."""
 
     def call(columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
@@ -80,21 +80,21 @@ def _lerp(columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
 
 
 FOREACH: Mapping[Any, Callable[[Columns, Mapping[str, list[Any]]], Call | None]] = {
-    **dict.fromkeys([aten.add.Tensor, aten.add.Scalar], _two(aten._foreach_add)),
-    **dict.fromkeys([aten.sub.Tensor, aten.sub.Scalar], _two(aten._foreach_sub)),
-    **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar], _two(aten._foreach_mul)),
-    **dict.fromkeys([aten.div.Tensor, aten.div.Scalar], _two(aten._foreach_div)),
-    aten.pow.Tensor_Scalar: _two(aten._foreach_pow),
-    aten.maximum.default: _two(aten._foreach_maximum),
+    **dict.fromkeys([aten.add.Tensor, aten.add.Scalar], _binary(aten._foreach_add)),
+    **dict.fromkeys([aten.sub.Tensor, aten.sub.Scalar], _binary(aten._foreach_sub)),
+    **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar], _binary(aten._foreach_mul)),
+    **dict.fromkeys([aten.div.Tensor, aten.div.Scalar], _binary(aten._foreach_div)),
+    aten.pow.Tensor_Scalar: _binary(aten._foreach_pow),
+    aten.maximum.default: _binary(aten._foreach_maximum),
     aten.lerp.Scalar: _lerp,
-    aten.addcmul.default: _three(aten._foreach_addcmul),
-    aten.addcdiv.default: _three(aten._foreach_addcdiv),
-    aten.sqrt.default: _one(aten._foreach_sqrt),
-    aten.rsqrt.default: _one(aten._foreach_rsqrt),
-    aten.neg.default: _one(aten._foreach_neg),
-    aten.abs.default: _one(aten._foreach_abs),
-    aten.sign.default: _one(aten._foreach_sign),
-    aten.reciprocal.default: _one(aten._foreach_reciprocal),
+    aten.addcmul.default: _ternary(aten._foreach_addcmul),
+    aten.addcdiv.default: _ternary(aten._foreach_addcdiv),
+    aten.sqrt.default: _unary(aten._foreach_sqrt),
+    aten.rsqrt.default: _unary(aten._foreach_rsqrt),
+    aten.neg.default: _unary(aten._foreach_neg),
+    aten.abs.default: _unary(aten._foreach_abs),
+    aten.sign.default: _unary(aten._foreach_sign),
+    aten.reciprocal.default: _unary(aten._foreach_reciprocal),
 }
 """Operator → function that makes its call on lists from columns of arguments, or returns None if there is none."""
 
@@ -115,7 +115,7 @@ class Foreach(Pass):
         units = list(_units(program, region, self.least, {}))
         order = list(_sorted(units))
         if len(order) < len(units):  # groups depend on each other through ordered nodes
-            units = list(_units(program, region, self.least, _sides(program, region)))
+            units = list(_units(program, region, self.least, _order_dependences(program, region)))
             order = list(_sorted(units))
         groups = [u for u in units if len(u.nodes) > 1]
         if not groups:
@@ -144,8 +144,8 @@ def _region(program: Program) -> set[Node]:
 
 def _is_ordered(node: Node) -> bool:
     """True for nodes that must keep their order: collectives, random operators and assertions."""
-    sends = isinstance(node.op, Carry) and node.op.communicates
-    return sends or draws(node.op) or asserts(node.op)
+    sends = isinstance(node.op, Conversion) and node.op.communicates
+    return sends or is_random_operator(node.op) or is_assertion(node.op)
 
 
 def _keeps_order(program: Program, region: set[Node]) -> bool:
@@ -154,7 +154,7 @@ def _keeps_order(program: Program, region: set[Node]) -> bool:
     return ordered == sorted(ordered)
 
 
-def _sides(program: Program, region: set[Node]) -> dict[Node, Any]:
+def _order_dependences(program: Program, region: set[Node]) -> dict[Node, Any]:
     """Return, for each node of the region, a pair: it depends on an ordered node; an ordered node depends on it.
 
     Groups of nodes with equal pairs cannot depend on each other. A node with both dependencies gets a key of its own.
@@ -177,17 +177,17 @@ def _reached(flow: Iterable[tuple[Node, Iterable[Value], Iterable[Value]]]) -> s
 
 
 @dataclass(eq=False)
-class _Unit:
+class _MergedNodes:
     """Nodes that become one: `node` replaces them, `at` is the position of the first one."""
 
     nodes: list[Node]
     node: Node
     at: int
     needs: int = 0
-    feeds: list[_Unit] = field(default_factory=list["_Unit"])
+    feeds: list[_MergedNodes] = field(default_factory=list["_MergedNodes"])
 
 
-def _units(program: Program, region: set[Node], least: int, sides: Mapping[Node, Any]) -> Iterator[_Unit]:
+def _units(program: Program, region: set[Node], least: int, sides: Mapping[Node, Any]) -> Iterator[_MergedNodes]:
     """Yield the units of the region; nodes with equal formula and equal sides are merged into one unit."""
     place = {node: at for at, node in enumerate(program.nodes)}
     formulas = _Formulas({i.value: (i.role, str(i.name.rpartition(".")[2])) for i in program.inputs})
@@ -197,11 +197,13 @@ def _units(program: Program, region: set[Node], least: int, sides: Mapping[Node,
             key = formulas.of(node), sides.get(node)
             alike.setdefault(key if node.op in FOREACH and not _is_ordered(node) else node, []).append(node)
     for nodes in alike.values():
-        made = _together(nodes) if len(nodes) >= max(least, 2) else None
-        yield from [_Unit(nodes, made, place[nodes[0]])] if made else [_Unit([n], n, place[n]) for n in nodes]
+        made = _merge_nodes(nodes) if len(nodes) >= max(least, 2) else None
+        yield from (
+            [_MergedNodes(nodes, made, place[nodes[0]])] if made else [_MergedNodes([n], n, place[n]) for n in nodes]
+        )
 
 
-def _together(nodes: Sequence[Node]) -> Node | None:
+def _merge_nodes(nodes: Sequence[Node]) -> Node | None:
     """Return one node on lists for all nodes, or None if there is no such operator."""
     columns: Columns = tuple(map(list, zip(*(n.args for n in nodes), strict=True)))
     named = {key: [n.kwargs[key] for n in nodes] for key in nodes[0].kwargs}
@@ -240,7 +242,7 @@ class _Formulas:
         return (self.roles.get(v, "made"), str(v.dtype), v.device)
 
 
-def _sorted(units: Sequence[_Unit]) -> Iterator[_Unit]:
+def _sorted(units: Sequence[_MergedNodes]) -> Iterator[_MergedNodes]:
     """Yield the units in topological order, and in program order where there is a choice."""
     makers = {v: u for u in units for n in u.nodes for v in n.outs}
     ordered = sorted((u for u in units if _is_ordered(u.node)), key=lambda u: u.at)

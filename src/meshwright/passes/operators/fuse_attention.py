@@ -23,16 +23,16 @@ NEVER = -1e9
 SHAPES = "... s d, ... t d, ... t e, * s t"
 
 
-def attend(scores: Tensor, v: Tensor, upcast: bool) -> Tensor:
+def hand_written_attention(scores: Tensor, v: Tensor, upcast: bool) -> Tensor:
     weights = F.softmax(scores.float(), -1).to(v.dtype) if upcast else F.softmax(scores, -1)
     return weights @ v
 
 
-def added(scores: Tensor, mask: Tensor | None) -> Tensor:
+def with_mask(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores if mask is None else scores + mask
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
@@ -54,7 +54,7 @@ def _fits_scores(q: Any, mask: Any, upcast: bool, match: Any) -> bool:
     return bool(((known == 0) | hidden).all()) and not bool(hidden.all(-1).any())
 
 
-def _hides(q: Any, mask: Any, fill: float, upcast: bool, match: Any) -> bool:
+def _masks_all_filled(q: Any, mask: Any, fill: float, upcast: bool, match: Any) -> bool:
     """True if filled scores have zero weight: -inf, or at most NEVER if each row keeps a score."""
     if fill == -math.inf or not _keeps_digits(q, upcast):
         return _keeps_digits(q, upcast)
@@ -65,40 +65,44 @@ def _hides(q: Any, mask: Any, fill: float, upcast: bool, match: Any) -> bool:
 RULES = (
     Rewrite(
         "attention",
-        find=lambda q, k, v, mask=None, upcast=False, scale=0.5: attend(added(q @ k.mT * scale, mask), v, upcast),
-        put=lambda q, k, v, mask=None, upcast=False, scale=0.5: fused(q, k, v, mask, scale),
+        find=lambda q, k, v, mask=None, upcast=False, scale=0.5: hand_written_attention(
+            with_mask(q @ k.mT * scale, mask), v, upcast
+        ),
+        put=lambda q, k, v, mask=None, upcast=False, scale=0.5: fused_attention(q, k, v, mask, scale),
         shapes=SHAPES,
         where=_fits_scores,
     ),
     Rewrite(
         "attention without a scale",
-        find=lambda q, k, v, mask=None, upcast=False: attend(added(q @ k.mT, mask), v, upcast),
-        put=lambda q, k, v, mask=None, upcast=False: fused(q, k, v, mask, 1.0),
+        find=lambda q, k, v, mask=None, upcast=False: hand_written_attention(with_mask(q @ k.mT, mask), v, upcast),
+        put=lambda q, k, v, mask=None, upcast=False: fused_attention(q, k, v, mask, 1.0),
         shapes=SHAPES,
         where=_fits_scores,
     ),
     Rewrite(
         "attention with scores filled",
-        find=lambda q, k, v, mask, fill, upcast=False, scale=0.5: attend(
+        find=lambda q, k, v, mask, fill, upcast=False, scale=0.5: hand_written_attention(
             (q @ k.mT * scale).masked_fill(mask, fill), v, upcast
         ),
-        put=lambda q, k, v, mask, fill, upcast=False, scale=0.5: fused(q, k, v, ~mask, scale),
+        put=lambda q, k, v, mask, fill, upcast=False, scale=0.5: fused_attention(q, k, v, ~mask, scale),
         shapes=SHAPES.replace("*", "bool *"),
-        where=_hides,
+        where=_masks_all_filled,
         samples={"fill": (-math.inf, NEVER)},
     ),
     Rewrite(
         "attention without a scale, with scores filled",
-        find=lambda q, k, v, mask, fill, upcast=False: attend((q @ k.mT).masked_fill(mask, fill), v, upcast),
-        put=lambda q, k, v, mask, fill, upcast=False: fused(q, k, v, ~mask, 1.0),
+        find=lambda q, k, v, mask, fill, upcast=False: hand_written_attention(
+            (q @ k.mT).masked_fill(mask, fill), v, upcast
+        ),
+        put=lambda q, k, v, mask, fill, upcast=False: fused_attention(q, k, v, ~mask, 1.0),
         shapes=SHAPES.replace("*", "bool *"),
-        where=_hides,
+        where=_masks_all_filled,
         samples={"fill": (-math.inf, NEVER)},
     ),
 )
 
 
-def _say_causal(edit: Edit, spot: Spot) -> str | None:
+def _use_is_causal(edit: Edit, spot: Spot) -> str | None:
     """Replace a constant causal mask by `is_causal`."""
     q, k, v, mask, dropout, causal = edit.arguments[:6]
     known = None if mask is None or causal else edit.known(mask)
@@ -121,7 +125,7 @@ def _is_causal(mask: Tensor) -> bool:
 for _rule in RULES:
     register_rewrite(_rule, into="fuse_attention")
 register_rewrite(
-    Rewriter("causal attention", _say_causal, (aten.scaled_dot_product_attention.default,)), "fuse_attention"
+    Rewriter("causal attention", _use_is_causal, (aten.scaled_dot_product_attention.default,)), "fuse_attention"
 )
 
 

@@ -27,15 +27,15 @@ def _is_coarse(x: Any) -> bool:
     return x.dtype in COARSE
 
 
-def rms(x: Tensor, w: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def rms_norm_of(x: Tensor, w: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], w, eps)
 
 
-def layer(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm_of(x: Tensor, w: Tensor | None = None, b: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], w, b, eps)
 
 
-def centred(x: Tensor) -> Tensor:
+def centered(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
@@ -43,27 +43,27 @@ RMS = (
     Rewrite(
         "rms_norm",
         find=lambda x, eps=1e-6: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps),
-        put=lambda x, eps=1e-6: rms(x, None, eps),
+        put=lambda x, eps=1e-6: rms_norm_of(x, None, eps),
         shapes="... d",
     ),
     Rewrite(
         "rms_norm of a cast",
-        find=lambda x, eps=1e-6: rms(x.float(), None, eps).to(x.dtype),
-        put=lambda x, eps=1e-6: rms(x, None, eps),
+        find=lambda x, eps=1e-6: rms_norm_of(x.float(), None, eps).to(x.dtype),
+        put=lambda x, eps=1e-6: rms_norm_of(x, None, eps),
         shapes="... d",
         where=_is_coarse,
     ),
     Rewrite(
         "rms_norm with a weight",
-        find=lambda x, w, eps=1e-6: rms(x, None, eps) * w,
-        put=lambda x, w, eps=1e-6: rms(x, w, eps),
+        find=lambda x, w, eps=1e-6: rms_norm_of(x, None, eps) * w,
+        put=lambda x, w, eps=1e-6: rms_norm_of(x, w, eps),
         shapes="... d, d",
         where=lambda x, w: _is_fine(x) and w.dtype == x.dtype,
     ),
     Rewrite(
         "rms_norm of casts with a weight",
-        find=lambda x, w, eps=1e-6: rms(x.float(), w.float(), eps).to(x.dtype),
-        put=lambda x, w, eps=1e-6: rms(x, w, eps),
+        find=lambda x, w, eps=1e-6: rms_norm_of(x.float(), w.float(), eps).to(x.dtype),
+        put=lambda x, w, eps=1e-6: rms_norm_of(x, w, eps),
         shapes="... d, d",
         where=lambda x, w: _is_coarse(x) and w.dtype == x.dtype,
     ),
@@ -72,35 +72,35 @@ RMS = (
 LAYER = (
     Rewrite(
         "layer_norm",
-        find=lambda x, eps=1e-5: centred(x) * torch.rsqrt(centred(x).square().mean(-1, keepdim=True) + eps),
-        put=lambda x, eps=1e-5: layer(x, None, None, eps),
+        find=lambda x, eps=1e-5: centered(x) * torch.rsqrt(centered(x).square().mean(-1, keepdim=True) + eps),
+        put=lambda x, eps=1e-5: layer_norm_of(x, None, None, eps),
         shapes="... d",
     ),
     Rewrite(
         "layer_norm of a cast",
-        find=lambda x, eps=1e-5: layer(x.float(), None, None, eps).to(x.dtype),
-        put=lambda x, eps=1e-5: layer(x, None, None, eps),
+        find=lambda x, eps=1e-5: layer_norm_of(x.float(), None, None, eps).to(x.dtype),
+        put=lambda x, eps=1e-5: layer_norm_of(x, None, None, eps),
         shapes="... d",
         where=_is_coarse,
     ),
     Rewrite(
         "layer_norm with a weight",
-        find=lambda x, w, eps=1e-5: layer(x, None, None, eps) * w,
-        put=lambda x, w, eps=1e-5: layer(x, w, None, eps),
+        find=lambda x, w, eps=1e-5: layer_norm_of(x, None, None, eps) * w,
+        put=lambda x, w, eps=1e-5: layer_norm_of(x, w, None, eps),
         shapes="... d, d",
         where=lambda x, w: _is_fine(x) and w.dtype == x.dtype,
     ),
     Rewrite(
         "layer_norm with a bias",
-        find=lambda x, b, w=None, eps=1e-5: layer(x, w, None, eps) + b,
-        put=lambda x, b, w=None, eps=1e-5: layer(x, w, b, eps),
+        find=lambda x, b, w=None, eps=1e-5: layer_norm_of(x, w, None, eps) + b,
+        put=lambda x, b, w=None, eps=1e-5: layer_norm_of(x, w, b, eps),
         shapes="... d, d, d",
         where=lambda x, b: _is_fine(x) and b.dtype == x.dtype,
     ),
     Rewrite(
         "layer_norm of casts with weight and bias",
-        find=lambda x, w, b, eps=1e-5: layer(x.float(), w.float(), b.float(), eps).to(x.dtype),
-        put=lambda x, w, b, eps=1e-5: layer(x, w, b, eps),
+        find=lambda x, w, b, eps=1e-5: layer_norm_of(x.float(), w.float(), b.float(), eps).to(x.dtype),
+        put=lambda x, w, b, eps=1e-5: layer_norm_of(x, w, b, eps),
         shapes="... d, d, d",
         where=lambda x, w, b: _is_coarse(x) and w.dtype == b.dtype == x.dtype,
     ),

@@ -12,7 +12,7 @@ from meshwright.graph import Edit, Rewriter, RulePass, Spot, register_pass, regi
 aten = torch.ops.aten
 
 
-def _drop(edit: Edit, spot: Spot) -> str | None:
+def _remove_identity(edit: Edit, spot: Spot) -> str | None:
     base = edit.unchanged
     if base is None:
         return None
@@ -20,7 +20,7 @@ def _drop(edit: Edit, spot: Spot) -> str | None:
     return f"equal to {base!r}"
 
 
-def _turn_back(edit: Edit, spot: Spot) -> str | None:
+def _remove_double_transpose(edit: Edit, spot: Spot) -> str | None:
     turned = edit.draft.producer(spot.args[0])
     if turned is None or turned.op is not aten.t.default:
         return None
@@ -28,8 +28,8 @@ def _turn_back(edit: Edit, spot: Spot) -> str | None:
     return f"{turned.args[0]!r} is transposed twice"
 
 
-register_rewrite(Rewriter("idle operator", _drop), into="tidy")
-register_rewrite(Rewriter("transposed twice", _turn_back, on=(aten.t.default,)), into="tidy")
+register_rewrite(Rewriter("idle operator", _remove_identity), into="tidy")
+register_rewrite(Rewriter("transposed twice", _remove_double_transpose, on=(aten.t.default,)), into="tidy")
 
 
 @register_pass

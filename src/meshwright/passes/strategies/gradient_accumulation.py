@@ -63,12 +63,12 @@ class Merge:
         Raises:
             RewriteError: the pieces are uneven, or a rank holds different rows of different tensors.
         """
-        rows = _rows_of(tensors_in(batch))
-        cut = [x for x in tensors_in(batch) if _rows_of([x]) == rows]
+        rows = _first_row_count(tensors_in(batch))
+        cut = [x for x in tensors_in(batch) if _first_row_count([x]) == rows]
         lies = [x.spec if isinstance(x, DistTensor) else None for x in cut]
-        if not are_same_rows(lies):
+        if not hold_same_rows(lies):
             raise RewriteError(repr(self), rows_text(lies), *OTHER_ROWS)
-        return map_tensors(lambda x: self._cut(x, number) if _rows_of([x]) == rows else x, batch)
+        return map_tensors(lambda x: self._cut(x, number) if _first_row_count([x]) == rows else x, batch)
 
     def _cut(self, x: Tensor, number: int) -> Tensor:
         if not isinstance(x, DistTensor):
@@ -98,11 +98,11 @@ class Merge:
 
     def leaves(self, leaves: Sequence[Any]) -> set[int]:
         """Return the indices of the batch's leaves that are split."""
-        rows = _rows_of(x for x in leaves if isinstance(x, Tensor))
-        return {at for at, x in enumerate(leaves) if isinstance(x, Tensor) and _rows_of([x]) == rows}
+        rows = _first_row_count(x for x in leaves if isinstance(x, Tensor))
+        return {at for at, x in enumerate(leaves) if isinstance(x, Tensor) and _first_row_count([x]) == rows}
 
 
-def _rows_of(tensors: Iterable[Tensor]) -> int | None:
+def _first_row_count(tensors: Iterable[Tensor]) -> int | None:
     """Return the number of rows of the first tensor with a dim (the global number for a DistTensor), or None."""
     return next(((x.spec.shape if isinstance(x, DistTensor) else x.shape)[0] for x in tensors if x.dim()), None)
 
@@ -143,7 +143,7 @@ class _Merged:
     def _check_rows(self) -> None:
         """Raise RewriteError if a rank holds different rows of different tensors."""
         lies = [i.spec for i in self.step.inputs if self._is_cut(i)]
-        if not are_same_rows(lies):
+        if not hold_same_rows(lies):
             raise RewriteError(repr(self.how), rows_text(lies), *OTHER_ROWS)
 
     def _closed(self, inputs: tuple[Input, ...], outputs: Any) -> Program:
@@ -223,7 +223,7 @@ OTHER_ROWS = (
 )
 
 
-def are_same_rows(lies: Iterable[Spec | None]) -> bool:
+def hold_same_rows(lies: Iterable[Spec | None]) -> bool:
     """True if each rank holds the same rows of all tensors with these specs; None is an unsharded tensor."""
     return len({spec.layout.dims[0] if spec else () for spec in lies}) <= 1
 

@@ -23,7 +23,7 @@ from meshwright.graph import Change, Draft, Pass, Program, Spot, Value, map_valu
 from meshwright.layout import Layout, Product, Spec, axes_of, hint
 from meshwright.tensor import DistTensor, ReshardMark, redistribute
 
-from .._rows import place
+from .._rows import origin_text
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ SAME_WEIGHT: Mapping[Any, tuple[int, int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Along:
+class ReshardAlongAxis:
     """Mark for one mesh axis, which shards dim `dim`, or no dim if it is None. Other axes do not change."""
 
     axis: str
@@ -96,7 +96,7 @@ class SequenceParallel(Pass):
     dim: int = 1
 
     def run(self, program: Program) -> Program:
-        way = _Way(Draft(program), self.axis, self.dim)
+        way = _SequenceSharding(Draft(program), self.axis, self.dim)
         for spot in list(way.draft):
             if way.ends_in_terms(spot):
                 way.cut(spot)
@@ -109,7 +109,7 @@ class SequenceParallel(Pass):
 
 
 @dataclass(slots=True)
-class _Way:
+class _SequenceSharding:
     draft: Draft
     axis: str
     dim: int
@@ -129,7 +129,7 @@ class _Way:
         """Shard the result of a product along the sequence: its partial sums are reduce-scattered."""
         (out,) = spot.outs
         self.streams.add(out.shape)
-        self._insert(Along(self.axis, self.dim), spot, out)
+        self._insert(ReshardAlongAxis(self.axis, self.dim), spot, out)
         self._note(f"sharded along the sequence after {spot.op}", spot, self._kept(out))
 
     def remark(self, spot: Spot) -> None:
@@ -138,7 +138,7 @@ class _Way:
             return
         layout, mesh = spot.op.layout, spot.op.mesh
         if self.axis in mesh.sizes and self.axis not in (*layout.cut_axes, *layout.partial_axes) and layout.is_simple:
-            spot.op = replace(spot.op, layout=Along(self.axis, self.dim).layout(layout))
+            spot.op = replace(spot.op, layout=ReshardAlongAxis(self.axis, self.dim).layout(layout))
 
     def gather(self, spot: Spot) -> None:
         """Gather the input of a product whose weight is sharded in the kept dim, once for all such products."""
@@ -154,14 +154,14 @@ class _Way:
         if x not in self.gathered:
             self.gathered[x] = self._new(x)
             origin = replace(spot.origin, grad=True)  # a later product may have gradients
-            self.draft.add_as(Along(self.axis, None), (x,), {}, self.gathered[x], spot, origin)
+            self.draft.add_as(ReshardAlongAxis(self.axis, None), (x,), {}, self.gathered[x], spot, origin)
             self._note(f"gathered before {spot.op}", spot)
         whole = self.gathered[x]
         self.draft.set_args(spot, map_values(lambda v: whole if v is x else v, spot.args))
 
     def _note(self, what: str, spot: Spot, bytes_kept: float = 0) -> None:
         saved = {"bytes": bytes_kept} if bytes_kept else {}
-        self.changes.append(Change("sequence_parallel", what, place(spot.origin), saved))
+        self.changes.append(Change("sequence_parallel", what, origin_text(spot.origin), saved))
 
     def _kept(self, v: Value) -> float:
         """Return the bytes of the sequence that a rank need not keep; 0 if the layout is unknown."""
@@ -172,7 +172,7 @@ class _Way:
         others = prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != self.axis)
         return v.nbytes / others * (n - 1) / n
 
-    def _insert(self, op: Along, behind: Spot, v: Value) -> None:
+    def _insert(self, op: ReshardAlongAxis, behind: Spot, v: Value) -> None:
         new = self._new(v)
         self.draft.replace(v, new)
         assert behind.after is not None

@@ -17,13 +17,13 @@ from meshwright.layout import Dim, Layout, Spec
 from meshwright.tensor import ReshardMark
 
 
-def data_axes(program: Program) -> tuple[str, ...]:
+def batch_axes(program: Program) -> tuple[str, ...]:
     """Return the mesh axes that shard some batch input."""
     found = [a for i in program.inputs if i.role == "batch" and i.spec is not None for a in i.spec.layout.cut_axes]
     return tuple(dict.fromkeys(found))
 
 
-def sharded(spec: Spec, axes: Iterable[str], least: int = 1024) -> Spec:
+def further_sharded(spec: Spec, axes: Iterable[str], least: int = 1024) -> Spec:
     """Return `spec` sharded also over those `axes` that it does not use yet.
 
     They shard the first dim that they divide evenly, otherwise the longest dim. `spec` is returned unchanged for a
@@ -50,10 +50,10 @@ def _held(spec: Spec, dim: Dim) -> int:
     return prod(spec.mesh.sizes[a] for a in dim) if isinstance(dim, tuple) else 1
 
 
-def shards(trained: Iterable[Input], axes: Iterable[str], least: int = 1024) -> Mapping[str, Spec]:
+def further_sharded_specs(trained: Iterable[Input], axes: Iterable[str], least: int = 1024) -> Mapping[str, Spec]:
     """Return the specs of the states by parameter, for parameters that can be sharded further."""
     axes = tuple(axes)
-    found = {i.name: sharded(i.spec, axes, least) for i in trained if i.spec is not None}
+    found = {i.name: further_sharded(i.spec, axes, least) for i in trained if i.spec is not None}
     return {i.name: found[i.name] for i in trained if i.name in found and found[i.name] is not i.spec}
 
 
@@ -71,14 +71,14 @@ class ShardParameters(Pass):
     least: int = 1024
 
     def run(self, program: Program) -> Program:
-        axes = data_axes(program) if self.axes is None else self.axes
+        axes = batch_axes(program) if self.axes is None else self.axes
         draft = Draft(program)
         cut: dict[str, Spec] = {}
         changes: list[Change] = []
         for given in program.inputs:
             if given.role != "parameter" or given.spec is None:
                 continue
-            spec = sharded(given.spec, axes, self.least)
+            spec = further_sharded(given.spec, axes, self.least)
             if spec is given.spec:
                 continue
             cut[given.name] = spec

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from meshwright.graph import Node, Program
 
 from .._errors import StageError
-from ..table.action import Kind
+from ..table.action import ActionKind
 from ..table.schedule import Row, Schedule
 
 
@@ -45,4 +45,4 @@ def _is_in_order(row: Row, chunks: set[int]) -> bool:
 
 def _forwards(row: Row, chunks: set[int]) -> Iterator[int]:
     for action in row:
-        yield from (a.microbatch for a in action.atoms if a.kind is Kind.FORWARD and a.chunk in chunks)
+        yield from (a.microbatch for a in action.atoms if a.kind is ActionKind.FORWARD and a.chunk in chunks)

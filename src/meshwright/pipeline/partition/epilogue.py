@@ -9,29 +9,29 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.graph import Draft, Input, Node, Origin, Program, Value, joined, map_values
+from meshwright.graph import Draft, Input, Node, Origin, Program, Value, join_programs, map_values
 
-from .step_parts import BEHIND, Parts
+from .step_parts import EPILOGUE, RankParts
 
 
-class Total(NamedTuple):
+class MicrobatchSum(NamedTuple):
     """Source of an input that is the sum of the value `of` over all microbatches."""
 
     of: Value
 
 
-def behind_all(ways: Sequence[Parts], microbatches: int) -> Program:
+def joint_epilogue(ways: Sequence[RankParts], microbatches: int) -> Program:
     """Return the program after the microbatches of all ways: a loss and gradients that are means over all microbatches.
 
-    The source of an input with the role "saved" is a value of one of the ways, or a `Total`.
+    The source of an input with the role "saved" is a value of one of the ways, or a `MicrobatchSum`.
     """
     first, *others = (_averaged(parts, microbatches) for parts in ways)
     return reduce(_joined, others, first)
 
 
-def _averaged(parts: Parts, microbatches: int) -> Program:
+def _averaged(parts: RankParts, microbatches: int) -> Program:
     """Return the program behind, with sums divided by the number of microbatches before they are read."""
-    behind = parts.programs[BEHIND]
+    behind = parts.programs[EPILOGUE]
     totals = [_named("sum", v) for v in parts.sums]
     means = {v: _named("mean", v) for v in parts.sums}
     shares = [
@@ -39,7 +39,7 @@ def _averaged(parts: Parts, microbatches: int) -> Program:
         for total, mean in zip(totals, means.values(), strict=True)
     ]
     kept = (i for i in behind.inputs if i.value not in means)
-    given = (Input(t, "saved", t.name, None, Total(v)) for t, v in zip(totals, parts.sums, strict=True))
+    given = (Input(t, "saved", t.name, None, MicrobatchSum(v)) for t, v in zip(totals, parts.sums, strict=True))
     nodes = (_reading(node, means) for node in behind.nodes)
     specs = {**behind.specs, **{means[v]: spec for v, spec in behind.specs.items() if v in means}}
     return replace(
@@ -59,7 +59,7 @@ def _reading(node: Node, became: Mapping[Value, Value]) -> Node:
 
 def _joined(a: Program, b: Program) -> Program:
     """Return both programs as one, with their results added up."""
-    both = joined(a, b, {}, lambda x, y: (x, y))
+    both = join_programs(a, b, {}, lambda x, y: (x, y))
     x, y = both.outputs
     draft = Draft(both)
 
@@ -73,7 +73,7 @@ def _joined(a: Program, b: Program) -> Program:
     return replace(both, nodes=nodes, outputs={"out": out, "grads": grads})
 
 
-def with_behind(ways: Sequence[Parts], behind: Program) -> tuple[Parts, ...]:
+def with_epilogue(ways: Sequence[RankParts], behind: Program) -> tuple[RankParts, ...]:
     """Return the parts of all ways with `behind` as the first way's program behind.
 
     It need not read all of the sums.
@@ -81,13 +81,13 @@ def with_behind(ways: Sequence[Parts], behind: Program) -> tuple[Parts, ...]:
     behind = Draft(behind).finish()
     read = {v for node in behind.nodes for v in node.ins} | set(behind.results)
     behind = replace(behind, inputs=tuple(i for i in behind.inputs if i.role != "saved" or i.value in read))
-    totals = {i.source.of for i in behind.inputs if isinstance(i.source, Total)}
+    totals = {i.source.of for i in behind.inputs if isinstance(i.source, MicrobatchSum)}
     empty = Program((), (), None)
     return tuple(
         replace(
             parts,
-            programs={**parts.programs, BEHIND: empty if n else behind},
-            gives={**parts.gives, BEHIND: ()},
+            programs={**parts.programs, EPILOGUE: empty if n else behind},
+            gives={**parts.gives, EPILOGUE: ()},
             sums=tuple(v for v in parts.sums if v in totals),
             terms=tuple((x, v) for x, v in parts.terms if v in totals),
         )

@@ -10,10 +10,10 @@ from meshwright.graph import Input, Value
 
 from .._errors import StageError
 from ..table.schedule import Schedule
-from .step_parts import BEFORE, BEHIND, Parts
+from .step_parts import EPILOGUE, PROLOGUE, RankParts
 
 
-class Feed(NamedTuple):
+class MicrobatchInput(NamedTuple):
     """An input of a microbatch.
 
     `value` is equal to `given`, or, if `is_piece`, to the piece of `given` with the number of the microbatch.
@@ -25,15 +25,15 @@ class Feed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Intake:
+class MicrobatchInputs:
     """The inputs of a run; for each microbatch, the copy of the model that it goes through, and its feeds."""
 
     inputs: tuple[Input, ...]
     copies: tuple[int, ...]
-    feeds: tuple[tuple[Feed, ...], ...]
+    feeds: tuple[tuple[MicrobatchInput, ...], ...]
 
 
-def in_pieces(ways: Sequence[Parts], schedule: Schedule, cut: Collection[int]) -> Intake:
+def split_batch(ways: Sequence[RankParts], schedule: Schedule, cut: Collection[int]) -> MicrobatchInputs:
     """Return the intake of one batch. Leaves whose numbers are in `cut` are split along dim 0; other leaves stay whole.
 
     `ways` are the copies of the model, one for each way of the schedule.
@@ -43,9 +43,9 @@ def in_pieces(ways: Sequence[Parts], schedule: Schedule, cut: Collection[int]) -
     """
     inputs = _inputs(ways)
     _check_rows([i for i in inputs if i.role == "batch" and i.source in cut])
-    feeds = tuple(Feed(i.value, i.value, True) for i in inputs if i.role == "batch" and i.source in cut)
+    feeds = tuple(MicrobatchInput(i.value, i.value, True) for i in inputs if i.role == "batch" and i.source in cut)
     copies = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
-    return Intake(inputs, copies, (feeds,) * schedule.sequences)
+    return MicrobatchInputs(inputs, copies, (feeds,) * schedule.sequences)
 
 
 def _check_rows(cut: Sequence[Input]) -> None:
@@ -58,7 +58,7 @@ def _check_rows(cut: Sequence[Input]) -> None:
         )  # fmt: skip
 
 
-def one_by_one(copies: Sequence[Parts], copy_of: Sequence[int], leaves: int) -> Intake:
+def separate_batches(copies: Sequence[RankParts], copy_of: Sequence[int], leaves: int) -> MicrobatchInputs:
     """Return the intake of separate batches of `leaves` leaves each; batch m goes through copy `copy_of[m]`.
 
     The numbers of leaves continue from batch to batch.
@@ -68,20 +68,20 @@ def one_by_one(copies: Sequence[Parts], copy_of: Sequence[int], leaves: int) -> 
     """
     _check_once(copies)
     given: list[Input] = []
-    feeds: list[tuple[Feed, ...]] = []
+    feeds: list[tuple[MicrobatchInput, ...]] = []
     for m, n in enumerate(copy_of):
         batch = [i for i in copies[n].inputs if i.role == "batch"]
         own = [replace(i, value=_fresh(i.value, m), source=i.source + m * leaves) for i in batch]
-        feeds.append(tuple(Feed(i.value, o.value, False) for i, o in zip(batch, own, strict=True)))
+        feeds.append(tuple(MicrobatchInput(i.value, o.value, False) for i, o in zip(batch, own, strict=True)))
         given += own
     shared = (i for i in _inputs(copies) if i.role != "batch")
-    return Intake((*shared, *given), tuple(copy_of), tuple(feeds))
+    return MicrobatchInputs((*shared, *given), tuple(copy_of), tuple(feeds))
 
 
-def _inputs(copies: Sequence[Parts]) -> tuple[Input, ...]:
+def _inputs(copies: Sequence[RankParts]) -> tuple[Input, ...]:
     """Return the inputs that any of the programs gets from outside."""
     found = {i.value: i for parts in copies for i in parts.inputs}
-    found |= {i.value: i for i in copies[0].programs[BEHIND].inputs if i.role != "saved"}
+    found |= {i.value: i for i in copies[0].programs[EPILOGUE].inputs if i.role != "saved"}
     return tuple(found.values())
 
 
@@ -89,8 +89,8 @@ def _fresh(v: Value, m: int) -> Value:
     return Value(f"{v.name}_of_{m}", v.shape, v.dtype, v.device)
 
 
-def _check_once(copies: Sequence[Parts]) -> None:
-    read = (i for parts in copies for place in (BEFORE, BEHIND) for i in parts.programs[place].inputs)
+def _check_once(copies: Sequence[RankParts]) -> None:
+    read = (i for parts in copies for place in (PROLOGUE, EPILOGUE) for i in parts.programs[place].inputs)
     one = next((i for i in read if i.role == "batch"), None)
     if one is not None:
         raise StageError(

@@ -9,7 +9,7 @@ import torch
 from meshwright.graph import Node, Program, Value, map_values
 
 
-def joined_again(step: Program) -> Program:
+def repeat_concatenations(step: Program) -> Program:
     """Return the recorded step with the concatenations that the backward pass reads repeated in the backward pass.
 
     Only concatenations of the forward pass whose operands come from more than one slice are repeated. The backward pass

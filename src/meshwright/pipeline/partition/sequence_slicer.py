@@ -16,9 +16,20 @@ from typing import Any
 
 import torch
 
-from meshwright.graph import Draft, Node, Operator, Program, Sent, Value, is_drawing, map_values, name_of, values_in
-from meshwright.spmd import Bound, Call, RuleError, describe, factors_split
-from meshwright.spmd import cut_choices as ways_to_cut
+from meshwright.graph import (
+    Draft,
+    Node,
+    Operator,
+    Program,
+    StageSend,
+    Value,
+    is_random_call,
+    map_values,
+    name_of,
+    values_in,
+)
+from meshwright.spmd import BoundRule, Call, RuleError, describe, split_factor
+from meshwright.spmd import factor_choices as ways_to_cut
 from meshwright.tensor import STAGE_SPLIT, ReshardMark
 
 from .._errors import StageError
@@ -27,7 +38,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SequenceCut:
     """Dim `dim` has the size `before` · sequence · `after`; the sequence is cut into slices of these lengths."""
 
     dim: int
@@ -52,7 +63,7 @@ class Cut:
 class Pieces:
     """A value with one value per slice."""
 
-    cut: Cut
+    cut: SequenceCut
     values: tuple[Value, ...]
 
 
@@ -63,12 +74,12 @@ class Terms:
     values: tuple[Value, ...]
 
 
-Held = Value | Pieces | Terms
-Special = Callable[["Slicer", Node], bool]
+SlicedValue = Value | Pieces | Terms
+SliceRule = Callable[["Slicer", Node], bool]
 """Cuts a node without its rule; returns False if the rule applies."""
 
 
-def sliced(program: Program, lengths: Sequence[int], specials: Mapping[str, Special]) -> Program:
+def sliced(program: Program, lengths: Sequence[int], specials: Mapping[str, SliceRule]) -> Program:
     """Return the captured program in slices of these lengths; `specials` take precedence over rules."""
     found = Slicer(program, tuple(lengths), specials)
     if program.writes:
@@ -83,9 +94,9 @@ def sliced(program: Program, lengths: Sequence[int], specials: Mapping[str, Spec
 class Slicer:
     """The sliced program so far, and the sliced form of each value of the original program."""
 
-    def __init__(self, program: Program, lengths: tuple[int, ...], specials: Mapping[str, Special]) -> None:
+    def __init__(self, program: Program, lengths: tuple[int, ...], specials: Mapping[str, SliceRule]) -> None:
         self.program, self.lengths = program, lengths
-        self.held: dict[Value, Held] = {i.value: i.value for i in program.inputs}
+        self.held: dict[Value, SlicedValue] = {i.value: i.value for i in program.inputs}
         self._specials = specials
         self._draft = Draft(replace(program, nodes=(), outputs=None, writes=()))
         for v in (v for node in program.nodes for v in node.outs):
@@ -94,7 +105,7 @@ class Slicer:
         self._given = {i.value for i in program.inputs if i.role == "batch"}
         self._learned = {i.value for i in program.inputs if i.role == "parameter"}
         self._stand_ins: dict[Value, Any] = {}
-        self._cut_before: dict[tuple[Value, Cut], tuple[Value, ...]] = {}
+        self._cut_before: dict[tuple[Value, SequenceCut], tuple[Value, ...]] = {}
         self._entering: dict[Value, Pieces] = {}
         self._node: Node | None = None
 
@@ -105,7 +116,7 @@ class Slicer:
         self._node = node
         if not self._is_cut(node):
             self._keep(node)
-        elif isinstance(node.op, (ReshardMark, Sent)) or node.op is STAGE_SPLIT:
+        elif isinstance(node.op, (ReshardMark, StageSend)) or node.op is STAGE_SPLIT:
             (x,) = (self.held[v] for v in node.ins)
             assert isinstance(x, Pieces)
             self._mark(node, x)
@@ -134,7 +145,7 @@ class Slicer:
         mixed = any(v in self._given and v in self._learned for v in node.ins)
         meets = any(v in self._learned for v in node.ins) and not mixed
         fits = [v for v in node.ins if v in self._given and len(v.shape) > 1 and v.shape[1] == sum(self.lengths)]
-        self._entering = {v: self.cut(v, Cut(1, 1, 1, self.lengths)) for v in fits} if meets else {}
+        self._entering = {v: self.cut(v, SequenceCut(1, 1, 1, self.lengths)) for v in fits} if meets else {}
         return bool(self._entering)
 
     def _keep(self, node: Node) -> None:
@@ -191,7 +202,7 @@ class Slicer:
             total = self.add(n, aten.add.Tensor, total, term)
         return total
 
-    def cut(self, v: Value, cut: Cut) -> Pieces:
+    def cut(self, v: Value, cut: SequenceCut) -> Pieces:
         """Return a value in slices; a whole value is cut. Raises StageError if it is cut in another way."""
         held = self.held[v]
         if isinstance(held, Pieces):
@@ -204,7 +215,7 @@ class Slicer:
             self._cut_before[x, cut] = tuple(pieces)
         return Pieces(cut, self._cut_before[x, cut])
 
-    def _slice(self, x: Value, cut: Cut, n: int) -> Value:
+    def _slice(self, x: Value, cut: SequenceCut, n: int) -> Value:
         start = cut.starts[n]
         if cut.before == cut.after == 1:
             return self.add(n, aten.slice.Tensor, x, cut.dim, start, start + cut.lengths[n])
@@ -230,15 +241,17 @@ class Slicer:
             has = any(factor in dim for dim in _out(bound, at))
             self.held[v] = Pieces(self._out_cut(node, bound, factor, at, lengths), values) if has else Terms(values)
 
-    def out_shape(self, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...], n: int) -> list[int]:
+    def out_shape(self, node: Node, bound: BoundRule, factor: int, lengths: tuple[int, ...], n: int) -> list[int]:
         """Return the shape of slice n of the first result."""
         return self._out_cut(node, bound, factor, 0, lengths).shape_of(node.outs[0].shape, n)
 
-    def as_pieces(self, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...], made: Sequence[Value]) -> None:
+    def as_pieces(
+        self, node: Node, bound: BoundRule, factor: int, lengths: tuple[int, ...], made: Sequence[Value]
+    ) -> None:
         """Store the slices `made` as the single result of a node."""
         self.held[node.outs[0]] = Pieces(self._out_cut(node, bound, factor, 0, lengths), tuple(made))
 
-    def factor(self, node: Node) -> tuple[Bound, int, tuple[int, ...]]:
+    def factor(self, node: Node) -> tuple[BoundRule, int, tuple[int, ...]]:
         """Return the node's bound rule, the factor along which its operands are cut, and the lengths of its slices."""
         call = self._described(node)
         operands: list[Value | None] = call.operands(node.args, node.kwargs)
@@ -258,7 +271,7 @@ class Slicer:
         return bound, factor, own
 
     def local(
-        self, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...], known: bool = False
+        self, node: Node, bound: BoundRule, factor: int, lengths: tuple[int, ...], known: bool = False
     ) -> dict[Value, tuple[Value, ...]]:
         """Return each operand in each slice.
 
@@ -267,9 +280,11 @@ class Slicer:
         formed = bound.names[factor] in bound.rule.forms or factor in bound.whole
         ways = () if formed else tuple(ways_to_cut(bound, factor))
         fits = any("sum" not in w.ins and {*w.outs} <= {factor, "sum"} for w in ways)
-        if not (fits or known) or is_drawing(node):
+        if not (fits or known) or is_random_call(node):
             why = (
-                "it draws random numbers for the whole sequence" if is_drawing(node) else "it needs the whole sequence"
+                "it draws random numbers for the whole sequence"
+                if is_random_call(node)
+                else "it needs the whole sequence"
             )
             raise self.refusal(self.told, why)
         operands: list[Value | None] = self._described(node).operands(node.args, node.kwargs)
@@ -283,7 +298,7 @@ class Slicer:
                 raise self.refusal(self.told, "an operand would be sliced along two dims")
         return found | {v: (self.whole(v),) * len(lengths) for v in node.ins if v not in found}
 
-    def _out_cut(self, node: Node, bound: Bound, factor: int, at: int, lengths: tuple[int, ...]) -> Cut:
+    def _out_cut(self, node: Node, bound: BoundRule, factor: int, at: int, lengths: tuple[int, ...]) -> SequenceCut:
         dims = [d for d, factors in enumerate(_out(bound, at)) if factor in factors]
         if len(dims) != 1 or len(_out(bound, at)) != len(node.outs[at].shape):
             raise self.refusal(self.told, "its result is not sliced along one dim")
@@ -332,20 +347,20 @@ def _with_size(args: Any, kwargs: Any, key: int | str, shape: list[int]) -> tupl
     return (args, {**kwargs, key: shape}) if isinstance(key, str) and key in kwargs else (args, kwargs)
 
 
-def _out(bound: Bound, at: int) -> tuple[tuple[int, ...], ...]:
+def _out(bound: BoundRule, at: int) -> tuple[tuple[int, ...], ...]:
     return bound.outs[at] if at < len(bound.outs) else bound.outs[-1]
 
 
-def _apart(bound: Bound, at: int, cut: Cut) -> Bound:
+def _apart(bound: BoundRule, at: int, cut: SequenceCut) -> BoundRule:
     """Return `bound` with the factor of a dim split, if the dim is a product of which the sequence is one factor."""
     factors = bound.ins[at][cut.dim] if cut.dim < len(bound.ins[at]) else ()
     sizes = tuple(n for n in (cut.before, cut.total, cut.after) if n != 1)
     if len(factors) != 1 or len(sizes) < 2 or bound.sizes[factors[0]] != prod(sizes):
         return bound
-    return factors_split(bound, factors[0], sizes)
+    return split_factor(bound, factors[0], sizes)
 
 
-def _factor(bound: Bound, at: int, cut: Cut) -> int | None:
+def _factor(bound: BoundRule, at: int, cut: SequenceCut) -> int | None:
     """Return the factor of operand `at` that is its sequence; None if there is none."""
     factors = bound.ins[at][cut.dim] if cut.dim < len(bound.ins[at]) else ()
     before = 1
@@ -356,7 +371,7 @@ def _factor(bound: Bound, at: int, cut: Cut) -> int | None:
     return None
 
 
-def _in_cut(bound: Bound, at: int, factor: int, lengths: tuple[int, ...]) -> Cut | None:
+def _in_cut(bound: BoundRule, at: int, factor: int, lengths: tuple[int, ...]) -> SequenceCut | None:
     """Return the cut that operand `at` needs; None if the operand stays whole."""
     for d, factors in enumerate(bound.ins[at]):
         if factor in factors:
@@ -364,7 +379,7 @@ def _in_cut(bound: Bound, at: int, factor: int, lengths: tuple[int, ...]) -> Cut
     return None
 
 
-def _cut_of(bound: Bound, factors: Sequence[int], dim: int, factor: int, lengths: tuple[int, ...]) -> Cut:
+def _cut_of(bound: BoundRule, factors: Sequence[int], dim: int, factor: int, lengths: tuple[int, ...]) -> SequenceCut:
     at = factors.index(factor)
     before, after = (prod(bound.sizes[f] for f in part) for part in (factors[:at], factors[at + 1 :]))
-    return Cut(dim, before, after, lengths)
+    return SequenceCut(dim, before, after, lengths)

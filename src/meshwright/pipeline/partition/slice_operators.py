@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from meshwright.graph import Node, Program, Value, tensor_dtype
-from meshwright.spmd import Bound
+from meshwright.spmd import BoundRule
 
-from .sequence_slicer import Cut, Pieces, Slicer, Special, Terms, sliced
+from .sequence_slicer import Pieces, SequenceCut, Slicer, SliceRule, Terms, sliced
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -125,7 +125,7 @@ def element_loss(s: Slicer, node: Node) -> bool:
     return True
 
 
-def _sum(s: Slicer, node: Node, bound: Bound, factor: int, lengths: tuple[int, ...]) -> None:
+def _sum(s: Slicer, node: Node, bound: BoundRule, factor: int, lengths: tuple[int, ...]) -> None:
     """Store the result of a loss as one term per slice."""
     local = s.local(node, bound, factor, lengths, known=True)
     given = {**_arguments(node), "reduction": SUM}
@@ -205,7 +205,7 @@ def part(s: Slicer, node: Node) -> bool:
         s.add(n, aten.slice.Tensor, v, x.cut.dim, own.start - start, own.stop - start)
         for n, (v, own, start) in enumerate(zip(x.values, kept, x.cut.starts, strict=True))
     ]
-    s.held[node.outs[0]] = Pieces(Cut(x.cut.dim, 1, 1, tuple(map(len, kept))), tuple(made))
+    s.held[node.outs[0]] = Pieces(SequenceCut(x.cut.dim, 1, 1, tuple(map(len, kept))), tuple(made))
     return True
 
 
@@ -254,7 +254,7 @@ def fresh(s: Slicer, node: Node) -> bool:
     return True
 
 
-SPECIALS: Mapping[str, Special] = {
+SLICE_RULES: Mapping[str, SliceRule] = {
     "aten::scaled_dot_product_attention": attention,
     **dict.fromkeys(CLASSES, class_loss),
     **dict.fromkeys(ELEMENTS, element_loss),
@@ -268,7 +268,7 @@ SPECIALS: Mapping[str, Special] = {
 }
 
 
-def in_slices(program: Program, lengths: Sequence[int]) -> Program:
+def slice_sequence(program: Program, lengths: Sequence[int]) -> Program:
     """Return the captured program with its sequence, dim 1 of the batch, in slices of these lengths.
 
     The origin of each node names its slice.
@@ -276,4 +276,4 @@ def in_slices(program: Program, lengths: Sequence[int]) -> Program:
     Raises:
         StageError: an operator needs a later slice, or the batch has no such dim.
     """
-    return sliced(program, lengths, SPECIALS)
+    return sliced(program, lengths, SLICE_RULES)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
-from meshwright.graph import ALWAYS, EVERYWHERE, Edge, Input, Node, Program, Value, is_drawing
+from meshwright.graph import ALWAYS, EVERYWHERE, Edge, Input, Node, Program, Value, is_random_call
 from meshwright.tensor import STAGE_SPLIT
 
 from .._errors import StageError
@@ -33,7 +33,7 @@ class Stages:
         return next((at for at, ranks in enumerate(self.ranks) if rank in ranks), None)
 
 
-def staged(program: Program) -> tuple[Program, Stages]:
+def split_stages(program: Program) -> tuple[Program, Stages]:
     """Return the captured program, whose values have known layouts, with the chunk of each node; and its stages.
 
     A value that returns to the mesh of an earlier chunk begins another chunk there.
@@ -97,7 +97,7 @@ class _Staging:
             if given.role in ("parameter", "buffer", "constant") and given.value not in changed:
                 self.chunk[given.value] = ALWAYS
         for node in self.program.nodes:
-            if not is_drawing(node) and all(self.chunk.get(v) == ALWAYS for v in node.ins):
+            if not is_random_call(node) and all(self.chunk.get(v) == ALWAYS for v in node.ins):
                 self.chunk.update(dict.fromkeys(node.outs, ALWAYS))
 
     def _put_off(self) -> None:
@@ -111,15 +111,15 @@ class _Staging:
             if node in waiting:
                 users = [u for v in node.outs for u in self.program.users.get(v, ())]
                 latest = min((self.chunk[v] for u in users for v in u.outs), default=0)
-                self._put_at(node, min(latest, next_draw) if is_drawing(node) else latest)
-            if is_drawing(node):
+                self._put_at(node, min(latest, next_draw) if is_random_call(node) else latest)
+            if is_random_call(node):
                 next_draw = min([next_draw, *(self.chunk[v] for v in node.outs if self.chunk[v] >= 0)])
 
     def _waiting(self) -> set[Node]:
         free = {x for x, _ in self.program.writes}
         found: set[Node] = set()
         for node in self.program.nodes:
-            waits = is_drawing(node) or any(v in free for v in node.ins)
+            waits = is_random_call(node) or any(v in free for v in node.ins)
             if waits and all(v in free or self.chunk[v] < 0 for v in node.ins):
                 free.update(node.outs)
                 found.add(node)

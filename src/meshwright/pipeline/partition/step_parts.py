@@ -19,14 +19,14 @@ import torch
 from meshwright.graph import (
     ALWAYS,
     EVERYWHERE,
-    Carry,
+    Conversion,
     Draft,
     Edge,
     Input,
     Node,
     Program,
     Value,
-    is_drawing,
+    is_random_call,
     linear_tail,
     values_in,
 )
@@ -34,42 +34,42 @@ from meshwright.layout import Spec
 from meshwright.reshard import Exchange
 
 from .._errors import StageError
-from .repeated_concatenation import joined_again
+from .repeated_concatenation import repeat_concatenations
 from .stages import Stages
 
 _ADD = torch.ops.aten.add.Tensor
-Part = Literal["always", "F", "R", "B", "W", "end"]
-_OF_CHUNKS: tuple[Part, ...] = ("F", "R", "B", "W")
+PartKind = Literal["always", "F", "R", "B", "W", "end"]
+_OF_CHUNKS: tuple[PartKind, ...] = ("F", "R", "B", "W")
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """Place where a node runs.
 
     A place is an action of a chunk for a slice of the sequence, or once before or after all microbatches.
     """
 
-    part: Part
+    part: PartKind
     chunk: int = ALWAYS
     slice: int = 0
 
 
-BEFORE = Place("always")
-BEHIND = Place("end")
+PROLOGUE = PartPlace("always")
+EPILOGUE = PartPlace("end")
 
 
 class Crossing(NamedTuple):
     """An exchange from one place to another; `tag` is unique among the crossings of a microbatch."""
 
-    carry: Carry
+    carry: Conversion
     operand: Value
     result: Value
-    source: Place
-    target: Place
+    source: PartPlace
+    target: PartPlace
     tag: int
 
 
 @dataclass(frozen=True)
-class Parts:
+class RankParts:
     """The programs of one rank by place, and the values that pass between them.
 
     `inputs` are the inputs of the whole step. `gives` names the outputs of each program for the other programs; a
@@ -80,21 +80,21 @@ class Parts:
 
     inputs: tuple[Input, ...]
     stages: Stages
-    programs: Mapping[Place, Program]
-    gives: Mapping[Place, tuple[Value, ...]]
+    programs: Mapping[PartPlace, Program]
+    gives: Mapping[PartPlace, tuple[Value, ...]]
     crossings: tuple[Crossing, ...]
     sums: tuple[Value, ...]
     terms: tuple[tuple[Value, Value], ...]
     renewed: tuple[tuple[Value, Value], ...]
 
-    def after(self, act: Callable[[Program], Program]) -> Parts:
+    def after(self, act: Callable[[Program], Program]) -> RankParts:
         """Return the parts with each program replaced by `act(program)`."""
         return replace(self, programs={place: act(program) for place, program in self.programs.items()})
 
 
-def taken_apart(
+def split_step(
     step: Program, stages: Stages, recompute: bool = False, slices: int = 1, split: bool = True, stale: bool = False
-) -> Parts:
+) -> RankParts:
     """Split `step` into parts. Its outputs are those of `record_gradients`; the program behind gives the same outputs.
 
     Args:
@@ -107,19 +107,21 @@ def taken_apart(
         of
             weights then run for each microbatch.
     """
-    return _Cut(joined_again(step) if slices > 1 else step, stages, recompute, slices, split, stale).parts()
+    return _StepSplitter(
+        repeat_concatenations(step) if slices > 1 else step, stages, recompute, slices, split, stale
+    ).parts()
 
 
 @dataclass
-class _Cut:
+class _StepSplitter:
     step: Program
     stages: Stages
     recompute: bool
     slices: int
     split: bool
     stale: bool
-    at: dict[Node, Place] = field(default_factory=dict[Node, Place])
-    of: dict[Value, Place] = field(default_factory=dict[Value, Place])
+    at: dict[Node, PartPlace] = field(default_factory=dict[Node, PartPlace])
+    of: dict[Value, PartPlace] = field(default_factory=dict[Value, PartPlace])
     crossings: list[Crossing] = field(default_factory=list[Crossing])
     _crossed: set[Value] = field(default_factory=set[Value])
     _terms: dict[Value, tuple[Value, ...]] = field(default_factory=dict[Value, tuple[Value, ...]])
@@ -131,11 +133,11 @@ class _Cut:
         return [c for c, stage in enumerate(self.stages.way) if stage == own]
 
     @property
-    def _parts_of_chunks(self) -> tuple[Part, ...]:
+    def _parts_of_chunks(self) -> tuple[PartKind, ...]:
         left_out = {*(() if self.recompute else ("R",)), *(() if self.split else ("W",))}
         return tuple(part for part in _OF_CHUNKS if part not in left_out)
 
-    def parts(self) -> Parts:
+    def parts(self) -> RankParts:
         self._place_inputs()
         for node in self.step.nodes:
             if node.origin.phase == "forward":
@@ -162,9 +164,9 @@ class _Cut:
         changed = {x for x, _ in self.step.writes}
         for given in self.step.inputs:
             if given.role not in ("batch", "size") and given.value not in changed:
-                self.of[given.value] = BEFORE
+                self.of[given.value] = PROLOGUE
 
-    def _settle(self, node: Node, place: Place) -> None:
+    def _settle(self, node: Node, place: PartPlace) -> None:
         if self._is_crossing(node):
             self._cross(node)
             return
@@ -175,31 +177,31 @@ class _Cut:
                 self._crossed.add(v)
 
     def _is_crossing(self, node: Node) -> bool:
-        return isinstance(node.op, Carry) and isinstance(node.op.step, Exchange) and node.origin.edge is not None
+        return isinstance(node.op, Conversion) and isinstance(node.op.step, Exchange) and node.origin.edge is not None
 
     def _cross(self, node: Node) -> None:
         """Add an exchange between chunks; in the backward pass it goes from the later chunk to the earlier one."""
         edge, back = node.origin.edge, node.origin.phase != "forward"
         assert edge is not None
-        assert isinstance(node.op, Carry)
-        part: Part = "B" if back else "F"
-        ends = Place(part, edge.source, node.origin.slice), Place(part, edge.target, node.origin.slice)
+        assert isinstance(node.op, Conversion)
+        part: PartKind = "B" if back else "F"
+        ends = PartPlace(part, edge.source, node.origin.slice), PartPlace(part, edge.target, node.origin.slice)
         source, target = reversed(ends) if back else ends
         (operand,), (result,) = node.ins, node.outs
         self.crossings.append(Crossing(node.op, operand, result, source, target, 2 * edge.number + back))
         self.of[result] = target
         self._crossed.add(result)
 
-    def _forward(self, node: Node) -> Place:
+    def _forward(self, node: Node) -> PartPlace:
         origin = node.origin
         if origin.chunk == ALWAYS or self._is_always(node):
-            return BEFORE
+            return PROLOGUE
         if origin.chunk == EVERYWHERE:
-            return Place("F", min(self._own, default=0), origin.slice)
-        return Place("F", self._side(node, origin.edge, origin.chunk or 0, back=False), origin.slice)
+            return PartPlace("F", min(self._own, default=0), origin.slice)
+        return PartPlace("F", self._side(node, origin.edge, origin.chunk or 0, back=False), origin.slice)
 
     def _is_always(self, node: Node) -> bool:
-        return not is_drawing(node) and all(self.of.get(v) == BEFORE for v in node.ins)
+        return not is_random_call(node) and all(self.of.get(v) == PROLOGUE for v in node.ins)
 
     def _side(self, node: Node, edge: Edge | None, chunk: int, back: bool) -> int:
         """Return the chunk of a node.
@@ -211,7 +213,7 @@ class _Cut:
         arrived = any(v in self._crossed for v in node.ins)
         return edge.target if arrived != back else edge.source
 
-    def _backward(self, node: Node) -> Place | None:
+    def _backward(self, node: Node) -> PartPlace | None:
         """Return the place of the gradient of a forward node; None for nodes that belong to no forward node.
 
         A sum of the gradients from several chunks or slices runs where the last of them arrives.
@@ -220,10 +222,10 @@ class _Cut:
         if origin.chunk is None or origin.chunk == EVERYWHERE:
             return None
         if origin.chunk == ALWAYS:
-            return BEHIND
+            return EPILOGUE
         chunk, at = self._side(node, origin.edge, origin.chunk, back=True), origin.slice
-        late = [place for v in node.ins if (place := self.of.get(v, BEHIND)).part == "B"]
-        return Place("B", min([chunk, *(p.chunk for p in late)]), min([at, *(p.slice for p in late)]))
+        late = [place for v in node.ins if (place := self.of.get(v, EPILOGUE)).part == "B"]
+        return PartPlace("B", min([chunk, *(p.chunk for p in late)]), min([at, *(p.slice for p in late)]))
 
     def _place_beside(self, nodes: Sequence[Node]) -> None:
         """Place the nodes of the backward pass that belong to no forward node.
@@ -242,8 +244,8 @@ class _Cut:
             if node not in self.at:
                 near = [p for v in node.ins if v in self.of and (p := self.of[v]).chunk != ALWAYS]
                 if not near and self._own and renewing.intersection(node.outs):
-                    near = [Place("F", self._own[0])]
-                self._settle(node, _latest(near) if near else BEHIND)
+                    near = [PartPlace("F", self._own[0])]
+                self._settle(node, _latest(near) if near else EPILOGUE)
 
     def _draw_along(self) -> None:
         """Move the draws of other ranks' chunks to the nearest own forward, in the order of the step.
@@ -258,7 +260,7 @@ class _Cut:
                 continue
             if node in latest:
                 near = min(self._own, key=lambda c, at=latest[node]: (c < at, abs(c - at)))
-                self._move(node, Place("F", near, place.slice))
+                self._move(node, PartPlace("F", near, place.slice))
             elif edge is not None and edge.target in self._own and all(self._is_here(v) for v in node.ins):
                 self._move(node, place._replace(chunk=edge.target))  # draws that are repeated here are not sent
 
@@ -267,9 +269,9 @@ class _Cut:
         found: dict[Node, int] = {}
         least = len(self.stages.way)
         for node in reversed(self.step.nodes):
-            if node in self.at and self.at[node].part == "F" and is_drawing(node):
+            if node in self.at and self.at[node].part == "F" and is_random_call(node):
                 least = min(least, self.at[node].chunk)
-                if all(self.of.get(v) == BEFORE for v in node.ins):
+                if all(self.of.get(v) == PROLOGUE for v in node.ins):
                     found[node] = least
         return found
 
@@ -282,23 +284,23 @@ class _Cut:
         They then read the microbatch's version of the weights.
         """
         for node in self.step.nodes:
-            is_late = self.at.get(node) == BEHIND and node.origin.chunk == ALWAYS
-            if is_late and any(self.of.get(v) == BEFORE and v.is_tensor for v in node.ins):
+            is_late = self.at.get(node) == EPILOGUE and node.origin.chunk == ALWAYS
+            if is_late and any(self.of.get(v) == PROLOGUE and v.is_tensor for v in node.ins):
                 self._bring(node)
 
     def _bring(self, node: Node) -> None:
         """Move a node, with its producers after all microbatches, to the place of the gradient that it reads."""
-        if isinstance(node.op, Carry) and isinstance(node.op.step, Exchange):
+        if isinstance(node.op, Conversion) and isinstance(node.op.step, Exchange):
             raise StageError(
                 "a schedule with several updates per step", f"{node.op!r}, which brings gradients to other ranks",
                 "the gradients would arrive at newer weights than their own",
                 "give shared weights one layout on all stages that use them, or use a schedule such as 1F1B",
             )  # fmt: skip
-        ins = [v for v in node.ins if self.of.get(v, BEFORE) != BEFORE]
-        for made in (self.step.producers[v] for v in ins if self.of[v] == BEHIND):
+        ins = [v for v in node.ins if self.of.get(v, PROLOGUE) != PROLOGUE]
+        for made in (self.step.producers[v] for v in ins if self.of[v] == EPILOGUE):
             self._bring(made)
         places = [self.of[v] for v in ins]
-        if BEHIND not in places and places:
+        if EPILOGUE not in places and places:
             self._move(node, _latest(places))
 
     def _put_behind(self) -> None:
@@ -307,10 +309,10 @@ class _Cut:
             for node in linear_tail(self.step, v):
                 if not self._reaches_only_behind(node):
                     break
-                self._move(node, BEHIND)
+                self._move(node, EPILOGUE)
         for node in self.step.nodes:
-            if node in self.at and node.origin.phase != "forward" and any(self.of.get(v) == BEHIND for v in node.ins):
-                self._move(node, BEHIND)
+            if node in self.at and node.origin.phase != "forward" and any(self.of.get(v) == EPILOGUE for v in node.ins):
+                self._move(node, EPILOGUE)
 
     def _add_up(self) -> None:
         """Turn sums over slices, or over uses of a tied weight, into terms of the sum over all microbatches.
@@ -318,17 +320,17 @@ class _Cut:
         So no W waits for another one. Sums of placeholders for the gradients of other ranks' parameters run in the part
         after all microbatches.
         """
-        left = [v for node, place in self.at.items() if place == BEHIND for v in node.ins]
+        left = [v for node, place in self.at.items() if place == EPILOGUE for v in node.ins]
         left += values_in(self.step.outputs)
         while left:
             v = left.pop()
-            if not self._is_added(v) or any(self.at.get(u) != BEHIND for u in self.step.users.get(v, ())):
+            if not self._is_added(v) or any(self.at.get(u) != EPILOGUE for u in self.step.users.get(v, ())):
                 continue
             node = self.step.producers[v]
             if self.at[node].chunk in self._own:
                 self._terms[v] = tuple(self._flat(v))
             else:
-                self._move(node, BEHIND)
+                self._move(node, EPILOGUE)
                 left += node.ins
 
     def _flat(self, v: Value) -> Iterator[Value]:
@@ -348,9 +350,9 @@ class _Cut:
 
     def _reaches_only_behind(self, node: Node) -> bool:
         users = (u for v in node.outs for u in self.step.users.get(v, ()))
-        return node in self.at and all(self.at.get(u) == BEHIND for u in users)
+        return node in self.at and all(self.at.get(u) == EPILOGUE for u in users)
 
-    def _move(self, node: Node, place: Place) -> None:
+    def _move(self, node: Node, place: PartPlace) -> None:
         self.at[node] = place
         self.of.update(dict.fromkeys(node.outs, place))
 
@@ -373,7 +375,7 @@ class _Cut:
     def _make_again(self) -> None:
         """Move the nodes of the backward pass that read forward values only to R."""
         for node in self.step.nodes:
-            place = self.at.get(node, BEHIND)
+            place = self.at.get(node, EPILOGUE)
             if place.part in ("B", "W") and node.ins and all(self._is_forward(v) for v in node.ins):
                 self._move(node, place._replace(part="R"))
 
@@ -389,32 +391,32 @@ class _Cut:
     def _is_forward(self, v: Value) -> bool:
         return v not in self.of or self.of[v].part in ("always", "F", "R")
 
-    def _made(self) -> Parts:
+    def _made(self) -> RankParts:
         chunks = self._own
         order = product(self._parts_of_chunks, chunks, range(self.slices))
-        places = [BEFORE, *(Place(part, c, n) for part, c, n in order), BEHIND]
-        nodes: dict[Place, list[Node]] = {place: [] for place in places}
+        places = [PROLOGUE, *(PartPlace(part, c, n) for part, c, n in order), EPILOGUE]
+        nodes: dict[PartPlace, list[Node]] = {place: [] for place in places}
         for node in self.step.nodes:
             if node in self.at and self.at[node] not in nodes and not node.ins:
-                self._move(node, BEHIND)  # a placeholder for the gradient of another rank's parameter
+                self._move(node, EPILOGUE)  # a placeholder for the gradient of another rank's parameter
             if self.at.get(node) in nodes:
                 nodes[self.at[node]].append(node)
         crossings = tuple(c for c in self.crossings if c.source in nodes or c.target in nodes)
-        sums = self._sums(nodes[BEHIND])
+        sums = self._sums(nodes[EPILOGUE])
         terms = tuple((x, v) for v in sums for x in self._terms.get(v, (v,)))
         wanted = self._wanted(nodes, crossings) | {x for x, _ in terms}
         programs = {place: self._program(nodes[place], _made_of(nodes[place], wanted)) for place in places[:-1]}
-        programs[BEHIND] = self._program(nodes[BEHIND], self.step.outputs)
-        renewed = tuple((x, v) for x, v in self.step.writes if self.of.get(v, BEFORE).chunk in (ALWAYS, *chunks))
+        programs[EPILOGUE] = self._program(nodes[EPILOGUE], self.step.outputs)
+        renewed = tuple((x, v) for x, v in self.step.writes if self.of.get(v, PROLOGUE).chunk in (ALWAYS, *chunks))
         gives = {place: tuple(values_in(program.outputs)) for place, program in programs.items()}
-        return Parts(self.step.inputs, self.stages, programs, gives, crossings, sums, terms, renewed)
+        return RankParts(self.step.inputs, self.stages, programs, gives, crossings, sums, terms, renewed)
 
     def _sums(self, behind: Sequence[Node]) -> tuple[Value, ...]:
         """Return the values of each microbatch that are read after all microbatches, or are results."""
         read = [v for node in behind for v in node.ins] + list(values_in(self.step.outputs))
         return tuple(v for v in dict.fromkeys(read) if v in self.of and self.of[v].part in ("F", "B", "W"))
 
-    def _wanted(self, nodes: Mapping[Place, Sequence[Node]], crossings: Sequence[Crossing]) -> set[Value]:
+    def _wanted(self, nodes: Mapping[PartPlace, Sequence[Node]], crossings: Sequence[Crossing]) -> set[Value]:
         """Return the values that are read outside the place where they are computed."""
         read = {v for place, members in nodes.items() for n in members for v in n.ins if self.of.get(v) != place}
         return read | {c.operand for c in crossings} | {v for _, v in self.step.writes}
@@ -437,11 +439,11 @@ def read_by(
     return tuple(given.get(v) or Input(v, "saved", v.name, specs.get(v), v) for v in read)
 
 
-def _latest(places: Iterable[Place]) -> Place:
+def _latest(places: Iterable[PartPlace]) -> PartPlace:
     return max(places, key=lambda p: (p.part == "B", p.chunk, p.slice))
 
 
-def _is_late(place: Place, near: Place) -> bool:
+def _is_late(place: PartPlace, near: PartPlace) -> bool:
     """True if an action of one slice would read a value that another slice may compute later."""
     if place.slice == near.slice or near.part == "always" or place.part in ("always", "end"):
         return False

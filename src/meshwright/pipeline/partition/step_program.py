@@ -10,30 +10,32 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from meshwright.graph import Carry, Change, Input, Names, Node, Program, Value, map_values, values_in
+from meshwright.graph import Change, Conversion, FreshNames, Input, Node, Program, Value, map_values, values_in
 from meshwright.layout import Spec
 from meshwright.reshard import Exchange
 
 from ..table.parser import parse_schedule
 from ..table.schedule import Schedule
-from .epilogue import Total
-from .microbatch_inputs import Feed, Intake
+from .epilogue import MicrobatchSum
+from .microbatch_inputs import MicrobatchInput, MicrobatchInputs
 from .stages import Stages
-from .step_parts import BEFORE, BEHIND, Crossing, Part, Parts, Place, read_by
+from .step_parts import EPILOGUE, PROLOGUE, Crossing, PartKind, PartPlace, RankParts, read_by
 
 Table = Mapping[str, Any]
 
 
-def end_to_end(copies: Sequence[Parts], intake: Intake, schedule: Schedule) -> tuple[Program, Table]:
+def write_step_program(
+    copies: Sequence[RankParts], intake: MicrobatchInputs, schedule: Schedule
+) -> tuple[Program, Table]:
     """Return the parts of all copies, copy by copy, and the work after them, as one program; and the table for it.
 
     Every value of the program has its own name.
     """
-    writer = _Writer(copies[0].programs[BEFORE].rank)
+    writer = _Writer(copies[0].programs[PROLOGUE].rank)
     for given in (*intake.inputs, *(i for parts in copies for i in parts.inputs)):
         writer.take(given)
     rows = [writer.copy(parts) for parts in copies]
-    behind = copies[0].programs[BEHIND]
+    behind = copies[0].programs[EPILOGUE]
     begin, end = writer.nodes_of(behind)
     table = {
         "schedule": str(schedule),
@@ -57,7 +59,7 @@ class _Writer:
     changes: list[Change] = field(default_factory=list[Change])
     new: dict[Value, Value] = field(default_factory=dict[Value, Value])
     _there: set[Value] = field(default_factory=set[Value])
-    _names: Names = field(default_factory=lambda: Names(iter(())))
+    _names: FreshNames = field(default_factory=lambda: FreshNames(iter(())))
 
     def of(self, v: Value) -> Value:
         if v not in self.new:
@@ -89,12 +91,12 @@ class _Writer:
         self.changes += program.changes
         return begin, len(self.nodes)
 
-    def copy(self, parts: Parts) -> Table:
+    def copy(self, parts: RankParts) -> Table:
         """Write the parts of a copy; return its entry in the table."""
         rows: list[Any] = []
         crossings: list[Any] = []
         for place in sorted(parts.programs, key=_by_need):
-            if place == BEHIND:
+            if place == EPILOGUE:
                 continue
             crossings += self._crossings(c for c in parts.crossings if c.target == place)
             program = parts.programs[place]
@@ -118,7 +120,7 @@ class _Writer:
 
     def source(self, given: Input) -> tuple[bool, str]:
         """Return True if an input of the program behind is a sum over all microbatches, and the name of the value."""
-        of_total = isinstance(given.source, Total)
+        of_total = isinstance(given.source, MicrobatchSum)
         return of_total, self.name(given.source.of if of_total else given.source)
 
     def program(self, behind: Program) -> Program:
@@ -132,7 +134,7 @@ class _Writer:
         )  # fmt: skip
 
 
-def _by_need(place: Place) -> tuple[int, ...]:
+def _by_need(place: PartPlace) -> tuple[int, ...]:
     """Sort key: parts in an order in which each part reads only outputs of earlier parts."""
     part, chunk, number = place
     if part in ("R", "B"):
@@ -140,8 +142,8 @@ def _by_need(place: Place) -> tuple[int, ...]:
     return ({"always": 0, "F": 1, "W": 3, "end": 4}[part], chunk, number)
 
 
-def taken_up(program: Program, table: Table) -> tuple[tuple[Parts, ...], Intake, Schedule]:
-    """Return the parts, intake and schedule that `end_to_end` wrote.
+def read_step_program(program: Program, table: Table) -> tuple[tuple[RankParts, ...], MicrobatchInputs, Schedule]:
+    """Return the parts, intake and schedule that `write_step_program` wrote.
 
     Raises:
         LookupError, TypeError, ValueError: the table belongs to another program.
@@ -150,14 +152,14 @@ def taken_up(program: Program, table: Table) -> tuple[tuple[Parts, ...], Intake,
     schedule = parse_schedule(table["schedule"])
     copies = tuple(map(reader.copy, table["copies"]))
     behind = reader.behind(*table["behind"])
-    programs = ({**parts.programs, BEHIND: Program((), (), None) if n else behind} for n, parts in enumerate(copies))
+    programs = ({**parts.programs, EPILOGUE: Program((), (), None) if n else behind} for n, parts in enumerate(copies))
     copies = tuple(replace(parts, programs=p) for parts, p in zip(copies, programs, strict=True))
     feeds = tuple(
-        tuple(Feed(reader.of(value), reader.of(given), is_piece is True) for value, given, is_piece in row)
+        tuple(MicrobatchInput(reader.of(value), reader.of(given), is_piece is True) for value, given, is_piece in row)
         for row in table["feeds"]
     )
     copy_of = tuple(range(len(copies))[n] for n in table["copy of"])
-    return copies, Intake(program.inputs[: table["inputs"]], copy_of, feeds), schedule
+    return copies, MicrobatchInputs(program.inputs[: table["inputs"]], copy_of, feeds), schedule
 
 
 class _Reader:
@@ -175,10 +177,10 @@ class _Reader:
         """Return the value that a part outputs as `v`. It may be read only by another rank or by a sum."""
         return self.known.setdefault(name, Value(name, v.shape, v.dtype, v.device))
 
-    def copy(self, row: Table) -> Parts:
+    def copy(self, row: Table) -> RankParts:
         ranks, way = row["stages"]
-        programs: dict[Place, Program] = {}
-        gives: dict[Place, tuple[Value, ...]] = {BEHIND: ()}
+        programs: dict[PartPlace, Program] = {}
+        gives: dict[PartPlace, tuple[Value, ...]] = {EPILOGUE: ()}
         for part, chunk, number, begin, end, given in row["parts"]:
             place = _place(part, chunk, number)
             outputs = tuple(self.of(name) for _, name in given)
@@ -188,7 +190,7 @@ class _Reader:
         renewed = tuple((self.of(x), self.of(v)) for x, v in row["renewed"])
         stages = Stages(tuple(map(tuple, ranks)), tuple(way))
         crossings = tuple(self._crossing(*each) for each in row["crossings"])
-        return Parts(
+        return RankParts(
             self.inputs, stages, programs, gives, crossings, tuple(v for _, v in terms), terms, renewed
         )  # fmt: skip
 
@@ -198,7 +200,7 @@ class _Reader:
 
     def _crossing(self, number: int, source: Any, target: Any, tag: int) -> Crossing:
         node = self.whole.nodes[number]
-        if not isinstance(node.op, Carry) or not isinstance(node.op.step, Exchange):
+        if not isinstance(node.op, Conversion) or not isinstance(node.op.step, Exchange):
             raise TypeError(f"node {number} is {node.op!r}, not an exchange")
         (operand,), (result,) = node.ins, node.outs
         return Crossing(node.op, operand, result, _place(*source), _place(*target), int(tag))
@@ -207,12 +209,14 @@ class _Reader:
         whole = self.whole
         results = [v for pair in whole.writes for v in pair] + list(values_in(whole.outputs))
         program = self._program(begin, end, whole.outputs, results)
-        found = {self.of(name): Total(self.of(v)) if is_sum is True else self.of(v) for name, is_sum, v in sources}
+        found = {
+            self.of(name): MicrobatchSum(self.of(v)) if is_sum is True else self.of(v) for name, is_sum, v in sources
+        }
         inputs = tuple(replace(i, source=found[i.value]) if i.role == "saved" else i for i in program.inputs)
         return replace(program, inputs=inputs, writes=whole.writes)
 
 
-def _place(part: Any, chunk: Any, number: Any) -> Place:
-    if part not in get_args(Part):
+def _place(part: Any, chunk: Any, number: Any) -> PartPlace:
+    if part not in get_args(PartKind):
         raise ValueError(f"{part!r} is not a part of a step")
-    return Place(part, int(chunk), int(number))
+    return PartPlace(part, int(chunk), int(number))

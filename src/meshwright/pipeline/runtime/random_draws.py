@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.graph import Carry, Node, Program, Run, Value, is_drawing, runner
+from meshwright.graph import Conversion, Node, Program, Run, Value, is_random_call, runner
 
-from ..partition.step_parts import Parts, Place, read_by
+from ..partition.step_parts import PartPlace, RankParts, read_by
 
-Entry = tuple[int, Place, int]
+Entry = tuple[int, PartPlace, int]
 """Copy of the model, place and microbatch."""
 States = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class DrawRehearsal:
     """The draws of the forward passes of a row, in the order of one device."""
 
     entries: tuple[Entry, ...]
-    draws: Mapping[tuple[int, Place], tuple[Run, tuple[Value, ...]]]
+    draws: Mapping[tuple[int, PartPlace], tuple[Run, tuple[Value, ...]]]
     devices: tuple[str, ...]
 
     def states(self, base: Mapping[Value, Any]) -> dict[Entry, States]:
@@ -57,7 +57,7 @@ def set_states(states: States) -> None:
             torch.set_rng_state(state)
 
 
-def rehearsal(row: Sequence[Entry], copies: Sequence[Parts], known: Collection[Value]) -> Rehearsal | None:
+def rehearsal(row: Sequence[Entry], copies: Sequence[RankParts], known: Collection[Value]) -> DrawRehearsal | None:
     """Return the draws to run before a step; None if the row draws in the order of one device by itself.
 
     Also None if draws read other values than those `known` before the step, such as a probability that is part of the
@@ -69,9 +69,9 @@ def rehearsal(row: Sequence[Entry], copies: Sequence[Parts], known: Collection[V
     drawn = {e[:2]: programs[e[:2]] for e in entries}
     if entries == in_order or not all(_can_be_first(p, known) for p in drawn.values()):
         return None
-    devices = {v.device for p in drawn.values() for node in p.nodes if is_drawing(node) for v in node.outs}
+    devices = {v.device for p in drawn.values() for node in p.nodes if is_random_call(node) for v in node.outs}
     runs = {at: (runner(p), tuple(i.value for i in p.inputs)) for at, p in drawn.items()}
-    return Rehearsal(tuple(in_order), runs, tuple(sorted(devices)))
+    return DrawRehearsal(tuple(in_order), runs, tuple(sorted(devices)))
 
 
 def _draws(program: Program) -> Program:
@@ -79,7 +79,7 @@ def _draws(program: Program) -> Program:
     needed: set[Value] = set()
     kept: list[Node] = []
     for node in reversed(program.nodes):
-        if is_drawing(node) or any(v in needed for v in node.outs):
+        if is_random_call(node) or any(v in needed for v in node.outs):
             needed.update(node.ins)
             kept.append(node)
     nodes = tuple(reversed(kept))
@@ -87,5 +87,5 @@ def _draws(program: Program) -> Program:
 
 
 def _can_be_first(program: Program, known: Collection[Value]) -> bool:
-    speaks = any(isinstance(node.op, Carry) and node.op.communicates for node in program.nodes)
+    speaks = any(isinstance(node.op, Conversion) and node.op.communicates for node in program.nodes)
     return not speaks and all(i.value in known for i in program.inputs)

@@ -10,32 +10,32 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Communicator, current_communicator
-from meshwright.graph import Input, LookAt, Program, Run, Value, tensor_dtype
+from meshwright.graph import GradientInspector, Input, Program, Run, Value, tensor_dtype
 from meshwright.reshard import Halves, halves_of
 
 from .._errors import StageError
-from ..partition.microbatch_inputs import Intake
+from ..partition.microbatch_inputs import MicrobatchInputs
 from ..partition.stages import Stages
-from ..partition.step_parts import BEFORE, BEHIND, Crossing, Part, Parts, Place
-from ..table.action import Kind
+from ..partition.step_parts import EPILOGUE, PROLOGUE, Crossing, PartKind, PartPlace, RankParts
+from ..table.action import ActionKind
 from ..table.schedule import Schedule
-from ..table.weight_versions import is_stale, updates, versions_used
+from ..table.weight_versions import is_asynchronous, updates, versions_used
 from .random_draws import Entry, rehearsal, set_states
-from .weight_stash import Known, Versions
-from .weight_updates import Behind, Make, mean_of, plainly
+from .weight_stash import Known, WeightStash
+from .weight_updates import ProgramMaker, StepUpdates, interpreter, mean_of
 
-_PARTS: Mapping[Kind, tuple[Part, ...]] = {
-    Kind.FORWARD: ("F",),
-    Kind.RECOMPUTE: ("R",),
-    Kind.BACKWARD: ("R", "B", "W"),
-    Kind.BACKWARD_INPUT: ("R", "B"),
-    Kind.BACKWARD_WEIGHT: ("W",),
+_PARTS: Mapping[ActionKind, tuple[PartKind, ...]] = {
+    ActionKind.FORWARD: ("F",),
+    ActionKind.RECOMPUTE: ("R",),
+    ActionKind.BACKWARD: ("R", "B", "W"),
+    ActionKind.BACKWARD_INPUT: ("R", "B"),
+    ActionKind.BACKWARD_WEIGHT: ("W",),
 }
 """Parts that run for each kind of action.
 
 Messages are sent and received with the actions that make and read them, so message actions run nothing.
 """
-_MAY_LACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+_MAY_LACK = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT})
 """Kinds that run fewer programs if the step was split into fewer parts."""
 
 
@@ -105,25 +105,25 @@ class PipelineRun:
     values held for each microbatch.
 
     An asynchronous schedule runs the program behind once per update, which writes to its inputs in place. With `again`,
-    all updates but the first run that program (`Behind`). With `looks`, `looking` can be called.
+    all updates but the first run that program (`StepUpdates`). With `looks`, `looking` can be called.
     """
 
     def __init__(
-        self, copies: Sequence[Parts], schedule: Schedule, rank: int, intake: Intake,
-        make: Make = plainly, watch: Callable[[Sequence[Known]], None] | None = None, again: Program | None = None,
-        looks: bool = False,
+        self, copies: Sequence[RankParts], schedule: Schedule, rank: int, intake: MicrobatchInputs,
+        make: ProgramMaker = interpreter, watch: Callable[[Sequence[Known]], None] | None = None,
+        again: Program | None = None, looks: bool = False,
     ) -> None:  # fmt: skip
-        self._behind = Behind(copies[0].programs[BEHIND], again, updates(schedule), make, looks)
+        self._behind = StepUpdates(copies[0].programs[EPILOGUE], again, updates(schedule), make, looks)
         self.looks = self._behind.looks
         """True if gradients can be looked at before the update."""
         self.inputs = (*intake.inputs, *self._behind.inputs)
         self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
-        self._before = [(p.programs[BEFORE], p.gives[BEFORE], make(p.programs[BEFORE])[0]) for p in copies]
+        self._before = [(p.programs[PROLOGUE], p.gives[PROLOGUE], make(p.programs[PROLOGUE])[0]) for p in copies]
         self._parts = {
             (copy, place): _part(place, parts, [_message(c, rank) for c in parts.crossings], make)
             for copy, parts in enumerate(copies)
             for place in parts.programs
-            if place not in (BEFORE, BEHIND)
+            if place not in (PROLOGUE, EPILOGUE)
         }
         stage = copies[0].stages.of(rank)
         steps = _steps(schedule, stage, intake.copies, self._parts)
@@ -143,20 +143,20 @@ class PipelineRun:
         outputs, written = self._run(inputs, None)
         return outputs, written or []
 
-    def looking(self, inputs: Sequence[Any], look_at: LookAt) -> tuple[Any, list[Any] | None]:
+    def looking(self, inputs: Sequence[Any], look_at: GradientInspector) -> tuple[Any, list[Any] | None]:
         """Return outputs and values to write as a call does; None for these if `look_at` leaves the update out."""
         return self._run(inputs, look_at)
 
-    def _run(self, inputs: Sequence[Any], look_at: LookAt | None) -> tuple[Any, list[Any] | None]:
+    def _run(self, inputs: Sequence[Any], look_at: GradientInspector | None) -> tuple[Any, list[Any] | None]:
         here, count = current_communicator(), self._microbatches
         base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
         with torch.no_grad():
             self._begin(base)
-            step = _Step(base, self._dealt(base), Versions(self._used, self._read))
+            step = _Step(base, self._dealt(base), WeightStash(self._used, self._read))
             states = self._rehearsal.states(base) if self._rehearsal else {}
             end = self._rehearsal.now() if self._rehearsal else {}
             for n, ((copy, place, m), gone) in enumerate(zip(self._row, self._drops, strict=True)):
-                if place == BEHIND:
+                if place == EPILOGUE:
                     set_states(end)
                     self._update(n, step, here, look_at)
                     continue
@@ -181,7 +181,7 @@ class PipelineRun:
             out, _ = run(*(base[i.value] for i in program.inputs))
             base.update(zip(gives, out, strict=True))
 
-    def _update(self, n: int, step: _Step, here: Communicator, look_at: LookAt | None) -> None:
+    def _update(self, n: int, step: _Step, here: Communicator, look_at: GradientInspector | None) -> None:
         """Run the update that is entry n; microbatches in flight keep the weights that they have used."""
         base, at = step.base, len(step.outputs)
         step.versions.keep(n, base, self._behind.over(at, base), *step.held)
@@ -209,7 +209,7 @@ class _Step:
 
     base: Known
     held: list[Known]
-    versions: Versions
+    versions: WeightStash
     totals: _Totals = field(default_factory=_Totals)
     outputs: list[Any] = field(default_factory=list[Any])
     written: list[Any] | None = field(default_factory=list[Any])
@@ -245,7 +245,7 @@ def _message(crossing: Crossing, rank: int) -> _Message:
     return _Message(crossing, halves_of(step, crossing.carry.src, rank), like)  # pyright: ignore[reportArgumentType] - an Exchange
 
 
-def _part(place: Place, parts: Parts, messages: Sequence[_Message], make: Make) -> _Part:
+def _part(place: PartPlace, parts: RankParts, messages: Sequence[_Message], make: ProgramMaker) -> _Part:
     program = parts.programs[place]
     gives = parts.gives[place]
     arriving = [m for m in messages if m.crossing.target == place]
@@ -269,21 +269,21 @@ def _layers(program: Program) -> str:
 
 
 def _steps(
-    schedule: Schedule, stage: int | None, copies: Sequence[int], there: Collection[tuple[int, Place]]
+    schedule: Schedule, stage: int | None, copies: Sequence[int], there: Collection[tuple[int, PartPlace]]
 ) -> list[tuple[Entry, int]]:
     """Return the entries of a rank in order, with the version of the weights of each; a rank in no stage only updates.
 
     An asynchronous schedule gives the place of the updates; otherwise one update comes last.
     """
-    if is_stale(schedule) and stage is not None:
+    if is_asynchronous(schedule) and stage is not None:
         return [*_entries(schedule, stage, copies, there)]
     row = () if stage is None else _entries(schedule, stage, copies, there)
-    last = [((0, BEHIND, 0), n + 1) for n in range(updates(schedule))]
-    return [*(step for step in row if step[0][1] != BEHIND), *last]
+    last = [((0, EPILOGUE, 0), n + 1) for n in range(updates(schedule))]
+    return [*(step for step in row if step[0][1] != EPILOGUE), *last]
 
 
 def _entries(
-    schedule: Schedule, stage: int, copies: Sequence[int], there: Collection[tuple[int, Place]]
+    schedule: Schedule, stage: int, copies: Sequence[int], there: Collection[tuple[int, PartPlace]]
 ) -> Iterator[tuple[Entry, int]]:
     """Yield the entries of a row: copy, place and microbatch, with the version of the weights.
 
@@ -292,13 +292,13 @@ def _entries(
     """
     done = schedule.recomputed
     for atom, version in versions_used(schedule, schedule.rows[stage]):
-        if atom.kind is Kind.OPTIMIZER:
-            yield (0, BEHIND, 0), version
+        if atom.kind is ActionKind.OPTIMIZER:
+            yield (0, EPILOGUE, 0), version
             continue
         m, number = divmod(atom.microbatch, schedule.slices)
         for part in _PARTS.get(atom.kind, ()):
-            copy, place = copies[m], Place(part, atom.chunk, number)
-            if part == "R" and atom.kind is not Kind.RECOMPUTE and (atom.microbatch, atom.chunk) in done:
+            copy, place = copies[m], PartPlace(part, atom.chunk, number)
+            if part == "R" and atom.kind is not ActionKind.RECOMPUTE and (atom.microbatch, atom.chunk) in done:
                 continue
             if atom.kind in _MAY_LACK and part != "B" and (copy, place) not in there:
                 continue
@@ -306,13 +306,13 @@ def _entries(
 
 
 def _drops(
-    row: Sequence[Entry], parts: Mapping[tuple[int, Place], _Part], kept: set[Value]
+    row: Sequence[Entry], parts: Mapping[tuple[int, PartPlace], _Part], kept: set[Value]
 ) -> tuple[tuple[Value, ...], ...]:
     """Return, for each entry of the row, the values of its microbatch that no later entry reads."""
     seen: list[set[Value]] = [set() for _ in range(1 + max((m for *_, m in row), default=0))]
     drops: list[tuple[Value, ...]] = []
     for copy, place, m in reversed(row):
-        if place == BEHIND:
+        if place == EPILOGUE:
             drops.append(())
             continue
         part = parts[copy, place]

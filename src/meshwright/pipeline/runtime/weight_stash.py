@@ -17,10 +17,10 @@ from meshwright.graph import Value
 Known = dict[Value, Any]
 
 
-class Versions:
+class WeightStash:
     """The versions for the entries of a row: entry n uses version `used[n]`, and `read` are the values with versions.
 
-    >>> versions = Versions([0, 0, 1, 0, 1], read=())
+    >>> versions = WeightStash([0, 0, 1, 0, 1], read=())
     >>> versions.keep(2, {}, []), [*versions.older], versions.drop(3), [*versions.older]
     (None, [0], None, [])
     """

@@ -8,25 +8,25 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.graph import Input, LookAt, Looking, Program, Run, Value, in_two, runner
+from meshwright.graph import GradientInspector, Input, InspectedStep, Program, Run, Value, runner, split_before_update
 
-from ..partition.epilogue import Total
+from ..partition.epilogue import MicrobatchSum
 from .weight_stash import Known
 
-Make = Callable[[Program], tuple[Run, tuple[Value, ...]]]
+ProgramMaker = Callable[[Program], tuple[Run, tuple[Value, ...]]]
 """Compiles a program to a function. Also returns the inputs whose new values that function returns.
 
 The function may write to other inputs itself.
 """
 
 
-def plainly(program: Program) -> tuple[Run, tuple[Value, ...]]:
+def interpreter(program: Program) -> tuple[Run, tuple[Value, ...]]:
     """Return a function that runs the program node by node, and the inputs that the program writes."""
     return runner(program), tuple(x for x, _ in program.writes)
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class CompiledUpdate:
     """A program that runs after the microbatches, as a function.
 
     `reads` are its arguments. It changes the inputs `over`, and returns new values for the inputs `written`.
@@ -37,22 +37,26 @@ class Update:
     reads: tuple[Any, ...]
     written: tuple[Value, ...]
     over: tuple[Value, ...]
-    apart: Looking | None = None
+    apart: InspectedStep | None = None
 
     @classmethod
-    def of(cls, program: Program, make: Make, looks: bool = False) -> Update:
+    def of(cls, program: Program, make: ProgramMaker, looks: bool = False) -> CompiledUpdate:
         """Return the function of a program; with `looks`, gradients can be looked at before the update."""
         run, written = make(program)
         reads = tuple(i.source if i.role == "saved" else i.value for i in program.inputs)
-        return cls(run, reads, written, tuple(x for x, _ in program.writes), in_two(program) if looks else None)
+        return cls(
+            run, reads, written, tuple(x for x, _ in program.writes), split_before_update(program) if looks else None
+        )
 
-    def __call__(self, base: Known, totals: Known, look_at: LookAt | None = None) -> tuple[Any, list[Any] | None]:
+    def __call__(
+        self, base: Known, totals: Known, look_at: GradientInspector | None = None
+    ) -> tuple[Any, list[Any] | None]:
         """Return the outputs and the values to write; None for these if `look_at` says to leave the update out."""
-        given = [totals[v.of] if isinstance(v, Total) else base[v] for v in self.reads]
+        given = [totals[v.of] if isinstance(v, MicrobatchSum) else base[v] for v in self.reads]
         return self.run(*given) if look_at is None or self.apart is None else self.apart(given, look_at)
 
 
-class Behind:
+class StepUpdates:
     """The `count` updates of a step.
 
     A single update returns the values to write. Several updates each write to their inputs in place. With `again`, all
@@ -60,10 +64,12 @@ class Behind:
     With `looks`, gradients can be looked at before a single update.
     """
 
-    def __init__(self, first: Program, again: Program | None, count: int, make: Make, looks: bool = False) -> None:
-        update = Update.of(first, make, looks and count == 1)
+    def __init__(
+        self, first: Program, again: Program | None, count: int, make: ProgramMaker, looks: bool = False
+    ) -> None:
+        update = CompiledUpdate.of(first, make, looks and count == 1)
         self.looks = update.apart is not None
-        self._updates = [update, *[Update.of(again, make) if again else update] * (count - 1)]
+        self._updates = [update, *[CompiledUpdate.of(again, make) if again else update] * (count - 1)]
         self._made = {i.value: i.source for i in _made_by(first, again)}
         self.inputs: tuple[Input, ...] = tuple(
             i for i in (again.inputs if again else ()) if i.role != "saved" and i.value not in self._made
@@ -76,7 +82,7 @@ class Behind:
         return [base[x] for x in self._updates[at].over]
 
     def __call__(
-        self, at: int, base: Known, totals: Known, look_at: LookAt | None = None
+        self, at: int, base: Known, totals: Known, look_at: GradientInspector | None = None
     ) -> tuple[Any, list[Any] | None]:
         """Run update number `at`; return its outputs and the values of `writes`, None if `look_at` skips it."""
         update = self._updates[at]

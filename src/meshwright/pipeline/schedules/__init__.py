@@ -8,5 +8,5 @@ zero_bubble             ZB-H1 and ZB-H2: weight gradients where a rank would wai
 zero_bubble_heuristic   ZB-1p and ZB-2p: passes placed by times and memory
 v_shaped                ZB-V, V-Half and V-Min: two chunks per rank in a V
 bidirectional           Chimera, DualPipe and DualPipe-V: microbatches from both ends
-known_schedules         KNOWN: the schedules by name, with closed forms of bubble and memory
+known_schedules         KNOWN_SCHEDULES: the schedules by name, with closed forms of bubble and memory
 """

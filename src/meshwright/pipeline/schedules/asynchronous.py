@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..table.action import Action, Kind
+from ..table.action import Action, ActionKind
 from ..table.schedule import Schedule
-from .flush_schedules import asked, one_f_one_b
+from .flush_schedules import one_f_one_b, require
 
 
 def pipedream(ranks: int, microbatches: int) -> Schedule:
@@ -20,7 +20,7 @@ def pipedream(ranks: int, microbatches: int) -> Schedule:
 def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None) -> Schedule:
     """1F1B with an update after `group` backwards (default: p), for weights one update old (arXiv 2006.09503)."""
     plain, group = one_f_one_b(ranks, microbatches), group or ranks
-    asked(
+    require(
         "PipeDream-2BW", group >= ranks and microbatches % group == 0,
         f"{microbatches} microbatches in groups of {group} on {ranks} ranks",
         "a group must be complete and fill the pipeline", f"use group={ranks}, and a multiple of it as microbatches",
@@ -33,5 +33,5 @@ def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None) -> Sc
 def _updated(row: tuple[Action, ...], behind: range) -> Iterator[Action]:
     for action in row:
         yield action
-        if action.kind is Kind.BACKWARD and action.microbatch in behind:
-            yield Action(Kind.OPTIMIZER, action.microbatch)
+        if action.kind is ActionKind.BACKWARD and action.microbatch in behind:
+            yield Action(ActionKind.OPTIMIZER, action.microbatch)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..simulation.compaction import squeezed
+from ..simulation.compaction import compacted
 from ..table.action import Action
 from ..table.peak_memory import peaks
 from ..table.schedule import Schedule, both_ways, zigzag
-from .flush_schedules import asked, backward, backward_input, backward_weight, counted, forward
+from .flush_schedules import backward, backward_input, backward_weight, forward, require, require_counts
 
 Unit = tuple[int, int]
 
@@ -100,8 +100,8 @@ class _Row:
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """Two streams that meet in the middle, forward beside backward: two copies of the model (arXiv 2412.19437)."""
     name = "DualPipe"
-    counted(name, ranks, microbatches)
-    asked(
+    require_counts(name, ranks, microbatches)
+    require(
         name, ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks,
         f"{ranks} ranks, {microbatches} microbatches",
         "half of the microbatches enter at each end, and must fill all ranks",
@@ -125,8 +125,8 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe cut in half: one copy of the model in a V, forward beside backward (sail-sg, "cut-in-half")."""
     name = "DualPipe-V"
-    counted(name, ranks, microbatches)
-    asked(
+    require_counts(name, ranks, microbatches)
+    require(
         name, microbatches >= 2 * ranks, f"{ranks} ranks, {microbatches} microbatches",
         "the first microbatch runs backward when the last one starts", f"use at least {2 * ranks} microbatches",
     )  # fmt: skip
@@ -154,8 +154,8 @@ def chimera_doubled(ranks: int, microbatches: int) -> Schedule:
 
 
 def _chimera(name: str, ranks: int, microbatches: int, together: int) -> Schedule:
-    counted(name, ranks, microbatches)
-    asked(
+    require_counts(name, ranks, microbatches)
+    require(
         name, ranks % 2 == 0 and microbatches % 2 == 0, f"{ranks} ranks, {microbatches} microbatches",
         "half of the microbatches enter at each end", "use even numbers",
     )  # fmt: skip
@@ -164,7 +164,7 @@ def _chimera(name: str, ranks: int, microbatches: int, together: int) -> Schedul
     routes = tuple(way for unit in halves for way, half in enumerate(unit) for _ in half)
     rows = tuple(tuple(a for unit in halves for a in _unit_row(r, ranks, unit, together)) for r in range(ranks))
     schedule = Schedule(name, both_ways(ranks), microbatches, rows, routes)
-    return squeezed(schedule, capacity=max(peaks(schedule)))
+    return compacted(schedule, capacity=max(peaks(schedule)))
 
 
 def _unit_row(r: int, ranks: int, halves: tuple[range, range], together: int) -> Iterator[Action]:

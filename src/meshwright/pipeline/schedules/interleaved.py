@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ..table.action import Action, Kind
+from ..table.action import Action, ActionKind
 from ..table.schedule import Schedule, looped
-from .flush_schedules import asked, backward, backward_input, backward_weight, counted, forward, in_turn
+from .flush_schedules import backward, backward_input, backward_weight, forward, in_turn, require, require_counts
 
 
 def _groups(ranks: int, microbatches: int) -> list[range]:
@@ -28,8 +28,8 @@ def _in_groups(groups: list[range], chunks: int, backwards: bool = False) -> lis
 
 
 def _numbers(name: str, ranks: int, microbatches: int, chunks: int) -> None:
-    counted(name, ranks, microbatches)
-    asked(name, chunks >= 1, f"{chunks} chunks per rank", "each rank needs a chunk", "pass chunks=2")
+    require_counts(name, ranks, microbatches)
+    require(name, chunks >= 1, f"{chunks} chunks per rank", "each rank needs a chunk", "pass chunks=2")
 
 
 def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -71,7 +71,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
         there, back = ([(m, c * ranks + r) for m, c in units] for units in (forwards, backwards))
         late: list[Action] = []
         for action in in_turn(there, back, (ranks - 1 - r) + (chunks - 1) * len(groups[0])):
-            if action.kind is Kind.FORWARD:
+            if action.kind is ActionKind.FORWARD:
                 yield action
                 continue
             yield backward_input(action.microbatch, action.chunk)

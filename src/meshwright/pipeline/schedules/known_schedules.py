@@ -23,7 +23,7 @@ from .zero_bubble import zb_h1, zb_h2
 from .zero_bubble_heuristic import zb_1p, zb_2p
 
 
-class Shape(NamedTuple):
+class ScheduleSizes(NamedTuple):
     """Arguments of the closed forms.
 
     p ranks, m microbatches, v chunks per rank or slices per sequence, and a microbatch's times on a rank.
@@ -42,11 +42,11 @@ class Shape(NamedTuple):
         return self.m * (self.f + self.b + self.w)
 
 
-Form = Callable[[Shape], float]
+ClosedForm = Callable[[ScheduleSizes], float]
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownSchedule:
     """One schedule: its function, the condition `holds` under which its closed forms are true, and these forms.
 
     `bubble` is the makespan minus the work of a rank, `span_bubble` the span minus that work. `peak` is the largest
@@ -56,109 +56,126 @@ class Known:
     name: str
     make: Callable[..., Schedule]
     source: str
-    bubble: Form | None = None
-    span_bubble: Form | None = None
-    peak: Form | None = None
-    holds: Callable[[Shape], bool] = lambda s: s.m >= s.p
+    bubble: ClosedForm | None = None
+    span_bubble: ClosedForm | None = None
+    peak: ClosedForm | None = None
+    holds: Callable[[ScheduleSizes], bool] = lambda s: s.m >= s.p
     times: str = "any"
     takes: str = ""
     """Name of the third argument of the function, if it has one: "chunks" or "slices"."""
 
 
-def _flush(s: Shape) -> float:
+def _flush_bubble(s: ScheduleSizes) -> float:
     return (s.p - 1) * (s.f + s.b + s.w) / s.v
 
 
-def _late(s: Shape) -> float:
+def _late_weight_bubble(s: ScheduleSizes) -> float:
     return (s.p - 1) * (s.f + s.b - s.w) / s.v
 
 
-def _none(_: Shape) -> float:
+def _no_bubble(_: ScheduleSizes) -> float:
     return 0.0
 
 
-def _always(_: Shape) -> bool:
+def _always(_: ScheduleSizes) -> bool:
     return True
 
 
-def _whole_groups(s: Shape) -> bool:
+def _whole_groups(s: ScheduleSizes) -> bool:
     return s.m % s.p == 0
 
 
-def _warm(s: Shape) -> bool:
+def _warm(s: ScheduleSizes) -> bool:
     return s.m >= 2 * s.p - 1
 
 
-def _both_ends(s: Shape) -> bool:
+def _both_ends(s: ScheduleSizes) -> bool:
     return s.p % 2 == 0 and s.m % 2 == 0 and s.m >= 2 * s.p
 
 
-KNOWN: Mapping[str, Known] = {
+KNOWN_SCHEDULES: Mapping[str, KnownSchedule] = {
     k.name: k
     for k in (
-        Known("GPipe", gpipe, "arXiv 1811.06965", _flush, _flush, lambda s: s.m, _always),
-        Known("1F1B", one_f_one_b, "arXiv 2006.09503", _flush, _flush, lambda s: min(s.m, s.p), _always),
-        Known(
-            "Eager 1F1B", eager_one_f_one_b, "arXiv 2211.05322", _flush, _flush,
+        KnownSchedule("GPipe", gpipe, "arXiv 1811.06965", _flush_bubble, _flush_bubble, lambda s: s.m, _always),
+        KnownSchedule(
+            "1F1B", one_f_one_b, "arXiv 2006.09503", _flush_bubble, _flush_bubble, lambda s: min(s.m, s.p), _always,
+        ),
+        KnownSchedule(
+            "Eager 1F1B", eager_one_f_one_b, "arXiv 2211.05322", _flush_bubble, _flush_bubble,
             lambda s: min(s.m, 2 * s.p - 1), _always,
         ),
-        Known(
-            "Interleaved 1F1B", interleaved_one_f_one_b, "arXiv 2104.04473", _flush, _flush,
+        KnownSchedule(
+            "Interleaved 1F1B", interleaved_one_f_one_b, "arXiv 2104.04473", _flush_bubble, _flush_bubble,
             lambda s: min(2 * (s.p - 1) + (s.v - 1) * s.p + 1, s.m * s.v) / s.v, _whole_groups, takes="chunks",
         ),
-        Known("Looped BFS", looped_bfs, "arXiv 2211.05953", _flush, _flush, lambda s: s.m, takes="chunks"),
-        Known("ZB-H1", zb_h1, "arXiv 2401.10241", _late, _late, lambda s: s.p, times="F=B=W"),
-        Known("ZB-H2", zb_h2, "arXiv 2401.10241", _late, _none, lambda s: 2 * s.p - 1, _warm, times="F=B=W"),
-        Known("ZB-1p", zb_1p, "arXiv 2401.10241", _late, _late, lambda s: s.p, times="F=B=W"),
-        Known("ZB-2p", zb_2p, "arXiv 2401.10241", _late, _none, None, _warm, times="F=B=W"),
-        Known(
-            "Interleaved zero bubble", interleaved_zero_bubble, "arXiv 2401.10241", _late, None,
+        KnownSchedule(
+            "Looped BFS", looped_bfs, "arXiv 2211.05953", _flush_bubble, _flush_bubble, lambda s: s.m, takes="chunks",
+        ),
+        KnownSchedule(
+            "ZB-H1", zb_h1, "arXiv 2401.10241", _late_weight_bubble, _late_weight_bubble, lambda s: s.p, times="F=B=W",
+        ),
+        KnownSchedule(
+            "ZB-H2", zb_h2, "arXiv 2401.10241", _late_weight_bubble, _no_bubble,
+            lambda s: 2 * s.p - 1, _warm, times="F=B=W",
+        ),
+        KnownSchedule(
+            "ZB-1p", zb_1p, "arXiv 2401.10241", _late_weight_bubble, _late_weight_bubble, lambda s: s.p, times="F=B=W",
+        ),
+        KnownSchedule("ZB-2p", zb_2p, "arXiv 2401.10241", _late_weight_bubble, _no_bubble, None, _warm, times="F=B=W"),
+        KnownSchedule(
+            "Interleaved zero bubble", interleaved_zero_bubble, "arXiv 2401.10241", _late_weight_bubble, None,
             lambda s: s.p, _whole_groups, times="F=B=W", takes="chunks",
         ),
-        Known(
-            "ZB-V", zb_v, "arXiv 2401.10241", lambda s: (s.p - 1) * s.f / 2, _none, lambda s: s.p,
+        KnownSchedule(
+            "ZB-V", zb_v, "arXiv 2401.10241", lambda s: (s.p - 1) * s.f / 2, _no_bubble, lambda s: s.p,
             lambda s: s.m >= 2 * s.p, times="F=B=W",
         ),
-        Known("V-Half", v_half, "arXiv 2405.15362", peak=lambda s: s.p // 2 + 1, times="F=B=W"),
-        Known("V-Min", v_min, "arXiv 2405.15362", peak=lambda s: (s.p + 4) // 3, times="F=B=W"),
-        Known(
+        KnownSchedule("V-Half", v_half, "arXiv 2405.15362", peak=lambda s: s.p // 2 + 1, times="F=B=W"),
+        KnownSchedule("V-Min", v_min, "arXiv 2405.15362", peak=lambda s: (s.p + 4) // 3, times="F=B=W"),
+        KnownSchedule(
             "DualPipe", dualpipe, "arXiv 2412.19437", lambda s: (s.p // 2 - 1) * 2 * s.f, None,
             lambda s: s.p + 1, _both_ends, times="F=B=W",
         ),
-        Known(
+        KnownSchedule(
             "DualPipe-V", dualpipe_v, "sail-sg, DualPipe cut in half", lambda s: (s.p - 1) * s.f, None,
             lambda s: s.p + 0.5, lambda s: s.m >= 2 * s.p, times="F=B=W",
         ),
-        Known(
+        KnownSchedule(
             "Chimera", chimera, "arXiv 2107.06925", lambda s: 2 * (s.p - 2) * s.f, None, lambda s: s.p,
             lambda s: s.p % 2 == 0 and s.m == s.p, times="B+W=2F",
         ),
-        Known(
+        KnownSchedule(
             "Chimera, forward doubling", chimera_doubled, "arXiv 2107.06925", lambda s: 2 * (s.p - 2) * s.f, None,
             lambda s: 2 * s.p, lambda s: s.p % 2 == 0 and s.m % (2 * s.p) == 0, times="B+W=2F",
         ),
-        Known(
-            "Seq1F1B", seq_one_f_one_b, "arXiv 2406.03488", _flush, _flush,
+        KnownSchedule(
+            "Seq1F1B", seq_one_f_one_b, "arXiv 2406.03488", _flush_bubble, _flush_bubble,
             lambda s: min(s.p + s.v - 1, s.m * s.v) / s.v, _always, takes="slices",
         ),
-        Known("TeraPipe", terapipe, "arXiv 2102.07988", _flush, _flush, lambda s: s.m, _always, takes="slices"),
-        Known("PipeDream", pipedream, "arXiv 1806.03377", _flush, None, lambda s: min(s.m, s.p), _always),
-        Known(
-            "PipeDream-2BW", pipedream_2bw, "arXiv 2006.09503", _flush, None, lambda s: min(s.m, s.p), _whole_groups
+        KnownSchedule(
+            "TeraPipe", terapipe, "arXiv 2102.07988", _flush_bubble, _flush_bubble, lambda s: s.m, _always,
+            takes="slices",
+        ),
+        KnownSchedule(
+            "PipeDream", pipedream, "arXiv 1806.03377", _flush_bubble, None, lambda s: min(s.m, s.p), _always,
+        ),
+        KnownSchedule(
+            "PipeDream-2BW", pipedream_2bw, "arXiv 2006.09503", _flush_bubble, None, lambda s: min(s.m, s.p),
+            _whole_groups,
         ),
     )
 }  # fmt: skip
 
 
-def known(name: str) -> Known:
+def schedule_by_name(name: str) -> KnownSchedule:
     """Return the schedule with this name. Raises ScheduleError for an unknown name."""
-    if name not in KNOWN:
-        plain = {one.casefold(): one for one in KNOWN}
+    if name not in KNOWN_SCHEDULES:
+        plain = {one.casefold(): one for one in KNOWN_SCHEDULES}
         near = get_close_matches(name.casefold(), plain, n=1, cutoff=0.0)[0]
         raise ScheduleError(
             f"schedule {name!r}",
             "no such schedule",
-            f"the known schedules are {', '.join(KNOWN)}",
+            f"the known schedules are {', '.join(KNOWN_SCHEDULES)}",
             f"write {plain[near]}",
         )
-    return KNOWN[name]
+    return KNOWN_SCHEDULES[name]

@@ -6,7 +6,7 @@ The forward of a slice needs the slices before it, its backward the slices after
 from __future__ import annotations
 
 from ..table.schedule import Schedule, linear
-from .flush_schedules import asked, backward, counted, forward, in_turn
+from .flush_schedules import backward, forward, in_turn, require, require_counts
 
 Units = list[tuple[int, int]]
 
@@ -16,8 +16,8 @@ def _units(name: str, ranks: int, microbatches: int, slices: int) -> tuple[list[
 
     Slice s of sequence m is m * slices + s.
     """
-    counted(name, ranks, microbatches)
-    asked(name, slices >= 1, f"{slices} slices", "a sequence needs at least one slice", "pass slices=4")
+    require_counts(name, ranks, microbatches)
+    require(name, slices >= 1, f"{slices} slices", "a sequence needs at least one slice", "pass slices=4")
     forwards = list(range(microbatches * slices))
     return forwards, [m + s for m in forwards[::slices] for s in range(slices)[::-1]]
 

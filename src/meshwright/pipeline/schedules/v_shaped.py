@@ -11,13 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from .._errors import ScheduleError
-from ..simulation.compaction import squeezed
+from ..simulation.compaction import compacted
 from ..simulation.list_scheduling import list_schedule
-from ..simulation.simulator import Times, simulate
-from ..table.action import Action, Kind
+from ..simulation.simulator import Times, simulate_schedule
+from ..table.action import Action, ActionKind
 from ..table.peak_memory import Memory, peaks
 from ..table.schedule import Schedule, zigzag
-from .flush_schedules import backward_input, backward_weight, counted, forward
+from .flush_schedules import backward_input, backward_weight, forward, require_counts
 
 PERIOD = 6
 Block = tuple[int, int, int, int]
@@ -46,10 +46,10 @@ def v_half(ranks: int, microbatches: int, times: Times | None = None) -> Schedul
 
 def zb_v(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
     """The activations of 1F1B, and no bubble in the span where F = B = W (Qi et al., arXiv 2401.10241, section 6)."""
-    counted("ZB-V", ranks, microbatches)
+    require_counts("ZB-V", ranks, microbatches)
     rows = tuple(_Phases(r, ranks, microbatches).row() for r in range(ranks))
     schedule = Schedule("ZB-V", zigzag(ranks), microbatches, rows)
-    return _best([schedule, squeezed(schedule, times)], times)
+    return _best([schedule, compacted(schedule, times)], times)
 
 
 class _Phases:
@@ -58,13 +58,13 @@ class _Phases:
     def __init__(self, rank: int, ranks: int, microbatches: int) -> None:
         self.rank, self.ranks, self.m = rank, ranks, microbatches
         self.chunks = rank, 2 * ranks - 1 - rank
-        self.done: Counter[tuple[Kind, int]] = Counter()
+        self.done: Counter[tuple[ActionKind, int]] = Counter()
         self.actions: list[Action] = []
 
     def put(self, text: str, times: int = 1) -> None:
         """Append actions such as "F0 B1", `times` times; actions of microbatches beyond the last one are left out."""
         for word in text.split() * times:
-            kind, way = Kind(word[0]), int(word[1])
+            kind, way = ActionKind(word[0]), int(word[1])
             if self.done[kind, way] < self.m:
                 self.actions.append(Action(kind, self.done[kind, way], self.chunks[way]))
                 self.done[kind, way] += 1
@@ -79,7 +79,10 @@ class _Phases:
         self.put("F0", 2 * behind - 1)
         self.put("F1 F0", self.rank)
         self.put("F1 B1 W1", behind)
-        while self.done[Kind.FORWARD, 1] < self.done[Kind.FORWARD, 0] or self.done[Kind.FORWARD, 0] < self.m:
+        while (
+            self.done[ActionKind.FORWARD, 1] < self.done[ActionKind.FORWARD, 0]
+            or self.done[ActionKind.FORWARD, 0] < self.m
+        ):
             self.put("F0 B0 W0 F1 B1 W1")
         self.put("B0 B1", self.rank)
         self.put("B0 W0", behind)
@@ -95,11 +98,11 @@ def _from_block(
 
     List scheduling uses the same memory.
     """
-    counted(name, ranks, microbatches)
+    require_counts(name, ranks, microbatches)
     rows = tuple(_row(r, 2 * ranks - 1 - r, block(r), microbatches) for r in range(ranks))
     schedule = Schedule(name, zigzag(ranks), microbatches, rows)
     most = max(peaks(schedule))
-    found = [schedule, squeezed(schedule, times, capacity=most)]
+    found = [schedule, compacted(schedule, times, capacity=most)]
     for rule in _RULES:
         with suppress(ScheduleError):
             found.append(
@@ -108,7 +111,7 @@ def _from_block(
     return _best(found, times)
 
 
-_F0, _F1, _B0, _B1 = ((kind, way) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT) for way in (0, 1))
+_F0, _F1, _B0, _B1 = ((kind, way) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT) for way in (0, 1))
 _RULES = ((_B0, _F1, _B1, _F0), (_B0, _F1, _F0, _B1), (_F1, _F0, _B1, _B0))
 """The orders, of all 24, that find the shortest schedules."""
 
@@ -118,7 +121,7 @@ def _best(found: list[Schedule], times: Times | None) -> Schedule:
 
 
 def _cost(schedule: Schedule, times: Times | None) -> tuple[float, float]:
-    line = simulate(schedule, times)
+    line = simulate_schedule(schedule, times)
     return line.makespan, line.span
 
 

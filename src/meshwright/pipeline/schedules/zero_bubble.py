@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..table.action import Action
 from ..table.schedule import Schedule, linear
-from .flush_schedules import backward_input, backward_weight, counted, forward
+from .flush_schedules import backward_input, backward_weight, forward, require_counts
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
@@ -21,7 +21,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 def _handcrafted(name: str, ranks: int, microbatches: int, ahead: int) -> Schedule:
     """Return 1F1B with `ahead * (p - 1 - r)` forwards ahead on rank r, and `ahead * r` weight gradients late."""
-    counted(name, ranks, microbatches)
+    require_counts(name, ranks, microbatches)
 
     def row(r: int) -> Iterator[Action]:
         warm, late = min(ahead * (ranks - 1 - r), microbatches), ahead * r

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import product
 
 from .._errors import ScheduleError
-from ..simulation.simulator import Times, simulate
-from ..table.action import Action, Kind
-from ..table.peak_memory import Memory, at
+from ..simulation.simulator import Times, simulate_schedule
+from ..table.action import Action, ActionKind
+from ..table.peak_memory import Memory, chunk_value
 from ..table.schedule import Schedule, linear
-from .flush_schedules import counted
+from .flush_schedules import require_counts
 
-_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 F, B, W = range(3)
 
 
@@ -43,20 +43,20 @@ def zero_bubble(
 
     Raises ScheduleError if there is none.
     """
-    counted(name, ranks, microbatches)
+    require_counts(name, ranks, microbatches)
     times, memory = times or Times(), memory or Memory(kept=0.5)
     found: list[tuple[float, float, Schedule]] = []
     for choice in product((True, False), repeat=3):
         table = _Table(ranks, microbatches, capacity, times, memory, *choice)
         if table.fill():
             schedule = Schedule(name, linear(ranks), microbatches, tuple(map(tuple, table.rows)))
-            line = simulate(schedule, times)
+            line = simulate_schedule(schedule, times)
             found.append((line.span, line.makespan, schedule))
     if not found:
         raise ScheduleError(
             f"schedule {name!r}", f"memory for {capacity:g} on {ranks} ranks",
             "a rank must hold at least one microbatch from its forward to its weight gradients",
-            f"use a capacity of at least {at(memory.held, 0):g}",
+            f"use a capacity of at least {chunk_value(memory.held, 0):g}",
         )  # fmt: skip
     return min(found, key=lambda f: f[:2])[2]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..table.action import Action
-from ..table.execution_order import Event, events, needs, walked
+from ..table.execution_order import Event, events, feasible_order, needs
 from ..table.peak_memory import Memory
 from ..table.schedule import Row, Schedule
 from .simulator import Times, crossed
@@ -28,11 +28,11 @@ class _Step(NamedTuple):
     gives: tuple[Event, ...]
 
 
-class Runs:
+class BatchedSimulation:
     """A table in a feasible order; the times per chunk may be arrays with one element for each case.
 
     >>> from meshwright.pipeline import one_f_one_b
-    >>> runs = Runs(one_f_one_b(2, 4))
+    >>> runs = BatchedSimulation(one_f_one_b(2, 4))
     >>> forward = np.array([1.0, 2.0]), np.array([1.0, 1.0])
     >>> [float(seconds) for seconds in runs.makespans(Times(forward))]
     [15.0, 18.0]
@@ -40,7 +40,7 @@ class Runs:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        order = [(rank, action, self._waits(rank, action)) for rank, action in walked(schedule)]
+        order = [(rank, action, self._waits(rank, action)) for rank, action in feasible_order(schedule)]
         awaited = {event for *_, waits in order for event, _ in waits}
         self._alike: dict[Any, tuple[int, Action]] = {}
         self._steps = [

@@ -14,7 +14,7 @@ AHEAD = 64
 """Number of places of a row that are searched for an action that can run earlier."""
 
 
-def squeezed(
+def compacted(
     schedule: Schedule,
     times: Times | None = None,
     memory: Memory | None = None,
@@ -27,10 +27,10 @@ def squeezed(
     memory = memory or Memory()
     most = peaks(schedule, memory) if capacity is None else capacity
     limits = most if isinstance(most, Sequence) else [most] * schedule.ranks
-    return _Squeeze(schedule, times or Times(), memory, limits).result()
+    return _Compaction(schedule, times or Times(), memory, limits).result()
 
 
-class _Squeeze:
+class _Compaction:
     """The remaining actions of each row, and the new rows."""
 
     def __init__(self, schedule: Schedule, times: Times, memory: Memory, limits: Sequence[float]) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .._errors import ScheduleError
-from ..table.action import Action, Kind
+from ..table.action import Action, ActionKind
 from ..table.peak_memory import Memory
 from ..table.schedule import Schedule, Way
 from .simulator import Clock, Times
 
-Rule = Sequence[tuple[Kind, int]]
+ActionOrder = Sequence[tuple[ActionKind, int]]
 """Kinds and local chunks, the most urgent first; pairs that are not listed, such as weight gradients, come last."""
 
 
 def list_schedule(
-    name: str, way: Way, microbatches: int, rule: Rule, times: Times, memory: Memory, limits: Sequence[float]
+    name: str, way: Way, microbatches: int, rule: ActionOrder, times: Times, memory: Memory, limits: Sequence[float]
 ) -> Schedule:
     """Return the schedule in which every rank starts the earliest possible action, ties broken by `rule`.
 
@@ -32,7 +32,7 @@ class _Table:
     """The rows while they are filled."""
 
     def __init__(
-        self, name: str, way: Way, m: int, rule: Rule, times: Times, memory: Memory, limits: Sequence[float]
+        self, name: str, way: Way, m: int, rule: ActionOrder, times: Times, memory: Memory, limits: Sequence[float]
     ) -> None:
         self.ranks = max(way) + 1
         self.shape = Schedule(name, (way,), m, ((),) * self.ranks)
@@ -47,7 +47,7 @@ class _Table:
 
     def _room(self, chunk: int, rank: int) -> float:
         """Return the memory that must be free for a forward: its own, and that of one forward of each later chunk."""
-        return sum(self._change(Action(Kind.FORWARD, 0, c)) for c in self.own[rank] if c >= chunk)
+        return sum(self._change(Action(ActionKind.FORWARD, 0, c)) for c in self.own[rank] if c >= chunk)
 
     def _change(self, action: Action) -> float:
         return self.memory.change(self.shape, action)
@@ -87,9 +87,9 @@ class _Table:
     def _start(self, rank: int, action: Action) -> float | None:
         if action.microbatch >= self.m:
             return None
-        if action.kind is Kind.FORWARD and self.held[rank] + self.room[action.chunk] > self.limits[rank]:
+        if action.kind is ActionKind.FORWARD and self.held[rank] + self.room[action.chunk] > self.limits[rank]:
             return None
         return self.clock.start(rank, action)
 
 
-_ORDER = (Kind.BACKWARD_INPUT, Kind.FORWARD, Kind.BACKWARD_WEIGHT)
+_ORDER = (ActionKind.BACKWARD_INPUT, ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT)

@@ -6,29 +6,29 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from ..table.action import COMPUTES, NOTHING, Action, Kind
-from .simulator import Timed, Timeline
+from ..table.action import COMPUTES, NOTHING, Action, ActionKind
+from .simulator import TimedAction, Timeline
 
 COLOURS = {
-    Kind.FORWARD: ("#2f62b5", "#b3cbf2", 44),
-    Kind.BACKWARD: ("#23774a", "#a5d9bb", 42),
-    Kind.BACKWARD_INPUT: ("#23774a", "#a5d9bb", 42),
-    Kind.BACKWARD_WEIGHT: ("#8650a4", "#dcc3ea", 45),
-    Kind.RECOMPUTE: ("#8f5f00", "#ecca8b", 43),
-    Kind.GATHER: ("#666c75", "#c8ccd2", 100),
-    Kind.SCATTER: ("#666c75", "#c8ccd2", 100),
-    Kind.OPTIMIZER: ("#b3443a", "#efbdb7", 41),
+    ActionKind.FORWARD: ("#2f62b5", "#b3cbf2", 44),
+    ActionKind.BACKWARD: ("#23774a", "#a5d9bb", 42),
+    ActionKind.BACKWARD_INPUT: ("#23774a", "#a5d9bb", 42),
+    ActionKind.BACKWARD_WEIGHT: ("#8650a4", "#dcc3ea", 45),
+    ActionKind.RECOMPUTE: ("#8f5f00", "#ecca8b", 43),
+    ActionKind.GATHER: ("#666c75", "#c8ccd2", 100),
+    ActionKind.SCATTER: ("#666c75", "#c8ccd2", 100),
+    ActionKind.OPTIMIZER: ("#b3443a", "#efbdb7", 41),
 }
 """Kind → its colour in pictures, a paler colour for later chunks, and its background colour code in a terminal."""
 MEANS = {
-    Kind.FORWARD: "F forward",
-    Kind.BACKWARD: "B backward",
-    Kind.BACKWARD_INPUT: "B backward",
-    Kind.BACKWARD_WEIGHT: "W gradients of weights",
-    Kind.RECOMPUTE: "R recomputed forward",
-    Kind.GATHER: "parameters gathered, gradients scattered",
-    Kind.SCATTER: "parameters gathered, gradients scattered",
-    Kind.OPTIMIZER: "update",
+    ActionKind.FORWARD: "F forward",
+    ActionKind.BACKWARD: "B backward",
+    ActionKind.BACKWARD_INPUT: "B backward",
+    ActionKind.BACKWARD_WEIGHT: "W gradients of weights",
+    ActionKind.RECOMPUTE: "R recomputed forward",
+    ActionKind.GATHER: "parameters gathered, gradients scattered",
+    ActionKind.SCATTER: "parameters gathered, gradients scattered",
+    ActionKind.OPTIMIZER: "update",
 }
 """Kind → its text in the legend of a picture."""
 Time = Callable[[float], str]
@@ -36,13 +36,13 @@ _ON_COLOUR, _ON_PALE = "#fff", "#14171b"
 _LABEL, _ROW, _BAR, _WIDTH, _LETTER = 52, 26, 20, 1200, 5.5
 
 
-def terminal(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
+def timeline_text(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
     """Return one line per rank, with time from left to right in `width` columns.
 
     Actions are labelled where the label fits.
 
-    >>> from meshwright.pipeline import one_f_one_b, simulate
-    >>> print(terminal(simulate(one_f_one_b(2, 2)), 36))
+    >>> from meshwright.pipeline import one_f_one_b, simulate_schedule
+    >>> print(timeline_text(simulate_schedule(one_f_one_b(2, 2)), 36))
     0 F0  F1          BW0     BW1
     1     F0  BW0     F1  BW1
       makespan 9, span 9, bubble 33.3 %; holds 2, 1
@@ -50,17 +50,17 @@ def terminal(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
     digits = len(str(len(timeline.rows) - 1))
     scale = width / (timeline.makespan or 1.0)
     lines = [f"{rank:>{digits}} {_line(row, scale, colour)}" for rank, row in enumerate(timeline.rows)]
-    return "\n".join([*(line.rstrip() for line in lines), " " * (digits + 1) + summary(timeline)])
+    return "\n".join([*(line.rstrip() for line in lines), " " * (digits + 1) + timeline_summary(timeline)])
 
 
-def summary(timeline: Timeline, time: Time = "{:g}".format) -> str:
+def timeline_summary(timeline: Timeline, time: Time = "{:g}".format) -> str:
     """Return one line with makespan, span, bubble and the peak of each rank."""
     held = ", ".join(f"{n:g}" for n in timeline.peaks())
     spans = f"makespan {time(timeline.makespan)}, span {time(timeline.span)}"
     return f"{spans}, bubble {100 * timeline.bubble:.1f} %; holds {held}"
 
 
-def _line(row: tuple[Timed, ...], scale: float, colour: bool) -> str:
+def _line(row: tuple[TimedAction, ...], scale: float, colour: bool) -> str:
     cells: list[str] = []
     column = 0
     for timed in row:
@@ -79,14 +79,14 @@ def _label(action: Action) -> str:
     return "&".join(f"{a.kind}{'' if a.microbatch == NOTHING else a.microbatch}" for a in action.atoms)
 
 
-def svg(timeline: Timeline, time: Time = "{:g}".format) -> str:
+def timeline_svg(timeline: Timeline, time: Time = "{:g}".format) -> str:
     """Return the timeline as an SVG picture: one row per rank, later chunks of a rank paler, a tooltip for each action.
 
     `time` formats a time.
     """
     height = _ROW * len(timeline.rows) + 42
     scale = (_WIDTH - _LABEL - 8) / (timeline.makespan or 1.0)
-    title = f"{timeline.schedule.name}: {summary(timeline, time)}"
+    title = f"{timeline.schedule.name}: {timeline_summary(timeline, time)}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif"'
         f' font-size="11" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>'
@@ -117,7 +117,7 @@ def _key(timeline: Timeline, y: float) -> Iterator[str]:
         yield f'<text x="{x:g}" y="{y:g}">(pale: later chunks of a rank)</text>'
 
 
-def _boxes(timeline: Timeline, rank: int, timed: Timed, scale: float, time: Time) -> Iterator[str]:
+def _boxes(timeline: Timeline, rank: int, timed: TimedAction, scale: float, time: Time) -> Iterator[str]:
     """Yield a box for an action; actions that run side by side share its height."""
     atoms = list(timed.action.atoms)
     x, wide = _LABEL + timed.start * scale, (timed.end - timed.start) * scale
@@ -146,7 +146,7 @@ def _chunks(timeline: Timeline, rank: int, way: Sequence[int]) -> list[int]:
     return [c for c, owner in enumerate(way) if owner == rank]
 
 
-def trace(timeline: Timeline, seconds: float = 1.0) -> str:
+def perfetto_trace(timeline: Timeline, seconds: float = 1.0) -> str:
     """Return the timeline as a trace for ui.perfetto.dev; `seconds` is the length of its unit of time."""
     us = 1e6 * seconds
     found = [

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..table.action import COMPUTES, RECEIVES, SENDS, Action, Kind
-from ..table.execution_order import Event, events, needs, walked
-from ..table.peak_memory import Memory, at, peaks
+from ..table.action import COMPUTES, RECEIVES, SENDS, Action, ActionKind
+from ..table.execution_order import Event, events, feasible_order, needs
+from ..table.peak_memory import Memory, chunk_value, peaks
 from ..table.schedule import Schedule
 
 
@@ -36,21 +36,21 @@ class Times:
         """Return the seconds of one action (one atom), without overhead."""
         c = action.chunk
         match action.kind:
-            case Kind.FORWARD:
-                return at(self.forward, c)
-            case Kind.BACKWARD_INPUT:
-                return at(self.backward, c)
-            case Kind.BACKWARD_WEIGHT:
-                return at(self.weight, c)
-            case Kind.BACKWARD:
-                return at(self.backward, c) + at(self.weight, c)
-            case Kind.RECOMPUTE:
-                return at(self.forward if self.recompute is None else self.recompute, c)
-            case Kind.GATHER:
-                return at(self.gather, c)
-            case Kind.SCATTER:
-                return at(self.scatter, c)
-            case Kind.OPTIMIZER:
+            case ActionKind.FORWARD:
+                return chunk_value(self.forward, c)
+            case ActionKind.BACKWARD_INPUT:
+                return chunk_value(self.backward, c)
+            case ActionKind.BACKWARD_WEIGHT:
+                return chunk_value(self.weight, c)
+            case ActionKind.BACKWARD:
+                return chunk_value(self.backward, c) + chunk_value(self.weight, c)
+            case ActionKind.RECOMPUTE:
+                return chunk_value(self.forward if self.recompute is None else self.recompute, c)
+            case ActionKind.GATHER:
+                return chunk_value(self.gather, c)
+            case ActionKind.SCATTER:
+                return chunk_value(self.scatter, c)
+            case ActionKind.OPTIMIZER:
                 return self.optimizer
             case _:
                 return 0.0
@@ -63,14 +63,14 @@ class Times:
 
     def of_chunk(self, chunk: int) -> tuple[float, float, float]:
         """Return the seconds of a chunk's F, B and W."""
-        return at(self.forward, chunk), at(self.backward, chunk), at(self.weight, chunk)
+        return chunk_value(self.forward, chunk), chunk_value(self.backward, chunk), chunk_value(self.weight, chunk)
 
     def message(self, source: int, target: int) -> float:
         """Return the seconds of a message between two chunks."""
-        return at(self.transfer, min(source, target))
+        return chunk_value(self.transfer, min(source, target))
 
 
-class Timed(NamedTuple):
+class TimedAction(NamedTuple):
     """An action with its start and its end."""
 
     action: Action
@@ -84,7 +84,7 @@ class Timeline:
 
     schedule: Schedule
     times: Times
-    rows: tuple[tuple[Timed, ...], ...]
+    rows: tuple[tuple[TimedAction, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
@@ -122,16 +122,16 @@ class Timeline:
         return peaks(self.schedule, memory)
 
 
-def simulate(schedule: Schedule, times: Times | None = None) -> Timeline:
+def simulate_schedule(schedule: Schedule, times: Times | None = None) -> Timeline:
     """Start each action as early as its rank and its inputs allow. Raises ScheduleError if ranks deadlock.
 
     >>> from meshwright.pipeline import one_f_one_b
-    >>> simulate(one_f_one_b(4, 8)).makespan
+    >>> simulate_schedule(one_f_one_b(4, 8)).makespan
     33.0
     """
     clock = Clock(schedule, times or Times())
-    rows: list[list[Timed]] = [[] for _ in range(schedule.ranks)]
-    for rank, action in walked(schedule):
+    rows: list[list[TimedAction]] = [[] for _ in range(schedule.ranks)]
+    for rank, action in feasible_order(schedule):
         rows[rank].append(clock.run(rank, action))
     return Timeline(schedule, clock.times, tuple(map(tuple, rows)))
 
@@ -155,14 +155,14 @@ class Clock:
                 start = max(start, self._ended[event] + (self.times.message(*hop) if hop else 0.0))
         return start
 
-    def run(self, rank: int, action: Action) -> Timed:
+    def run(self, rank: int, action: Action) -> TimedAction:
         """Run the action at its earliest start."""
         start = self.start(rank, action)
         assert start is not None
         end = self.free[rank] = start + self.times.length(action)
         for event in (e for atom in action.atoms for e in events(atom)):
             self._ended[event] = end
-        return Timed(action, start, end)
+        return TimedAction(action, start, end)
 
 
 def crossed(schedule: Schedule, event: Event, atom: Action, rank: int) -> tuple[int, int] | None:

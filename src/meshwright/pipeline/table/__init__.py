@@ -7,5 +7,5 @@ execution_order   Walk: a feasible order of all actions, or the actions at which
 transfers         tables with messages added, and tables without the split of the backward pass
 weight_versions   updates of asynchronous schedules, and the versions of the weights that each action uses
 peak_memory       peaks: memory of a rank along its row
-checker           check: completeness, order, deadlock, weight versions and memory of a table
+checker           check_schedule: completeness, order, deadlock, weight versions and memory of a table
 """

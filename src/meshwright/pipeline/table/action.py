@@ -21,7 +21,7 @@ from typing import NamedTuple
 from .._errors import ScheduleError
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """Kind of an action; the value is its letter in the text form."""
 
     FORWARD = "F"
@@ -38,10 +38,18 @@ class Kind(StrEnum):
     OPTIMIZER = "O"
 
 
-SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+SENDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
+RECEIVES = frozenset({ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD})
 TRANSFERS = SENDS | RECEIVES
-COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+COMPUTES = frozenset(
+    {
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD,
+        ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT,
+        ActionKind.RECOMPUTE,
+    }
+)
 NOTHING = -1
 """Microbatch of an action that concerns all microbatches, and chunk of an action that concerns the whole rank."""
 
@@ -53,7 +61,7 @@ class Action(NamedTuple):
     runs at the same time.
     """
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int = NOTHING
     chunk: int = NOTHING
     to: int = NOTHING
@@ -72,7 +80,7 @@ class Action(NamedTuple):
         """The chunk at the other end of a message."""
         if self.to != NOTHING:
             return self.to
-        return self.chunk + (1 if self.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD) else -1)
+        return self.chunk + (1 if self.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD) else -1)
 
     def __str__(self) -> str:
         return "&".join(map(_text, self.atoms))
@@ -115,7 +123,7 @@ def _parsed(text: str) -> Action:
             f"an action {text!r}", "no such action", "a table consists of actions in this notation",
             "write F0.1, BW0.1, B0.1, W0.1, R0.1, >F0.1, <F0.1, >B0.1, <B0.1, G.1, S.1 or O",
         )  # fmt: skip
-    kind = Kind(found[1])
+    kind = ActionKind(found[1])
     microbatch, chunk, to = (NOTHING if n is None else int(n) for n in found.groups()[1:])
     if kind in _NEEDS_MICROBATCH and microbatch == NOTHING:
         raise ScheduleError(

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from .._errors import ScheduleError
-from .action import COMPUTES, RECEIVES, TRANSFERS, Action, Kind
-from .execution_order import Channel, Event, events, message_ranks, walked
+from .action import COMPUTES, RECEIVES, TRANSFERS, Action, ActionKind
+from .execution_order import Channel, Event, events, feasible_order, message_ranks
 from .peak_memory import Memory, peaks
 from .schedule import Schedule
-from .weight_versions import groups, is_stale, versions_used
+from .weight_versions import is_asynchronous, update_groups, versions_used
 
 
-def check(
+def check_schedule(
     schedule: Schedule,
     channel: Channel = Channel.BUFFERED,
     *,
@@ -38,7 +38,7 @@ def check(
     _check_actions(schedule)
     _check_complete(schedule)
     _check_messages(schedule)
-    for _ in walked(schedule, channel):
+    for _ in feasible_order(schedule, channel):
         pass
     _check_updates(schedule, stale)
     found = peaks(schedule, memory)
@@ -85,7 +85,7 @@ def _check_ways(schedule: Schedule) -> None:
 def _check_actions(schedule: Schedule) -> None:
     """Check that every action names an existing microbatch and chunk, on the rank that runs the chunk."""
     for rank, atom in schedule.atoms():
-        if atom.kind is Kind.OPTIMIZER:
+        if atom.kind is ActionKind.OPTIMIZER:
             continue
         ends = (atom.chunk, atom.other_end) if atom.kind in TRANSFERS else (atom.chunk,)
         in_range = all(0 <= c < schedule.chunks for c in ends)
@@ -114,7 +114,13 @@ def _check_rank(schedule: Schedule, rank: int, atom: Action) -> None:
         )  # fmt: skip
 
 
-_RUN = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
+_RUN = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+    ActionKind.RECOMPUTE,
+)
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -156,11 +162,11 @@ def _messages(schedule: Schedule) -> Iterator[Event]:
     for m in range(schedule.microbatches):
         for e in schedule.all_edges:
             if schedule.rank_of(m, e.source) != schedule.rank_of(m, e.target):
-                yield Event(Kind.SEND_FORWARD, m, e.source, e.target)
-                yield Event(Kind.RECEIVE_FORWARD, m, e.source, e.target)
+                yield Event(ActionKind.SEND_FORWARD, m, e.source, e.target)
+                yield Event(ActionKind.RECEIVE_FORWARD, m, e.source, e.target)
                 if e.gradient:
-                    yield Event(Kind.SEND_BACKWARD, m, e.target, e.source)
-                    yield Event(Kind.RECEIVE_BACKWARD, m, e.target, e.source)
+                    yield Event(ActionKind.SEND_BACKWARD, m, e.target, e.source)
+                    yield Event(ActionKind.RECEIVE_BACKWARD, m, e.target, e.source)
 
 
 def _check_updates(schedule: Schedule, stale: bool) -> None:
@@ -170,23 +176,23 @@ def _check_updates(schedule: Schedule, stale: bool) -> None:
     """
     for rank, row in enumerate(schedule.rows):
         kinds = [(atom.kind, atom) for action in row for atom in action.atoms]
-        updates = [n for n, (kind, _) in enumerate(kinds) if kind is Kind.OPTIMIZER]
+        updates = [n for n, (kind, _) in enumerate(kinds) if kind is ActionKind.OPTIMIZER]
         last = max((n for n, (kind, _) in enumerate(kinds) if kind in COMPUTES), default=-1)
         if updates and (updates[0] < last or schedule.versions) and not stale:
             raise _wrong(
                 schedule, f"{kinds[updates[0]][1]} on rank {rank}, before {kinds[last][1]}",
                 "updates with microbatches in flight change what the optimizer means",
-                "move O to the end of the row; or call check(schedule, stale=True) to allow it",
+                "move O to the end of the row; or call check_schedule(schedule, stale=True) to allow it",
             )  # fmt: skip
         _check_gathers(schedule, rank, [atom for _, atom in kinds])
-    if stale and is_stale(schedule):
+    if stale and is_asynchronous(schedule):
         _check_groups(schedule)
         _check_versions(schedule)
 
 
 def _check_groups(schedule: Schedule) -> None:
     """Check that all updates take equally many microbatches, the same on all ranks, and that none is left out."""
-    found = groups(schedule)
+    found = update_groups(schedule)
     at, first = next(iter(found.items()))
     other = next((place for place, taken in found.items() if taken != first), at)
     if other != at or len({len(group) for group in first[:-1]}) != 1 or first[-1]:
@@ -207,7 +213,7 @@ def _check_versions(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.rows):
         made = 0
         for atom, version in versions_used(schedule, row):
-            made += atom.kind is Kind.OPTIMIZER
+            made += atom.kind is ActionKind.OPTIMIZER
             if not 0 <= version <= made:
                 raise _wrong(
                     schedule, f"{atom} on rank {rank} with weights of {version} updates",
@@ -218,15 +224,15 @@ def _check_versions(schedule: Schedule) -> None:
 
 def _check_gathers(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> None:
     """Check that gathered parameters are gathered before their first use, and gradients scattered after a BW or W."""
-    gathered = {a.chunk for a in atoms if a.kind is Kind.GATHER}
-    seen: set[tuple[Kind, int]] = set()
+    gathered = {a.chunk for a in atoms if a.kind is ActionKind.GATHER}
+    seen: set[tuple[ActionKind, int]] = set()
     for atom in atoms:
-        late = atom.kind in COMPUTES and atom.chunk in gathered and (Kind.GATHER, atom.chunk) not in seen
+        late = atom.kind in COMPUTES and atom.chunk in gathered and (ActionKind.GATHER, atom.chunk) not in seen
         early = (
-            atom.kind is Kind.SCATTER
+            atom.kind is ActionKind.SCATTER
             and not {
-                (Kind.BACKWARD, atom.chunk),
-                (Kind.BACKWARD_WEIGHT, atom.chunk),
+                (ActionKind.BACKWARD, atom.chunk),
+                (ActionKind.BACKWARD_WEIGHT, atom.chunk),
             }
             & seen
         )
@@ -263,7 +269,7 @@ def channels(schedule: Schedule) -> dict[Channel, bool]:
 
 def _runs(schedule: Schedule, channel: Channel) -> bool:
     try:
-        for _ in walked(schedule, channel):
+        for _ in feasible_order(schedule, channel):
             pass
     except ScheduleError:
         return False

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from .._errors import ScheduleError
-from .action import NOTHING, RECEIVES, SENDS, TRANSFERS, Action, Kind
+from .action import NOTHING, RECEIVES, SENDS, TRANSFERS, Action, ActionKind
 from .schedule import Schedule
 
 
@@ -31,25 +31,25 @@ class Channel(StrEnum):
 class Event(NamedTuple):
     """An event in a table: a chunk's output, input gradient or weight gradient is computed, or a message passed."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int
     to: int = NOTHING
 
 
 _GIVES = {
-    Kind.FORWARD: (Kind.FORWARD,),
-    Kind.BACKWARD: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
-    Kind.BACKWARD_INPUT: (Kind.BACKWARD_INPUT,),
-    Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_WEIGHT,),
-    Kind.RECOMPUTE: (Kind.RECOMPUTE,),
+    ActionKind.FORWARD: (ActionKind.FORWARD,),
+    ActionKind.BACKWARD: (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT),
+    ActionKind.BACKWARD_INPUT: (ActionKind.BACKWARD_INPUT,),
+    ActionKind.BACKWARD_WEIGHT: (ActionKind.BACKWARD_WEIGHT,),
+    ActionKind.RECOMPUTE: (ActionKind.RECOMPUTE,),
 }
-_SENT = {Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD}
+_SENT = {ActionKind.RECEIVE_FORWARD: ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD: ActionKind.SEND_BACKWARD}
 _BEHIND = {
-    Kind.RECOMPUTE: Kind.FORWARD,
-    Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
-    Kind.SEND_FORWARD: Kind.FORWARD,
-    Kind.SEND_BACKWARD: Kind.BACKWARD_INPUT,
+    ActionKind.RECOMPUTE: ActionKind.FORWARD,
+    ActionKind.BACKWARD_WEIGHT: ActionKind.BACKWARD_INPUT,
+    ActionKind.SEND_FORWARD: ActionKind.FORWARD,
+    ActionKind.SEND_BACKWARD: ActionKind.BACKWARD_INPUT,
 }
 """Kinds that follow one other action of the same chunk and microbatch → the kind of that action."""
 
@@ -65,12 +65,12 @@ def events(action: Action) -> Iterator[Event]:
 def needs(schedule: Schedule, action: Action) -> Iterator[Event]:
     """Yield the events that must happen before `action` (one atom) begins; for a receive, that its message was sent."""
     kind, m, c = action.kind, action.microbatch, action.chunk
-    if kind is Kind.FORWARD:
+    if kind is ActionKind.FORWARD:
         for e in schedule.into[c]:
-            yield _arrival(schedule, Kind.RECEIVE_FORWARD, Kind.FORWARD, m, e.source, c)
+            yield _arrival(schedule, ActionKind.RECEIVE_FORWARD, ActionKind.FORWARD, m, e.source, c)
         if m % schedule.slices:
-            yield Event(Kind.FORWARD, m - 1, c)
-    elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            yield Event(ActionKind.FORWARD, m - 1, c)
+    elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
         yield from _needs_of_backward(schedule, m, c)
     elif kind in _BEHIND:
         yield Event(_BEHIND[kind], m, c)
@@ -79,15 +79,15 @@ def needs(schedule: Schedule, action: Action) -> Iterator[Event]:
 
 
 def _needs_of_backward(schedule: Schedule, m: int, c: int) -> Iterator[Event]:
-    yield Event(Kind.RECOMPUTE if (m, c) in schedule.recomputed else Kind.FORWARD, m, c)
+    yield Event(ActionKind.RECOMPUTE if (m, c) in schedule.recomputed else ActionKind.FORWARD, m, c)
     for e in schedule.out_of[c]:
         if e.gradient:
-            yield _arrival(schedule, Kind.RECEIVE_BACKWARD, Kind.BACKWARD_INPUT, m, e.target, c)
+            yield _arrival(schedule, ActionKind.RECEIVE_BACKWARD, ActionKind.BACKWARD_INPUT, m, e.target, c)
     if (m + 1) % schedule.slices:
-        yield Event(Kind.BACKWARD_INPUT, m + 1, c)
+        yield Event(ActionKind.BACKWARD_INPUT, m + 1, c)
 
 
-def _arrival(schedule: Schedule, received: Kind, made: Kind, m: int, source: int, target: int) -> Event:
+def _arrival(schedule: Schedule, received: ActionKind, made: ActionKind, m: int, source: int, target: int) -> Event:
     """Return the event after which `target` may read the output of `source`: a receive, if the table has receives."""
     crosses = schedule.rank_of(m, source) != schedule.rank_of(m, target)
     return Event(received, m, source, target) if crosses and schedule.has_transfers else Event(made, m, source)
@@ -99,7 +99,7 @@ def message_ranks(schedule: Schedule, action: Action) -> tuple[int, int]:
     return schedule.rank_of(m, action.chunk), schedule.rank_of(m, action.other_end)
 
 
-class Stuck(NamedTuple):
+class StuckRank(NamedTuple):
     """A rank that cannot continue: its next action, and the events that this action waits for."""
 
     rank: int
@@ -131,13 +131,13 @@ class Walk:
                     self._happened.add(event)
                     ready.extend(self._waiting.pop(event, ()))
 
-    def stuck(self) -> tuple[Stuck, ...]:
+    def stuck(self) -> tuple[StuckRank, ...]:
         """Return the ranks that did not reach the end of their rows; call it after iteration."""
-        found: list[Stuck] = []
+        found: list[StuckRank] = []
         for rank, row in enumerate(self.schedule.rows):
             if self.places[rank] < len(row):
                 action = row[self.places[rank]]
-                found.append(Stuck(rank, action, self._reason(rank, action)))
+                found.append(StuckRank(rank, action, self._reason(rank, action)))
         return tuple(found)
 
     def _begins(self, rank: int, action: Action, ready: deque[int]) -> bool:
@@ -214,7 +214,7 @@ def _told(event: Event) -> str:
     return str(_action(event)._replace(to=NOTHING))
 
 
-def walked(schedule: Schedule, channel: Channel = Channel.BUFFERED) -> Iterator[tuple[int, Action]]:
+def feasible_order(schedule: Schedule, channel: Channel = Channel.BUFFERED) -> Iterator[tuple[int, Action]]:
     """Yield every (rank, action) in a feasible order. Raises ScheduleError if ranks deadlock, naming their actions."""
     walk = Walk(schedule, channel)
     yield from walk

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import repeat
 
-from .action import Action, Kind
+from .action import Action, ActionKind
 from .schedule import Row, Schedule
-from .weight_versions import versions_held
+from .weight_versions import held_version_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +29,21 @@ class Memory:
     def change(self, schedule: Schedule, action: Action) -> float:
         """Return the change in bytes held after `action` (one atom)."""
         c = action.chunk
-        if action.kind is Kind.FORWARD:
-            return at(self.inputs if (action.microbatch, c) in schedule.recomputed else self.held, c)
-        if action.kind is Kind.RECOMPUTE:
-            return at(self.held, c) - at(self.inputs, c)
-        if action.kind is Kind.BACKWARD:
-            return -at(self.held, c)
-        if action.kind is Kind.BACKWARD_INPUT:
-            return self._kept(c) - at(self.held, c)
-        return -self._kept(c) if action.kind is Kind.BACKWARD_WEIGHT else 0.0
+        if action.kind is ActionKind.FORWARD:
+            return chunk_value(self.inputs if (action.microbatch, c) in schedule.recomputed else self.held, c)
+        if action.kind is ActionKind.RECOMPUTE:
+            return chunk_value(self.held, c) - chunk_value(self.inputs, c)
+        if action.kind is ActionKind.BACKWARD:
+            return -chunk_value(self.held, c)
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            return self._kept(c) - chunk_value(self.held, c)
+        return -self._kept(c) if action.kind is ActionKind.BACKWARD_WEIGHT else 0.0
 
     def _kept(self, chunk: int) -> float:
-        return at(self.held if self.kept is None else self.kept, chunk)
+        return chunk_value(self.held if self.kept is None else self.kept, chunk)
 
 
-def at(values: float | tuple[float, ...], index: int) -> float:
+def chunk_value(values: float | tuple[float, ...], index: int) -> float:
     """Return element `index` of a tuple, or the number itself if there is one for all elements."""
     return values[index] if isinstance(values, tuple) else values
 
@@ -66,12 +66,12 @@ def peaks(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]
 
 def _on(schedule: Schedule, rank: int, values: float | tuple[float, ...]) -> float:
     """Return the sum of the values of a rank's chunks."""
-    return sum(at(values, c) for way in schedule.ways for c, owner in enumerate(way) if owner == rank)
+    return sum(chunk_value(values, c) for way in schedule.ways for c, owner in enumerate(way) if owner == rank)
 
 
 def _peak(schedule: Schedule, row: Row, memory: Memory, weights: float) -> float:
     now = most = 0.0
-    older = (n - 1 for n in versions_held(schedule, row)) if weights else repeat(0)
+    older = (n - 1 for n in held_version_counts(schedule, row)) if weights else repeat(0)
     for action in row:
         changes = [(memory.change(schedule, atom), next(older) * weights) for atom in action.atoms]
         most = max(most, now + sum(c for c, _ in changes if c > 0) + max(versions for _, versions in changes))

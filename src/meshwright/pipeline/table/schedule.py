@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .action import TRANSFERS, Action, Kind
+from .action import TRANSFERS, Action, ActionKind
 
 Row = tuple[Action, ...]
 Way = tuple[int, ...]
@@ -121,11 +121,11 @@ class Schedule:
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
         """The (microbatch, chunk) whose forward runs once more before the backward."""
-        return frozenset((a.microbatch, a.chunk) for _, a in self.atoms() if a.kind is Kind.RECOMPUTE)
+        return frozenset((a.microbatch, a.chunk) for _, a in self.atoms() if a.kind is ActionKind.RECOMPUTE)
 
     def splits(self, rank: int) -> bool:
         """True if the rank computes the gradients of weights separately from those of inputs."""
-        return any(atom.kind is Kind.BACKWARD_WEIGHT for action in self.rows[rank] for atom in action.atoms)
+        return any(atom.kind is ActionKind.BACKWARD_WEIGHT for action in self.rows[rank] for atom in action.atoms)
 
     def atoms(self) -> Iterator[tuple[int, Action]]:
         """Yield every (rank, action) row by row; actions that run side by side are yielded separately."""

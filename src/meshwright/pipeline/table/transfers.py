@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .action import NOTHING, Action, Kind
+from .action import NOTHING, Action, ActionKind
 from .schedule import Schedule
 
 
@@ -34,34 +34,34 @@ def with_transfers(schedule: Schedule) -> Schedule:
 
 def _received(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
     for kind, m, c, *_ in action.atoms:
-        if kind is Kind.FORWARD:
+        if kind is ActionKind.FORWARD:
             for e in schedule.into[c]:
                 if schedule.rank_of(m, e.source) != rank:
-                    yield Action(Kind.RECEIVE_FORWARD, m, e.source, NOTHING if c == e.source + 1 else c)
-        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                    yield Action(ActionKind.RECEIVE_FORWARD, m, e.source, NOTHING if c == e.source + 1 else c)
+        elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
             for e in schedule.out_of[c]:
                 if e.gradient and schedule.rank_of(m, e.target) != rank:
-                    yield Action(Kind.RECEIVE_BACKWARD, m, e.target, NOTHING if c == e.target - 1 else c)
+                    yield Action(ActionKind.RECEIVE_BACKWARD, m, e.target, NOTHING if c == e.target - 1 else c)
 
 
 def _sent(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
     for kind, m, c, *_ in action.atoms:
-        if kind is Kind.FORWARD:
+        if kind is ActionKind.FORWARD:
             for e in schedule.out_of[c]:
                 if schedule.rank_of(m, e.target) != rank:
-                    yield Action(Kind.SEND_FORWARD, m, c, NOTHING if e.target == c + 1 else e.target)
-        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                    yield Action(ActionKind.SEND_FORWARD, m, c, NOTHING if e.target == c + 1 else e.target)
+        elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
             for e in schedule.into[c]:
                 if e.gradient and schedule.rank_of(m, e.source) != rank:
-                    yield Action(Kind.SEND_BACKWARD, m, c, NOTHING if e.source == c - 1 else e.source)
+                    yield Action(ActionKind.SEND_BACKWARD, m, c, NOTHING if e.source == c - 1 else e.source)
 
 
 def whole_backward(schedule: Schedule, name: str | None = None) -> Schedule:
     """Return the same order with each B as BW and no W, for a runtime that cannot split the backward."""
 
     def merged(action: Action) -> Iterator[Action]:
-        atoms = [a for a in action.atoms if a.kind is not Kind.BACKWARD_WEIGHT]
-        atoms = [a._replace(kind=Kind.BACKWARD) if a.kind is Kind.BACKWARD_INPUT else a for a in atoms]
+        atoms = [a for a in action.atoms if a.kind is not ActionKind.BACKWARD_WEIGHT]
+        atoms = [a._replace(kind=ActionKind.BACKWARD) if a.kind is ActionKind.BACKWARD_INPUT else a for a in atoms]
         beside: Action | None = None
         for atom in reversed(atoms):
             beside = atom._replace(beside=beside)

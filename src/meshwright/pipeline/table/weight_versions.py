@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from .action import COMPUTES, Action, Kind
+from .action import COMPUTES, Action, ActionKind
 from .schedule import Row, Schedule
 
 
-def is_stale(schedule: Schedule) -> bool:
+def is_asynchronous(schedule: Schedule) -> bool:
     """True if weights change while microbatches are in flight."""
     return bool(schedule.versions) or any(_updates_early(row) for row in schedule.rows)
 
 
 def _updates_early(row: Row) -> bool:
     kinds = [atom.kind for action in row for atom in action.atoms]
-    return any(kind in COMPUTES for kind in kinds[kinds.index(Kind.OPTIMIZER) :]) if Kind.OPTIMIZER in kinds else False
+    return (
+        any(kind in COMPUTES for kind in kinds[kinds.index(ActionKind.OPTIMIZER) :])
+        if ActionKind.OPTIMIZER in kinds
+        else False
+    )
 
 
 def updates(schedule: Schedule) -> int:
@@ -31,10 +35,10 @@ def updates(schedule: Schedule) -> int:
     (8, 2, 1)
     """
     kinds = [atom.kind for action in schedule.rows[0] for atom in action.atoms]
-    return kinds.count(Kind.OPTIMIZER) if is_stale(schedule) else 1
+    return kinds.count(ActionKind.OPTIMIZER) if is_asynchronous(schedule) else 1
 
 
-def groups(schedule: Schedule) -> Mapping[tuple[int, int], tuple[frozenset[int], ...]]:
+def update_groups(schedule: Schedule) -> Mapping[tuple[int, int], tuple[frozenset[int], ...]]:
     """Map each (rank, chunk) to the microbatches whose gradients each update takes.
 
     The last group belongs to no update.
@@ -47,9 +51,9 @@ def _groups(row: Row) -> Iterator[tuple[int, tuple[frozenset[int], ...]]]:
     for chunk in sorted({atom.chunk for atom in atoms if atom.kind in COMPUTES}):
         taken: list[set[int]] = [set()]
         for atom in atoms:
-            if atom.kind is Kind.OPTIMIZER:
+            if atom.kind is ActionKind.OPTIMIZER:
                 taken.append(set())
-            elif atom.chunk == chunk and atom.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            elif atom.chunk == chunk and atom.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 taken[-1].add(atom.microbatch)
         yield chunk, tuple(map(frozenset, taken))
 
@@ -64,19 +68,19 @@ def versions_used(schedule: Schedule, row: Row) -> Iterator[tuple[Action, int]]:
     used: dict[tuple[int, int], int] = {}
     for atom in (atom for action in row for atom in action.atoms):
         m, at = atom.microbatch, (atom.microbatch, atom.chunk)
-        if atom.kind is Kind.FORWARD:
+        if atom.kind is ActionKind.FORWARD:
             used[at] = schedule.versions[m] if schedule.versions else made
-        made += atom.kind is Kind.OPTIMIZER
+        made += atom.kind is ActionKind.OPTIMIZER
         yield atom, used.get(at, made)
 
 
-def versions_held(schedule: Schedule, row: Row) -> Iterator[int]:
+def held_version_counts(schedule: Schedule, row: Row) -> Iterator[int]:
     """Yield, after each action of a row, the number of versions held: the newest, and those that later actions use."""
     used = [*versions_used(schedule, row)]
     last = {version: n for n, (_, version) in enumerate(used)}
     made = 0
     for n, (atom, _) in enumerate(used):
-        made += atom.kind is Kind.OPTIMIZER
+        made += atom.kind is ActionKind.OPTIMIZER
         yield 1 + sum(version < made and at > n for version, at in last.items())
 
 
@@ -87,4 +91,4 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
     >>> weight_versions(pipedream(4, 8)), weight_versions(pipedream_2bw(4, 8)), weight_versions(one_f_one_b(4, 8))
     ((4, 3, 2, 1), (2, 2, 2, 2), (1, 1, 1, 1))
     """
-    return tuple(max(versions_held(schedule, row), default=1) for row in schedule.rows)
+    return tuple(max(held_version_counts(schedule, row), default=1) for row in schedule.rows)

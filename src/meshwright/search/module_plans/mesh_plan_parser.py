@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from meshwright.layout import LayoutError, MeshError, ProcessMesh, Spec, parse_spec
-from meshwright.pipeline import KNOWN as SCHEDULES
+from meshwright.pipeline import KNOWN_SCHEDULES as SCHEDULES
 from meshwright.tensor import Context
 
 from .._errors import SearchError

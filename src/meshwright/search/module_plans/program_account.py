@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.cost import Cluster
 from meshwright.graph import (
-    Carry,
+    Conversion,
     Input,
     LiveMemory,
     Node,
@@ -22,7 +22,7 @@ from meshwright.graph import (
     type_text,
     work_of,
 )
-from meshwright.pipeline import Schedule, Timeline, Times, simulate
+from meshwright.pipeline import Schedule, Timeline, Times, simulate_schedule
 
 from ..plan_data.account import Account, Communication, MemoryCurve, TensorLayout, pipeline_memory_curve
 from ..transformer_plans.communication import link_name
@@ -134,7 +134,7 @@ class _PricedProgram:
             return None
         forward, backward = (self._by_chunk(self.schedule, phase) for phase in ("forward", "backward"))
         half = tuple(b / 2 for b in backward)
-        return simulate(self.schedule, Times(forward, half, half))
+        return simulate_schedule(self.schedule, Times(forward, half, half))
 
     def _by_chunk(self, schedule: Schedule, phase: str) -> tuple[float, ...]:
         found = dict.fromkeys(self._own, 0.0)
@@ -203,8 +203,8 @@ class _PricedProgram:
             )  # fmt: skip
 
 
-def _communication_of(node: Node) -> Carry | None:
+def _communication_of(node: Node) -> Conversion | None:
     """Return the communication that a node carries out or starts, or None; the end of one costs nothing more."""
     if isinstance(node.op, Start):
         return node.op.carry
-    return node.op if isinstance(node.op, Carry) else None
+    return node.op if isinstance(node.op, Conversion) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.pipeline import Kind, Timeline
+from meshwright.pipeline import ActionKind, Timeline
 
 from .units import signed
 
@@ -108,7 +108,7 @@ def pipeline_memory_curve(name: str, timeline: Timeline, rank: int, base: float,
     return MemoryCurve(name, (*points.items(), (timeline.makespan, now)))
 
 
-ALIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
+ALIVE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.BACKWARD_WEIGHT: -1}
 """Change of the number of microbatches in flight: a forward begins one, the last of its gradients ends it."""
 
 

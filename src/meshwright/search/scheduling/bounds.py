@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 from math import ceil, inf
 
-from meshwright.pipeline import Action, Kind
+from meshwright.pipeline import Action, ActionKind
 
 from .problem import Problem
 
@@ -36,9 +36,9 @@ class Paths:
         self.problem = problem
         times, way = problem.times, problem.way
         n = len(way)
-        self.f = [times.of(Action(Kind.FORWARD, 0, c)) + times.overhead for c in range(n)]
-        self.w = [times.of(Action(Kind.BACKWARD_WEIGHT, 0, c)) for c in range(n)]
-        self.b = [times.of(Action(Kind.BACKWARD_INPUT, 0, c)) + times.overhead for c in range(n)]
+        self.f = [times.of(Action(ActionKind.FORWARD, 0, c)) + times.overhead for c in range(n)]
+        self.w = [times.of(Action(ActionKind.BACKWARD_WEIGHT, 0, c)) for c in range(n)]
+        self.b = [times.of(Action(ActionKind.BACKWARD_INPUT, 0, c)) + times.overhead for c in range(n)]
         if not problem.split:
             self.b = [b + w for b, w in zip(self.b, self.w, strict=True)]
             self.w = [0.0] * n

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshwright.pipeline import Schedule, check
+from meshwright.pipeline import Schedule, check_schedule
 
 from .._errors import SearchError
 from .bounds import lower_bound
@@ -63,7 +63,7 @@ def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> C
             schedule = solved.schedule
             value = problem.value(schedule)
         bound = min(solved.bound, value)
-    check(schedule, memory=problem.memory, capacity=problem.limits)
+    check_schedule(schedule, memory=problem.memory, capacity=problem.limits)
     return CertifiedSchedule(problem, schedule, value, bound, start.name, time.monotonic() - begin)
 
 

@@ -8,9 +8,10 @@ from math import inf
 
 from meshwright.pipeline import (
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     ScheduleError,
+    compacted,
     dualpipe_v,
     eager_one_f_one_b,
     gpipe,
@@ -20,7 +21,6 @@ from meshwright.pipeline import (
     looped,
     looped_bfs,
     one_f_one_b,
-    squeezed,
     v_half,
     v_min,
     whole_backward,
@@ -44,7 +44,7 @@ def hints(problem: Problem) -> Iterator[Schedule]:
 def squeezed_tables(problem: Problem, tables: Iterable[Schedule]) -> Iterator[Schedule]:
     """Yield the tables squeezed for the times and the memory of the problem, where it allows them."""
     for table in tables:
-        yield from filter(problem.allows, [squeezed(table, problem.times, problem.memory, problem.room)])
+        yield from filter(problem.allows, [compacted(table, problem.times, problem.memory, problem.room)])
 
 
 def known_tables(problem: Problem) -> Iterator[Schedule]:
@@ -90,8 +90,8 @@ def in_groups(problem: Problem, size: int) -> Schedule:
     for first in range(0, problem.microbatches, size):
         group = range(first, min(first + size, problem.microbatches))
         for c, rank in enumerate(problem.way):
-            rows[rank] += [Action(Kind.FORWARD, m, c) for m in group]
+            rows[rank] += [Action(ActionKind.FORWARD, m, c) for m in group]
         for c, rank in reversed(list(enumerate(problem.way))):
-            kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+            kinds = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
             rows[rank] += [Action(kind, m, c) for m in group for kind in kinds]
     return Schedule(f"groups of {size}", (problem.way,), problem.microbatches, tuple(map(tuple, rows)))

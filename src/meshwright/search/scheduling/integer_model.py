@@ -13,7 +13,7 @@ from itertools import chain, product
 from math import ceil, floor, gcd, inf, lcm
 from typing import NamedTuple
 
-from meshwright.pipeline import Action, Kind, Schedule, simulate
+from meshwright.pipeline import Action, ActionKind, Schedule, simulate_schedule
 
 from .bounds import Paths
 from .problem import Problem
@@ -66,8 +66,8 @@ class IntegerModel:
 
     def __init__(self, problem: Problem, start: Schedule) -> None:
         self.problem, self.start = problem, start
-        self.back = Kind.BACKWARD_INPUT if problem.split else Kind.BACKWARD
-        self.kinds = (Kind.FORWARD, self.back, *([Kind.BACKWARD_WEIGHT] if problem.split else []))
+        self.back = ActionKind.BACKWARD_INPUT if problem.split else ActionKind.BACKWARD
+        self.kinds = (ActionKind.FORWARD, self.back, *([ActionKind.BACKWARD_WEIGHT] if problem.split else []))
         chunks, microbatches = range(len(problem.way)), range(problem.microbatches)
         self.actions = [Action(kind, m, c) for c in chunks for m in microbatches for kind in self.kinds]
         self.number = {action: n for n, action in enumerate(self.actions)}
@@ -80,7 +80,7 @@ class IntegerModel:
     def _seconds(self, action: Action) -> float:
         """Return the seconds of an action; W costs no `overhead`, because B and W can be one action."""
         times = self.problem.times
-        return times.of(action) + (0.0 if action.kind is Kind.BACKWARD_WEIGHT else times.overhead)
+        return times.of(action) + (0.0 if action.kind is ActionKind.BACKWARD_WEIGHT else times.overhead)
 
     def lengths(self) -> list[int]:
         return [self.tick.down(self._seconds(a)) for a in self.actions]
@@ -97,13 +97,13 @@ class IntegerModel:
         kind, m, c = action.kind, action.microbatch, action.chunk
         if m:
             yield action._replace(microbatch=m - 1)
-        if kind is Kind.FORWARD:
+        if kind is ActionKind.FORWARD:
             if c:
                 yield Action(kind, m, c - 1)
-        elif kind is Kind.BACKWARD_WEIGHT:
+        elif kind is ActionKind.BACKWARD_WEIGHT:
             yield Action(self.back, m, c)
         else:
-            yield Action(Kind.FORWARD, m, c)
+            yield Action(ActionKind.FORWARD, m, c)
             if c + 1 < len(self.problem.way):
                 yield Action(kind, m, c + 1)
 
@@ -116,7 +116,7 @@ class IntegerModel:
         rows: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in self.limits()}
         for a in self.actions:
             rank = self.problem.way[a.chunk]
-            if a.kind is Kind.FORWARD and rank in rows:
+            if a.kind is ActionKind.FORWARD and rank in rows:
                 rows[rank] += [row for row in self._held(a) if row[2] > 0]
         return rows
 
@@ -125,7 +125,7 @@ class IntegerModel:
         f, b = self.number[forward], self.number[forward._replace(kind=self.back)]
         yield f, b, held - min(held, kept)
         if self.problem.split:
-            w = self.number[forward._replace(kind=Kind.BACKWARD_WEIGHT)]
+            w = self.number[forward._replace(kind=ActionKind.BACKWARD_WEIGHT)]
             yield f, w, min(held, kept)
             yield b, w, kept - held
 
@@ -141,7 +141,7 @@ class IntegerModel:
             own = [c for c, r in enumerate(self.problem.way) if r == rank]
             few = len(self.actions) * self._at_once(own, limit) ** 2 <= MOST_CHOICES
             for c, m in product(own, range(self.problem.microbatches)):
-                forward = Action(Kind.FORWARD, m, c)
+                forward = Action(ActionKind.FORWARD, m, c)
                 together = (self._beside(forward, d, limit) for d in own if d != c and few)
                 for choice in chain(self._alone(forward, limit), *together):
                     yield [(self.number[a], self.number[b]) for a, b in choice]
@@ -164,7 +164,7 @@ class IntegerModel:
                 return
             weights = -(-short // kept) if kept else ended + 1
             makes_room = [Action(self.back, ended, c)] if ended < m else []
-            makes_room += [Action(Kind.BACKWARD_WEIGHT, weights - 1, c)] if weights <= ended else []
+            makes_room += [Action(ActionKind.BACKWARD_WEIGHT, weights - 1, c)] if weights <= ended else []
             yield [(a, forward) for a in makes_room]
 
     def _beside(self, forward: Action, other: int, limit: int) -> Iterator[list[tuple[Action, Action]]]:
@@ -180,7 +180,7 @@ class IntegerModel:
         most = min(self.problem.microbatches, m + limit // held_other)
         for begun in range(m + 1, most + 1) if other < c else range(max(1, m + 1 - limit // held), m + 1):
             sure = other < c and begun == m + 1
-            unless = [] if sure else [(forward, Action(Kind.FORWARD, begun - 1, other))]
+            unless = [] if sure else [(forward, Action(ActionKind.FORWARD, begun - 1, other))]
             for ended in range(_ended(m, held, limit), m + 1):
                 short = (m + 1 - ended) * held + begun * held_other - limit
                 if short <= 0:
@@ -194,7 +194,7 @@ class IntegerModel:
         """Yield pairs of actions for the objective: the last one of each rank and, for the span, its first one."""
         last = Action(self.kinds[-1], self.problem.microbatches - 1)
         for c, rank in enumerate(self.problem.way):
-            first = self.number[Action(Kind.FORWARD, 0, self.problem.way.index(rank))]
+            first = self.number[Action(ActionKind.FORWARD, 0, self.problem.way.index(rank))]
             yield first if self.problem.objective == "span" else None, self.number[last._replace(chunk=c)]
 
     def fixed(self) -> Iterator[tuple[int, int]]:
@@ -203,17 +203,19 @@ class IntegerModel:
         for c, rank in enumerate(way):
             if rank in way[:c]:
                 return
-            yield self.number[Action(Kind.FORWARD, 0, c)], self.tick.down(head[c])
+            yield self.number[Action(ActionKind.FORWARD, 0, c)], self.tick.down(head[c])
 
     def hint(self) -> list[int]:
         """Return the start of each action in the schedule to start from."""
         at: dict[Action, float] = {}
-        for action, begin, _ in (timed for row in simulate(self.start, self.problem.times).rows for timed in row):
+        for action, begin, _ in (
+            timed for row in simulate_schedule(self.start, self.problem.times).rows for timed in row
+        ):
             at[action] = begin
-            if self.problem.split and action.kind is Kind.BACKWARD:
-                backward = action._replace(kind=Kind.BACKWARD_INPUT)
+            if self.problem.split and action.kind is ActionKind.BACKWARD:
+                backward = action._replace(kind=ActionKind.BACKWARD_INPUT)
                 at[backward] = begin
-                at[backward._replace(kind=Kind.BACKWARD_WEIGHT)] = begin + self._seconds(backward)
+                at[backward._replace(kind=ActionKind.BACKWARD_WEIGHT)] = begin + self._seconds(backward)
         return [self.tick.down(at[a]) for a in self.actions]
 
     def most(self) -> int:

@@ -7,13 +7,13 @@ from functools import cached_property
 from math import inf
 from typing import Literal
 
-from meshwright.pipeline import Action, Kind, Memory, Schedule, Times, peaks, simulate
+from meshwright.pipeline import Action, ActionKind, Memory, Schedule, Times, peaks, simulate_schedule
 
 from .._errors import SearchError
 
 Objective = Literal["makespan", "span"]
-SPLIT = frozenset({Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.BACKWARD})
-WHOLE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+SPLIT = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD})
+WHOLE = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ class Problem:
 
     def held(self, chunk: int) -> float:
         """Return the amount that one microbatch takes on the rank of a chunk, from its forward on."""
-        return self.memory.change(self._empty, Action(Kind.FORWARD, 0, chunk))
+        return self.memory.change(self._empty, Action(ActionKind.FORWARD, 0, chunk))
 
     def kept(self, chunk: int) -> float:
         """Return the part of `held` that stays from B to W; 0 if the backward pass is not split."""
-        return -self.memory.change(self._empty, Action(Kind.BACKWARD_WEIGHT, 0, chunk)) if self.split else 0.0
+        return -self.memory.change(self._empty, Action(ActionKind.BACKWARD_WEIGHT, 0, chunk)) if self.split else 0.0
 
     def value(self, schedule: Schedule) -> float:
         """Return the makespan or the span of a schedule."""
-        line = simulate(schedule, self.times)
+        line = simulate_schedule(schedule, self.times)
         return line.makespan if self.objective == "makespan" else line.span
 
     def allows(self, schedule: Schedule) -> bool:
@@ -90,7 +90,7 @@ class Problem:
         known = SPLIT if self.split else WHOLE
         if any(action.beside or action.kind not in known for row in schedule.rows for action in row):
             return False
-        forwards = [(a.chunk, a.microbatch) for row in schedule.rows for a in row if a.kind is Kind.FORWARD]
+        forwards = [(a.chunk, a.microbatch) for row in schedule.rows for a in row if a.kind is ActionKind.FORWARD]
         if sorted(forwards, key=lambda f: f[0]) != sorted(forwards):
             return False
         return all(held <= limit for held, limit in zip(peaks(schedule, self.memory), self.limits, strict=True))

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.graph import Node, Operator, Program, Value, is_drawing, looked_at
+from meshwright.graph import Node, Operator, Program, Value, alias_pairs, is_random_call
 from meshwright.layout import hint
-from meshwright.spmd import Bound, Call, Choice
+from meshwright.spmd import BoundRule, Call, Choice
 
 from .forms import AXIS, PENDING, VARYING, WHOLE, AxisForm
 from .operator_options import call_of, choices, form_of, needs_of, tensors_of
@@ -124,7 +124,7 @@ class _Followed:
         if _name(node) == "aten::dropout":
             self.draws = self.draws or bool(node.args[2])
             return have
-        self.draws = self.draws or is_drawing(node)
+        self.draws = self.draws or is_random_call(node)
         if _name(node) in FRESH:
             return [ROWS if v.shape and hint(v.shape[0]) == self.rows else WHOLE for v in node.outs]
         call, made = call_of(node), tensors_of(node.outs)
@@ -150,7 +150,7 @@ class _Followed:
             for v, form in wanted.items()
         )
 
-    def _has_form(self, bound: Bound, choice: Choice) -> bool:
+    def _has_form(self, bound: BoundRule, choice: Choice) -> bool:
         """True if a function carries out the choice, which may do anything."""
         return choice.factor is not None and bound.names[choice.factor] in bound.rule.forms
 
@@ -175,7 +175,7 @@ class _Followed:
     def _leaf(self, v: Value) -> int | None:
         """Return the index of the leaf of a batch that a value is a view of, or None."""
         while (node := self.program.producers.get(v)) is not None:
-            seen = [x for made, x in looked_at(node) if made is v]
+            seen = [x for made, x in alias_pairs(node) if made is v]
             if len(seen) != 1:
                 return None
             (v,) = seen

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.graph import Node, Program, ReadBack, Value, looked_at
+from meshwright.graph import BackwardReads, Node, Program, Value, alias_pairs
 from meshwright.layout import hint
 from meshwright.passes import Bucket
 
@@ -215,7 +215,7 @@ class MemoryModel:
     @cached_property
     def late(self) -> set[Value]:
         """Results whose memory the backward pass reads, or that are inputs of recomputed layers."""
-        views = {v: x for node in self.program.nodes for v, x in looked_at(node)}
+        views = {v: x for node in self.program.nodes for v, x in alias_pairs(node)}
         found, made = set[Value](), {v for node in self.program.nodes for v in node.outs}
         for v in self._read():
             root = v
@@ -233,7 +233,7 @@ class MemoryModel:
                 yield from (v for v in ins if v not in self.dropped.values)
 
     @cached_property
-    def reads(self) -> Mapping[Node, ReadBack]:
+    def reads(self) -> Mapping[Node, BackwardReads]:
         """Values that each operator's backward pass reads."""
         return self.program.reads_back
 

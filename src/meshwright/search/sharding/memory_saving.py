@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.graph import Node, Program, Value, asserts, is_drawing, looked_at, writes_to
+from meshwright.graph import Node, Program, Value, alias_pairs, is_assertion, is_random_call, writes_to
 from meshwright.passes import layer_of
 
 from ..plan_data.plan import quoted
@@ -104,7 +104,7 @@ class RecomputedValues:
 
     def layer(self, node: Node) -> str | None:
         """Return the recomputed layer of a node that runs again, or None."""
-        if not self.saving.recompute or is_drawing(node) or writes_to(node.op) or asserts(node.op):
+        if not self.saving.recompute or is_random_call(node) or writes_to(node.op) or is_assertion(node.op):
             return None
         return layer_of(node.origin.layer, self.saving.recompute)
 
@@ -117,7 +117,7 @@ class RecomputedValues:
         held = set(self.program.results)
         inside = {v: layer for v, layer in made.items() if v not in held and self._is_read_inside(v, layer)}
         for node in reversed(self.program.nodes):  # a value is kept if a view of it is kept
-            for v, x in looked_at(node):
+            for v, x in alias_pairs(node):
                 if x in inside and v not in inside:
                     del inside[x]
         return inside

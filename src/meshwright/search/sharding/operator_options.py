@@ -11,17 +11,17 @@ import torch
 from meshwright.graph import Node, Operator, Value, map_values
 from meshwright.layout import hint
 from meshwright.spmd import (
-    REPEATED,
-    Bound,
+    REPLICATED,
+    AxisState,
+    BoundRule,
     Call,
     Choice,
-    Held,
     RuleError,
-    cut_choices,
-    describe_passing,
-    dim_of,
-    lets_terms_pass,
-    term_choices,
+    allows_pending_sums,
+    describe_for_propagation,
+    factor_choices,
+    layout_dim,
+    pending_sum_choices,
 )
 
 from .forms import AXIS, PENDING, VARYING, WHOLE, AxisForm
@@ -50,7 +50,7 @@ def call_of(node: Node) -> Call | None:
         return None
     args, kwargs = map_values(_rule_operand, (node.args, dict(node.kwargs)))
     try:
-        call = describe_passing(node.op, args, kwargs)
+        call = describe_for_propagation(node.op, args, kwargs)
     except RuleError:
         return None
     return None if call is None or call.mutated else call
@@ -63,20 +63,22 @@ def _rule_operand(v: Value) -> Any:
     return torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta")
 
 
-def choices(bound: Bound, ranks: int) -> Iterator[Choice]:
+def choices(bound: BoundRule, ranks: int) -> Iterator[Choice]:
     """Yield all options that a rule allows on so many ranks, with even parts."""
     for factor, size in enumerate(bound.sizes):
         if hint(size) % ranks == 0 and hint(size) > 1:
-            yield from (c for c in cut_choices(bound, factor) if lets_terms_pass(bound, c, c.ins))
-    yield from (c for c in term_choices(bound, (REPEATED,) * len(bound.ins)) if lets_terms_pass(bound, c, c.ins))
+            yield from (c for c in factor_choices(bound, factor) if allows_pending_sums(bound, c, c.ins))
+    yield from (
+        c for c in pending_sum_choices(bound, (REPLICATED,) * len(bound.ins)) if allows_pending_sums(bound, c, c.ins)
+    )
 
 
 def needs_of(
-    bound: Bound, choice: Choice, operands: Sequence[Value | None], ranks: int
+    bound: BoundRule, choice: Choice, operands: Sequence[Value | None], ranks: int
 ) -> dict[Value, AxisForm] | None:
     """Return the form that a choice needs of each operand; None if it needs one operand in two forms."""
     needs: dict[Value, AxisForm] = {}
-    varies = any(need != REPEATED for need in choice.ins)
+    varies = any(need != REPLICATED for need in choice.ins)
     for v, held, dims in zip(operands, choice.ins, bound.ins, strict=True):
         if v is None:
             continue
@@ -87,10 +89,10 @@ def needs_of(
     return needs
 
 
-def form_of(bound: Bound, held: Held, dims: tuple[tuple[int, ...], ...], ranks: int) -> AxisForm:
+def form_of(bound: BoundRule, held: AxisState, dims: tuple[tuple[int, ...], ...], ranks: int) -> AxisForm:
     if isinstance(held, str):
         return PENDING if held == "sum" else AxisForm(held)
     at = next((d for d, factors in enumerate(dims) if held in factors), None)
     if at is None:
         return WHOLE
-    return AxisForm("cut", at, dim_of(dims[at], {held: (AXIS,)}, bound, {AXIS: ranks}))
+    return AxisForm("cut", at, layout_dim(dims[at], {held: (AXIS,)}, bound, {AXIS: ranks}))

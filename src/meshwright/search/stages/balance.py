@@ -11,7 +11,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from meshwright.pipeline import Schedule, Timeline, simulate
+from meshwright.pipeline import Schedule, Timeline, simulate_schedule
 
 from .batched_step_time import BatchedStepTime, LayerSums
 from .chunk_starts import ChunkStarts
@@ -85,7 +85,7 @@ def balance(
     if best is None or best.seconds >= limit:
         return None
     costs = layers.chunks(best.starts)
-    return Balanced(best.starts, costs, simulate(best.table, costs.times(links)), links)
+    return Balanced(best.starts, costs, simulate_schedule(best.table, costs.times(links)), links)
 
 
 def fits(layers: LayerCosts, stages: int, microbatches: int, room: float, links: Links) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.pipeline import Runs, Times
+from meshwright.pipeline import BatchedSimulation, Times
 
 from .layer_costs import ONCE, LayerCosts, Links
 from .stage_starts import Starts
@@ -55,7 +55,7 @@ class BatchedStepTime:
     """One schedule table, for layers and a limit of `room` bytes per rank."""
 
     layers: LayerSums
-    runs: Runs
+    runs: BatchedSimulation
     room: float
 
     def best(self, starts: Iterable[Starts], count: int = 1) -> list[RatedStarts]:

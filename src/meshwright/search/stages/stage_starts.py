@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.pipeline import Kind, Schedule, peaks
+from meshwright.pipeline import ActionKind, Schedule, peaks
 
 from .layer_costs import ONCE, LayerCosts, Links
 
@@ -62,13 +62,13 @@ def _needs(layers: LayerCosts, table: Schedule, room: float, links: Links) -> It
     """Yield each stage's lower bound on the seconds of a step, by the layers at which it and the next one begin."""
     count, m, stages = len(layers.whole), table.microbatches, table.ranks
     forward, backward, weight = map(layers.summed, ("forward", "backward", "weight"))
-    if any(action.kind is Kind.BACKWARD for row in table.rows for action in row):
+    if any(action.kind is ActionKind.BACKWARD for row in table.rows for action in row):
         backward, weight = backward + weight, 0.0 * weight
     way = min((float(links.message(nbytes)) for nbytes in layers.sent[:-1]), default=0.0)
     once = links.once(*(_between(layers.summed(name)) for name in ONCE))
     nothing = np.tri(count + 1, dtype=bool)
     for stage, (row, alive) in enumerate(zip(table.rows, peaks(table), strict=True)):
-        warm = next(n for n, action in enumerate(row) if action.kind is not Kind.FORWARD)
+        warm = next(n for n, action in enumerate(row) if action.kind is not ActionKind.FORWARD)
         before, came_back = forward + stage * way, backward + stage * way
         back = forward[-1] + (stages - 1) * way + backward[-1] - backward + (stages - 1 - stage) * way
         own, own_back, own_weight = (_between(x) for x in (forward, backward, weight))

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from meshwright.cost import Cluster, Link
-from meshwright.pipeline import Timeline, simulate
+from meshwright.pipeline import Timeline, simulate_schedule
 
 from ..plan_data.account import Account, Communication, MemoryCurve, OtherPlan, pipeline_memory_curve, slower_parts
 from ..plan_data.plan import Plan
@@ -114,7 +114,7 @@ def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Softwa
     """Return the simulated step of the pipeline, or None if no table determines the predicted time."""
     if plan.pp == 1 or plan.zero == 3:
         return None
-    return simulate(table_of(plan), times_of(stages_of(model, plan, cluster, software), plan))
+    return simulate_schedule(table_of(plan), times_of(stages_of(model, plan, cluster, software), plan))
 
 
 def _why(

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.cost import Cluster, Habits, Numbers
-from meshwright.pipeline import Schedule, Times, known, simulate
+from meshwright.pipeline import Schedule, Times, schedule_by_name, simulate_schedule
 
 from ..plan_data.plan import Plan
 from .degrees import microbatches
@@ -38,7 +38,7 @@ def simulate_step(
     stages = stages_of(model, plan, cluster, software, habits)
     table = table_of(plan)
     others = sum(float(np.asarray(s)) for name, s in told.parts.items() if name != "microbatches")
-    return simulate(table, times_of(stages, plan)).makespan + others
+    return simulate_schedule(table, times_of(stages, plan)).makespan + others
 
 
 def has_short_table(plan: Plan) -> bool:
@@ -58,7 +58,7 @@ def table_of(plan: Plan) -> Schedule:
 @lru_cache(maxsize=32)
 def _table(schedule: str, ranks: int, count: int, chunks: int) -> Schedule:
     """Return the table, as one object for one name and shape: large tables take seconds to make."""
-    how = known(schedule)
+    how = schedule_by_name(schedule)
     return how.make(ranks, count, chunks) if how.takes else how.make(ranks, count)
 
 

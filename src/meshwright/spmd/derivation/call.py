@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from ..notation.rule import Rule
-from ..rules.rule_table import drawn_rule, find_rule
+from ..rules.rule_table import find_rule, random_operator_rule
 from ..torch_hooks import Operator, schema_of
-from .pending_sums import passing
-from .sharding_choices import Bound, bind
+from .pending_sums import pending_operands
+from .sharding_choices import BoundRule, bind
 
-Place = tuple[int | str, int | None]
+ArgumentPosition = tuple[int | str, int | None]
 """Place of an operand: position or name of the argument, and the index in the argument if it is a list."""
 
 
@@ -28,8 +28,8 @@ class Call:
     """
 
     rule: Rule
-    bound: Bound
-    places: tuple[Place | None, ...]
+    bound: BoundRule
+    places: tuple[ArgumentPosition | None, ...]
     mutated: tuple[int, ...]
 
     def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -55,7 +55,7 @@ def describe(
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else None for _, v in slots]
     numbers = [i for i, (_, v) in enumerate(slots) if isinstance(v, (int, float, complex)) and v != 0]
     scales = _scales(op, args, kwargs, [p for p, v in slots if isinstance(v, (int, float, complex))])
-    terms = passing(rule.equation, [v for _, v in slots], scales)
+    terms = pending_operands(rule.equation, [v for _, v in slots], scales)
     places = tuple(p if isinstance(v, Tensor) else None for p, v in slots)
     written = {a.name for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write}
     names = [a.name for a in schema_of(op).arguments]
@@ -66,22 +66,22 @@ def describe(
     return Call(bound.rule, bound, places, mutated)
 
 
-def describe_passing(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+def describe_for_propagation(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """Return the call for layout propagation; an operator that draws random numbers uses the rule of its replacement.
 
     Raises RuleError as `describe` does.
     """
-    return describe(op, args, kwargs) or describe(op, args, kwargs, drawn_rule(op, args, kwargs))
+    return describe(op, args, kwargs) or describe(op, args, kwargs, random_operator_rule(op, args, kwargs))
 
 
-def _at(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _at(place: ArgumentPosition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     key, index = place
     value = args[key] if isinstance(key, int) else kwargs[key]
     return value if index is None else value[index]
 
 
-def _written_in_place(bound: Bound) -> Bound:
-    """Return `bound` without second forms, which make new tensors. Factors that need a second form are whole."""
+def _written_in_place(bound: BoundRule) -> BoundRule:
+    """Return `bound` without local forms, which make new tensors. Factors that need a local form are whole."""
     if not bound.rule.forms:
         return bound
     formed = frozenset(at for at, name in enumerate(bound.names) if name in bound.rule.forms)
@@ -94,10 +94,10 @@ def _argument_name(key: int | str, names: Sequence[str]) -> str:
 
 def _slots(
     op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
-) -> Iterator[tuple[Place | None, Any]]:
+) -> Iterator[tuple[ArgumentPosition | None, Any]]:
     """Yield the first `count` operands of the call: tensor arguments in schema order, else plain numbers."""
-    found: list[tuple[Place | None, Any]] = []
-    scalars: list[tuple[Place | None, Any]] = []
+    found: list[tuple[ArgumentPosition | None, Any]] = []
+    scalars: list[tuple[ArgumentPosition | None, Any]] = []
     for at, argument in enumerate(schema_of(op).arguments):
         key: int | str = at if at < len(args) else argument.name
         value = args[at] if at < len(args) else kwargs.get(argument.name)
@@ -120,7 +120,7 @@ _NUMBERS = ("number", "Scalar", "Optional[number]", "Optional[Scalar]")
 
 
 def _scales(
-    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[Place | None]
+    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[ArgumentPosition | None]
 ) -> list[Any]:
     """Return the numbers of the call that are not operands of its rule: `alpha`, `beta`, `value`."""
     found: list[Any] = []
@@ -133,5 +133,5 @@ def _scales(
     return found
 
 
-def _before(a: Place | None, b: Place | None) -> bool:
+def _before(a: ArgumentPosition | None, b: ArgumentPosition | None) -> bool:
     return a is not None and b is not None and isinstance(a[0], int) and isinstance(b[0], int) and a[0] < b[0]

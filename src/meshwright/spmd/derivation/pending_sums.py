@@ -24,17 +24,17 @@ Number = (int, float, complex)
 
 
 @dataclass(frozen=True, slots=True)
-class Passing:
+class PendingOperands:
     """Indices of operands: `pending` may be pending sums, `fillable` may be a value on one rank and zeros on others."""
 
     pending: frozenset[int]
     fillable: frozenset[int]
 
 
-NONE = Passing(frozenset(), frozenset())
+NONE = PendingOperands(frozenset(), frozenset())
 
 
-def passing(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) -> Passing:
+def pending_operands(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) -> PendingOperands:
     """Return which operands of a call may be terms.
 
     `operands` are tensors, numbers, or None for an absent operand. `scales` are the call's other numbers, such as
@@ -45,19 +45,19 @@ def passing(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) 
     given = [x for i, x in enumerate(operands) if i not in linear]
     widened = _is_widened([operands[i] for i in linear], given, scales)
     if _is_integral([*operands, *scales]) and not any(isinstance(x, Number) for x in given):
-        return Passing(frozenset() if widened else everything, everything)
+        return PendingOperands(frozenset() if widened else everything, everything)
     if not all(_is_finite_scale(c) for c in scales) or not all(_keeps_zero(x) for x in given):
         return NONE
     others = {i: [operands[j] for j in product if j != i] for product in equation.products for i in product}
     fillable = frozenset(i for i, factors in others.items() if all(map(_is_finite, factors)))
     limit = min((largest_factor(x.dtype) for x in operands if isinstance(x, Tensor) and not _selects(x)), default=1.0)
     if not all(abs(c) <= limit for c in scales) or not all(_divides(x, limit) for x in given):
-        return Passing(frozenset(), fillable)
+        return PendingOperands(frozenset(), fillable)
     pending = frozenset(i for i in fillable if all(_keeps_terms(x, limit) for x in others[i]))
-    return Passing(frozenset(i for i in pending if not (widened and _wraps(operands[i]))), fillable)
+    return PendingOperands(frozenset(i for i in pending if not (widened and _wraps(operands[i]))), fillable)
 
 
-def keeps_terms(factor: float | complex, dtype: torch.dtype) -> bool:
+def is_exact_factor(factor: float | complex, dtype: torch.dtype) -> bool:
     """True if every term of a sum of this dtype may be multiplied with `factor`; a factor of 0 would lose signs."""
     return 0 < abs(factor) <= largest_factor(dtype)
 

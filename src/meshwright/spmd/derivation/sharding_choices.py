@@ -15,18 +15,18 @@ from meshwright.layout import Dim, Layout, Product
 from .._errors import RuleError
 from ..notation.equation import ELLIPSIS, NEW, DimTerm, Operand
 from ..notation.rule import Rule
-from .pending_sums import Passing
+from .pending_sums import PendingOperands
 
-REPEATED = -1
-ELSEWHERE = -2
+REPLICATED = -1
+OTHER_SHARDING = -2
 
-Held = int | str
-"""State of an operand along one axis: number of the factor that is sharded, REPEATED (replicated), ELSEWHERE (sharded,
-but along no factor), or the operation that joins its terms."""
+AxisState = int | str
+"""State of an operand along one axis: number of the factor that is sharded, REPLICATED, OTHER_SHARDING (sharded, but
+along no factor), or the operation that joins its terms."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundRule:
     """A rule bound to the shapes of a call: every dim of every operand is a list of numbered factors.
 
     `ins[i][d]` lists the factors of dim d of operand i, outermost first. It is empty for a dim of size one, unless the
@@ -64,8 +64,8 @@ class Choice:
     `factor` is the factor that is sharded, or None.
     """
 
-    ins: tuple[Held, ...]
-    outs: tuple[Held, ...]
+    ins: tuple[AxisState, ...]
+    outs: tuple[AxisState, ...]
     factor: int | None = None
 
 
@@ -73,9 +73,9 @@ def bind(
     rule: Rule,
     shapes: Sequence[tuple[int, ...] | None],
     numbers: Sequence[int] = (),
-    terms: Passing | None = None,
+    terms: PendingOperands | None = None,
     ones: bool = False,
-) -> Bound:
+) -> BoundRule:
     """Return `rule` bound to operands of these shapes; None is an absent operand or a plain number.
 
     `numbers` are the operands given as plain numbers. `terms` are the operands that may be pending sums; None means
@@ -106,7 +106,7 @@ def bind(
     products = _present(equation.products, shapes, numbers)
     everything = frozenset(range(len(shapes)))
     pending, fillable = (terms.pending, terms.fillable) if terms is not None else (everything, everything)
-    return Bound(rule, tuple(names), tuple(sizes), whole, ins, outs, products, pending, fillable)
+    return BoundRule(rule, tuple(names), tuple(sizes), whole, ins, outs, products, pending, fillable)
 
 
 def _present(
@@ -228,7 +228,7 @@ def _appear(term: DimTerm, names: dict[str, int], sizes: list[int]) -> None:
             sizes.append(_literal(name) or 1)
 
 
-def factors_split(bound: Bound, factor: int, sizes: tuple[int, ...]) -> Bound:
+def split_factor(bound: BoundRule, factor: int, sizes: tuple[int, ...]) -> BoundRule:
     """Return the call with `factor` replaced by a product of factors of these sizes, outermost first.
 
     An operator does not depend on which indices of a shardable factor a rank holds, so any such factor may be split.
@@ -247,7 +247,7 @@ def factors_split(bound: Bound, factor: int, sizes: tuple[int, ...]) -> Bound:
     return replace(bound, names=bound.names + names, sizes=kept + sizes, ins=split(bound.ins), outs=split(bound.outs))
 
 
-def refined(bound: Bound, layouts: Sequence[Layout | None]) -> Bound:
+def split_sharded_products(bound: BoundRule, layouts: Sequence[Layout | None]) -> BoundRule:
     """Return `bound` with each shardable factor split if the layout of an operand has a product for it."""
     for at, layout in enumerate(layouts):
         for d, dim in enumerate(layout.dims if layout is not None else ()):
@@ -256,29 +256,29 @@ def refined(bound: Bound, layouts: Sequence[Layout | None]) -> Bound:
                 continue
             sizes = tuple(n for n, _ in dim.factors if n != 1)
             if factors[0] not in bound.whole and bound.names[factors[0]] not in bound.rule.forms and len(sizes) > 1:
-                bound = factors_split(bound, factors[0], sizes)
+                bound = split_factor(bound, factors[0], sizes)
     return bound
 
 
-def choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
+def choices(bound: BoundRule, held: Sequence[AxisState]) -> Iterator[Choice]:
     """Yield the choices for the call along one axis that its operands suggest; the replicated choice is last.
 
     A factor is offered only if some operand is already sharded along it, terms only if some operand is pending.
     """
     for factor in dict.fromkeys(h for h in held if isinstance(h, int) and h >= 0):
-        yield from (c for c in cut_choices(bound, factor) if lets_terms_pass(bound, c, held))
+        yield from (c for c in factor_choices(bound, factor) if allows_pending_sums(bound, c, held))
     if any(h == "sum" for h in held):
-        yield from (c for c in term_choices(bound, held) if lets_terms_pass(bound, c, held))
-    yield Choice((REPEATED,) * len(bound.ins), (REPEATED,) * len(bound.outs))
+        yield from (c for c in pending_sum_choices(bound, held) if allows_pending_sums(bound, c, held))
+    yield Choice((REPLICATED,) * len(bound.ins), (REPLICATED,) * len(bound.outs))
 
 
-def lets_terms_pass(bound: Bound, choice: Choice, held: Sequence[Held]) -> bool:
+def allows_pending_sums(bound: BoundRule, choice: Choice, held: Sequence[AxisState]) -> bool:
     """True if the operands that are terms in `choice` may be terms, given their states before the call."""
     wanted = [i for i, need in enumerate(choice.ins) if need == "sum"]
     return all(i in (bound.pending if held[i] == "sum" else bound.fillable) for i in wanted)
 
 
-def cut_choices(bound: Bound, factor: int) -> Iterator[Choice]:
+def factor_choices(bound: BoundRule, factor: int) -> Iterator[Choice]:
     """Yield the choices that shard `factor`: operands and results with it are sharded; terms without it are pending."""
     form = bound.names[factor] in bound.rule.forms
     if factor in bound.whole and not form:
@@ -290,8 +290,8 @@ def cut_choices(bound: Bound, factor: int) -> Iterator[Choice]:
     joins = bound.rule.joins()
     if not all(outs) and not form and (joins is None or (bound.rule.over is None and not bound.products)):
         return
-    out = tuple(factor if o else (joins or REPEATED) for o in outs)
-    base: list[Held] = [factor if h else REPEATED for h in has]
+    out = tuple(factor if o else (joins or REPLICATED) for o in outs)
+    base: list[AxisState] = [factor if h else REPLICATED for h in has]
     if all(outs) or not bound.products:
         yield Choice(tuple(base), out, factor)
         return
@@ -303,22 +303,22 @@ def cut_choices(bound: Bound, factor: int) -> Iterator[Choice]:
         yield Choice(tuple(ins), out, factor)
 
 
-def term_choices(bound: Bound, held: Sequence[Held]) -> Iterator[Choice]:
+def pending_sum_choices(bound: BoundRule, held: Sequence[AxisState]) -> Iterator[Choice]:
     """Yield the choices with pending sums: one operand of every product is pending, all others are replicated."""
     if not bound.products:
         return
     options = [[i for i in p if held[i] == "sum"] or list(p) for p in bound.products]
     for picks in cartesian(*options):
-        ins: list[Held] = [REPEATED] * len(bound.ins)
+        ins: list[AxisState] = [REPLICATED] * len(bound.ins)
         for i in picks:
             ins[i] = "sum"
         yield Choice(tuple(ins), ("sum",) * len(bound.outs))
 
 
 def factor_axes(
-    dims: tuple[tuple[int, ...], ...], layout: Layout, bound: Bound, sizes: Mapping[str, int]
+    dims: tuple[tuple[int, ...], ...], layout: Layout, bound: BoundRule, sizes: Mapping[str, int]
 ) -> dict[int, tuple[str, ...]]:
-    """Return the axes that shard each factor of an operand; axes that fit no factor are under ELSEWHERE."""
+    """Return the axes that shard each factor of an operand; axes that fit no factor are under OTHER_SHARDING."""
     found: dict[int, tuple[str, ...]] = {}
     for factors, dim in zip(dims, layout.dims, strict=True):
         for factor, axes in _dim_axes(factors, dim, bound, sizes):
@@ -327,7 +327,7 @@ def factor_axes(
 
 
 def _dim_axes(
-    factors: tuple[int, ...], dim: Dim, bound: Bound, sizes: Mapping[str, int]
+    factors: tuple[int, ...], dim: Dim, bound: BoundRule, sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     if isinstance(dim, Product):
         mine = tuple(bound.sizes[f] for f in factors)
@@ -335,15 +335,15 @@ def _dim_axes(
         if mine == theirs:
             yield from zip(factors, (a for n, a in dim.factors if n != 1), strict=True)
         else:
-            yield ELSEWHERE, dim.axes
+            yield OTHER_SHARDING, dim.axes
     elif dim and factors and (len(factors) == 1 or bound.sizes[factors[0]] % prod(sizes[a] for a in dim) == 0):
         yield factors[0], dim
     elif dim:
-        yield ELSEWHERE, dim
+        yield OTHER_SHARDING, dim
 
 
-def dim_of(
-    factors: tuple[int, ...], cuts: Mapping[int, tuple[str, ...]], bound: Bound, sizes: Mapping[str, int]
+def layout_dim(
+    factors: tuple[int, ...], cuts: Mapping[int, tuple[str, ...]], bound: BoundRule, sizes: Mapping[str, int]
 ) -> Dim:
     """Return the layout dim for `factors` sharded by `cuts`, without a product if a plain tuple of axes is equal."""
     if not any(cuts.get(f) for f in factors):

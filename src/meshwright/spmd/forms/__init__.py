@@ -1,4 +1,4 @@
-"""Second forms: local functions that run instead of an operator if a factor is sharded or a shard is empty.
+"""Local forms: local functions that run instead of an operator if a factor is sharded or a shard is empty.
 
 In reading order:
 

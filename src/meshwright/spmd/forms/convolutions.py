@@ -1,4 +1,4 @@
-"""Second forms of convolutions and normalizations: groups, rows of neighbours, sums over ranks."""
+"""Local forms of convolutions and normalizations: groups, rows of neighbours, sums over ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..notation.local_call import LocalCall
-from ..notation.rule import Form
-from .empty_tensors import filled, trimmed
-from .reductions import scaled, sum_over, wide
+from ..notation.rule import LocalForm
+from .empty_tensors import trim_to_shape, zeros_for_empty
+from .reductions import at_least_float32, scale_and_shift, sum_over
 
 Pad = tuple[int, int]
 """Padding rows before and after a dim."""
 
 
-def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[Pad], per_group: int) -> Form:
+def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[Pad], per_group: int) -> LocalForm:
     """Return a form that calls `run(x, weight, bias, padding, groups)` on a shard.
 
     `pads` are the padding rows of each spatial dim; along a sharded dim they are rows of neighbours. `batch` is the
@@ -36,10 +36,10 @@ def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[Pad], per
                 left[s] = (0, 0)
         groups = max(x.shape[batch] // per_group, 1) if per_group else 1
         least = max(groups * per_group, 1)
-        x, weight = filled(x, least), filled(weight, least)
+        x, weight = zeros_for_empty(x, least), zeros_for_empty(weight, least)
         if bias is None or bias.numel():
-            return trimmed(run(x, weight, bias, left, groups), call.out_shape(0))
-        return trimmed(run(x, weight, None, left, groups) + bias.sum(), call.out_shape(0))
+            return trim_to_shape(run(x, weight, bias, left, groups), call.out_shape(0))
+        return trim_to_shape(run(x, weight, None, left, groups) + bias.sum(), call.out_shape(0))
 
     return form
 
@@ -49,7 +49,7 @@ def _with_one_more(x: Tensor, at: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.dim() - 1 - at) + [0, 1])
 
 
-def group_norm(channels: int) -> Form:
+def group_norm(channels: int) -> LocalForm:
     """Return a form for groups of `channels` channels; any dim after the channels may be sharded."""
 
     def form(
@@ -61,12 +61,12 @@ def group_norm(channels: int) -> Form:
         groups = x.shape[1] // channels if channels else num_groups
         if count == 0:  # torch computes the gradient of the weight
             return torch.group_norm(x, groups, weight, bias, eps)
-        y = wide(x).unflatten(1, (groups, channels))
+        y = at_least_float32(x).unflatten(1, (groups, channels))
         own = tuple(range(2, y.dim()))
         y = y - sum_over(call, y.sum(own, keepdim=True), 0, behind) / count
         variance = sum_over(call, y.square().sum(own, keepdim=True), 0, behind) / count
         y = (y * (variance + eps).rsqrt()).flatten(1, 2)
-        return scaled(y, _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)
+        return scale_and_shift(y, _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)
 
     return form
 
@@ -82,14 +82,14 @@ def batch_norm(
     """Normalize by mean and variance over the samples of all ranks; running statistics are updated equally on all."""
     dims = tuple(d for d in range(x.dim()) if d != 1)
     count = prod(call.total(0, d) for d in dims)
-    y = wide(x)
+    y = at_least_float32(x)
     mean = sum_over(call, y.sum(dims, keepdim=True), 0, dims) / count
     y = y - mean
     variance = sum_over(call, y.square().sum(dims, keepdim=True), 0, dims) / count
     with torch.no_grad():
         _track(call, running_mean, mean.detach(), momentum)
         _track(call, running_var, variance.detach() * (count / max(count - 1, 1)), momentum)
-    return scaled(y * (variance + eps).rsqrt(), _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)
+    return scale_and_shift(y * (variance + eps).rsqrt(), _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)
 
 
 def _track(call: LocalCall, running: Tensor | None, value: Tensor, momentum: float) -> None:

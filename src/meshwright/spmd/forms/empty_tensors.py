@@ -1,4 +1,4 @@
-"""Second forms for kernels that refuse empty tensors, which ranks without a shard hold."""
+"""Local forms for kernels that refuse empty tensors, which ranks without a shard hold."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from ..notation.equation import parse_rule
 from ..notation.local_call import LocalCall
-from ..notation.rule import Form
+from ..notation.rule import LocalForm
 from ..torch_hooks import schema_of
 
 
-def filled(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
+def zeros_for_empty(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
     """Return zeros for an empty local tensor, with every dim of size 0 extended to `least`; differentiable in `x`.
 
     A dim with global size 0 in `sizes` stays empty, because the product of no elements is 1. The zeros keep the empty
     tensor alive, so it is alive on all ranks on which autograd saves it.
     """
     if isinstance(x, (list, tuple)):
-        return [filled(t, least) for t in x]
+        return [zeros_for_empty(t, least) for t in x]
     if not isinstance(x, Tensor) or x.numel():
         return x
     whole = sizes or [1] * x.dim()
@@ -34,25 +34,25 @@ def filled(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
     return out
 
 
-def trimmed(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+def trim_to_shape(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the part of `y` with the local shape of the result."""
     return y if tuple(y.shape) == shape else y[tuple(slice(0, n) for n in shape)]
 
 
-def unless_empty(op: Any, text: str) -> Form:
+def guard_against_empty(op: Any, text: str) -> LocalForm:
     """Return a form of `op` with the rule `text`; on a rank without a shard, `op` of zeros, trimmed to be empty."""
-    least, numbers = smallest_piece(text), operand_numbers(op, text)
+    least, numbers = valid_dim_size(text), operand_numbers(op, text)
 
     def form(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
         def fill(key: int | str, value: Any) -> Any:
             known = key in numbers and isinstance(value, Tensor)
             sizes = [call.total(numbers[key], d) for d in range(value.dim())] if known else None
-            return filled(value, least, sizes)
+            return zeros_for_empty(value, least, sizes)
 
         out = op(*(fill(i, a) for i, a in enumerate(args)), **{k: fill(k, v) for k, v in kwargs.items()})
         if isinstance(out, Tensor):
-            return trimmed(out, call.out_shape(0))
-        return tuple(trimmed(y, call.out_shape(i)) for i, y in enumerate(out))
+            return trim_to_shape(out, call.out_shape(0))
+        return tuple(trim_to_shape(y, call.out_shape(i)) for i, y in enumerate(out))
 
     return form
 
@@ -73,10 +73,10 @@ def operand_numbers(op: Any, text: str) -> dict[int | str, int]:
 _TENSORS = ("Tensor", "Optional[Tensor]")
 
 
-def smallest_piece(text: str) -> int:
+def valid_dim_size(text: str) -> int:
     """Return a size that is valid for every dim: the product of all whole factors inside products of factors.
 
-    >>> smallest_piece("b (g_2! c_4) -> b (c_4 g_2)")
+    >>> valid_dim_size("b (g_2! c_4) -> b (c_4 g_2)")
     2
     """
     equation = parse_rule(text)
@@ -84,7 +84,7 @@ def smallest_piece(text: str) -> int:
     return prod(int(n.rpartition("_")[2]) for n in inside & set(equation.whole))
 
 
-def nothing(call: LocalCall, *used: Tensor) -> Tensor:
+def empty_result(call: LocalCall, *used: Tensor) -> Tensor:
     """Return the empty result of a rank that holds no part of a product, connected to its factors.
 
     The gradient of a factor depends on all others, as on the other ranks, and on itself if it is given twice.

@@ -1,4 +1,4 @@
-"""Second forms of grouped matrix products: rows are ordered by group, and each group is multiplied by its own matrix.
+"""Local forms of grouped matrix products: rows are ordered by group, and each group is multiplied by its own matrix.
 
 Kernels need rows that start with the first group, and strides that are multiples of 16 bytes. So a rank with some of
 the groups rolls their rows to the front, multiplies, and rolls the result back; all other rows are zero. Shards of dims
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..notation.local_call import LocalCall
-from .empty_tensors import nothing
+from .empty_tensors import empty_result
 
 _STRIDE = 16
 """Alignment of strides in bytes that kernels need."""
@@ -23,7 +23,7 @@ def rows_by_matrices(
 ) -> Tensor:  # fmt: skip
     """Multiply rows `[t, k]` by matrices `[e, k, n]`: the local groups and local rows of a rank."""
     if offs is None or 0 in (*x.shape, *w.shape):
-        return nothing(call, x, w)
+        return empty_result(call, x, w)
     bounds = _bounds(offs, call.start(0, 0), x.shape[0])
     return _own_groups(x, w, bounds, call.start(1, 0) if call.ranks(1, 0) > 1 else None, out_dtype)
 
@@ -34,7 +34,7 @@ def matrices_by_columns(
 ) -> Tensor:  # fmt: skip
     """Multiply matrices `[e, m, k]` by columns `[k, t]` ordered by group: the transposed `rows_by_matrices`."""
     if offs is None or 0 in (*x.shape, *y.shape):
-        return nothing(call, x, y)
+        return empty_result(call, x, y)
     bounds, t = _bounds(offs, call.start(1, 1), y.shape[1]), y.shape[1]
     first = call.start(0, 0) if call.ranks(0, 0) > 1 else None
     return _own_groups(_filled(y, 1).mT, x.mT, bounds, first, out_dtype).mT[:, :t]
@@ -46,7 +46,7 @@ def columns_by_rows(
 ) -> Tensor:  # fmt: skip
     """Multiply `[m, t]` by `[t, n]` to a product `[m, n]` per group: a rank's term, from its shard of t."""
     if offs is None or 0 in (*x.shape, y.shape[1]):
-        return nothing(call, x, y)
+        return empty_result(call, x, y)
     ends = _bounds(offs, call.start(1, 0), y.shape[0])[1:]
     m, n = x.shape[0], y.shape[1]
     x, y = _filled(_filled(x, 0), 1), _filled(_filled(y, 0), 1)

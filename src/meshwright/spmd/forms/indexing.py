@@ -1,4 +1,4 @@
-"""Second forms of lookups along a sharded dim: each rank looks up the indices that it holds."""
+"""Local forms of lookups along a sharded dim: each rank looks up the indices that it holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..notation.dim_names import dims_at
+from ..notation.dim_names import normalized_dims
 from ..notation.local_call import LocalCall
 
 NOTHING = False
@@ -24,20 +24,20 @@ def _mine(call: LocalCall, x: Tensor, at: int, index: Tensor) -> tuple[Tensor, T
 
 def index_select(call: LocalCall, x: Tensor, dim: int, index: Tensor) -> Tensor:
     """Return the rows that this rank holds and zero for others, which is a term of the result."""
-    (at,) = dims_at(dim, x.dim())
+    (at,) = normalized_dims(dim, x.dim())
     local, mine = _mine(call, x, at, index.reshape(-1))
     shape = [-1 if d == at else 1 for d in range(x.dim())]
     return torch.where(mine.reshape(shape), _padded(x, at).index_select(at, local), NOTHING)
 
 
 def gather(call: LocalCall, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
-    (at,) = dims_at(dim, x.dim())
+    (at,) = normalized_dims(dim, x.dim())
     local, mine = _mine(call, x, at, index)
     return torch.where(mine, _padded(x, at).gather(at, local), NOTHING)
 
 
 def take_along_dim(call: LocalCall, x: Tensor, indices: Tensor, dim: int) -> Tensor:
-    (at,) = dims_at(dim, x.dim())
+    (at,) = normalized_dims(dim, x.dim())
     local, mine = _mine(call, x, at, indices)
     return torch.where(mine, _padded(x, at).take_along_dim(local, at), NOTHING)
 
@@ -80,7 +80,7 @@ def scatter_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, src: Tensor
 
 
 def _written(call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Any) -> Tensor:
-    (at,) = dims_at(dim, x.dim())
+    (at,) = normalized_dims(dim, x.dim())
     local, mine = _mine(call, x, at, index)
     size = x.shape[at]
     wide = torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - at) + [0, 1])  # torch.cat would disconnect an empty x

@@ -1,4 +1,4 @@
-"""Second forms of layers: embedding with a sharded table, attention over sharded keys, losses over sharded classes."""
+"""Local forms of layers: embedding with a sharded table, attention over sharded keys, losses over sharded classes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..notation.local_call import LocalCall
-from .empty_tensors import nothing
-from .reductions import max_over, peak, sum_over
+from .empty_tensors import empty_result
+from .reductions import max_or_lowest, max_over, sum_over
 
 SUM = 2
 
@@ -40,7 +40,7 @@ def attention(
     """Compute attention with sharded batch, heads or sequences. Sharded keys give terms of a sum."""
     s, t = query.dim() - 2, key.dim() - 2
     if 0 in (prod(query.shape[:-1]), key.shape[-3] if enable_gqa else 1):
-        return nothing(call, query, query, key, key, value)
+        return empty_result(call, query, query, key, key, value)
     if call.ranks(0, s) == call.ranks(1, t) == 1:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -56,7 +56,7 @@ def attention(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
     last = (scores.dim() - 1,)
-    top = _over_keys(call, peak(scores.detach(), last), t)
+    top = _over_keys(call, max_or_lowest(scores.detach(), last), t)
     weights = (scores - torch.where(top.isinf(), 0, top)).exp()
     return weights @ value / sum_over(call, weights.sum(-1, keepdim=True), 1, (t,))
 
@@ -74,11 +74,11 @@ def cross_entropy(
     if call.ranks(0, c) == 1:
         terms = partial(F.cross_entropy, x, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
         return _of_whole_classes(call, terms, x, target, weight, reduction, ignore_index)
-    top = max_over(call, peak(x.detach(), (c,)), 0, (c,))
+    top = max_over(call, max_or_lowest(x.detach(), (c,)), 0, (c,))
     lse = sum_over(call, (x - top).exp().sum(c, keepdim=True), 0, (c,)).log() + top
     if target.dtype.is_floating_point:
-        return _soft(call, lse - x, target, weight, reduction, label_smoothing, c)
-    loss, mass = _hard(call, lse - x, target, weight, ignore_index, c)
+        return _class_probability_term(call, lse - x, target, weight, reduction, label_smoothing, c)
+    loss, mass = _class_index_term(call, lse - x, target, weight, ignore_index, c)
     if label_smoothing:
         spread = (lse - x if weight is None else (lse - x) * _per_class(weight, x, c)).sum(c)
         spread = torch.where(target == ignore_index, 0, spread)
@@ -94,7 +94,7 @@ def nll_loss(
     if call.ranks(0, c) == 1:
         terms = partial(F.nll_loss, x, target, weight, ignore_index=ignore_index)
         return _of_whole_classes(call, terms, x, target, weight, reduction, ignore_index)
-    loss, mass = _hard(call, -x, target, weight, ignore_index, c)
+    loss, mass = _class_index_term(call, -x, target, weight, ignore_index, c)
     return _reduced(call, loss, mass, reduction, c)
 
 
@@ -117,7 +117,7 @@ def _of_whole_classes(
     return terms(reduction="sum") / _over_targets(call, mass.sum(dtype=x.dtype), target.dim() + 1)
 
 
-def _hard(
+def _class_index_term(
     call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, c: int
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted `x` at the target class, and the weight; both are zero if another rank holds the class."""
@@ -132,7 +132,7 @@ def _hard(
     return torch.where(mine, picked, 0) * mass, mass
 
 
-def _soft(
+def _class_probability_term(
     call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, label_smoothing: float, c: int
 ) -> Tensor:
     if label_smoothing:

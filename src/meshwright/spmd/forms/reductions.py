@@ -1,4 +1,4 @@
-"""Second forms of reductions: each rank reduces its shard, and the results of all ranks are combined.
+"""Local forms of reductions: each rank reduces its shard, and the results of all ranks are combined.
 
 Every form supports sharding of any of the reduced dims: sums and gathers over an unsharded dim are the identity.
 """
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..notation.dim_names import dims_at
+from ..notation.dim_names import normalized_dims
 from ..notation.local_call import LocalCall
 
 
 def mean(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Return this rank's term of the mean: the local mean, weighted by the share of elements."""
-    dims = dims_at(dim, x.dim())
+    dims = normalized_dims(dim, x.dim())
     total, mine = prod(call.total(0, d) for d in dims), prod(x.shape[d] for d in dims)
     if mine == 0 and total != 0:
         return x.sum(dims, keepdim, dtype=dtype)
@@ -46,7 +46,7 @@ def lowest(dtype: torch.dtype) -> Any:
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def peak(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+def max_or_lowest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Return the largest element along the dims, kept as dims of one; the lowest number of the dtype if there is none.
 
     Elements that reach it share the gradient evenly; NaN makes all gradients NaN.
@@ -56,9 +56,9 @@ def peak(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x.sum(dims, keepdim=True, dtype=x.dtype) + lowest(x.dtype)
 
 
-def peak_or_nan(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the result of `peak`, but NaN elements share the gradient of a maximum that is NaN."""
-    best = peak(x.detach(), dims)
+def max_or_nan(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return the result of `max_or_lowest`, but NaN elements share the gradient of a maximum that is NaN."""
+    best = max_or_lowest(x.detach(), dims)
     reached = _equal_or_nan(x.detach(), best)
     shares = x / reached.sum(dims, keepdim=True).clamp_min(1)
     value = torch.where(reached, shares, 0).sum(dims, keepdim=True, dtype=x.dtype)
@@ -67,10 +67,10 @@ def peak_or_nan(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def amax(call: LocalCall, x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     """Return the maximum. All elements on all ranks that equal it share the gradient evenly."""
-    dims = dims_at(dim, x.dim())
+    dims = normalized_dims(dim, x.dim())
     if not x.dtype.is_floating_point:
-        return squeezed(gathered(call, peak(x, dims), dims, lambda t: t.amax(0)), dims, keepdim)
-    best = peak(x, dims)
+        return squeezed(gathered(call, max_or_lowest(x, dims), dims, lambda t: t.amax(0)), dims, keepdim)
+    best = max_or_lowest(x, dims)
     return squeezed(_largest(call, best, x == best, dims), dims, keepdim)
 
 
@@ -78,21 +78,21 @@ def amax_or_nan(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = Fal
     """Return the maximum with the gradient of `x.max()`: NaN elements share the gradient of a maximum that is NaN."""
     if not x.dtype.is_floating_point:
         return amax(call, x, dim, keepdim)
-    dims = dims_at(dim, x.dim())
-    best = peak_or_nan(x, dims)
+    dims = normalized_dims(dim, x.dim())
+    best = max_or_nan(x, dims)
     return squeezed(_largest(call, best, _equal_or_nan(x.detach(), best.detach()), dims), dims, keepdim)
 
 
 def _largest(call: LocalCall, best: Tensor, reached: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Return the largest of the ranks' maxima; `reached` marks the elements that share its gradient."""
-    ties = reached.sum(dims, keepdim=True).to(wide(best).dtype)  # half precision counts to 2048
+    ties = reached.sum(dims, keepdim=True).to(at_least_float32(best).dtype)  # half precision counts to 2048
     for d in dims:
         if call.ranks(0, d) > 1:
-            best, ties = _best(call.gather(best, 0, d), call.gather(ties, 0, d))
+            best, ties = _max_and_ties(call.gather(best, 0, d), call.gather(ties, 0, d))
     return best
 
 
-def _best(tops: Tensor, ties: Tensor) -> tuple[Tensor, Tensor]:
+def _max_and_ties(tops: Tensor, ties: Tensor) -> tuple[Tensor, Tensor]:
     """Return the best of the ranks' maxima and its number of ties, which are the ranks' shares of the gradient.
 
     A rank without elements has no ties: its maximum is the lowest number of the dtype, which may be the best. The
@@ -142,7 +142,7 @@ def squeezed(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
 
 
 def product(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    dims = dims_at(dim, x.dim())
+    dims = normalized_dims(dim, x.dim())
     for d in dims:
         x = x.prod(d, keepdim=True, dtype=dtype)
     return squeezed(gathered(call, x, dims, lambda t: t.prod(0, dtype=t.dtype)), dims, keepdim)
@@ -150,11 +150,11 @@ def product(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, 
 
 def logsumexp(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     """Return the log of the sum of exp, relative to the largest element of all ranks; derivatives are exact."""
-    dims = dims_at(dim, x.dim())
+    dims = normalized_dims(dim, x.dim())
     x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.to(torch.get_default_dtype())
     size = x.detach().real if x.dtype.is_complex else x.detach()
     limit = torch.finfo(size.dtype).max
-    top = max_over(call, peak(size, dims), 0, dims).clamp(-limit, limit)
+    top = max_over(call, max_or_lowest(size, dims), 0, dims).clamp(-limit, limit)
     total = sum_over(call, (x - top).exp().sum(dims, keepdim=True), 0, dims)
     return squeezed(total.log() + top, dims, keepdim)
 
@@ -167,7 +167,7 @@ def vector_norm(
     Orders of infinity use the maximum or minimum of absolute values. Orders of at least two use the root of a sum of
     powers, so that second derivatives are correct if a shard is zero.
     """
-    dims, p = dims_at(dim, x.dim()), 2.0 if ord is None else float(ord)
+    dims, p = normalized_dims(dim, x.dim()), 2.0 if ord is None else float(ord)
     x = x if dtype is None else x.to(dtype)
     if p == 1:
         return squeezed(sum_over(call, x.abs().sum(dims, keepdim=True), 0, dims), dims, keepdim)
@@ -200,7 +200,7 @@ def dist(call: LocalCall, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
 
 def nanmean(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Return this rank's term: its local sum divided by the count of non-NaN elements on all ranks."""
-    dims = dims_at(dim, x.dim())
+    dims = normalized_dims(dim, x.dim())
     count = sum_over(call, (~x.isnan()).sum(dims, keepdim=True).to(dtype or x.dtype), 0, dims)
     return squeezed(x.nansum(dims, keepdim=True, dtype=dtype) / count, dims, keepdim)
 
@@ -215,7 +215,7 @@ def moments(
     """Return this rank's term of the variance, the mean, the reduced dims, and `keepdim`."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    dims = dims_at(dim, x.dim())
+    dims = normalized_dims(dim, x.dim())
     count = prod(call.total(0, d) for d in dims)
     less = correction if correction is not None else float(unbiased is not False)
     mean = sum_over(call, x.sum(dims, keepdim=True), 0, dims) / count
@@ -266,7 +266,7 @@ def argmin(call: LocalCall, x: Tensor, dim: int, keepdim: bool = False) -> Tenso
 
 
 def _along(call: LocalCall, x: Tensor, dim: int, keepdim: bool, least: bool) -> tuple[Tensor, Tensor]:
-    (at,) = dims = dims_at(dim, x.dim())
+    (at,) = dims = normalized_dims(dim, x.dim())
     if x.shape[at]:
         value, where = x.min(at, True) if least else x.max(at, True)
     else:
@@ -283,23 +283,23 @@ def highest(dtype: torch.dtype) -> Any:
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def wide(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """Return `x` in float32 if it is in half precision, since torch's kernels sum in float32."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def softmax(call: LocalCall, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """Compute softmax along a sharded dim, with one maximum and one sum over the ranks."""
-    x, dims = _as_type(x, dtype), dims_at(dim, x.dim())
-    e = wide(x)
-    e = (e - max_over(call, peak(e.detach(), dims), 0, dims)).exp()
+    x, dims = _as_type(x, dtype), normalized_dims(dim, x.dim())
+    e = at_least_float32(x)
+    e = (e - max_over(call, max_or_lowest(e.detach(), dims), 0, dims)).exp()
     return (e / sum_over(call, e.sum(dims, keepdim=True), 0, dims)).to(x.dtype)
 
 
 def log_softmax(call: LocalCall, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    x, dims = _as_type(x, dtype), dims_at(dim, x.dim())
-    y = wide(x)
-    y = y - max_over(call, peak(y.detach(), dims), 0, dims)
+    x, dims = _as_type(x, dtype), normalized_dims(dim, x.dim())
+    y = at_least_float32(x)
+    y = y - max_over(call, max_or_lowest(y.detach(), dims), 0, dims)
     return (y - sum_over(call, y.exp().sum(dims, keepdim=True), 0, dims).log()).to(x.dtype)
 
 
@@ -316,37 +316,37 @@ def layer_norm(
 ) -> Tensor:  # fmt: skip
     dims = tuple(range(x.dim() - len(normalized_shape), x.dim()))
     count = prod(normalized_shape)
-    y = wide(x)
+    y = at_least_float32(x)
     y = y - sum_over(call, y.sum(dims, keepdim=True), 0, dims) / count
     variance = sum_over(call, y.square().sum(dims, keepdim=True), 0, dims) / count
-    return scaled(y * (variance + eps).rsqrt(), weight, bias).to(x.dtype)
+    return scale_and_shift(y * (variance + eps).rsqrt(), weight, bias).to(x.dtype)
 
 
 def rms_norm(
     call: LocalCall, x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     dims = tuple(range(x.dim() - len(normalized_shape), x.dim()))
-    y = wide(x)
+    y = at_least_float32(x)
     square = sum_over(call, y.square().sum(dims, keepdim=True), 0, dims) / prod(normalized_shape)
     small = torch.finfo(y.dtype).eps if eps is None else eps
-    return scaled(y * (square + small).rsqrt(), weight, None).to(x.dtype)
+    return scale_and_shift(y * (square + small).rsqrt(), weight, None).to(x.dtype)
 
 
-def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
 
 def cumsum(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Return the local running sum plus the totals of the shards before this one."""
-    (at,) = dims_at(dim, x.dim())
+    (at,) = normalized_dims(dim, x.dim())
     mine = x.cumsum(at, dtype=dtype)
     totals = call.gather(x.to(mine.dtype).sum(at, keepdim=True, dtype=mine.dtype), 0, at)
     return mine + torch.where(_before(call, totals, at), totals, 0).sum(0, dtype=mine.dtype)
 
 
 def cumprod(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    (at,) = dims_at(dim, x.dim())
+    (at,) = normalized_dims(dim, x.dim())
     mine = x.cumprod(at, dtype=dtype)
     totals = call.gather(x.to(mine.dtype).prod(at, keepdim=True, dtype=mine.dtype), 0, at)
     return mine * torch.where(_before(call, totals, at), totals, 1).prod(0, dtype=mine.dtype)

@@ -72,7 +72,7 @@ def ring(
     attn_mask = None if attn_mask is None else attn_mask.detach()
     if enable_gqa:
         query, pair, attn_mask = _by_shared_key(query, pair, attn_mask)
-    tour = _Tour(call, s, key.shape[-1], is_causal)
+    tour = _RingRound(call, s, key.shape[-1], is_causal)
     out, _ = _ring(tour, query, pair, attn_mask)
     out = out.reshape(*heads, *out.shape[-2:])
     return _zagzig(call, out, s) if is_causal else out
@@ -125,7 +125,7 @@ def _place(call: LocalCall, like: Tensor, s: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tour:
+class _RingRound:
     """One round of keys and values on the ring: sequence dim `s`, number of `features` of a key, and causality.
 
     Queries are already scaled. Keys and values are sent in one concatenated tensor, the pair.
@@ -181,7 +181,7 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tour: _Tour, query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.tour = tour
         place = _place(tour.call, query, tour.s)
         rows = tour.chunks(query)
@@ -201,7 +201,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        tour: _Tour = ctx.tour
+        tour: _RingRound = ctx.tour
         query, pair, mask, out, total = ctx.saved_tensors
         grad, grad_total = grads
         place = _place(tour.call, query, tour.s)
@@ -221,7 +221,7 @@ class _Ring(torch.autograd.Function):
         return None, torch.cat(grad_query, -2), tour.onward(grad_pair), None
 
 
-def _ring(tour: _Tour, query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _ring(tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     found: Any = _Ring.apply(tour, query, pair, mask)
     return found
 
@@ -241,7 +241,7 @@ def _join(outs: list[Tensor], sums: list[Tensor], at: Which, value: Tensor, scor
 
 
 def _gradients(
-    tour: _Tour, asked: Sequence[Tensor], pair: Tensor, mask: Tensor | None, diagonal: bool
+    tour: _RingRound, asked: Sequence[Tensor], pair: Tensor, mask: Tensor | None, diagonal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the terms of a tile in the gradients of its queries, and of its keys and values."""
     query, grad, total, drift = asked

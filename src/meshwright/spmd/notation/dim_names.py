@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 
-def names_of(x: Tensor, letter: str = "a") -> list[str]:
+def dim_names(x: Tensor, letter: str = "a") -> list[str]:
     """Return one factor name per dim: `a0 a1 a2`."""
     return [f"{letter}{d}" for d in range(x.dim())]
 
 
-def dims_at(dim: Any, ndim: int) -> tuple[int, ...]:
+def normalized_dims(dim: Any, ndim: int) -> tuple[int, ...]:
     """Return the dims of a `dim` argument, counted from 0; None and an empty list mean all dims."""
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return tuple(range(ndim))
@@ -21,17 +21,17 @@ def dims_at(dim: Any, ndim: int) -> tuple[int, ...]:
     return tuple(d % ndim for d in listed) if ndim else ()
 
 
-def written(names: Sequence[str], whole: Collection[int] = ()) -> str:
+def operand_text(names: Sequence[str], whole: Collection[int] = ()) -> str:
     """Return the text of dims, with `!` for those in `whole`; `...` for no dims, since an operand must not be empty."""
     return "..." if not names else " ".join(f"{n}!" if d in whole else n for d, n in enumerate(names))
 
 
-def sized(name: str, size: int) -> str:
+def sized_name(name: str, size: int) -> str:
     """Return a factor's name with its size, as factors of a product need it."""
     return f"{name}_{size}"
 
 
-def grouped(names: Sequence[str]) -> str:
+def product_text(names: Sequence[str]) -> str:
     """Return the text of a dim that is a product of factors, outermost first."""
     if not names:
         return "1"

@@ -1,4 +1,4 @@
-"""Interface through which a second form reads its call and communicates."""
+"""Interface through which a local form reads its call and communicates."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from typing import Any
 from .equation import Equation, parse_rule
 from .local_call import LocalCall
 
-Form = Callable[..., Any]
-"""Second form of an operator: a local function `form(call, *args, **kwargs)` of differentiable torch operators.
+LocalForm = Callable[..., Any]
+"""Local form of an operator: a local function `form(call, *args, **kwargs)` of differentiable torch operators.
 
 `call` is a LocalCall (see `local_call.py`): it describes this rank's local tensors, and communicates with other ranks.
 """
@@ -35,9 +35,9 @@ class Rule:
     text: str
     over: str | None = None
     sizes: tuple[int | str, ...] = ()
-    forms: Mapping[str, Form] = field(default_factory=dict[str, Form])
+    forms: Mapping[str, LocalForm] = field(default_factory=dict[str, LocalForm])
     parts: Callable[..., Any] | None = None
-    guard: Form | None = None
+    guard: LocalForm | None = None
     alternatives: Mapping[str, Alternative] = field(default_factory=dict[str, "Alternative"])
     stays: frozenset[str] = frozenset()
 
@@ -54,7 +54,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another rule for a call. `fits(call)` is True if its second form supports the sharding of the operands."""
+    """Another rule for a call. `fits(call)` is True if its local form supports the sharding of the operands."""
 
     rule: Rule
     fits: Callable[[LocalCall], bool]

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from ..forms import convolutions as forms
 from ..forms.convolutions import Pad
-from ..notation.dim_names import names_of, sized, written
+from ..notation.dim_names import dim_names, operand_text, sized_name
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
 
-RUN = 16
+INT8_READ_LENGTH = 16
 """Elements of the contraction that the int8 kernel reads at a time; it reads beyond the end of a shorter rest."""
-BLOCK = 64
+INT4_BLOCK = 64
 """Rows that the packed int4 layout interleaves, on every processor that torch supports."""
 
 
@@ -85,7 +85,7 @@ def _conv_text(x: Tensor, weight: Tensor, groups: int, batch: int, reach: Sequen
     cut = [n for n, keeps in zip(rows, reach, strict=True) if keeps]
     if groups == 1:
         return f"{lead}i {place} * o i {kernel} + o -> {lead}o {after}", cut
-    g, i, o = sized("g", groups), sized("i", weight.shape[1]), sized("o", weight.shape[0] // groups)
+    g, i, o = sized_name("g", groups), sized_name("i", weight.shape[1]), sized_name("o", weight.shape[0] // groups)
     text = f"{lead}({g} {i}) {place} * ({g} {o}) {i} {kernel} + ({g} {o}) -> {lead}({g} {o}) {after}"
     return text.replace(f"({g} {i})", f"({g} {i}!)"), [g, o, *cut]
 
@@ -117,7 +117,7 @@ def _transposed_text(weight: Tensor, groups: int, batch: int, spatial: int) -> t
     kernel, after = " ".join(f"k{s}!" for s in range(spatial)), " ".join(f"new{s}" for s in range(spatial))
     if groups == 1:
         return f"{lead}i {rows} * i o {kernel} + o -> {lead}o {after}", []
-    g, i, o = sized("g", groups), sized("i", weight.shape[0] // groups), sized("o", weight.shape[1])
+    g, i, o = sized_name("g", groups), sized_name("i", weight.shape[0] // groups), sized_name("o", weight.shape[1])
     return f"{lead}({g} {i}!) {rows} * ({g} {i}) {o} {kernel} + ({g} {o}) -> {lead}({g} {o}) {after}", [g, o]
 
 
@@ -145,7 +145,7 @@ def windows(spatial: int, linear: bool, results: int = 1) -> Entry:
     """
 
     def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
-        free = names_of(x)[: x.dim() - spatial]
+        free = dim_names(x)[: x.dim() - spatial]
         exact = linear and (x.is_floating_point() or x.is_complex())
         before = [*free, *(f"x{s}!" for s in range(spatial))]
         after = " ".join([*free, *(f"new{s}" for s in range(spatial))])
@@ -156,30 +156,32 @@ def windows(spatial: int, linear: bool, results: int = 1) -> Entry:
 
 def pad_rule(x: Tensor, pad: Sequence[int], *how: Any, mode: str = "constant", value: Any = 0) -> str:
     """Return the rule of padding: padded dims are whole. Padding with zeros or with copies of elements is linear."""
-    names = names_of(x)
+    names = dim_names(x)
     numbers = [h for h in (*how, value) if isinstance(h, (int, float))]
     grown = [x.dim() - 1 - i // 2 for i, p in enumerate(pad) if p]
     mark = "," if any(numbers) else ""
-    return f"{written(names, grown)}{mark} -> {' '.join(f'new{d}' if d in grown else n for d, n in enumerate(names))}"
+    return (
+        f"{operand_text(names, grown)}{mark} -> {' '.join(f'new{d}' if d in grown else n for d, n in enumerate(names))}"
+    )
 
 
 def batch_norm_rule(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool,
     *rest: Any, **kwargs: Any,
 ) -> Rule:  # fmt: skip
-    """Return the rule of batch norm. In training, the second form updates the running statistics on every rank."""
-    names = names_of(x)
+    """Return the rule of batch norm. In training, the local form updates the running statistics on every rank."""
+    names = dim_names(x)
     if not training:
-        return Rule(f"{written(names)}, a1, a1, a1, a1 -> {written(names)}")
-    return Rule(f"{written(names)}, a1, a1 -> {written(names)}", forms=dict.fromkeys(names, forms.batch_norm))
+        return Rule(f"{operand_text(names)}, a1, a1, a1, a1 -> {operand_text(names)}")
+    return Rule(f"{operand_text(names)}, a1, a1 -> {operand_text(names)}", forms=dict.fromkeys(names, forms.batch_norm))
 
 
 def group_norm_rule(x: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Rule:
     channels = x.shape[1] // num_groups
     behind = [f"s{d}" for d in range(x.dim() - 2)]
-    dim = f"({sized('g', num_groups)} {sized('c', channels)}!)"
+    dim = f"({sized_name('g', num_groups)} {sized_name('c', channels)}!)"
     text = f"b {dim} {' '.join(behind)}, {dim}, {dim} -> b {dim.replace('!', '')} {' '.join(behind)}"
-    return Rule(text, forms=dict.fromkeys(["b", sized("g", num_groups), *behind], forms.group_norm(channels)))
+    return Rule(text, forms=dict.fromkeys(["b", sized_name("g", num_groups), *behind], forms.group_norm(channels)))
 
 
 def instance_norm_rule(
@@ -188,24 +190,25 @@ def instance_norm_rule(
     """Return the rule of instance norm, which normalizes each sample and channel; None with running statistics."""
     if not use_input_stats or mean is not None:
         return None
-    names = names_of(x)
-    return f"{written(names, range(2, x.dim()))}, a1, a1 -> {written(names)}"
+    names = dim_names(x)
+    return f"{operand_text(names, range(2, x.dim()))}, a1, a1 -> {operand_text(names)}"
 
 
 def pixel_shuffle_rule(x: Tensor, factor: int) -> str | None:
     if 0 in x.shape or factor == 1:
         return None
-    lead, r, q = written(names_of(x)[:-3]), sized("r", factor), sized("q", factor)
-    c, h, w = (sized(n, s) for n, s in zip("chw", (x.shape[-3] // factor**2, *x.shape[-2:]), strict=True))
+    lead, r, q = operand_text(dim_names(x)[:-3]), sized_name("r", factor), sized_name("q", factor)
+    c, h, w = (sized_name(n, s) for n, s in zip("chw", (x.shape[-3] // factor**2, *x.shape[-2:]), strict=True))
     return f"{lead} ({c} {r}! {q}!) {h} {w} -> {lead} {c} ({h} {r}) ({w} {q})"
 
 
 def pixel_unshuffle_rule(x: Tensor, factor: int) -> str | None:
     if 0 in x.shape or factor == 1:
         return None
-    lead, r, q = written(names_of(x)[:-3]), sized("r", factor), sized("q", factor)
+    lead, r, q = operand_text(dim_names(x)[:-3]), sized_name("r", factor), sized_name("q", factor)
     c, h, w = (
-        sized(n, s) for n, s in zip("chw", (x.shape[-3], x.shape[-2] // factor, x.shape[-1] // factor), strict=True)
+        sized_name(n, s)
+        for n, s in zip("chw", (x.shape[-3], x.shape[-2] // factor, x.shape[-1] // factor), strict=True)
     )
     return f"{lead} {c} ({h} {r}!) ({w} {q}!) -> {lead} ({c} {r} {q}) {h} {w}"
 
@@ -213,21 +216,21 @@ def pixel_unshuffle_rule(x: Tensor, factor: int) -> str | None:
 def channel_shuffle_rule(x: Tensor, groups: int) -> str | None:
     if 0 in x.shape or groups == 1:
         return None
-    g, c = sized("g", groups), sized("c", x.shape[1] // groups)
-    rest = written(names_of(x)[2:])
+    g, c = sized_name("g", groups), sized_name("c", x.shape[1] // groups)
+    rest = operand_text(dim_names(x)[2:])
     return f"b ({g}! {c}) {rest} -> b ({c} {g}) {rest}"
 
 
 def im2col_rule(x: Tensor, kernel_size: Any, *args: Any, **kwargs: Any) -> str:
     patch, channels = prod(listed(kernel_size, 2)), x.shape[-3]
-    lead = "b " * (x.dim() - 3)
-    return f"{lead}{sized('c', channels)} x! y! -> {lead}({sized('c', channels)} {sized('new', patch)}) newl"
+    lead, channel = "b " * (x.dim() - 3), sized_name("c", channels)
+    return f"{lead}{channel} x! y! -> {lead}({channel} {sized_name('new', patch)}) newl"
 
 
 def col2im_rule(x: Tensor, output_size: Any, kernel_size: Any, *args: Any, **kwargs: Any) -> str:
     patch = prod(listed(kernel_size, 2))
-    lead, c = "b " * (x.dim() - 2), sized("c", x.shape[-2] // patch)
-    return f"{lead}({c} {sized('p', patch)}!) l! -> {lead}{c} newx newy"
+    lead, c = "b " * (x.dim() - 2), sized_name("c", x.shape[-2] // patch)
+    return f"{lead}({c} {sized_name('p', patch)}!) l! -> {lead}{c} newx newy"
 
 
 def grid_rule(x: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> str:
@@ -250,7 +253,7 @@ def unpool(spatial: int) -> Entry:
     """Return the rule of max unpooling, which writes elements to given indices; linear in the elements."""
 
     def entry(x: Tensor, indices: Tensor, *how: Any, **kwargs: Any) -> str:
-        free = names_of(x)[: x.dim() - spatial]
+        free = dim_names(x)[: x.dim() - spatial]
         before = " ".join([*free, *(f"x{s}!" for s in range(spatial))])
         return f"{before} | {before} -> {' '.join([*free, *(f'new{s}' for s in range(spatial))])}"
 
@@ -271,21 +274,21 @@ def fractional_pool(spatial: int) -> Entry:
 
 def int8_rule(x: Tensor, weight: Tensor, scales: Tensor) -> Rule:
     """Return the rule of the int8 product. The kernel reads whole runs of the contraction from contiguous rows."""
-    runs, rest = divmod(x.shape[1], RUN)
-    k = f"k_{x.shape[1]}!" if rest or not runs else f"({sized('k', runs)} {sized('r', RUN)}!)"
+    runs, rest = divmod(x.shape[1], INT8_READ_LENGTH)
+    k = f"k_{x.shape[1]}!" if rest or not runs else f"({sized_name('k', runs)} {sized_name('r', INT8_READ_LENGTH)}!)"
 
     def form(call: LocalCall, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight.contiguous(), scales)
 
-    return Rule(f"m {k} * n {k} * n -> m n", forms={} if rest else {sized("k", runs): form})
+    return Rule(f"m {k} * n {k} * n -> m n", forms={} if rest else {sized_name("k", runs): form})
 
 
 def int4_rule(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> str | None:
     """Return the rule of the int4 product; rows of the packed weight may be sharded between blocks."""
     rows = packed.shape[0]
-    if rows % BLOCK:
+    if rows % INT4_BLOCK:
         return "m k! | n! h!, g! n! two! -> m n"
-    n = f"({sized('n', rows // BLOCK)} {sized('i', BLOCK)}!)"
+    n = f"({sized_name('n', rows // INT4_BLOCK)} {sized_name('i', INT4_BLOCK)}!)"
     return f"m k! | {n} h!, g! {n} two! -> m {n.replace('!', '')}"
 
 

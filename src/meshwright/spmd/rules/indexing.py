@@ -1,4 +1,4 @@
-"""Rules of reads and writes by index: indexed dims are whole or use a second form; all other dims are free."""
+"""Rules of reads and writes by index: indexed dims are whole or use a local form; all other dims are free."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..forms import indexing as forms
-from ..forms.empty_tensors import filled, trimmed
-from ..notation.dim_names import dims_at, names_of, written
+from ..forms.empty_tensors import trim_to_shape, zeros_for_empty
+from ..notation.dim_names import dim_names, normalized_dims, operand_text
 from ..notation.local_call import LocalCall
-from ..notation.rule import Entry, Form, Rule
+from ..notation.rule import Entry, LocalForm, Rule
 from .shapes import slice_rule
 
 Indices = Sequence[Tensor | None]
@@ -38,7 +38,7 @@ def _indexed(x: Tensor, indices: Indices) -> tuple[list[int], list[str], list[st
     """Return the indexed dims, the names of each index, and the names of the result of `x[indices]`."""
     at = [d for d, i in enumerate(indices) if i is not None]
     each, joint = _index_names(indices)
-    names = names_of(x)
+    names = dim_names(x)
     kept = [n for d, n in enumerate(names) if d not in at]
     together = at[-1] - at[0] + 1 == len(at)
     front = at[0] if together else 0
@@ -50,18 +50,18 @@ def index_rule(x: Tensor, indices: Indices) -> Rule | None:
     if _by_mask(indices) or all(i is None for i in indices):
         return None
     at, each, result = _indexed(x, indices)
-    names = names_of(x)
+    names = dim_names(x)
     form = {names[at[0]]: forms.index} if len(at) == 1 else {}
     whole = () if form else at
-    return Rule(f"{written(names, whole)} | {' , '.join(each)} -> {written(result)}", _joined(x), forms=form)
+    return Rule(f"{operand_text(names, whole)} | {' , '.join(each)} -> {operand_text(result)}", _joined(x), forms=form)
 
 
 def index_put_rule(x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False) -> str | None:
-    names = names_of(x)
+    names = dim_names(x)
     if not names:
         return None
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool and values.numel() == 1:
-        return f"{written(names)}, {written(names[: indices[0].dim()])}, ... -> {written(names)}"
+        return f"{operand_text(names)}, {operand_text(names[: indices[0].dim()])}, ... -> {operand_text(names)}"
     if _by_mask(indices) or all(i is None for i in indices):
         return None
     at, each, result = _indexed(x, indices)
@@ -69,21 +69,21 @@ def index_put_rule(x: Tensor, indices: Indices, values: Tensor, accumulate: bool
     if given is None:
         return None
     writes = [f"{n}!" if n.startswith("j") else n for n in given]
-    return f"{written(names, at)}, {' , '.join(each)}, {' '.join(writes) or '...'} -> {written(names)}"
+    return f"{operand_text(names, at)}, {' , '.join(each)}, {' '.join(writes) or '...'} -> {operand_text(names)}"
 
 
 def index_select_rule(x: Tensor, dim: int, index: Tensor) -> Rule | None:
-    names = names_of(x)
+    names = dim_names(x)
     if not names:
         return None
-    (at,) = dims_at(dim, x.dim())
+    (at,) = normalized_dims(dim, x.dim())
     picked = "j" if index.dim() else "1"
     result = [picked if d == at else n for d, n in enumerate(names)]
-    text = f"{written(names)} | {picked if index.dim() else ''} -> {' '.join(result)}"
+    text = f"{operand_text(names)} | {picked if index.dim() else ''} -> {' '.join(result)}"
     return Rule(text, _joined(x), forms={names[at]: forms.index_select})
 
 
-def along(form: Form) -> Entry:
+def along(form: LocalForm) -> Entry:
     """Return the rule of `gather` and `take_along_dim`: the index has all dims of x, with equal or smaller sizes."""
 
     def entry(x: Tensor, *args: Any, dim: int | None = None, **kwargs: Any) -> Rule | None:
@@ -101,7 +101,7 @@ def along(form: Form) -> Entry:
 
 def _aligned(x: Tensor, index: Tensor, dim: int) -> tuple[list[str], list[str]]:
     """Return the names of the dims of both: a dim with different sizes is whole, except the indexed one."""
-    mine, theirs = names_of(x), names_of(index, "j")
+    mine, theirs = dim_names(x), dim_names(index, "j")
     for d, (m, n) in enumerate(zip(x.shape, index.shape, strict=True)):
         if d == dim % x.dim():
             continue
@@ -112,7 +112,7 @@ def _aligned(x: Tensor, index: Tensor, dim: int) -> tuple[list[str], list[str]]:
     return mine, [t.removesuffix("!") if t == m else t for m, t in zip(mine, theirs, strict=True)]
 
 
-def scatter_rule(form: Form | None) -> Entry:
+def scatter_rule(form: LocalForm | None) -> Entry:
     """Return the rule of `op(x, dim, index, src)`: dims with equal sizes are free.
 
     Index and source are whole along the other dims.
@@ -122,8 +122,8 @@ def scatter_rule(form: Form | None) -> Entry:
         others = [t for t in (index, src) if isinstance(t, Tensor)]
         if not x.dim() or any(t.dim() != x.dim() for t in others):
             return None
-        (at,) = dims_at(dim, x.dim())
-        names = names_of(x)
+        (at,) = normalized_dims(dim, x.dim())
+        names = dim_names(x)
         free = [d for d in range(x.dim()) if d != at and all(t.shape[d] == x.shape[d] for t in others)]
         used = None if args or kwargs or len(free) < x.dim() - 1 else form
         whole = [d for d in range(x.dim()) if d not in free and not (used and d == at)]
@@ -133,24 +133,26 @@ def scatter_rule(form: Form | None) -> Entry:
         ]
         sides += ["..."] * (2 - len(others))
         return Rule(
-            f"{written(names, whole)}, {', '.join(sides)} -> {written(names)}", forms={names[at]: used} if used else {}
+            f"{operand_text(names, whole)}, {', '.join(sides)} -> {operand_text(names)}",
+            forms={names[at]: used} if used else {},
         )
 
     return entry
 
 
-def rows_rule(form: Form | None) -> Entry:
+def rows_rule(form: LocalForm | None) -> Entry:
     """Return the rule of `op(x, dim, index, source)`: along `dim`, the source has the length of the index."""
 
     def entry(x: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any) -> Rule | None:
         source = kwargs.get("value") if source is None else source
         if not x.dim() or (isinstance(source, Tensor) and source.dim() not in (0, x.dim())):
             return None
-        (at,) = dims_at(dim, x.dim())
-        names = names_of(x)
+        (at,) = normalized_dims(dim, x.dim())
+        names = dim_names(x)
         rows = " ".join("j!" if d == at else n for d, n in enumerate(names))
         given = rows if isinstance(source, Tensor) and source.dim() else "..."
-        text = f"{written(names, () if form else (at,))}, {'j!' if index.dim() else ''}, {given} -> {written(names)}"
+        operand = operand_text(names, () if form else (at,))
+        text = f"{operand}, {'j!' if index.dim() else ''}, {given} -> {operand_text(names)}"
         return Rule(text, forms={names[at]: form} if form else {})
 
     return entry
@@ -163,39 +165,41 @@ def masked_scatter_rule(x: Tensor, mask: Tensor, source: Tensor) -> Rule | None:
     """
     if torch.broadcast_shapes(x.shape, mask.shape) != x.shape:
         return None
-    names = names_of(x)
+    names = dim_names(x)
     whole = [
-        written([f"{letter}{d}" for d in range(t.dim())], range(t.dim())) for letter, t in (("m", mask), ("s", source))
+        operand_text([f"{letter}{d}" for d in range(t.dim())], range(t.dim()))
+        for letter, t in (("m", mask), ("s", source))
     ]
     return Rule(
-        f"{written(names)}, {', '.join(whole)} -> {written(names)}", forms=dict.fromkeys(names, forms.masked_scatter)
+        f"{operand_text(names)}, {', '.join(whole)} -> {operand_text(names)}",
+        forms=dict.fromkeys(names, forms.masked_scatter),
     )
 
 
 def take_rule(x: Tensor, index: Tensor) -> str:
-    return f"{written(names_of(x), range(x.dim()))} | ... -> ..."
+    return f"{operand_text(dim_names(x), range(x.dim()))} | ... -> ..."
 
 
 def slice_scatter_rule(
     x: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> str:
     """Return the rule of `slice_scatter`, which is linear in both operands."""
-    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
     left = slice_rule(x, dim, start, end, step).partition(" -> ")[0]
     full = not left.split()[at].endswith("!")
     rows = " ".join("s!" if d == at and not full else n for d, n in enumerate(names))
-    return f"{left} + {rows} -> {written(names)}"
+    return f"{left} + {rows} -> {operand_text(names)}"
 
 
 def select_scatter_rule(x: Tensor, src: Tensor, dim: int, index: int) -> str:
-    names, (at,) = names_of(x), dims_at(dim, x.dim())
-    return f"{written(names, (at,))} + {written(names[:at] + names[at + 1 :])} -> {written(names)}"
+    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
+    return f"{operand_text(names, (at,))} + {operand_text(names[:at] + names[at + 1 :])} -> {operand_text(names)}"
 
 
 def diagonal_scatter_rule(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
-    names, gone = names_of(x), dims_at((dim1, dim2), x.dim())
+    names, gone = dim_names(x), normalized_dims((dim1, dim2), x.dim())
     kept = [n for d, n in enumerate(names) if d not in gone]
-    return f"{written(names, gone)} + {' '.join([*kept, 's!'])} -> {written(names)}"
+    return f"{operand_text(names, gone)} + {' '.join([*kept, 's!'])} -> {operand_text(names)}"
 
 
 def one_hot_rule(x: Tensor, num_classes: int = -1) -> str | None:
@@ -216,9 +220,9 @@ def embedding_bag_rule(
         return None
 
     def by_columns(call: LocalCall, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight = filled(weight, sizes=[call.total(0, d) for d in range(2)])  # the gradient reads one column
+        weight = zeros_for_empty(weight, sizes=[call.total(0, d) for d in range(2)])  # the gradient reads one column
         out, *sides = torch.ops.aten.embedding_bag(weight, *args, **kwargs)
-        return trimmed(out, call.out_shape(0)), *sides
+        return trim_to_shape(out, call.out_shape(0)), *sides
 
     text = f"v! d, i!, o!{', i!' if per_sample_weights is not None else ''} -> new d ; new ; new ; new"
     return Rule(text, forms={"d": by_columns})

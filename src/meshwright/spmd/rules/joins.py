@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..notation.dim_names import names_of, written
+from ..notation.dim_names import dim_names, operand_text
 from ..notation.rule import Entry
 
 
@@ -18,7 +18,7 @@ def cat_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
     """Return the rule of `cat`: the joined dim is whole. An empty one-dim tensor may be joined with any tensor."""
     full = next((t for t in tensors if t.dim() > 1 or t.numel()), tensors[0])
     at = dim % full.dim()
-    names = names_of(full)
+    names = dim_names(full)
     operands = [
         "e!" if t.dim() != full.dim() else " ".join(f"j{i}!" if d == at else n for d, n in enumerate(names))
         for i, t in enumerate(tensors)
@@ -27,9 +27,9 @@ def cat_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
 
 
 def stack_rule(tensors: Sequence[Tensor], dim: int = 0) -> str:
-    names = names_of(tensors[0])
+    names = dim_names(tensors[0])
     at = dim % (len(names) + 1)
-    return f"{' + '.join([written(names)] * len(tensors))} -> {' '.join([*names[:at], 'new', *names[at:]])}"
+    return f"{' + '.join([operand_text(names)] * len(tensors))} -> {' '.join([*names[:at], 'new', *names[at:]])}"
 
 
 def hstack_rule(tensors: Sequence[Tensor]) -> str | None:
@@ -62,7 +62,7 @@ def at_least(ndim: int) -> Entry:
     def entry(x: Any) -> str | None:
         if not isinstance(x, Tensor):
             return None
-        names = written(names_of(x))
+        names = operand_text(dim_names(x))
         if x.dim() >= ndim:
             return f"{names} -> {names}"
         front, behind = {(1, 2): ("1", ""), (1, 3): ("1", "1"), (2, 3): ("", "1")}.get((x.dim(), ndim), ("", ""))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..forms import layers as forms
 from ..forms.ring_attention import fits_ring, fits_ulysses, ring, ulysses
-from ..notation.dim_names import names_of, sized, written
+from ..notation.dim_names import dim_names, operand_text, sized_name
 from ..notation.rule import Alternative, Entry, Rule
 
 
@@ -23,10 +23,10 @@ def embedding_rule(
     """
     if sparse:
         return None
-    names = names_of(indices, "i")
-    ids = written(names, range(len(names)) if scale_grad_by_freq else ())
+    names = dim_names(indices, "i")
+    ids = operand_text(names, range(len(names)) if scale_grad_by_freq else ())
     if scale_grad_by_freq or weight.dim() != 2:
-        return Rule(f"v! d | {ids} -> {written(names)} d") if weight.dim() == 2 else None
+        return Rule(f"v! d | {ids} -> {operand_text(names)} d") if weight.dim() == 2 else None
     return Rule(f"v d | {ids} -> {ids} d", forms={"v": forms.embedding})
 
 
@@ -34,8 +34,8 @@ def embedding_back_rule(
     grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> str:
     """Return the rule of an embedding's gradient: a sum over the ids, which are whole with `scale_grad_by_freq`."""
-    names = names_of(indices, "i")
-    ids = written(names, range(len(names)) if scale_grad_by_freq else ())
+    names = dim_names(indices, "i")
+    ids = operand_text(names, range(len(names)) if scale_grad_by_freq else ())
     return f"{' '.join(names)} d | {ids} -> new d"
 
 
@@ -45,7 +45,7 @@ def attention_rule(
 ) -> Rule | None:  # fmt: skip
     """Return the rule of attention. Key heads, and query heads per key head, may be sharded.
 
-    Sharded sequences use a second form.
+    Sharded sequences use a local form.
     """
     if dropout_p > 0 or query.dim() < 2:
         return None
@@ -70,7 +70,7 @@ def _attention_text(query: Tensor, key: Tensor, mask: Tensor | None, enable_gqa:
     """Return the rule as text, and the names of its head factors with grouped queries."""
     heads, shared = "...", "..."
     if enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3] and key.shape[-3]:
-        outer, inner = sized("g", key.shape[-3]), sized("r", query.shape[-3] // key.shape[-3])
+        outer, inner = sized_name("g", key.shape[-3]), sized_name("r", query.shape[-3] // key.shape[-3])
         heads, shared = f"... ({outer} {inner})", f"... {outer}"
     masked = ", ... s t" if mask is not None else ""
     if mask is not None and heads != "...":
@@ -102,7 +102,7 @@ LAYERS: dict[str, Entry] = {
     "aten.scaled_dot_product_attention": attention_rule,
 }
 
-DRAWN: dict[str, Entry] = {
+RANDOM_RULES: dict[str, Entry] = {
     "aten.dropout": "... -> ...",
     "aten.feature_dropout": "... -> ...",
     "aten.native_dropout": "..., -> ... ; ...",

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..notation.dim_names import dims_at, names_of, sized, written
+from ..notation.dim_names import dim_names, normalized_dims, operand_text, sized_name
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
-from .pointwise import named
+from .pointwise import entries_for
 from .products import cross_anywhere_rule
-from .shapes import diagonal_rule, moved
+from .shapes import diagonal_rule, moved_elements_rule
 
 MATRIX = {
     "m n": """linalg_cholesky cholesky linalg_inv inverse linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power
@@ -33,9 +33,9 @@ MATRIX = {
 }
 """Continuation of the rule `"... m! n!, -> ..."` → operators of one matrix."""
 
-ONE = "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"
-MANY = "fft_fftn fft_ifftn fft_rfftn fft_irfftn"
-TWO = "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"
+FFT_ONE_DIM = "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"
+FFT_ANY_DIMS = "fft_fftn fft_ifftn fft_rfftn fft_irfftn"
+FFT_TWO_DIMS = "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"
 
 
 def matrix_entries() -> dict[str, Entry]:
@@ -63,7 +63,7 @@ def lu_solve_rule(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, a
 
 def transformed(x: Tensor, dim: Sequence[int], *how: Any) -> str:
     """Return the rule of the basic Fourier operators such as `_fft_c2c`."""
-    return _mapped(x, dims_at(tuple(dim), x.dim()))
+    return _mapped(x, normalized_dims(tuple(dim), x.dim()))
 
 
 def frames_entry(at: int) -> Entry:
@@ -103,12 +103,12 @@ def kron_rule(x: Tensor, y: Tensor) -> Rule | None:
     """
     if not x.dim() or x.dim() != y.dim() or 0 in (prod(x.shape), prod(y.shape)):
         return None
-    names = names_of(x, "a"), names_of(y, "b")
-    left = [sized(n, s) for n, s in zip(names[0], x.shape, strict=True)]
-    right = [sized(n, s) for n, s in zip(names[1], y.shape, strict=True)]
+    names = dim_names(x, "a"), dim_names(y, "b")
+    left = [sized_name(n, s) for n, s in zip(names[0], x.shape, strict=True)]
+    right = [sized_name(n, s) for n, s in zip(names[1], y.shape, strict=True)]
     out = " ".join(f"({a} {b})" for a, b in zip(left, right, strict=True))
     forms = dict.fromkeys((*left, *right), _kron)
-    return Rule(f"{written(left)} * {written(right)} -> {out}", forms=forms)
+    return Rule(f"{operand_text(left)} * {operand_text(right)} -> {out}", forms=forms)
 
 
 def _kron(call: LocalCall, x: Tensor, y: Tensor) -> Tensor:
@@ -134,31 +134,31 @@ def fourier_rule(x: Tensor, n: Any = None, dim: Any = None, norm: str | None = N
     """Return the rule of a Fourier transform: a linear map along whole dims."""
     if dim is None and isinstance(n, (list, tuple)):
         dim = range(x.dim() - len(n), x.dim())
-    return _mapped(x, dims_at(None if dim is None else dim, x.dim()))
+    return _mapped(x, normalized_dims(None if dim is None else dim, x.dim()))
 
 
 def fourier_last_rule(x: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> str:
-    return _mapped(x, dims_at(dim, x.dim()))
+    return _mapped(x, normalized_dims(dim, x.dim()))
 
 
 def fourier_two_rule(x: Tensor, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> str:
-    return _mapped(x, dims_at(dim, x.dim()))
+    return _mapped(x, normalized_dims(dim, x.dim()))
 
 
 def _mapped(x: Tensor, dims: Sequence[int]) -> str:
-    names = names_of(x)
-    return f"{written(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
+    names = dim_names(x)
+    return f"{operand_text(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
 
 
 def shift_rule(x: Tensor, dim: Any = None) -> str:
-    return moved(x, dims_at(dim, x.dim()))
+    return moved_elements_rule(x, normalized_dims(dim, x.dim()))
 
 
 FOURIER: dict[str, Entry] = {
-    **named(ONE, fourier_last_rule),
-    **named(MANY, fourier_rule),
-    **named(TWO, fourier_two_rule),
-    **named("_fft_c2c _fft_r2c _fft_c2r", transformed),
+    **entries_for(FFT_ONE_DIM, fourier_last_rule),
+    **entries_for(FFT_ANY_DIMS, fourier_rule),
+    **entries_for(FFT_TWO_DIMS, fourier_two_rule),
+    **entries_for("_fft_c2c _fft_r2c _fft_c2r", transformed),
     "aten.stft": frames_entry(7),
     "aten.stft.center": frames_entry(9),
     "aten.istft": signal_rule,

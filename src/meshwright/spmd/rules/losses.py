@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ..forms import layers as forms
-from ..notation.dim_names import names_of, written
+from ..notation.dim_names import dim_names, operand_text
 from ..notation.local_call import LocalCall
-from ..notation.rule import Entry, Form, Rule
-from ..torch_hooks import tell_shapes
+from ..notation.rule import Entry, LocalForm, Rule
+from ..torch_hooks import register_meta_kernel
 
 MEAN, SUM = 1, 2
 
 
-def class_loss(form: Form) -> Entry:
+def class_loss(form: LocalForm) -> Entry:
     """Return the rule of a loss over classes, which are dim 1, or dim 0 without a batch.
 
     Targets are class indices or class probabilities.
@@ -26,12 +26,12 @@ def class_loss(form: Form) -> Entry:
     def entry(
         x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *rest: Any, **kw: Any
     ) -> Rule:
-        names = names_of(x)
+        names = dim_names(x)
         c = min(x.dim() - 1, 1)
         spread = [n for d, n in enumerate(names) if d != c]
         ids = names if target.dtype.is_floating_point else spread
         result = spread if reduction == 0 else []
-        text = f"{written(names)}, {written(ids)}, {names[c]} -> {written(result)}"
+        text = f"{operand_text(names)}, {operand_text(ids)}, {names[c]} -> {operand_text(result)}"
         return Rule(text, over="sum", forms=dict.fromkeys(names if reduction else [names[c]], form))
 
     return entry
@@ -50,7 +50,7 @@ def element_loss(name: str, operands: int, at: int) -> Entry:
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         names = [f"a{d}" for d in range(len(shape))]
         slots = [*args, *kwargs.values()][:operands]
-        sides = [written(names[len(names) - t.dim() :]) if isinstance(t, Tensor) else "..." for t in slots]
+        sides = [operand_text(names[len(names) - t.dim() :]) if isinstance(t, Tensor) else "..." for t in slots]
         sides += ["..."] * (operands - len(sides))
         count = prod(shape) if reduction == MEAN else 1
 
@@ -101,7 +101,7 @@ def _ctc_shapes(x: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 TIMES_SAMPLES_CLASSES, SAMPLES_TARGETS = 3, 2
-tell_shapes("_ctc_loss.Tensor", _ctc_shapes)
+register_meta_kernel("_ctc_loss.Tensor", _ctc_shapes)
 
 LOSSES: dict[str, Entry] = {
     "aten.ctc_loss.Tensor": ctc_rule,

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..notation.dim_names import names_of, written
+from ..notation.dim_names import dim_names, operand_text
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
 
 
-def fresh(name: str) -> Entry:
+def new_tensor_rule(name: str) -> Entry:
     """Return the rule: the operand's elements are not read, so it may have any layout; the result is whole."""
     op = getattr(torch.ops.aten, name)
 
@@ -20,11 +20,13 @@ def fresh(name: str) -> Entry:
         return op(*args, **kwargs)
 
     def entry(x: Tensor, size: Any, *args: Any, **kwargs: Any) -> Rule:
-        names = names_of(x)
-        text = f"{written(names)}, -> {' '.join(f'new{d}' for d in range(len(size)))}"
+        names = dim_names(x)
+        text = f"{operand_text(names)}, -> {' '.join(f'new{d}' for d in range(len(size)))}"
         return Rule(text, forms=dict.fromkeys(names, as_it_is))
 
     return entry
 
 
-FRESH: dict[str, Entry] = {f"aten.{name}": fresh(name) for name in ("new_zeros", "new_ones", "new_full", "new_empty")}
+FRESH: dict[str, Entry] = {
+    f"aten.{name}": new_tensor_rule(name) for name in ("new_zeros", "new_ones", "new_full", "new_empty")
+}

@@ -53,12 +53,12 @@ GRADIENT = """
 """`... | ... -> ...`: elementwise backward operators, linear in the gradient, given the saved values."""
 
 
-def named(words: str, entry: Entry) -> dict[str, Entry]:
+def entries_for(words: str, entry: Entry) -> dict[str, Entry]:
     """Return the entry under each operator name in `words`."""
     return {f"aten.{word}": entry for word in words.split()}
 
 
-def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
+def is_exact_cast(source: torch.dtype, target: torch.dtype) -> bool:
     """True if the cast of a sum is the sum of the casts, without more rounding.
 
     A sum of integers wraps around at the width of its dtype, so only the same dtype keeps it.
@@ -71,7 +71,7 @@ def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
     return need.max >= have.max and need.eps <= have.eps
 
 
-def summed_dtype(source: torch.dtype) -> torch.dtype:
+def sum_dtype(source: torch.dtype) -> torch.dtype:
     """Return the default dtype of the result of `sum` and `cumsum`."""
     return source if source.is_floating_point or source.is_complex else torch.int64
 
@@ -80,7 +80,7 @@ def cast_rule(x: Tensor, *args: Any, **kwargs: Any) -> Rule | str:
     """Return the rule of all overloads of `to`; the target is a dtype, a tensor's dtype, or the dtype of `x`."""
     given = [a.dtype if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
     target = next((a for a in given if isinstance(a, torch.dtype)), x.dtype)
-    return "... -> ..." if keeps_sums(x.dtype, target) else "..., -> ..."
+    return "... -> ..." if is_exact_cast(x.dtype, target) else "..., -> ..."
 
 
 def zeros_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
@@ -122,15 +122,15 @@ def where_rule(condition: Tensor, *values: Any) -> str | None:
 
 
 POINTWISE: dict[str, Entry] = {
-    **named(LINEAR, "... -> ..."),
-    **named(CURVED, "..., -> ..."),
-    **named(BINARY, "..., ... -> ..."),
-    **named(GRADIENT, "... | ... -> ..."),
-    **named("add sub subtract rsub complex", "... + ... -> ..."),
-    **named("mul multiply", "... * ... -> ..."),
-    **named("div divide true_divide", div_rule),
-    **named("clamp clip clamp_min clamp_max", clamp_rule),
-    **named("to _to_copy type_as", cast_rule),
+    **entries_for(LINEAR, "... -> ..."),
+    **entries_for(CURVED, "..., -> ..."),
+    **entries_for(BINARY, "..., ... -> ..."),
+    **entries_for(GRADIENT, "... | ... -> ..."),
+    **entries_for("add sub subtract rsub complex", "... + ... -> ..."),
+    **entries_for("mul multiply", "... * ... -> ..."),
+    **entries_for("div divide true_divide", div_rule),
+    **entries_for("clamp clip clamp_min clamp_max", clamp_rule),
+    **entries_for("to _to_copy type_as", cast_rule),
     "aten.zeros_like": zeros_rule,
     "aten.where": where_rule,
     "aten.masked_fill": masked_fill_rule,

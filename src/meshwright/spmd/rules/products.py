@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..forms import grouped_products as grouped
-from ..notation.dim_names import names_of, written
+from ..notation.dim_names import dim_names, operand_text
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
 
@@ -47,7 +47,7 @@ def _spaced(term: str) -> str:
     return " ".join("..." if c == "." else f"{c.lower()}{'C' if c.isupper() else ''}" for c in term.replace("...", "."))
 
 
-def added(products: str, *result: str) -> Entry:
+def with_addend(products: str, *result: str) -> Entry:
     """Return the rule of a product plus a tensor that broadcasts to the result."""
 
     def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
@@ -59,23 +59,23 @@ def added(products: str, *result: str) -> Entry:
 def inner_rule(x: Tensor, y: Tensor) -> str:
     if x.dim() == 0 or y.dim() == 0:
         return "... * ... -> ..."
-    left, right = written(names_of(x, "a")[:-1]), written(names_of(y, "b")[:-1])
+    left, right = operand_text(dim_names(x, "a")[:-1]), operand_text(dim_names(y, "b")[:-1])
     return f"{left} k * {right} k -> {left} {right}"
 
 
 def tensordot_rule(x: Tensor, y: Tensor, dims_x: Sequence[int], dims_y: Sequence[int]) -> str:
-    left, right = names_of(x, "a"), names_of(y, "b")
+    left, right = dim_names(x, "a"), dim_names(y, "b")
     mine, theirs = [d % x.dim() for d in dims_x], [d % y.dim() for d in dims_y]
     for a, b in zip(mine, theirs, strict=True):
         right[b] = left[a]
     kept = [n for d, n in enumerate(left) if d not in mine] + [n for d, n in enumerate(right) if d not in theirs]
-    return f"{written(left)} * {written(right)} -> {written(kept)}"
+    return f"{operand_text(left)} * {operand_text(right)} -> {operand_text(kept)}"
 
 
 def cross_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
     if x.dim() != y.dim():
         return None
-    names = written(names_of(x), (dim % x.dim(),))
+    names = operand_text(dim_names(x), (dim % x.dim(),))
     return f"{names} * {names} -> {names}"
 
 
@@ -84,14 +84,14 @@ def cross_anywhere_rule(x: Tensor, y: Tensor, dim: int | None = None) -> Rule | 
 
     The form passes this dim, since a shard may have size three in an earlier dim.
     """
-    if dim is not None or x.shape != y.shape or THREE not in x.shape:
+    if dim is not None or x.shape != y.shape or THREE_DIMS not in x.shape:
         return None if dim is None else cross_rule(x, y, dim=dim)
-    at = x.shape.index(THREE)
+    at = x.shape.index(THREE_DIMS)
 
     def form(call: LocalCall, x: Tensor, y: Tensor, dim: None = None) -> Tensor:
         return torch.linalg.cross(x, y, dim=at)
 
-    return Rule(cross_rule(x, y, dim=at) or "", forms={n: form for d, n in enumerate(names_of(x)) if d != at})
+    return Rule(cross_rule(x, y, dim=at) or "", forms={n: form for d, n in enumerate(dim_names(x)) if d != at})
 
 
 def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Rule:
@@ -111,7 +111,7 @@ def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: Any, *
     return Rule("m t * t n | e! -> e m n", forms=dict.fromkeys("mtn", grouped.columns_by_rows))
 
 
-THREE = 3
+THREE_DIMS = 3
 """Size of the dim of a cross product."""
 
 PRODUCT: dict[str, Entry] = {
@@ -126,11 +126,11 @@ PRODUCT: dict[str, Entry] = {
     "aten.inner": inner_rule,
     "aten.outer": "m * n -> m n",
     "aten.ger": "m * n -> m n",
-    "aten.addmm": added("m k * k n", "m", "n"),
-    "aten.addbmm": added("b m k * b k n", "m", "n"),
-    "aten.baddbmm": added("b m k * b k n", "b", "m", "n"),
-    "aten.addmv": added("m k * k", "m"),
-    "aten.addr": added("m * n", "m", "n"),
+    "aten.addmm": with_addend("m k * k n", "m", "n"),
+    "aten.addbmm": with_addend("b m k * b k n", "m", "n"),
+    "aten.baddbmm": with_addend("b m k * b k n", "b", "m", "n"),
+    "aten.addmv": with_addend("m k * k", "m"),
+    "aten.addr": with_addend("m * n", "m", "n"),
     "aten.einsum": einsum_rule,
     "aten.tensordot": tensordot_rule,
     "aten.linalg_cross": cross_rule,

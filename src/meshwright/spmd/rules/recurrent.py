@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..notation.dim_names import written
+from ..notation.dim_names import operand_text
 from ..notation.rule import Entry
 
 
@@ -25,7 +25,7 @@ def recurrent(states: int) -> Entry:
             return None
         given = [state] if isinstance(state, Tensor) else list(state)
         held = [f"l{n}! b h{n}!" for n in range(len(given))]
-        weights = [written([f"p{n}d{d}" for d in range(p.dim())], range(p.dim())) for n, p in enumerate(params)]
+        weights = [operand_text([f"p{n}d{d}" for d in range(p.dim())], range(p.dim())) for n, p in enumerate(params)]
         before, after = ("b t! i!", "b t new") if batch_first else ("t! b i!", "t b new")
         ends = [f"l{n} b h{n}" for n in range(len(given))]
         return f"{', '.join([before, *held, *weights])} -> {' ; '.join([after, *ends[:states]])}"

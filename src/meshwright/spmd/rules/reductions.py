@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..forms import reductions as forms
-from ..notation.dim_names import dims_at, names_of, sized, written
-from ..notation.rule import Entry, Form, Rule
-from .pointwise import keeps_sums, summed_dtype
+from ..notation.dim_names import dim_names, normalized_dims, operand_text, sized_name
+from ..notation.rule import Entry, LocalForm, Rule
+from .pointwise import is_exact_cast, sum_dtype
 
 
-def reduction(linear: bool, over: str | None = None, form: Form | None = None) -> Entry:
+def reduction(linear: bool, over: str | None = None, form: LocalForm | None = None) -> Entry:
     """Return a rule for `op(x, dim, keepdim)`.
 
     Args:
@@ -24,52 +24,58 @@ def reduction(linear: bool, over: str | None = None, form: Form | None = None) -
     """
 
     def entry(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Rule:
-        passes = linear and keeps_sums(x.dtype, dtype or summed_dtype(x.dtype))
+        passes = linear and is_exact_cast(x.dtype, dtype or sum_dtype(x.dtype))
         joins = "any" if over == "sum" and dtype == torch.bool else over
-        return reduced(x, dims_at(dim, x.dim()), keepdim, passes, joins, form)
+        return reduced(x, normalized_dims(dim, x.dim()), keepdim, passes, joins, form)
 
     return entry
 
 
 def reduced(
-    x: Tensor, dims: Sequence[int], keepdim: bool, linear: bool, over: str | None, form: Form | None, results: int = 1
+    x: Tensor,
+    dims: Sequence[int],
+    keepdim: bool,
+    linear: bool,
+    over: str | None,
+    form: LocalForm | None,
+    results: int = 1,
 ) -> Rule:
-    names = names_of(x)
+    names = dim_names(x)
     kept = " ".join("1" if d in dims else n for d, n in enumerate(names) if keepdim or d not in dims)
     free = linear or over or form
-    left = written(names, () if free else dims) + ("" if linear else ",")
+    left = operand_text(names, () if free else dims) + ("" if linear else ",")
     text = f"{left} -> {' ; '.join([kept] * results)}"
     return Rule(text, over, forms={names[d]: form for d in dims} if form else {})
 
 
-def arg_reduction(form: Form | None) -> Entry:
+def arg_reduction(form: LocalForm | None) -> Entry:
     """Return the rule of `argmax(x, dim)`; without `dim`, the index is in the flattened whole tensor."""
 
     def entry(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
-        return reduced(x, dims_at(dim, x.dim()), keepdim, False, None, None if dim is None else form)
+        return reduced(x, normalized_dims(dim, x.dim()), keepdim, False, None, None if dim is None else form)
 
     return entry
 
 
-def max_entry(full: Form, along: Form) -> Entry:
+def max_entry(full: LocalForm, along: LocalForm) -> Entry:
     """Return the rule of `max(x)`, `max(x, dim)` with indices, and elementwise `max(x, other)`."""
 
     def entry(x: Tensor, dim: Any = None, keepdim: bool = False) -> Rule | str:
         if isinstance(dim, Tensor):
             return "..., ... -> ..."
-        dims = dims_at(dim, x.dim())
+        dims = normalized_dims(dim, x.dim())
         return reduced(x, dims, keepdim, False, None, full if dim is None else along, 1 if dim is None else 2)
 
     return entry
 
 
-def looks_along(linear: bool, form: Form | None = None, results: int = 1) -> Entry:
+def along_dim_rule(linear: bool, form: LocalForm | None = None, results: int = 1) -> Entry:
     """Return the rule of `op(x, dim)` with a result that has the dims of x."""
 
     def entry(x: Tensor, dim: Any = -1, *args: Any, dtype: Any = None, **kwargs: Any) -> Rule:
-        names, dims = names_of(x), dims_at(dim, x.dim())
-        comma = "" if linear and keeps_sums(x.dtype, dtype or summed_dtype(x.dtype)) else ","
-        text = f"{written(names, () if form else dims)}{comma} -> {' ; '.join([written(names)] * results)}"
+        names, dims = dim_names(x), normalized_dims(dim, x.dim())
+        comma = "" if linear and is_exact_cast(x.dtype, dtype or sum_dtype(x.dtype)) else ","
+        text = f"{operand_text(names, () if form else dims)}{comma} -> {' ; '.join([operand_text(names)] * results)}"
         return Rule(text, forms={names[d]: form for d in dims} if form else {})
 
     return entry
@@ -79,11 +85,12 @@ def layer_norm_rule(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Any = None, *rest: Any, **kw: Any
 ) -> Rule:
     """Return the rule of layer norm; weight and bias have the layout of the last dims."""
-    names = names_of(x)
+    names = dim_names(x)
     last = names[x.dim() - len(normalized_shape) :]
     form = forms.layer_norm
     return Rule(
-        f"{written(names)}, {written(last)}, {written(last)} -> {written(names)}", forms=dict.fromkeys(last, form)
+        f"{operand_text(names)}, {operand_text(last)}, {operand_text(last)} -> {operand_text(names)}",
+        forms=dict.fromkeys(last, form),
     )
 
 
@@ -91,33 +98,36 @@ def native_layer_norm_rule(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str:
     """Return the rule of native layer norm, which also returns mean and reciprocal standard deviation."""
-    names = names_of(x)
+    names = dim_names(x)
     first = x.dim() - len(normalized_shape)
     last, kept = names[first:], " ".join([*names[:first], *["1"] * len(normalized_shape)])
-    sides = [written(names, range(first, x.dim())), *[written(last)] * 2]
-    return f"{', '.join(sides)} -> {written(names)} ; {kept} ; {kept}"
+    sides = [operand_text(names, range(first, x.dim())), *[operand_text(last)] * 2]
+    return f"{', '.join(sides)} -> {operand_text(names)} ; {kept} ; {kept}"
 
 
 def passed_back_rule(grad: Tensor, out: Tensor, dim: int, *rest: Any) -> str:
     """Return the rule of a softmax's backward: linear in the gradient, given the result."""
-    names = written(names_of(grad), dims_at(dim, grad.dim()))
-    return f"{names} | {names} -> {written(names_of(grad))}"
+    names = operand_text(dim_names(grad), normalized_dims(dim, grad.dim()))
+    return f"{names} | {names} -> {operand_text(dim_names(grad))}"
 
 
 def rms_norm_rule(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: Any = None) -> Rule:
-    names = names_of(x)
+    names = dim_names(x)
     last = names[x.dim() - len(normalized_shape) :]
-    return Rule(f"{written(names)}, {written(last)} -> {written(names)}", forms=dict.fromkeys(last, forms.rms_norm))
+    return Rule(
+        f"{operand_text(names)}, {operand_text(last)} -> {operand_text(names)}",
+        forms=dict.fromkeys(last, forms.rms_norm),
+    )
 
 
-def spread(over: str | None, form: Form, results: int = 1) -> Entry:
+def variance_rule(over: str | None, form: LocalForm, results: int = 1) -> Entry:
     """Return the rule of `var` and related operators.
 
     Arguments: `(x, unbiased)`, `(x, dim, unbiased, keepdim)` or `(x, dim, correction=, keepdim=)`.
     """
 
     def entry(x: Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-        dims = dims_at(None if isinstance(dim, bool) else dim, x.dim())
+        dims = normalized_dims(None if isinstance(dim, bool) else dim, x.dim())
         return reduced(x, dims, keepdim, False, over, form, results)
 
     return entry
@@ -125,7 +135,7 @@ def spread(over: str | None, form: Form, results: int = 1) -> Entry:
 
 def vector_norm_rule(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
     over = "sum" if ord == 0 else None
-    return reduced(x, dims_at(dim, x.dim()), keepdim, False, over, None if ord == 0 else forms.vector_norm)
+    return reduced(x, normalized_dims(dim, x.dim()), keepdim, False, over, None if ord == 0 else forms.vector_norm)
 
 
 def norm_rule(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule | None:
@@ -139,7 +149,7 @@ def mode_rule(x: Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
 
 def selection(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
     """Return the rule of values and indices along a whole dim; without `dim`, of one value of the whole tensor."""
-    return reduced(x, dims_at(dim, x.dim()), keepdim, False, None, None, 1 if dim is None else 2)
+    return reduced(x, normalized_dims(dim, x.dim()), keepdim, False, None, None, 1 if dim is None else 2)
 
 
 def kthvalue_rule(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
@@ -147,12 +157,12 @@ def kthvalue_rule(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Ru
 
 
 def stable_sort_rule(x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Rule | str | None:
-    names = names_of(x)
-    return f"{written(names, dims_at(dim, x.dim()))}, -> {written(names)} ; {written(names)}"
+    names = dim_names(x)
+    return f"{operand_text(names, normalized_dims(dim, x.dim()))}, -> {operand_text(names)} ; {operand_text(names)}"
 
 
 def stable_argsort_rule(x: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> str:
-    return f"{written(names_of(x), dims_at(dim, x.dim()))}, -> {written(names_of(x))}"
+    return f"{operand_text(dim_names(x), normalized_dims(dim, x.dim()))}, -> {operand_text(dim_names(x))}"
 
 
 def msort_rule(x: Tensor) -> str:
@@ -162,20 +172,22 @@ def msort_rule(x: Tensor) -> str:
 def dist_rule(x: Tensor, y: Tensor, p: float = 2) -> Rule | str:
     """Return the rule of `dist`, the norm of the difference."""
     if x.shape != y.shape or p == 0:
-        return f"{written(names_of(x, 'a'), range(x.dim()))}, {written(names_of(y, 'b'), range(y.dim()))} ->"
-    names = names_of(x)
-    return Rule(f"{written(names)}, {written(names)} ->", forms=dict.fromkeys(names, forms.dist))
+        return (
+            f"{operand_text(dim_names(x, 'a'), range(x.dim()))}, {operand_text(dim_names(y, 'b'), range(y.dim()))} ->"
+        )
+    names = dim_names(x)
+    return Rule(f"{operand_text(names)}, {operand_text(names)} ->", forms=dict.fromkeys(names, forms.dist))
 
 
 def quantile_text(x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> str:
-    return reduced(x, dims_at(dim, x.dim()), keepdim, False, None, None).text
+    return reduced(x, normalized_dims(dim, x.dim()), keepdim, False, None, None).text
 
 
 def similarity_rule(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> str | None:
     if x.dim() != y.dim() or not x.dim():
         return None
-    names, dims = names_of(x), dims_at(dim, x.dim())
-    side = written(names, dims)
+    names, dims = dim_names(x), normalized_dims(dim, x.dim())
+    side = operand_text(names, dims)
     return f"{side}, {side} -> {' '.join(n for d, n in enumerate(names) if d not in dims)}"
 
 
@@ -184,35 +196,35 @@ def pairwise_rule(x: Tensor, y: Tensor, p: float = 2, eps: float = 1e-6, keepdim
 
 
 def topk_rule(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> str:
-    names, dims = names_of(x), dims_at(dim, x.dim())
+    names, dims = dim_names(x), normalized_dims(dim, x.dim())
     kept = " ".join("new" if d in dims else n for d, n in enumerate(names))
-    return f"{written(names, dims)}, -> {kept} ; {kept}"
+    return f"{operand_text(names, dims)}, -> {kept} ; {kept}"
 
 
 def renorm_rule(x: Tensor, p: float, dim: int, maxnorm: float) -> str:
     """Return the rule of `renorm`: every slice along `dim` is scaled by its own norm."""
-    names, kept = names_of(x), dims_at(dim, x.dim())
-    return f"{written(names, [d for d in range(x.dim()) if d not in kept])}, -> {written(names)}"
+    names, kept = dim_names(x), normalized_dims(dim, x.dim())
+    return f"{operand_text(names, [d for d in range(x.dim()) if d not in kept])}, -> {operand_text(names)}"
 
 
 def diff_rule(x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> str | None:
-    names, dims = names_of(x), dims_at(dim, x.dim())
+    names, dims = dim_names(x), normalized_dims(dim, x.dim())
     if prepend is not None or append is not None:
         return None
-    return f"{written(names, dims)} -> {' '.join('new' if d in dims else m for d, m in enumerate(names))}"
+    return f"{operand_text(names, dims)} -> {' '.join('new' if d in dims else m for d, m in enumerate(names))}"
 
 
 def glu_rule(x: Tensor, dim: int = -1) -> str:
     """Return the rule of `glu`: the dim is a product of two halves, and the inner factor may be sharded."""
-    names, (at,) = names_of(x), dims_at(dim, x.dim())
-    half = sized("h", x.shape[at] // 2)
+    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
+    half = sized_name("h", x.shape[at] // 2)
     before = [f"(two_2! {half})" if d == at else n for d, n in enumerate(names)]
     return f"{' '.join(before)}, -> {' '.join(half if d == at else n for d, n in enumerate(names))}"
 
 
 def histc_rule(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Rule | None:
     """Return the rule of `histc`, a sum of counts; None if the minimum and maximum of all elements set the bins."""
-    return None if min == max else Rule(f"{written(names_of(x))}, -> new", over="sum")
+    return None if min == max else Rule(f"{operand_text(dim_names(x))}, -> new", over="sum")
 
 
 REDUCE: dict[str, Entry] = {
@@ -226,10 +238,10 @@ REDUCE: dict[str, Entry] = {
     "aten.linalg_vector_norm": vector_norm_rule,
     "aten.norm": norm_rule,
     "aten.frobenius_norm.dim": reduction(False, form=forms.frobenius_norm),
-    "aten.var": spread("sum", forms.var),
-    "aten.std": spread(None, forms.std),
-    "aten.var_mean": spread("sum", forms.var_mean, 2),
-    "aten.std_mean": spread(None, forms.std_mean, 2),
+    "aten.var": variance_rule("sum", forms.var),
+    "aten.std": variance_rule(None, forms.std),
+    "aten.var_mean": variance_rule("sum", forms.var_mean, 2),
+    "aten.std_mean": variance_rule(None, forms.std_mean, 2),
     "aten.amax": reduction(False, form=forms.amax),
     "aten.amin": reduction(False, form=forms.amin),
     "aten.any": reduction(False, "any"),
@@ -243,9 +255,9 @@ REDUCE: dict[str, Entry] = {
     **dict.fromkeys(("aten.median", "aten.nanmedian", "aten.aminmax"), selection),
     "aten.mode": mode_rule,
     **dict.fromkeys(("aten.kthvalue",), kthvalue_rule),
-    **dict.fromkeys(("aten.sort.default", "aten.cummax", "aten.cummin"), looks_along(False, results=2)),
+    **dict.fromkeys(("aten.sort.default", "aten.cummax", "aten.cummin"), along_dim_rule(False, results=2)),
     "aten.sort.stable": stable_sort_rule,
-    "aten.argsort.default": looks_along(False),
+    "aten.argsort.default": along_dim_rule(False),
     "aten.argsort.stable": stable_argsort_rule,
     "aten.msort": msort_rule,
     "aten.nanmean": reduction(False, "sum", forms.nanmean),
@@ -254,19 +266,19 @@ REDUCE: dict[str, Entry] = {
     "aten.nanquantile.scalar": quantile_text,
     "aten.cosine_similarity": similarity_rule,
     "aten.pairwise_distance": pairwise_rule,
-    "aten._safe_softmax": looks_along(False),
+    "aten._safe_softmax": along_dim_rule(False),
     "aten.topk": topk_rule,
-    "aten.logcumsumexp": looks_along(False),
+    "aten.logcumsumexp": along_dim_rule(False),
     "aten.renorm": renorm_rule,
     "aten.trace": "m! n! ->",
     "aten.histc": histc_rule,
     "aten.diff": diff_rule,
     "aten.glu": glu_rule,
-    **dict.fromkeys(("aten.softmax", "aten._softmax", "aten.special_softmax"), looks_along(False, forms.softmax)),
-    **dict.fromkeys(("aten.log_softmax", "aten._log_softmax"), looks_along(False, forms.log_softmax)),
-    "aten.special_log_softmax": looks_along(False, forms.log_softmax),
-    "aten.cumsum": looks_along(True, forms.cumsum),
-    "aten.cumprod": looks_along(False, forms.cumprod),
+    **dict.fromkeys(("aten.softmax", "aten._softmax", "aten.special_softmax"), along_dim_rule(False, forms.softmax)),
+    **dict.fromkeys(("aten.log_softmax", "aten._log_softmax"), along_dim_rule(False, forms.log_softmax)),
+    "aten.special_log_softmax": along_dim_rule(False, forms.log_softmax),
+    "aten.cumsum": along_dim_rule(True, forms.cumsum),
+    "aten.cumprod": along_dim_rule(False, forms.cumprod),
     "aten.layer_norm": layer_norm_rule,
     "aten.native_layer_norm": native_layer_norm_rule,
     **dict.fromkeys(("aten._softmax_backward_data", "aten._log_softmax_backward_data"), passed_back_rule),

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..forms.empty_tensors import unless_empty
+from ..forms.empty_tensors import guard_against_empty
 from ..notation.equation import parse_rule
 from ..notation.rule import Entry, Rule
 from ..torch_hooks import Operator, overload_of, schema_of
 from .convolutions import CONV
 from .indexing import INDEX
 from .joins import JOIN
-from .layers import DRAWN, LAYERS
+from .layers import LAYERS, RANDOM_RULES
 from .linalg import FOURIER, LINALG
 from .losses import LOSSES
 from .new_tensors import FRESH
@@ -51,12 +51,12 @@ def find_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R
     rule = _for(entry, args, kwargs)
     if rule is None or rule.guard is not None or name not in GUARDED or _aliases(op):
         return rule
-    return replace(rule, guard=unless_empty(op, rule.text))
+    return replace(rule, guard=guard_against_empty(op, rule.text))
 
 
-def drawn_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
+def random_operator_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
     """Return the rule for layout propagation of a random operator, which does not run by a rule of its own; or None."""
-    return _for(_entry(op, DRAWN)[1], args, kwargs)
+    return _for(_entry(op, RANDOM_RULES)[1], args, kwargs)
 
 
 def _for(entry: Entry | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule | None:
@@ -95,21 +95,21 @@ def register_rule(name: str, entry: Entry) -> None:
     if isinstance(entry, str):
         parse_rule(entry)
     RULES[name] = entry
-    for forget in on_new_rule:
+    for forget in registration_callbacks:
         forget()
 
 
-on_new_rule: list[Callable[[], None]] = []
+registration_callbacks: list[Callable[[], None]] = []
 """Callbacks for the registration of a rule; they clear caches of plans that were made by the old rules."""
 
 
-def is_computed(op: Operator) -> bool:
+def depends_on_arguments(op: Operator) -> bool:
     """True if the rule of `op` is a function of the call's arguments, so that it may depend on their values."""
     name, entry = _entry(op, RULES)
-    return callable(entry) and name not in BLIND_TO_FLOATS
+    return callable(entry) and name not in INDEPENDENT_OF_FLOATS
 
 
-BLIND_TO_FLOATS = {
+INDEPENDENT_OF_FLOATS = {
     *("aten.layer_norm", "aten.rms_norm", "aten.group_norm", "aten.batch_norm"),
     *("aten.div", "aten.divide", "aten.true_divide", "aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.clip"),
 }

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .._errors import RuleError
-from ..notation.dim_names import dims_at, grouped, names_of, sized, written
+from ..notation.dim_names import dim_names, normalized_dims, operand_text, product_text, sized_name
 from ..notation.local_call import LocalCall
-from ..notation.rule import Entry, Form, Rule
+from ..notation.rule import Entry, LocalForm, Rule
 
 
 def common_factors(old: Sequence[int], new: Sequence[int]) -> tuple[list[list[str]], list[list[str]]]:
@@ -36,13 +36,13 @@ def common_factors(old: Sequence[int], new: Sequence[int]) -> tuple[list[list[st
             return left, right
         common = gcd(a, b)
         if common > 1:
-            name = sized(f"f{count}", common)
+            name = sized_name(f"f{count}", common)
             left[i - 1].append(name)
             right[j - 1].append(name)
             a, b = a // common, b // common
         else:
-            left[i - 1].append(sized(f"f{count}", a) + "!")
-            right[j - 1].append(sized(f"new{count}", b))
+            left[i - 1].append(sized_name(f"f{count}", a) + "!")
+            right[j - 1].append(sized_name(f"new{count}", b))
             a, b, i, j = _level(a, b, i, j, old, new, left, right, count)
         count += 1
 
@@ -54,10 +54,10 @@ def _level(
     """Add whole factors on both sides until both sides cover the same number of elements."""
     while a != b:
         if a < b:
-            left[i].append(sized(f"f{count}x{i}", old[i]) + "!")
+            left[i].append(sized_name(f"f{count}x{i}", old[i]) + "!")
             a, i = a * old[i], i + 1
         else:
-            right[j].append(sized(f"new{count}x{j}", new[j]))
+            right[j].append(sized_name(f"new{count}x{j}", new[j]))
             b, j = b * new[j], j + 1
     return 1, 1, i, j
 
@@ -80,7 +80,7 @@ def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
     ones = ([d for d, n in enumerate(sizes) if n == 1] for sizes in (old, new))
     for k, (before, after) in enumerate(zip(*ones, strict=False)):
         left[before], right[after] = [f"one{k}"], [f"one{k}"]
-    return f"{' '.join(map(grouped, left))} -> {' '.join(map(grouped, right))}"
+    return f"{' '.join(map(product_text, left))} -> {' '.join(map(product_text, right))}"
 
 
 def resolved(size: Sequence[int], total: int) -> tuple[int, ...]:
@@ -106,13 +106,13 @@ def view_as_rule(x: Tensor, other: Tensor) -> str:
 def flatten_rule(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> str:
     if x.dim() == 0:
         return "-> 1"
-    (first, last) = dims_at((start_dim, end_dim), x.dim())
+    (first, last) = normalized_dims((start_dim, end_dim), x.dim())
     merged = prod(x.shape[first : last + 1])
     return reshape_text(x.shape, (*x.shape[:first], merged, *x.shape[last + 1 :]))
 
 
 def unflatten_rule(x: Tensor, dim: int, sizes: Sequence[int]) -> Rule:
-    (at,) = dims_at(dim, x.dim())
+    (at,) = normalized_dims(dim, x.dim())
     text = reshape_text(x.shape, (*x.shape[:at], *resolved(sizes, x.shape[at]), *x.shape[at + 1 :]))
     return Rule(text, forms=dict.fromkeys(_factor_names(text), as_its_shape))
 
@@ -129,14 +129,16 @@ def as_its_shape(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
 
 
 def permute_rule(x: Tensor, dims: Sequence[int]) -> str:
-    names = names_of(x)
-    return f"{written(names)} -> {' '.join(names[d] for d in dims_at(tuple(dims), x.dim())) if dims else ''}"
+    names = dim_names(x)
+    return (
+        f"{operand_text(names)} -> {' '.join(names[d] for d in normalized_dims(tuple(dims), x.dim())) if dims else ''}"
+    )
 
 
 def swap_rule(x: Tensor, dim0: int = -1, dim1: int = -2) -> str:
     order = list(range(x.dim()))
     if order:
-        a, b = dims_at((dim0, dim1), x.dim())
+        a, b = normalized_dims((dim0, dim1), x.dim())
         order[a], order[b] = order[b], order[a]
     return permute_rule(x, order)
 
@@ -152,21 +154,21 @@ def reverse_rule(x: Tensor) -> str:
 def movedim_rule(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> str:
     if x.dim() == 0:
         return "->"
-    sources, goals = dims_at(source, x.dim()), dims_at(destination, x.dim())
+    sources, goals = normalized_dims(source, x.dim()), normalized_dims(destination, x.dim())
     left = iter(d for d in range(x.dim()) if d not in sources)
     there = dict(zip(goals, sources, strict=True))
     return permute_rule(x, [there[d] if d in there else next(left) for d in range(x.dim())])
 
 
 def unsqueeze_rule(x: Tensor, dim: int) -> str:
-    names = names_of(x)
+    names = dim_names(x)
     at = dim % (x.dim() + 1)
-    return f"{written(names)} -> {' '.join([*names[:at], '1', *names[at:]])}"
+    return f"{operand_text(names)} -> {' '.join([*names[:at], '1', *names[at:]])}"
 
 
 def squeeze_rule(x: Tensor, dim: int | Sequence[int] | None = None) -> Rule:
     """Return the rule of `squeeze`: dims of global size one are removed, but not dims of local size one."""
-    names, listed = names_of(x), dims_at(dim, x.dim()) if dim is None or isinstance(dim, int) or dim else ()
+    names, listed = dim_names(x), normalized_dims(dim, x.dim()) if dim is None or isinstance(dim, int) or dim else ()
     gone = tuple(d for d in listed if x.shape[d] == 1)
     kept = [n for d, n in enumerate(names) if d not in gone]
 
@@ -174,15 +176,15 @@ def squeeze_rule(x: Tensor, dim: int | Sequence[int] | None = None) -> Rule:
         return x.squeeze(gone)
 
     stays = [names[d] for d in listed if d not in gone]
-    return Rule(f"{written(names, gone)} -> {' '.join(kept)}", forms=dict.fromkeys(stays, squeeze))
+    return Rule(f"{operand_text(names, gone)} -> {' '.join(kept)}", forms=dict.fromkeys(stays, squeeze))
 
 
 def expand_rule(x: Tensor, size: Sequence[int], *, implicit: bool = False) -> Rule:
     """Return the rule of `expand`: expanded dims and new leading dims are whole."""
-    names, extra = names_of(x), len(size) - x.dim()
+    names, extra = dim_names(x), len(size) - x.dim()
     kept = [n if s in (-1, m) else f"new{n}" for n, m, s in zip(names, x.shape, size[extra:], strict=True)]
     grown = [d for d, n in enumerate(names) if kept[d] != n]
-    return Rule(f"{written(names, grown)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}", sizes=(1,))
+    return Rule(f"{operand_text(names, grown)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}", sizes=(1,))
 
 
 def repeat_rule(x: Tensor, repeats: Sequence[int]) -> str:
@@ -191,13 +193,13 @@ def repeat_rule(x: Tensor, repeats: Sequence[int]) -> str:
     extra = len(counts) - x.dim()
     if 0 in counts or 0 in x.shape:
         return _whole(x, len(counts))
-    names = [sized(n, s) for n, s in zip(names_of(x), x.shape, strict=True)]
-    kept = [n if r == 1 else f"({sized(f'new{n}', r)} {n})" for n, r in zip(names, counts[extra:], strict=True)]
-    return f"{written(names)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}"
+    names = [sized_name(n, s) for n, s in zip(dim_names(x), x.shape, strict=True)]
+    kept = [n if r == 1 else f"({sized_name(f'new{n}', r)} {n})" for n, r in zip(names, counts[extra:], strict=True)]
+    return f"{operand_text(names)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}"
 
 
 def _whole(x: Tensor, results: int) -> str:
-    return f"{written(names_of(x), range(x.dim()))} -> {' '.join(f'new{d}' for d in range(results))}"
+    return f"{operand_text(dim_names(x), range(x.dim()))} -> {' '.join(f'new{d}' for d in range(results))}"
 
 
 def repeat_interleave_rule(
@@ -206,66 +208,66 @@ def repeat_interleave_rule(
     """Return the rule of `repeat_interleave` with a number r: the dim becomes a product of the dim and r."""
     if not isinstance(repeats, int) or repeats == 0 or 0 in x.shape or (dim is None and x.dim() != 1):
         return None
-    names = [sized(n, s) for n, s in zip(names_of(x), x.shape, strict=True)]
-    (at,) = dims_at(dim or 0, x.dim())
-    out = [f"({n} {sized('new', repeats)})" if d == at and repeats > 1 else n for d, n in enumerate(names)]
-    return f"{written(names)} -> {' '.join(out)}"
+    names = [sized_name(n, s) for n, s in zip(dim_names(x), x.shape, strict=True)]
+    (at,) = normalized_dims(dim or 0, x.dim())
+    out = [f"({n} {sized_name('new', repeats)})" if d == at and repeats > 1 else n for d, n in enumerate(names)]
+    return f"{operand_text(names)} -> {' '.join(out)}"
 
 
 def slice_rule(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
     """Return the rule of a slice: a full slice keeps the layout of the dim; any other needs a whole dim."""
-    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
     if range(x.shape[at])[slice(start, end, step)] == range(x.shape[at]):
-        return f"{written(names)} -> {written(names)}"
-    return changed(x, (at,))
+        return f"{operand_text(names)} -> {operand_text(names)}"
+    return whole_dims_rule(x, (at,))
 
 
 def narrow_rule(x: Tensor, dim: int, start: Any, length: int) -> Rule | None:
     """Return the rule of `narrow`; it can run as a slice, which allows an end beyond the local tensor."""
-    (at,) = dims_at(dim, x.dim())
-    return Rule(changed(x, (at,)), parts=_as_slice) if isinstance(start, int) else None
+    (at,) = normalized_dims(dim, x.dim())
+    return Rule(whole_dims_rule(x, (at,)), parts=_as_slice) if isinstance(start, int) else None
 
 
 def _as_slice(x: Tensor, dim: int, start: int, length: int) -> Tensor:
     return torch.ops.aten.slice.Tensor(x, dim, start, start + length if start >= 0 or start + length else None)
 
 
-def changed(x: Tensor, dims: Sequence[int]) -> str:
+def whole_dims_rule(x: Tensor, dims: Sequence[int]) -> str:
     """Return a rule in which `dims` are whole, and have another size or order in the result."""
-    names = names_of(x)
-    return f"{written(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
+    names = dim_names(x)
+    return f"{operand_text(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
 
 
-def without(x: Tensor, dim: int, results: int = 1) -> str:
+def removed_dim_rule(x: Tensor, dim: int, results: int = 1) -> str:
     """Return a rule in which one dim is whole, and missing in each of the results."""
-    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
     kept = " ".join(names[:at] + names[at + 1 :])
-    return f"{written(names, (at,))} -> {' ; '.join([kept] * results)}"
+    return f"{operand_text(names, (at,))} -> {' ; '.join([kept] * results)}"
 
 
 def select_rule(x: Tensor, dim: int, index: int) -> str:
-    return without(x, dim)
+    return removed_dim_rule(x, dim)
 
 
 def unbind_rule(x: Tensor, dim: int = 0) -> str | None:
     pieces = x.shape[dim]
-    return without(x, dim, pieces) if pieces else None
+    return removed_dim_rule(x, dim, pieces) if pieces else None
 
 
-def in_pieces(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
+def pieces_rule(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
     """Return the rule of a split along a dim; None without pieces.
 
     If all pieces have one length, the dim is a product, whose inner factor may stay sharded.
     """
     if not lengths:
         return None
-    names, (at,) = names_of(x), dims_at(dim, x.dim())
+    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
     if len(lengths) == 1:
-        return Rule(f"{written(names)} -> {written(names)}", forms={names[at]: _one_piece(at)})
+        return Rule(f"{operand_text(names)} -> {operand_text(names)}", forms={names[at]: _one_piece(at)})
     if len(set(lengths)) > 1 or lengths[0] < 2:
         out = " ".join(f"new{d}" if d == at else n for d, n in enumerate(names))
-        return Rule(f"{written(names, (at,))} -> {' ; '.join([out] * len(lengths))}")
-    outer, inner = sized("c", len(lengths)), sized("p", lengths[0])
+        return Rule(f"{operand_text(names, (at,))} -> {' ; '.join([out] * len(lengths))}")
+    outer, inner = sized_name("c", len(lengths)), sized_name("p", lengths[0])
     before = [f"({outer}! {inner})" if d == at else n for d, n in enumerate(names)]
     after = " ".join(inner if d == at else n for d, n in enumerate(names))
 
@@ -275,15 +277,15 @@ def in_pieces(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
     return Rule(f"{' '.join(before)} -> {' ; '.join([after] * len(lengths))}", forms={inner: pieces})
 
 
-def _one_piece(at: int) -> Form:
+def _one_piece(at: int) -> LocalForm:
     """Return the form of a split with one piece: it splits by the length of the local tensor."""
     return lambda call, x, *args, **kwargs: x.split(max(x.shape[at], 1), at)
 
 
-def apart(entry: Callable[..., Rule | None]) -> Entry:
+def copied_pieces(entry: Callable[..., Rule | None]) -> Entry:
     """Return the entry with copied pieces instead of views, so that a write to one piece changes no other."""
 
-    def of(form: Form) -> Form:
+    def of(form: LocalForm) -> LocalForm:
         return lambda call, *args, **kwargs: tuple(piece.clone() for piece in form(call, *args, **kwargs))
 
     def made(*args: Any, **kwargs: Any) -> Rule | None:
@@ -301,50 +303,50 @@ def lengths_of(total: int, piece: int) -> list[int]:
 
 def split_rule(x: Tensor, split_size: int | Sequence[int], dim: int = 0) -> Rule | None:
     if not isinstance(split_size, int):
-        return in_pieces(x, list(split_size), dim)
-    return in_pieces(x, lengths_of(x.shape[dim], split_size), dim)
+        return pieces_rule(x, list(split_size), dim)
+    return pieces_rule(x, lengths_of(x.shape[dim], split_size), dim)
 
 
 def chunk_rule(x: Tensor, chunks: int, dim: int = 0) -> Rule | None:
     total = x.shape[dim]
-    return in_pieces(x, lengths_of(total, -(-total // chunks)) if total else [0] * chunks, dim)
+    return pieces_rule(x, lengths_of(total, -(-total // chunks)) if total else [0] * chunks, dim)
 
 
 def tensor_split_rule(x: Tensor, sections: Any, dim: int = 0) -> Rule | None:
     total = x.shape[dim]
     if isinstance(sections, int):
         short, longer = divmod(total, sections)
-        return in_pieces(x, [short + (i < longer) for i in range(sections)], dim)
+        return pieces_rule(x, [short + (i < longer) for i in range(sections)], dim)
     if isinstance(sections, (list, tuple)):
         edges = [slice(None, e).indices(total)[1] for e in sections]
         pairs = zip([0, *edges], [*edges, total], strict=True)
-        return in_pieces(x, [max(b - a, 0) for a, b in pairs], dim)
+        return pieces_rule(x, [max(b - a, 0) for a, b in pairs], dim)
     return None
 
 
-def moved(x: Tensor, dims: Any) -> str:
+def moved_elements_rule(x: Tensor, dims: Any) -> str:
     """Return a rule in which elements move along `dims`, which are whole."""
-    names = names_of(x)
-    at = dims_at(dims, x.dim()) if dims or dims == 0 else ()
-    return f"{written(names, at)} -> {written(names)}"
+    names = dim_names(x)
+    at = normalized_dims(dims, x.dim()) if dims or dims == 0 else ()
+    return f"{operand_text(names, at)} -> {operand_text(names)}"
 
 
 def roll_rule(x: Tensor, shifts: Any, dims: Any = ()) -> str:
-    return moved(x, dims if dims or dims == 0 else range(x.dim()))
+    return moved_elements_rule(x, dims if dims or dims == 0 else range(x.dim()))
 
 
 def fliplr_rule(x: Tensor) -> str:
-    return moved(x, 1)
+    return moved_elements_rule(x, 1)
 
 
 def flipud_rule(x: Tensor) -> str:
-    return moved(x, 0)
+    return moved_elements_rule(x, 0)
 
 
 def rot90_rule(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> str:
     """Return the rule of `rot90`: both dims are whole, and swapped after an odd number of turns."""
-    names, turned = names_of(x), dims_at(tuple(dims), x.dim())
-    return f"{written(names, turned)} -> {' '.join(f'new{d}' if d in turned else n for d, n in enumerate(names))}"
+    names, turned = dim_names(x), normalized_dims(tuple(dims), x.dim())
+    return f"{operand_text(names, turned)} -> {' '.join(f'new{d}' if d in turned else n for d, n in enumerate(names))}"
 
 
 def matrix_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
@@ -352,19 +354,19 @@ def matrix_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
 
 
 def diagonal_rule(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
-    names, gone = names_of(x), dims_at((dim1, dim2), x.dim())
-    return f"{written(names, gone)} -> {' '.join([n for d, n in enumerate(names) if d not in gone] + ['new'])}"
+    names, gone = dim_names(x), normalized_dims((dim1, dim2), x.dim())
+    return f"{operand_text(names, gone)} -> {' '.join([n for d, n in enumerate(names) if d not in gone] + ['new'])}"
 
 
 def diag_embed_rule(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> str:
-    names = names_of(x)
-    kept, fresh = iter(names[:-1]), dims_at((dim1, dim2), x.dim() + 1)
+    names = dim_names(x)
+    kept, fresh = iter(names[:-1]), normalized_dims((dim1, dim2), x.dim() + 1)
     out = [f"new{d}" if d in fresh else next(kept) for d in range(x.dim() + 1)]
-    return f"{written(names, (x.dim() - 1,))} -> {' '.join(out)}"
+    return f"{operand_text(names, (x.dim() - 1,))} -> {' '.join(out)}"
 
 
 def unfold_rule(x: Tensor, dimension: int, size: int, step: int) -> str:
-    return "-> new" if x.dim() == 0 else f"{changed(x, dims_at(dimension, x.dim()))} newsize"
+    return "-> new" if x.dim() == 0 else f"{whole_dims_rule(x, normalized_dims(dimension, x.dim()))} newsize"
 
 
 SHAPE: dict[str, Entry] = {
@@ -391,12 +393,12 @@ SHAPE: dict[str, Entry] = {
     "aten.slice_copy.Tensor": slice_rule,
     **dict.fromkeys(("aten.unbind", "aten.unbind_copy"), unbind_rule),
     **dict.fromkeys(("aten.split", "aten.split_with_sizes"), split_rule),
-    **dict.fromkeys(("aten.unsafe_split", "aten.unsafe_split_with_sizes"), apart(split_rule)),
-    **dict.fromkeys(("aten.split_with_sizes_copy", "aten.split_copy"), apart(split_rule)),
+    **dict.fromkeys(("aten.unsafe_split", "aten.unsafe_split_with_sizes"), copied_pieces(split_rule)),
+    **dict.fromkeys(("aten.split_with_sizes_copy", "aten.split_copy"), copied_pieces(split_rule)),
     "aten.chunk": chunk_rule,
-    "aten.unsafe_chunk": apart(chunk_rule),
+    "aten.unsafe_chunk": copied_pieces(chunk_rule),
     "aten.tensor_split": tensor_split_rule,
-    "aten.flip": moved,
+    "aten.flip": moved_elements_rule,
     "aten.fliplr": fliplr_rule,
     "aten.flipud": flipud_rule,
     "aten.rot90": rot90_rule,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Cache, MeshwrightError, ProcessMesh, Spec
-from meshwright.spmd import is_computed, on_new_rule
+from meshwright.spmd import depends_on_arguments, registration_callbacks
 
 from .._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ..autograd import backward_handlers, forward_mode, user_functions
@@ -350,7 +350,7 @@ def _plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) ->
     if captured is None:
         return run, False
     pending = any(isinstance(t, DistTensor) and t._spec.layout.partial for t in tensors)
-    return run, pending or any(is_computed(n.op) for n in captured.nodes)
+    return run, pending or any(depends_on_arguments(n.op) for n in captured.nodes)
 
 
 def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:
@@ -365,7 +365,7 @@ def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:
 
 def _ignores_floats(func: Any, captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
     """True if the values of floats decide neither which operators `func` calls nor the layouts of their results."""
-    if not isinstance(func, _FIXED) or len(captured.nodes) != 1 or is_computed(captured.nodes[0].op):
+    if not isinstance(func, _FIXED) or len(captured.nodes) != 1 or depends_on_arguments(captured.nodes[0].op):
         return False
     return not numbers_decide(captured.nodes[0], specs, mesh)
 
@@ -493,4 +493,4 @@ def _local_how(found: Any) -> str:
 
 
 DistTensor._dispatch = staticmethod(dispatch)
-on_new_rule.append(PLANS.clear)
+registration_callbacks.append(PLANS.clear)

@@ -222,7 +222,7 @@ def _run_local(step: Step, places: tuple[int, ...] | None, law: ResultRequiremen
 def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
     """Return a function that converts operands to float32 if autocast requires that for the operator.
 
-    The operator's second form consists of other operators, to which autocast does not apply this.
+    The operator's local form consists of other operators, to which autocast does not apply this.
     """
     if step.form is None:
         return lambda tensors: tensors
@@ -240,7 +240,7 @@ def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
 
 
 def _computed(step: Step, tensors: Sequence[Tensor]) -> Any:
-    """Return the result of the operator, or of its second form, for this rank's parts."""
+    """Return the result of the operator, or of its local form, for this rank's parts."""
     here = current_communicator()
     args, kwargs = step.local_arguments(tensors, here)
     return step.form(step.call(here), *args, **kwargs) if step.form else step.node.op(*args, **kwargs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.comm import Communicator, current_communicator
 from meshwright.layout import ProcessMesh, Spec, hint, local_shape, replicated
-from meshwright.spmd import Alternative, Call, RuleError, describe, drawn_rule, refined
+from meshwright.spmd import Alternative, Call, RuleError, describe, random_operator_rule, split_sharded_products
 
 from ..capture.call_capture import Captured, Node, reads_uninitialised, strides_of, taken_apart
 from ..conversion.convert import Move, move
@@ -72,7 +72,7 @@ class Step:
         return args, kwargs
 
     def call(self, here: Communicator) -> LocalCall:
-        """Return the view of the call for a second form."""
+        """Return the view of the call for a local form."""
         return LocalCall(self.ins, self.outs, here)
 
 
@@ -120,7 +120,7 @@ def plan_node(
     ins = [_spec_of(x, specs, mesh) if x is not None else None for x in operands]
     if all(s is None for s in ins):
         return None
-    call = replace(call, bound=refined(call.bound, [s.layout if s is not None else None for s in ins]))
+    call = replace(call, bound=split_sharded_products(call.bound, [s.layout if s is not None else None for s in ins]))
     decision = _decided(call, ins)
     if decision is None:
         return None
@@ -322,7 +322,7 @@ def plan_call(
 
 def _drawn(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> RandomWhole | None:
     """Return the layouts of the results of an operator that draws; None for other operators."""
-    rule = drawn_rule(node.op, node.args, node.kwargs)
+    rule = random_operator_rule(node.op, node.args, node.kwargs)
     call = describe(node.op, node.args, node.kwargs, rule) if rule is not None else None
     if call is None or _writes_elsewhere(node, call):
         return None

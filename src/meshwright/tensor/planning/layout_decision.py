@@ -12,22 +12,22 @@ from math import prod
 
 from meshwright.layout import Dim, Layout, ProcessMesh, Spec, hint
 from meshwright.spmd import (
-    REPEATED,
-    Bound,
+    REPLICATED,
+    AxisState,
+    BoundRule,
     Call,
     Choice,
-    Held,
+    allows_pending_sums,
     choices,
-    cut_choices,
-    dim_of,
     factor_axes,
-    lets_terms_pass,
+    factor_choices,
+    layout_dim,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Required layouts of the operands and layouts of the results; `form` is the factor whose second form runs.
+    """Required layouts of the operands and layouts of the results; `form` is the factor whose local form runs.
 
     `gathers` is True if a sharded operand has to be gathered.
     """
@@ -47,8 +47,8 @@ class _Along:
     free: Set[int]
     axis: str
     ranks: int
-    held: tuple[Held, ...]
-    want: Held | None
+    held: tuple[AxisState, ...]
+    want: AxisState | None
 
 
 @dataclass(slots=True)
@@ -90,29 +90,29 @@ def _mesh(specs: Sequence[Spec | None]) -> ProcessMesh:
     return next(s.mesh for s in specs if s is not None)
 
 
-def _held(axis: str, axes: Mapping[int, tuple[str, ...]], spec: Spec | None) -> Held:
-    return REPEATED if spec is None else _held_by(axis, axes, spec.layout)
+def _held(axis: str, axes: Mapping[int, tuple[str, ...]], spec: Spec | None) -> AxisState:
+    return REPLICATED if spec is None else _held_by(axis, axes, spec.layout)
 
 
-def _held_by(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> Held:
+def _held_by(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> AxisState:
     for factor, names in axes.items():
         if axis in names:
             return factor
     for name, op in layout.partial:
         if name == axis:
             return op
-    return REPEATED
+    return REPLICATED
 
 
 def _pick(here: _Along, form: str | None) -> Choice | None:
     """Return the cheapest choice for one axis; `form` is the one that other axes need."""
     bound, held, want = here.call.bound, here.held, here.want
-    wished = cut_choices(bound, want) if isinstance(want, int) and want >= 0 and want not in held else ()
-    if all(h == REPEATED for h in held) and not wished:
-        return Choice((REPEATED,) * len(held), (REPEATED,) * len(bound.outs))
+    wished = factor_choices(bound, want) if isinstance(want, int) and want >= 0 and want not in held else ()
+    if all(h == REPLICATED for h in held) and not wished:
+        return Choice((REPLICATED,) * len(held), (REPLICATED,) * len(bound.outs))
     best: tuple[float, int, float] | None = None
     found = None
-    for choice in chain((c for c in wished if lets_terms_pass(bound, c, held)), choices(bound, held)):
+    for choice in chain((c for c in wished if allows_pending_sums(bound, c, held)), choices(bound, held)):
         if not (_keeps_written(here.call, choice, held) and _keeps_cut(bound, choice, held)):
             continue
         if not _one_form(bound, choice, form):
@@ -123,11 +123,11 @@ def _pick(here: _Along, form: str | None) -> Choice | None:
     return found
 
 
-def _keeps_written(call: Call, choice: Choice, held: Sequence[Held]) -> bool:
+def _keeps_written(call: Call, choice: Choice, held: Sequence[AxisState]) -> bool:
     return all(choice.ins[i] == held[i] and choice.outs[0] == held[i] for i in call.mutated)
 
 
-def _keeps_cut(bound: Bound, choice: Choice, held: Sequence[Held]) -> bool:
+def _keeps_cut(bound: BoundRule, choice: Choice, held: Sequence[AxisState]) -> bool:
     """False if an operand would lose a sharding that the rule keeps."""
     stays = bound.rule.stays
     return not stays or all(
@@ -135,7 +135,7 @@ def _keeps_cut(bound: Bound, choice: Choice, held: Sequence[Held]) -> bool:
     )
 
 
-def _one_form(bound: Bound, choice: Choice, form: str | None) -> bool:
+def _one_form(bound: BoundRule, choice: Choice, form: str | None) -> bool:
     if choice.factor is None or form is None:
         return True
     name = bound.names[choice.factor]
@@ -158,23 +158,23 @@ def _price(here: _Along, choice: Choice) -> tuple[float, int, float]:
         moved += _result_bytes(here) * traffic(choice.outs[0], here.want, here.ranks)
         changed += 1
     if choice.factor is None and pending and choice.outs and choice.outs[0] == "sum":
-        moved += max(0.0, _result_bytes(here) - pending) * traffic("sum", REPEATED, here.ranks)
+        moved += max(0.0, _result_bytes(here) - pending) * traffic("sum", REPLICATED, here.ranks)
     return moved, changed, touched
 
 
-def traffic(have: Held, need: Held, ranks: int) -> float:
+def traffic(have: AxisState, need: AxisState, ranks: int) -> float:
     """Return the bytes that a rank receives for a change of state.
 
     The unit is the bytes of the operand that all ranks of the axis hold together.
     """
     share = (ranks - 1) / ranks
-    if have == need or have == REPEATED:
+    if have == need or have == REPLICATED:
         return 0.0
     if isinstance(have, str):
         return share if isinstance(need, int) and need >= 0 else 2 * share
     if isinstance(need, str):
         return 2 * share
-    return share if need == REPEATED else share / ranks
+    return share if need == REPLICATED else share / ranks
 
 
 def _bytes_here(spec: Spec, axis: str) -> float:
@@ -204,12 +204,12 @@ def _note(picked: _Picked, choice: Choice, here: _Along) -> None:
         if isinstance(need, str):
             picked.ins[i].append((axis, need))
         have = here.held[i]
-        picked.gathers |= have != need and isinstance(have, int) and have != REPEATED
+        picked.gathers |= have != need and isinstance(have, int) and have != REPLICATED
     for i, gives in enumerate(choice.outs):
         if isinstance(gives, str):
             picked.outs[i].append((axis, gives))
     deciding = [here.specs[i] for i in here.call.mutated] or here.specs
-    if any(need != REPEATED for need in choice.ins) or _all_vary(axis, deciding):
+    if any(need != REPLICATED for need in choice.ins) or _all_vary(axis, deciding):
         picked.varies.append(axis)
 
 
@@ -218,7 +218,7 @@ def _all_vary(axis: str, specs: Sequence[Spec | None]) -> bool:
 
 
 def _decision(
-    bound: Bound, specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]], picked: _Picked
+    bound: BoundRule, specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]], picked: _Picked
 ) -> Decision:
     mesh = _mesh(specs)
     cuts = {f: _order(f, names, specs, axes) for f, names in picked.cuts.items()}
@@ -228,7 +228,7 @@ def _decision(
     )
     outs: list[Layout] = []
     for dims, partial in zip(bound.outs, picked.outs, strict=True):
-        found = tuple(dim_of(d, cuts, bound, mesh.sizes) for d in dims)
+        found = tuple(layout_dim(d, cuts, bound, mesh.sizes) for d in dims)
         outs.append(_layout(found, partial, picked.varies))
     return Decision(ins, tuple(outs), picked.form, picked.gathers)
 
@@ -247,14 +247,14 @@ def _order(
 
 
 def _operand_spec(
-    bound: Bound,
+    bound: BoundRule,
     at: int,
     spec: Spec,
     cuts: Mapping[int, tuple[str, ...]],
     picked: _Picked,
     sizes: Mapping[str, int],
 ) -> Spec:
-    dims = tuple(dim_of(d, cuts, bound, sizes) for d in bound.ins[at])
+    dims = tuple(layout_dim(d, cuts, bound, sizes) for d in bound.ins[at])
     layout = _layout(dims, picked.ins[at], picked.varies)
     return spec if layout == spec.layout else spec.with_layout(layout)
 

@@ -1,4 +1,4 @@
-"""Information about a rank's part of a call, for second forms of operators."""
+"""Information about a rank's part of a call, for local forms of operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Second forms whose recorded programs read every operand on every rank.
+"""Local forms whose recorded programs read every operand on every rank.
 
 On a rank without a piece, a form may return nothing and not read its operands, such as the ids of a lookup in a table
 without rows. In a recorded program, the conversion of such an operand would be dead code on this rank alone, and the
