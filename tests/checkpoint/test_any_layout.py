@@ -155,7 +155,7 @@ def test_what_was_not_saved_is_named_and_nothing_is_loaded(tmp_path: Path, state
     ("state", "words"),
     [
         ({"x": {1, 2}}, "a set"),
-        ({"a": {"b": 1}, "a.b": 2}, "two leaves"),
+        ({"a": {"b": 1}, "a.b": 2}, "two values with that name"),
         ({"f": torch.nn.Linear}, "no code"),
         ({"x": torch.ones(2).to_sparse()}, "sparse"),
     ],

@@ -141,10 +141,10 @@ def test_a_run_stops_or_goes_on_as_configured(choice: str) -> None:
 
 PROGRAM = """
 import sys, torch, meshwright as mw
-from meshwright.checkpoint import _format
+from meshwright.checkpoint.formats import format_interface
 if sys.argv[2] == "fails":
     def write_file(*_): raise OSError(28, "No space left on device")
-    _format.write_file = write_file
+    format_interface.write_file = write_file
 mw.save_state_dict({"x": torch.ones(300, 300)}, sys.argv[1], async_save=True)
 """
 

@@ -92,7 +92,7 @@ def test_the_solver_improves_what_is_known() -> None:
     known = min(map(problem.value, hints(problem)))
     found = find_schedule(problem, seconds=10)
     assert found.value == 250 < known
-    assert str(found).startswith("found, ")
+    assert str(found).startswith("found from ")
 
 
 @needs_solver
