@@ -55,3 +55,51 @@ def test_no_page_uses_a_private_metaphor() -> None:
         for word in PRIVATE.finditer(re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL))
     ]
     assert found == []
+
+
+def test_public_functions_that_raise_say_so() -> None:
+    silent = [
+        f"{path.relative_to(SOURCE)}:{function.lineno} {function.name}"
+        for package in sorted(path.parent for path in SOURCE.glob("*/__init__.py"))
+        for path in sorted(package.rglob("*.py"))
+        for function, text in public_functions(ast.parse(path.read_text()), exported_names(package))
+        if raises(function) and "aise" not in text
+    ]
+    assert silent == []
+
+
+def exported_names(package: Path) -> set[str]:
+    """Return the names in `__all__` of a package."""
+    tree = ast.parse((package / "__init__.py").read_text())
+    lists = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets)
+    ]
+    return {each.value for value in lists for each in ast.walk(value) if isinstance(each, ast.Constant)}
+
+
+def public_functions(tree: ast.Module, names: set[str]) -> Iterator[tuple[ast.FunctionDef, str]]:
+    """Yield public functions and methods with their docstrings; constructors have that of their class, too."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            yield node, ast.get_docstring(node) or ""
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            for method in node.body:
+                if not isinstance(method, ast.FunctionDef):
+                    continue
+                text = ast.get_docstring(method) or ""
+                if method.name in ("__init__", "__post_init__", "__call__"):
+                    yield method, text + (ast.get_docstring(node) or "")
+                elif not method.name.startswith("_"):
+                    yield method, text
+
+
+def raises(function: ast.FunctionDef) -> bool:
+    """True if the function itself has a `raise` statement with an error; functions inside it do not count."""
+    nodes: list[ast.AST] = list(function.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda):
+            nodes += ast.iter_child_nodes(node)
+    return False

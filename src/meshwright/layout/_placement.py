@@ -34,7 +34,11 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
-    """Each rank holds a slice along `dim`: shards of ceil(n / ranks) elements, the last ones shorter or empty."""
+    """Each rank holds a slice along `dim`: shards of ceil(n / ranks) elements, the last ones shorter or empty.
+
+    Raises:
+        PlacementError: `dim` is not an integer.
+    """
 
     dim: int
 
@@ -53,7 +57,11 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Each rank holds a term; the value is `op` over the ranks: sum, avg, max, min, prod, any or all."""
+    """Each rank holds a term; the value is `op` over the ranks: sum, avg, max, min, prod, any or all.
+
+    Raises:
+        PlacementError: `op` is none of these.
+    """
 
     op: str = "sum"
 

@@ -71,7 +71,11 @@ class Check:
 
     @staticmethod
     def parse(text: str | int, limit: float = 20.0, patience: float = 1800.0) -> Check:
-        """Return the check for "every", "off", or a number N (every N-th call)."""
+        """Return the check for "every", "off", or a number N (every N-th call).
+
+        Raises:
+            CallError: the text is none of these.
+        """
         words = {"every": 1, "off": 0}
         every = words.get(str(text))
         if every is None and str(text).isdecimal():

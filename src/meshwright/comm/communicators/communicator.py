@@ -123,6 +123,9 @@ class Communicator(ABC):
         """Return every rank's `x`, in the order of the group.
 
         `shapes[i]` is the shape of the tensor of `group[i]`; a shape may be empty.
+
+        Raises:
+            CallError: `shapes` has another length than the group, or another shape for this rank than that of `x`.
         """
         self._check_group(group)
         expected = _shapes(shapes)
@@ -150,7 +153,11 @@ class Communicator(ABC):
             return self._reduce_scatter(pieces, call)
 
     def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
-        """Return every rank's piece for the caller; `pieces[i]` goes to `group[i]`, `shapes[i]` arrives from it."""
+        """Return every rank's piece for the caller; `pieces[i]` goes to `group[i]`, `shapes[i]` arrives from it.
+
+        Raises:
+            CallError: there is not one piece and one shape for each rank, or the pieces differ in dtype.
+        """
         self._check_group(group)
         expected = _shapes(shapes)
         _check_length("all_to_all", pieces, "pieces", group)
@@ -170,6 +177,9 @@ class Communicator(ABC):
         """Return the received tensors, in the order of `receives`; messages between two ranks keep their order.
 
         Peers are global ranks and may include the caller. Every rank of `group` makes the call, even without messages.
+
+        Raises:
+            CallError: a peer is not in the group, or the caller expects other messages from itself than it sends.
         """
         self._check_group(group)
         sent = tuple((peer, tuple(x.shape), x.dtype) for peer, x in sends)

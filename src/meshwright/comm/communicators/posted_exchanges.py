@@ -35,7 +35,11 @@ class PostedCommunicator(Communicator):
 
     @contextmanager
     def during(self, work: int) -> Generator[None]:
-        """Use this communicator inside the block, for the piece of work with this number."""
+        """Use this communicator inside the block, for the piece of work with this number.
+
+        Raises:
+            CallError: the number does not fit into a tag.
+        """
         if not 0 <= work < _MOST:
             raise CallError(
                 f"messages of piece of work {work}",

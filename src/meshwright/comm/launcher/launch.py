@@ -63,6 +63,9 @@ def launch(
     when the run fails. When one rank fails, the others have a few seconds to report, and are then ended. All ranks are
     ended on SIGINT, SIGTERM, SIGHUP or after `timeout` seconds (status 124). On SIGTERM they have half a minute to
     finish and save; another SIGTERM changes nothing, and a second SIGINT ends them at once.
+
+    Raises:
+        LaunchError: there is no script, or `ranks` is less than 1.
     """
     if ranks < 1 or not argv:
         raise LaunchError(

@@ -42,6 +42,9 @@ class Parallelism:
     by default those of the batch. `master_weights` and `offload` are as in `shard_optimizer`. `context` is the
     algorithm for attention along a sharded sequence while the model runs: "gather", "ring" or "ulysses"
     (`context_parallel`).
+
+    Raises:
+        StrategyError: `zero` or `context` is none of these.
     """
 
     plan: Mapping[str, Style] = field(default_factory=dict[str, Style])

@@ -258,6 +258,9 @@ class Strategy:
     and replaces `foreach`. `max_programs` bounds the number of recordings of a model. Without `full_graph`, a model
     that cannot be one program runs in pieces, and options of the whole step are then refused. With Inductor, which
     groups updates itself, `inplace` selects whether kernels write parameters and states in place.
+
+    Raises:
+        StrategyError: an option has no such value, or two options exclude each other.
     """
 
     sharding: Sharding = field(default_factory=Sharding)

@@ -49,6 +49,9 @@ class Training:
     total norm of the gradients. `flops` is the work of a step (default: 6 per parameter and token). `device` is a name
     that `meshwright.cost` knows. `plan` is shown in the banner: a result of `mw.plan`, or a line that says how the
     model is divided and why.
+
+    Raises:
+        TrainingError: a number of steps is less than 1, or checkpoints have no folder.
     """
 
     steps: int

@@ -34,7 +34,11 @@ def distribute(x: Tensor, mesh: ProcessMesh, placements: Sequence[Placement]) ->
 
 
 def distribute_as(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
-    """Do the same as `distribute` for a layout, which also determines the order of the axes that shard a dim."""
+    """Do the same as `distribute` for a layout, which also determines the order of the axes that shard a dim.
+
+    Raises:
+        PlacementError: `x` is a parameter, and the layout has a pending reduction.
+    """
     if isinstance(x, DistTensor):
         return redistribute(x, mesh, layout)
     if transforming():
