@@ -118,7 +118,7 @@ def _(x: Tensor) -> Tensor:
 
 def test_a_local_result_of_another_shape_than_its_layout_says_is_an_error() -> None:
     mw.register_rule("meshwright_test.grow", "n d -> n d")  # wrong: each rank adds a row
-    with pytest.raises(mw.MeshwrightError, match="the rule is wrong"):
+    with pytest.raises(mw.MeshwrightError, match="its rule is wrong"):
         on_four(grow, [mw.Shard(0)])
 
 
