@@ -343,7 +343,7 @@ CLUSTER = slow("4xA100-40GB, 1 per node, 25G")
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "context", "said"), [(4, "ulysses", "shards heads instead of"), (2, "gather", "queries are sharded")]
+    ("kv_heads", "context", "said"), [(4, "ulysses", "all-to-all shards heads"), (2, "gather", "queries are sharded")]
 )
 def test_one_long_sequence_is_cut_along_its_length(kv_heads: int, context: str, said: str) -> None:
     tokens = torch.randint(0, 32, (1, 256), generator=torch.Generator().manual_seed(0))
@@ -368,7 +368,7 @@ def test_one_long_sequence_is_cut_along_its_length(kv_heads: int, context: str, 
     plan, *_ = mw.plan(model, [tokens, tokens], cluster=CLUSTER, ranks=4)
     assert plan.context == context
     assert repr(plan.layouts["batch_0"]) == "i64[1, 256@tp]"
-    assert f"context parallel: in 2 attentions {said}" in plan.explain()
+    assert f"context parallel: in 2 attentions, {said}" in plan.explain()
     assert parse_mesh_plan(plan.text()) == plan
     told = suggest(model, [tokens, tokens], cluster=CLUSTER, ranks=4)
     assert told.config.context == context

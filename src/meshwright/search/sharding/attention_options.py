@@ -55,7 +55,7 @@ def count_attention_methods(options: Mapping[Node, Option]) -> Counter[Context]:
 
 def attention_sentences(found: Counter[Context]) -> list[str]:
     """Return the counts as sentences."""
-    return [f"context parallel: in {n} attention{'s' * (n > 1)} {METHOD_SENTENCES[name]}" for name, n in found.items()]
+    return [f"context parallel: in {n} attention{'s' * (n > 1)}, {METHOD_SENTENCES[name]}" for name, n in found.items()]
 
 
 def _ways(options: Mapping[Node, Option]) -> Iterator[Context]:
