@@ -135,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (lambda: made("GPipe"), "strategy was .*1F1B.*, and is .*GPipe"),
         (lambda: made("1F1B", microbatches=4), "strategy was .*, and is .*accumulate_steps=4"),
-        (lambda: made("1F1B", tied=False), "exit.weight was not there, and is"),
+        (lambda: made("1F1B", tied=False), "exit.weight was missing, and is"),
     ],
 )
 def test_another_pipeline_is_refused(folder: Path, model: Callable[[], DistModel], told: str) -> None:

@@ -317,7 +317,7 @@ def test_nothing_is_changed_where_a_file_is_damaged(saved: Path) -> None:
     def go() -> None:
         model = Setup().model()
         if mw.get_rank() == 0:
-            with pytest.raises(ProgramFileError, match="no program"):
+            with pytest.raises(ProgramFileError, match="no readable program"):
                 model.load(saved)
             assert not isinstance(model.network.up.bias, mw.DistTensor)
             assert model._builder.loaded == []
