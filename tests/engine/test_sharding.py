@@ -198,5 +198,5 @@ def test_what_cannot_be_cut_is_refused() -> None:
         laid = mw.shard_layer(model, mw.ProcessMesh([0, 1], ["tp"]))
         mw.shard_optimizer(torch.optim.SGD(laid.parameters(), lr=0.1), mw.ShardingStage1("dp"))
 
-    with pytest.raises(MeshError, match="no axis 'dp'"):
+    with pytest.raises(MeshError, match="no mesh axis 'dp'"):
         mw.simulate(other_axis, 2)

@@ -131,7 +131,7 @@ def test_versions_are_held_as_long_as_the_table_says(name: str, stages: int, mon
     """The bytes of older versions are those that the checker counts, and none is left behind the step."""
     most, left = [0] * stages, [0] * stages
 
-    class Watched(runner_module.Versions):
+    class Watched(runner_module.WeightStash):
         def keep(self, n: int, *given: Any) -> None:
             super().keep(n, *given)
             self._told()
@@ -145,7 +145,7 @@ def test_versions_are_held_as_long_as_the_table_says(name: str, stages: int, mon
             most[mw.get_rank()] = max(most[mw.get_rank()], left[mw.get_rank()])
             left[mw.get_rank()] = sum(x.nbytes() for x in own.values())
 
-    monkeypatch.setattr(runner_module, "Versions", Watched)
+    monkeypatch.setattr(runner_module, "WeightStash", Watched)
     mw.simulate(lambda: piped(name, stages, 2 * stages, False, "momentum"), stages)
     sizes = [0] * stages
     for n, p in Chain(stages).named_parameters():
