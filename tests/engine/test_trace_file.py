@@ -144,7 +144,7 @@ def test_a_pipelines_actions_are_named_by_microbatch_and_modules(tmp_path: Path)
         found = names(events, rank, "pipeline")
         block = rank // 2
         assert {f"pipeline {kind}{m}.{block} {block}.a … {block}.b" for kind in "FBW" for m in range(4)} <= {*found}
-        assert found[-1] == "pipeline behind all microbatches"
+        assert found[-1] == "pipeline after all microbatches"
     events = events_of(eager_pipeline, tmp_path / "trace.json")
     assert {f"pipeline {kind}{m}" for kind in ("F", "BW") for m in range(4)} == {*names(events, 0, "pipeline")}
     assert names(events, 0, "forward").count("forward 0.a") == 4
