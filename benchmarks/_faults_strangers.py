@@ -28,8 +28,9 @@ def steps_with_a_pause(folder: str, seconds: str) -> None:
     here = init_process(backend="gloo")
     group, ready = tuple(range(here.size)), Path(folder) / f"ready.{here.rank}"
     here.all_reduce(torch.ones(4), "sum", group)
-    ready.with_suffix(".part").write_text(f"{os.environ['MASTER_PORT']} {_ports()}")
-    ready.with_suffix(".part").rename(ready)
+    part = Path(folder) / f"part.{here.rank}"
+    part.write_text(f"{os.environ['MASTER_PORT']} {_ports()}")
+    part.rename(ready)
     if here.rank == 1:
         time.sleep(float(seconds))
     for step in range(20):
