@@ -1,4 +1,4 @@
-"""Each private name of torch that a room leans on sits in its `torch_hooks.py`, explained and still there.
+"""Each private name of torch that a package uses is in its `torch_hooks.py`, with its reason, and still exists.
 
 A new torch release that moves one of them fails here, by name, before anything else.
 """
@@ -20,12 +20,12 @@ PACKAGE = Path(__file__).parents[1] / "src" / "meshwright"
 
 @dataclass(frozen=True)
 class Hooks:
-    """One room's `torch_hooks.py`."""
+    """The `torch_hooks.py` of one package."""
 
     path: Path
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         return self.path.parent.name
 
     @cached_property
@@ -97,16 +97,16 @@ HOOKS = [Hooks(path) for path in sorted(PACKAGE.rglob("torch_hooks.py"))]
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch's own modules do when they are imported
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, id=f"{hooks.room}-{name}") for hooks in HOOKS for name in sorted(hooks.private())]
+    "name", [pytest.param(name, id=f"{hooks.package}-{name}") for hooks in HOOKS for name in sorted(hooks.private())]
 )
 def test_torch_still_has_the_name(name: str) -> None:
     pkgutil.resolve_name(name)
 
 
-@pytest.mark.parametrize("hooks", HOOKS, ids=lambda hooks: hooks.room)
+@pytest.mark.parametrize("hooks", HOOKS, ids=lambda hooks: hooks.package)
 def test_each_hook_is_there_and_explained(hooks: Hooks) -> None:
     module = importlib.import_module(".".join(["meshwright", *hooks.path.relative_to(PACKAGE).with_suffix("").parts]))
     for name, node in [*hooks.defined(), *hooks.imported()]:
         assert hasattr(module, name)
         said = any(hooks.explains(name, place) for place in [node, *hooks.users(name)])
-        assert said, f"{hooks.room}/torch_hooks.py: say what {name} is for"
+        assert said, f"{hooks.package}/torch_hooks.py: say what {name} is for"

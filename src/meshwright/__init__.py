@@ -163,7 +163,7 @@ __all__ = [
     "verify",
 ]
 
-_OTHER_ROOMS = {
+_OTHER_PACKAGES = {
     "layout": ["MeshwrightError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard"],
     "comm": ["init_process", "prefix_prints", "simulate", "stragglers"],
     "spmd": ["register_rule"],
@@ -171,7 +171,9 @@ _OTHER_ROOMS = {
     "report": ["show"],
 }
 """Names that other packages than the engine define."""
-_PACKAGE_OF = dict.fromkeys(__all__, "engine") | {name: room for room, names in _OTHER_ROOMS.items() for name in names}
+_PACKAGE_OF = dict.fromkeys(__all__, "engine") | {
+    name: package for package, names in _OTHER_PACKAGES.items() for name in names
+}
 del _PACKAGE_OF["__version__"]
 
 

@@ -1,4 +1,4 @@
-"""Standard output that cannot be written: its reader has gone, or there is no room."""
+"""Standard output that cannot be written: its reader has gone, or the disk is full."""
 
 from __future__ import annotations
 

@@ -192,15 +192,15 @@ def test_what_runs_inside_autocast_is_not_cast_twice() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kernels_are_compiled_for_pieces(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    room: Any = import_module("meshwright.engine.static.pieces")
-    compile_it = room.compiled
+    pieces: Any = import_module("meshwright.engine.static.pieces")
+    compile_it = pieces.compiled
 
     def counted(program: Program, *args: Any, **kwargs: Any) -> Program:
         found = compile_it(program, *args, **kwargs)
         made.append(len(program.nodes) - len(found.nodes))
         return found
 
-    monkeypatch.setattr(room, "compiled", counted)
+    monkeypatch.setattr(pieces, "compiled", counted)
     found = run(mw.Strategy(compiler="inductor", full_graph=False), ranks)
     same(found, run(None, ranks), rtol=1e-4, atol=1e-5)
     assert len(made) == 4 * ranks  # two pieces, forward and backward

@@ -53,8 +53,8 @@ KINDS: dict[type[Step], Callable[[Any], Any]] = {
 
 
 def test_all_kinds_are_there() -> None:
-    room = import_module("meshwright.reshard")
-    public = [getattr(room, name) for name in room.__all__]
+    package = import_module("meshwright.reshard")
+    public = [getattr(package, name) for name in package.__all__]
     steps = {x for x in public if isinstance(x, type) and issubclass(x, Step)}
     assert steps == {Step, *KINDS}
 

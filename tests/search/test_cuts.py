@@ -110,10 +110,10 @@ def test_what_meets_is_told_and_is_what_megatron_has() -> None:
 def test_less_memory_never_takes_less_time() -> None:
     program, prices = llama(), Prices(cluster_of("H100"), 8, 8)
     free = best_shardings(program, prices)
-    rooms = [free.nbytes * part for part in (1.0, 0.96, 0.93, 0.9, 0.89)]
-    found = [best_shardings(program, prices, room) for room in rooms]
+    memory_limits = [free.nbytes * part for part in (1.0, 0.96, 0.93, 0.9, 0.89)]
+    found = [best_shardings(program, prices, memory_limit) for memory_limit in memory_limits]
     assert all(a.seconds <= b.seconds * (1 + 1e-9) for a, b in pairwise(found))
-    assert all(c.nbytes <= room for c, room in zip(found, rooms, strict=True))
+    assert all(c.nbytes <= memory_limit for c, memory_limit in zip(found, memory_limits, strict=True))
     with pytest.raises(SearchError, match="GB are missing"):
         best_shardings(program, prices, free.nbytes / 100)
 

@@ -111,17 +111,17 @@ def test_chunks_are_as_fast_as_any(seed: int, stages: int, microbatches: int) ->
         for starts in combinations(range(1, count), chunks * stages - 1)
     ]
     fewest = min(held for held, *_ in all_of_them)
-    for room in (inf, 1.15 * fewest, 0.999 * fewest):
-        found = balance(layers, stages, microbatches, room, links())
-        if room < fewest:
+    for memory_limit in (inf, 1.15 * fewest, 0.999 * fewest):
+        found = balance(layers, stages, microbatches, memory_limit, links())
+        if memory_limit < fewest:
             assert found is None
             continue
-        best, _ = min((seconds, chunks) for held, seconds, chunks in all_of_them if held <= room)
+        best, _ = min((seconds, chunks) for held, seconds, chunks in all_of_them if held <= memory_limit)
         assert found is not None
-        assert max(found.held) <= room
+        assert max(found.held) <= memory_limit
         assert (max(found.held), found.seconds) == pytest.approx(takes(layers, found.schedule, found.starts, links()))
         assert found.seconds <= best * (1 + 2 * SHORTER)
-        assert balance(layers, stages, microbatches, room, links(), best * (1 - SHORTER)) is None
+        assert balance(layers, stages, microbatches, memory_limit, links(), best * (1 - SHORTER)) is None
 
 
 @pytest.mark.parametrize("message", [0.0, 0.1])
@@ -160,16 +160,16 @@ def test_chunks_that_are_moved_step_by_step_come_near_the_best(
     assert min(found) <= 1.06 * min(search.best.seconds for search in every)
 
 
-@pytest.mark.parametrize("room", [inf, 90.0])
-def test_several_chunks_are_never_slower_than_one(room: float) -> None:
+@pytest.mark.parametrize("memory_limit", [inf, 90.0])
+def test_several_chunks_are_never_slower_than_one(memory_limit: float) -> None:
     for seed in range(4):
         layers = drawn(30, seed)
-        best = balance(layers, 3, 9, room, links())
+        best = balance(layers, 3, 9, memory_limit, links())
         assert best is not None
         for runs in one_chunk_tables(3, 9):
-            for _, table, starts in [*starts_by_bound(layers, runs.schedule, room, links())][:20]:
+            for _, table, starts in [*starts_by_bound(layers, runs.schedule, memory_limit, links())][:20]:
                 held, seconds = takes(layers, table, starts, links())
-                assert held <= room
+                assert held <= memory_limit
                 assert best.seconds <= seconds * (1 + SHORTER)
 
 
@@ -347,11 +347,11 @@ def test_cuts_of_stages_take_as_little_memory_as_they_must() -> None:
     for memory in (11e6, 11.5e6, 12e6, 13e6, 14e6, 16e6, 20e6, 26e6, 40e6):
         asked = PlanRequest(program, machines("4xA100", memory), True, (), 2.0)
         found = Pipelines([own := Replicas(asked, 2, 2)], 2).best([own])
-        fitting = (balance(layers, 2, count, asked.room, links) for layers, count in staged)
+        fitting = (balance(layers, 2, count, asked.memory_limit, links) for layers, count in staged)
         best = min((one.seconds for one in fitting if one is not None), default=inf)
         assert (found is None) == (best == inf)
         if found is not None:
-            assert found.nbytes <= asked.room
+            assert found.nbytes <= asked.memory_limit
             beside.append(found.seconds / best)
             forms.add(repr([found.cuts.of(i.value) for i in program.inputs if i.role == "parameter"]))
     assert len(forms) > 1

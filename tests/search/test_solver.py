@@ -128,7 +128,7 @@ def test_whole_numbers_make_nothing_harder(problem: Problem) -> None:
         end = [a + b for a, b in zip(begin, length, strict=True)]
         assert all(begin[b] >= end[a] + lag for a, b, lag in whole.before())
         assert all(begin[a] == start for a, start in whole.fixed())
-        assert all(any(end[a] <= begin[b] for a, b in choice) for choice in whole.room())
+        assert all(any(end[a] <= begin[b] for a, b in choice) for choice in whole.memory_constraints())
         assert all(limit >= _most(rows, begin, end) for limit, rows in _memory(whole))
         off = 0 if whole.tick.exact else 1
         spans = [end[last] - (0 if first is None else begin[first]) for first, last in whole.windows()]
@@ -170,7 +170,9 @@ def _rows(problem: Problem, rank: int) -> Iterator[tuple[Action, ...]]:
     shape = Schedule("", (problem.way,), problem.microbatches, ((),) * problem.ranks)
     parts = {a: problem.memory.change(shape, a) for n in _merged(problem) for a in _actions(problem, rank, n)}
     for merged in _merged(problem):
-        yield from _orders(problem, (), frozenset(_actions(problem, rank, merged)), parts, problem.room[rank])
+        yield from _orders(
+            problem, (), frozenset(_actions(problem, rank, merged)), parts, problem.microbatch_limits[rank]
+        )
 
 
 def _merged(problem: Problem) -> Iterator[frozenset[int]]:
@@ -194,13 +196,13 @@ def _actions(problem: Problem, rank: int, merged: frozenset[int]) -> Iterator[Ac
 
 
 def _orders(
-    problem: Problem, row: tuple[Action, ...], left: frozenset[Action], parts: dict[Action, float], room: float
+    problem: Problem, row: tuple[Action, ...], left: frozenset[Action], parts: dict[Action, float], memory_limit: float
 ) -> Iterator[tuple[Action, ...]]:
     if not left:
         yield row
     for action in left:
-        if max(parts[action], 0.0) <= room * (1 + 1e-12) and not any(_needs(problem, action, a) for a in left):
-            yield from _orders(problem, (*row, action), left - {action}, parts, room - parts[action])
+        if max(parts[action], 0.0) <= memory_limit * (1 + 1e-12) and not any(_needs(problem, action, a) for a in left):
+            yield from _orders(problem, (*row, action), left - {action}, parts, memory_limit - parts[action])
 
 
 def _needs(problem: Problem, a: Action, b: Action) -> bool:

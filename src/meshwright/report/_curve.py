@@ -26,17 +26,18 @@ class _Scale:
         return f"{TOP + (HEIGHT - TOP - BOTTOM) * (1 - held / self.top):.1f}"
 
 
-def drawn(curve: MemoryCurve, room: float) -> Markup:
+def drawn(curve: MemoryCurve, memory_limit: float) -> Markup:
     """Return the picture of the bytes held over time, with a line for the limit if it is at most twice the peak."""
     end = max((when for when, _ in curve.points), default=0.0) or 1.0
     most = max((held for _, held in curve.points), default=0.0)
-    near = room <= 2 * most
-    scale = _Scale(end, 1.05 * (max(most, room) if near else most) or 1.0)
-    said = escape(f"{curve.rank}: at most {size(most)} of {size(room)}")
+    near = memory_limit <= 2 * most
+    scale = _Scale(end, 1.05 * (max(most, memory_limit) if near else most) or 1.0)
+    said = escape(f"{curve.rank}: at most {size(most)} of {size(memory_limit)}")
     across = f'x1="{LEFT}" x2="{RIGHT}"'
-    limit = f'<line class="room" {across} y1="{scale.y(room)}" y2="{scale.y(room)}"/>' if near else ""
-    if near and abs(float(scale.y(room)) - float(scale.y(most))) > LETTERS:
-        limit += f'<text x="{LEFT - 6}" y="{scale.y(room)}" dy="4" text-anchor="end">{escape(size(room))}</text>'
+    limit = f'<line class="limit" {across} y1="{scale.y(memory_limit)}" y2="{scale.y(memory_limit)}"/>' if near else ""
+    if near and abs(float(scale.y(memory_limit)) - float(scale.y(most))) > LETTERS:
+        text = escape(size(memory_limit))
+        limit += f'<text x="{LEFT - 6}" y="{scale.y(memory_limit)}" dy="4" text-anchor="end">{text}</text>'
     return Markup(
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{said}"><title>{said}</title>'
         f'<path class="area" d="{_steps(curve, scale)}"/>'

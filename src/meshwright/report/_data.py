@@ -19,7 +19,7 @@ def data(account: Account, measured: Mapping[str, float] | None = None) -> dict[
         "plan": dict(account.decided),
         "seconds": account.seconds,
         "bytes": account.nbytes,
-        "room": account.room,
+        "memory_limit": account.memory_limit,
         "fits": account.fits,
         "why": list(account.why),
         "spent": dict(account.spent),

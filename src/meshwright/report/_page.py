@@ -56,7 +56,7 @@ def _header(account: Account) -> Iterator[Markup]:
         ("plan", account.how),
         ("where", account.where),
         ("seconds per step", seconds(account.seconds)),
-        ("fullest rank", joined([f"{size(account.nbytes)} of {size(account.room)}", verdict])),
+        ("fullest rank", joined([f"{size(account.nbytes)} of {size(account.memory_limit)}", verdict])),
     )
     rows = [joined([element("dt", name), element("dd", value)]) for name, value in told]
     yield element("dl", *rows)
@@ -152,7 +152,7 @@ def _memory(account: Account) -> Markup:
         for rank, parts in account.held.items()
     ]
     pictures = [
-        element("div", scrolled(f"memory of {curve.rank}", drawn(curve, account.room)), class_="curve")
+        element("div", scrolled(f"memory of {curve.rank}", drawn(curve, account.memory_limit)), class_="curve")
         for curve in account.curves[:CURVES]
     ]
     shown = table("bytes at the peak, by kind", ("rank", *kinds, "in all"), rows, set(range(1, len(kinds) + 2)))

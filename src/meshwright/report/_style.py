@@ -45,7 +45,7 @@ svg { display: block; min-width: 64rem; width: 100%; height: auto; }
 .drawing svg > rect:first-of-type { fill: var(--band); } .drawing g > rect { stroke: var(--band); }
 .drawing svg > text { fill: var(--ink); }
 .curve .area { fill: var(--a); fill-opacity: .25; stroke: var(--a); }
-.curve .room { stroke: var(--e); stroke-dasharray: 6 4; } .curve .axis { stroke: var(--line); }
+.curve .limit { stroke: var(--e); stroke-dasharray: 6 4; } .curve .axis { stroke: var(--line); }
 .curve text { fill: var(--ink); font-size: 11px; font-family: system-ui, sans-serif; }
 footer { margin-top: 2rem; color: var(--faint); font-size: .9rem; }
 @media (max-width: 30rem) { body { padding: .7rem; font-size: 15px; } dl { grid-template-columns: 1fr; }

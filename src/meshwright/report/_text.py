@@ -23,7 +23,7 @@ def text(account: Account, measured: Mapping[str, float] | None = None) -> str:
 
 def _head(account: Account) -> list[str]:
     fits = "" if account.fits else "  DOES NOT FIT"
-    held = f"{size(account.nbytes)} of {size(account.room)} on the fullest rank{fits}"
+    held = f"{size(account.nbytes)} of {size(account.memory_limit)} on the fullest rank{fits}"
     return [
         account.what, f"  {account.how}", f"  {account.where}", f"  {seconds(account.seconds)} per step; {held}",
     ]  # fmt: skip

@@ -234,11 +234,11 @@ def _read_bytes(wire: socket.socket, length: int) -> bytearray:
     return data
 
 
-def _fill(wire: socket.socket, room: memoryview) -> None:
+def _fill(wire: socket.socket, buffer: memoryview) -> None:
     """Read until the buffer is full. Raises EOFError if the connection ends before."""
     done = 0
-    while done < len(room):
-        count = wire.recv_into(room[done:], 0, socket.MSG_WAITALL)
+    while done < len(buffer):
+        count = wire.recv_into(buffer[done:], 0, socket.MSG_WAITALL)
         if count == 0:
             raise EOFError
         done += count

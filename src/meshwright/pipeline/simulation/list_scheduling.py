@@ -43,9 +43,9 @@ class _Table:
         self.rows: list[list[Action]] = [[] for _ in range(self.ranks)]
         self.done = {(kind, c): 0 for kind in _ORDER for c in range(len(way))}
         self.held = [0.0] * self.ranks
-        self.room = {c: self._room(c, way[c]) for c in range(len(way))}
+        self.needed_bytes = {c: self._needed_bytes(c, way[c]) for c in range(len(way))}
 
-    def _room(self, chunk: int, rank: int) -> float:
+    def _needed_bytes(self, chunk: int, rank: int) -> float:
         """Return the memory that must be free for a forward: its own, and that of one forward of each later chunk."""
         return sum(self._change(Action(ActionKind.FORWARD, 0, c)) for c in self.own[rank] if c >= chunk)
 
@@ -87,7 +87,7 @@ class _Table:
     def _start(self, rank: int, action: Action) -> float | None:
         if action.microbatch >= self.m:
             return None
-        if action.kind is ActionKind.FORWARD and self.held[rank] + self.room[action.chunk] > self.limits[rank]:
+        if action.kind is ActionKind.FORWARD and self.held[rank] + self.needed_bytes[action.chunk] > self.limits[rank]:
             return None
         return self.clock.start(rank, action)
 

@@ -166,12 +166,12 @@ class MeshPlan:
             SearchError: the plan was written and not searched.
         """
         cuts, cluster = self._searched("the account of")
-        spent, room = self._spent(), cluster.device.memory * USABLE
+        spent, memory_limit = self._spent(), cluster.device.memory * USABLE
         rivals = [OtherPlan(p.how, p.seconds, p.nbytes, slower_parts(spent, p._spent())) for p in others]
         elements = sum(prod(map(hint, i.value.shape)) for i in _own(cuts))
         return Account(
             f"a module of {parameters(float(elements))}", self.how,
-            f"{self.mesh.size} ranks of {cluster!r}", self.seconds, self.nbytes, room,
+            f"{self.mesh.size} ranks of {cluster!r}", self.seconds, self.nbytes, memory_limit,
             tuple(_why(self.seconds, spent, self._meetings)), spent, self._held(cuts), tuple(self._laid()),
             tuple(self._sent(cluster)), tuple(rivals), self._decided(),
             self.stages.timeline if self.stages else None, tuple(self._curves(cuts, cluster)),

@@ -104,7 +104,7 @@ class Pipelines:
         for own in replicas:
             for stages in self._counts(own.dp):
                 for saving in self._savings(own, stages):
-                    if own.about.nbytes(saving) / stages <= own.of.room:
+                    if own.about.nbytes(saving) / stages <= own.of.memory_limit:
                         yield _Candidate(self._at_least(own, stages, saving), own, stages, saving)
 
     def _counts(self, replicas: int) -> list[int]:
@@ -149,7 +149,13 @@ class Pipelines:
 
         def goes(cuts: Shardings) -> Shardings | None:
             """Return the cuts if they fit, or None; record stages that are faster than all before."""
-            shape = layer_costs(problem.told(cuts), prices, self.chain), c.stages, c.microbatches, own.of.room, links
+            shape = (
+                layer_costs(problem.told(cuts), prices, self.chain),
+                c.stages,
+                c.microbatches,
+                own.of.memory_limit,
+                links,
+            )
             stages = balance(*shape, found[-1][1].seconds if found else limit)
             found.extend([] if stages is None else [(cuts, stages)])
             return cuts if stages is not None or fits(*shape) else None

@@ -49,7 +49,7 @@ class PlanRequest:
     states: float
 
     @cached_property
-    def room(self) -> float:
+    def memory_limit(self) -> float:
         """Bytes that a rank may hold."""
         return self.cluster.device.memory * USABLE or inf
 
@@ -123,15 +123,15 @@ class Replicas:
 
         Options are tried in the order of their estimated seconds.
         """
-        plain, room = self.problem(NOTHING), self.of.room
-        if plain.fastest.nbytes <= room or not self.of.saving:
-            return plain.within(room), NOTHING
+        plain, memory_limit = self.problem(NOTHING), self.of.memory_limit
+        if plain.fastest.nbytes <= memory_limit or not self.of.saving:
+            return plain.within(memory_limit), NOTHING
         best: tuple[float, Shardings, MemorySaving] | None = None
         for about, saving in self._in_order():
             if best is not None and about * (1 + CLOSE) >= best[0]:
                 break
             try:
-                cuts = self.problem(saving).within(room)
+                cuts = self.problem(saving).within(memory_limit)
             except SearchError:
                 continue
             seconds = cuts.seconds + self.sync(cuts, saving)
@@ -142,7 +142,7 @@ class Replicas:
 
     def _in_order(self) -> list[tuple[float, MemorySaving]]:
         """Return the memory-saving options that may fit, with estimated seconds of a step, fastest first."""
-        fitting = [saving for saving in self._savings() if self.about.nbytes(saving) <= self.of.room]
+        fitting = [saving for saving in self._savings() if self.about.nbytes(saving) <= self.of.memory_limit]
         return sorted(((self._at_least(saving), saving) for saving in fitting), key=lambda way: way[0])
 
     def _at_least(self, saving: MemorySaving) -> float:
@@ -194,13 +194,13 @@ class Replicas:
 
     def nothing(self) -> SearchError:
         """Return the error if nothing fits, which says how much memory is missing."""
-        why_not, room, least = self.of.evenly.why_not, self.of.room, self.fewest
+        why_not, memory_limit, least = self.of.evenly.why_not, self.of.memory_limit, self.fewest
         return SearchError(
             f"a model on {self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)} of "
-            f"{size_rounded_up(room)}",
+            f"{size_rounded_up(memory_limit)}",
             f"the model needs {size_rounded_up(least)} per rank; "
             f"its largest whole tensors: {largest_tensors_text(self.of.program)}",
-            f"{size_rounded_up(least - room)} are missing with every sharding"
+            f"{size_rounded_up(least - memory_limit)} are missing with every sharding"
             + (", with ZeRO, with recomputation, " if self.of.saving else "")
             + (("and the batch cannot be split: " + why_not if why_not else "and with gradient accumulation")
                if self.of.saving else ""),

@@ -72,8 +72,9 @@ class MemoryCurve:
 class Account:
     """Account of a step: the model, the plan and the ranks, with the parts of its time and memory.
 
-    `what` names the model, `how` the plan, `where` the ranks. `room` is the number of bytes that a rank may hold. `why`
-    names the bottleneck, in lines. `spent` are the seconds by part. `held` are the bytes by kind, rank by rank.
+    `what` names the model, `how` the plan, `where` the ranks. `memory_limit` is the number of bytes that a rank may
+    hold. `why` names the bottleneck, in lines. `spent` are the seconds by part. `held` are the bytes by kind, rank by
+    rank.
     """
 
     what: str
@@ -81,7 +82,7 @@ class Account:
     where: str
     seconds: float
     nbytes: float
-    room: float
+    memory_limit: float
     why: tuple[str, ...]
     spent: Mapping[str, float]
     held: Mapping[str, Mapping[str, float]]
@@ -94,7 +95,7 @@ class Account:
 
     @property
     def fits(self) -> bool:
-        return self.nbytes <= self.room
+        return self.nbytes <= self.memory_limit
 
 
 def pipeline_memory_curve(name: str, timeline: Timeline, rank: int, base: float, each: Sequence[float]) -> MemoryCurve:

@@ -75,7 +75,7 @@ class Paths:
 
     def _forwards(self, rank: int, own: list[int]) -> float:
         """Return the most seconds of forwards that can fit into the rank's memory before its first backward."""
-        p, left = self.problem, self.problem.room[rank]
+        p, left = self.problem, self.problem.microbatch_limits[rank]
         most = 0.0
         for c in sorted(own, key=lambda c: -self.f[c] / p.held(c) if p.held(c) else -inf):
             n = min(p.microbatches, left / p.held(c) + NOTHING) if p.held(c) else p.microbatches
@@ -87,7 +87,7 @@ class Paths:
         """Return the fewest seconds of weight gradients that must free memory for the rank's last forward."""
         p, m = self.problem, self.problem.microbatches
         kept = {c: min(p.kept(c), p.held(c)) for c in own}
-        short = sum(m * p.held(c) - (m - 1) * (p.held(c) - kept[c]) for c in own) - p.room[rank]
+        short = sum(m * p.held(c) - (m - 1) * (p.held(c) - kept[c]) for c in own) - p.microbatch_limits[rank]
         if not p.split or short <= 0:
             return 0.0
         if len(own) == 1:
@@ -100,9 +100,9 @@ class Paths:
         Return 0 if the rank has several chunks or no limit of memory.
         """
         p, c = self.problem, own[0]
-        if len(own) != 1 or p.room[rank] == inf or not p.held(c):
+        if len(own) != 1 or p.microbatch_limits[rank] == inf or not p.held(c):
             return 0.0
-        at_once = int(p.room[rank] / p.held(c) + NOTHING)
+        at_once = int(p.microbatch_limits[rank] / p.held(c) + NOTHING)
         if at_once < 1:
             return inf
         first = self.back[c] - self.head[c] + self.b[c]

@@ -66,7 +66,7 @@ def _worker_input(model: IntegerModel, bound: float) -> dict[str, Any]:
         "operations": [[model.problem.way[a.chunk], n] for a, n in zip(model.actions, model.lengths(), strict=True)],
         "before": list(model.before()),
         "fixed": list(model.fixed()),
-        "room": list(model.room()),
+        "memory_constraints": list(model.memory_constraints()),
         "held": model.held(),
         "limits": model.limits(),
         "windows": list(model.windows()),

@@ -19,9 +19,9 @@ def solve(problem: dict[str, Any]) -> dict[str, Any]:
     """Return the best starts that the solver finds, and a bound.
 
     `operations` are [rank, length]. `before` are [a, b, lag]: b starts at least `lag` after the end of a. `fixed` are
-    [a, start]. `room` are lists of pairs [a, b]: in at least one pair of each list, a ends before b begins. `held` are
-    lists of [from, to, amount] for each rank: the amount is held from the start of one operation to the end of the
-    other.
+    [a, start]. `memory_constraints` are lists of pairs [a, b]: in at least one pair of each list, a ends before b
+    begins. `held` are lists of [from, to, amount] for each rank: the amount is held from the start of one operation to
+    the end of the other.
     """
     cp_model: Any = import_module("ortools.sat.python.cp_model")
     model = _Model(cp_model.CpModel(), problem)
@@ -68,7 +68,7 @@ class _Model:
             self.cp.add(self.starts[a] == start)
 
     def _room(self) -> None:
-        for choice in self.problem["room"]:
+        for choice in self.problem["memory_constraints"]:
             if len(choice) == 1:
                 self.cp.add(self.ends[choice[0][0]] <= self.starts[choice[0][1]])
             else:

@@ -44,7 +44,7 @@ def hints(problem: Problem) -> Iterator[Schedule]:
 def squeezed_tables(problem: Problem, tables: Iterable[Schedule]) -> Iterator[Schedule]:
     """Yield the tables squeezed for the times and the memory of the problem, where it allows them."""
     for table in tables:
-        yield from filter(problem.allows, [compacted(table, problem.times, problem.memory, problem.room)])
+        yield from filter(problem.allows, [compacted(table, problem.times, problem.memory, problem.microbatch_limits)])
 
 
 def known_tables(problem: Problem) -> Iterator[Schedule]:
@@ -67,7 +67,7 @@ def _one_action_at_a_time(table: Schedule) -> Schedule:
 def _makers(problem: Problem) -> list[Callable[[], Schedule]]:
     p, m, way, v = problem.ranks, problem.microbatches, problem.way, len(problem.way) // problem.ranks
     if (way,) == linear(p):
-        caps = sorted({room for room in problem.room if room != inf} | {float(p), 2.0 * p})
+        caps = sorted({limit for limit in problem.microbatch_limits if limit != inf} | {float(p), 2.0 * p})
         return [
             *(lambda make=make: make(p, m) for make in (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)),
             *(lambda c=c: zero_bubble("ZB", p, m, c, problem.times, problem.memory) for c in caps),

@@ -75,7 +75,7 @@ class IntegerModel:
         seconds = {*map(self._seconds, self.actions), problem.times.overhead, *hops}
         self.tick = unit(seconds, problem.value(start))
         held = {amount for c in chunks for amount in (problem.held(c), problem.kept(c))}
-        self.grain = unit(held, max((room for room in problem.room if room != inf), default=1.0))
+        self.grain = unit(held, max((limit for limit in problem.microbatch_limits if limit != inf), default=1.0))
 
     def _seconds(self, action: Action) -> float:
         """Return the seconds of an action; W costs no `overhead`, because B and W can be one action."""
@@ -109,7 +109,9 @@ class IntegerModel:
 
     def limits(self) -> dict[int, int]:
         """Return the amount that a rank may hold, for ranks with a limit."""
-        return {rank: self.grain.down(room) for rank, room in enumerate(self.problem.room) if room != inf}
+        return {
+            rank: self.grain.down(limit) for rank, limit in enumerate(self.problem.microbatch_limits) if limit != inf
+        }
 
     def held(self) -> dict[int, list[tuple[int, int, int]]]:
         """Return the amounts held on each rank, as (first action, last action, amount), from start to end."""
@@ -132,7 +134,7 @@ class IntegerModel:
     def _amounts(self, chunk: int) -> tuple[int, int]:
         return self.grain.down(self.problem.held(chunk)), self.grain.down(self.problem.kept(chunk))
 
-    def room(self) -> Iterator[list[tuple[int, int]]]:
+    def memory_constraints(self) -> Iterator[list[tuple[int, int]]]:
         """Yield the constraints of memory as lists of pairs (a, b).
 
         In at least one pair of each list, a must end before b begins.

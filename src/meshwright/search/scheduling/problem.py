@@ -61,7 +61,7 @@ class Problem:
         return (inf if self.capacity is None else self.capacity,) * self.ranks
 
     @cached_property
-    def room(self) -> tuple[float, ...]:
+    def microbatch_limits(self) -> tuple[float, ...]:
         """Part of the limits that is left for microbatches, for each rank."""
         always = peaks(self._empty, self.memory)
         return tuple(limit - static for limit, static in zip(self.limits, always, strict=True))

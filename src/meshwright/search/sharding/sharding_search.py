@@ -106,13 +106,13 @@ class Shardings:
         return {name: Shard(form.dim) if form.kind == "cut" else None for name, form in own.items()}
 
 
-def best_shardings(program: Program, prices: Prices, room: float = inf) -> Shardings:
+def best_shardings(program: Program, prices: Prices, memory_limit: float = inf) -> Shardings:
     """Return the best cuts of the captured forward pass `program`, for training along one axis of ranks.
 
-    A rank holds at most `room` bytes. If the fastest cuts take more, bytes get a price (a Lagrange multiplier). The
-    price is the one at which the fastest cuts so far that fit and those that do not have equal value. The search ends
-    if no cuts are better than both, or if their seconds differ by less than `GAP`. The result is the fastest of all
-    cuts that take no more bytes.
+    A rank holds at most `memory_limit` bytes. If the fastest cuts take more, bytes get a price (a Lagrange multiplier).
+    At this price, the fastest cuts so far that fit and those that do not have equal value. The search ends if no cuts
+    are better than both, or if their seconds differ by less than `GAP`. The result is the fastest of all cuts that take
+    no more bytes.
 
     If too many values depend on each other, the search is not exact. The result is then the best that was found, and
     `gap` says how far it may be from the optimum.
@@ -120,7 +120,7 @@ def best_shardings(program: Program, prices: Prices, room: float = inf) -> Shard
     Raises:
         SearchError: no cuts fit.
     """
-    return ShardingProblem(program, prices).within(room)
+    return ShardingProblem(program, prices).within(memory_limit)
 
 
 def least_by_enumeration(program: Program, prices: Prices) -> float:
@@ -168,19 +168,19 @@ class ShardingProblem:
         other.held = list(other.kept.tables(self.options, self.forms, self.number))
         return other
 
-    def within(self, room: float) -> Shardings:
-        """Return the fastest cuts that take no more than `room` bytes, as `best_shardings` does.
+    def within(self, memory_limit: float) -> Shardings:
+        """Return the fastest cuts that take no more than `memory_limit` bytes, as `best_shardings` does.
 
         Raises:
             SearchError: no cuts fit.
         """
-        found = self.best_of(lambda cuts: cuts if cuts.nbytes <= room else None, self.fewest <= room)
+        found = self.best_of(lambda cuts: cuts if cuts.nbytes <= memory_limit else None, self.fewest <= memory_limit)
         if found is None:
-            least = max(self.fewest, self.solved(DEAR).nbytes if self.fewest <= room else 0.0)
+            least = max(self.fewest, self.solved(DEAR).nbytes if self.fewest <= memory_limit else 0.0)
             raise SearchError(
-                f"a model on {self.prices.ranks} ranks of {size_rounded_up(room)}",
+                f"a model on {self.prices.ranks} ranks of {size_rounded_up(memory_limit)}",
                 f"the model needs {size_rounded_up(least)} per rank",
-                f"{size_rounded_up(least - room)} are missing with every sharding",
+                f"{size_rounded_up(least - memory_limit)} are missing with every sharding",
                 "use more ranks, or a smaller batch",
             )  # fmt: skip
         return self.told(found)
@@ -235,7 +235,7 @@ class ShardingProblem:
 
     @property
     def smallest_bytes(self) -> float:
-        """The smallest `room` for which `within` finds cuts."""
+        """The smallest `memory_limit` for which `within` finds cuts."""
         return min(self.fastest.nbytes, self.solved(DEAR).nbytes)
 
     @property

@@ -69,9 +69,9 @@ class Balanced:
 
 
 def balance(
-    layers: LayerCosts, stages: int, microbatches: int, room: float, links: Links, limit: float = inf
+    layers: LayerCosts, stages: int, microbatches: int, memory_limit: float, links: Links, limit: float = inf
 ) -> Balanced | None:
-    """Return the fastest chunks and schedule that fit into `room` bytes per rank.
+    """Return the fastest chunks and schedule that fit into `memory_limit` bytes per rank.
 
     Return None if none fit, or if all take `limit` seconds or more. Several chunks per rank are used only if they take
     less time than one.
@@ -79,8 +79,8 @@ def balance(
     every = LayerSums(layers, links)
     if _at_least(layers, stages, microbatches) >= limit:
         return None
-    one = _one_each(every, stages, microbatches, room, limit)
-    several = _several(every, stages, microbatches, room)
+    one = _one_each(every, stages, microbatches, memory_limit, limit)
+    several = _several(every, stages, microbatches, memory_limit)
     best = one if one is not None and (several is None or several.seconds >= one.seconds * (1 - SHORTER)) else several
     if best is None or best.seconds >= limit:
         return None
@@ -88,10 +88,10 @@ def balance(
     return Balanced(best.starts, costs, simulate_schedule(best.table, costs.times(links)), links)
 
 
-def fits(layers: LayerCosts, stages: int, microbatches: int, room: float, links: Links) -> bool:
-    """True if stages of one chunk fit into `room` bytes per rank."""
+def fits(layers: LayerCosts, stages: int, microbatches: int, memory_limit: float, links: Links) -> bool:
+    """True if stages of one chunk fit into `memory_limit` bytes per rank."""
     tables = (runs.schedule for runs in one_chunk_tables(stages, microbatches))
-    return any(next(starts_by_bound(layers, table, room, links), None) is not None for table in tables)
+    return any(next(starts_by_bound(layers, table, memory_limit, links), None) is not None for table in tables)
 
 
 def _at_least(layers: LayerCosts, stages: int, microbatches: int) -> float:
@@ -111,14 +111,17 @@ class _Best(NamedTuple):
     starts: Starts
 
 
-def _one_each(layers: LayerSums, stages: int, microbatches: int, room: float, limit: float) -> _Best | None:
+def _one_each(layers: LayerSums, stages: int, microbatches: int, memory_limit: float, limit: float) -> _Best | None:
     """Return the best table and starts with one chunk per rank; None if none fits.
 
     Candidates are simulated in the order of their lower bounds, until no other can be faster. Their number is limited
     by `RUN`; past it, the fastest of those that were simulated is returned.
     """
-    steps = {runs.schedule.name: BatchedStepTime(layers, runs, room) for runs in one_chunk_tables(stages, microbatches)}
-    ordered = (starts_by_bound(layers.costs, step.runs.schedule, room, layers.links) for step in steps.values())
+    steps = {
+        runs.schedule.name: BatchedStepTime(layers, runs, memory_limit)
+        for runs in one_chunk_tables(stages, microbatches)
+    }
+    ordered = (starts_by_bound(layers.costs, step.runs.schedule, memory_limit, layers.links) for step in steps.values())
     waiting = islice(merge(*ordered, key=itemgetter(0)), max(1, RUN // (stages * microbatches)))
     best: _Best | None = None
     while few := [*islice(waiting, TOGETHER)]:
@@ -131,13 +134,13 @@ def _one_each(layers: LayerSums, stages: int, microbatches: int, room: float, li
     return best
 
 
-def _several(layers: LayerSums, stages: int, microbatches: int, room: float) -> _Best | None:
+def _several(layers: LayerSums, stages: int, microbatches: int, memory_limit: float) -> _Best | None:
     """Return the best table and starts with several chunks per rank; None if none fits.
 
     Starts are searched under one table after the other, the most promising table first.
     """
     tables = several_chunk_tables(stages, microbatches, layers.count)
-    searches = [ChunkStarts(BatchedStepTime(layers, runs, room)) for runs in tables]
+    searches = [ChunkStarts(BatchedStepTime(layers, runs, memory_limit)) for runs in tables]
     left = RUN
     for search in sorted(searches, key=lambda s: s.best):
         while not search.is_done and left > 0:

@@ -52,11 +52,11 @@ class RatedStarts(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchedStepTime:
-    """One schedule table, for layers and a limit of `room` bytes per rank."""
+    """One schedule table, for layers and a limit of `memory_limit` bytes per rank."""
 
     layers: LayerSums
     runs: BatchedSimulation
-    room: float
+    memory_limit: float
 
     def best(self, starts: Iterable[Starts], count: int = 1) -> list[RatedStarts]:
         """Return the best `count` of these starts, best first: by the bytes above the limit, then by seconds."""
@@ -76,7 +76,7 @@ class BatchedStepTime:
         seconds += np.max(layers.links.once(*map(self._of_ranks, once)), axis=0)
         brief = self._of_ranks(layers.costs.brief_between[begins, ends], np.max)
         nbytes = self.runs.peaks(held + layers.came[begins]) + self._of_ranks(static) + brief
-        return seconds, np.maximum(nbytes.max(axis=0) - self.room, 0.0)
+        return seconds, np.maximum(nbytes.max(axis=0) - self.memory_limit, 0.0)
 
     def _of_ranks(self, numbers: Any, of: Callable[..., Any] = np.sum) -> Any:
         """Return the numbers of each rank, combined from those of its chunks (rows)."""

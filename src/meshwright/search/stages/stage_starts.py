@@ -24,13 +24,13 @@ Starts = tuple[int, ...]
 
 
 def starts_by_bound(
-    layers: LayerCosts, table: Schedule, room: float, links: Links
+    layers: LayerCosts, table: Schedule, memory_limit: float, links: Links
 ) -> Iterator[tuple[float, Schedule, Starts]]:
     """Yield lower bounds on the seconds of a step, in order, with the table and the starts of all stages but the first.
 
-    Each rank has one chunk. Only stages that fit into `room` bytes per rank are used.
+    Each rank has one chunk. Only stages that fit into `memory_limit` bytes per rank are used.
     """
-    needs = list(_needs(layers, table, room, links))
+    needs = list(_needs(layers, table, memory_limit, links))
     behind = _least_behind(needs)
     waiting: list[tuple[float, int, float, Starts]] = [(float(behind[0][0]), 0, 0.0, ())]
     while waiting:
@@ -58,7 +58,7 @@ def _least_behind(needs: Sequence[Any]) -> list[Any]:
     return found[::-1]
 
 
-def _needs(layers: LayerCosts, table: Schedule, room: float, links: Links) -> Iterator[Any]:
+def _needs(layers: LayerCosts, table: Schedule, memory_limit: float, links: Links) -> Iterator[Any]:
     """Yield each stage's lower bound on the seconds of a step, by the layers at which it and the next one begin."""
     count, m, stages = len(layers.whole), table.microbatches, table.ranks
     forward, backward, weight = map(layers.summed, ("forward", "backward", "weight"))
@@ -74,7 +74,7 @@ def _needs(layers: LayerCosts, table: Schedule, room: float, links: Links) -> It
         own, own_back, own_weight = (_between(x) for x in (forward, backward, weight))
         first = np.maximum(back[None, :], before[:, None] + warm * own)
         need = first + (m - warm) * own + m * own_back + np.maximum(came_back[:, None], m * own_weight)
-        yield np.where(nothing | (_held(layers, alive) > room), inf, need + once)
+        yield np.where(nothing | (_held(layers, alive) > memory_limit), inf, need + once)
 
 
 def _held(layers: LayerCosts, alive: float) -> Any:

@@ -82,7 +82,7 @@ def choose(
     """
     begin = time.monotonic()
     check_sizes("a plan", ranks=ranks, batch=batch, sequence=sequence)
-    room = cluster.device.memory * USABLE
+    memory_limit = cluster.device.memory * USABLE
     found: list[PricedPlan] = []
     too_large: list[PricedPlan] = []
     considered = fitting = 0
@@ -92,7 +92,7 @@ def choose(
         tell(n, bundles + keep)
         seconds = np.asarray(predict(model, plans, cluster, software).seconds)
         nbytes = np.asarray(hold(model, plans, software).nbytes)
-        fits = nbytes <= room
+        fits = nbytes <= memory_limit
         considered, fitting = considered + len(seconds), fitting + int(fits.sum())
         found += _best(plans, np.where(fits, seconds, np.inf), nbytes, keep)
         too_large += _best(plans, np.where(fits, np.inf, seconds), nbytes, 1)
@@ -101,7 +101,7 @@ def choose(
     found.sort(key=_sort_key)
     found = _sorted_by_simulation(found[:keep], model, cluster, software, lambda n: tell(bundles + n, bundles + keep))
     if not found:
-        raise _no_plan_error(model, ranks, batch, room, smallest, given, software)
+        raise _no_plan_error(model, ranks, batch, memory_limit, smallest, given, software)
     beyond = _faster(sorted(too_large, key=_sort_key)[:1], found[0], model, cluster, software)
     return PlanChoice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin, beyond)
 
@@ -162,7 +162,7 @@ def _no_plan_error(
     model: Transformer,
     ranks: int,
     batch: int,
-    room: float,
+    memory_limit: float,
     smallest: PricedPlan | None,
     given: Mapping[str, Any],
     software: Software,
@@ -185,9 +185,9 @@ def _no_plan_error(
         )  # fmt: skip
     return SearchError(
         asked,
-        f"the smallest plan needs {smallest.nbytes / 1e9:.1f} GB per rank, of {room / 1e9:.1f} GB: {smallest.plan}; "
-        f"the largest parts are {_largest_parts(model, smallest.plan, software)}",
-        f"{(smallest.nbytes - room) / 1e9:.1f} GB are missing on each rank",
+        f"the smallest plan needs {smallest.nbytes / 1e9:.1f} GB per rank, of {memory_limit / 1e9:.1f} GB: "
+        f"{smallest.plan}; the largest parts are {_largest_parts(model, smallest.plan, software)}",
+        f"{(smallest.nbytes - memory_limit) / 1e9:.1f} GB are missing on each rank",
         "use more ranks, devices with more memory, a shorter sequence, or a lower precision",
     )  # fmt: skip
 

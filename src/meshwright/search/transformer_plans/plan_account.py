@@ -64,7 +64,7 @@ def account(
         what=f"a transformer of {parameters(model.parameters)}, {model.layers} layers",
         how=", ".join(f"{name} = {value}" for name, value in asdict(plan).items() if value != USUAL[name]),
         where=f"{plan.ranks} ranks of {cluster!r}",
-        seconds=seconds, nbytes=nbytes, room=cluster.device.memory * USABLE,
+        seconds=seconds, nbytes=nbytes, memory_limit=cluster.device.memory * USABLE,
         why=tuple(_why(plan, spent, rows, nbytes, cluster, choice)),
         spent=spent, held=each, laid=tuple(tensor_layouts(model, plan)), sent=rows, rivals=told, decided=asdict(plan),
         timeline=timeline, curves=tuple(_curves(timeline, each)) if timeline else (),
@@ -126,11 +126,11 @@ def _why(
     choice: PlanChoice | None,
 ) -> Iterator[str]:
     """Yield the bottleneck: memory if a faster plan does not fit, or else the largest part that is not computation."""
-    whole, room = sum(spent.values()), cluster.device.memory * USABLE
-    if nbytes > room:
-        yield f"memory: the plan needs {nbytes / 1e9:.1f} GB per rank, of {room / 1e9:.1f} GB"
+    whole, memory_limit = sum(spent.values()), cluster.device.memory * USABLE
+    if nbytes > memory_limit:
+        yield f"memory: the plan needs {nbytes / 1e9:.1f} GB per rank, of {memory_limit / 1e9:.1f} GB"
     if choice is not None:
-        yield from _better(plan, choice, whole, room)
+        yield from _better(plan, choice, whole, memory_limit)
     name = max((n for n in spent if n != "computation"), key=lambda n: spent[n])
     if spent[name] < 0.02 * whole:
         yield "computation: only faster devices or fewer operations make the step shorter"
@@ -141,7 +141,7 @@ def _why(
         yield f"most of it is {most.kind} of {most.what}, {most.where}, on {most.link}"
 
 
-def _better(plan: Plan, choice: PlanChoice, whole: float, room: float) -> Iterator[str]:
+def _better(plan: Plan, choice: PlanChoice, whole: float, memory_limit: float) -> Iterator[str]:
     """Yield the better plan of a search or, if `plan` is its best, the faster plan that does not fit into memory."""
     best, beyond = choice.best, choice.beyond
     if best.plan != plan and best.seconds < whole * (1 - 1e-6):
@@ -149,7 +149,7 @@ def _better(plan: Plan, choice: PlanChoice, whole: float, room: float) -> Iterat
     if best.plan == plan and beyond is not None:
         yield (
             f"memory: {differences(plan, beyond.plan)} would take {beyond.seconds / whole:.3f} of the time, but needs "
-            f"{beyond.nbytes / 1e9:.1f} GB of {room / 1e9:.1f} GB"
+            f"{beyond.nbytes / 1e9:.1f} GB of {memory_limit / 1e9:.1f} GB"
         )
 
 
