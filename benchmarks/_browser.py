@@ -119,9 +119,12 @@ def browser(path: str) -> Generator[Browser]:
         ours = (str(to_browser[0]), str(from_browser[1]))
         words = [path, *FLAGS, f"--user-data-dir={folder}", "about:blank"]
         process = subprocess.Popen(
-            ["bash", "-c", line, "bash", *ours, *words], pass_fds=(to_browser[0], from_browser[1]),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "HOME": folder},
-        )  # fmt: skip
+            ["bash", "-c", line, "bash", *ours, *words],
+            pass_fds=(to_browser[0], from_browser[1]),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "HOME": folder},
+        )
         os.close(to_browser[0])
         os.close(from_browser[1])
         try:

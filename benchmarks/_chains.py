@@ -729,9 +729,22 @@ CONTROL = ops("""
 MOVES = ops("reshard({x}, {layout})", weight=8)
 
 OPS: tuple[Op, ...] = tuple(
-    POINTWISE + PRODUCTS + REDUCTIONS + LOSSES + NORMS + SCANS + SHAPES + INDEXING + WRITES + PIECES + SORTS + LAYERS
-    + INFINITIES + CONTROL + MOVES
-)  # fmt: skip
+    POINTWISE
+    + PRODUCTS
+    + REDUCTIONS
+    + LOSSES
+    + NORMS
+    + SCANS
+    + SHAPES
+    + INDEXING
+    + WRITES
+    + PIECES
+    + SORTS
+    + LAYERS
+    + INFINITIES
+    + CONTROL
+    + MOVES
+)
 
 
 # --- filling holes -----------------------------------------------------------------------------------------------

@@ -35,8 +35,20 @@ def one_process_group() -> Generator[None]:
 
 
 _SINGLE = ("tensor", "input", "self", "input_tensor", "output_tensor", "output", "my_tensor", "inp")
-_LISTS = ("tensor_list", "tensors", "input_list", "input_tensor_list", "output_tensor_list", "scatter_list", "inputs",
-          "gather_list", "input_tensors", "output_tensors", "input_tensor_lists", "output_tensor_lists")  # fmt: skip
+_LISTS = (
+    "tensor_list",
+    "tensors",
+    "input_list",
+    "input_tensor_list",
+    "output_tensor_list",
+    "scatter_list",
+    "inputs",
+    "gather_list",
+    "input_tensors",
+    "output_tensors",
+    "input_tensor_lists",
+    "output_tensor_lists",
+)
 _OBJECTS = ("obj", "object_list", "object_gather_list", "scatter_object_input_list", "scatter_object_output_list")
 _GIVEN: dict[str, Callable[[], Any]] = {"group": lambda: dist.group.WORLD, "src": lambda: 0, "dst": lambda: 0}
 """Parameters that are passed even if they have a default."""

@@ -93,8 +93,10 @@ def phase(where: str, number: signal.Signals) -> Verdict:
     memory = "on" if where in OVER_MEMORY else "off"
     with TemporaryDirectory() as folder:
         env: Mapping[str, str] = {
-            "MESHWRIGHT_LIMIT": f"{_LIMIT:g}", "MESHWRIGHT_SHARED_MEMORY": memory, "MESHWRIGHT_RECORDS": folder,
-        }  # fmt: skip
+            "MESHWRIGHT_LIMIT": f"{_LIMIT:g}",
+            "MESHWRIGHT_SHARED_MEMORY": memory,
+            "MESHWRIGHT_RECORDS": folder,
+        }
         ended = run_ranks(f"{_HERE}:ends_in", 3, arguments=[where, str(int(number))], each=lambda rank: env, limit=60)
         written = [json.loads(path.read_text())["written"] for path in Path(folder).rglob("rank-*.json")]
     begin = _time(ended[1].output)

@@ -121,8 +121,9 @@ def trains(folder: str, run: str, how: str, on_failed_save: str) -> None:
             _break(how, rank, step == 3)
         return F.cross_entropy(out, labels)
 
-    training = mw.Training(10, run, save_every=1, keep=None, show=False, log=Path(folder) / "log",
-                           on_failed_save=on_failed_save)  # fmt: skip
+    training = mw.Training(
+        10, run, save_every=1, keep=None, show=False, log=Path(folder) / "log", on_failed_save=on_failed_save
+    )
     data = mw.shard_dataloader(loader, mesh, "dp")
     end = mw.train(model, torch.optim.SGD(model.parameters(), lr=0.1), data, training, loss=loss)
     print("steps", len(end.losses), "failed", (Path(folder) / "log").read_text().count('"failed checkpoint"'))

@@ -36,9 +36,12 @@ class Constants:
         reach, attention = dict(self.reach).get(device.name, 1.0), dict(self.attention).get(device.name, 1.0)
         forward, backward = device.attention
         device = replace(
-            device, reach=device.reach * reach, reach8=device.reach8 * reach, reach4=device.reach4 * reach,
+            device,
+            reach=device.reach * reach,
+            reach8=device.reach8 * reach,
+            reach4=device.reach4 * reach,
             attention=(forward * attention, backward * attention),
-        )  # fmt: skip
+        )
         cluster = replace(run.cluster, device=device)
         return float(predict(run.model, run.plan, cluster, run.software, self.habits).seconds)
 

@@ -160,9 +160,10 @@ def _is_hidden(x: Any) -> bool:
 def shard_states(optimizer: torch.optim.Optimizer, model: nn.Module, setting: Setting) -> None:
     """The stage of ZeRO that eager mode is told."""
     stages = {
-        1: mw.ShardingStage1("dp", SMALL), 2: mw.ShardingStage2("dp", model, SMALL),
+        1: mw.ShardingStage1("dp", SMALL),
+        2: mw.ShardingStage2("dp", model, SMALL),
         3: mw.ShardingStage3("dp", model, SMALL),
-    }  # fmt: skip
+    }
     if setting.zero:
         mw.shard_optimizer(optimizer, stages[setting.zero])
 

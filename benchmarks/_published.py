@@ -117,9 +117,19 @@ def run_of(row: Mapping[str, Any]) -> Run:
     same = (model, hardware["gpu"], hardware["n_gpus"], plan.batch, plan.sequence, train["precision"], source)
     cluster = cluster_for(hardware)
     return Run(
-        row["id"], source, repr(same), model, plan, cluster, software_of(row, source, plan),
-        seconds_of(row), memory_of(row["measured"]), row["noisy"], not row["missing"], row,
-    )  # fmt: skip
+        row["id"],
+        source,
+        repr(same),
+        model,
+        plan,
+        cluster,
+        software_of(row, source, plan),
+        seconds_of(row),
+        memory_of(row["measured"]),
+        row["noisy"],
+        not row["missing"],
+        row,
+    )
 
 
 def source_of(row: Mapping[str, Any]) -> str:
@@ -149,9 +159,21 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
         divided = p["tp"] > 1 and source_of(row) in DIVIDES_SEQUENCES
     kind = "full" if recompute == "full" else "none" if recompute == "none" else "selective"
     return Plan(
-        p["dp"], p["tp"], p["pp"], p["cp"], p.get("ep") or 1, chunks, p["zero_stage"] or 0, bool(divided),
-        schedule, t["micro_batch"] or 1, t["global_batch"], t["seq"], kind, t["precision"],
-    )  # fmt: skip
+        p["dp"],
+        p["tp"],
+        p["pp"],
+        p["cp"],
+        p.get("ep") or 1,
+        chunks,
+        p["zero_stage"] or 0,
+        bool(divided),
+        schedule,
+        t["micro_batch"] or 1,
+        t["global_batch"],
+        t["seq"],
+        kind,
+        t["precision"],
+    )
 
 
 def cluster_for(hardware: Mapping[str, Any]) -> Cluster:

@@ -145,10 +145,19 @@ def soft_cap_of_a_config(run: Run) -> Case:
 
     module: Any = transformers
     config = module.Gemma2Config(
-        hidden_size=6, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-        head_dim=6, vocab_size=6, final_logit_softcapping=1.0, attn_implementation="eager",
-        pad_token_id=0, eos_token_id=1, bos_token_id=2,
-    )  # fmt: skip
+        hidden_size=6,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=6,
+        vocab_size=6,
+        final_logit_softcapping=1.0,
+        attn_implementation="eager",
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
     model = module.Gemma2ForCausalLM(config)
     model.lm_head.weight.data = torch.linspace(-1.0, 1.0, 36).view(6, 6)
     return calls(

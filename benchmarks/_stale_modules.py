@@ -177,8 +177,9 @@ def key_into_a_module_dict(run: Run) -> Case:
     case = calls(
         lambda self, x: self.layers[self.key](x),
         lambda factor: setattr(case.model, "key", "tanh" if factor == 1 else "relu"),
-        layers=layers, key="tanh",
-    )  # fmt: skip
+        layers=layers,
+        key="tanh",
+    )
     return case
 
 

@@ -45,9 +45,11 @@ def learning_rate_of_another_optimizer(run: Run) -> Case:
 def last_epoch_of_a_schedule(run: Run) -> Case:
     schedule = lr_scheduler.StepLR(_other(), 1)
     return reads(
-        run, lambda owner: 1 + owner.schedule.last_epoch, lambda factor: setattr(schedule, "last_epoch", int(factor)),
+        run,
+        lambda owner: 1 + owner.schedule.last_epoch,
+        lambda factor: setattr(schedule, "last_epoch", int(factor)),
         schedule=schedule,
-    )  # fmt: skip
+    )
 
 
 @by_loss_too
@@ -55,9 +57,11 @@ def last_epoch_of_a_schedule(run: Run) -> Case:
 def rate_of_a_schedule(run: Run) -> Case:
     schedule = lr_scheduler.StepLR(_other(), 1)
     return reads(
-        run, lambda owner: owner.schedule.get_last_lr()[0], lambda factor: setattr(schedule, "_last_lr", [factor]),
+        run,
+        lambda owner: owner.schedule.get_last_lr()[0],
+        lambda factor: setattr(schedule, "_last_lr", [factor]),
         schedule=schedule,
-    )  # fmt: skip
+    )
 
 
 @by_loss_too
@@ -65,9 +69,11 @@ def rate_of_a_schedule(run: Run) -> Case:
 def scale_of_a_distribution(run: Run) -> Case:
     prior = torch.distributions.Normal(torch.tensor(0.0), torch.tensor(1.0))
     return reads(
-        run, lambda owner: owner.prior.entropy(), lambda factor: setattr(prior, "scale", torch.tensor(factor)),
+        run,
+        lambda owner: owner.prior.entropy(),
+        lambda factor: setattr(prior, "scale", torch.tensor(factor)),
         prior=prior,
-    )  # fmt: skip
+    )
 
 
 @by_loss_too
@@ -85,9 +91,11 @@ def length_of_a_loader(run: Run) -> Case:
     data: Any = _zeros(4)
     loader = DataLoader(data, 1)
     return reads(
-        run, lambda owner: len(owner.loader),
-        lambda factor: setattr(data, "tensors", (torch.zeros(int(4 * factor), dtype=torch.float32),)), loader=loader,
-    )  # fmt: skip
+        run,
+        lambda owner: len(owner.loader),
+        lambda factor: setattr(data, "tensors", (torch.zeros(int(4 * factor), dtype=torch.float32),)),
+        loader=loader,
+    )
 
 
 @kind_on_mesh

@@ -224,11 +224,14 @@ def other_meshes() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         expected = mw.simulate(train, 4, "dp x tp", folder, True)[0]
-        found = {way: mw.simulate(train, ranks, way, folder, False)[-1]
-                 for way, ranks in {"dp x tp": 4, "zero": 8, "pipeline": 2}.items()}  # fmt: skip
+        found = {
+            way: mw.simulate(train, ranks, way, folder, False)[-1]
+            for way, ranks in {"dp x tp": 4, "zero": 8, "pipeline": 2}.items()
+        }
         found["one device"] = train("one device", folder, False)
-    return {way: max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-            for way, losses in found.items()}  # fmt: skip
+    return {
+        way: max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)) for way, losses in found.items()
+    }
 
 
 def run(quick: bool = False) -> dict[str, Any]:

@@ -96,8 +96,11 @@ def differences(
     """What is found less what the forms say."""
     parts = schedule.chunks_per_rank * schedule.slices
     line = simulate_schedule(schedule, Times(1 / parts, 1 / parts, 1 / parts))
-    found = {"makespan": (line.makespan - shape.work, k.bubble), "span": (line.span - shape.work, k.span_bubble),
-             "peak": (max(peaks) / parts, k.peak)}  # fmt: skip
+    found = {
+        "makespan": (line.makespan - shape.work, k.bubble),
+        "span": (line.span - shape.work, k.span_bubble),
+        "peak": (max(peaks) / parts, k.peak),
+    }
     return {name: value - form(shape) for name, (value, form) in found.items() if form is not None}
 
 

@@ -115,10 +115,14 @@ def run(quick: bool = False) -> dict[str, Any]:
         "goal": "> 1: rows that travel are fewer bytes than experts, sums, or places",
         "ok": all(n > 1 for each in more.values() for n in each.values()),
         "details": {
-            "ranks": RANKS, "experts": EXPERTS, "choices": CHOICES, "features": DIM, "hidden": HIDDEN,
+            "ranks": RANKS,
+            "experts": EXPERTS,
+            "choices": CHOICES,
+            "features": DIM,
+            "hidden": HIDDEN,
             "bytes by tokens": found,
         },
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

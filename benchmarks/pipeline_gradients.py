@@ -159,9 +159,7 @@ class Peak:
         self.most = 0
         self.made: list[set[Any]] = []
         for parts in ways:
-            read = {
-                i.value for place, p in parts.programs.items() if place.part in ("B", "W") for i in p.inputs
-            }  # fmt: skip
+            read = {i.value for place, p in parts.programs.items() if place.part in ("B", "W") for i in p.inputs}
             for place, p in parts.programs.items():
                 if place.part == "F":
                     arrived = {c.result for c in parts.crossings if c.target == place}
@@ -271,8 +269,16 @@ class Task:
             if (way, slices) not in works:
                 works[way, slices] = Work(way, slices)
             error, held = works[way, slices].error(table)
-            rows.append({"name": table.name, "m": table.sequences, "v": slices * len(way) // self.p, "error": error,
-                         "held": held, "predicted": peaks(table)[current_communicator().rank]})  # fmt: skip
+            rows.append(
+                {
+                    "name": table.name,
+                    "m": table.sequences,
+                    "v": slices * len(way) // self.p,
+                    "error": error,
+                    "held": held,
+                    "predicted": peaks(table)[current_communicator().rank],
+                }
+            )
         return rows
 
     def tables(self) -> Iterator[Schedule]:

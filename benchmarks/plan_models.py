@@ -105,10 +105,12 @@ def case(name: str) -> dict[str, Any]:
     begin, used = time.perf_counter(), time.process_time()
     found = planned(model, batch, MODELS[name].ranks)
     return {
-        "seconds": round(time.perf_counter() - begin, 2), "processor seconds": round(time.process_time() - used, 2),
+        "seconds": round(time.perf_counter() - begin, 2),
+        "processor seconds": round(time.process_time() - used, 2),
         "GiB": peak_gibibytes(),
-        "parameters": f"{billions:.2f}e9", **found,
-    }  # fmt: skip
+        "parameters": f"{billions:.2f}e9",
+        **found,
+    }
 
 
 def planned(model: Task, batch: list[torch.Tensor], ranks: int) -> dict[str, Any]:

@@ -69,9 +69,12 @@ class Random(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for kind, w in zip(self.kinds, self.parts, strict=True):
             x = {
-                "linear": lambda x, w: x @ w, "relu": lambda x, w: x.relu(), "bias": lambda x, w: x + w,
-                "gate": lambda x, w: x * w, "norm": lambda x, w: nn.functional.rms_norm(x, (self.width,), w),
-            }[kind](x, w)  # fmt: skip
+                "linear": lambda x, w: x @ w,
+                "relu": lambda x, w: x.relu(),
+                "bias": lambda x, w: x + w,
+                "gate": lambda x, w: x * w,
+                "norm": lambda x, w: nn.functional.rms_norm(x, (self.width,), w),
+            }[kind](x, w)
         return x.sum()
 
 
@@ -104,9 +107,14 @@ def beside_authors(own: list[Run]) -> tuple[str, float] | None:
     best = min(simulate_step(r.model, r.plan, r.cluster, software) for r in own)
     try:
         found = choose(
-            first.model, first.cluster, first.plan.ranks, first.plan.batch, first.plan.sequence, first.plan.precision,
+            first.model,
+            first.cluster,
+            first.plan.ranks,
+            first.plan.batch,
+            first.plan.sequence,
+            first.plan.precision,
             software,
-        )  # fmt: skip
+        )
     except SearchError:
         return None
     return f"{first.row['sweep']}, batch {first.plan.batch}", found.best.seconds / best

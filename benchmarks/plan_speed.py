@@ -56,9 +56,7 @@ def case(name: str) -> dict[str, Any]:
 def of_module() -> dict[str, Any]:
     """The best meshes for 64 sequences of 1,024 tokens."""
     with torch.device("meta"):
-        model = Llama(
-            LlamaConfig(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, feed_forward=14336)
-        )  # fmt: skip
+        model = Llama(LlamaConfig(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, feed_forward=14336))
         batch = [torch.empty(64, 1024, dtype=torch.long) for _ in range(2)]
     plans = mw.plan(model, batch, cluster="64xH100, 8 per node, 400G")
     return {"plans": [f"dp={p.dp} tp={p.tp}: {p.seconds:.3f} s" for p in plans]}

@@ -72,9 +72,11 @@ def by_source(rows: Sequence[Run]) -> dict[str, list[Run]]:
 def _summary(own: Sequence[Run], errors: dict[str, float]) -> dict[str, Any]:
     found = [errors[r.name] for r in own]
     return {
-        "rows": len(own), "median": round(median(map(abs, found)), 4), "mean": round(mean(map(abs, found)), 4),
+        "rows": len(own),
+        "median": round(median(map(abs, found)), 4),
+        "mean": round(mean(map(abs, found)), 4),
         "bias": round(mean(found), 4),
-    }  # fmt: skip
+    }
 
 
 def _source(own: Sequence[Run], errors: dict[str, float], guesses: dict[str, float]) -> dict[str, Any]:

@@ -107,15 +107,25 @@ def evil() -> Account:
     """Every text is a piece of a page, in one long word."""
     table = replace(one_f_one_b(2, 2), name=EVIL)
     return Account(
-        EVIL, EVIL, EVIL, 1.0, 2.0, 1.0, (EVIL,), {EVIL: 1.0}, {EVIL: {EVIL: 2.0}},
+        EVIL,
+        EVIL,
+        EVIL,
+        1.0,
+        2.0,
+        1.0,
+        (EVIL,),
+        {EVIL: 1.0},
+        {EVIL: {EVIL: 2.0}},
         (
             TensorLayout(f"{EVIL}.{EVIL}", EVIL, EVIL, 1.0, EVIL),
             *(TensorLayout(EVIL, EVIL, EVIL, 1.0, EVIL) for _ in range(4)),
         ),
-        (Communication(EVIL, EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1.0, EVIL),), (OtherPlan(EVIL, 1.0, 1.0, EVIL),),
+        (Communication(EVIL, EVIL, EVIL, EVIL, 1, 1.0, 1.0, 1.0, EVIL),),
+        (OtherPlan(EVIL, 1.0, 1.0, EVIL),),
         {EVIL: EVIL},
-        simulate_schedule(table), (MemoryCurve(EVIL, ((0.0, 1.0), (1.0, 2.0))),),
-    )  # fmt: skip
+        simulate_schedule(table),
+        (MemoryCurve(EVIL, ((0.0, 1.0), (1.0, 2.0))),),
+    )
 
 
 ACCOUNTS: dict[str, Callable[[], Account]] = {

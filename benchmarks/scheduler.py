@@ -88,20 +88,35 @@ def large_instances() -> Iterator[dict[str, Any]]:
         f, b, w, message = TIMES[times]
         kept = 1.0 if v > 1 else 0.5
         yield {
-            "set": "large", "times": times, "placement": placement, "p": 8, "m": m, "v": v, "F": f, "B": b, "W": w,
-            "message": message, "kept": kept, "capacity": capacity, "objective": objective, "best": best,
+            "set": "large",
+            "times": times,
+            "placement": placement,
+            "p": 8,
+            "m": m,
+            "v": v,
+            "F": f,
+            "B": b,
+            "W": w,
+            "message": message,
+            "kept": kept,
+            "capacity": capacity,
+            "objective": objective,
+            "best": best,
             "proved": False,
-        }  # fmt: skip
+        }
 
 
 def problem_of(i: dict[str, Any]) -> Problem:
     """An instance as a problem."""
     v = i["v"]
     return Problem(
-        WAYS[i["placement"]](i["p"], v)[0], i["m"],
+        WAYS[i["placement"]](i["p"], v)[0],
+        i["m"],
         Times(_each(i["F"]), _each(i["B"]), _each(i["W"]), transfer=float(i["message"])),
-        Memory(1 / v, i["kept"] / v), float(i["capacity"]), i["objective"],
-    )  # fmt: skip
+        Memory(1 / v, i["kept"] / v),
+        float(i["capacity"]),
+        i["objective"],
+    )
 
 
 def _each(x: Any) -> Any:
@@ -118,11 +133,18 @@ def row(i: dict[str, Any]) -> dict[str, Any]:
         f"{i['set']}, {i['times']}, {i['placement']}, p={i['p']} m={i['m']} capacity={i['capacity']:g} {i['objective']}"
     )
     return {
-        "name": name, "unequal": unequal, "proved before": i["proved"], "best": i["best"],
+        "name": name,
+        "unequal": unequal,
+        "proved before": i["proved"],
+        "best": i["best"],
         "known": min([*tables, *([] if i["best"] is None else [i["best"]])]),
-        "value": found.value, "bound": found.bound, "gap": round(found.gap, 5), "proved": found.is_proved,
-        "start": found.start, "seconds": round(found.seconds, 2),
-    }  # fmt: skip
+        "value": found.value,
+        "bound": found.bound,
+        "gap": round(found.gap, 5),
+        "proved": found.is_proved,
+        "start": found.start,
+        "seconds": round(found.seconds, 2),
+    }
 
 
 def generated(problem: Problem) -> Iterator[Schedule]:

@@ -370,11 +370,14 @@ def run(quick: bool = False, cases: Sequence[Case] = CASES) -> dict[str, Any]:
         "name": "static_speed",
         "value": by_hand,
         "goal": f"ours / by hand at most {BY_HAND_GOAL}, ours / DTensor at most {DTENSOR_GOAL}, in every case",
-        "ok": by_hand is not None and dtensor is not None and by_hand <= BY_HAND_GOAL and dtensor <= DTENSOR_GOAL
+        "ok": by_hand is not None
+        and dtensor is not None
+        and by_hand <= BY_HAND_GOAL
+        and dtensor <= DTENSOR_GOAL
         and all(map(agree, rows.values())),
         "rival": {"ours / DTensor": dtensor},
         "details": {"unit": "ms per step, one thread a process; rivals over Gloo", "cases": rows | beside},
-    }  # fmt: skip
+    }
 
 
 def measure(case: Case, turns: int, env: dict[str, str] | None = None) -> dict[str, Any]:

@@ -126,9 +126,11 @@ PAIRS = (("eager", "torch"), ("static", "torch, compiled"))
 
 def contenders(kind: str) -> dict[str, Callable[[Stage], Step]]:
     return {
-        "eager": ours(kind, False), "torch": torchs(kind, False),
-        "static": ours(kind, True), "torch, compiled": torchs(kind, True),
-    }  # fmt: skip
+        "eager": ours(kind, False),
+        "torch": torchs(kind, False),
+        "static": ours(kind, True),
+        "torch, compiled": torchs(kind, True),
+    }
 
 
 # --- one of the processes, and the figure ------------------------------------------------------------------------

@@ -8,10 +8,16 @@ import meshwright as mw
 
 torch.manual_seed(0)
 model = UNet2DModel(
-    sample_size=8, in_channels=3, out_channels=3, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4,
-    down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    sample_size=8,
+    in_channels=3,
+    out_channels=3,
+    block_out_channels=(16, 32),
+    layers_per_block=1,
+    norm_num_groups=4,
+    down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+    up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     attention_head_dim=8,
-)  # fmt: skip
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
 noise = DDPMScheduler(num_train_timesteps=100)
 mw.parallelize(model, optimizer, mw.init_mesh(dp=-1), mw.Parallelism(zero=3))

@@ -48,9 +48,18 @@ def test_any_layout_is_loaded_into_any_other(format: str, journey: Any) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64,
-     torch.complex128, torch.float8_e4m3fn],
-)  # fmt: skip
+    [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+    ],
+)
 @pytest.mark.parametrize("format", ["meshwright", "dcp"])
 def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
     x = numbered((5, 3)).to(dtype)
@@ -89,8 +98,10 @@ def test_terms_that_are_not_joined_are_refused_on_all_ranks(tmp_path: Path) -> N
 
 def test_a_copy_that_several_ranks_have_is_written_once_and_work_is_shared(tmp_path: Path) -> None:
     def save() -> None:
-        state = {f"{n}": laid(numbered((8, 8)), (SQUARE, parse_layout(text)))
-                 for n, text in enumerate(["[:, :]"] * 8 + ["[@x, :]"] * 8 + ["[@x@y, :]"] * 4)}  # fmt: skip
+        state = {
+            f"{n}": laid(numbered((8, 8)), (SQUARE, parse_layout(text)))
+            for n, text in enumerate(["[:, :]"] * 8 + ["[@x, :]"] * 8 + ["[@x@y, :]"] * 4)
+        }
         mw.save_state_dict(state, tmp_path / "one")
 
     mw.simulate(save, 4)
@@ -102,8 +113,12 @@ def test_a_copy_that_several_ranks_have_is_written_once_and_work_is_shared(tmp_p
 
 
 def test_how_a_tensor_lay_is_written_down(tmp_path: Path) -> None:
-    mw.simulate(lambda: mw.save_state_dict({"x": laid(numbered((6, 4)), (SQUARE, parse_layout("[3 * 2@x, @y]")))},
-                                           tmp_path / "one"), 4)  # fmt: skip
+    mw.simulate(
+        lambda: mw.save_state_dict(
+            {"x": laid(numbered((6, 4)), (SQUARE, parse_layout("[3 * 2@x, @y]")))}, tmp_path / "one"
+        ),
+        4,
+    )
     entry = open_checkpoint(tmp_path / "one").entries["x"]
     assert entry.mesh is SQUARE
     assert parse_spec(entry.lies, SQUARE).layout == parse_layout("[3 * 2@x, @y]")
@@ -111,14 +126,28 @@ def test_how_a_tensor_lay_is_written_down(tmp_path: Path) -> None:
 
 def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
     state: dict[str, Any] = {
-        "step": 3, "name": "run", "on": True, "none": None, "betas": (0.9, float("inf")), "list": [1, [2, (3,)]],
-        "deep": {"a": {"b": 1.5}}, "mixed": [torch.ones(2), {"lr": 0.1}], 7: {"x": 2},
-    }  # fmt: skip
+        "step": 3,
+        "name": "run",
+        "on": True,
+        "none": None,
+        "betas": (0.9, float("inf")),
+        "list": [1, [2, (3,)]],
+        "deep": {"a": {"b": 1.5}},
+        "mixed": [torch.ones(2), {"lr": 0.1}],
+        7: {"x": 2},
+    }
     mw.save_state_dict(state, tmp_path / "one")
     found: dict[str, Any] = {
-        "step": 0, "name": "", "on": False, "none": 1, "betas": None, "list": None, "deep": {"a": {"b": 0.0}},
-        "mixed": [torch.zeros(2), {"lr": 0.0}], 7: {"x": 0},
-    }  # fmt: skip
+        "step": 0,
+        "name": "",
+        "on": False,
+        "none": 1,
+        "betas": None,
+        "list": None,
+        "deep": {"a": {"b": 0.0}},
+        "mixed": [torch.zeros(2), {"lr": 0.0}],
+        7: {"x": 0},
+    }
     mixed = found["mixed"][0]
     mw.load_state_dict(found, tmp_path / "one")
     assert found["mixed"][0] is mixed

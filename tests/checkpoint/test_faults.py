@@ -182,9 +182,18 @@ class Evil:
 
 @pytest.mark.parametrize(
     "data",
-    [pickle.dumps(Evil()), pickle.dumps({"x": Evil()}), b"\x80\x04garbage", b"", pickle.dumps(print), pickle.dumps(3),
-     b"cbuiltins\neval\n(S'1'\ntR.", b"ctorch\nload\n.", b"ctorch._utils\n_rebuild_tensor\n."],
-)  # fmt: skip
+    [
+        pickle.dumps(Evil()),
+        pickle.dumps({"x": Evil()}),
+        b"\x80\x04garbage",
+        b"",
+        pickle.dumps(print),
+        pickle.dumps(3),
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch\nload\n.",
+        b"ctorch._utils\n_rebuild_tensor\n.",
+    ],
+)
 def test_metadata_of_torch_that_names_anything_else_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(CheckpointFileError, match="not metadata of a distributed checkpoint"):

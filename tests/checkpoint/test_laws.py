@@ -41,8 +41,26 @@ WRITERS = {
     "files/file_operations.py",
 }
 """Modules that write, lock or remove files, and the one through which all others read."""
-READS = {"open", "read_text", "read_bytes", "stat", "lstat", "exists", "is_file", "is_dir", "glob", "iterdir",
-         "listdir", "scandir", "lexists", "safe_open", "fromfile", "memmap", "pread", "preadv"}  # fmt: skip
+READS = {
+    "open",
+    "read_text",
+    "read_bytes",
+    "stat",
+    "lstat",
+    "exists",
+    "is_file",
+    "is_dir",
+    "glob",
+    "iterdir",
+    "listdir",
+    "scandir",
+    "lexists",
+    "safe_open",
+    "fromfile",
+    "memmap",
+    "pread",
+    "preadv",
+}
 LARGEST_PEAK = 100 << 20
 
 

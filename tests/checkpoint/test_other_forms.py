@@ -27,8 +27,10 @@ quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWa
 
 def model(where: Callable[[Tensor], Any] = lambda x: x) -> dict[str, Any]:
     sizes = {"embed.weight": (7, 4), "layer.weight": (4, 6), "layer.bias": (6,), "scale": ()}
-    return {name: where(numbered(shape, torch.bfloat16 if "embed" in name else torch.float32))
-            for name, shape in sizes.items()}  # fmt: skip
+    return {
+        name: where(numbered(shape, torch.bfloat16 if "embed" in name else torch.float32))
+        for name, shape in sizes.items()
+    }
 
 
 def cut(x: Tensor) -> Any:
@@ -44,8 +46,10 @@ def hub_folder(folder: Path) -> Path:
     """Two files and an index, as model hubs have them."""
     folder.mkdir()
     whole = model()
-    files = {"model-00001-of-00002.safetensors": ["embed.weight", "scale"],
-             "model-00002-of-00002.safetensors": ["layer.weight", "layer.bias"]}  # fmt: skip
+    files = {
+        "model-00001-of-00002.safetensors": ["embed.weight", "scale"],
+        "model-00002-of-00002.safetensors": ["layer.weight", "layer.bias"],
+    }
     for file, names in files.items():
         save_file({name: whole[name] for name in names}, folder / file, {"format": "pt"})
     index = {"metadata": {"total_size": 200}, "weight_map": {n: f for f, names in files.items() for n in names}}

@@ -21,8 +21,10 @@ def test_processes_save_and_load_together(tmp_path: Path) -> None:
     assert len(texts) == 1
     assert "no such tensor" in texts.pop()
     assert {verify(tmp_path / name).kind for name in ("step_00000001", "hub", "dcp")} == {
-        "meshwright", "safetensors", "dcp",
-    }  # fmt: skip
+        "meshwright",
+        "safetensors",
+        "dcp",
+    }
     assert torch.equal(load_file(tmp_path / "hub" / "model.safetensors")["w"], WHOLE * 2)
     assert not list(tmp_path.glob(".*"))
 

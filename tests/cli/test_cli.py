@@ -195,8 +195,11 @@ def test_a_run_that_is_kept_goes_on_with_the_numbers_of_the_main_job(
     assert (found["begun"], found["stopped"]) == (2, False)
     assert found["losses"] == pytest.approx(losses[2:], rel=1e-6)
     assert [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()] == [
-        "start", "step", "checkpoint", "end",
-    ]  # fmt: skip
+        "start",
+        "step",
+        "checkpoint",
+        "end",
+    ]
     assert main([*TINY, "--mesh", "dp=2", "--save", folder]) == 0
     assert "no step after 3" in capsys.readouterr().out
 

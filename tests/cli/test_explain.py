@@ -31,10 +31,19 @@ def test_an_account_is_printed(asked: list[str], capsys: pytest.CaptureFixture[s
     assert main(asked) == 0
     said = capsys.readouterr().out
     for part in (
-        "layouts of tensors", "bf16[32000@tp, 1024]", "communications of a step", "over tp",
-        "100G, between nodes", "NVLink3, inside a node", "seconds of a step by part", "bubble", "pipeline rank 1",
-        "why", "other plans", " x ",
-    ):  # fmt: skip
+        "layouts of tensors",
+        "bf16[32000@tp, 1024]",
+        "communications of a step",
+        "over tp",
+        "100G, between nodes",
+        "NVLink3, inside a node",
+        "seconds of a step by part",
+        "bubble",
+        "pipeline rank 1",
+        "why",
+        "other plans",
+        " x ",
+    ):
         assert part in said
 
 

@@ -126,10 +126,19 @@ def test_it_answers_in_json(mine: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_names_of_a_config_are_those_of_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({
-        "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 4096, "vocab_size": 1000,
-    }))  # fmt: skip
+    config.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 1024,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 4096,
+                "vocab_size": 1000,
+            }
+        )
+    )
     asked = ["--mesh", "tp=2", "--batch", "1", "--cluster", "8xA100"]
     assert main(["parallelize", str(config), *asked]) == 0
     assert '"model.layers.*.self_attn.q_proj": mw.ColwiseParallel(),' in capsys.readouterr().out

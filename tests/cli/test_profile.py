@@ -43,10 +43,17 @@ def test_a_cluster_file_is_written_and_read(tmp_path: Path, capsys: pytest.Captu
     assert set(made.device.flops) >= {torch.float32, torch.float64, torch.bfloat16}
     assert made.inside.start > 0
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-        "vocab_size": 100,
-    }))  # fmt: skip
+    config.write_text(
+        json.dumps(
+            {
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "intermediate_size": 128,
+                "vocab_size": 100,
+            }
+        )
+    )
     assert main(["plan", str(config), "--cluster", str(out), "--batch", "4", "--sequence", "16"]) == 0
 
 

@@ -120,8 +120,12 @@ def test_a_prompt_of_another_rank_is_shown(tmp_path: Path) -> None:
     script = script_of(tmp_path, text + "if mw.get_rank() == 1: breakpoint()\nprint('done', mw.get_rank())")
     found = subprocess.run(
         [sys.executable, "-m", "meshwright", "run", script],
-        input="p 'rank', mw.get_rank()\nc\n", capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        input="p 'rank', mw.get_rank()\nc\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert found.returncode == 0, found.stderr
     assert "('rank', 1)" in found.stdout
     assert "done 0" in found.stdout

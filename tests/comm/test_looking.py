@@ -60,9 +60,13 @@ def test_a_process_in_a_debugger_is_waited_for_beyond_the_patience(tmp_path: Pat
     script.write_text(PROCESSES)
     started = [sys.executable, "-m", "meshwright", "run", "--ranks", "2", "--processes", str(script)]
     with subprocess.Popen(
-        started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        started,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONBREAKPOINT": "pdb.set_trace"},
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdin is not None
         process.stdin.write("import time; time.sleep(2.5)\nc\n")
         out, err = process.communicate(timeout=60)
@@ -89,9 +93,18 @@ def test_prints_begin_with_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
         simulate(program, 2)
     print("\nafter")
     found = capsys.readouterr().out.splitlines()
-    assert sorted(found) == sorted([
-        "outside", "[0] one 0 two", "[0] three", "[1] one 1 two", "[1] three", "[0] left", "[1] left", "after",
-    ])  # fmt: skip
+    assert sorted(found) == sorted(
+        [
+            "outside",
+            "[0] one 0 two",
+            "[0] three",
+            "[1] one 1 two",
+            "[1] three",
+            "[0] left",
+            "[1] left",
+            "after",
+        ]
+    )
     assert (found[0], found[-1]) == ("outside", "after")
 
 

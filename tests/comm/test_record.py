@@ -31,8 +31,12 @@ def test_a_record_has_the_last_calls_and_is_named_in_the_error(tmp_path: Path, m
     found = json.loads((folder / "rank-1.json").read_text())
     assert [call["number"] for call in found["calls"]] == list(range(8, LENGTH + 8))
     assert found["calls"][0] | {"began": 0} == {
-        "number": 8, "call": str(CALL), "began": 0, "agreed": None, "ended": 5.0,
-    }  # fmt: skip
+        "number": 8,
+        "call": str(CALL),
+        "began": 0,
+        "agreed": None,
+        "ended": 5.0,
+    }
     assert (found["rank"], found["size"], found["state"]) == (1, 2, "waits")
     assert (folder / "rank-1.json").stat().st_mode & 0o777 == 0o600
 

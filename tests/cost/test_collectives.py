@@ -20,9 +20,13 @@ def seconds(cluster: Cluster, kind: Meeting, nbytes: float, ranks: int, together
 
 
 @given(
-    st.sampled_from(DEVICES), st.sampled_from(KINDS), st.floats(1, 1e11), st.integers(2, 4096), st.integers(1, 8),
+    st.sampled_from(DEVICES),
+    st.sampled_from(KINDS),
+    st.floats(1, 1e11),
+    st.integers(2, 4096),
+    st.integers(1, 8),
     st.floats(1, 10),
-)  # fmt: skip
+)
 def test_more_bytes_take_longer_and_no_link_is_outrun(
     device: str, kind: Meeting, nbytes: float, ranks: int, together: int, more: float
 ) -> None:

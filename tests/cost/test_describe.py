@@ -22,13 +22,20 @@ def test_a_line_says_devices_nodes_and_network() -> None:
 @pytest.mark.parametrize(
     ("text", "name", "gigabytes"),
     [
-        ("64xA100-SXM4-80GB", "A100", 80), ("64xA100-SXM4-40GB", "A100-40GB", 40), ("8xA100 80GB", "A100", 80),
-        ("8xh100-sxm", "H100", 80), ("8 × H100", "H100", 80), ("8*mi300x-192G", "MI300X", 192),
-        ("72xGB200-NVL72", "GB200", 186), ("8xH100-96GB-HBM2e", "H100-HBM2e", 96), ("4xCPU core", "cpu core", 4),
-        ("8xH100-79.6G", "H100", 79.6), ("8xA100-80GB-PCIe", "A100-PCIe", 80),
+        ("64xA100-SXM4-80GB", "A100", 80),
+        ("64xA100-SXM4-40GB", "A100-40GB", 40),
+        ("8xA100 80GB", "A100", 80),
+        ("8xh100-sxm", "H100", 80),
+        ("8 × H100", "H100", 80),
+        ("8*mi300x-192G", "MI300X", 192),
+        ("72xGB200-NVL72", "GB200", 186),
+        ("8xH100-96GB-HBM2e", "H100-HBM2e", 96),
+        ("4xCPU core", "cpu core", 4),
+        ("8xH100-79.6G", "H100", 79.6),
+        ("8xA100-80GB-PCIe", "A100-PCIe", 80),
         ("8xascend-910b-64GB", "Ascend-910B", 64),
     ],
-)  # fmt: skip
+)
 def test_names_of_data_sheets_are_known(text: str, name: str, gigabytes: float) -> None:
     device = cluster(text).device
     assert (device.name, device.memory) == (name, gigabytes * 1e9)
@@ -44,10 +51,21 @@ def test_a_network_is_written_as_people_do(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "H100", "8xTPU", "8xH100, soon", "", "8xH100, 0 per node", "no.toml", "8xH100, 0G", "8xH100-0G", "8xH100 400G",
-        "8xH100 8 per node", "8xH100-PCIe", "8x80G", "8xSXM",
+        "H100",
+        "8xTPU",
+        "8xH100, soon",
+        "",
+        "8xH100, 0 per node",
+        "no.toml",
+        "8xH100, 0G",
+        "8xH100-0G",
+        "8xH100 400G",
+        "8xH100 8 per node",
+        "8xH100-PCIe",
+        "8x80G",
+        "8xSXM",
     ],
-)  # fmt: skip
+)
 def test_a_line_that_says_something_else_is_refused(text: str) -> None:
     with pytest.raises(CostError) as caught:
         cluster(text)

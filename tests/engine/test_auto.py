@@ -387,10 +387,12 @@ def test_a_plan_for_something_else_is_refused(text: str, ranks: int, said: str) 
 @pytest.mark.parametrize(
     ("kind", "states"),
     [
-        (lambda p: torch.optim.SGD(p, 0.1), 0.0), (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 1.0),
-        (torch.optim.AdamW, 2.0), (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
+        (lambda p: torch.optim.SGD(p, 0.1), 0.0),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 1.0),
+        (torch.optim.AdamW, 2.0),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
     ],
-)  # fmt: skip
+)
 def test_a_plan_counts_the_states_of_the_optimizer(kind: Any, states: float) -> None:
     """Parameters of 4 MB, a gradient, the states, and what an update makes for a moment."""
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
@@ -471,12 +473,13 @@ LAYERS = "layers.1", "layers.2", "layers.3"
 @pytest.mark.parametrize(
     ("how", "saving"),
     [
-        (Pipelining(("layers.2",), "1F1B", 4), MemorySaving(1)), (Pipelining(("layers.1",), "ZB-H1", 2), AGAIN),
+        (Pipelining(("layers.2",), "1F1B", 4), MemorySaving(1)),
+        (Pipelining(("layers.1",), "ZB-H1", 2), AGAIN),
         (Pipelining(LAYERS, "Interleaved 1F1B", 4, (0, 1, 0, 1)), MemorySaving(1)),
         (Pipelining(LAYERS, "Interleaved zero bubble", 4, (0, 1, 0, 1)), AGAIN),
         (Pipelining(LAYERS, "V-Min", 4, (0, 1, 1, 0)), MemorySaving(1)),
     ],
-)  # fmt: skip
+)
 def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving: MemorySaving) -> None:
     x, y = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 12)
     loss = nn.functional.mse_loss

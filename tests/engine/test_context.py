@@ -329,9 +329,11 @@ def slow(text: str) -> Cluster:
     """So slow that it is worth while to divide what a test computes."""
     usual = cluster(text)
     device = replace(
-        usual.device, flops={t: f / 1e4 for t, f in usual.device.flops.items()},
-        bandwidth=usual.device.bandwidth / 1e4, overhead=0.0,
-    )  # fmt: skip
+        usual.device,
+        flops={t: f / 1e4 for t, f in usual.device.flops.items()},
+        bandwidth=usual.device.bandwidth / 1e4,
+        overhead=0.0,
+    )
     inside, outside = usual.inside, usual.outside or usual.inside
     inside = replace(inside, latency=0.0, start=0.0, bandwidth=inside.bandwidth / 3e4)
     return replace(

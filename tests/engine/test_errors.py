@@ -340,8 +340,10 @@ def test_bad_input_is_told_in_four_parts(act: Callable[[], Any], kind: type[mw.M
         raise copy.copy(error)
     lines = str(error).splitlines()
     assert [line.split(":")[0].strip() for line in lines if line.startswith(("  found", "  why", "  fix"))] == [
-        "found", "why", "fix",
-    ]  # fmt: skip
+        "found",
+        "why",
+        "fix",
+    ]
 
 
 # Raised where a process or the command line is needed; tests/comm and tests/models have their cases.

@@ -183,9 +183,15 @@ def trained(style: str, case: str | None, static: bool = False) -> tuple[list[fl
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
 @pytest.mark.parametrize(
     ("style", "case"),
-    [("grouped", "dp × ep"), ("grouped", "ep × tp"), ("dispatched", "dp × ep"), ("dispatched", "ep × tp"),
-     ("batched", "ep"), *[("bounded", case) for case in ("dp", "ep, tokens whole", "dp × ep", "ep × tp")]],
-)  # fmt: skip
+    [
+        ("grouped", "dp × ep"),
+        ("grouped", "ep × tp"),
+        ("dispatched", "dp × ep"),
+        ("dispatched", "ep × tp"),
+        ("batched", "ep"),
+        *[("bounded", case) for case in ("dp", "ep, tokens whole", "dp × ep", "ep × tp")],
+    ],
+)
 def test_steps_are_those_of_one_device(style: str, case: str, static: bool) -> None:
     goal = trained(style, None)
     for found in mw.simulate(trained, LAYOUTS[case][0].size, style, case, static):

@@ -42,14 +42,27 @@ SHAPES = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    shapes=SHAPES, dtype=st.sampled_from(HALVES), number=st.sampled_from([0, 1, 2, 3]), kind=st.sampled_from(NORMS),
-    scale=st.sampled_from([1e-3, 1.0, 60.0]), most=st.sampled_from([0.5, 1e6]), seed=st.integers(0, 99),
-    ranks=st.sampled_from([2, 3]), ours=st.booleans(),
-)  # fmt: skip
+    shapes=SHAPES,
+    dtype=st.sampled_from(HALVES),
+    number=st.sampled_from([0, 1, 2, 3]),
+    kind=st.sampled_from(NORMS),
+    scale=st.sampled_from([1e-3, 1.0, 60.0]),
+    most=st.sampled_from([0.5, 1e6]),
+    seed=st.integers(0, 99),
+    ranks=st.sampled_from([2, 3]),
+    ours=st.booleans(),
+)
 def test_clipping(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype, number: int, kind: float, scale: float, most: float, seed: int,
-    ranks: int, ours: bool,
-) -> None:  # fmt: skip
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    number: int,
+    kind: float,
+    scale: float,
+    most: float,
+    seed: int,
+    ranks: int,
+    ours: bool,
+) -> None:
     """The norm, and what is left of the gradients, beside the same in float64; a norm that float16 cannot hold is
     infinite on one device, too."""
     exact = [g.double() for g in numbers(shapes, scale, dtype, seed)]

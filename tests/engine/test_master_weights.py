@@ -52,8 +52,11 @@ def lay(net: nn.Sequential) -> nn.Sequential:
 
 def stage(number: int, net: nn.Module) -> Any:
     kinds: list[Any] = [
-        None, mw.ShardingStage1("dp", 1), mw.ShardingStage2("dp", net, 1), mw.ShardingStage3("dp", net, 1),
-    ]  # fmt: skip
+        None,
+        mw.ShardingStage1("dp", 1),
+        mw.ShardingStage2("dp", net, 1),
+        mw.ShardingStage3("dp", net, 1),
+    ]
     return kinds[number]
 
 
@@ -139,8 +142,9 @@ def test_small_updates_are_not_lost() -> None:
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     without = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizers = [
-        mw.shard_optimizer(torch.optim.SGD([p], lr=1e-3), master_weights=True), torch.optim.SGD([without], lr=1e-3),
-    ]  # fmt: skip
+        mw.shard_optimizer(torch.optim.SGD([p], lr=1e-3), master_weights=True),
+        torch.optim.SGD([without], lr=1e-3),
+    ]
     for _ in range(100):
         p.grad, without.grad = torch.ones_like(p), torch.ones_like(p)
         for optimizer in optimizers:

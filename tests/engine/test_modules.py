@@ -276,9 +276,15 @@ def initial_values(lay: Lay) -> Any:
 def random_tensors(lay: Lay) -> Any:
     x = lay(torch.randn(5, 6))
     return (
-        torch.rand_like(x), torch.randn_like(x), torch.randint_like(x, 9), torch.bernoulli(x.sigmoid()),
-        torch.multinomial(x.softmax(1), 2), x.clone().uniform_(), torch.randperm(6), torch.normal(x, 1.0),
-    )  # fmt: skip
+        torch.rand_like(x),
+        torch.randn_like(x),
+        torch.randint_like(x, 9),
+        torch.bernoulli(x.sigmoid()),
+        torch.multinomial(x.softmax(1), 2),
+        x.clone().uniform_(),
+        torch.randperm(6),
+        torch.normal(x, 1.0),
+    )
 
 
 @program

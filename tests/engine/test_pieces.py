@@ -281,8 +281,11 @@ def own_forward() -> nn.Module:
     [
         (lambda: Around(Moving()), {"part"}, True),
         (lambda: Around(Tree(), all_of_it), {"part"}, False),
-        (lambda: Around(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), one_behind_the_other), {"part.0", "part.1"},
-         True),
+        (
+            lambda: Around(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), one_behind_the_other),
+            {"part.0", "part.1"},
+            True,
+        ),
         (lambda: Around(nn.ReLU(inplace=True), ignoring_the_result), set(), True),
         (lambda: Around(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))), {"part"}, True),
         (Twice, {"part", "again"}, False),
@@ -290,13 +293,31 @@ def own_forward() -> nn.Module:
         (lambda: Around(Configured(), configured()), {"part.inner"}, True),
         (lambda: Around(own_forward()), {"part.0"}, True),
         (lambda: Around(nn.Linear(8, 8), lambda part, x: part(input=x)), set(), True),
-        (lambda: Around(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU()),
-                        lambda part, x: checkpoint(part, x, use_reentrant=True)), {"part"}, True),
+        (
+            lambda: Around(
+                nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU()),
+                lambda part, x: checkpoint(part, x, use_reentrant=True),
+            ),
+            {"part"},
+            True,
+        ),
         (lambda: Around(nn.Linear(4, 4), in_other_orders), {"part"}, False),
     ],
-    ids=["buffers", "tree", "list", "writes", "inside", "shared", "size", "object", "own forward", "by name", "again",
-         "orders"],
-)  # fmt: skip
+    ids=[
+        "buffers",
+        "tree",
+        "list",
+        "writes",
+        "inside",
+        "shared",
+        "size",
+        "object",
+        "own forward",
+        "by name",
+        "again",
+        "orders",
+    ],
+)
 def test_whatever_a_part_takes_and_gives(make: Any, compiled: set[str], exact: bool, ranks: int) -> None:
     pieces = check(make, ranks, exact=exact)
     assert set(pieces.compiled) - {"first"} == compiled
@@ -364,9 +385,21 @@ def freezes_all(model: Any, step: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     "between",
-    [freezes, drops, swaps_a_layer, swaps_a_piece, swaps_a_parameter, switches, hooks, hooks_backward,
-     swaps_a_hook, hooks_a_parameter, sets_a_number, freezes_all],
-)  # fmt: skip
+    [
+        freezes,
+        drops,
+        swaps_a_layer,
+        swaps_a_piece,
+        swaps_a_parameter,
+        switches,
+        hooks,
+        hooks_backward,
+        swaps_a_hook,
+        hooks_a_parameter,
+        sets_a_number,
+        freezes_all,
+    ],
+)
 def test_what_a_piece_takes_for_granted_may_change(between: Between, ranks: int) -> None:
     pieces = check(lambda: Around(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU())), ranks, between)
     assert "first" in pieces.compiled

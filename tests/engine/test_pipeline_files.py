@@ -29,9 +29,14 @@ way: 0 1
 
 
 def made(
-    mode: str, way: tuple[int, ...] = (0, 1), microbatches: int = 2, tied: bool = True, buffers: bool = True,
-    ranks_per_stage: int = 1, **strategy: Any,
-) -> DistModel:  # fmt: skip
+    mode: str,
+    way: tuple[int, ...] = (0, 1),
+    microbatches: int = 2,
+    tied: bool = True,
+    buffers: bool = True,
+    ranks_per_stage: int = 1,
+    **strategy: Any,
+) -> DistModel:
     torch.manual_seed(1)
     model = laid(Chain(len(way), tied, buffers), way, ranks_per_stage)
     options = {"enable": True, "schedule_mode": mode, "accumulate_steps": microbatches}

@@ -122,8 +122,11 @@ def test_rows_along_two_axes_and_stages_of_a_pipeline() -> None:
         stages = [MESH["dp", 0], MESH["dp", 1]]
         ((a, b),) = mw.shard_dataloader(DataLoader(Numbers(8), batch_sampler=sampler), stages, "tp")
         return [repr(x.spec), x.to_local().flatten().tolist()], [
-            mw.unshard_dtensor(a).flatten().tolist(), mw.unshard_dtensor(b).tolist(), a.mesh, b.mesh,
-        ]  # fmt: skip
+            mw.unshard_dtensor(a).flatten().tolist(),
+            mw.unshard_dtensor(b).tolist(),
+            a.mesh,
+            b.mesh,
+        ]
 
     for rank, (cut, staged) in enumerate(mw.simulate(go, 4)):
         assert cut == ["i64[8@dp@tp, 1]", [2 * rank, 2 * rank + 1]]

@@ -64,8 +64,11 @@ def cut(overflow: bool, dtype: torch.dtype | None, stage: int = 0) -> Any:
     mw.shard_layer(net, MESH)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     stages: list[Any] = [
-        None, mw.ShardingStage1("dp", 1), mw.ShardingStage2("dp", net, 1), mw.ShardingStage3("dp", net, 1),
-    ]  # fmt: skip
+        None,
+        mw.ShardingStage1("dp", 1),
+        mw.ShardingStage2("dp", net, 1),
+        mw.ShardingStage3("dp", net, 1),
+    ]
     mw.shard_optimizer(optimizer, stages[stage])
     return trained(net, optimizer, overflow, lambda x: mw.shard_tensor(x, MESH, [mw.Shard(0)]), dtype)
 
@@ -143,10 +146,14 @@ def test_the_loop_leaves_updates_out_and_saves_the_scale(tmp_path: Path) -> None
         data = Batches((mw.shard_tensor(batch(step, True), MESH, [mw.Shard(0)]),) * 2 for step in range(STEPS))
         events: list[Any] = []
         mw.train(
-            net, torch.optim.AdamW(net.parameters(), lr=0.01), data,
-            mw.Training(steps, folder, autocast=torch.float16, show=False), loss=lambda out, _: out.square().mean(),
-            scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), tell=events.append,
-        )  # fmt: skip
+            net,
+            torch.optim.AdamW(net.parameters(), lr=0.01),
+            data,
+            mw.Training(steps, folder, autocast=torch.float16, show=False),
+            loss=lambda out, _: out.square().mean(),
+            scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
+            tell=events.append,
+        )
         return [(e["loss"], e["loss_scale"]) for e in events if e["event"] == "step"]
 
     whole = mw.simulate(lambda: go(STEPS, None), 4)[0]

@@ -185,18 +185,27 @@ OTHERS = [
 
 def state(module: Any) -> Any:
     return (
-        module.count, list(module.sizes), {k: list(v) if isinstance(v, list) else v for k, v in module.table.items()},
-        [*module._modules], {k: id(v) for k, v in (*module.named_parameters(), *module.named_buffers())},
-        sorted(module.__dict__), module.training, random.getstate(), bytes(torch.get_rng_state().numpy()),
-    )  # fmt: skip
+        module.count,
+        list(module.sizes),
+        {k: list(v) if isinstance(v, list) else v for k, v in module.table.items()},
+        [*module._modules],
+        {k: id(v) for k, v in (*module.named_parameters(), *module.named_buffers())},
+        sorted(module.__dict__),
+        module.training,
+        random.getstate(),
+        bytes(torch.get_rng_state().numpy()),
+    )
 
 
 def refused(between: Callable[[Any, Tensor], Any], kind: type[mw.MeshwrightError], match: str) -> mw.MeshwrightError:
     """The error, after which the model is what it was, and works eagerly and as a program without what was refused."""
 
     def go() -> mw.MeshwrightError:
-        KEPT[:] = [mw.shard_tensor(torch.ones(4), MESH, ROWS) if "distributed" in between.__name__
-                   else nn.Parameter(torch.ones(4))]  # fmt: skip
+        KEPT[:] = [
+            mw.shard_tensor(torch.ones(4), MESH, ROWS)
+            if "distributed" in between.__name__
+            else nn.Parameter(torch.ones(4))
+        ]
         module: Any = mw.shard_layer(model(between)(), MESH)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         static = mw.to_static(module, None, None, optimizer)

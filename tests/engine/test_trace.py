@@ -82,8 +82,14 @@ def test_calls_that_are_no_conversion_are_told_by_their_ranks() -> None:
             mw.unshard_dtensor(mw.shard_tensor(torch.ones(5, 3), MESH, [mw.Shard(0), mw.Shard(1)]))
         return trace
 
-    trace = mw.simulate(lambda: program() if mw.get_rank() < 3 else mw.unshard_dtensor(
-        mw.shard_tensor(torch.ones(5, 3), MESH, [mw.Shard(0), mw.Shard(1)])), 4)[0]  # fmt: skip
+    trace = mw.simulate(
+        lambda: (
+            program()
+            if mw.get_rank() < 3
+            else mw.unshard_dtensor(mw.shard_tensor(torch.ones(5, 3), MESH, [mw.Shard(0), mw.Shard(1)]))
+        ),
+        4,
+    )[0]
     assert "ranks 0, 1, 2" in str(trace)
     assert trace.calls[1].axes == ("dp", "tp") or trace.calls[1].axes == ("tp",)
 

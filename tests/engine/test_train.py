@@ -91,16 +91,32 @@ def test_the_log_has_a_line_for_everything(tmp_path: Path) -> None:
     on(FOUR, how, evaluation=[samples()[:]], tell=seen.append)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == [
-        "start", "step", "step", "checkpoint", "step", "evaluation", "step", "checkpoint", "end",
-    ]  # fmt: skip
+        "start",
+        "step",
+        "step",
+        "checkpoint",
+        "step",
+        "evaluation",
+        "step",
+        "checkpoint",
+        "end",
+    ]
     assert lines == [dict(event) for event in seen]
     start, step = lines[0], lines[1]
     assert (start["ranks"], start["plan"], start["parameters"], start["steps"]) == (4, "by hand", 136, 4)
     assert start["meshes"] == ["ProcessMesh([dp=2, tp=2])"]
     assert set(step) == {
-        "event", "step", "loss", "gradient_norm", "learning_rate", "seconds", "tokens_per_second_per_device", "mfu",
-        "peak_memory", "loss_scale",
-    }  # fmt: skip
+        "event",
+        "step",
+        "loss",
+        "gradient_norm",
+        "learning_rate",
+        "seconds",
+        "tokens_per_second_per_device",
+        "mfu",
+        "peak_memory",
+        "loss_scale",
+    }
     assert step["learning_rate"] == 0.01
     assert step["tokens_per_second_per_device"] == pytest.approx(8 / step["seconds"] / 4)
     assert step["mfu"] == pytest.approx(1e9 / (step["seconds"] * 4 * 67e12))

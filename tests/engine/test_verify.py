@@ -127,9 +127,18 @@ def test_marks_a_loss_and_a_batch_that_is_laid() -> None:
     model, batch = nn.Linear(3, 2), [torch.randn(7, 3), torch.randn(7, 2)]
     right = mw.verify(model, batch, MESH, marks, nn.functional.mse_loss, lay=lay)
     assert right.equal, str(right)
-    wrong = mw.verify(model, batch, MESH, marks, lambda out, y: mw.local_map(
-        lambda a, b: ((a - b) ** 2).mean(), [[mw.Partial("avg")]], process_mesh=MESH)(out, y)
-        if isinstance(out, mw.DistTensor) else nn.functional.mse_loss(out, y), lay=lay)  # fmt: skip
+    wrong = mw.verify(
+        model,
+        batch,
+        MESH,
+        marks,
+        lambda out, y: (
+            mw.local_map(lambda a, b: ((a - b) ** 2).mean(), [[mw.Partial("avg")]], process_mesh=MESH)(out, y)
+            if isinstance(out, mw.DistTensor)
+            else nn.functional.mse_loss(out, y)
+        ),
+        lay=lay,
+    )
     assert wrong.first is not None
     assert wrong.first.name == "loss"  # uneven rows: the mean of the means is not the mean
     assert mw.verify(model, batch, MESH, marks, nn.functional.mse_loss, lay=lay, rtol=-1.0).first is not None

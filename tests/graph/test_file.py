@@ -212,10 +212,15 @@ def small() -> Program:
 
 
 LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**63), st.floats(), st.complex_numbers(), st.text(max_size=3),
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(max_size=3),
     st.sampled_from([torch.float32, torch.bool, torch.bfloat16, torch.strided, torch.channels_last]),
     st.sampled_from([torch.device("cpu"), torch.device("cuda", 1), torch.Size([2, 3]), slice(None, 3, 1)]),
-)  # fmt: skip
+)
 TREES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(

@@ -152,9 +152,12 @@ def test_a_choice_is_tried_in_every_way() -> None:
 
 def test_dtypes_may_have_a_name() -> None:
     rule = Rewrite(
-        "there and back", lambda x, dtype: x.to(dtype).to(x.dtype), lambda x, dtype: x,
-        samples={"dtype": (torch.float64, torch.float16)}, where=lambda x, dtype: dtype.itemsize > x.dtype.itemsize,
-    )  # fmt: skip
+        "there and back",
+        lambda x, dtype: x.to(dtype).to(x.dtype),
+        lambda x, dtype: x,
+        samples={"dtype": (torch.float64, torch.float16)},
+        where=lambda x, dtype: dtype.itemsize > x.dtype.itemsize,
+    )
     assert rewritten(lambda x, y: x.double().float() + y, rule) == "add"
     assert rewritten(lambda x, y: x.half().float() + y, rule) == "to to add"
 
@@ -268,9 +271,11 @@ def test_views_and_casts_may_be_read_elsewhere() -> None:
 
 def test_several_results_are_replaced_together() -> None:
     rule = Rewrite(
-        "two products", lambda x, v, w: (x @ v, x @ w), lambda x, v, w: (x @ torch.cat((v, w), -1)).split(
-            (v.shape[-1], w.shape[-1]), -1), "m k, k n, k o",
-    )  # fmt: skip
+        "two products",
+        lambda x, v, w: (x @ v, x @ w),
+        lambda x, v, w: (x @ torch.cat((v, w), -1)).split((v.shape[-1], w.shape[-1]), -1),
+        "m k, k n, k o",
+    )
     given = (X, torch.randn(6, 3), torch.randn(6, 5))
     assert rewritten(lambda x, v, w: (x @ v).relu().sum() + (x @ w).sum(), rule, given=given) == (
         "cat matmul split_with_sizes relu sum sum add"

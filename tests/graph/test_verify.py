@@ -35,12 +35,18 @@ LONGER = replace(RESULT, name="longer", shape=(3, 2))
         ({"writes": ((INPUT, OTHER),)}, repr(OTHER), "a write must assign a value of the program to an input"),
         ({"writes": ((RESULT, RESULT),)}, repr(RESULT), "a write must assign a value of the program to an input"),
         ({"nodes": (replace(NODE, out=(RESULT, OTHER)),)}, "1 results", "the operator returns 1, the node has 2"),
-        ({"nodes": (replace(NODE, out=LONGER),), "outputs": LONGER, "writes": ()}, "f32[3, 2]",
-         "the operator returns f32[2, 2]"),
-        ({"nodes": (replace(NODE, out=LONGER),), "outputs": LONGER, "writes": ((INPUT, LONGER),)}, "into",
-         "an input must keep its shape and dtype"),
+        (
+            {"nodes": (replace(NODE, out=LONGER),), "outputs": LONGER, "writes": ()},
+            "f32[3, 2]",
+            "the operator returns f32[2, 2]",
+        ),
+        (
+            {"nodes": (replace(NODE, out=LONGER),), "outputs": LONGER, "writes": ((INPUT, LONGER),)},
+            "into",
+            "an input must keep its shape and dtype",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_program_is_an_error(broken: dict[str, Any], found: str, why: str) -> None:
     with pytest.raises(ProgramError) as caught:
         verify(replace(MADE, **broken), deep=True)

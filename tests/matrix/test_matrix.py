@@ -59,10 +59,14 @@ class Weights(torch.nn.Module):
 @pytest.mark.parametrize(
     ("setting", "shape", "experts", "unfit"),
     [
-        ("cp", (8, 4), 0, False), ("cp", (8, 3, 4, 4), 0, True), ("ep", (8, 4), 4, False), ("ep", (8, 4), 0, True),
-        ("pp", (8, 4), 0, True), ("tp", (8, 4), 0, False),
+        ("cp", (8, 4), 0, False),
+        ("cp", (8, 3, 4, 4), 0, True),
+        ("ep", (8, 4), 4, False),
+        ("ep", (8, 4), 0, True),
+        ("pp", (8, 4), 0, True),
+        ("tp", (8, 4), 0, False),
     ],
-)  # fmt: skip
+)
 def test_a_setting_says_for_which_models_it_is_not(
     setting: str, shape: tuple[int, ...], experts: int, unfit: bool
 ) -> None:

@@ -209,8 +209,10 @@ def test_a_mask_that_is_given_is_passed_on() -> None:
 
     mask = torch.ones(4, 6).tril(2)
     assert fused(masked, (*some((2, 3, 4, 8), (2, 3, 6, 8), (2, 3, 6, 8)), mask), FuseAttention()) == {
-        "eq": 1, "bitwise_not": 1, "scaled_dot_product_attention": 1,
-    }  # fmt: skip
+        "eq": 1,
+        "bitwise_not": 1,
+        "scaled_dot_product_attention": 1,
+    }
 
     def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return F.softmax(q @ k.mT + bias, -1) @ v

@@ -92,17 +92,26 @@ def alone(chunks: int, microbatches: int, rows: int, tied: bool = False, buffers
 
 
 def piped(
-    way: Sequence[int], options: dict[str, Any], rows: int, tied: bool = False, ranks_per_stage: int = 1,
-    then: Callable[[DistModel], Any] = lambda dist: None, buffers: bool = True, **strategy: Any,
-) -> list[Any]:  # fmt: skip
+    way: Sequence[int],
+    options: dict[str, Any],
+    rows: int,
+    tied: bool = False,
+    ranks_per_stage: int = 1,
+    then: Callable[[DistModel], Any] = lambda dist: None,
+    buffers: bool = True,
+    **strategy: Any,
+) -> list[Any]:
     """What this rank finds in the static mode."""
     torch.manual_seed(1)
     model = laid(Chain(len(way), tied, buffers), way, ranks_per_stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     dist = mw.to_static(
-        model, None, lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])), optimizer,
+        model,
+        None,
+        lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
+        optimizer,
         mw.Strategy.of(pipeline={"enable": True, **options}, **strategy),
-    )  # fmt: skip
+    )
     dist.train()
     losses = [dist(*inputs, labels).item() for *inputs, labels in (batch(step, rows) for step in range(STEPS))]
     state = {name: mw.unshard_dtensor(x.detach()) for name, x in dist.state_dict("param").items()}

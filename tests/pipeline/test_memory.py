@@ -99,10 +99,18 @@ TIMES = Times(
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("F0.1", 2.0), ("B0.1", 4.0), ("W0.1", 6.0), ("BW0.0", 8.0), ("R0.1", 8.0), ("G.1", 0.5), ("S.1", 2.0),
-        ("O", 10.0), (">F0.0", 0.0), ("<B0.1", 0.0),
+        ("F0.1", 2.0),
+        ("B0.1", 4.0),
+        ("W0.1", 6.0),
+        ("BW0.0", 8.0),
+        ("R0.1", 8.0),
+        ("G.1", 0.5),
+        ("S.1", 2.0),
+        ("O", 10.0),
+        (">F0.0", 0.0),
+        ("<B0.1", 0.0),
     ],
-)  # fmt: skip
+)
 def test_the_time_of_an_action(text: str, seconds: float) -> None:
     assert TIMES.of(parse_action(text)) == seconds
     assert TIMES.length(parse_action(text)) == seconds + 0.0625

@@ -71,17 +71,27 @@ def _now(model: Chain) -> dict[str, Tensor]:
 
 
 def piped(
-    name: str, stages: int, microbatches: int, tied: bool, optimizer_of: str, ranks_per_stage: int = 1,
-    begin: Callable[[Any], Any] = lambda dist: None, then: Callable[[Any], Any] = lambda dist: None, **strategy: Any,
-) -> list[Any]:  # fmt: skip
+    name: str,
+    stages: int,
+    microbatches: int,
+    tied: bool,
+    optimizer_of: str,
+    ranks_per_stage: int = 1,
+    begin: Callable[[Any], Any] = lambda dist: None,
+    then: Callable[[Any], Any] = lambda dist: None,
+    **strategy: Any,
+) -> list[Any]:
     torch.manual_seed(1)
     model = laid(Chain(stages, tied), range(stages), ranks_per_stage)
     optimizer = OPTIMIZERS[optimizer_of](model.parameters())
     options = {"enable": True, "schedule_mode": name, "accumulate_steps": microbatches, "asynchronous": True}
     dist = mw.to_static(
-        model, None, lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])), optimizer,
+        model,
+        None,
+        lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
+        optimizer,
         mw.Strategy.of(pipeline=options, **strategy),
-    )  # fmt: skip
+    )
     begin(dist)
     losses = [dist(*given).item() for given in (batch(step, 2 * microbatches) for step in range(STEPS))]
     state = {key: mw.unshard_dtensor(x.detach()) for key, x in dist.state_dict("param").items()}
@@ -209,9 +219,12 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exceptio
         model = laid(Chain(2), (0, 1), 1)
         strategy = mw.Strategy.of(pipeline={"enable": True, "accumulate_steps": 4, **options}, amp=amp)
         dist = mw.to_static(
-            model, None, lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
-            optimizer(model.parameters(), lr=0.1), strategy,
-        )  # fmt: skip
+            model,
+            None,
+            lambda out, labels: loss_of(out, mw.reshard(labels, model.homes[-1], [mw.Replicate()])),
+            optimizer(model.parameters(), lr=0.1),
+            strategy,
+        )
         dist(*batch(0, 8))
 
     with pytest.raises(error, match=says):

@@ -211,10 +211,19 @@ def test_a_browser_finds_faults(shown: Browser, tmp_path: Path) -> None:
     (tmp_path / "faulty.html").write_text(FAULTY, encoding="utf-8")
     told = "\n".join(faults(shown, tmp_path / "faulty.html", 400, False))
     for fault in (
-        "px wide in a window of 400", "a heading 3 behind 1", "no caption", "no head of a row", "no alt", "no role",
-        "no way to scroll by keys", "contrast 2.85 below 4.5", "letters of 5.0 px", "Runtime.consoleAPICalled",
-        "a request: file://", "0 of <main>",
-    ):  # fmt: skip
+        "px wide in a window of 400",
+        "a heading 3 behind 1",
+        "no caption",
+        "no head of a row",
+        "no alt",
+        "no role",
+        "no way to scroll by keys",
+        "contrast 2.85 below 4.5",
+        "letters of 5.0 px",
+        "Runtime.consoleAPICalled",
+        "a request: file://",
+        "0 of <main>",
+    ):
         assert fault in told
 
 

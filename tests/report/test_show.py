@@ -79,7 +79,7 @@ def test_every_layout_can_be_drawn(spec: Spec) -> None:
         ("f32[2@y]", ["dim 0  0:1  0, 1, 6, 7", "       1:2  2, 3, 8, 9", "dim 0: nothing at y 2"]),
         ("f32[2 * 4@z]", ["dim 0  0:2  0, 2, 4, 6, 8, 10", "       2:4  1, 3, 5, 7, 9, 11"]),
     ],
-)  # fmt: skip
+)
 def test_what_a_picture_says(text: str, rows: list[str]) -> None:
     assert str(mw.show(text, MESH)).splitlines()[HEADED : HEADED + len(rows)] == rows
 
@@ -89,8 +89,11 @@ def test_large_meshes_are_told_in_numbers() -> None:
     said = str(mw.show("f32[4096@a@b, 64]", mesh))
     assert "… 4080 more rows" in said
     assert "0, 1 … 63 (64)" in str(mw.show("f32[64@a]", mesh))
-    assert "..." in str(mw.show(parse_spec("f32[64@x, 64@y, 64@z]", mw.ProcessMesh(
-        np.arange(1000).reshape(10, 10, 10), ["x", "y", "z"]))))  # fmt: skip
+    assert "..." in str(
+        mw.show(
+            parse_spec("f32[64@x, 64@y, 64@z]", mw.ProcessMesh(np.arange(1000).reshape(10, 10, 10), ["x", "y", "z"]))
+        )
+    )
     many = Spec(mesh, Layout((Product(((1000, ()), (64, ("a",)))),)), (64000,), torch.float32)
     assert "dim 0, factor 1" in str(mw.show(many))
 

@@ -44,9 +44,20 @@ def plans(schedule: str, recompute: Any, seed: int, count: int = 20) -> list[Pla
         dp, tp, cp = draw.choice([1, 2, 4]), draw.choice([1, 2, 4]), draw.choice([1, 2])
         pp = draw.choice([2, 4]) if schedule != "1F1B" else draw.choice([1, 2, 4])
         return Plan(
-            dp, tp, pp, cp, draw.choice([1, 2]), 2 if schedule == "Interleaved 1F1B" else 1, draw.choice([0, 1, 2, 3]),
-            tp > 1, schedule, draw.choice([1, 2]), 32, 2048, recompute,
-        )  # fmt: skip
+            dp,
+            tp,
+            pp,
+            cp,
+            draw.choice([1, 2]),
+            2 if schedule == "Interleaved 1F1B" else 1,
+            draw.choice([0, 1, 2, 3]),
+            tp > 1,
+            schedule,
+            draw.choice([1, 2]),
+            32,
+            2048,
+            recompute,
+        )
 
     return [one() for _ in range(count)]
 
@@ -104,9 +115,16 @@ def test_what_more_of_costs_more(model: str) -> None:
 def test_parameters_are_those_of_the_published_models() -> None:
     gpt = Transformer(96, 12288, 96, 96, 128, 49152, 51200, gated=False, tied=True)
     deepseek = Transformer(
-        61, 7168, 128, 128, 128, 18432, 129280, experts=Experts(256, 8, 2048, 2048, 3),
+        61,
+        7168,
+        128,
+        128,
+        128,
+        18432,
+        129280,
+        experts=Experts(256, 8, 2048, 2048, 3),
         latent=Latent(1536, 512, 128, 64, 128),
-    )  # fmt: skip
+    )
     lite = Transformer(
         27, 2048, 16, 16, 128, 10944, 102400, experts=Experts(64, 6, 1408, 2816, 1), latent=Latent(0, 512, 128, 64, 128)
     )

@@ -79,8 +79,9 @@ def check(sample: Sample, large: bool) -> int:
     operands = sample.operands(call)
     done = 0
     for at in [i for i, x in enumerate(operands) if floating(x)]:
-        made = [x if x is None or not floating(x) else small(x) if i == at else poisoned(x)
-                for i, x in enumerate(operands)]  # fmt: skip
+        made = [
+            x if x is None or not floating(x) else small(x) if i == at else poisoned(x) for i, x in enumerate(operands)
+        ]
         if large:
             made[at] = made[at] * 0  # pyright: ignore[reportOptionalOperand]
         for choice in pending_choices(call.bound, at):
@@ -125,11 +126,19 @@ def test_terms_pass_where_they_give_the_numbers_of_the_sum(packet: str, large: b
 def test_additions_masks_and_small_factors_keep_a_sum_pending() -> None:
     """These are what keeps a residual stream of a tensor-parallel model from being reduced more than once."""
     for name, arguments in [
-        ("add.Tensor", "x(4), x(4)"), ("mul.Tensor", "x(4), b(4)"), ("mul.Scalar", "x(4), 0.125"),
-        ("div.Scalar", "x(4), 8"), ("neg", "x(4)"), ("view", "x(4), [2, 2]"), ("where.self", "b(4), x(4), x(4)"),
-        ("to.dtype", "f(4), torch.float64"), ("sum", "x(4)"), ("mean", "x(4)"), ("cat", "[x(4), x(4)]"),
+        ("add.Tensor", "x(4), x(4)"),
+        ("mul.Tensor", "x(4), b(4)"),
+        ("mul.Scalar", "x(4), 0.125"),
+        ("div.Scalar", "x(4), 8"),
+        ("neg", "x(4)"),
+        ("view", "x(4), [2, 2]"),
+        ("where.self", "b(4), x(4), x(4)"),
+        ("to.dtype", "f(4), torch.float64"),
+        ("sum", "x(4)"),
+        ("mean", "x(4)"),
+        ("cat", "[x(4), x(4)]"),
         ("embedding", "x(4, 2), i(4, 3)"),
-    ]:  # fmt: skip
+    ]:
         call = build(name, arguments).described()
         assert call is not None
         at = next(i for i, p in enumerate(call.places) if p is not None and (name != "where.self" or i))

@@ -84,8 +84,17 @@ def strides(tree: Any) -> list[Any]:
 
 def names(x: Tensor) -> dict[str, Any]:
     w, v = torch.ones(6, 4, 3, 3), torch.ones(4, 2, 3, 3)
-    return {"F": F, "torch": torch, "last": last, "x": x, "w": w, "v": v, "m": torch.zeros(4), "e": torch.eye(4),
-            "i": torch.tensor([0, 1])}  # fmt: skip
+    return {
+        "F": F,
+        "torch": torch,
+        "last": last,
+        "x": x,
+        "w": w,
+        "v": v,
+        "m": torch.zeros(4),
+        "e": torch.eye(4),
+        "i": torch.tensor([0, 1]),
+    }
 
 
 @QUIET

@@ -103,9 +103,19 @@ def in_place_with_a_gradient(lay: Lay) -> Any:
 def shapes(lay: Lay) -> Any:
     x = lay(some(4, 6))
     return (
-        x.reshape(2, 2, 6), x.view(4, 2, 3), x.flatten(), x.unsqueeze(1), x.t().contiguous(), x.expand(3, 4, 6),
-        x.repeat(2, 1), x.flip(0), x.roll(1, 1), x.movedim(0, 1), x.unflatten(1, (3, -1)), x[..., None].squeeze(-1),
-    )  # fmt: skip
+        x.reshape(2, 2, 6),
+        x.view(4, 2, 3),
+        x.flatten(),
+        x.unsqueeze(1),
+        x.t().contiguous(),
+        x.expand(3, 4, 6),
+        x.repeat(2, 1),
+        x.flip(0),
+        x.roll(1, 1),
+        x.movedim(0, 1),
+        x.unflatten(1, (3, -1)),
+        x[..., None].squeeze(-1),
+    )
 
 
 # --- indexing ----------------------------------------------------------------------------------------------------
@@ -183,20 +193,49 @@ def plain_parameters_get_gradients(lay: Lay) -> Any:
 def dtypes(lay: Lay) -> Any:
     x, n = lay(some(5, 6)), lay(torch.arange(30).reshape(5, 6))
     return (
-        n + 1.5, n / 2, n + x, x.double() + x, x.bfloat16() * x, (x > 0) + n, n.float(), x.int(), x.to(torch.float64),
-        n.to(x.dtype), n.sum(), n.to(torch.int8).sum(), n.float().mean(), torch.result_type(n, 1.5),
+        n + 1.5,
+        n / 2,
+        n + x,
+        x.double() + x,
+        x.bfloat16() * x,
+        (x > 0) + n,
+        n.float(),
+        x.int(),
+        x.to(torch.float64),
+        n.to(x.dtype),
+        n.sum(),
+        n.to(torch.int8).sum(),
+        n.float().mean(),
+        torch.result_type(n, 1.5),
         x.type(torch.float16),
-    )  # fmt: skip
+    )
 
 
 @program
 def reductions(lay: Lay) -> Any:
     x = lay(some(5, 6))
     return (
-        x.sum(), x.mean(0), x.mean(), x.var(1), x.std(), x.amax(1), x.max(), x.min(0), x.argmax(), x.argmax(1),
-        x.norm(), x.prod(1), x.logsumexp(0), x.cumsum(0), x.softmax(1), x.sort(0), x.topk(2, 0), x.any(), x.median(),
+        x.sum(),
+        x.mean(0),
+        x.mean(),
+        x.var(1),
+        x.std(),
+        x.amax(1),
+        x.max(),
+        x.min(0),
+        x.argmax(),
+        x.argmax(1),
+        x.norm(),
+        x.prod(1),
+        x.logsumexp(0),
+        x.cumsum(0),
+        x.softmax(1),
+        x.sort(0),
+        x.topk(2, 0),
+        x.any(),
+        x.median(),
         (x > 0).all(1),
-    )  # fmt: skip
+    )
 
 
 @program
@@ -214,10 +253,24 @@ def python_values(lay: Lay) -> Any:
     x = lay(some(5, 6))
     one = x.sum()
     return (
-        one.item(), float(one), int(one), bool(one > 100), x.tolist(), len(x), x.shape == (5, 6), x.size(1), x.numel(),
-        x.dim(), x.ndim, f"{one:.4f}", str(x.dtype), bool((x == x).all()), torch.equal(x, x), x.stride(),
+        one.item(),
+        float(one),
+        int(one),
+        bool(one > 100),
+        x.tolist(),
+        len(x),
+        x.shape == (5, 6),
+        x.size(1),
+        x.numel(),
+        x.dim(),
+        x.ndim,
+        f"{one:.4f}",
+        str(x.dtype),
+        bool((x == x).all()),
+        torch.equal(x, x),
+        x.stride(),
         3 in x.int() * 0 + 3,
-    )  # fmt: skip
+    )
 
 
 @program

@@ -41,11 +41,12 @@ MESHES = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 3)]
         ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
         ((MASK,) * 4, (MASK, MASK), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
         (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
             "d16cfe09 94fdcceb 5001e420 24126ea1",
         ),
     ],
-)  # fmt: skip
+)
 def test_known_answers_of_philox(counter: Any, key: Any, words: str) -> None:
     found: Any = philox(tuple(torch.tensor([c]) for c in counter), key)
     assert " ".join(f"{w.item():08x}" for w in found) == words
@@ -225,19 +226,33 @@ def same_everywhere(program: Callable[[Place], Any], exact: bool = True) -> list
 def fills(place: Place) -> list[Tensor]:
     x = place(torch.zeros(5, 6))
     return [
-        x.clone().uniform_(), x.clone().uniform_(-1, 1), x.clone().normal_(std=2), x.clone().exponential_(),
-        x.clone().bernoulli_(0.3), x.clone().geometric_(0.5), x.clone().cauchy_(), x.clone().log_normal_(),
-        x.double().uniform_(), x.half().normal_(), x.clone().random_(7), torch.rand(3),
-    ]  # fmt: skip
+        x.clone().uniform_(),
+        x.clone().uniform_(-1, 1),
+        x.clone().normal_(std=2),
+        x.clone().exponential_(),
+        x.clone().bernoulli_(0.3),
+        x.clone().geometric_(0.5),
+        x.clone().cauchy_(),
+        x.clone().log_normal_(),
+        x.double().uniform_(),
+        x.half().normal_(),
+        x.clone().random_(7),
+        torch.rand(3),
+    ]
 
 
 def likes(place: Place) -> list[Tensor]:
     x = place(torch.zeros(5, 6))
     return [
-        torch.rand_like(x), torch.randn_like(x), torch.randn_like(x, dtype=torch.bfloat16), torch.randint_like(x, 9),
+        torch.rand_like(x),
+        torch.randn_like(x),
+        torch.randn_like(x, dtype=torch.bfloat16),
+        torch.randint_like(x, 9),
         torch.rand_like(place(torch.zeros(5, 6, dtype=torch.int64)), dtype=torch.float64),
-        torch.randint_like(x, low=3, high=5, dtype=torch.int32), torch.rand_like(x.t()), torch.rand(3),
-    ]  # fmt: skip
+        torch.randint_like(x, low=3, high=5, dtype=torch.int32),
+        torch.rand_like(x.t()),
+        torch.rand(3),
+    ]
 
 
 def views(place: Place) -> list[Tensor]:
@@ -380,12 +395,22 @@ def drawn(x: Tensor) -> list[Tensor]:
     """Numbers whose distributions `x` decides, and a function of what is drawn that has a gradient."""
     p = x.sigmoid()
     return [
-        torch.bernoulli(p), p.bernoulli(), torch.bernoulli(x, 0.3), torch.zeros_like(x).bernoulli_(p),
-        torch.poisson(p * 3), torch.normal(x, 1.0), torch.normal(0.0, p), torch.normal(x, p),
-        torch.multinomial(p, 3), p.multinomial(9, replacement=True),
+        torch.bernoulli(p),
+        p.bernoulli(),
+        torch.bernoulli(x, 0.3),
+        torch.zeros_like(x).bernoulli_(p),
+        torch.poisson(p * 3),
+        torch.normal(x, 1.0),
+        torch.normal(0.0, p),
+        torch.normal(x, p),
+        torch.multinomial(p, 3),
+        p.multinomial(9, replacement=True),
         torch._standard_gamma(p),
-        F.rrelu(x, training=True), F.rrelu(x), torch.native_dropout(x, 0.5, True)[0], torch.rand(2),
-    ]  # fmt: skip
+        F.rrelu(x, training=True),
+        F.rrelu(x),
+        torch.native_dropout(x, 0.5, True)[0],
+        torch.rand(2),
+    ]
 
 
 @pytest.mark.parametrize("place", [[mw.Shard(0)], [mw.Shard(1)], [mw.Partial()], [mw.Replicate()]])

@@ -111,9 +111,14 @@ def in_turn(p: Tensor, a: Tensor) -> list[Tensor]:
     with torch.no_grad():
         view = p[1:4]
         for write in (
-            lambda: a.mul_(2), lambda: p.add_(1), lambda: a.data[2:].fill_(3), lambda: p.data[:, 1].mul_(2),
-            lambda: view.sub_(a.sum()), lambda: a.t()[0].add_(1), lambda: p.detach().copy_(p.t() * 1),
-        ):  # fmt: skip
+            lambda: a.mul_(2),
+            lambda: p.add_(1),
+            lambda: a.data[2:].fill_(3),
+            lambda: p.data[:, 1].mul_(2),
+            lambda: view.sub_(a.sum()),
+            lambda: a.t()[0].add_(1),
+            lambda: p.detach().copy_(p.t() * 1),
+        ):
             write()
             read()
     return found

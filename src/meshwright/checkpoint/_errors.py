@@ -67,9 +67,11 @@ def write_error(path: str | os.PathLike[str], error: OSError) -> CheckpointError
     """Return the error for an OSError while a checkpoint is written."""
     where = f" ({os.fspath(error.filename)})" if isinstance(error.filename, str) else ""
     return CheckpointError(
-        f"to save {os.fspath(path)}", f"{error.strerror or error}{where}", "the file system cannot write the files",
+        f"to save {os.fspath(path)}",
+        f"{error.strerror or error}{where}",
+        "the file system cannot write the files",
         "free disk space or allow writing there, or save to another folder; earlier checkpoints are unchanged",
-    )  # fmt: skip
+    )
 
 
 def error_text(error: BaseException) -> list[str]:

@@ -143,9 +143,12 @@ def slowest(kinds: Sequence[Cluster]) -> Cluster:
     )
     outside = [kind.outside or kind.inside for kind in kinds]
     return Cluster(
-        device, min((kind.inside for kind in kinds), key=_speed), min(kind.per_node for kind in kinds),
-        min(outside, key=_speed), sum(kind.devices or 0 for kind in kinds) or None,
-    )  # fmt: skip
+        device,
+        min((kind.inside for kind in kinds), key=_speed),
+        min(kind.per_node for kind in kinds),
+        min(outside, key=_speed),
+        sum(kind.devices or 0 for kind in kinds) or None,
+    )
 
 
 def _speed(link: Link) -> float:

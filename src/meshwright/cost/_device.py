@@ -55,11 +55,11 @@ class Device:
         rates = (*self.flops.values(), self.bandwidth, self.memory, self.units, *shares)
         if not self.flops or not all(0 < rate < float("inf") for rate in rates) or not self.overhead >= 0:
             raise CostError(
-                f"a device {self.name!r}", f"rates {dict(self.flops)}, {self.bandwidth} B/s, {self.memory} B, "
-                f"{self.overhead} s",
+                f"a device {self.name!r}",
+                f"rates {dict(self.flops)}, {self.bandwidth} B/s, {self.memory} B, {self.overhead} s",
                 "rates must be positive and finite, because seconds are work divided by rates",
                 "write Device(name, {torch.float32: operations per second}, bytes per second, bytes)",
-            )  # fmt: skip
+            )
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return the vendor's operations per second in `dtype`.
@@ -115,9 +115,18 @@ def _gpu(
 ) -> Device:
     nbytes, bandwidth = memory
     return Device(
-        name, _rates(*rates), bandwidth * GIGA, nbytes * GIGA, 4 * MICRO, reach, source, units, attention,
-        reach8, reach4,
-    )  # fmt: skip
+        name,
+        _rates(*rates),
+        bandwidth * GIGA,
+        nbytes * GIGA,
+        4 * MICRO,
+        reach,
+        source,
+        units,
+        attention,
+        reach8,
+        reach4,
+    )
 
 
 DEVICES: Mapping[str, Device] = {

@@ -25,7 +25,9 @@ def known_by(name: str, table: Mapping[str, T], what: str, write: str) -> T:
         plain = {known.casefold(): known for known in table}
         near = get_close_matches(name.casefold(), plain, n=1)
         raise CostError(
-            f"the {what} {name!r}", f"no such {what} in the table", f"the known names are {', '.join(table)}",
+            f"the {what} {name!r}",
+            f"no such {what} in the table",
+            f"the known names are {', '.join(table)}",
             f"write {plain[near[0]]}, or {write} with your own rates" if near else f"write {write} with your own rates",
-        )  # fmt: skip
+        )
     return found

@@ -53,10 +53,11 @@ class Link:
         ways, waits = (self.bandwidth, self.reach), (self.latency, self.start)
         if not all(0 < x < float("inf") for x in ways) or not all(0 <= x < float("inf") for x in waits):
             raise CostError(
-                f"a link {self.name!r}", f"{self.bandwidth} B/s, {self.latency} s",
+                f"a link {self.name!r}",
+                f"{self.bandwidth} B/s, {self.latency} s",
                 "bandwidth and reach must be positive, latency and start must not be negative",
                 "write Link(name, bytes per second, seconds per hop)",
-            )  # fmt: skip
+            )
 
     def among(self, ranks: Numbers) -> Numbers:
         """Return the bytes per second of each device in a group of `ranks`.

@@ -80,7 +80,9 @@ def inside(folder: Path, name: object) -> Path:
     wrong = not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name
     if wrong or (folder / str(name)).is_symlink():
         raise InputError(
-            f"a file of {escaped(str(folder))}", escaped(repr(name)[:100]),
-            "the file must be in the folder itself", "pass a file name that has no path and is not a link",
-        )  # fmt: skip
+            f"a file of {escaped(str(folder))}",
+            escaped(repr(name)[:100]),
+            "the file must be in the folder itself",
+            "pass a file name that has no path and is not a link",
+        )
     return folder / str(name)

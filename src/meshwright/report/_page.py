@@ -106,12 +106,18 @@ def _sent(account: Account) -> Markup:
     head = ("communication", "of what", "where", "link", "count", "bytes", "seconds", "exposed", "line")
     rows = [
         (
-            s.kind, element("code", s.what) if sourced else s.what, s.where, s.link, count(s.count), size(s.nbytes),
-            seconds(s.seconds), "" if s.exposed is None else seconds(s.exposed),
+            s.kind,
+            element("code", s.what) if sourced else s.what,
+            s.where,
+            s.link,
+            count(s.count),
+            size(s.nbytes),
+            seconds(s.seconds),
+            "" if s.exposed is None else seconds(s.exposed),
             element("code", s.source) if s.source else "",
         )
         for s in account.sent
-    ]  # fmt: skip
+    ]
     caption = "in order of execution: calls per step, bytes per call, seconds of all calls, and exposed seconds"
     shown = table(caption, head, rows, {4, 5, 6, 7})
     total = f"{count(len(rows))} rows, {seconds(sum(s.seconds for s in account.sent))} in all"

@@ -99,9 +99,11 @@ def show(x: Any, mesh: ProcessMesh | None = None) -> Picture | Listing:
     if isinstance(x, nn.Module):
         return _listing(x)
     raise ShowError(
-        "a picture of a layout", _described(x), "the object is on no mesh",
+        "a picture of a layout",
+        _described(x),
+        "the object is on no mesh",
         'pass a DistTensor, its spec, a model, or call show("f32[8@dp, 16]", mesh)',
-    )  # fmt: skip
+    )
 
 
 def _described(x: Any) -> str:
@@ -214,9 +216,16 @@ def _svg(pieces: Pieces) -> str:
         y += 16
     wide = max([640.0, *(LEFT + CELL * (len(cells[0]) - 2) + 8.0 for cells in grids)])
     return element(
-        "svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {wide:.0f} {y:.0f}", width=int(wide),
-        role="img", aria_label=repr(pieces.spec), font_family="system-ui, sans-serif", font_size=13,
-    )  # fmt: skip
+        "svg",
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {wide:.0f} {y:.0f}",
+        width=int(wide),
+        role="img",
+        aria_label=repr(pieces.spec),
+        font_family="system-ui, sans-serif",
+        font_size=13,
+    )
 
 
 def _label(x: float, y: float, text: str, right: bool) -> Markup:
@@ -231,8 +240,6 @@ def _cell(x: float, y: float, held: str) -> Iterator[Markup]:
     boxed = first.isdecimal()
     if boxed:
         colour = COLOURS[int(first) % len(COLOURS)]
-        yield element(
-            "rect", x=int(x), y=int(y), width=CELL - 4, height=HIGH - 4, rx=3, fill=colour, stroke="#57606a"
-        )  # fmt: skip
+        yield element("rect", x=int(x), y=int(y), width=CELL - 4, height=HIGH - 4, rx=3, fill=colour, stroke="#57606a")
     ink = "#1b1f24" if boxed else "currentColor"
     yield element("text", held, x=int(x + (CELL - 4) / 2), y=int(y + HIGH / 2 + 3), fill=ink, text_anchor="middle")

@@ -25,8 +25,11 @@ def _head(account: Account) -> list[str]:
     fits = "" if account.fits else "  DOES NOT FIT"
     held = f"{size(account.nbytes)} of {size(account.memory_limit)} on the fullest rank{fits}"
     return [
-        account.what, f"  {account.how}", f"  {account.where}", f"  {seconds(account.seconds)} per step; {held}",
-    ]  # fmt: skip
+        account.what,
+        f"  {account.how}",
+        f"  {account.where}",
+        f"  {seconds(account.seconds)} per step; {held}",
+    ]
 
 
 def _tensors(account: Account) -> list[str]:
@@ -47,11 +50,17 @@ def _sent(account: Account) -> list[str]:
     head = ("communication", "of what", "where", "link", "count", "bytes", "seconds", "exposed")
     rows = [
         (
-            s.kind, s.what, s.where, s.link, count(s.count), size(s.nbytes), seconds(s.seconds),
+            s.kind,
+            s.what,
+            s.where,
+            s.link,
+            count(s.count),
+            size(s.nbytes),
+            seconds(s.seconds),
             "" if s.exposed is None else seconds(s.exposed),
         )
         for s in account.sent
-    ]  # fmt: skip
+    ]
     return _table("communications of a step", head, rows, {4, 5, 6, 7}) if rows else ["no communication"]
 
 
@@ -86,10 +95,11 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbe
     shown = [tuple(head), *every[:MOST]]
     widths = [max(len(row[at]) for row in shown) for at in range(len(head))]
     lines = [
-        "  " + "  ".join(
+        "  "
+        + "  ".join(
             cell.rjust(width) if at in numbers else cell.ljust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in shown
-    ]  # fmt: skip
+    ]
     return [title, *lines, *([f"  and {len(every) - MOST} more"] if len(every) > MOST else [])]

@@ -113,9 +113,11 @@ def _symbolic(src: Spec, dst: Spec, found: Plan) -> Plan:
     bad = next((s for s in steps if isinstance(s, (View, Exchange)) and s not in (Exchange(dst),)), None)
     if bad is not None:
         raise ReshardError(
-            f"from {src} to {dst}", f"the step {bad!r}", "the step depends on sizes, which are symbolic",
+            f"from {src} to {dst}",
+            f"the step {bad!r}",
+            "the step depends on sizes, which are symbolic",
             "use a batch of fixed sizes, or axes that divide the dim evenly",
-        )  # fmt: skip
+        )
     return Plan(src, dst, steps)
 
 

@@ -121,8 +121,12 @@ def file_name(folder: Path, name: object) -> str:
     """Return `name`. Raises CheckpointFileError if it is not the name of a file in the folder itself."""
     if isinstance(name, str) and len(name) < 256 and _NAME.fullmatch(name):
         return name
-    raise file_error(folder, f"a file called {str(name)[:80]!r}", "the files of a checkpoint are in its own folder",
-                   "use a checkpoint from a source that you trust")  # fmt: skip
+    raise file_error(
+        folder,
+        f"a file called {str(name)[:80]!r}",
+        "the files of a checkpoint are in its own folder",
+        "use a checkpoint from a source that you trust",
+    )
 
 
 def expected_shape(piece: Piece, dtype: torch.dtype, stored: torch.dtype) -> tuple[int, ...]:

@@ -82,10 +82,11 @@ def seconds_of(limit: TimeLimit) -> float:
     if seconds > 0:
         return seconds
     raise CheckpointError(
-        f"{limit.variable}={text}", "not a positive number",
+        f"{limit.variable}={text}",
+        "not a positive number",
         f"the value is the time limit of one file operation of a {limit.verb}, in seconds",
         f"set {limit.variable}={limit.seconds:g}",
-    )  # fmt: skip
+    )
 
 
 def with_time_limit(act: Callable[[], T], limit: TimeLimit = READING) -> T:
@@ -114,10 +115,11 @@ def _wait(watch: _Watch, limit: float) -> None:
         if now is not None and waited >= limit:
             kind = watch.limit
             raise kind.error(
-                f"to {kind.verb} {now[0]}", f"no answer from the file system for {limit:g} s",
+                f"to {kind.verb} {now[0]}",
+                f"no answer from the file system for {limit:g} s",
                 f"the file system has failed, or is slower than the time limit of a {kind.verb}",
                 f"{kind.fix}, or set {kind.variable} to more seconds",
-            )  # fmt: skip
+            )
 
 
 def read_operation(path: Path, call: Callable[..., T], *args: Any) -> T:
@@ -127,9 +129,11 @@ def read_operation(path: Path, call: Callable[..., T], *args: Any) -> T:
         return with_time_limit(lambda: read_operation(path, call, *args))
     if watch.given_up:
         raise CheckpointError(
-            f"to {watch.limit.verb} {path}", "an abandoned operation", "an earlier file operation took too long",
+            f"to {watch.limit.verb} {path}",
+            "an abandoned operation",
+            "an earlier file operation took too long",
             f"{watch.limit.verb} again",
-        )  # fmt: skip
+        )
     around, watch.under_way = watch.under_way, (path, object())
     try:
         return call(*args)
@@ -195,14 +199,22 @@ def open_bytes(path: Path, links: bool = False) -> Generator[OpenBytes]:
         raise file_error(path, "no such file", "the checkpoint lists this file") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise file_error(path, "a link", "the files of a checkpoint are in its own folder",
-                           "put the file itself in place of the link") from error  # fmt: skip
+            raise file_error(
+                path,
+                "a link",
+                "the files of a checkpoint are in its own folder",
+                "put the file itself in place of the link",
+            ) from error
         raise system_error(path, error) from error
     try:
         facts = read_operation(path, os.fstat, descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise file_error(path, f"a {_kind(facts.st_mode)}", "only regular files have a known size",
-                           "use a regular file of that name")  # fmt: skip
+            raise file_error(
+                path,
+                f"a {_kind(facts.st_mode)}",
+                "only regular files have a known size",
+                "use a regular file of that name",
+            )
         yield OpenBytes(path, descriptor, facts.st_size)
     finally:
         os.close(descriptor)

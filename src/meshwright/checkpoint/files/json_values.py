@@ -46,16 +46,20 @@ def _key(name: str, key: Any) -> Any:
 
 def _no_value(name: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"to save {name}", f"a {type(value).__name__}", "a checkpoint holds data, and no code that rebuilds objects",
+        f"to save {name}",
+        f"a {type(value).__name__}",
+        "a checkpoint holds data, and no code that rebuilds objects",
         "use tensors, numbers, strings, bools, None, and lists, tuples and dicts of them",
-    )  # fmt: skip
+    )
 
 
 def _too_deep(name: str) -> CheckpointError:
     return CheckpointError(
-        f"to save {name}", f"a value nested more than {DEEPEST} levels deep", "a checkpoint holds flat data",
+        f"to save {name}",
+        f"a value nested more than {DEEPEST} levels deep",
+        "a checkpoint holds flat data",
         "use a value of fewer levels",
-    )  # fmt: skip
+    )
 
 
 def decode_value(value: Any, depth: int = 0) -> Any:

@@ -31,9 +31,10 @@ class Budget:
         self._bound = LARGEST + PER_BYTE * _on_disk(self.path.parent)
         if self._spent > self._bound:
             raise file_error(
-                self.path, f"{what}, which would take {self._spent} bytes of memory",
+                self.path,
+                f"{what}, which would take {self._spent} bytes of memory",
                 f"the bound is {self._bound} bytes: {LARGEST}, plus {PER_BYTE} for each byte of the folder's files",
-            )  # fmt: skip
+            )
 
 
 def _on_disk(folder: Path) -> int:

@@ -66,8 +66,11 @@ class SavedTensor:
             part = file.read(self.storage.at + at, min(CHUNK, self.storage.nbytes - at))
             found = zlib.crc32(part, found)
         if self.storage.crc32 and found != self.storage.crc32:
-            raise file_error(file.path, f"CRC-32 {found:#010x} of a tensor's bytes",
-                           f"the archive says {self.storage.crc32:#010x}: the bytes were changed")  # fmt: skip
+            raise file_error(
+                file.path,
+                f"CRC-32 {found:#010x} of a tensor's bytes",
+                f"the archive says {self.storage.crc32:#010x}: the bytes were changed",
+            )
 
     def read(self, file: OpenBytes, box: Sequence[slice] | None = None) -> Tensor:
         """Return a box of the tensor, or all of it."""

@@ -76,8 +76,12 @@ def check_description(folder: Path, name: str, known: Mapping[str, FileFacts], l
     with open_bytes(folder / name, links) as file:
         size = file.size
     if size != said.nbytes or digest_of(folder / name, links).sha256 != said.sha256:
-        raise file_error(folder / name, f"a file of {size} bytes whose size or SHA-256 differs",
-                       f"{CHECKSUMS} records {said.nbytes} bytes, {said.sha256}", _FIX)  # fmt: skip
+        raise file_error(
+            folder / name,
+            f"a file of {size} bytes whose size or SHA-256 differs",
+            f"{CHECKSUMS} records {said.nbytes} bytes, {said.sha256}",
+            _FIX,
+        )
 
 
 def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
@@ -85,8 +89,12 @@ def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
     if not known:
         return catalogue
     if strange := sorted(catalogue.files.keys() - known.keys()):
-        raise file_error(catalogue.folder / strange[0], f"a file that {CHECKSUMS} does not list",
-                       "the checksums are those of another checkpoint", _FIX)  # fmt: skip
+        raise file_error(
+            catalogue.folder / strange[0],
+            f"a file that {CHECKSUMS} does not list",
+            "the checksums are those of another checkpoint",
+            _FIX,
+        )
     return replace(catalogue, files=known)
 
 

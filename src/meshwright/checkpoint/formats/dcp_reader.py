@@ -85,8 +85,11 @@ def read_dcp(folder: Path) -> DcpCheckpoint:
     except CheckpointFileError:
         raise
     except Exception as error:  # a broken pickle may raise anything
-        raise file_error(path, "a file that is not metadata of a distributed checkpoint, or is truncated",
-                       str(error) or type(error).__name__) from error  # fmt: skip
+        raise file_error(
+            path,
+            "a file that is not metadata of a distributed checkpoint, or is truncated",
+            str(error) or type(error).__name__,
+        ) from error
 
 
 Place = tuple[str, tuple[int, int]]
@@ -127,8 +130,11 @@ def _entry(folder: Path, name: str, about: PickledRecord, places: Any) -> Entry:
         raise ValueError(f"tensor {name} has an invalid dtype or shape")
     pieces = [_piece(folder, name, chunk, places) for chunk in about.get("chunks")]
     if not are_whole(shape, [piece.runs for piece in pieces]):
-        raise file_error(folder / METADATA, f"tensor {name} of shape {shape} in {len(pieces)} chunks",
-                       "the chunks leave gaps, overlap or exceed the tensor")  # fmt: skip
+        raise file_error(
+            folder / METADATA,
+            f"tensor {name} of shape {shape} in {len(pieces)} chunks",
+            "the chunks leave gaps, overlap or exceed the tensor",
+        )
     return Entry(shape, dtype, tuple(p for p in pieces if 0 not in shape_of(p.runs)))
 
 
@@ -141,9 +147,11 @@ def _piece(folder: Path, name: str, chunk: PickledRecord, places: Any) -> Piece:
 def _place(folder: Path, name: str, info: PickledRecord) -> Place:
     if info.get("transform_descriptors"):
         raise file_error(
-            folder / METADATA, f"{name}, transformed by {str(info.get('transform_descriptors'))[:80]}",
-            "an extension has compressed or encrypted it", "use a checkpoint that was saved without extensions",
-        )  # fmt: skip
+            folder / METADATA,
+            f"{name}, transformed by {str(info.get('transform_descriptors'))[:80]}",
+            "an extension has compressed or encrypted it",
+            "use a checkpoint that was saved without extensions",
+        )
     offset, length = info.get("offset"), info.get("length")
     if not is_count(offset) or not is_count(length):
         raise ValueError(f"{name} has an invalid range of bytes in its file")
@@ -155,8 +163,11 @@ def _check_apart(folder: Path, places: list[Place]) -> None:
     end, last = 0, ""
     for file, (start, length) in sorted(places):
         if file == last and start < end and length:
-            raise file_error(folder / METADATA, f"two ranges of {file} that overlap at byte {start}",
-                           "every tensor and every value has its own bytes")  # fmt: skip
+            raise file_error(
+                folder / METADATA,
+                f"two ranges of {file} that overlap at byte {start}",
+                "every tensor and every value has its own bytes",
+            )
         end, last = start + length, file
 
 
@@ -195,8 +206,9 @@ class DcpFile(OpenFile):
         x = self.found(piece.key, piece.span or (0, 0))
         if not isinstance(x, SavedTensor) or x.dtype != dtype or x.shape != shape_of(piece.runs):
             found = f"{x.dtype} of shape {x.shape}" if isinstance(x, SavedTensor) else f"a {type(x).__name__}"
-            raise file_error(self._file.path, f"{piece.key}, {found}",
-                           f"the metadata says {dtype} of shape {shape_of(piece.runs)}")  # fmt: skip
+            raise file_error(
+                self._file.path, f"{piece.key}, {found}", f"the metadata says {dtype} of shape {shape_of(piece.runs)}"
+            )
         if not self._is_checked:  # by its SHA-256
             x.check(self._file)
 

@@ -33,10 +33,11 @@ class DcpFormat:
         for name, spec in job.table.specs.items():
             if not spec.layout.is_simple:
                 raise CheckpointError(
-                    f"to save {name} for torch.distributed.checkpoint", f"{spec!r} on {spec.mesh!r}",
+                    f"to save {name} for torch.distributed.checkpoint",
+                    f"{spec!r} on {spec.mesh!r}",
                     "a chunk is one box, and a part of a product dim is several boxes",
                     "call mw.reshard(x, x.mesh, placements) without the product dim",
-                )  # fmt: skip
+                )
         return lambda: self._write(job)
 
     def _write(self, job: SaveJob) -> list[Any]:

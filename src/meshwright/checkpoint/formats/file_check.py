@@ -20,8 +20,11 @@ def check_files(catalogue: Catalogue, files: list[str]) -> None:
             continue
         found = digest_of(catalogue.folder / file, catalogue.links)
         if found.sha256 != facts.sha256:
-            raise file_error(catalogue.folder / file, f"SHA-256 {found.sha256}; {_changed(catalogue, file)}",
-                           f"the checkpoint records {facts.sha256}: the file was changed")  # fmt: skip
+            raise file_error(
+                catalogue.folder / file,
+                f"SHA-256 {found.sha256}; {_changed(catalogue, file)}",
+                f"the checkpoint records {facts.sha256}: the file was changed",
+            )
 
 
 def _changed(catalogue: Catalogue, file: str) -> str:

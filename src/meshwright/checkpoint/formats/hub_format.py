@@ -55,8 +55,12 @@ def read_index(path: Path) -> HubCheckpoint:
     try:
         placed = {name: file_name(path.parent, file) for name, file in content["weight_map"].items()}
     except (LookupError, TypeError, AttributeError) as error:
-        raise file_error(path, "a file that is not an index of safetensors files", str(error),
-                       'write JSON with {"weight_map": {name: file}}') from error  # fmt: skip
+        raise file_error(
+            path,
+            "a file that is not an index of safetensors files",
+            str(error),
+            'write JSON with {"weight_map": {name: file}}',
+        ) from error
     found: dict[str, Entry] = {}
     files: dict[str, FileFacts] = {}
     for file in sorted(set(placed.values())):
@@ -81,9 +85,11 @@ class HubFormat:
     def prepared(self, job: SaveJob) -> Callable[[], Any]:
         if job.table.values:
             raise CheckpointError(
-                f"to save {min(job.table.values)} in safetensors files for a hub", "a value that is not a tensor",
-                "such files hold only tensors", "save the model's tensors: model.state_dict()",
-            )  # fmt: skip
+                f"to save {min(job.table.values)} in safetensors files for a hub",
+                "a value that is not a tensor",
+                "such files hold only tensors",
+                "save the model's tensors: model.state_dict()",
+            )
         files = shared_files(job.table.specs, self.largest, job.ranks.size)
         told = [_write(job, file, names, rank) for file, names, rank in files]
         job.ranks.agreed(lambda: _raise(next((t for t in told if isinstance(t, Exception)), None)))

@@ -73,9 +73,12 @@ def manifest_text(
         "values": dict(values),
     }
     if not is_within_bound(json.dumps(content["values"]).encode()):
-        raise CheckpointError("to save the values of a state", "more values than a reader accepts",
-                              "the size of a manifest is bounded, so that a hostile one cannot fill the memory",
-                              "save the long lists as tensors")  # fmt: skip
+        raise CheckpointError(
+            "to save the values of a state",
+            "more values than a reader accepts",
+            "the size of a manifest is bounded, so that a hostile one cannot fill the memory",
+            "save the long lists as tensors",
+        )
     return sealed(content)
 
 
@@ -112,15 +115,21 @@ def read_manifest(folder: Path) -> MeshwrightCheckpoint:
     path = folder / MANIFEST
     if status(path) is None:
         raise file_error(
-            path, "no such file", "a complete checkpoint has a manifest, which is written last",
+            path,
+            "no such file",
+            "a complete checkpoint has a manifest, which is written last",
             "pass the folder of a complete checkpoint",
-        )  # fmt: skip
+        )
     content, data = read_json(path, "text that is not JSON, or is truncated")
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise file_error(path, "JSON of something else", f"its kind is not {KIND!r}", "pass the folder of a checkpoint")
     if content.get("format") != FORMAT:
-        raise file_error(path, f"format {str(content.get('format'))[:80]}", f"this version reads format {FORMAT}",
-                       "use the version of Meshwright that wrote it, or a newer one")  # fmt: skip
+        raise file_error(
+            path,
+            f"format {str(content.get('format'))[:80]}",
+            f"this version reads format {FORMAT}",
+            "use the version of Meshwright that wrote it, or a newer one",
+        )
     try:
         said = content.pop("sha256", None)
         if not has_seal(data) and said != _digest(content):  # older manifests: checksum of the content
@@ -182,15 +191,23 @@ def check_sizes(catalogue: Catalogue) -> None:
         path = catalogue.folder / name
         found = status(path)
         if found is None:
-            raise file_error(path, f"no such file; {catalogue.held_in(name)} should be in it",
-                           "the checkpoint lists this file")  # fmt: skip
+            raise file_error(
+                path, f"no such file; {catalogue.held_in(name)} should be in it", "the checkpoint lists this file"
+            )
         if facts.nbytes is not None and found.st_size != facts.nbytes:
-            raise file_error(path, f"a file of {found.st_size} bytes; {catalogue.held_in(name)} should be in it",
-                           f"the manifest says {facts.nbytes} bytes")  # fmt: skip
+            raise file_error(
+                path,
+                f"a file of {found.st_size} bytes; {catalogue.held_in(name)} should be in it",
+                f"the manifest says {facts.nbytes} bytes",
+            )
     if not catalogue.is_closed:
         return
     ends = (catalogue.suffix, f"{catalogue.suffix}.index.json")
     extra = [n for n in names_in(catalogue.folder) if n.endswith(ends) and n not in catalogue.files]
     if extra:
-        raise file_error(catalogue.folder / extra[0], f"a file that was not saved; the folder has {len(extra)} of them",
-                       "the checkpoint lists all its files", "move the file out of the folder")  # fmt: skip
+        raise file_error(
+            catalogue.folder / extra[0],
+            f"a file that was not saved; the folder has {len(extra)} of them",
+            "the checkpoint lists all its files",
+            "move the file out of the folder",
+        )

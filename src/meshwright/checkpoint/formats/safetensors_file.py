@@ -51,9 +51,11 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise CheckpointError for a dtype that no file can hold."""
     if dtype not in DTYPES and not dtype.is_complex:
         raise CheckpointError(
-            f"to save {name}", f"a tensor of {dtype}", "safetensors has no such dtype",
+            f"to save {name}",
+            f"a tensor of {dtype}",
+            "safetensors has no such dtype",
             f"use one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}",
-        )  # fmt: skip
+        )
 
 
 def aligned(items: Iterable[TensorItem]) -> list[TensorItem]:
@@ -72,9 +74,12 @@ def header_of(items: Sequence[TensorItem], metadata: Mapping[str, str] | None = 
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > LONGEST_HEADER:
-        raise CheckpointError(f"to save {len(items)} tensors in one file", f"a header of {len(text)} bytes",
-                              f"safetensors reads at most {LONGEST_HEADER}",
-                              "use shorter names, or save with more ranks")  # fmt: skip
+        raise CheckpointError(
+            f"to save {len(items)} tensors in one file",
+            f"a header of {len(text)} bytes",
+            f"safetensors reads at most {LONGEST_HEADER}",
+            "use shorter names, or save with more ranks",
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -124,9 +129,10 @@ class SafetensorsFile(OpenFile):
         wanted = (dtype, dtype.to_real() if dtype.is_complex else dtype)
         if found.dtype not in wanted or found.shape != expected_shape(piece, dtype, found.dtype):
             raise file_error(
-                self.path, f"tensor {piece.key}, {found.kind} of shape {found.shape}",
+                self.path,
+                f"tensor {piece.key}, {found.kind} of shape {found.shape}",
                 f"the checkpoint says {DTYPES.get(dtype, dtype)} of shape {expected_shape(piece, dtype, dtype)}",
-            )  # fmt: skip
+            )
 
     def read(self, piece: Piece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
         found = self.stored[piece.key]
@@ -151,8 +157,12 @@ def entries_of(path: Path) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, found: HeaderEntry) -> Entry:
     if found.dtype is None:
-        raise file_error(path, f"tensor {name} of {found.kind}", "torch has no such dtype",
-                       f"use a file with {', '.join(DTYPE_OF_NAME)}")  # fmt: skip
+        raise file_error(
+            path,
+            f"tensor {name} of {found.kind}",
+            "torch has no such dtype",
+            f"use a file with {', '.join(DTYPE_OF_NAME)}",
+        )
     return Entry(found.shape, found.dtype, (Piece(path.name, name, full_runs(found.shape)),))
 
 

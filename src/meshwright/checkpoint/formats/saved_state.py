@@ -63,8 +63,12 @@ def _text(tensors: Mapping[str, HeldTensor], values: Mapping[str, Any]) -> str:
             meshes.append(held.spec.mesh)
         told[name] = [repr(held.spec), meshes.index(held.spec.mesh)]
     if twice := tensors.keys() & values.keys():
-        raise CheckpointError(f"to save {min(twice)}", "a tensor and a value of that name", "a name has one meaning",
-                              "use keys that differ when they are joined by dots")  # fmt: skip
+        raise CheckpointError(
+            f"to save {min(twice)}",
+            "a tensor and a value of that name",
+            "a name has one meaning",
+            "use keys that differ when they are joined by dots",
+        )
     told_values = {name: encode_value(name, value) for name, value in values.items()}
     return json.dumps({"meshes": [mesh_json(m) for m in meshes], "tensors": told, "values": told_values})
 
@@ -73,17 +77,23 @@ def _check_dense(name: str, x: Tensor) -> None:
     """Raise CheckpointError for tensors that are not strided numbers in memory."""
     if x.layout is not torch.strided or x.is_meta or x.is_quantized:
         what = "quantized" if x.is_quantized else "on the meta device" if x.is_meta else f"of layout {x.layout}"
-        raise CheckpointError(f"to save {name}", f"a tensor {what}", "a file holds every number of a tensor",
-                              "save x.to_dense(), x.dequantize(), or a tensor with values")  # fmt: skip
+        raise CheckpointError(
+            f"to save {name}",
+            f"a tensor {what}",
+            "a file holds every number of a tensor",
+            "save x.to_dense(), x.dequantize(), or a tensor with values",
+        )
 
 
 def check_whole(name: str, spec: Spec, asked: str) -> None:
     """Raise CheckpointError for a pending reduction."""
     if spec.layout.partial:
         raise CheckpointError(
-            f"{asked} {name}", f"{spec!r} on {spec.mesh!r}", "each rank has one term of the value",
+            f"{asked} {name}",
+            f"{spec!r} on {spec.mesh!r}",
+            "each rank has one term of the value",
             "call mw.reshard(x, x.mesh, placements) without Partial first",
-        )  # fmt: skip
+        )
 
 
 def _merged(told: Sequence[tuple[Any, list[int]]], ranks: World) -> StateTable:
@@ -116,14 +126,18 @@ def _check_there(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]
             for rank in members:
                 if rank in specs[name].mesh:
                     raise CheckpointError(
-                        f"to save {name}", f"rank {rank} of {ranks.size}, which does not have it",
-                        f"the tensor is on {specs[name].mesh!r}", "save the same state on every rank of the mesh",
-                    )  # fmt: skip
+                        f"to save {name}",
+                        f"rank {rank} of {ranks.size}, which does not have it",
+                        f"the tensor is on {specs[name].mesh!r}",
+                        "save the same state on every rank of the mesh",
+                    )
 
 
 def _same(name: str, one: Any, other: Any) -> None:
     if one != other:
         raise CheckpointError(
-            f"to save {name}", f"{str(one)[:200]} on one rank and {str(other)[:200]} on another",
-            "all ranks save one state", "use the same value on every rank, or a sharded tensor",
-        )  # fmt: skip
+            f"to save {name}",
+            f"{str(one)[:200]} on one rank and {str(other)[:200]} on another",
+            "all ranks save one state",
+            "use the same value on every rank, or a sharded tensor",
+        )

@@ -35,9 +35,12 @@ def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, onl
     with_time_limit(lambda: check_files(source, sorted(source.files)))
     names = {name.removeprefix(only): name for name in source.entries if name.startswith(only)}
     if not names:
-        raise CheckpointError(f"the tensors {only}… of {source.folder}", f"none of {len(source.entries)} tensors",
-                              f"no name begins with {only!r}",
-                              f"use one of {', '.join([*source.entries][:3])}")  # fmt: skip
+        raise CheckpointError(
+            f"the tensors {only}… of {source.folder}",
+            f"none of {len(source.entries)} tensors",
+            f"no name begins with {only!r}",
+            f"use one of {', '.join([*source.entries][:3])}",
+        )
     here = World(0, 1, None)
     specs: dict[str, Spec] = {}
     for name, old in names.items():

@@ -106,10 +106,11 @@ def _take(descriptor: int, folder: Path) -> None:
         except BlockingIOError as error:
             if time.monotonic() > end:
                 raise FolderInUseError(
-                    f"to save into {folder}", "another job that saves there" + _holder(descriptor),
+                    f"to save into {folder}",
+                    "another job that saves there" + _holder(descriptor),
                     "two jobs would remove and replace each other's steps",
                     "save to another folder, or end the other job first",
-                ) from error  # fmt: skip
+                ) from error
         time.sleep(0.05)
 
 
@@ -128,8 +129,9 @@ def _without(folder: Path, error: OSError) -> int:
     """Warn that there are no locks; return a descriptor that holds none."""
     warnings.warn(
         f"{folder}: the file system has no locks ({error.strerror}), so a second job that saves there is not noticed",
-        CheckpointWarning, stacklevel=2,
-    )  # fmt: skip
+        CheckpointWarning,
+        stacklevel=2,
+    )
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 

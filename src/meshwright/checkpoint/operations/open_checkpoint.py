@@ -28,8 +28,12 @@ def format_of(name: str) -> Format:
     """Return the format of this name. Raises CheckpointError for another name."""
     if name in FORMATS:
         return FORMATS[name]
-    raise CheckpointError(f"a checkpoint in the format {name!r}", "no such format", f"there are {len(FORMATS)} formats",
-                          f"use one of {', '.join(FORMATS)}")  # fmt: skip
+    raise CheckpointError(
+        f"a checkpoint in the format {name!r}",
+        "no such format",
+        f"there are {len(FORMATS)} formats",
+        f"use one of {', '.join(FORMATS)}",
+    )
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Catalogue:
@@ -60,8 +64,12 @@ def _opened(place: Path) -> Catalogue:
     if hub is not None:
         return _opened_hub(hub)
     what = "a folder without a checkpoint" if is_folder(place) else "no such file or folder"
-    raise file_error(place, what, f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
-                   "pass the path of a checkpoint, or of a folder with its steps")  # fmt: skip
+    raise file_error(
+        place,
+        what,
+        f"there is no {MANIFEST}, no {METADATA}, no safetensors file and no complete step",
+        "pass the path of a checkpoint, or of a folder with its steps",
+    )
 
 
 def _opened_hub(file: Path) -> Catalogue:

@@ -160,8 +160,12 @@ def _with_system_errors(final: Path, act: Callable[[], T]) -> T:
 def _place(final: Path, keep: int | None, ranks: World) -> str:
     """Return the name of a new folder beside the checkpoint's."""
     if keep is not None and keep < 1:
-        raise CheckpointError(f"keep={keep}", "fewer than one checkpoint", "the new checkpoint is always kept",
-                              "use keep=1 or more, or keep=None to keep all")  # fmt: skip
+        raise CheckpointError(
+            f"keep={keep}",
+            "fewer than one checkpoint",
+            "the new checkpoint is always kept",
+            "use keep=1 or more, or keep=None to keep all",
+        )
     if os.path.lexists(final):
         raise _taken_name(final)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -170,10 +174,11 @@ def _place(final: Path, keep: int | None, ranks: World) -> str:
     for path in abandoned_folders(final):
         if is_locked(path):
             raise FolderInUseError(
-                f"to save {final}", f"another job that writes this checkpoint, in {path.name}",
+                f"to save {final}",
+                f"another job that writes this checkpoint, in {path.name}",
                 "two jobs would write one checkpoint",
                 "save to another path, or end the other job first",
-            )  # fmt: skip
+            )
         shutil.rmtree(path, ignore_errors=True)
     folder = temporary_path(final)
     (folder / REPORTS).mkdir(parents=True)
@@ -183,16 +188,20 @@ def _place(final: Path, keep: int | None, ranks: World) -> str:
 def _check_shared(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
-            f"to save in {folder.parent}", "no folder there from rank 0", "all ranks write into one folder",
+            f"to save in {folder.parent}",
+            "no folder there from rank 0",
+            "all ranks write into one folder",
             "use a path on a file system that all ranks share",
-        )  # fmt: skip
+        )
 
 
 def _taken_name(final: Path) -> CheckpointError:
     return CheckpointError(
-        f"to save {final}", "an existing file or folder", "a checkpoint is never overwritten",
+        f"to save {final}",
+        "an existing file or folder",
+        "a checkpoint is never overwritten",
         "save to another path, or remove the existing one first",
-    )  # fmt: skip
+    )
 
 
 def _taken(x: Tensor, copy: bool) -> Callable[[], Tensor]:
@@ -324,9 +333,11 @@ class Saving:
                 raise error_from_text(self._told)
             if end is not None and time.monotonic() > end:
                 raise CheckpointError(
-                    f"to save {self.path}", f"no report from rank {rank}",
-                    "the rank failed or ended before it had written its part", "read the output of that rank",
-                )  # fmt: skip
+                    f"to save {self.path}",
+                    f"no report from rank {rank}",
+                    "the rank failed or ended before it had written its part",
+                    "read the output of that rank",
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return json.loads(write_operation(path, path.read_text))

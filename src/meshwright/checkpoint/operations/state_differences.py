@@ -135,11 +135,12 @@ def mismatch_error(catalogue: Catalogue, found: Comparison) -> CheckpointError:
     ]
     first = next(iter(report.left_out), None) if len(report.left_out) == 1 else None
     return CheckpointError(
-        f"to load {first or 'a state'} from {catalogue.folder}", "\n    ".join([counts, *lines]),
+        f"to load {first or 'a state'} from {catalogue.folder}",
+        "\n    ".join([counts, *lines]),
         "a state is loaded whole or not at all; nothing was loaded",
         "use a tensor of the saved name and shape, in its dtype or one that holds all its numbers; "
         "or pass strict=False, which loads what fits and returns the rest",
-    )  # fmt: skip
+    )
 
 
 def _lines(names: Iterable[str], text: Callable[[str], str]) -> list[str]:

@@ -70,8 +70,11 @@ def prune(folder: Path, keep: int) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            warnings.warn(f"{path} was not removed, although only {keep} steps are kept: {error.strerror}",
-                          CheckpointWarning, stacklevel=2)  # fmt: skip
+            warnings.warn(
+                f"{path} was not removed, although only {keep} steps are kept: {error.strerror}",
+                CheckpointWarning,
+                stacklevel=2,
+            )
     for path in folder.glob(".gone.step_*"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -117,9 +117,14 @@ def _satisfies_bound(there: tuple[int, ...], kind: str, bound: tuple[int, ...]) 
     length = max(len(there), len(bound))
     a, b = (x + (0,) * (length - len(x)) for x in (there, bound))
     compare: dict[str, bool] = {
-        "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b, "==": a == b, "!=": a != b,
+        "<": a < b,
+        "<=": a <= b,
+        ">": a > b,
+        ">=": a >= b,
+        "==": a == b,
+        "!=": a != b,
         "~=": a >= b and a[: len(bound) - 1] == b[: len(bound) - 1],
-    }  # fmt: skip
+    }
     return compare[kind]
 
 
@@ -183,9 +188,12 @@ def _between_processes() -> Iterator[Finding]:
     good = free >= ENOUGH_SHARED
     said = f"{free / 1e9:.1f} GB free in {folder}" if folder.is_dir() else f"no {folder}"
     yield Finding(
-        "shared memory", said, good, False,
+        "shared memory",
+        said,
+        good,
+        False,
         "enlarge it (docker run --shm-size=1g); without it, processes on one host use sockets",
-    )  # fmt: skip
+    )
 
 
 def _compiler_finding() -> Finding:
@@ -193,9 +201,12 @@ def _compiler_finding() -> Finding:
     names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name]
     found = next(filter(None, map(shutil.which, names)), None)
     return Finding(
-        "C++ compiler", found or f"none of {', '.join(names)}", found is not None, False,
+        "C++ compiler",
+        found or f"none of {', '.join(names)}",
+        found is not None,
+        False,
         "install g++ or clang++, or set CXX to its path; only Strategy(compiler='inductor') needs one",
-    )  # fmt: skip
+    )
 
 
 def _comparisons() -> Iterator[Finding]:

@@ -53,9 +53,7 @@ def _best_plans(model: Transformer, plan: Plan, machines: Cluster, silent: bool)
     """Return the best plans for as many ranks and the same work; None if no plan fits."""
     with progress_bar(f"plans for {plan.ranks} ranks", silent=silent) as on_step:
         try:
-            return choose(
-                model, machines, plan.ranks, plan.batch, plan.sequence, plan.precision, on_step=on_step
-            )  # fmt: skip
+            return choose(model, machines, plan.ranks, plan.batch, plan.sequence, plan.precision, on_step=on_step)
         except SearchError:
             return None
 

@@ -121,14 +121,17 @@ def plan_costs_text(told: Mapping[str, Any]) -> str:
     fits = "" if told["fits"] else "  DOES NOT FIT"
     return "\n".join(
         [
-            f"{told['ranks']} ranks", *lines, "",
+            f"{told['ranks']} ranks",
+            *lines,
+            "",
             f"{told['seconds']:.4g} s per step, {told['tokens per second']:,.0f} tokens/s, "
             f"{100 * told['share of the peak']:.1f} % of the peak",
-            *(f"  {name:<26} {s:10.4g} s" for name, s in told["seconds of"].items()), "",
+            *(f"  {name:<26} {s:10.4g} s" for name, s in told["seconds of"].items()),
+            "",
             f"{told['bytes'] / GIGA:.1f} GB of {told['memory'] / GIGA:.0f} GB on the fullest rank{fits}",
             *(f"  {name:<26} {b / GIGA:10.2f} GB" for name, b in told["bytes of"].items()),
         ]
-    )  # fmt: skip
+    )
 
 
 def read_model(settings: argparse.Namespace) -> Transformer:

@@ -89,23 +89,28 @@ def cluster_text(measured: Mapping[str, Any]) -> str:
     flops = ", ".join(f"{name} = {x / 1e12:.4g}" for name, x in device["flops"].items())
     lines = [
         f"# measured by `meshwright profile`, torch {measured['torch']}, {measured['name']}",
-        f'cluster = "{ranks}x{known_device(measured["name"])}, {ranks} per node"', "",
+        f'cluster = "{ranks}x{known_device(measured["name"])}, {ranks} per node"',
+        "",
         "[device]",
-        f"name = {json.dumps(measured['name'])}", 'source = "meshwright profile"',
+        f"name = {json.dumps(measured['name'])}",
+        'source = "meshwright profile"',
         f"memory = {device['memory'] / 1e9:.4g}        # GB",
         f"bandwidth = {device['bandwidth'] / 1e9:.4g}   # GB/s",
         f"overhead = {device['overhead'] * 1e6:.4g}     # microseconds",
         "reach = 1.0       # the rates are measured, not those of a data sheet",
         f"flops = {{ {flops} }}  # TFLOP/s",
-    ]  # fmt: skip
+    ]
     if inside is not None:
         lines += [
-            "", "[inside]",
-            f'name = "between {ranks} processes"', 'source = "meshwright profile"',
+            "",
+            "[inside]",
+            f'name = "between {ranks} processes"',
+            'source = "meshwright profile"',
             f"bandwidth = {inside['bandwidth'] / 1e9:.4g}   # GB/s",
             f"start = {inside['start'] * 1e6:.4g}           # microseconds",
-            "latency = 0.0", "reach = 1.0",
-        ]  # fmt: skip
+            "latency = 0.0",
+            "reach = 1.0",
+        ]
     return "\n".join([*lines, ""])
 
 

@@ -107,9 +107,13 @@ def training_options(job: Job, settings: argparse.Namespace) -> Training:
     plan = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, job.mesh, strict=True))
     try:
         return Training(
-            job.steps, settings.save, settings.save_every, log=settings.log, tensorboard=settings.tensorboard,
+            job.steps,
+            settings.save,
+            settings.save_every,
+            log=settings.log,
+            tensorboard=settings.tensorboard,
             plan=f"{plan}, as the model is marked",
-        )  # fmt: skip
+        )
     except MeshwrightError as error:
         raise UsageError(str(error)) from error
 

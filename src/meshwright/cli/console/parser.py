@@ -274,9 +274,12 @@ def checkpoint_parser() -> Parser:
         "paths", nargs="*", metavar="PATH", help="a checkpoint, a folder of steps, safetensors files, or torch's"
     )
     parser.add_argument(
-        "--to", choices=("meshwright", "safetensors", "dcp"), default="meshwright", metavar="FORMAT",
+        "--to",
+        choices=("meshwright", "safetensors", "dcp"),
+        default="meshwright",
+        metavar="FORMAT",
         help="format that convert writes: meshwright (the default), safetensors, dcp",
-    )  # fmt: skip
+    )
     parser.add_argument("--only", default="", metavar="PREFIX", help="convert only these names, and remove the prefix")
     parser.add_argument(
         "--tolerance", type=tolerance, default=0.0, metavar="X", help="absolute difference that diff accepts (0)"
@@ -295,9 +298,10 @@ def doctor_parser() -> Parser:
 def parallelize_parser() -> Parser:
     parser = Parser("meshwright parallelize", f"{COMMANDS['parallelize'].capitalize()}.", exit_codes("parallelize"))
     parser.add_argument(
-        "model", metavar="MODEL",
+        "model",
+        metavar="MODEL",
         help="file.py:function, which returns a module and a batch (and a loss), or a model's config.json",
-    )  # fmt: skip
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--mesh", type=axes, metavar="AXES", help="axis sizes, such as dp=2,tp=4")
     size.add_argument("--ranks", type=positive, metavar="N", help="number of ranks; the search chooses the mesh")

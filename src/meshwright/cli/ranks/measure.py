@@ -54,9 +54,13 @@ def measure(here: Communicator, seconds: float, device: torch.device) -> dict[st
             took = _seconds(act, seconds, device, steady=what == "all-reduce")
             found.append({"what": what, "dtype": dtype, "size": size, "seconds": took})
     return {
-        "ranks": here.size, "name": _name(device), "torch": torch.__version__, "measurements": found,
-        "device": {**rates(found), "memory": _memory(device, here.size)}, **_link(found, here.size),
-    }  # fmt: skip
+        "ranks": here.size,
+        "name": _name(device),
+        "torch": torch.__version__,
+        "measurements": found,
+        "device": {**rates(found), "memory": _memory(device, here.size)},
+        **_link(found, here.size),
+    }
 
 
 def _action(what: str, dtype: str, size: int, here: Communicator, device: torch.device) -> Callable[[], object]:
@@ -123,9 +127,12 @@ def _link(found: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
         return {}
     small, large = reduced[0], reduced[-1]
     moved = 2 * large["size"] * (ranks - 1) / ranks
-    return {"inside": {
-        "start": small["seconds"], "bandwidth": moved / max(large["seconds"] - small["seconds"], 1e-9),
-    }}  # fmt: skip
+    return {
+        "inside": {
+            "start": small["seconds"],
+            "bandwidth": moved / max(large["seconds"] - small["seconds"], 1e-9),
+        }
+    }
 
 
 def _memory(device: torch.device, ranks: int) -> float:
@@ -147,8 +154,9 @@ def _name(device: torch.device) -> str:
 if __name__ == "__main__":
     communicator = init_process()
     told = measure(
-        communicator, float(sys.argv[2]),
+        communicator,
+        float(sys.argv[2]),
         torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
-    )  # fmt: skip
+    )
     if communicator.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(told))

@@ -44,9 +44,14 @@ class Main(ModuleType):
 def _names(own: dict[str, Any]) -> dict[str, Any]:
     """Return the names of the running rank: those that Python itself sets, and those that the script has added."""
     fresh = {
-        "__name__": "__main__", "__file__": own["_code"].co_filename, "__builtins__": __builtins__,
-        "__doc__": None, "__spec__": None, "__loader__": None, "__package__": None,
-    }  # fmt: skip
+        "__name__": "__main__",
+        "__file__": own["_code"].co_filename,
+        "__builtins__": __builtins__,
+        "__doc__": None,
+        "__spec__": None,
+        "__loader__": None,
+        "__package__": None,
+    }
     return own["_names"].setdefault(own["_rank"](), fresh)
 
 

@@ -36,8 +36,11 @@ class RankFacts:
             return ""
         theirs = {str(name): str(value) for name, value in read.items()} if isinstance(read, dict) else {}
         (low, a), (high, b) = sorted([(self.rank, facts), (peer, theirs)], key=lambda side: side[0])
-        rows = [f"{name} is {_short(a, name)} on rank {low} and {_short(b, name)} on rank {high}"
-                for name in {**a, **b} if a.get(name) != b.get(name)]  # fmt: skip
+        rows = [
+            f"{name} is {_short(a, name)} on rank {low} and {_short(b, name)} on rank {high}"
+            for name in {**a, **b}
+            if a.get(name) != b.get(name)
+        ]
         more = f", and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
         return "; ".join(rows[:_SHOWN]) + more
 

@@ -65,9 +65,11 @@ class PostedCommunicator(Communicator):
         self._counts[way, peer] += 1
         if number >= _STRIDE:
             raise CallError(
-                f"a message {way} rank {peer}", f"{number} earlier messages", "one piece of work has no more tags",
+                f"a message {way} rank {peer}",
+                f"{number} earlier messages",
+                "one piece of work has no more tags",
                 "send fewer values from stage to stage",
-            )  # fmt: skip
+            )
         return _FIRST + self._work * _STRIDE + number
 
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:

@@ -44,7 +44,8 @@ def one_profiler(rank: Callable[[], int | None]) -> Generator[None]:
 
 def _second(here: int | None, other: int | None) -> CallError:
     return CallError(
-        f"torch.profiler on rank {here} of a simulation", f"rank {other} is already profiling",
+        f"torch.profiler on rank {here} of a simulation",
+        f"rank {other} is already profiling",
         "a process has one profiler, and simulated ranks are threads of one process",
         "profile on one rank or around mw.simulate, or run each rank in a process with meshwright run",
-    )  # fmt: skip
+    )

@@ -56,10 +56,12 @@ class SharedMemoryTransport:
         self._round = 0
         start = size * _LINE * 8
         self._slots = [
-            [torch.frombuffer(memory, dtype=torch.uint8, count=SLOT, offset=start + (2 * p + turn) * SLOT)
-             for p in range(size)]
+            [
+                torch.frombuffer(memory, dtype=torch.uint8, count=SLOT, offset=start + (2 * p + turn) * SLOT)
+                for p in range(size)
+            ]
             for turn in (0, 1)
-        ]  # fmt: skip
+        ]
         self._typed: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._flags[self._mine + _PROCESS] = os.getpid()
 

@@ -81,16 +81,19 @@ def replica_error(step: str, group: Group, shared: Sequence[Named], own: Sequenc
             ranks = [str(r) for r, v in zip(group, values, strict=True) if v != common or count == 1 or len(group) == 2]
             told.append(f"{each.name} differs on rank {', '.join(ranks)}")
     return ReplicaError(
-        f"the comparison of replicas before {step}", listed(told),
+        f"the comparison of replicas before {step}",
+        listed(told),
         f"ranks {', '.join(map(str, group))} hold the same tensors; {diagnosis(group)}",
         "start again from the last checkpoint, without the machine of that rank if the fault persists; if this is the "
         "first step, give every rank the same parameters (a seed, or load_state_dict)",
-    )  # fmt: skip
+    )
 
 
 def error_elsewhere(step: str) -> ReplicaError:
     """Return the error on a rank that holds none of the tensors that differ."""
     return ReplicaError(
-        f"the comparison of replicas before {step}", "tensors that differ on other ranks",
-        "ranks that should hold the same numbers do not", "look at the errors of the other ranks, which name them",
-    )  # fmt: skip
+        f"the comparison of replicas before {step}",
+        "tensors that differ on other ranks",
+        "ranks that should hold the same numbers do not",
+        "look at the errors of the other ranks, which name them",
+    )

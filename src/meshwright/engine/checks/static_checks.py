@@ -120,7 +120,8 @@ def _replay_error(name: str, runs: Sequence[Result]) -> ReplicaError:
     kinds = [int(x) for x in here.all_gather(torch.tensor([kind]), group, [(1,)] * len(group))]
     ranks = ", ".join(str(rank) for rank, kind in zip(group, kinds, strict=True) if kind != _SAME)
     return ReplicaError(
-        f"the replay of {name}", f"rank {ranks} gives other numbers in the second run",
+        f"the replay of {name}",
+        f"rank {ranks} gives other numbers in the second run",
         _WHY[max(kinds)],
         "start from the last checkpoint, with torch.use_deterministic_algorithms(True) if operators are the cause",
-    )  # fmt: skip
+    )

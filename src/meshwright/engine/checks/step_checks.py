@@ -37,10 +37,11 @@ def check_steps(bad_numbers: BadNumbers = "stop", replicas: int | None = None, r
     """
     if bad_numbers not in get_args(BadNumbers) or (replicas or 0) < 0 or replay < 0:
         raise StrategyError(
-            f"check_steps({bad_numbers!r}, replicas={replicas}, replay={replay})", "no such check",
+            f"check_steps({bad_numbers!r}, replicas={replicas}, replay={replay})",
+            "no such check",
             "bad_numbers is 'stop', 'skip' or 'off'; replicas and replay are numbers of steps, not negative",
             'call check_steps("stop"), check_steps("skip") or check_steps("off"), with replicas=N and replay=N',
-        )  # fmt: skip
+        )
     _Chosen.checks = StepChecks(bad_numbers, replicas, replay)
 
 

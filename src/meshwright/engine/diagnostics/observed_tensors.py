@@ -47,9 +47,7 @@ class Observed:
         self.parts[what, path, at] = Part.of(x)
 
 
-def observe(
-    model: nn.Module, batch: Sequence[Any], loss: Callable[..., Any] | None
-) -> dict[Key, Part]:  # fmt: skip
+def observe(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Any] | None) -> dict[Key, Part]:
     """Run a forward and a backward pass, and return the parts of all tensors; the hooks stay on the model.
 
     So pass a copy of the model. The loss is `loss(result, last part of the batch)`, or without `loss` the sum of the

@@ -23,9 +23,14 @@ def rank_events(rank: int, calls: Sequence[TracedCall], works: Sequence[TracedWo
     for call in calls:
         row = ASIDE if call.aside else OWN
         told = {
-            "call": call.text, "bytes": call.received, "ranks": list(call.group), "axes": list(call.axes),
-            "pass": call.stage, "line": call.line, "module": call.module,
-        }  # fmt: skip
+            "call": call.text,
+            "bytes": call.received,
+            "ranks": list(call.group),
+            "axes": list(call.axes),
+            "pass": call.stage,
+            "line": call.line,
+            "module": call.module,
+        }
         name = " ".join(filter(None, [call.step or call.kind, call.module]))
         yield _lasting(rank, row, call.kind, name, call.began, call.seconds, told)
         if call.peer is not None:

@@ -82,9 +82,11 @@ class Verified:
         """Raise DifferenceError if a tensor differs."""
         if self.first is not None:
             raise DifferenceError(
-                f"the numbers of one device on {self.mesh!r}", f"the {self.first.name} is the first that differs",
-                f"{self.first.why}; relative error {self.first.error:.2g}", f"look at {self.first.look}",
-            )  # fmt: skip
+                f"the numbers of one device on {self.mesh!r}",
+                f"the {self.first.name} is the first that differs",
+                f"{self.first.why}; relative error {self.first.error:.2g}",
+                f"look at {self.first.look}",
+            )
 
     def __str__(self) -> str:
         if self.first is None:
@@ -144,15 +146,20 @@ def _marking(marks: Any) -> Callable[[nn.Module, ProcessMesh], Any]:
     if callable(marks):
         return marks
     raise StrategyError(
-        "verify(model, batch, mesh, marks)", f"a {type(marks).__name__} for marks",
-        "marks distribute the model over the mesh", "pass a Parallelism, or a function of the model and the mesh",
-    )  # fmt: skip
+        "verify(model, batch, mesh, marks)",
+        f"a {type(marks).__name__} for marks",
+        "marks distribute the model over the mesh",
+        "pass a Parallelism, or a function of the model and the mesh",
+    )
 
 
 def _compared(
-    model: nn.Module, reference: Mapping[Key, Part], ranks: Sequence[Mapping[Key, Part]], mesh: ProcessMesh,
+    model: nn.Module,
+    reference: Mapping[Key, Part],
+    ranks: Sequence[Mapping[Key, Part]],
+    mesh: ProcessMesh,
     rtol: float | None,
-) -> Verified:  # fmt: skip
+) -> Verified:
     found, largest = list[Difference](), 0.0
     largest_of: dict[str, float] = {}
     for (what, *_), part in reference.items():

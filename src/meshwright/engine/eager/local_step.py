@@ -71,10 +71,11 @@ def _check_plain(optimizer: Optimizer) -> None:
         found = next((p for p in group["params"] if isinstance(p, DistTensor)), None)
         if found is not None:
             raise OperationError(
-                "torch.optim.SparseAdam.step()", f"a distributed parameter, {found.spec!r}",
+                "torch.optim.SparseAdam.step()",
+                f"a distributed parameter, {found.spec!r}",
                 "its gradient is dense and does not say which rows were looked up",
                 "use torch.optim.Adam, or SGD or Adagrad, which give the same numbers for dense gradients",
-            )  # fmt: skip
+            )
 
 
 def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -90,16 +90,18 @@ class MasterWeightsAndOffload:
             return
         if any(callable(a) for a in (*args, *kwargs.values())):
             raise StrategyError(
-                f"{type(of).__name__}.step(closure) with master_weights or offload", "a closure",
+                f"{type(of).__name__}.step(closure) with master_weights or offload",
+                "a closure",
                 "the closure would run the model while parameters or states are swapped for the step",
                 "call loss.backward() before the step",
-            )  # fmt: skip
+            )
         if self._params:
             raise StrategyError(
-                f"{type(of).__name__}.step() with master_weights or offload", "an earlier step that has not ended",
+                f"{type(of).__name__}.step() with master_weights or offload",
+                "an earlier step that has not ended",
                 "parameters and states are still swapped for the earlier step, which failed or calls this step",
                 "use an optimizer whose step does not call another class's step; after a failure, load a checkpoint",
-            )  # fmt: skip
+            )
         self._params = [group["params"] for group in of.param_groups]
         *others, last = list(self._buckets(of)) or [[]]
         kind: Any = type(of)

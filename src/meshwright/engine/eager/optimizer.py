@@ -121,7 +121,7 @@ def refuse_master_weights(optimizer: Optimizer) -> None:
             "parameters or states that Python swaps before a step",
             "a program reads and writes parameters and states in place",
             'keep parameters in float32 and pass Strategy(amp={"enable": True, "level": "O2"}), which casts them',
-        )  # fmt: skip
+        )
 
 
 def _step_work(
@@ -137,7 +137,7 @@ def _step_work(
             "an optimizer that shard_optimizer has already prepared",
             "the hooks around a step can be set only once",
             "make one call with shard_fn, master_weights and offload together",
-        )  # fmt: skip
+        )
     asked = f"shard_optimizer of {type(optimizer).__name__} with master_weights or offload"
     refuse_shared_parameters((p for group in optimizer.param_groups for p in group["params"]), asked)
     return MasterWeightsAndOffload(master_weights, HostStorage() if offload else None, stage)

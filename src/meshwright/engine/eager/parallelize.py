@@ -63,9 +63,11 @@ class Parallelism:
         check_context(self.context)
         if self.zero not in (0, 1, 2, 3):
             raise StrategyError(
-                f"zero = {self.zero}", "no such stage", "ZeRO has the stages 1, 2 and 3; 0 switches it off",
+                f"zero = {self.zero}",
+                "no such stage",
+                "ZeRO has the stages 1, 2 and 3; 0 switches it off",
                 "write zero=3",
-            )  # fmt: skip
+            )
 
 
 def parallelize(
@@ -139,10 +141,11 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> Mapping[nn.Module, S
         if not matching:
             near = get_close_matches(pattern, modules, n=3, cutoff=0.3)
             raise StrategyError(
-                f"a plan for {pattern!r}", f"no module of {type(model).__name__} with such a path",
+                f"a plan for {pattern!r}",
+                f"no module of {type(model).__name__} with such a path",
                 "a pattern must match the path of a module; * and ? are wildcards",
                 f"write {' or '.join(map(repr, near)) or 'a path of model.named_modules()'}",
-            )  # fmt: skip
+            )
         for module in dict.fromkeys(matching):
             found.setdefault(module, []).append(style)
     return found

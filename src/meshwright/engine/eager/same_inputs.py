@@ -53,7 +53,7 @@ class SameInputs:
                 "pass the whole batch on every rank, without a DistributedSampler, or use mw.shard_dataloader. "
                 "With Accelerate or transformers' Trainer, call os.environ.update(LOCAL_RANK='-1', "
                 "WORLD_SIZE='1') after mw.init_process()",
-            )  # fmt: skip
+            )
 
     def _same_as_before(self, here: SimulatedCommunicator, digest: int) -> bool:
         """True if the simulated ranks that made this call before had the same inputs."""

@@ -154,9 +154,11 @@ def _cut(layer: nn.Module, name: str, mesh: ProcessMesh, axis: str, dim: int) ->
         return
     if axis not in mesh.sizes:
         raise MeshError(
-            f"a layer sharded along {axis!r}", repr(mesh), f"the mesh has no axis {axis!r}",
+            f"a layer sharded along {axis!r}",
+            repr(mesh),
+            f"the mesh has no axis {axis!r}",
             f"name one of {list(mesh.dim_names)}, as in ColwiseParallel(axis={mesh.dim_names[-1]!r})",
-        )  # fmt: skip
+        )
     before = held.placements if isinstance(held, DistTensor) else [Replicate()] * mesh.ndim
     placements = [Shard(dim) if a == axis else p for a, p in zip(mesh.dim_names, before, strict=True)]
     # PEFT wraps a layer in a module whose weight is a property.

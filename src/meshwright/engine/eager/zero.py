@@ -108,9 +108,11 @@ def _cut_of(p: Tensor, axes: tuple[str, ...], least: int, asked: ShardingStage) 
     if axis is not None:
         found = f"a parameter on {p.spec.mesh!r}" if isinstance(p, DistTensor) else "a parameter that is on no mesh"
         raise MeshError(
-            repr(asked), found, f"the parameter has no mesh axis {axis!r} to be sharded along",
+            repr(asked),
+            found,
+            f"the parameter has no mesh axis {axis!r} to be sharded along",
             "call mw.shard_layer(model, mesh) before you create the optimizer, and name an axis of that mesh",
-        )  # fmt: skip
+        )
     return further_sharded(_spec(p), axes, least)
 
 

@@ -38,10 +38,11 @@ def check_context(by: Context) -> Context:
     """Return `by`. Raises StrategyError if there is no such algorithm."""
     if by not in get_args(Context):
         raise StrategyError(
-            f"context parallelism by {by!r}", repr(by),
+            f"context parallelism by {by!r}",
+            repr(by),
             "there is no such algorithm for attention along a sharded sequence",
             'write "ring" (keys and values travel), "ulysses" (heads are sharded instead), or "gather"',
-        )  # fmt: skip
+        )
     return by
 
 

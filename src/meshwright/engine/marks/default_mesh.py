@@ -50,9 +50,11 @@ def init_mesh(**sizes: int) -> ProcessMesh:
     """
     if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not hasattr(size, "__index__")]:
         raise MeshError(
-            f"init_mesh({', '.join(wrong)})", "sizes that are not integers", "the size of an axis is a number of ranks",
+            f"init_mesh({', '.join(wrong)})",
+            "sizes that are not integers",
+            "the size of an axis is a number of ranks",
             "write init_mesh(dp=-1, tp=2)",
-        )  # fmt: skip
+        )
     ranks = init_process().size
     if ranks == 1:
         sizes = dict.fromkeys(sizes, 1)
@@ -61,10 +63,11 @@ def init_mesh(**sizes: int) -> ProcessMesh:
     filled = {name: ranks // max(given, 1) if size == -1 else size for name, size in sizes.items()}
     if not sizes or min(filled.values()) < 1 or len(open_axes) > 1 or math.prod(filled.values()) != ranks:
         raise MeshError(
-            f"init_mesh({', '.join(f'{name}={size}' for name, size in sizes.items())})", f"{ranks} ranks",
+            f"init_mesh({', '.join(f'{name}={size}' for name, size in sizes.items())})",
+            f"{ranks} ranks",
             "the product of the sizes must be the number of ranks; one size may be -1, for the remaining ranks",
             f"write init_mesh(dp={ranks}), or start other ranks: `meshwright run --ranks {max(given, 2)} script.py`",
-        )  # fmt: skip
+        )
     return ProcessMesh(np.arange(ranks).reshape(tuple(filled.values())), list(filled))
 
 
@@ -77,17 +80,20 @@ def resolve_mesh(mesh: ProcessMesh | None) -> ProcessMesh:
     found = mesh if mesh is not None else get_mesh()
     if found is None:
         raise MeshError(
-            "an operation without a mesh", "no default mesh", "the mesh says which ranks take part",
+            "an operation without a mesh",
+            "no default mesh",
+            "the mesh says which ranks take part",
             "call mw.set_mesh(mw.ProcessMesh(…)) once, or pass the mesh as an argument",
-        )  # fmt: skip
+        )
     size = current_communicator().size
     last = max(_checked(found).process_ids)
     if last >= size:
         raise MeshError(
-            f"a tensor on {found!r}", f"rank {last} in a world of {size} ranks",
+            f"a tensor on {found!r}",
+            f"rank {last} in a world of {size} ranks",
             f"this world has only the ranks 0 to {size - 1}",
             f"use a mesh of these ranks, or start more ranks: mw.simulate(fn, ranks={last + 1})",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -95,6 +101,8 @@ def _checked(mesh: Any) -> ProcessMesh:
     if isinstance(mesh, ProcessMesh):
         return mesh
     raise MeshError(
-        f"a mesh {mesh!r}", f"a {type(mesh).__name__}", "a mesh is an array of ranks with named axes",
+        f"a mesh {mesh!r}",
+        f"a {type(mesh).__name__}",
+        "a mesh is an array of ranks with named axes",
         'pass mw.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])',
-    )  # fmt: skip
+    )

@@ -95,18 +95,22 @@ def _check(
     asked = f"dispatch_experts of tokens {tuple(tokens.shape)}"
     if not parameters or len({p.shape[:1] for p in parameters}) > 1 or not parameters[0].dim():
         raise ExpertsError(
-            asked, f"parameters of shapes {[tuple(p.shape) for p in parameters]}",
+            asked,
+            f"parameters of shapes {[tuple(p.shape) for p in parameters]}",
             "dim 0 of every parameter must count the experts",
             "stack the parameters: pass at least one of shape [experts, ...]",
-        )  # fmt: skip
+        )
     if indices.shape != weights.shape or indices.shape[:-1] != tokens.shape[:-1] or tokens.dim() < 2:
         raise ExpertsError(
-            asked, f"indices {tuple(indices.shape)} and weights {tuple(weights.shape)}",
+            asked,
+            f"indices {tuple(indices.shape)} and weights {tuple(weights.shape)}",
             "each token needs as many weights as indices",
             "pass tokens [..., d], indices [..., k] and weights [..., k]",
-        )  # fmt: skip
+        )
     if capacity is not None and capacity < 1:
         raise ExpertsError(
-            asked, f"a capacity of {capacity}", "each expert must take at least one row",
+            asked,
+            f"a capacity of {capacity}",
+            "each expert must take at least one row",
             "pass capacity=math.ceil(1.25 * indices.numel() / experts), or None for all rows",
-        )  # fmt: skip
+        )

@@ -41,15 +41,18 @@ def run_experts(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence
     if not isinstance(out, Tensor) or out.dim() != 2 or out.shape[0] != rows.shape[0]:  # pyright: ignore[reportUnnecessaryIsInstance] - a user's function
         found: Any = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__  # pyright: ignore[reportUnnecessaryIsInstance] - as above
         raise ExpertsError(
-            f"experts {name} of rows {tuple(rows.shape)}", f"{found}", "the function must return one row for each row",
+            f"experts {name} of rows {tuple(rows.shape)}",
+            f"{found}",
+            "the function must return one row for each row",
             f"return a tensor of shape ({rows.shape[0]}, features)",
-        )  # fmt: skip
+        )
     if isinstance(out, DistTensor) and not isinstance(rows, DistTensor):
         raise ExpertsError(
-            f"experts {name} of rows {tuple(rows.shape)}", f"a distributed result {out.spec!r}",
+            f"experts {name} of rows {tuple(rows.shape)}",
+            f"a distributed result {out.spec!r}",
             "the function used a distributed tensor together with the rows of this rank",
             "pass every tensor that has a part for each expert as one of the parameters",
-        )  # fmt: skip
+        )
     return out
 
 
@@ -59,10 +62,11 @@ def run_experts_without_random(routed: Routed, rows: Tensor, ends: Tensor, param
     out = run_experts(routed, rows, ends, parameters)
     if any(not torch.equal(a, b) for a, b in zip(before, _generators(rows), strict=True)):
         raise ExpertsError(
-            f"experts {routed.name} of rows {tuple(rows.shape)}", "random numbers drawn inside the function",
+            f"experts {routed.name} of rows {tuple(rows.shape)}",
+            "random numbers drawn inside the function",
             "the rows of a rank depend on the mesh, so the random numbers would, too",
             "apply dropout to the tokens before the call, or to the result after the call",
-        )  # fmt: skip
+        )
     return out
 
 

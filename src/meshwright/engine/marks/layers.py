@@ -77,10 +77,11 @@ def _check_python(layer: nn.Module) -> None:
     for name, module in layer.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(
-                "shard_layer of TorchScript", f"{name or 'the model'}: {type(module).__name__}",
+                "shard_layer of TorchScript",
+                f"{name or 'the model'}: {type(module).__name__}",
                 "TorchScript runs in C++, which sees the local part only",
                 "shard the Python module, and use torch.compile or mw.to_static in place of TorchScript",
-            )  # fmt: skip
+            )
 
 
 def _slots(module: nn.Module) -> Iterator[Slot]:

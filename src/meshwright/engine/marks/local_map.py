@@ -153,10 +153,11 @@ def _per_input(
         return [None] * count
     if len(in_placements) != count:
         raise LocalMapError(
-            f"local_map of {_name(func)}", f"{count} positional arguments, but in_placements for {len(in_placements)}",
+            f"local_map of {_name(func)}",
+            f"{count} positional arguments, but in_placements for {len(in_placements)}",
             "each positional argument needs an entry",
             "pass one list of placements per tensor, and None for any other argument",
-        )  # fmt: skip
+        )
     return in_placements
 
 
@@ -165,9 +166,11 @@ def _targets(
 ) -> list[Target]:
     if shapes is not None and len(shapes) != len(places):
         raise LocalMapError(
-            f"local_map of {_name(func)}", f"shapes for {len(shapes)} results, but placements for {len(places)}",
-            "each result needs an entry in both", "pass one shape per result, and None where the parts are even",
-        )  # fmt: skip
+            f"local_map of {_name(func)}",
+            f"shapes for {len(shapes)} results, but placements for {len(places)}",
+            "each result needs an entry in both",
+            "pass one shape per result, and None where the parts are even",
+        )
     known = shapes if shapes is not None else [None] * len(places)
     return [None if p is None else (*p, shape) for p, shape in zip(places, known, strict=True)]
 
@@ -182,10 +185,11 @@ def _placed(x: Any, wanted: PlacementList | None, mesh: ProcessMesh, may_move: b
     if may_move:
         return reshard(x, mesh, wanted)
     raise LocalMapError(
-        f"local_map of an input with the placements {list(wanted)} on {mesh!r}", f"{x.spec!r} on {x.mesh!r}",
+        f"local_map of an input with the placements {list(wanted)} on {mesh!r}",
+        f"{x.spec!r} on {x.mesh!r}",
         "the function is written for local parts in the requested layout",
         "pass reshard_inputs=True, or call mw.reshard(x, mesh, placements) first",
-    )  # fmt: skip
+    )
 
 
 def _inside(x: Any, axes: frozenset[tuple[ProcessMesh, str]]) -> Any:
@@ -221,19 +225,22 @@ def _listed(func: Any, out: Any, targets: Sequence[Target]) -> tuple[list[Any], 
     results: list[Any] = list(out) if many else [out]
     if len(results) != len(targets):
         raise LocalMapError(
-            f"local_map of {_name(func)}", f"{len(results)} results, but placements for {len(targets)}",
-            "each result needs an entry", "pass one list of placements per tensor, and None for any other result",
-        )  # fmt: skip
+            f"local_map of {_name(func)}",
+            f"{len(results)} results, but placements for {len(targets)}",
+            "each result needs an entry",
+            "pass one list of placements per tensor, and None for any other result",
+        )
     return results, many
 
 
 def _outside(func: Any, x: Any, target: Target, axes: frozenset[tuple[ProcessMesh, str]]) -> Any:
     if isinstance(x, DistTensor):
         raise LocalMapError(
-            f"local_map of {_name(func)}", f"a result {x.spec!r} that is already distributed",
+            f"local_map of {_name(func)}",
+            f"a result {x.spec!r} that is already distributed",
             "the function used a distributed tensor from outside together with local parts",
             "pass distributed tensors as arguments, so that the function gets their local parts",
-        )  # fmt: skip
+        )
     if target is None or not isinstance(x, Tensor):
         return x
     mesh, placements, shape = target

@@ -101,8 +101,9 @@ class _Work:
                 raise MaterializeError(
                     f"materializing {f'{path}.{key}'.lstrip('.')!r}",
                     "a tensor that is neither a parameter nor a buffer",
-                    "it was created on the meta device, so its values are unknown", "register it with register_buffer",
-                )  # fmt: skip
+                    "it was created on the meta device, so its values are unknown",
+                    "register it with register_buffer",
+                )
         for _, key, x in _slots(module):
             if id(x) in self.first and not _has_values(_local(x)):
                 raise MaterializeError(
@@ -110,7 +111,7 @@ class _Work:
                     "no values after reset_parameters and init",
                     "the values from its constructor were lost on the meta device",
                     f"call mw.materialize(model, init=fn); let fn(module) fill {type(module).__name__}.{key} in place",
-                )  # fmt: skip
+                )
 
     def _reset(self, module: nn.Module, init: Init | None) -> None:
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -123,9 +124,11 @@ class _Work:
         """Copy a buffer that `init` replaced into the old buffer. Raises MaterializeError for a parameter."""
         if isinstance(old, nn.Parameter) or old.shape != new.shape or old.dtype != new.dtype:
             raise MaterializeError(
-                f"materializing {path!r}", "a new tensor in its place",
-                "the old tensor has its layout on the mesh, and an optimizer may hold it", "write the values in place",
-            )  # fmt: skip
+                f"materializing {path!r}",
+                "a new tensor in its place",
+                "the old tensor has its layout on the mesh, and an optimizer may hold it",
+                "write the values in place",
+            )
         with local_parts():
             values = distribute_as(new, old.spec.mesh, old.spec.layout) if isinstance(old, DistTensor) else new
             _local(old).copy_(_local(values))

@@ -24,8 +24,13 @@ from meshwright.tensor import DistTensor, shared_memory
 
 from .._errors import SharedMemoryError
 
-_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-          "_forward_hooks_always_called")  # fmt: skip
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,10 +105,11 @@ class ModuleMemory:
             computed = next((s for s in group if not s.is_held and not s.tensor.is_leaf), None)
             if computed is not None and group[0].tensor is not computed.tensor:
                 raise SharedMemoryError(
-                    self._asked, f"{computed.path}, which was computed from {group[0].path} and shares its memory",
+                    self._asked,
+                    f"{computed.path}, which was computed from {group[0].path} and shares its memory",
                     "its gradient history begins at the tensor that the module had before it was distributed",
                     f"compute {computed.path} in forward(), or use {computed.path}.detach()",
-                )  # fmt: skip
+                )
 
     def check(self, spec_of: Callable[[_Slot], Spec | None]) -> None:
         """Raise SharedMemoryError if tensors with the same elements get different layouts."""
@@ -117,10 +123,11 @@ class ModuleMemory:
                 spec = first if follows else spec_of(slot)
                 if first is not None and spec is not first:
                     raise SharedMemoryError(
-                        self._asked, f"{group[0].path} gets {first!r}, and {slot.path} gets {spec!r}",
+                        self._asked,
+                        f"{group[0].path} gets {first!r}, and {slot.path} gets {spec!r}",
                         "tensors that share memory must have the same layout",
                         f"give both the same layout; or {_fix(group[0], slot)}",
-                    )  # fmt: skip
+                    )
 
     def tie(self) -> None:
         """Give the distributed tensors of each group one memory."""
@@ -137,10 +144,11 @@ class ModuleMemory:
     def _overlap_error(self, one: _Slot, other: _Slot) -> SharedMemoryError:
         shapes = [tuple(slot.tensor.shape) for slot in (one, other)]
         return SharedMemoryError(
-            self._asked, f"{one.path} of shape {shapes[0]} and {other.path} of shape {shapes[1]} share some elements",
+            self._asked,
+            f"{one.path} of shape {shapes[0]} and {other.path} of shape {shapes[1]} share some elements",
             "on a mesh each would have its own parts, and a write to one would not reach the other",
             _fix(one, other),
-        )  # fmt: skip
+        )
 
 
 def refuse_shared_parameters(parameters: Iterable[Tensor], asked: str) -> None:
@@ -151,10 +159,11 @@ def refuse_shared_parameters(parameters: Iterable[Tensor], asked: str) -> None:
     if numbers is not None:
         one, other = (found[at] for at in numbers)
         raise SharedMemoryError(
-            asked, f"parameters of shapes {tuple(one.shape)} and {tuple(other.shape)} that share memory",
+            asked,
+            f"parameters of shapes {tuple(one.shape)} and {tuple(other.shape)} that share memory",
             "each would get its own memory, and an update of one would not reach the other",
             "use one parameter for both, as in head.weight = embedding.weight, or write p.data = p.data.clone()",
-        )  # fmt: skip
+        )
 
 
 def _slots(model: nn.Module) -> Iterable[_Slot]:

@@ -156,7 +156,8 @@ def check(placements: Sequence[Placement]) -> Sequence[Placement]:
     if isinstance(placements, (list, tuple)):
         return placements
     raise PlacementError(
-        f"placements {placements!r}", f"a {type(placements).__name__}",
+        f"placements {placements!r}",
+        f"a {type(placements).__name__}",
         "placements are a list with one placement per mesh axis",
         f"pass [{placements!r}]" if isinstance(placements, Placement) else "pass [mw.Shard(0), mw.Replicate()]",
-    )  # fmt: skip
+    )

@@ -40,17 +40,18 @@ def to_torch_dtensor(x: DistTensor, device_mesh: DeviceMesh | None = None) -> DT
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise TorchDTensorError(
-            f"{x.spec!r} as torch's DTensor", "no torch.distributed process group",
+            f"{x.spec!r} as torch's DTensor",
+            "no torch.distributed process group",
             "a DTensor needs process groups; simulated ranks have none",
             "call torch.distributed.init_process_group() on every process of the run, or use mw.unshard_dtensor(x)",
-        )  # fmt: skip
+        )
     placements = [_to_torch(x.spec, p) for p in x.placements]
     _check_order(x.spec)
     x = redistribute(x, x.mesh, x.spec.layout.with_varying(()))
     on = device_mesh if device_mesh is not None else _device_mesh(x.mesh, x.device.type, dist.group.WORLD)
     return _torch().DTensor.from_local(
         x.to_local(), on, placements, run_check=False, shape=x.shape, stride=tuple(x.stride())
-    )  # fmt: skip
+    )
 
 
 def from_torch_dtensor(x: DTensor) -> DistTensor:
@@ -106,7 +107,8 @@ def _from_torch(x: DTensor, placement: Any) -> Placement:
     if type(placement) is _torch().Partial and placement.reduce_op in _BACK:
         return Partial(_BACK[placement.reduce_op])
     raise TorchDTensorError(
-        f"torch's DTensor with placements {list(x.placements)}", f"{placement!r}",
+        f"torch's DTensor with placements {list(x.placements)}",
+        f"{placement!r}",
         "the placement is private to torch, or its reduction is unknown",
         "call x.redistribute(placements=…) with Shard, Replicate and Partial first",
-    )  # fmt: skip
+    )

@@ -95,10 +95,11 @@ def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor
     """Return the forward pass with the loss as a program. Raises BatchError if the batch has no input for the model."""
     if loss is not None and len(batch) < 2:
         raise BatchError(
-            "a plan for a model and a loss", f"a batch with {len(batch)} elements",
+            "a plan for a model and a loss",
+            f"a batch with {len(batch)} elements",
             "the loss takes the last element of the batch, and the model takes the others",
             "pass (inputs, labels); or pass loss=None and return the loss from the model",
-        )  # fmt: skip
+        )
 
     def call(*args: Any) -> Any:
         return model(*args) if loss is None else loss(model(*args[:-1]), args[-1])
@@ -166,9 +167,11 @@ def _first(optimizer: Any, loader: Any) -> Sequence[Any]:
     """Return the first batch of the loader. Raises BatchError unless the loader can be iterated again."""
     if not isinstance(optimizer, Optimizer):
         raise BatchError(
-            f"mw.auto with the optimizer {optimizer!r:.60}", f"a {type(optimizer).__name__}",
-            "the optimizer comes after the model, and then the batches", "call mw.auto(model, optimizer, loader, loss)",
-        )  # fmt: skip
+            f"mw.auto with the optimizer {optimizer!r:.60}",
+            f"a {type(optimizer).__name__}",
+            "the optimizer comes after the model, and then the batches",
+            "call mw.auto(model, optimizer, loader, loss)",
+        )
     known = isinstance(loader, Iterable) and not isinstance(loader, (Tensor, Iterator, Mapping))
     batch: Any = next(iter(loader), None) if known else None
     if batch is None or (isinstance(loader, tuple) and isinstance(batch, Tensor)):
@@ -177,7 +180,7 @@ def _first(optimizer: Any, loader: Any) -> Sequence[Any]:
             "a loader without batches" if known and batch is None else "tensors, or batches that can be read only once",
             "the search reads the first batch, and training then starts again with the first batch",
             "pass a DataLoader, or a list of one batch: [(inputs, labels)]",
-        )  # fmt: skip
+        )
     return batch if isinstance(batch, (tuple, list)) else (batch,)
 
 
@@ -194,10 +197,11 @@ class _Counted:
     def __call__(self, leaves: Sequence[Any]) -> None:
         if self.how.ignores(leaves):
             raise SearchError(
-                f"a step of {self.plan.how}", "ignored labels, whose number may differ between the pieces of the batch",
+                f"a step of {self.plan.how}",
+                "ignored labels, whose number may differ between the pieces of the batch",
                 "the mean over pieces equals that of the batch only if equally many labels count in each piece",
                 "plan with such a batch: mw.auto then uses no pieces. Or pass Strategy(gradient_merge=...)",
-            )  # fmt: skip
+            )
 
 
 def strategy_for_plan(plan: MeshPlan, options: Strategy) -> Strategy:

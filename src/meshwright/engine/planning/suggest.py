@@ -64,9 +64,14 @@ def style_code(style: Any) -> str:
 
 
 def suggest(
-    model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor] | None = None, *,
-    mesh: Mapping[str, int] | None = None, cluster: Cluster | str | None = None, ranks: int | None = None,
-) -> Suggestion:  # fmt: skip
+    model: nn.Module,
+    batch: Sequence[Any],
+    loss: Callable[..., Tensor] | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    cluster: Cluster | str | None = None,
+    ranks: int | None = None,
+) -> Suggestion:
     """Suggest a `Parallelism` for `model`: the best plan for a `mesh` of pp, dp and tp, or for a number of `ranks`.
 
     The styles are tried on the model. A parameter to which they give another layout than the plan is reported in
@@ -78,17 +83,21 @@ def suggest(
     sizes = dict(mesh or {})
     if strange := sorted(set(sizes) - set(AXES)):
         raise SearchError(
-            f"a suggestion for a mesh with {strange[0]}", f"a mesh {sizes}",
-            "the search shards layers (pp), batches (dp) and weights (tp)", "pass dp=2,tp=4, or pp=2,dp=2,tp=2",
-        )  # fmt: skip
+            f"a suggestion for a mesh with {strange[0]}",
+            f"a mesh {sizes}",
+            "the search shards layers (pp), batches (dp) and weights (tp)",
+            "pass dp=2,tp=4, or pp=2,dp=2,tp=2",
+        )
     pp, dp, tp = (sizes.get(axis, 1) for axis in AXES)
     plans = plan(model, batch, loss, cluster=cluster, ranks=ranks or pp * dp * tp, stages=pp if mesh else None)
     found = [p for p in plans if not mesh or (p.dp, p.tp) == (dp, tp)]
     if not found:
         raise SearchError(
-            f"a suggestion for a mesh {sizes}", f"plans for {', '.join(p.how for p in plans)}",
-            "that mesh does not fit into memory, or its dp does not divide the batch", "pass another mesh, or none",
-        )  # fmt: skip
+            f"a suggestion for a mesh {sizes}",
+            f"plans for {', '.join(p.how for p in plans)}",
+            "that mesh does not fit into memory, or its dp does not divide the batch",
+            "pass another mesh, or none",
+        )
     best = found[0]
     styles = _patterns(model, dict(_styles(model, best.layouts)))
     split, way = (best.pipeline.split, best.pipeline.way or None) if best.pipeline else (None, None)

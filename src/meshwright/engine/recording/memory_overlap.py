@@ -48,10 +48,11 @@ def _is_unclear(inputs: Sequence[Input], written: Collection[int], one: int, oth
 
 def _shared_error(one: Input, other: Input) -> StaticError:
     return StaticError(
-        "dist_model(...)", f"{_described(one)} and {_described(other)}, which share memory, and the step writes to it",
+        "dist_model(...)",
+        f"{_described(one)} and {_described(other)}, which share memory, and the step writes to it",
         "a program reads each tensor as it is before the step, so a write to one would not change the other",
         "use one tensor for both, as in head.weight = embedding.weight, or replace one of them by its clone()",
-    )  # fmt: skip
+    )
 
 
 def _described(given: Input) -> str:

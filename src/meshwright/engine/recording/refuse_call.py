@@ -21,27 +21,30 @@ def refuse_call(optimizer: Optimizer | None) -> None:
     modes = dispatch_modes()
     if modes:
         raise StaticError(
-            "dist_model(...)", f"inside the dispatch mode {type(modes[-1]).__name__}",
+            "dist_model(...)",
+            f"inside the dispatch mode {type(modes[-1]).__name__}",
             "the mode would see the operators of the recording, not those of the step",
             "call the eager model inside the mode, or move the call out of the mode",
-        )  # fmt: skip
+        )
     if optimizer is None:
         return
     if saving_is_hooked():
         raise StaticError(
-            "dist_model(...)", "inside torch.autograd.graph.saved_tensors_hooks",
+            "dist_model(...)",
+            "inside torch.autograd.graph.saved_tensors_hooks",
             "a program saves no tensors for autograd, so the hooks would not run",
             "use Strategy(recompute=...) or Strategy(release=...) to save memory, or move the call out of the hooks",
-        )  # fmt: skip
+        )
     flush()
     with local_parts():
         left = any(_GRADIENT(p) is not None for group in optimizer.param_groups for p in group["params"])
     if left:
         raise StaticError(
-            "dist_model(...)", "parameters with gradients from an earlier backward pass",
+            "dist_model(...)",
+            "parameters with gradients from an earlier backward pass",
             "an eager step would add to these gradients, but a program computes new ones",
             "call optimizer.zero_grad() first",
-        )  # fmt: skip
+        )
 
 
 def refuse_shared(network: nn.Module) -> None:
@@ -56,7 +59,7 @@ def refuse_shared(network: nn.Module) -> None:
                 f"{name}, which shares the memory of a tensor with other parts since {name}.data = y",
                 "a program reads and writes this rank's part, and its writes would not reach the other tensor",
                 f"use one parameter for both, as in head.weight = embedding.weight, or write {name}.data = y.clone()",
-            )  # fmt: skip
+            )
 
 
 def refuse_shared_new_layouts(captured: Capture, network: nn.Module | None = None) -> None:
@@ -77,8 +80,9 @@ def refuse_shared_new_layouts(captured: Capture, network: nn.Module | None = Non
     for one, other, *_ in (*groups, *pairs):
         names = slots[one].name, slots[other].name
         raise StaticError(
-            "dist_model(...)", f"{names[0]} and {names[1]}, which share memory",
+            "dist_model(...)",
+            f"{names[0]} and {names[1]}, which share memory",
             "on a mesh each gets its own parts, and a write to one would not reach the other",
             f"use one tensor for both, as in {names[1]} = {names[0]}, or write "
             f"{names[1]}.data = {names[1]}.data.clone()",
-        )  # fmt: skip
+        )

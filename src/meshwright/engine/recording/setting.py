@@ -136,7 +136,9 @@ def form_of(tree: Any) -> Any:
         return (type(tree), *[(key, form_of(v)) for key, v in tree.items()])
     if not isinstance(tree, Tensor) and not isinstance(tree, Hashable):
         raise StaticError(
-            f"a batch with a {type(tree).__name__}", "a value that is neither a tensor nor hashable",
-            "a value that is not a tensor becomes part of the key that selects a program", "pass torch.as_tensor(x)",
-        )  # fmt: skip
+            f"a batch with a {type(tree).__name__}",
+            "a value that is neither a tensor nor hashable",
+            "a value that is not a tensor becomes part of the key that selects a program",
+            "pass torch.as_tensor(x)",
+        )
     return None

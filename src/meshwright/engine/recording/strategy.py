@@ -66,9 +66,11 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
             raise StrategyError(
-                f"sharding.stage = {self.stage}", "no such stage", "ZeRO has the stages 1, 2 and 3",
+                f"sharding.stage = {self.stage}",
+                "no such stage",
+                "ZeRO has the stages 1, 2 and 3",
                 "set stage = 1 to shard states, 2 for gradients too, 3 for parameters too",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True)
@@ -92,22 +94,25 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES or self.level not in ("O1", "O2"):
             raise StrategyError(
-                f"amp.dtype = {self.dtype!r}, amp.level = {self.level!r}", "an unknown dtype or level",
-                "dtype is bfloat16 or float16, and level is O1 or O2", 'set dtype = "bfloat16", level = "O1"',
-            )  # fmt: skip
+                f"amp.dtype = {self.dtype!r}, amp.level = {self.level!r}",
+                "an unknown dtype or level",
+                "dtype is bfloat16 or float16, and level is O1 or O2",
+                'set dtype = "bfloat16", level = "O1"',
+            )
         if not (0 < self.init_loss_scaling < inf and self.incr_every_n_steps >= 1):
             raise StrategyError(
                 f"amp.init_loss_scaling = {self.init_loss_scaling:g}, incr_every_n_steps = {self.incr_every_n_steps}",
                 "a scale or a number of steps that is out of range",
                 "the scale must be positive and finite, the number of steps at least 1",
                 "set init_loss_scaling = 65536.0, incr_every_n_steps = 2000",
-            )  # fmt: skip
+            )
         if not 0 < self.decr_ratio < 1 < self.incr_ratio < inf:
             raise StrategyError(
                 f"amp.incr_ratio = {self.incr_ratio:g}, amp.decr_ratio = {self.decr_ratio:g}",
                 "a loss scale that would not fall after an overflow, or not grow again",
-                "decr_ratio must be between 0 and 1, and incr_ratio above 1", "set incr_ratio = 2.0, decr_ratio = 0.5",
-            )  # fmt: skip
+                "decr_ratio must be between 0 and 1, and incr_ratio above 1",
+                "set incr_ratio = 2.0, decr_ratio = 0.5",
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -136,9 +141,11 @@ class GradientMerge:
     def __post_init__(self) -> None:
         if self.k_steps < 1:
             raise StrategyError(
-                f"gradient_merge.k_steps = {self.k_steps}", "a number below one", "a batch needs at least one piece",
+                f"gradient_merge.k_steps = {self.k_steps}",
+                "a number below one",
+                "a batch needs at least one piece",
                 "set k_steps = 4",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True)
@@ -155,10 +162,11 @@ class Recomputing:
     def __post_init__(self) -> None:
         if self.enable and bool(self.layers) == (self.budget is not None):
             raise StrategyError(
-                "recompute.enable = true", f"layers = {list(self.layers)}, budget = {self.budget}",
+                "recompute.enable = true",
+                f"layers = {list(self.layers)}, budget = {self.budget}",
                 "recomputation is selected either by layers or by a budget",
                 'set layers = ["blocks.*"], or budget = 0.5',
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True)
@@ -172,9 +180,11 @@ class FusedPasses:
         unknown = [name for name in self.fused_passes_list if name not in FUSED]
         if unknown:
             raise StrategyError(
-                f"fused_passes.fused_passes_list with {unknown[0]!r}", "no such pass",
-                f"the passes are {', '.join(FUSED)}", f"use one of {list(FUSED)}",
-            )  # fmt: skip
+                f"fused_passes.fused_passes_list with {unknown[0]!r}",
+                "no such pass",
+                f"the passes are {', '.join(FUSED)}",
+                f"use one of {list(FUSED)}",
+            )
 
 
 @dataclass(frozen=True)
@@ -229,25 +239,32 @@ class Pipeline:
         lengths = (self.slices,) if isinstance(self.slices, int) else self.slices
         if not lengths or min(lengths) < 1:
             raise StrategyError(
-                f"pipeline.slices = {self.slices}", "a number below one", "each slice needs at least one position",
+                f"pipeline.slices = {self.slices}",
+                "a number below one",
+                "each slice needs at least one position",
                 "set slices = 4, or slices = [6, 4, 3, 3]",
-            )  # fmt: skip
+            )
         if self.capacity is not None and self.schedule_mode != "auto":
             raise StrategyError(
                 f"pipeline.capacity = {self.capacity:g}, schedule_mode = {self.schedule_mode.splitlines()[0]!r}",
-                "a fixed schedule", "capacity limits the schedules that a search may choose",
+                "a fixed schedule",
+                "capacity limits the schedules that a search may choose",
                 'set schedule_mode = "auto", or leave out capacity',
-            )  # fmt: skip
+            )
         if self.asynchronous and self.schedule_mode == "auto":
             raise StrategyError(
-                'pipeline.asynchronous = true, schedule_mode = "auto"', "a schedule search",
-                "the search chooses only synchronous schedules", 'set schedule_mode = "PipeDream-2BW"',
-            )  # fmt: skip
+                'pipeline.asynchronous = true, schedule_mode = "auto"',
+                "a schedule search",
+                "the search chooses only synchronous schedules",
+                'set schedule_mode = "PipeDream-2BW"',
+            )
         if self.accumulate_steps < 1:
             raise StrategyError(
-                f"pipeline.accumulate_steps = {self.accumulate_steps}", "a number below one",
-                "a batch needs at least one microbatch", "set accumulate_steps = 8",
-            )  # fmt: skip
+                f"pipeline.accumulate_steps = {self.accumulate_steps}",
+                "a number below one",
+                "a batch needs at least one microbatch",
+                "set accumulate_steps = 8",
+            )
 
 
 @dataclass(frozen=True)
@@ -284,40 +301,53 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.compiler not in ("none", "inductor"):
             raise StrategyError(
-                f"compiler = {self.compiler!r}", "no such compiler", "programs run node by node or through Inductor",
+                f"compiler = {self.compiler!r}",
+                "no such compiler",
+                "programs run node by node or through Inductor",
                 'set compiler = "none" or "inductor"',
-            )  # fmt: skip
+            )
         if self.amp.scaling is not None and self.release:
             raise StrategyError(
-                'amp.dtype = "float16", release = true', "updates as soon as each gradient exists",
-                "float16 decides on the update when all gradients exist", "set release = false",
-            )  # fmt: skip
+                'amp.dtype = "float16", release = true',
+                "updates as soon as each gradient exists",
+                "float16 decides on the update when all gradients exist",
+                "set release = false",
+            )
         if any(isinstance(p, Amp) and p.dtype == torch.float16 for p in self.passes):
             raise StrategyError(
-                "Amp(torch.float16) among passes", "no loss scale",
+                "Amp(torch.float16) among passes",
+                "no loss scale",
                 "gradients in float16 underflow without a loss scale",
                 'set amp = {"enable": True, "dtype": "float16"}',
-            )  # fmt: skip
+            )
         if self.pipeline.enable and self.release:
             raise StrategyError(
-                "pipeline.enable = true, release = true", "updates as soon as each gradient exists",
-                "the gradients of a pipeline exist only after the last microbatch", "set release = false",
-            )  # fmt: skip
+                "pipeline.enable = true, release = true",
+                "updates as soon as each gradient exists",
+                "the gradients of a pipeline exist only after the last microbatch",
+                "set release = false",
+            )
         if self.pipeline.enable and self.pipeline.slices != 1 and self.recompute.enable:
             raise StrategyError(
-                f"pipeline.slices = {self.pipeline.slices}, recompute.enable = true", "both",
-                "each slice would recompute what the slices share", "use more slices, or recompute without slices",
-            )  # fmt: skip
+                f"pipeline.slices = {self.pipeline.slices}, recompute.enable = true",
+                "both",
+                "each slice would recompute what the slices share",
+                "use more slices, or recompute without slices",
+            )
         if self.pipeline.enable and self.pipeline.asynchronous and self.amp.scaling is not None:
             raise StrategyError(
-                'pipeline.asynchronous = true, amp.dtype = "float16"', "several updates in a step, and a loss scale",
-                "each update would have its own scale, and gradients in flight another one", 'set dtype = "bfloat16"',
-            )  # fmt: skip
+                'pipeline.asynchronous = true, amp.dtype = "float16"',
+                "several updates in a step, and a loss scale",
+                "each update would have its own scale, and gradients in flight another one",
+                'set dtype = "bfloat16"',
+            )
         if self.pipeline.enable and self.gradient_merge.enable:
             raise StrategyError(
-                "pipeline.enable = true, gradient_merge.enable = true", "two options that split the batch",
-                "a pipeline already adds up the gradients of its microbatches", "use pipeline.accumulate_steps alone",
-            )  # fmt: skip
+                "pipeline.enable = true, gradient_merge.enable = true",
+                "two options that split the batch",
+                "a pipeline already adds up the gradients of its microbatches",
+                "use pipeline.accumulate_steps alone",
+            )
 
     @property
     def merge(self) -> Merge | None:
@@ -438,6 +468,8 @@ def _pass(entry: Mapping[str, Any]) -> Pass:
 def _unknown(path: str, known: set[str]) -> StrategyError:
     near = get_close_matches(path.split(".")[-1].split("'")[-2 if "'" in path else -1], known, 1)
     return StrategyError(
-        f"the option {path}", "no such option", f"the known names are {', '.join(sorted(known))}",
+        f"the option {path}",
+        "no such option",
+        f"the known names are {', '.join(sorted(known))}",
         f"write {near[0]}" if near else "write one of these names",
-    )  # fmt: skip
+    )

@@ -22,9 +22,11 @@ def strategy_to_toml(strategy: Strategy) -> str:
     """
     if strategy.layouts is not None:
         raise StrategyError(
-            "a strategy in TOML", "layouts, which refer to meshes", "TOML cannot express a mesh",
+            "a strategy in TOML",
+            "layouts, which refer to meshes",
+            "TOML cannot express a mesh",
             "write str(dist_model.layouts) to its own file, and read it with parse_layouts(text, mesh)",
-        )  # fmt: skip
+        )
     lines = [*_lines(strategy)]
     for section in fields(strategy):
         value = getattr(strategy, section.name)

@@ -112,10 +112,11 @@ class Variants(Generic[T]):
     def _check_count(self, leaves: Sequence[Any]) -> None:
         if self.count >= self.most:
             raise StaticError(
-                f"a batch of sizes {sizes_of(leaves)}", f"{self.count} recorded programs, none of which fits",
+                f"a batch of sizes {sizes_of(leaves)}",
+                f"{self.count} recorded programs, none of which fits",
                 "recording takes time: a model has at most Strategy(max_programs=…) programs",
                 "pad batches to few shapes, or use Strategy(max_programs=N) with a larger N",
-            )  # fmt: skip
+            )
 
 
 def fits_sizes(known: Sizes, dynamic: Dynamic, sizes: Sizes) -> bool:

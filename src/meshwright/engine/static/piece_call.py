@@ -102,10 +102,11 @@ class _Piece(torch.autograd.Function):
         found: CompiledPiece = ctx.found
         if torch.is_grad_enabled():
             raise StaticError(
-                f"create_graph=True through {found.name}", "a piece whose backward pass is a recorded program",
+                f"create_graph=True through {found.name}",
+                "a piece whose backward pass is a recorded program",
                 "the backward pass was recorded once, and autograd cannot differentiate it",
                 "use the model itself instead of mw.to_static(model) for gradients of gradients",
-            )  # fmt: skip
+            )
         back: list[Any] = [None] * (ctx.count + 1)
         if found.backward is None:
             return tuple(back)

@@ -24,8 +24,9 @@ def check_plain(leaves: Iterable[Any], how: str, module: nn.Module) -> None:
         raise CaptureError(
             f"capturing {type(module).__name__}, {how} {type(strange).__name__}",
             "a value that is not a tensor and may differ from call to call",
-            "a program would keep the value from the recording", "use tensors, in tuples, lists and dicts",
-        )  # fmt: skip
+            "a program would keep the value from the recording",
+            "use tensors, in tuples, lists and dicts",
+        )
 
 
 def form_of_call(args: Sequence[Any]) -> Any:
@@ -40,9 +41,11 @@ def check_mappings(out: Any, module: nn.Module) -> None:
     """Raise CaptureError for results in mappings other than dict, which programs do not make."""
     if isinstance(out, Mapping) and type(out) is not dict:
         raise CaptureError(
-            f"capturing {type(module).__name__}", f"results in a {type(out).__name__}",
-            "a program returns tuples, lists and dicts only", "return a dict",
-        )  # fmt: skip
+            f"capturing {type(module).__name__}",
+            f"results in a {type(out).__name__}",
+            "a program returns tuples, lists and dicts only",
+            "return a dict",
+        )
     if isinstance(out, (tuple, list, dict)):
         for item in out.values() if isinstance(out, dict) else out:
             check_mappings(item, module)
@@ -53,6 +56,8 @@ def check_arguments_left_alone(program: Program, module: nn.Module) -> None:
     written = {x for x, _ in program.writes}
     if any(i.value in written for i in program.inputs if i.role == "batch"):
         raise CaptureError(
-            f"capturing {type(module).__name__}", "a write to its argument",
-            "autograd must see the write to an argument, and a program hides it", "return a new tensor",
-        )  # fmt: skip
+            f"capturing {type(module).__name__}",
+            "a write to its argument",
+            "autograd must see the write to an argument, and a program hides it",
+            "return a new tensor",
+        )

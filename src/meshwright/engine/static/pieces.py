@@ -224,9 +224,11 @@ class Pieces:
             captured = capture(module, call, args, dynamic)
         except RuntimeError as error:  # Python raises it too, or runs operators that fake tensors do not support
             raise CaptureError(
-                f"capturing {type(module).__name__}", str(error).split("\n")[0],
-                "torch cannot run it on tensors without data", "use operators that torch.compile supports",
-            ) from error  # fmt: skip
+                f"capturing {type(module).__name__}",
+                str(error).split("\n")[0],
+                "torch cannot run it on tensors without data",
+                "use operators that torch.compile supports",
+            ) from error
         check_arguments_left_alone(captured.program, module)
         program = with_layouts(captured.program, complete(captured.program))
         return replace(captured, program=apply_passes(program, self.strategy.passes_on("captured"))), form

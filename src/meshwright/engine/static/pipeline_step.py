@@ -170,16 +170,18 @@ def _check_updates(schedule: Schedule, copies: Sequence[RankParts], first: Progr
     if states[1] or not all(isinstance(v, Value) for v in states[0].values()):
         name, key = next(k for made in states for k, v in made.items() if made is states[1] or not isinstance(v, Value))
         raise StageError(
-            f"schedule {schedule.name!r}", f"the optimizer's state {key!r} of {name}, which each update creates anew",
+            f"schedule {schedule.name!r}",
+            f"the optimizer's state {key!r} of {name}, which each update creates anew",
             "one program runs the several updates of a step",
             "use an optimizer whose counters are tensors, or schedule 1F1B",
-        )  # fmt: skip
+        )
     if len(copies) > 1:
         raise StageError(
-            f"schedule {schedule.name!r}", "microbatches of several sizes",
+            f"schedule {schedule.name!r}",
+            "microbatches of several sizes",
             "one program runs all updates, so all microbatches must have the same size",
             "use microbatches of one size, or schedule 1F1B",
-        )  # fmt: skip
+        )
 
 
 def _staged_step(
@@ -193,9 +195,11 @@ def _staged_step(
 def _check_alike(found: Sequence[Stages]) -> None:
     if len({(stages.ranks, stages.way) for stages in found}) > 1:
         raise StageError(
-            "microbatches of several sizes, in a pipeline", "a model whose chunks depend on the sizes of its batch",
-            "one schedule runs all microbatches through the same chunks", "use marks that are the same for all sizes",
-        )  # fmt: skip
+            "microbatches of several sizes, in a pipeline",
+            "a model whose chunks depend on the sizes of its batch",
+            "one schedule runs all microbatches through the same chunks",
+            "use marks that are the same for all sizes",
+        )
 
 
 def _step(captured: Capture, strategy: Strategy) -> Program:
@@ -226,15 +230,18 @@ def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
     check_fits(found, stages)
     if found.sequences != options.accumulate_steps:
         raise StrategyError(
-            f"pipeline.accumulate_steps = {options.accumulate_steps}", f"a table for {found.sequences} microbatches",
-            "the table fixes the number of microbatches", f"set accumulate_steps = {found.sequences}",
-        )  # fmt: skip
+            f"pipeline.accumulate_steps = {options.accumulate_steps}",
+            f"a table for {found.sequences} microbatches",
+            "the table fixes the number of microbatches",
+            f"set accumulate_steps = {found.sequences}",
+        )
     if found.slices != count_slices(options):
         raise StrategyError(
-            f"pipeline.slices = {options.slices}", f"a schedule with {found.slices} slices a sequence",
+            f"pipeline.slices = {options.slices}",
+            f"a schedule with {found.slices} slices a sequence",
             "the actions of the schedule fix the number of slices",
             f"set slices = {found.slices}" if found.slices > 1 else 'set schedule_mode = "Seq1F1B", or slices = 1',
-        )  # fmt: skip
+        )
     _check_meaning(found, options)
     check_schedule(found, stale=options.asynchronous)
     return found
@@ -246,17 +253,19 @@ def _check_meaning(found: Schedule, options: Pipeline) -> None:
         return
     if options.asynchronous:
         raise StrategyError(
-            "pipeline.asynchronous = true", f"schedule {found.name!r}, with one update after all microbatches",
+            "pipeline.asynchronous = true",
+            f"schedule {found.name!r}, with one update after all microbatches",
             "this schedule is synchronous: its step equals a step on one device",
             'set schedule_mode = "PipeDream-2BW", or asynchronous = false',
-        )  # fmt: skip
+        )
     versions = " and ".join(map(str, weight_versions(found)))
     raise StageError(
-        f"schedule {found.name!r}", f"{versions} versions of the weights on its ranks",
+        f"schedule {found.name!r}",
+        f"{versions} versions of the weights on its ranks",
         "a synchronous step updates weights once, after all of its microbatches, as on one device",
         'use "ZB-H1" or "ZB-2p", which fill the same bubbles; or set pipeline.asynchronous = true with mw.to_static to '
         "accept gradients of older weights",
-    )  # fmt: skip
+    )
 
 
 def _table(options: Pipeline, stages: Stages) -> Schedule:
@@ -286,10 +295,11 @@ def slice_sequences(program: Program, options: Pipeline) -> Program:
     lengths = options.slices if not isinstance(options.slices, int) else _even(total, count)
     if sum(lengths) != total or 0 in lengths:
         raise StageError(
-            f"pipeline.slices = {options.slices}", f"a sequence of {total} positions (dim 1 of the batch)",
+            f"pipeline.slices = {options.slices}",
+            f"a sequence of {total} positions (dim 1 of the batch)",
             "each position must be in one slice, and no slice may be empty",
             f"set slices = 2, or lengths whose sum is {total}",
-        )  # fmt: skip
+        )
     return slice_sequence(program, lengths)
 
 

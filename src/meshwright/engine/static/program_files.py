@@ -135,11 +135,12 @@ def save_programs(
     asked = [v for found in variants.known.values() for v in found if can_be_saved(v.program)]
     if not asked:
         raise StaticError(
-            f"dist_model.save({os.fspath(folder)!r})", "no program that holds a whole step",
+            f"dist_model.save({os.fspath(folder)!r})",
+            "no program that holds a whole step",
             "the first call for a kind of batch records its program. A model in pieces has no such program. A program "
             "cannot be saved if a hook, a backward pass or an optimizer of your own ran during its recording",
             "call dist_model.compile(*batch) first; its tensors may be on the meta device",
-        )  # fmt: skip
+        )
     write_index(place, model, marks, [row_of(place, v, kernels) for v in asked if is_writer(v.program)])
     here.barrier(tuple(range(here.size)))
 

@@ -121,10 +121,11 @@ def _check(folder: Path, index: Mapping[str, Any], model: RecordedModel) -> None
 def other_model(folder: Path, what: str, before: str, now: str) -> StaticError:
     """Return the error for programs of a model that differs in `what`."""
     return StaticError(
-        f"dist_model.load({str(folder)!r})", f"{what} was {before}, and is {now}",
+        f"dist_model.load({str(folder)!r})",
+        f"{what} was {before}, and is {now}",
         "a program is valid only for the model and the number of ranks of its recording",
         "pass a folder that this model saved on as many ranks; or leave out load(): the first calls record programs",
-    )  # fmt: skip
+    )
 
 
 def _sum(text: str) -> str:

@@ -125,9 +125,11 @@ class DistModel:
         """From now on calls make training steps. Raises StaticError where there is no optimizer."""
         if self.optimizer is None:
             raise StaticError(
-                "dist_model.train()", "a model without an optimizer", "a training step updates parameters",
+                "dist_model.train()",
+                "a model without an optimizer",
+                "a training step updates parameters",
                 "call mw.to_static(model, loader, loss, optimizer)",
-            )  # fmt: skip
+            )
         self._builder.mode = "train"
         self.network.train()
         return self
@@ -179,15 +181,18 @@ class DistModel:
         asked = f"dist_model.accumulate({len(batches)} batches)"
         if self.mode != "train" or not options.enable:
             raise StaticError(
-                asked, "no pipeline in training mode", "each batch is one microbatch of a pipeline",
+                asked,
+                "no pipeline in training mode",
+                "each batch is one microbatch of a pipeline",
                 'pass mw.Strategy.of(pipeline={"enable": True, "accumulate_steps": 8}), and call dist_model.train()',
-            )  # fmt: skip
+            )
         if len(batches) != options.accumulate_steps or len({form_of(tuple(b)) for b in batches}) != 1:
             raise StaticError(
-                asked, f"pipeline.accumulate_steps = {options.accumulate_steps}",
+                asked,
+                f"pipeline.accumulate_steps = {options.accumulate_steps}",
                 "there must be one batch for each microbatch, all with the same structure",
                 f"pass {options.accumulate_steps} batches with the same structure",
-            )  # fmt: skip
+            )
 
     def compile(self, *batch: Any) -> Program:
         """The program for such a batch, recorded and not run; tensors may be on the meta device."""
@@ -233,10 +238,11 @@ class DistModel:
         """The program that ran last. Raises StaticError before the first call."""
         if self._latest is None:
             raise StaticError(
-                "dist_model.program", "a model that has not been called",
+                "dist_model.program",
+                "a model that has not been called",
                 "a program is recorded for the shapes of a batch",
                 "call dist_model(*batch) first",
-            )  # fmt: skip
+            )
         return self._latest.program
 
     @property

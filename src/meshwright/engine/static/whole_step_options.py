@@ -87,5 +87,6 @@ def refuse_whole_step_options(strategy: Strategy, reason: MeshwrightError) -> No
         raise StaticError(
             f"{option.name if own is None else repr(own)} with Strategy(full_graph=False)",
             f"a model that runs in pieces: {reason.found} ({reason.asked})",
-            option.why, f"{option.write}; or make the model one program: {reason.write}",
-        )  # fmt: skip
+            option.why,
+            f"{option.write}; or make the model one program: {reason.write}",
+        )

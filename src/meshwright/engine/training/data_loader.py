@@ -45,9 +45,11 @@ def shard_dataloader(
     dims: list[Any] = list(shard_dims) if each else [shard_dims] * len(many)  # pyright: ignore[reportArgumentType] - by `each`
     if len(dims) != len(many):
         raise BatchError(
-            f"shard_dims {dims}", f"{len(many)} meshes", "each mesh needs one axis along which its inputs are sharded",
+            f"shard_dims {dims}",
+            f"{len(many)} meshes",
+            "each mesh needs one axis along which its inputs are sharded",
             "pass one axis for all meshes, or a list with one axis per mesh",
-        )  # fmt: skip
+        )
     targets = [target(mesh, dim) for mesh, dim in zip(many, dims, strict=True)]
     return ShardDataLoader(dataloader, targets, input_keys, is_dataset_splitted)
 
@@ -113,10 +115,11 @@ class ShardDataLoader:
         part, parts = self._part
         if self._splitted and len(state["parts"]) != parts:
             raise BatchError(
-                f"resuming a data set in {parts} parts", f"positions in {len(state['parts'])} parts",
+                f"resuming a data set in {parts} parts",
+                f"positions in {len(state['parts'])} parts",
                 "other parts hold other samples, so some would be seen twice and some never",
                 "use mw.GlobalSampler, whose position is valid for any number of ranks",
-            )  # fmt: skip
+            )
         loader.load_state_dict(state["parts"][part] if self._splitted else state)
 
     @property
@@ -138,10 +141,11 @@ class ShardDataLoader:
         keeper = self.sampler if self.sampler is not None else self.dataloader
         if not hasattr(keeper, "state_dict"):
             raise BatchError(
-                "the position in a loader's data", f"a {type(keeper).__name__} without state_dict",
+                "the position in a loader's data",
+                f"a {type(keeper).__name__} without state_dict",
                 "nothing records which samples the loader yielded",
                 "write DataLoader(data, batch_sampler=mw.GlobalSampler(data, batch))",
-            )  # fmt: skip
+            )
         return keeper
 
     def _check_sampler(self) -> None:
@@ -154,9 +158,10 @@ class ShardDataLoader:
             found = "whole batches" if sampler.target is None else f"rows along {_written(sampler.target)}"
             raise BatchError(
                 f"parts of batches along {', '.join(map(_written, self._targets))}",
-                f"a sampler that yields {found}", "each rank must read exactly the rows of its shard",
+                f"a sampler that yields {found}",
+                "each rank must read exactly the rows of its shard",
                 "use mw.GlobalSampler(data, batch, mesh=mesh, axis=axis), and shard_dataloader with that mesh and axis",
-            )  # fmt: skip
+            )
 
     def _agrees(self, one: Target, other: Target) -> bool:
         rank, count = current_communicator().rank, one[0].size * other[0].size
@@ -179,18 +184,22 @@ class ShardDataLoader:
         order = list(self._keys if self._keys is not None else batch)
         if sorted(order) != sorted(batch):
             raise BatchError(
-                f"input_keys {order}", f"a batch with the keys {list(batch)}", "each input needs a mesh",
+                f"input_keys {order}",
+                f"a batch with the keys {list(batch)}",
+                "each input needs a mesh",
                 f"pass input_keys={list(batch)}, in the order of the meshes",
-            )  # fmt: skip
+            )
         self._check(batch, len(order))
         return order
 
     def _check(self, batch: Any, count: int) -> None:
         if count != len(self._targets):
             raise BatchError(
-                f"a batch over {len(self._targets)} meshes", f"a {type(batch).__name__} of {count} inputs",
-                "each input needs a mesh", "pass one mesh for all inputs, or a list with one mesh per input",
-            )  # fmt: skip
+                f"a batch over {len(self._targets)} meshes",
+                f"a {type(batch).__name__} of {count} inputs",
+                "each input needs a mesh",
+                "pass one mesh for all inputs, or a list with one mesh per input",
+            )
 
     def _on(self, value: Any, at: int, rows: StepSamples | None) -> Any:
         mesh, placements = self._targets[at]

@@ -56,10 +56,11 @@ class Microbatches:
         given, count = list(batches), self.schedule.microbatches
         if len(given) != count:
             raise StageError(
-                f"a step of {len(given)} microbatches", f"a schedule for {count} microbatches",
+                f"a step of {len(given)} microbatches",
+                f"a schedule for {count} microbatches",
                 "a schedule is made for a fixed number of microbatches",
                 f"pass {count} batches",
-            )  # fmt: skip
+            )
         here = PostedCommunicator(current_communicator())
         running: dict[int, Tensor] = {}
         total: Any = 0.0
@@ -135,5 +136,5 @@ def microbatched(
             "recomputation (R), slices of sequences, or two copies of the model",
             "in the eager mode each forward pass runs once, as a whole, on the only copy of the model",
             "use torch.utils.checkpoint in the model, or mw.to_static(model, loader, loss, optimizer, strategy)",
-        )  # fmt: skip
+        )
     return Microbatches(model, loss, found, stages, autocast, scaler)

@@ -42,10 +42,11 @@ def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str
     shape = catalogue.entries[NAME].shape
     if len(shape) not in (1, 2) or shape[-1] > MOST_BYTES or shape[0] > MOST_BYTES:
         raise CheckpointError(
-            f"loading {NAME} from {catalogue.folder}", f"a tensor of shape {shape}",
+            f"loading {NAME} from {catalogue.folder}",
+            f"a tensor of shape {shape}",
             f"the states of random generators are rows of at most {MOST_BYTES} bytes",
             "pass a checkpoint that mw.save_checkpoint wrote",
-        )  # fmt: skip
+        )
     if len(shape) == 1:
         return {NAME: HeldTensor(torch.empty(shape, dtype=torch.uint8))}
     row = ranks.rank if _has_own(shape, ranks, same) else 0
@@ -64,9 +65,11 @@ def check_random(found: Mapping[str, HeldTensor]) -> None:
         np.random.RandomState().set_state(_numpy_state(states))
     except (InputError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
         raise CheckpointError(
-            "restoring the random generators", f"no states of random generators under the name {NAME!r}",
-            str(error).split("\n")[0], "pass a checkpoint that mw.save_checkpoint wrote",
-        ) from error  # fmt: skip
+            "restoring the random generators",
+            f"no states of random generators under the name {NAME!r}",
+            str(error).split("\n")[0],
+            "pass a checkpoint that mw.save_checkpoint wrote",
+        ) from error
 
 
 def put_back_random(found: Mapping[str, HeldTensor], ranks: World, same: bool) -> None:

@@ -77,9 +77,11 @@ class GlobalSampler:
         self.batch, self.seed, self.shuffle, self.drop_last = batch, seed, shuffle, drop_last
         if batch < 1 or self.length < (batch if drop_last else 1):
             raise BatchError(
-                f"batches of {batch} samples", f"a data set of {self.length}, drop_last={drop_last}",
-                "an epoch needs at least one batch", "pass a smaller batch, or drop_last=False",
-            )  # fmt: skip
+                f"batches of {batch} samples",
+                f"a data set of {self.length}, drop_last={drop_last}",
+                "an epoch needs at least one batch",
+                "pass a smaller batch, or drop_last=False",
+            )
         self.target = None if axis is None else target(mesh, axis)
         self.place = SamplePosition()
 
@@ -125,9 +127,12 @@ class GlobalSampler:
     def state_dict(self) -> dict[str, Any]:
         """Return the place, and the parameters of the order; equal on every rank."""
         return {
-            "epoch": self.place.epoch, "taken": self.place.taken,
-            "seed": self.seed, "shuffle": self.shuffle, "length": self.length,
-        }  # fmt: skip
+            "epoch": self.place.epoch,
+            "taken": self.place.taken,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "length": self.length,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the samples that were taken, in the same order.
@@ -137,10 +142,11 @@ class GlobalSampler:
         """
         if state["length"] != self.length:
             raise BatchError(
-                f"resuming a data set of {self.length} samples", f"a position in a data set of {state['length']}",
+                f"resuming a data set of {self.length} samples",
+                f"a position in a data set of {state['length']}",
                 "the order of the samples depends on their number",
                 "use the data set of the saved run, or a new sampler",
-            )  # fmt: skip
+            )
         self.seed, self.shuffle = state["seed"], state["shuffle"]
         self.place = self._settled(SamplePosition(state["epoch"], state["taken"]))
 

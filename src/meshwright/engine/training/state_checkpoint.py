@@ -90,9 +90,11 @@ def _held(state: Any) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
     for name, leaf in _leaves("", state):
         if name in tensors or name in values:
             raise CheckpointError(
-                f"a state with {name}", "two values with that name", "a name consists of the keys, joined by dots",
+                f"a state with {name}",
+                "two values with that name",
+                "a name consists of the keys, joined by dots",
                 "use keys whose joined names differ",
-            )  # fmt: skip
+            )
         if isinstance(leaf, Tensor):
             tensors[name] = held(leaf)
         else:

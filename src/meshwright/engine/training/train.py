@@ -72,18 +72,28 @@ class Training:
 
     def __post_init__(self) -> None:
         if self.on_failed_save not in ON_FAILED_SAVE:
-            raise TrainingError(f"on_failed_save={self.on_failed_save!r}", "no such choice",
-                                "a run stops or continues after a failed save",
-                                'pass on_failed_save="stop" or "continue"')  # fmt: skip
+            raise TrainingError(
+                f"on_failed_save={self.on_failed_save!r}",
+                "no such choice",
+                "a run stops or continues after a failed save",
+                'pass on_failed_save="stop" or "continue"',
+            )
         every = {"steps": self.steps, "save_every": self.save_every, "evaluate_every": self.evaluate_every}
         wrong = next((name for name, n in every.items() if n is not None and n < 1), None)
         if wrong is not None:
-            raise TrainingError(f"{wrong}={every[wrong]}", "a number below one",
-            "the number of steps must be at least 1",
-                                f"pass {wrong}=100")  # fmt: skip
+            raise TrainingError(
+                f"{wrong}={every[wrong]}",
+                "a number below one",
+                "the number of steps must be at least 1",
+                f"pass {wrong}=100",
+            )
         if self.save_every is not None and self.folder is None:
-            raise TrainingError(f"save_every={self.save_every}", "no folder", "checkpoints are written to this folder",
-                                'pass folder="run"')  # fmt: skip
+            raise TrainingError(
+                f"save_every={self.save_every}",
+                "no folder",
+                "checkpoints are written to this folder",
+                'pass folder="run"',
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +205,11 @@ class _Run:
             return
         if not self.training.resume:
             raise TrainingError(
-                f"a run in {self.training.folder} with resume=False", f"{found} from an earlier run",
-                "checkpoints are never overwritten", "pass another folder, or resume=True to continue the run",
-            )  # fmt: skip
+                f"a run in {self.training.folder} with resume=False",
+                f"{found} from an earlier run",
+                "checkpoints are never overwritten",
+                "pass another folder, or resume=True to continue the run",
+            )
         resumed = load_checkpoint(
             found, self.network, self.optimizer, self.scheduler, data=_CheckpointExtras(self.data, self.scaler)
         )
@@ -209,13 +221,18 @@ class _Run:
         plan, schedule = self.training.plan, getattr(getattr(self.model, "schedule", None), "name", None)
         predicted = plan if isinstance(plan, MeshPlan) else None
         return {
-            "event": "start", "step": self.step, "steps": self.training.steps, "goes_on_from": _text(self.saves.path),
-            "ranks": current_world().size, "meshes": list(meshes), "schedule": schedule,
+            "event": "start",
+            "step": self.step,
+            "steps": self.training.steps,
+            "goes_on_from": _text(self.saves.path),
+            "ranks": current_world().size,
+            "meshes": list(meshes),
+            "schedule": schedule,
             "parameters": sum(p.numel() for p in self.network.parameters()),
             "plan": predicted.how if predicted else plan,
             "predicted_seconds": predicted.seconds if predicted else None,
             "predicted_bytes": predicted.nbytes if predicted else None,
-        }  # fmt: skip
+        }
 
     def _one(self, batches: Iterator[Any], stop: Callable[[], bool], say: EventListener) -> tuple[StepEvent, bool]:
         """Run one step; return its numbers, and True if some rank was asked to stop."""
@@ -243,9 +260,16 @@ class _Run:
         seconds, tokens = perf_counter() - start, _tokens(batch)
         devices = current_world().size
         found = StepEvent(
-            self.step, value, norm, rate, seconds, tokens / seconds / devices, self._mfu(tokens, seconds * devices),
-            int(memory), scale,
-        )  # fmt: skip
+            self.step,
+            value,
+            norm,
+            rate,
+            seconds,
+            tokens / seconds / devices,
+            self._mfu(tokens, seconds * devices),
+            int(memory),
+            scale,
+        )
         return found, bool(stopped)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -296,11 +320,17 @@ class _Run:
         self.saves.begin(
             self.step,
             lambda: save_checkpoint(
-                folder, self.step, self.network, self.optimizer, self.scheduler,
-                data=_CheckpointExtras(self.data, self.scaler), async_save=True, keep=self.training.keep,
+                folder,
+                self.step,
+                self.network,
+                self.optimizer,
+                self.scheduler,
+                data=_CheckpointExtras(self.data, self.scaler),
+                async_save=True,
+                keep=self.training.keep,
             ),
             say,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,22 +355,25 @@ def _check(model: Any, data: Any, training: Training, scaler: Any) -> None:
     """Raise TrainingError for a model or scaler that does not fit, BatchError for data that cannot resume."""
     if isinstance(model, Microbatches) and model.scaler not in (None, scaler):
         raise TrainingError(
-            "mw.train of microbatches with their own scaler", "a training loop without this scaler",
+            "mw.train of microbatches with their own scaler",
+            "a training loop without this scaler",
             "the loop would take scaled gradients for unscaled ones",
             "pass the scaler to mw.train(..., scaler=scaler) instead",
-        )  # fmt: skip
+        )
     if isinstance(model, DistModel):
         raise TrainingError(
-            "mw.train of a static model", "a step that includes the update",
+            "mw.train of a static model",
+            "a step that includes the update",
             "this loop checks the gradients before the update",
             "pass the model itself, or mw.microbatched(model, …) for a pipeline; or loop over dist_model(*batch)",
-        )  # fmt: skip
+        )
     if training.folder is not None and not hasattr(data, "state_dict"):
         raise BatchError(
-            f"a run in {training.folder} that can resume", f"a {type(data).__name__} without state_dict",
+            f"a run in {training.folder} that can resume",
+            f"a {type(data).__name__} without state_dict",
             "nothing records which samples were seen",
             "pass mw.shard_dataloader(DataLoader(data, batch_sampler=mw.GlobalSampler(data, batch)), mesh, axis)",
-        )  # fmt: skip
+        )
 
 
 def _non_finite(network: nn.Module, step: int, loss: float, norm: float) -> NonFiniteGradientError:
@@ -349,10 +382,11 @@ def _non_finite(network: nn.Module, step: int, loss: float, norm: float) -> NonF
     wrong = [name for name, grad in of.items() if not unshard_dtensor(grad.isfinite().all()).item()]
     names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     return NonFiniteGradientError(
-        f"the update of step {step}", f"a gradient norm of {norm} and a loss of {loss:g}; not finite: {names}",
+        f"the update of step {step}",
+        f"a gradient norm of {norm} and a loss of {loss:g}; not finite: {names}",
         "the update would write NaN into every parameter",
         "lower the learning rate, pass clip=1.0, or use other data. The parameters are those from before the step",
-    )  # fmt: skip
+    )
 
 
 def _endless(data: Iterable[Any]) -> Iterator[Any]:
@@ -364,9 +398,11 @@ def _endless(data: Iterable[Any]) -> Iterator[Any]:
             empty = 0
             yield batch
     raise BatchError(
-        "the next batch", f"a {type(data).__name__} that yields no batch", "data are iterated over repeatedly",
+        "the next batch",
+        f"a {type(data).__name__} that yields no batch",
+        "data are iterated over repeatedly",
         "pass a list or a DataLoader, not an iterator that ends",
-    )  # fmt: skip
+    )
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

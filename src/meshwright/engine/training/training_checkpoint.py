@@ -200,10 +200,11 @@ def _check_run(catalogue: Catalogue) -> None:
     """Raise CheckpointError if `save_checkpoint` did not write the checkpoint."""
     if not _is_run(catalogue):
         raise CheckpointError(
-            f"resuming from {catalogue.folder}", "a checkpoint that lacks the step or other entries of a run",
+            f"resuming from {catalogue.folder}",
+            "a checkpoint that lacks the step or other entries of a run",
             "the checkpoint was not written by mw.save_checkpoint",
             "call mw.load_state_dict(state, path) to load its contents",
-        )  # fmt: skip
+        )
 
 
 def _is_run(catalogue: Catalogue) -> bool:

@@ -103,9 +103,11 @@ def _curves(folder: Where) -> Generator[EventListener]:
         writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
     except ImportError as error:
         raise TrainingError(
-            f"tensorboard={str(folder)!r}", f"{error}", "TensorBoard's own package writes the curves",
+            f"tensorboard={str(folder)!r}",
+            f"{error}",
+            "TensorBoard's own package writes the curves",
             "run pip install tensorboard, or pass log=FILE alone",
-        ) from error  # fmt: skip
+        ) from error
 
     def draw(event: Event) -> None:
         for name, number in _numbers(event):
@@ -126,9 +128,13 @@ def _numbers(event: Event) -> Iterator[tuple[str, float]]:
 def _show_progress(steps: int) -> Generator[EventListener]:
     """Show the banner, a bar with the numbers of the latest step, and a line for every other event."""
     columns = (
-        TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.fields[numbers]}"),
-        TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=10),
+        TextColumn("{task.fields[numbers]}"),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=steps, numbers="")
 
@@ -145,10 +151,13 @@ def _show_progress(steps: int) -> Generator[EventListener]:
 
 def _numbers_of_step(event: Event) -> str:
     parts = [
-        f"loss {event['loss']:.4f}", f"norm {event['gradient_norm']:.3g}", f"lr {event['learning_rate']:.3g}",
+        f"loss {event['loss']:.4f}",
+        f"norm {event['gradient_norm']:.3g}",
+        f"lr {event['learning_rate']:.3g}",
         f"{event['tokens_per_second_per_device']:,.0f} tokens/s a device",
-        *([] if event["mfu"] is None else [f"MFU {event['mfu']:.1%}"]), f"{event['peak_memory'] / 2**20:,.0f} MiB",
-    ]  # fmt: skip
+        *([] if event["mfu"] is None else [f"MFU {event['mfu']:.1%}"]),
+        f"{event['peak_memory'] / 2**20:,.0f} MiB",
+    ]
     return "  ".join(parts)
 
 

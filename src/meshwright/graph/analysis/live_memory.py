@@ -20,12 +20,24 @@ from ..program.program import Program
 from ..torch_hooks import Operator
 
 SECRET_VIEWS = {
-    f"aten::{name}" for name in (
-        "_unsafe_view", "reshape", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "meshgrid",
-        "cartesian_prod", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "sum_to_size", "conj_physical",
+    f"aten::{name}"
+    for name in (
+        "_unsafe_view",
+        "reshape",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
+        "broadcast_tensors",
+        "meshgrid",
+        "cartesian_prod",
+        "unsafe_chunk",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+        "sum_to_size",
+        "conj_physical",
         "type_as",
     )
-}  # fmt: skip
+}
 """Operators whose results may share the memory of the first argument, although their schemas do not say so."""
 
 
@@ -241,9 +253,11 @@ def refuse_writing(program: Program, asked: str) -> None:
     writing = next((node for node in program.nodes if writes_to(node.op)), None)
     if writing is not None:
         raise RewriteError(
-            asked, f"{name_of(writing.op)}, which overwrites an operand",
-            "the overwritten value is lost, so nodes can neither move nor run again", "apply InPlace as the last pass",
-        )  # fmt: skip
+            asked,
+            f"{name_of(writing.op)}, which overwrites an operand",
+            "the overwritten value is lost, so nodes can neither move nor run again",
+            "apply InPlace as the last pass",
+        )
 
 
 def overwritten(program: Program) -> Iterator[tuple[str, str, str]]:

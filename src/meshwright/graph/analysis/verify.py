@@ -21,9 +21,11 @@ def verify(program: Program, by: str = "", deep: bool = False) -> Program:
     types = _types(program) if deep else ()
     for what, found, why in (*_order(program), *_ends(program), *overwritten(program), *types):
         raise ProgramError(
-            f"a program{f' made by {by}' if by else ''}", f"{what}: {found}", why,
+            f"a program{f' made by {by}' if by else ''}",
+            f"{what}: {found}",
+            why,
             "in the pass, add values before their readers, and replace values before removal (Draft does both)",
-        )  # fmt: skip
+        )
     return program
 
 

@@ -234,10 +234,11 @@ def _assigned(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> list[tup
                 continue
             if slot.is_parameter or not isinstance(new, Tensor) or new.shape != fake.shape or new.dtype != fake.dtype:
                 raise SideEffectError(
-                    "capturing the forward pass", f"the forward pass replaces {slot.name} by a {type(new).__name__}",
+                    "capturing the forward pass",
+                    f"the forward pass replaces {slot.name} by a {type(new).__name__}",
                     "a program keeps its parameters, and the shapes and dtypes of its buffers",
                     "use a buffer of one shape, and write to it by tensor operations",
-                )  # fmt: skip
+                )
             found.append((fake, new))
     return found
 

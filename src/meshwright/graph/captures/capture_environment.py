@@ -55,26 +55,30 @@ def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
         if isinstance(error, TypeError) and FakeTensor.__name__ not in str(error):  # a fake tensor used as a number
             raise
         raise CaptureError(
-            f"capturing {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
-            "Python needs a tensor's numbers there, but a captured tensor has none", WITHOUT_NUMBERS,
-        ) from error  # fmt: skip
+            f"capturing {user_line(error.__traceback__) or 'the forward pass'}",
+            str(error).split("\n")[0],
+            "Python needs a tensor's numbers there, but a captured tensor has none",
+            WITHOUT_NUMBERS,
+        ) from error
     except RuntimeError as error:
         found = next((text for text in _WITHOUT_MEMORY if text in str(error)), None)
         if found is None:
             raise
         raise CaptureError(
-            f"capturing {user_line(error.__traceback__) or 'the forward pass'}", str(error).split("\n")[0],
+            f"capturing {user_line(error.__traceback__) or 'the forward pass'}",
+            str(error).split("\n")[0],
             "while a model is captured, tensors have no memory to copy or share",
             "use x.clone() instead of copy.copy, copy.deepcopy and set_, and use dense tensors",
-        ) from error  # fmt: skip
+        ) from error
     except AttributeError as error:
         if not isinstance(error.obj, FakeTensor) or not hasattr(DistTensor, error.name or ""):
             raise
         raise CaptureError(
-            f"capturing {user_line(error.__traceback__) or 'the forward pass'}", f".{error.name} of a tensor",
+            f"capturing {user_line(error.__traceback__) or 'the forward pass'}",
+            f".{error.name} of a tensor",
             "a model is captured as for one device; layouts are decided later",
             "use mw.reshard(x, mesh, placements) to set a layout, and mw.local_map for a function of local parts",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _check_whole(leaves: Sequence[Any]) -> None:
@@ -85,7 +89,7 @@ def _check_whole(leaves: Sequence[Any]) -> None:
                 f"a distributed tensor {x.spec!r} from outside the model",
                 "a model is captured as for one device: only parameters, buffers and batch may be distributed",
                 "make the tensor a buffer of the model (for the loss: model.loss = loss), or a part of the batch",
-            )  # fmt: skip
+            )
 
 
 def _too_long(nodes: Sequence[Node], most: int) -> CaptureError:
@@ -98,7 +102,7 @@ def _too_long(nodes: Sequence[Node], most: int) -> CaptureError:
         "each step of a Python loop adds operators, in every layer, and a search visits all of them",
         "write the loop as one operator (torch.cumsum, chunks as in Mamba-2), or call mw.suggest with short sequences: "
         "its patterns hold for all lengths",
-    )  # fmt: skip
+    )
 
 
 class CaptureEnvironment:
@@ -177,16 +181,18 @@ class CaptureEnvironment:
     def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
         if transforming():
             raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}", f"{op} inside a transform of torch.func",
+                f"capturing {user_frame() or 'the forward pass'}",
+                f"{op} inside a transform of torch.func",
                 "inside a transform, tensors are wrappers of torch, which programs do not have",
                 "pass Strategy(full_graph=False), which runs code that cannot be captured in Python",
-            )  # fmt: skip
+            )
         if any(isinstance(leaf, torch.Generator) for leaf in leaves_in((args, kwargs))):
             raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}", f"{op} with its own generator",
+                f"capturing {user_frame() or 'the forward pass'}",
+                f"{op} with its own generator",
                 "a program draws from torch's default generator, and would not advance another one",
                 "leave out `generator=`, and call torch.manual_seed(seed)",
-            )  # fmt: skip
+            )
         with interception_off():
             if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
                 return
@@ -214,18 +220,21 @@ class CaptureEnvironment:
         """
         if op._schema.name == "aten::_has_compatible_shallow_copy_type":
             raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}", "an assignment x.data = y",
+                f"capturing {user_frame() or 'the forward pass'}",
+                "an assignment x.data = y",
                 "x would share the memory of y from then on, but a program keeps the memory of its tensors",
                 "write x.copy_(y), under torch.no_grad() if x is a parameter",
-            )  # fmt: skip
+            )
         values = [self.recording.value_of(x) for x in tensors_in((args, kwargs))]
         behind = [self.recording.constants_behind(v) for v in values]
         written = any(map(self.outside.was_written, tensors_in((args, kwargs))))
         if written or None in behind:
             raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}", f"{op._schema.name} of a tensor without numbers",
-                "Python needs a tensor's numbers there, but a captured tensor has none", WITHOUT_NUMBERS,
-            )  # fmt: skip
+                f"capturing {user_frame() or 'the forward pass'}",
+                f"{op._schema.name} of a tensor without numbers",
+                "Python needs a tensor's numbers there, but a captured tensor has none",
+                WITHOUT_NUMBERS,
+            )
         self.asked += [x for constants in behind for x in constants or ()]
         return bool(values)
 

@@ -54,10 +54,11 @@ class ExternalTensors:
         """
         if self._arrays and any(memory_of(x) in self._arrays for x in written.values()):
             raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}", "a write to a tensor in the memory of a NumPy array",
+                f"capturing {user_frame() or 'the forward pass'}",
+                "a write to a tensor in the memory of a NumPy array",
                 "a program does not know if each call makes a new array, and would not change the array",
                 "copy the array with torch.tensor(array), or make the tensor outside of forward() and the loss",
-            )  # fmt: skip
+            )
         self._written |= {memory_of(x) for x in written.values() if not isinstance(x, FakeTensor) and not inside(x)}
 
     def stands_in(self, op: Operator, args: Any) -> bool:
@@ -113,7 +114,7 @@ def _check_kept(x: Tensor, fake: Tensor) -> None:
             f"a write to an outside tensor of shape {tuple(x.shape)}, which gets {found}",
             "the tensor is kept from step to step, so a later backward pass would reach into earlier steps",
             "write a detached value (detach()) of the tensor's own shape",
-        )  # fmt: skip
+        )
 
 
 def writes_external_tensors(program: Program) -> bool:
@@ -126,10 +127,11 @@ def check_stages(program: Program) -> None:
     """Raise CaptureError for a program on several meshes that writes an external tensor, which all ranks hold."""
     if writes_external_tensors(program) and len(meshes_of(program)) > 1:
         raise CaptureError(
-            "capturing a model whose modules are on several meshes", "a write to an outside tensor",
+            "capturing a model whose modules are on several meshes",
+            "a write to an outside tensor",
             "every rank holds the tensor, but only the ranks of the writing module would see the write",
             "use a buffer (register_buffer), which is on the mesh of the module",
-        )  # fmt: skip
+        )
 
 
 def check_buffers(step: Program, buffers: Mapping[int, str]) -> None:
@@ -138,7 +140,8 @@ def check_buffers(step: Program, buffers: Mapping[int, str]) -> None:
         name = buffers.get(id(given.source)) if given.role == "constant" else None
         if name is not None:
             raise CaptureError(
-                "recording a backward pass", f"a hook that uses {name}, which the forward pass also writes to",
+                "recording a backward pass",
+                f"a hook that uses {name}, which the forward pass also writes to",
                 "a program writes each buffer once, at its end",
                 "use two buffers, or make the whole change in forward()",
-            )  # fmt: skip
+            )

@@ -83,10 +83,11 @@ class _Calls(TorchFunctionMode):
             return RemovableHandle(OrderedDict[int, Any]())
         if func in _REFUSED:
             raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}", f"a use of {_REFUSED[func]}",
+                f"capturing {user_frame() or 'the forward pass'}",
+                f"a use of {_REFUSED[func]}",
                 "a captured forward pass runs once, before any gradient exists",
                 "use torch.autograd.grad for gradients inside the loss; the step itself runs the backward pass",
-            )  # fmt: skip
+            )
         return func(*args, **kwargs)
 
 
@@ -103,27 +104,30 @@ _REFUSED: dict[Any, str] = {
 def _check_fresh(function: Any, args: tuple[Any, ...], out: Any) -> None:
     if any(r is a for r in tensors_in(out) for a in tensors_in(args)):
         raise CaptureError(
-            f"capturing {user_frame()}", f"{function.__name__}.apply, which writes to its argument",
+            f"capturing {user_frame()}",
+            f"{function.__name__}.apply, which writes to its argument",
             "programs have no writes, and the effect of the function on other views of the memory is unknown",
             "return a new tensor from the function",
-        )  # fmt: skip
+        )
 
 
 def check_hooks(module: nn.Module) -> None:
     """Raise CaptureError for hooks that a program would not call."""
     if any(backward_hooks_of_all()):
         raise CaptureError(
-            f"capturing {type(module).__name__}", "a backward hook of all layers",
+            f"capturing {type(module).__name__}",
+            "a backward hook of all layers",
             "a program has gradients of tensors, not of layers",
             "call x.register_hook(fn) on the layer's input or output in its forward pass",
-        )  # fmt: skip
+        )
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(
-                f"capturing {type(module).__name__}", f"a backward hook of the layer {name or type(part).__name__}",
+                f"capturing {type(module).__name__}",
+                f"a backward hook of the layer {name or type(part).__name__}",
                 "a program has gradients of tensors, not of layers",
                 "call x.register_hook(fn) on the layer's input or output in its forward pass",
-            )  # fmt: skip
+            )
         for key, value in part._parameters.items():
             if value is not None and getattr(value, "_post_accumulate_grad_hooks", None):
                 raise CaptureError(
@@ -131,4 +135,4 @@ def check_hooks(module: nn.Module) -> None:
                     f"a hook that {name}.{key} calls when its gradient is accumulated",
                     "a program passes gradients to the optimizer, and parameters do not accumulate them",
                     "use parameter.register_hook(fn), or optimizer.register_step_pre_hook(fn)",
-                )  # fmt: skip
+                )

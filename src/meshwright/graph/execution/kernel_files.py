@@ -64,9 +64,11 @@ def save_kernels(program: Program, here: Communicator, path: str | os.PathLike[s
         os.replace(beside, path)
     except RuntimeError as error:
         raise ProgramFileError(
-            "saving kernels", str(error).split("\n")[0], "Inductor needs a C++ compiler to make kernels",
+            "saving kernels",
+            str(error).split("\n")[0],
+            "Inductor needs a C++ compiler to make kernels",
             "call dist_model.save(folder) without kernels: Inductor then makes them where the program runs",
-        ) from error  # fmt: skip
+        ) from error
     finally:
         beside.unlink(missing_ok=True)
     return True

@@ -65,9 +65,10 @@ def split_before_update(program: Program) -> TwoPartStep | None:
     begin = to_fx(replace(program, nodes=first), op_of, results=(early, list(crossing)))
     inputs = (*program.inputs, *[Input(v, "batch", v.name) for v in crossing])
     end = to_fx(
-        replace(program, inputs=inputs, nodes=[n for n in program.nodes if n in update]), op_of,
+        replace(program, inputs=inputs, nodes=[n for n in program.nodes if n in update]),
+        op_of,
         results=(late, [v for _, v in program.writes]),
-    )  # fmt: skip
+    )
     at = {v: n for n, v in enumerate([*[i.value for i in program.inputs], *crossing])}
     saved = [i.value for i in program.inputs if i.role == "saved"]
     gradients = tuple((name, at[v]) for v, name in _named(program, update, [*crossing, *saved]).items())

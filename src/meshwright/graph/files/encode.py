@@ -201,10 +201,12 @@ def _telling(what: str) -> Generator[None]:
         yield
     except (_UnknownError, ExpressionError) as error:
         raise ProgramFileError(
-            "saving a program", what, str(error),
+            "saving a program",
+            what,
+            str(error),
             "operators of torch.ops in its place (torch.library.custom_op makes one of a function), and the program "
             "as it is before kernels are compiled",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def kind_text(kind: Kind) -> str:

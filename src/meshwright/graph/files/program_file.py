@@ -60,10 +60,11 @@ def save_program(program: Program, path: str | os.PathLike[str], read_back: bool
     data = save(tensors, metadata)
     if int.from_bytes(data[:8], "little") > LONGEST or len(text) > MOST_PROGRAM or len(data) > MOST_FILE:
         raise ProgramFileError(
-            "saving a program", f"a text of {len(text)} characters, a file of {len(data)} bytes",
+            "saving a program",
+            f"a text of {len(text)} characters, a file of {len(data)} bytes",
             f"the text may have at most {MOST_PROGRAM} characters, and the file at most {MOST_FILE} bytes",
             "save smaller programs, such as one for each layer of the model",
-        )  # fmt: skip
+        )
     write_whole(path, data)
     return checksum
 
@@ -115,9 +116,11 @@ def convert_file_errors(path: Any, act: Callable[[], T]) -> T:
 
 def program_file_error(path: Any, why: str) -> ProgramFileError:
     return ProgramFileError(
-        f"loading {os.fspath(path)}", "no readable program", why,
+        f"loading {os.fspath(path)}",
+        "no readable program",
+        why,
         "pass a file that save_program wrote with this version of Meshwright or an older one",
-    )  # fmt: skip
+    )
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -75,10 +75,11 @@ def _check_states(reach: Reach) -> None:
     """Raise SideEffectError for a forward pass that reads the states of an optimizer, which its step changes."""
     if reach.reads_states():
         raise SideEffectError(
-            "recording a training step", "the forward pass or the loss reads optimizer.state",
+            "recording a training step",
+            "the forward pass or the loss reads optimizer.state",
             "only the optimizer's step, which is part of the program, may read and write states",
             "keep the values that the forward pass reads in a buffer (register_buffer)",
-        )  # fmt: skip
+        )
 
 
 def _of_layers(reach: Reach) -> Iterator[Slot]:
@@ -255,9 +256,11 @@ def _check_outside(ran: Executed, asked: str) -> None:
     """Raise SideEffectError for a call whose result no guard can compare."""
     for call in ran.outside:
         raise SideEffectError(
-            asked, f"it calls {call}", "a program is recorded once, so the result of the call would never change",
+            asked,
+            f"it calls {call}",
+            "a program is recorded once, so the result of the call would never change",
             "pass the result as a tensor of the batch, or make the call outside forward() and the loss",
-        )  # fmt: skip
+        )
 
 
 def _check_real(guards: Guards, asked: str) -> None:
@@ -277,9 +280,11 @@ def side_effect(asked: str, what: str, before: Any, after: Any, fix: str = _BUFF
     """Return the error for a change of Python state."""
     was, now = _short(before), _short(after)
     return SideEffectError(
-        asked, f"{what} was {was}, and is {now} after it" if was != now else f"{what}, {now}, was changed",
-        "a program is recorded once, so changes that Python makes in each pass would be lost", fix,
-    )  # fmt: skip
+        asked,
+        f"{what} was {was}, and is {now} after it" if was != now else f"{what}, {now}, was changed",
+        "a program is recorded once, so changes that Python makes in each pass would be lost",
+        fix,
+    )
 
 
 def _short(value: Any) -> str:

@@ -140,9 +140,11 @@ class Draft:
         read = [v for v in spot.outs if self.users(v) or self.is_result(v)]
         if read:
             raise ProgramError(
-                f"removing {name_of(spot.op)}", f"{read[0]!r} is read", "its readers would have no value",
+                f"removing {name_of(spot.op)}",
+                f"{read[0]!r} is read",
+                "its readers would have no value",
                 "call draft.replace(value, other) before draft.remove(node)",
-            )  # fmt: skip
+            )
         self._unread(spot)
         for v in spot.outs:
             self._producers.pop(v, None)

@@ -41,9 +41,11 @@ def parse_layouts(text: str, mesh: ProcessMesh | Mapping[str, ProcessMesh]) -> d
     found: dict[str, Spec] = {}
     if len(text) > MOST_TEXT or text.count("\n") > MOST_LINES:
         raise ProgramError(
-            "layouts in text", f"{len(text)} characters", f"the limit is {MOST_TEXT} characters and {MOST_LINES} lines",
+            "layouts in text",
+            f"{len(text)} characters",
+            f"the limit is {MOST_TEXT} characters and {MOST_LINES} lines",
             "write lines such as batch_0  f32[8@dp, 1024]",
-        )  # fmt: skip
+        )
     for number, line in enumerate(text.splitlines(), 1):
         body = line.split("#")[0].strip()
         if not body:
@@ -51,9 +53,11 @@ def parse_layouts(text: str, mesh: ProcessMesh | Mapping[str, ProcessMesh]) -> d
         name, _, spec = body.partition(" ")
         if not spec.strip():
             raise ProgramError(
-                f"line {number} of layouts", repr(line), "a line consists of the name of a value and its spec",
+                f"line {number} of layouts",
+                repr(line),
+                "a line consists of the name of a value and its spec",
                 "write lines such as batch_0  f32[8@dp, 1024]",
-            )  # fmt: skip
+            )
         if not isinstance(mesh, ProcessMesh) and name not in mesh:
             known = ", ".join(list(mesh)[:5])
             raise ProgramError(

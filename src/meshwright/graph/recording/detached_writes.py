@@ -34,7 +34,7 @@ def check_late_writes(program: Program, writes: Iterable[DetachedWrite]) -> None
                 f"a write through .data or detach() to a tensor that {node.op} at {node.origin.where} reads",
                 f"in eager mode the backward pass of {node.op} reads the new numbers, but a program keeps the old ones",
                 "write before the operator, or after the backward pass (between steps)",
-            )  # fmt: skip
+            )
 
 
 def _reader(program: Program, write: DetachedWrite) -> Node | None:

@@ -131,10 +131,11 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
         return _scattered(_SCATTERS[name], child, view, base, emit)
     if like.dtype != child.like.dtype or (name == "as_strided" and not _is_plain(like)):
         raise CaptureError(
-            f"recording {user_frame() or 'a program'}", f"a write to the view that {name} makes of a tensor",
+            f"recording {user_frame() or 'a program'}",
+            f"a write to the view that {name} makes of a tensor",
             "the written elements cannot be put back into the tensor",
             "make a new tensor (torch.where, torch.cat) instead of the write",
-        )  # fmt: skip
+        )
     return _put_by_index(child, view, base, emit)
 
 

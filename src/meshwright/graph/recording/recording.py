@@ -370,11 +370,12 @@ def _check_constant(x: Tensor) -> None:
     what = "a fake tensor of another capture" if isinstance(x, FakeTensor) else "a tensor that requires gradients"
     if isinstance(x, FakeTensor) or x.requires_grad:
         raise CaptureError(
-            f"recording {user_frame() or 'a program'}", f"{what}, of shape {tuple(x.shape)}",
+            f"recording {user_frame() or 'a program'}",
+            f"{what}, of shape {tuple(x.shape)}",
             "the tensor is not in the model or the batch, so the program would treat it as a constant",
             "put trained tensors into the model (model.loss = loss), call requires_grad_(False) on others, or "
             "detach() a constant",
-        )  # fmt: skip
+        )
 
 
 def _looks_alike(a: Tensor, b: Tensor) -> bool:

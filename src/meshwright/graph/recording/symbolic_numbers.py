@@ -97,9 +97,11 @@ class Numbers:
         name = type(expr).__name__
         if name not in FUNCTIONS:
             raise CaptureError(
-                f"the number {expr}", f"a {name}", "this function of tensors' numbers cannot be recorded",
+                f"the number {expr}",
+                f"a {name}",
+                "this function of tensors' numbers cannot be recorded",
                 "compute numbers from sizes with + - * / ** min max, or use tensor operations instead of Python ones",
-            )  # fmt: skip
+            )
         args = [self._of(a, to) for a in expr.args]
         kind = int if expr.is_integer else float
         if name in _FOLDED:

@@ -40,9 +40,14 @@ def join_programs(
     writes = written | {home[x]: became[v] for x, v in second.writes if x not in feeds}
     out = outputs(first.outputs, map_values(lambda v: became[v], second.outputs))
     return Program(
-        (*first.inputs, *added), (*first.nodes, *nodes), out, tuple(writes.items()), (*first.changes, *second.changes),
-        first.rank, {**first.specs, **{became[v]: spec for v, spec in second.specs.items() if v in became}},
-    )  # fmt: skip
+        (*first.inputs, *added),
+        (*first.nodes, *nodes),
+        out,
+        tuple(writes.items()),
+        (*first.changes, *second.changes),
+        first.rank,
+        {**first.specs, **{became[v]: spec for v, spec in second.specs.items() if v in became}},
+    )
 
 
 def _is_one(given: Input) -> bool:

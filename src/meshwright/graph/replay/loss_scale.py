@@ -82,10 +82,11 @@ def unscale_gradients(
 def _part(grad: Tensor, spec: Spec | None) -> Tensor:
     if grad.dtype == torch.float16:
         raise CaptureError(
-            "recording a step with a loss scale", "a parameter in float16",
+            "recording a step with a loss scale",
+            "a parameter in float16",
             "its gradient is divided by the scale in float16, and may underflow",
             "call model.float(): parameters stay in float32, operators run in float16",
-        )  # fmt: skip
+        )
     if not isinstance(grad, DistTensor) or spec is None:
         return grad
     return redistribute(grad, spec.mesh, spec.layout.with_varying(()))

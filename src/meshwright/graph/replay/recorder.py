@@ -263,10 +263,11 @@ class Recorder(Modes):
             found = next((g for g in asked if not g.subs(values)), None)
             if found is not None:
                 raise CaptureError(
-                    "recording what every rank runs", f"the code branches on {found}, which is false on rank {rank}",
+                    "recording what every rank runs",
+                    f"the code branches on {found}, which is false on rank {rank}",
                     "every rank runs the same program, with the branch that the recording rank took",
                     "use torch.where on a tensor of the number, in the form of the rule",
-                )  # fmt: skip
+                )
 
 
 _MOST_RANKS = 64
@@ -306,7 +307,7 @@ def _check_shape(node: Node, v: Value, found: Any) -> None:
         f"a result of shape {tuple(found.shape)}, but {tuple(v.shape)} was captured",
         "the layouts of its arguments were unknown when the model was captured",
         "pass in_placements=[...] with reshard_inputs=True, or out_shapes=[...]",
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -385,10 +386,11 @@ def _loss(out: Any) -> Tensor:
         return out
     found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
     raise CaptureError(
-        "a training step", f"the forward pass returns {found}",
+        "a training step",
+        f"the forward pass returns {found}",
         "gradients need a loss: one number that depends on parameters",
         "pass loss=a function of the model's output and the labels that returns a mean or a sum",
-    )  # fmt: skip
+    )
 
 
 def write_back(program: Program, given: Mapping[Value, Tensor], known: Mapping[Value, Any]) -> None:

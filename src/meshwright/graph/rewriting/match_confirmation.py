@@ -114,10 +114,11 @@ class Confirmed:
     def _wrong(self, given: Mapping[str, Any], found: str) -> RewriteError:
         about = ", ".join(f"{k}: {type_text(v) if isinstance(v, Value) else v!r}" for k, v in given.items())
         return RewriteError(
-            f"rule {self.rule.name} for {about}", found,
+            f"rule {self.rule.name} for {about}",
+            found,
             "both sides of a rule must return the same for the same arguments",
             "add a where=... that refuses such arguments, or a cast in put",
-        )  # fmt: skip
+        )
 
 
 def results(out: Any) -> tuple[Any, ...]:
@@ -148,7 +149,7 @@ def _fit(shapes: Mapping[str, Shape], given: Mapping[str, Any]) -> bool:
         shape.fits(v.shape, sizes) and isinstance(v.dtype, torch.dtype) and kind_of_dtype(v.dtype) == shape.kind
         for name, shape in shapes.items()
         if isinstance(v := given.get(name), (Value, VirtualValue))
-    )  # fmt: skip
+    )
 
 
 def _without_idle_casts(told: CallTrace) -> tuple[tuple[Node, ...], tuple[Any, ...]]:

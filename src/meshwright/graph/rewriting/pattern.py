@@ -176,10 +176,11 @@ def make_pattern(find: Callable[..., Any], variant: Variant, shapes: Mapping[str
     for name, _, _, other in others:
         if [c.op for c in other.calls] != [c.op for c in told.calls]:
             raise RewriteError(
-                f"rule {rule}", f"other operators for another {name or 'shape'}",
+                f"rule {rule}",
+                f"other operators for another {name or 'shape'}",
                 "a pattern must have the same operators for all arguments",
                 "where `find` branches, use an argument with options, such as `kind: Literal['relu', 'gelu']`",
-            )  # fmt: skip
+            )
     return _Maker(told, others, rule).made(variant)
 
 
@@ -203,9 +204,11 @@ class _Maker:
         roots = tuple(self._term(reader, v) for v in results)
         if not roots or not all(isinstance(r, Term) for r in roots):
             raise RewriteError(
-                f"rule {self.rule}", f"find returns {out!r}", "an operator must make every result of find",
+                f"rule {self.rule}",
+                f"find returns {out!r}",
+                "an operator must make every result of find",
                 "return the result of the last operator of the pattern, or a tuple of results",
-            )  # fmt: skip
+            )
         self._check_names(variant, roots)
         return Pattern(variant, roots, self.told, tuple(t for t in self.terms.values() if isinstance(t, Term)))
 
@@ -250,9 +253,11 @@ class _Maker:
         wanted = {*variant.tensors, *(a.name for a in (*variant.attributes, *variant.steps))}
         if wanted - used:
             raise RewriteError(
-                f"rule {self.rule}", f"find does not use {', '.join(sorted(wanted - used))}",
-                "an unused argument cannot be matched", "pass the argument to an operator unchanged",
-            )  # fmt: skip
+                f"rule {self.rule}",
+                f"find does not use {', '.join(sorted(wanted - used))}",
+                "an unused argument cannot be matched",
+                "pass the argument to an operator unchanged",
+            )
 
 
 def _named_dtype(reading: Reading) -> tuple[Constant, ...]:

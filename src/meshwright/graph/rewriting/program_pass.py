@@ -46,10 +46,11 @@ class Pass(ABC):
         verify(out, by=repr(self), deep=deep)
         if _interface(out) != _interface(program):
             raise RewriteError(
-                f"{self!r}", f"{_interface(out)}, before {_interface(program)}",
+                f"{self!r}",
+                f"{_interface(out)}, before {_interface(program)}",
                 "a pass must keep the types of a program's inputs, results and writes",
                 "call draft.replace(old, new) with values of the same type",
-            )  # fmt: skip
+            )
         return out if len(out.changes) > len(program.changes) else out.with_changes(Change(self.name, f"{self!r}"))
 
 
@@ -88,9 +89,11 @@ def register_pass(cls: P) -> P:
     """
     if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and cls.name):  # pyright: ignore[reportAttributeAccessIssue] - of any dataclass
         raise RewriteError(
-            f"register_pass({cls.__name__})", f"name {cls.name!r}", "a pass must have a name and be comparable",
+            f"register_pass({cls.__name__})",
+            f"name {cls.name!r}",
+            "a pass must have a name and be comparable",
             'write @register_pass, below it @dataclass(frozen=True), and name: ClassVar[str] = "..."',
-        )  # fmt: skip
+        )
     _check_name_is_free(
         "register_pass",
         cls.name,

@@ -315,7 +315,7 @@ class _Run:
                 f"{self.heavier} steps that do not reduce the weight: {often}",
                 "rules that undo each other never terminate",
                 "add a where=... that refuses results of another rule, or raise limit=... if so many steps are right",
-            )  # fmt: skip
+            )
 
     def _around(self, touched: Sequence[Spot]) -> list[Spot]:
         """Return the nodes and their readers up to AROUND steps away."""

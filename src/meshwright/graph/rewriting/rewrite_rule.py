@@ -42,9 +42,11 @@ class Rewrite:
         sides = [list(inspect.signature(fn).parameters) for fn in (self.find, self.put)]
         if sides[0] != sides[1]:
             raise RewriteError(
-                f"rule {self.name}", f"find({', '.join(sides[0])}) and put({', '.join(sides[1])})",
-                "both sides must have the same arguments", f"def put({', '.join(sides[0])}): ...",
-            )  # fmt: skip
+                f"rule {self.name}",
+                f"find({', '.join(sides[0])}) and put({', '.join(sides[1])})",
+                "both sides must have the same arguments",
+                f"def put({', '.join(sides[0])}): ...",
+            )
 
     @cached_property
     def arguments(self) -> tuple[Argument, ...]:

@@ -91,9 +91,11 @@ def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:
     found = [_ENTRY.fullmatch(entry) for entry in entries]
     if len(entries) != len(tensors) or not all(found):
         raise RewriteError(
-            f"shapes {line!r}", f"{len(entries)} entries, tensors {', '.join(tensors)}",
-            "there must be one entry per tensor argument", 'write "... d, d" for x and w',
-        )  # fmt: skip
+            f"shapes {line!r}",
+            f"{len(entries)} entries, tensors {', '.join(tensors)}",
+            "there must be one entry per tensor argument",
+            'write "... d, d" for x and w',
+        )
     return {
         name: Shape(tuple(m["dims"].split()), m["kind"] or "float", m["below"] or "")  # pyright: ignore[reportArgumentType] - one of its kinds
         for name, m in zip(tensors, found, strict=True)
@@ -203,6 +205,8 @@ def _samples(name: str, kind: Any, default: Any, samples: Sequence[Any] | None) 
     if kind in _ATTRIBUTES:
         return _ATTRIBUTES[kind]
     raise RewriteError(
-        f"argument {name} of a rule", f"{kind!r}", "two valid values are needed to tell this constant from others",
+        f"argument {name} of a rule",
+        f"{kind!r}",
+        "two valid values are needed to tell this constant from others",
         f'pass Rewrite(..., samples={{"{name}": (one, another)}})',
-    )  # fmt: skip
+    )

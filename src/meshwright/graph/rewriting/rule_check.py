@@ -45,9 +45,11 @@ def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int 
                 done += 1
     if not done:
         raise RewriteError(
-            f"check of rule {rule.name}", "where=... refuses every sample", "nothing was compared",
+            f"check of rule {rule.name}",
+            "where=... refuses every sample",
+            "nothing was compared",
             "pass shapes and samples that the rule accepts",
-        )  # fmt: skip
+        )
     return done
 
 
@@ -67,8 +69,9 @@ def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0
                 raise RewriteError(
                     f"check of rule {rule.name} for {', '.join(f'{k} {v!r}' for k, v in steps.items())} of {x}",
                     f"on rank {rank} find returns {_type(a)}, and put returns {_type(b)} with other numbers",
-                    "a rule must not change numbers", "add a where=... that refuses such steps",
-                )  # fmt: skip
+                    "a rule must not change numbers",
+                    "add a where=... that refuses such steps",
+                )
 
 
 def _on_all_ranks(
@@ -186,6 +189,8 @@ def _type(x: Tensor) -> str:
 def _differ(rule: Rewrite, given: Mapping[str, Any], found: str) -> RewriteError:
     about = ", ".join(f"{k} {_type(v) if isinstance(v, Tensor) else v}" for k, v in given.items())
     return RewriteError(
-        f"check of rule {rule.name} for {about}", found, "both sides of a rule must be the same computation",
+        f"check of rule {rule.name} for {about}",
+        found,
+        "both sides of a rule must be the same computation",
         "write a put that computes the same as find, or add a where=... that refuses such arguments",
-    )  # fmt: skip
+    )

@@ -74,9 +74,11 @@ class _Watch:
         found = self.memories.get(memory_of(x)) if found is None else found
         if found is None or found.shape != tuple(x.shape):
             raise RewriteError(
-                "a function of a rule", f"a tensor of shape {tuple(x.shape)} that no operator computed",
-                "a rule may use only its arguments", "use numbers, or an argument of the rule",
-            )  # fmt: skip
+                "a function of a rule",
+                f"a tensor of shape {tuple(x.shape)} that no operator computed",
+                "a rule may use only its arguments",
+                "use numbers, or an argument of the rule",
+            )
         return found
 
     def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
@@ -84,9 +86,11 @@ class _Watch:
             return
         if writes_to(op):
             raise RewriteError(
-                "a function of a rule", f"{op} writes to an argument", "programs have no writes",
+                "a function of a rule",
+                f"{op} writes to an argument",
+                "programs have no writes",
                 f"use the operator without the underscore: {str(op).replace('_.', '.')}",
-            )  # fmt: skip
+            )
         self.emit(op, self.tree(args), self.tree(kwargs), out)
 
     def emit(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
@@ -110,10 +114,11 @@ class _Watch:
             return out
         if value not in self.specs:
             raise RewriteError(
-                f"apply_step({step!r}, x)", "a value that is neither operand nor result of a step",
+                f"apply_step({step!r}, x)",
+                "a value that is neither operand nor result of a step",
                 "a step needs the layout of its operand",
                 "call apply_step(step, x) with the operand or the result of a step in `find`",
-            )  # fmt: skip
+            )
         op = Conversion(step, self.specs[value])
         with no_modes():
             out = torch.empty(carried_shape(op, value, self.rank), dtype=x.dtype, device=x.device)
@@ -140,9 +145,11 @@ def apply_step(step: Any, x: Any) -> Any:
     if run is not None:
         return run(step, x)
     raise RewriteError(
-        f"apply_step({step!r}, x)", "a call outside of a rule", "apply_step works only inside a rule",
+        f"apply_step({step!r}, x)",
+        "a call outside of a rule",
+        "apply_step works only inside a rule",
         "call mw.reshard(x, mesh, placements)",
-    )  # fmt: skip
+    )
 
 
 @contextmanager

@@ -34,10 +34,11 @@ def run_step(twin: Optimizer) -> None:
         raise
     except (*DataDependent, TypeError, LookupError, AttributeError) as error:
         raise CaptureError(
-            f"recording a step of {type(twin).__name__}", _told(error),
+            f"recording a step of {type(twin).__name__}",
+            _told(error),
             "the step or one of its hooks needs numbers of tensors in Python, or arguments that a program lacks",
             "use another optimizer, or capturable=True; in a hook, write torch.where(condition, a, b) instead of `if`",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _told(error: BaseException) -> str:
@@ -73,10 +74,11 @@ def _check_step(own: Any) -> None:
     """Raise CaptureError for a `step` set on the optimizer object, unless a learning rate scheduler set it."""
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         raise CaptureError(
-            "recording the optimizer's step", f"a step that was set on the object: {own!r}",
+            "recording the optimizer's step",
+            f"a step that was set on the object: {own!r}",
             "this step is bound to the optimizer itself, and would update real parameters during the recording",
             "define the step in a subclass, or use optimizer.register_step_pre_hook(fn)",
-        )  # fmt: skip
+        )
 
 
 def _group(
@@ -126,8 +128,9 @@ def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     name = names.get(id(parameter))
     if name is None:
         raise CaptureError(
-            "recording the optimizer's step", f"a parameter of shape {tuple(parameter.shape)} that the model lacks",
+            "recording the optimizer's step",
+            f"a parameter of shape {tuple(parameter.shape)} that the model lacks",
             "a program updates the parameters of the model that it runs",
             "create the optimizer after the marks: optimizer(model.parameters())",
-        )  # fmt: skip
+        )
     return name

@@ -175,10 +175,11 @@ def _states_of(fake: _FakeStep) -> dict[StateKey, Any]:
     other: Any = next((key for key in fake.twin.state if key not in known), None)
     if other is not None:
         raise CaptureError(
-            "recording the optimizer's step", f"a state of {other!r:.60}",
+            "recording the optimizer's step",
+            f"a state of {other!r:.60}",
             "a program has only the states of the parameters that it trains",
             "use a state of a parameter, self.state[p][...], or a tensor in the group's options",
-        )  # fmt: skip
+        )
     return {(known[p], key): v for p, state in fake.twin.state.items() for key, v in state.items()}
 
 
@@ -194,10 +195,11 @@ def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
     here = [x for x in recorder.recording.inputs if x.spec is None or recorder.communicator.rank in x.spec.mesh]
     if "parameter" not in wrote and any(x.role == "gradient" for x in here):
         raise CaptureError(
-            "recording the optimizer's step", "a step that writes to no parameter",
+            "recording the optimizer's step",
+            "a step that writes to no parameter",
             "the step must update the parameters of the optimizer",
             "write a step that updates the parameters in self.param_groups",
-        )  # fmt: skip
+        )
     made = {key: v for key, v in after.items() if key not in given or (is_number(v) and v is not given[key])}
     writes = [(given[key], v) for key, v in after.items() if isinstance(v, Tensor) and key in given]
     writes = [(x, v) for x, v in writes if x is not v]
@@ -214,7 +216,8 @@ def _check_path(recorder: Recorder) -> None:
     found = next((g for g in decided_outside(recorder.mode) if g.free_symbols & numbers), None)
     if found is not None:
         raise CaptureError(
-            "recording the optimizer's step", f"the step branches on {found}, for a learning rate or its own counters",
+            "recording the optimizer's step",
+            f"the step branches on {found}, for a learning rate or its own counters",
             "a program is recorded once, with the branch that was taken then",
             "use torch.where, or a counter that is a tensor",
-        )  # fmt: skip
+        )

@@ -25,10 +25,11 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
     name = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
     if name is not None:
         raise CaptureError(
-            ASKED, f"an optimizer inside an optimizer: {type(optimizer).__name__}.{name}",
+            ASKED,
+            f"an optimizer inside an optimizer: {type(optimizer).__name__}.{name}",
             "the inner optimizer keeps states that no program writes",
             "pass the inner optimizer, or make a subclass of it",
-        )  # fmt: skip
+        )
 
 
 @contextmanager

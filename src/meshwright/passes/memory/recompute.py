@@ -73,10 +73,11 @@ class Recompute(Pass):
             )
         if self.budget is not None and self.communication:
             raise RewriteError(
-                asked, "communication with a budget of bytes",
+                asked,
+                "communication with a budget of bytes",
                 "parts may differ in bytes, so ranks could decide differently",
                 "use a policy, which decides the same on all ranks",
-            )  # fmt: skip
+            )
 
     def run(self, program: Program) -> Program:
         refuse_writing(program, repr(self))

@@ -84,9 +84,11 @@ class Merge:
     def _part(self, rows: int) -> int:
         if rows % self.pieces:
             raise RewriteError(
-                repr(self), f"{rows} rows", "pieces must have one size, so that their mean is that of the batch",
+                repr(self),
+                f"{rows} rows",
+                "pieces must have one size, so that their mean is that of the batch",
                 f"use a batch with a multiple of {self.pieces} rows on each rank",
-            )  # fmt: skip
+            )
         return rows // self.pieces
 
     def program(self, step: Program, leaves: Sequence[Any]) -> Program:

@@ -25,10 +25,11 @@ def check_renewed(program: Program, schedule: Schedule) -> None:
         if max(reads) > max(written) or not all(_is_in_order(row, chunks) for row in schedule.rows):
             numbers = " and ".join(map(str, sorted(chunks)))
             raise StageError(
-                f"schedule {schedule.name!r}", f"the buffer {x!r}, which chunks {numbers} read or update",
+                f"schedule {schedule.name!r}",
+                f"the buffer {x!r}, which chunks {numbers} read or update",
                 "a microbatch would read the value that another one left",
                 "use a schedule with one chunk per rank, such as 1F1B, or keep all uses of the buffer in one chunk",
-            )  # fmt: skip
+            )
 
 
 def _chunk(node: Node) -> int:

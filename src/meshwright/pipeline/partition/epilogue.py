@@ -43,9 +43,12 @@ def _averaged(parts: RankParts, microbatches: int) -> Program:
     nodes = (_reading(node, means) for node in behind.nodes)
     specs = {**behind.specs, **{means[v]: spec for v, spec in behind.specs.items() if v in means}}
     return replace(
-        behind, inputs=(*kept, *given), nodes=(*shares, *nodes), specs=specs,
+        behind,
+        inputs=(*kept, *given),
+        nodes=(*shares, *nodes),
+        specs=specs,
         outputs=map_values(lambda v: means.get(v, v), behind.outputs),
-    )  # fmt: skip
+    )
 
 
 def _named(what: str, v: Value) -> Value:

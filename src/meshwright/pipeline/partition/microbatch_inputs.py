@@ -52,10 +52,11 @@ def _check_rows(cut: Sequence[Input]) -> None:
     if len({i.spec.layout.dims[0] if i.spec else () for i in cut}) > 1:
         lies = ", ".join(repr(i.spec) if i.spec else "a plain tensor" for i in cut)
         raise StageError(
-            "a batch in microbatches", f"rows in the layouts {lies}",
+            "a batch in microbatches",
+            f"rows in the layouts {lies}",
             "a rank would take other rows of one tensor than of the other for a microbatch",
             "shard the rows of all tensors of a batch along the same axes",
-        )  # fmt: skip
+        )
 
 
 def separate_batches(copies: Sequence[RankParts], copy_of: Sequence[int], leaves: int) -> MicrobatchInputs:
@@ -94,6 +95,8 @@ def _check_once(copies: Sequence[RankParts]) -> None:
     one = next((i for i in read if i.role == "batch"), None)
     if one is not None:
         raise StageError(
-            "separate batches as microbatches", f"{one.name!r} of the batch is read once for all microbatches",
-            "each microbatch has its own value", "pass one batch, which is split along its rows: dist_model(*batch)",
-        )  # fmt: skip
+            "separate batches as microbatches",
+            f"{one.name!r} of the batch is read once for all microbatches",
+            "each microbatch has its own value",
+            "pass one batch, which is split along its rows: dist_model(*batch)",
+        )

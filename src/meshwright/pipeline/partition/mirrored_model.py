@@ -27,9 +27,11 @@ def mirrored(program: Program, stages: Stages) -> Program:
     """
     if program.writes:
         raise StageError(
-            "two copies of a model", f"the buffer {program.writes[0][0]!r}, which each batch updates",
-            "each copy would update its own buffer", "use a schedule with one copy, such as ZB-V",
-        )  # fmt: skip
+            "two copies of a model",
+            f"the buffer {program.writes[0][0]!r}, which each batch updates",
+            "each copy would update its own buffer",
+            "use a schedule with one copy, such as ZB-V",
+        )
     opposite = _opposite(stages)
     became: dict[Value, Value] = {}
     marks: list[Node] = []
@@ -53,10 +55,11 @@ def _opposite(stages: Stages) -> Callable[[ProcessMesh], ProcessMesh]:
     uneven = next((pair for pair in zip(ranks, reversed(ranks), strict=True) if len(pair[0]) != len(pair[1])), None)
     if uneven is not None:
         raise StageError(
-            "two copies of a model", f"stages of {len(uneven[0])} and of {len(uneven[1])} ranks opposite each other",
+            "two copies of a model",
+            f"stages of {len(uneven[0])} and of {len(uneven[1])} ranks opposite each other",
             "the copy of a stage is on the ranks of the opposite stage",
             "use stages of equal size, or a schedule with one copy",
-        )  # fmt: skip
+        )
 
     @cache
     def opposite(mesh: ProcessMesh) -> ProcessMesh:
@@ -74,7 +77,9 @@ def _node(node: Node, became: dict[Value, Value], opposite: Callable[[ProcessMes
     op = ReshardMark(opposite(node.op.mesh), node.op.layout) if isinstance(node.op, ReshardMark) else node.op
     if not isinstance(op, (ReshardMark, Operator)):
         raise StageError(
-            "two copies of a model", f"{op!r} {node.origin.where}".rstrip(), "the operator may contain meshes",
+            "two copies of a model",
+            f"{op!r} {node.origin.where}".rstrip(),
+            "the operator may contain meshes",
             "use a schedule with one copy, such as ZB-V",
-        )  # fmt: skip
+        )
     return Node(op, args, kwargs, node.out, node.origin)

@@ -172,9 +172,7 @@ class Slicer:
         ahead = next((v for v in values_in((args, kwargs)) if self._at.get(v, 0) > n), None)
         if ahead is not None:
             raise self.refusal(self.told, f"slice {n} would need a value of the later slice {self._at[ahead]}")
-        out = self._draft.add(
-            op, *args, before=self._draft.end, origin=replace(self._node.origin, slice=n), **kwargs
-        )  # fmt: skip
+        out = self._draft.add(op, *args, before=self._draft.end, origin=replace(self._node.origin, slice=n), **kwargs)
         self._at.update(dict.fromkeys(values_in(out), n))
         return out
 
@@ -335,10 +333,12 @@ class Slicer:
 
     def refusal(self, found: str, why: str) -> StageError:
         return StageError(
-            f"{len(self.lengths)} slices of a sequence", found, why,
+            f"{len(self.lengths)} slices of a sequence",
+            found,
+            why,
             "use operators that act on each position alone, and scaled_dot_product_attention(q, k, v, is_causal=True); "
             'or use a schedule of whole sequences, such as "1F1B"',
-        )  # fmt: skip
+        )
 
 
 def _with_size(args: Any, kwargs: Any, key: int | str, shape: list[int]) -> tuple[Any, Any]:

@@ -77,10 +77,11 @@ class _Staging:
         stages = [ranks for ranks in dict.fromkeys(self.chain) if set(ranks) & set(home or ())]
         if len(stages) > 1 and home not in self.chain:
             raise StageError(
-                "stages of a pipeline", f"{given.name} on ranks of the stages {' and '.join(map(_one, stages))}",
+                "stages of a pipeline",
+                f"{given.name} on ranks of the stages {' and '.join(map(_one, stages))}",
                 "the first stage sends the input without the ranks of a later stage",
                 "give a plain tensor, or place it on the mesh of one stage",
-            )  # fmt: skip
+            )
 
     def _home(self, v: Value) -> Ranks | None:
         """Return the ranks that hold a value; None if they are not known."""
@@ -176,9 +177,11 @@ def _check_apart(ranks: Sequence[Ranks]) -> None:
     for a, b in combinations(ranks, 2):
         if set(a) & set(b):
             raise StageError(
-                "stages of a pipeline", f"stages on ranks {_one(a)} and on ranks {_one(b)}",
-                "a rank can run only one stage", "use meshes that are the same, or have no rank in common",
-            )  # fmt: skip
+                "stages of a pipeline",
+                f"stages on ranks {_one(a)} and on ranks {_one(b)}",
+                "a rank can run only one stage",
+                "use meshes that are the same, or have no rank in common",
+            )
 
 
 def _one(ranks: Ranks) -> str:

@@ -292,10 +292,11 @@ class _StepSplitter:
         """Move a node, with its producers after all microbatches, to the place of the gradient that it reads."""
         if isinstance(node.op, Conversion) and isinstance(node.op.step, Exchange):
             raise StageError(
-                "a schedule with several updates per step", f"{node.op!r}, which brings gradients to other ranks",
+                "a schedule with several updates per step",
+                f"{node.op!r}, which brings gradients to other ranks",
                 "the gradients would arrive at newer weights than their own",
                 "give shared weights one layout on all stages that use them, or use a schedule such as 1F1B",
-            )  # fmt: skip
+            )
         ins = [v for v in node.ins if self.of.get(v, PROLOGUE) != PROLOGUE]
         for made in (self.step.producers[v] for v in ins if self.of[v] == EPILOGUE):
             self._bring(made)
@@ -384,9 +385,11 @@ class _StepSplitter:
         for node, place in self.at.items():
             if any(_is_late(place, self.of[v]) for v in node.ins if v in self.of):
                 raise StageError(
-                    "a table of slices of a sequence", f"{node.op!r} {node.origin.layer}".rstrip(),
-                    "an earlier slice needs its gradient before it exists", "use a schedule of whole sequences",
-                )  # fmt: skip
+                    "a table of slices of a sequence",
+                    f"{node.op!r} {node.origin.layer}".rstrip(),
+                    "an earlier slice needs its gradient before it exists",
+                    "use a schedule of whole sequences",
+                )
 
     def _is_forward(self, v: Value) -> bool:
         return v not in self.of or self.of[v].part in ("always", "F", "R")

@@ -129,9 +129,7 @@ class _Writer:
             self.take(Input(v, "saved", v.name))
         writes = tuple((self.of(x), self.of(v)) for x, v in behind.writes)
         specs = {v: spec for v, spec in self.specs.items() if v in {self.new[w] for w in self._there}}
-        return Program(
-            tuple(self.inputs), tuple(self.nodes), outputs, writes, tuple(self.changes), self.rank, specs
-        )  # fmt: skip
+        return Program(tuple(self.inputs), tuple(self.nodes), outputs, writes, tuple(self.changes), self.rank, specs)
 
 
 def _by_need(place: PartPlace) -> tuple[int, ...]:
@@ -190,9 +188,7 @@ class _Reader:
         renewed = tuple((self.of(x), self.of(v)) for x, v in row["renewed"])
         stages = Stages(tuple(map(tuple, ranks)), tuple(way))
         crossings = tuple(self._crossing(*each) for each in row["crossings"])
-        return RankParts(
-            self.inputs, stages, programs, gives, crossings, tuple(v for _, v in terms), terms, renewed
-        )  # fmt: skip
+        return RankParts(self.inputs, stages, programs, gives, crossings, tuple(v for _, v in terms), terms, renewed)
 
     def _program(self, begin: int, end: int, outputs: Any, results: Iterable[Value]) -> Program:
         nodes, specs = self.whole.nodes[begin:end], self.whole.specs

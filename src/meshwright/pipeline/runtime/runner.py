@@ -109,10 +109,16 @@ class PipelineRun:
     """
 
     def __init__(
-        self, copies: Sequence[RankParts], schedule: Schedule, rank: int, intake: MicrobatchInputs,
-        make: ProgramMaker = interpreter, watch: Callable[[Sequence[Known]], None] | None = None,
-        again: Program | None = None, looks: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        copies: Sequence[RankParts],
+        schedule: Schedule,
+        rank: int,
+        intake: MicrobatchInputs,
+        make: ProgramMaker = interpreter,
+        watch: Callable[[Sequence[Known]], None] | None = None,
+        again: Program | None = None,
+        looks: bool = False,
+    ) -> None:
         self._behind = StepUpdates(copies[0].programs[EPILOGUE], again, updates(schedule), make, looks)
         self.looks = self._behind.looks
         """True if gradients can be looked at before the update."""

@@ -21,10 +21,12 @@ def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None) -> Sc
     """1F1B with an update after `group` backwards (default: p), for weights one update old (arXiv 2006.09503)."""
     plain, group = one_f_one_b(ranks, microbatches), group or ranks
     require(
-        "PipeDream-2BW", group >= ranks and microbatches % group == 0,
+        "PipeDream-2BW",
+        group >= ranks and microbatches % group == 0,
         f"{microbatches} microbatches in groups of {group} on {ranks} ranks",
-        "a group must be complete and fill the pipeline", f"use group={ranks}, and a multiple of it as microbatches",
-    )  # fmt: skip
+        "a group must be complete and fill the pipeline",
+        f"use group={ranks}, and a multiple of it as microbatches",
+    )
     rows = tuple(tuple(_updated(row, range(group - 1, microbatches, group))) for row in plain.rows)
     versions = tuple(max(0, m // group - 1) for m in range(microbatches))
     return replace(plain, name="PipeDream-2BW", rows=rows, versions=versions)

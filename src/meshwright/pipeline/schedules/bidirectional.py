@@ -102,11 +102,12 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     name = "DualPipe"
     require_counts(name, ranks, microbatches)
     require(
-        name, ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks,
+        name,
+        ranks % 2 == 0 and microbatches % 2 == 0 and microbatches >= 2 * ranks,
         f"{ranks} ranks, {microbatches} microbatches",
         "half of the microbatches enter at each end, and must fill all ranks",
         f"use an even number of ranks, and an even number of at least {2 * (ranks + ranks % 2)} microbatches",
-    )  # fmt: skip
+    )
     half = microbatches // 2
 
     def row(r: int) -> tuple[Action, ...]:
@@ -127,9 +128,12 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     name = "DualPipe-V"
     require_counts(name, ranks, microbatches)
     require(
-        name, microbatches >= 2 * ranks, f"{ranks} ranks, {microbatches} microbatches",
-        "the first microbatch runs backward when the last one starts", f"use at least {2 * ranks} microbatches",
-    )  # fmt: skip
+        name,
+        microbatches >= 2 * ranks,
+        f"{ranks} ranks, {microbatches} microbatches",
+        "the first microbatch runs backward when the last one starts",
+        f"use at least {2 * ranks} microbatches",
+    )
 
     def row(r: int) -> tuple[Action, ...]:
         return _Row(lambda stream, n: (n, 2 * ranks - 1 - r if stream else r)).phases(r, ranks, microbatches)
@@ -156,9 +160,12 @@ def chimera_doubled(ranks: int, microbatches: int) -> Schedule:
 def _chimera(name: str, ranks: int, microbatches: int, together: int) -> Schedule:
     require_counts(name, ranks, microbatches)
     require(
-        name, ranks % 2 == 0 and microbatches % 2 == 0, f"{ranks} ranks, {microbatches} microbatches",
-        "half of the microbatches enter at each end", "use even numbers",
-    )  # fmt: skip
+        name,
+        ranks % 2 == 0 and microbatches % 2 == 0,
+        f"{ranks} ranks, {microbatches} microbatches",
+        "half of the microbatches enter at each end",
+        "use even numbers",
+    )
     units = [range(n, min(n + together * ranks, microbatches)) for n in range(0, microbatches, together * ranks)]
     halves = [(unit[: len(unit) // 2], unit[len(unit) // 2 :]) for unit in units]
     routes = tuple(way for unit in halves for way, half in enumerate(unit) for _ in half)

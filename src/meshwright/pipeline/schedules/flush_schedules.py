@@ -34,9 +34,12 @@ def require(name: str, possible: bool, found: str, why: str, write: str) -> None
 def require_counts(name: str, ranks: int, microbatches: int) -> None:
     """Raise ScheduleError if the number of ranks or of microbatches is below one."""
     require(
-        name, ranks >= 1 and microbatches >= 1, f"{ranks} ranks, {microbatches} microbatches",
-        "a pipeline needs at least one rank and one microbatch", "use numbers from 1 on",
-    )  # fmt: skip
+        name,
+        ranks >= 1 and microbatches >= 1,
+        f"{ranks} ranks, {microbatches} microbatches",
+        "a pipeline needs at least one rank and one microbatch",
+        "use numbers from 1 on",
+    )
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

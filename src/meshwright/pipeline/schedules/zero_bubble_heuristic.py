@@ -54,10 +54,11 @@ def zero_bubble(
             found.append((line.span, line.makespan, schedule))
     if not found:
         raise ScheduleError(
-            f"schedule {name!r}", f"memory for {capacity:g} on {ranks} ranks",
+            f"schedule {name!r}",
+            f"memory for {capacity:g} on {ranks} ranks",
             "a rank must hold at least one microbatch from its forward to its weight gradients",
             f"use a capacity of at least {chunk_value(memory.held, 0):g}",
-        )  # fmt: skip
+        )
     return min(found, key=lambda f: f[:2])[2]
 
 

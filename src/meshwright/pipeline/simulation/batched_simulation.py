@@ -45,11 +45,13 @@ class BatchedSimulation:
         self._alike: dict[Any, tuple[int, Action]] = {}
         self._steps = [
             _Step(
-                rank, self._number(action), waits,
+                rank,
+                self._number(action),
+                waits,
                 tuple(event for atom in action.atoms for event in events(atom) if event in awaited),
             )
             for rank, action, waits in order
-        ]  # fmt: skip
+        ]
         self._alive = [np.array([*{*_alive(schedule, row)}], dtype=float) for row in schedule.rows]
 
     def _waits(self, rank: int, action: Action) -> tuple[tuple[Event, tuple[int, int]], ...]:

@@ -58,9 +58,11 @@ class _Table:
             ready = [(found[0], r, found[2]) for r, found in enumerate(best) if found is not None]
             if not ready:
                 raise ScheduleError(
-                    f"schedule {self.shape.name!r}", f"memory for {min(self.limits):g} on a rank",
-                    "no rank can continue", "allow more memory: at least one microbatch of every chunk of a rank",
-                )  # fmt: skip
+                    f"schedule {self.shape.name!r}",
+                    f"memory for {min(self.limits):g} on a rank",
+                    "no rank can continue",
+                    "allow more memory: at least one microbatch of every chunk of a rank",
+                )
             _, rank, action = min(ready)
             self._take(rank, action)
             for r in self.shape.neighbours[rank]:

@@ -151,12 +151,17 @@ def perfetto_trace(timeline: Timeline, seconds: float = 1.0) -> str:
     us = 1e6 * seconds
     found = [
         {
-            "name": str(timed.action), "cat": str(timed.action.kind), "ph": "X", "pid": 0, "tid": rank,
-            "ts": timed.start * us, "dur": (timed.end - timed.start) * us,
+            "name": str(timed.action),
+            "cat": str(timed.action.kind),
+            "ph": "X",
+            "pid": 0,
+            "tid": rank,
+            "ts": timed.start * us,
+            "dur": (timed.end - timed.start) * us,
         }
         for rank, row in enumerate(timeline.rows)
         for timed in row
-    ]  # fmt: skip
+    ]
     names = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
         for rank in range(len(timeline.rows))

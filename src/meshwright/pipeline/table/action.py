@@ -107,9 +107,11 @@ def parse_action(text: str) -> Action:
     action: Action | None = None
     if text.count("&") >= MOST_BESIDE:
         raise ScheduleError(
-            f"an action {text[:40]!r}", f"{text.count('&') + 1} actions", f"at most {MOST_BESIDE} actions run together",
+            f"an action {text[:40]!r}",
+            f"{text.count('&') + 1} actions",
+            f"at most {MOST_BESIDE} actions run together",
             "write F0.1&B0.1",
-        )  # fmt: skip
+        )
     for part in reversed(text.split("&")):
         action = _parsed(part)._replace(beside=action)
     assert action is not None
@@ -120,9 +122,11 @@ def _parsed(text: str) -> Action:
     found = _FORM.fullmatch(text)
     if found is None:
         raise ScheduleError(
-            f"an action {text!r}", "no such action", "a table consists of actions in this notation",
+            f"an action {text!r}",
+            "no such action",
+            "a table consists of actions in this notation",
             "write F0.1, BW0.1, B0.1, W0.1, R0.1, >F0.1, <F0.1, >B0.1, <B0.1, G.1, S.1 or O",
-        )  # fmt: skip
+        )
     kind = ActionKind(found[1])
     microbatch, chunk, to = (NOTHING if n is None else int(n) for n in found.groups()[1:])
     if kind in _NEEDS_MICROBATCH and microbatch == NOTHING:

@@ -56,30 +56,37 @@ def _check_ways(schedule: Schedule) -> None:
     lengths = {len(way) for way in schedule.ways}
     if len(lengths) != 1 or 0 in lengths or not owners <= set(range(schedule.ranks)):
         raise _wrong(
-            schedule, f"ways {schedule.ways} and {schedule.ranks} rows",
+            schedule,
+            f"ways {schedule.ways} and {schedule.ranks} rows",
             "each way must name a rank with a row for every chunk, and all copies must have the same chunks",
             "write way: 0 1 for two chunks on two ranks",
-        )  # fmt: skip
+        )
     if schedule.routes and (
         len(schedule.routes) != schedule.microbatches or not set(schedule.routes) <= set(range(len(schedule.ways)))
     ):
         raise _wrong(
-            schedule, f"routes {schedule.routes}", f"each of {schedule.microbatches} microbatches must take one of "
-            f"{len(schedule.ways)} ways", "give the number of a way for each microbatch",
-        )  # fmt: skip
+            schedule,
+            f"routes {schedule.routes}",
+            f"each of {schedule.microbatches} microbatches must take one of {len(schedule.ways)} ways",
+            "give the number of a way for each microbatch",
+        )
     for e in schedule.edges:
         if not 0 <= e.source < e.target < schedule.chunks:
             raise _wrong(schedule, f"an edge {e.source}>{e.target}", "an edge must lead to a later chunk", "write 0>1")
     if schedule.microbatches < 1 or schedule.slices < 1 or schedule.microbatches % schedule.slices:
         raise _wrong(
-            schedule, f"{schedule.microbatches} microbatches in slices of {schedule.slices}",
-            "each sequence needs all its slices", f"use {max(1, schedule.slices)} microbatches, or a multiple of it",
-        )  # fmt: skip
+            schedule,
+            f"{schedule.microbatches} microbatches in slices of {schedule.slices}",
+            "each sequence needs all its slices",
+            f"use {max(1, schedule.slices)} microbatches, or a multiple of it",
+        )
     if schedule.versions and len(schedule.versions) != schedule.microbatches:
         raise _wrong(
-            schedule, f"versions {schedule.versions}", "each microbatch uses one version of the weights",
+            schedule,
+            f"versions {schedule.versions}",
+            "each microbatch uses one version of the weights",
             f"give {schedule.microbatches} numbers",
-        )  # fmt: skip
+        )
 
 
 def _check_actions(schedule: Schedule) -> None:
@@ -93,10 +100,11 @@ def _check_actions(schedule: Schedule) -> None:
             in_range = in_range and 0 <= atom.microbatch < schedule.microbatches
         if not in_range:
             raise _wrong(
-                schedule, f"{atom} on rank {rank}",
+                schedule,
+                f"{atom} on rank {rank}",
                 f"there are {schedule.microbatches} microbatches and {schedule.chunks} chunks, counted from 0",
                 "use smaller numbers",
-            )  # fmt: skip
+            )
         _check_rank(schedule, rank, atom)
 
 
@@ -109,9 +117,11 @@ def _check_rank(schedule: Schedule, rank: int, atom: Action) -> None:
         owners = {way[atom.chunk] for way in schedule.ways}
     if rank not in owners:
         raise _wrong(
-            schedule, f"{atom} on rank {rank}", f"the action belongs to rank {', '.join(map(str, sorted(owners)))}",
+            schedule,
+            f"{atom} on rank {rank}",
+            f"the action belongs to rank {', '.join(map(str, sorted(owners)))}",
             f"move {atom} to that rank's row, or change the way",
-        )  # fmt: skip
+        )
 
 
 _RUN = (
@@ -132,10 +142,11 @@ def _check_complete(schedule: Schedule) -> None:
             if f != 1 or (bw, b, w) not in ((1, 0, 0), (0, 1, 1)) or r > 1:
                 found = {"F": f, "BW": bw, "B": b, "W": w, "R": r}
                 raise _wrong(
-                    schedule, f"microbatch {m} at chunk {c}: " + ", ".join(f"{n} times {k}" for k, n in found.items()),
+                    schedule,
+                    f"microbatch {m} at chunk {c}: " + ", ".join(f"{n} times {k}" for k, n in found.items()),
                     "each chunk must run one forward and one backward of each microbatch",
                     f"run F{m}.{c} once, and BW{m}.{c} once or B{m}.{c} and W{m}.{c} once each",
-                )  # fmt: skip
+                )
 
 
 def _check_messages(schedule: Schedule) -> None:
@@ -147,10 +158,11 @@ def _check_messages(schedule: Schedule) -> None:
     for event in (*counts, *wanted):
         if counts[event] != 1 or event not in wanted:
             raise _wrong(
-                schedule, f"{counts[event]} times {_message(event)}",
+                schedule,
+                f"{counts[event]} times {_message(event)}",
                 "each edge between two ranks carries one message forward, and one back if it has a gradient",
                 "call with_transfers on the schedule without sends and receives",
-            )  # fmt: skip
+            )
 
 
 def _message(event: Event) -> str:
@@ -180,10 +192,11 @@ def _check_updates(schedule: Schedule, stale: bool) -> None:
         last = max((n for n, (kind, _) in enumerate(kinds) if kind in COMPUTES), default=-1)
         if updates and (updates[0] < last or schedule.versions) and not stale:
             raise _wrong(
-                schedule, f"{kinds[updates[0]][1]} on rank {rank}, before {kinds[last][1]}",
+                schedule,
+                f"{kinds[updates[0]][1]} on rank {rank}, before {kinds[last][1]}",
                 "updates with microbatches in flight change what the optimizer means",
                 "move O to the end of the row; or call check_schedule(schedule, stale=True) to allow it",
-            )  # fmt: skip
+            )
         _check_gathers(schedule, rank, [atom for _, atom in kinds])
     if stale and is_asynchronous(schedule):
         _check_groups(schedule)
@@ -197,10 +210,11 @@ def _check_groups(schedule: Schedule) -> None:
     other = next((place for place, taken in found.items() if taken != first), at)
     if other != at or len({len(group) for group in first[:-1]}) != 1 or first[-1]:
         raise _wrong(
-            schedule, " and ".join(_groups_text(*place, found[place]) for place in dict.fromkeys((at, other))),
+            schedule,
+            " and ".join(_groups_text(*place, found[place]) for place in dict.fromkeys((at, other))),
             "each update must take equally many microbatches, the same on all ranks, and none may be left out",
             "put O after the last backward of each group, in every row",
-        )  # fmt: skip
+        )
 
 
 def _groups_text(rank: int, chunk: int, taken: Sequence[frozenset[int]]) -> str:
@@ -216,10 +230,11 @@ def _check_versions(schedule: Schedule) -> None:
             made += atom.kind is ActionKind.OPTIMIZER
             if not 0 <= version <= made:
                 raise _wrong(
-                    schedule, f"{atom} on rank {rank} with weights of {version} updates",
+                    schedule,
+                    f"{atom} on rank {rank} with weights of {version} updates",
                     f"only {made} updates exist at that time",
                     f"use versions of at most {made}",
-                )  # fmt: skip
+                )
 
 
 def _check_gathers(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> None:
@@ -238,10 +253,11 @@ def _check_gathers(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> No
         )
         if late or early:
             raise _wrong(
-                schedule, f"{atom} on rank {rank}",
+                schedule,
+                f"{atom} on rank {rank}",
                 f"the parameters of chunk {atom.chunk} are not gathered yet" if late else "no gradients exist yet",
                 f"put G.{atom.chunk} before it" if late else f"put S.{atom.chunk} after a BW or W of that chunk",
-            )  # fmt: skip
+            )
         seen.add((atom.kind, atom.chunk))
 
 
@@ -252,9 +268,11 @@ def _check_capacity(schedule: Schedule, found: Sequence[float], capacity: float 
     for rank, (needed, there) in enumerate(zip(found, most, strict=True)):
         if needed > there:
             raise _wrong(
-                schedule, f"rank {rank} holds up to {needed:g}", f"its capacity is {there:g}",
+                schedule,
+                f"rank {rank} holds up to {needed:g}",
+                f"its capacity is {there:g}",
                 "use a schedule with fewer microbatches in flight (ZB-1p, V-Half, V-Min), or smaller microbatches",
-            )  # fmt: skip
+            )
 
 
 def channels(schedule: Schedule) -> dict[Channel, bool]:

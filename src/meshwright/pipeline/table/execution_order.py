@@ -223,6 +223,7 @@ def feasible_order(schedule: Schedule, channel: Channel = Channel.BUFFERED) -> I
             f"schedule {schedule.name!r} over {channel} channels",
             "; ".join(f"rank {s.rank} is at {s.action} and waits for {s.waits_for}" for s in stuck),
             "no rank can continue",
-            "put each receive after its send, and sends in the order of the receives" if channel is not Channel.BUFFERED
+            "put each receive after its send, and sends in the order of the receives"
+            if channel is not Channel.BUFFERED
             else "put each action after the actions that it needs",
-        )  # fmt: skip
+        )

@@ -55,9 +55,10 @@ def parse_schedule(text: str) -> Schedule:
 def _rows(parts: dict[str, list[list[str]]]) -> list[list[list[str]]]:
     if set(parts) != {str(rank) for rank in range(len(parts))}:
         raise _unread(
-            ", ".join(parts), "after the head come way, routes, edges, versions and one row for each rank from 0 on",
+            ", ".join(parts),
+            "after the head come way, routes, edges, versions and one row for each rank from 0 on",
             "write lines such as\nway: 0 1\n0: F0.0 BW0.0\n1: F0.1 BW0.1",
-        )  # fmt: skip
+        )
     return [parts[str(rank)] for rank in range(len(parts))]
 
 

@@ -110,13 +110,20 @@ class MeshPlan:
             [
                 "# " + "".join(c if c.isprintable() else " " for c in str(self).split("\n", 1)[0]),
                 *(f"# {note}" for note in self.notes),
-                f"seconds = {self.seconds!r}", f"bytes = {self.nbytes!r}",
-                *(self.pipeline.lines() if self.pipeline else []), *self.saving.lines(),
-                *([] if self.context == "gather" else [f"context = {quoted(self.context)}"]), "",
-                "[mesh]", *(f"{name} = {size}" for name, size in self.mesh.sizes.items()), "",
-                "[layouts]", *(f'{quoted(name)} = "{spec!r}"' for name, spec in self.layouts.items()), "",
+                f"seconds = {self.seconds!r}",
+                f"bytes = {self.nbytes!r}",
+                *(self.pipeline.lines() if self.pipeline else []),
+                *self.saving.lines(),
+                *([] if self.context == "gather" else [f"context = {quoted(self.context)}"]),
+                "",
+                "[mesh]",
+                *(f"{name} = {size}" for name, size in self.mesh.sizes.items()),
+                "",
+                "[layouts]",
+                *(f'{quoted(name)} = "{spec!r}"' for name, spec in self.layouts.items()),
+                "",
             ]
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         head = f"{self.how}: {self.seconds:.4g} s per step, {self.nbytes / 1e9:.3g} GB per rank"
@@ -170,12 +177,22 @@ class MeshPlan:
         rivals = [OtherPlan(p.how, p.seconds, p.nbytes, slower_parts(spent, p._spent())) for p in others]
         elements = sum(prod(map(hint, i.value.shape)) for i in _own(cuts))
         return Account(
-            f"a module of {parameters(float(elements))}", self.how,
-            f"{self.mesh.size} ranks of {cluster!r}", self.seconds, self.nbytes, memory_limit,
-            tuple(_why(self.seconds, spent, self._meetings)), spent, self._held(cuts), tuple(self._laid()),
-            tuple(self._sent(cluster)), tuple(rivals), self._decided(),
-            self.stages.timeline if self.stages else None, tuple(self._curves(cuts, cluster)),
-        )  # fmt: skip
+            f"a module of {parameters(float(elements))}",
+            self.how,
+            f"{self.mesh.size} ranks of {cluster!r}",
+            self.seconds,
+            self.nbytes,
+            memory_limit,
+            tuple(_why(self.seconds, spent, self._meetings)),
+            spent,
+            self._held(cuts),
+            tuple(self._laid()),
+            tuple(self._sent(cluster)),
+            tuple(rivals),
+            self._decided(),
+            self.stages.timeline if self.stages else None,
+            tuple(self._curves(cuts, cluster)),
+        )
 
     def _decided(self) -> dict[str, object]:
         saving = {name: value for name, value in asdict(self.saving).items() if value != getattr(NOTHING, name)}
@@ -200,9 +217,11 @@ class MeshPlan:
         """
         if self.cuts is None or self.cluster is None:
             raise SearchError(
-                f"{asked} a plan of {self.how}", "a plan that was read from a text",
-                "a text has layouts, but not their costs", "call mw.plan(model, batch, cluster=...)[0]",
-            )  # fmt: skip
+                f"{asked} a plan of {self.how}",
+                "a plan that was read from a text",
+                "a text has layouts, but not their costs",
+                "call mw.plan(model, batch, cluster=...)[0]",
+            )
         return self.cuts, self.cluster
 
     @property
@@ -299,15 +318,17 @@ def _found(name: str, spec: Spec, known: Mapping[str, Input]) -> Input:
     if name not in known:
         near = get_close_matches(name, known, n=1, cutoff=0.0)
         raise SearchError(
-            f"a plan for {name!r}", f"a model with {', '.join([*known][:6])}{' ...' if len(known) > 6 else ''}",
+            f"a plan for {name!r}",
+            f"a model with {', '.join([*known][:6])}{' ...' if len(known) > 6 else ''}",
             "the model has no parameter, buffer or input of that name",
             f"write {near[0]}" if near else "use a plan without layouts",
-        )  # fmt: skip
+        )
     v = known[name].value
     if tuple(spec.shape) != tuple(map(hint, v.shape)) or spec.dtype != tensor_dtype(v):
         raise SearchError(
-            f"a plan with {name!r} as {spec!r}", f"{name} is {type_text(v)}",
+            f"a plan with {name!r} as {spec!r}",
+            f"{name} is {type_text(v)}",
             "a layout must have the shape and dtype of the whole tensor",
             f"write {type_text(v)}, with @ and an axis after each sharded size",
-        )  # fmt: skip
+        )
     return known[name]

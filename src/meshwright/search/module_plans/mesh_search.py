@@ -52,10 +52,11 @@ def plan_mesh(
     replicas = [Replicas(asked, ranks // t, t) for t in shares]
     if not replicas:
         raise SearchError(
-            f"a plan for {ranks} ranks", f"a batch of {asked.rows} rows",
+            f"a plan for {ranks} ranks",
+            f"a batch of {asked.rows} rows",
             "all replicas must get equal parts of the batch",
             f"use a batch size that {ranks} divides",
-        )  # fmt: skip
+        )
     tell = on_step or (lambda done, of: None)
     pipelines = Pipelines(replicas, stages) if saving and stages != 1 and ranks > 1 else None
     found, errors = list[MeshPlan](), list[SearchError]()
@@ -95,9 +96,17 @@ def _plain(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
         notes.append(f"no pipeline: {pipelines.why_not}")
     seconds = cuts.seconds + own.sync(cuts, saving)
     return MeshPlan(
-        mesh, layouts, seconds, cuts.nbytes, saving, context=_context(cuts), notes=tuple(notes), states=own.of.states,
-        cuts=cuts, cluster=own.of.cluster,
-    )  # fmt: skip
+        mesh,
+        layouts,
+        seconds,
+        cuts.nbytes,
+        saving,
+        context=_context(cuts),
+        notes=tuple(notes),
+        states=own.of.states,
+        cuts=cuts,
+        cluster=own.of.cluster,
+    )
 
 
 def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
@@ -114,7 +123,7 @@ def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
             f"{own.dp} groups of {own.tp} ranks that share weights, and a batch of {own.of.rows}",
             why_not or "no division into as many stages fits into memory",
             "request fewer stages, or none: stages=None",
-        )  # fmt: skip
+        )
     return _of_pipeline(own.of, piped)
 
 
@@ -124,9 +133,19 @@ def _of_pipeline(asked: PlanRequest, piped: FoundPipeline) -> MeshPlan:
     layouts = _layouts(asked.program, piped.cuts, mesh[STAGES, 0], piped.how.microbatches, staged=True)
     notes = tuple(_notes(asked, piped.cuts, piped.how.microbatches))
     return MeshPlan(
-        mesh, layouts, piped.seconds, piped.nbytes, piped.saving, piped.how, _context(piped.cuts), notes, asked.states,
-        piped.cuts, asked.cluster, piped.stages,
-    )  # fmt: skip
+        mesh,
+        layouts,
+        piped.seconds,
+        piped.nbytes,
+        piped.saving,
+        piped.how,
+        _context(piped.cuts),
+        notes,
+        asked.states,
+        piped.cuts,
+        asked.cluster,
+        piped.stages,
+    )
 
 
 def _notes(asked: PlanRequest, cuts: Shardings, pieces: int) -> list[str]:

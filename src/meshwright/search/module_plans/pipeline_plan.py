@@ -49,9 +49,11 @@ class Pipelining:
         ['split = ["layers.4"]', 'schedule = "1F1B"', 'microbatches = 8']
         """
         return [
-            f"split = [{', '.join(map(quoted, self.split))}]", f"schedule = {quoted(self.schedule)}",
-            f"microbatches = {self.microbatches}", *([f"way = {[*self.way]}"] if self.way else []),
-        ]  # fmt: skip
+            f"split = [{', '.join(map(quoted, self.split))}]",
+            f"schedule = {quoted(self.schedule)}",
+            f"microbatches = {self.microbatches}",
+            *([f"way = {[*self.way]}"] if self.way else []),
+        ]
 
 
 def _stages_text(way: tuple[int, ...]) -> str:

@@ -77,11 +77,20 @@ class _PricedProgram:
         curve = self._curve(memory) if self.timeline is None else self._piped_curve(self.timeline, memory)
         most = max(float(memory.peak), *(held for _, held in curve.points))
         return Account(
-            f"a program of {len(self.program.nodes)} operators", how or "as marked",
-            f"rank {self.program.rank} of {self.ranks}: {self.cluster!r}", sum(spent.values()), most,
-            self.cluster.device.memory, tuple(self._why(spent, memory)), spent, {curve.rank: self._held(memory, most)},
-            tuple(self._laid()), tuple(self._sent()), timeline=self.timeline, curves=(curve,),
-        )  # fmt: skip
+            f"a program of {len(self.program.nodes)} operators",
+            how or "as marked",
+            f"rank {self.program.rank} of {self.ranks}: {self.cluster!r}",
+            sum(spent.values()),
+            most,
+            self.cluster.device.memory,
+            tuple(self._why(spent, memory)),
+            spent,
+            {curve.rank: self._held(memory, most)},
+            tuple(self._laid()),
+            tuple(self._sent()),
+            timeline=self.timeline,
+            curves=(curve,),
+        )
 
     # --- time
 
@@ -116,9 +125,11 @@ class _PricedProgram:
         """Chunks of which this rank holds parts."""
         rank, specs = self.program.rank, self.program.specs
         found = {
-            n.origin.chunk for n in self.program.nodes for v in n.outs
+            n.origin.chunk
+            for n in self.program.nodes
+            for v in n.outs
             if n.origin.chunk is not None and n.origin.chunk >= 0 and v in specs and rank in specs[v].mesh
-        }  # fmt: skip
+        }
         return tuple(sorted(found))
 
     @cached_property
@@ -200,7 +211,7 @@ class _PricedProgram:
             nbytes = float(max(carry.step.received(src, r) for r in group[:LOOKED_AT]))
             yield Communication(
                 name_of(carry), repr(src), where, link, times, nbytes, seconds * times, source=node.origin.where
-            )  # fmt: skip
+            )
 
 
 def _communication_of(node: Node) -> Conversion | None:

@@ -202,8 +202,11 @@ class Replicas:
             f"its largest whole tensors: {largest_tensors_text(self.of.program)}",
             f"{size_rounded_up(least - memory_limit)} are missing with every sharding"
             + (", with ZeRO, with recomputation, " if self.of.saving else "")
-            + (("and the batch cannot be split: " + why_not if why_not else "and with gradient accumulation")
-               if self.of.saving else ""),
+            + (
+                ("and the batch cannot be split: " + why_not if why_not else "and with gradient accumulation")
+                if self.of.saving
+                else ""
+            ),
             f"use devices of {size_rounded_up(least / USABLE)} (libraries use some of it), more ranks, "
             "or a smaller batch",
-        )  # fmt: skip
+        )

@@ -52,9 +52,11 @@ class Plan:
         low = [f.name for f in fields(self) if f.name in least and getattr(self, f.name) < 1]
         if low or self.zero not in (0, 1, 2, 3):
             raise SearchError(
-                "a plan", f"{', '.join(f'{n} = {getattr(self, n)}' for n in [*low, 'zero'])}",
-                "degrees must be at least 1, and ZeRO has the stages 0 to 3", "write Plan(dp=8, zero=1, batch=64)",
-            )  # fmt: skip
+                "a plan",
+                f"{', '.join(f'{n} = {getattr(self, n)}' for n in [*low, 'zero'])}",
+                "degrees must be at least 1, and ZeRO has the stages 0 to 3",
+                "write Plan(dp=8, zero=1, batch=64)",
+            )
         check_sizes("a plan", **{name: getattr(self, name) for name in least})
         if self.recompute not in get_args(Recompute):
             raise _refused(

@@ -46,9 +46,11 @@ def solve(problem: Problem, start: Schedule, bound: float, until: float, workers
     """
     if not is_installed():
         raise SearchError(
-            "a schedule from a solver", "OR-tools is not installed", "the solver is part of OR-tools",
+            "a schedule from a solver",
+            "OR-tools is not installed",
+            "the solver is part of OR-tools",
             "run pip install meshwright[solver]",
-        )  # fmt: skip
+        )
     model = IntegerModel(problem, start)
     answer = _run_worker({**_worker_input(model, bound), "until": until, "workers": workers}, until)
     # the start of a span is rounded as well
@@ -84,14 +86,20 @@ def _run_worker(question: dict[str, Any], until: float) -> Mapping[str, Any]:
     """
     try:
         ran = subprocess.run(
-            [sys.executable, str(WORKER)], input=json.dumps(question), capture_output=True, text=True, check=True,
+            [sys.executable, str(WORKER)],
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            check=True,
             timeout=until - time.time() + PATIENCE,
-        )  # fmt: skip
+        )
         answer: Mapping[str, Any] = json.loads(ran.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         said = (getattr(error, "stderr", None) or "").strip().splitlines()
         raise SearchError(
-            "a schedule from a solver", said[-1] if said else str(error), "the solver's process failed",
+            "a schedule from a solver",
+            said[-1] if said else str(error),
+            "the solver's process failed",
             "run python -m pip check, or search without the solver",
-        ) from error  # fmt: skip
+        ) from error
     return answer

@@ -111,10 +111,11 @@ def _best_hint(problem: Problem, least: float, until: float) -> tuple[float, Sch
     tables = sorted(((problem.value(s), n, s) for n, s in enumerate(known_tables(problem))), key=lambda t: t[:2])
     if not tables:
         raise SearchError(
-            "a schedule", f"memory for {min(problem.limits):g} on a rank",
+            "a schedule",
+            f"memory for {min(problem.limits):g} on a rank",
             "a rank must hold at least one microbatch of each of its chunks, from forward to backward",
             "provide more memory per rank, recompute, or use smaller microbatches or more ranks",
-        )  # fmt: skip
+        )
     value, _, best = tables[0]
     for schedule in squeezed_tables(problem, (table for _, _, table in tables)):
         if value <= least * (1 + EQUAL) or time.monotonic() > until:

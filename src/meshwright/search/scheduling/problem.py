@@ -40,14 +40,18 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.way or set(self.way) != set(range(self.ranks)) or self.microbatches < 1:
             raise SearchError(
-                "a problem", f"way {self.way}, {self.microbatches} microbatches",
-                "each rank needs a chunk, and there must be a microbatch", "write Problem(linear(4)[0], 8)",
-            )  # fmt: skip
+                "a problem",
+                f"way {self.way}, {self.microbatches} microbatches",
+                "each rank needs a chunk, and there must be a microbatch",
+                "write Problem(linear(4)[0], 8)",
+            )
         if isinstance(self.capacity, tuple) and len(self.capacity) != self.ranks:
             raise SearchError(
-                "a problem", f"{len(self.capacity)} capacities for {self.ranks} ranks",
-                "a tuple needs one number per rank", "pass one number for all ranks, or one per rank",
-            )  # fmt: skip
+                "a problem",
+                f"{len(self.capacity)} capacities for {self.ranks} ranks",
+                "a tuple needs one number per rank",
+                "pass one number for all ranks, or one per rank",
+            )
 
     @property
     def ranks(self) -> int:

@@ -30,11 +30,29 @@ LOSSES = {
 APART = frozenset(
     f"aten::{name}"
     for name in (
-        "reshape", "view", "_unsafe_view", "flatten", "unflatten", "squeeze", "expand", "expand_as", "broadcast_to",
-        "scaled_dot_product_attention", "group_norm", "conv1d", "conv2d", "conv3d", "convolution", "max_pool1d",
-        "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d",
+        "reshape",
+        "view",
+        "_unsafe_view",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "scaled_dot_product_attention",
+        "group_norm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+        "max_pool1d",
+        "max_pool2d",
+        "max_pool3d",
+        "avg_pool1d",
+        "avg_pool2d",
+        "avg_pool3d",
     )
-)  # fmt: skip
+)
 """Operators that their rule carries out by a function, and whose rows stay separate nevertheless."""
 FRESH = frozenset(f"aten::{name}" for name in ("new_zeros", "new_ones", "new_full", "new_empty"))
 """Operators that read no numbers: their result is the same in all rows, or is written before it is read."""

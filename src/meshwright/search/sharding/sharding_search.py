@@ -182,7 +182,7 @@ class ShardingProblem:
                 f"the model needs {size_rounded_up(least)} per rank",
                 f"{size_rounded_up(least - memory_limit)} are missing with every sharding",
                 "use more ranks, or a smaller batch",
-            )  # fmt: skip
+            )
         return self.told(found)
 
     def best_of(self, fits: Callable[[Shardings], T | None], may: bool = True) -> T | None:

@@ -152,9 +152,12 @@ def _at(plans: Plans, n: int, seconds: Any, nbytes: Any) -> PricedPlan:
     numbers = {name: int(getattr(plans, name)[n]) for name in NUMBERS}
     divided = bool(numbers.pop("sequence_parallel"))
     plan = Plan(
-        **numbers, sequence_parallel=divided, schedule=plans.schedule, recompute=plans.recompute,
+        **numbers,
+        sequence_parallel=divided,
+        schedule=plans.schedule,
+        recompute=plans.recompute,
         precision=plans.precision,
-    )  # fmt: skip
+    )
     return PricedPlan(plan, float(seconds[n]), float(nbytes[n]))
 
 
@@ -172,24 +175,26 @@ def _no_plan_error(
     asked = f"{asked}, with {decided}" if decided else asked
     if smallest is None and decided:
         return SearchError(
-            asked, "no degrees of parallelism fit these fixed choices",
+            asked,
+            "no degrees of parallelism fit these fixed choices",
             f"they must divide the ranks, {model.layers} layers, {model.heads} heads, {model.kv_heads} key heads, "
             f"{model.experts.count if model.experts else 'no'} experts and {batch} sequences",
             "fix fewer choices: the search finds the others",
-        )  # fmt: skip
+        )
     if smallest is None:
         return SearchError(
-            asked, "no degrees of parallelism fit",
+            asked,
+            "no degrees of parallelism fit",
             "no divisors of sequences, layers and heads have the number of ranks as their product",
             "use another number of ranks, or a batch size with more divisors",
-        )  # fmt: skip
+        )
     return SearchError(
         asked,
         f"the smallest plan needs {smallest.nbytes / 1e9:.1f} GB per rank, of {memory_limit / 1e9:.1f} GB: "
         f"{smallest.plan}; the largest parts are {_largest_parts(model, smallest.plan, software)}",
         f"{(smallest.nbytes - memory_limit) / 1e9:.1f} GB are missing on each rank",
         "use more ranks, devices with more memory, a shorter sequence, or a lower precision",
-    )  # fmt: skip
+    )
 
 
 def _largest_parts(model: Transformer, plan: Plan, software: Software) -> str:

@@ -58,9 +58,17 @@ class _PlanCommunication:
             yield from self._gathered() if self.plan.zero == 3 else self._synchronised()
 
     def _collective(
-        self, kind: str, what: str, where: str, nbytes: Numbers, ranks: Numbers, together: Numbers, count: float,
-        seconds: Numbers, shown: float | None,
-    ) -> Communication:  # fmt: skip
+        self,
+        kind: str,
+        what: str,
+        where: str,
+        nbytes: Numbers,
+        ranks: Numbers,
+        together: Numbers,
+        count: float,
+        seconds: Numbers,
+        shown: float | None,
+    ) -> Communication:
         """Return a row of `count` collectives that take `seconds` each, of which the fraction `shown` is exposed."""
         whole = count * _one(seconds)
         link = link_name(self.cluster, _one(ranks), _one(together))
@@ -76,9 +84,16 @@ class _PlanCommunication:
         for where in self.passes:
             what = "its gradient" if where == "backward" else "the residual"
             yield self._collective(
-                kind, f"{what} over tp", f"twice per layer, {where}", nbytes, p.tp, together,
-                2 * self.layers * self.microbatches, each, self.software.tensor,
-            )  # fmt: skip
+                kind,
+                f"{what} over tp",
+                f"twice per layer, {where}",
+                nbytes,
+                p.tp,
+                together,
+                2 * self.layers * self.microbatches,
+                each,
+                self.software.tensor,
+            )
 
     def _rings(self) -> Iterator[Communication]:
         p, m = self.plan, self.model
@@ -89,27 +104,48 @@ class _PlanCommunication:
         for where in self.passes:
             times = 2 if where == "backward" else 1
             yield self._collective(
-                "message", "keys and values over cp", f"a ring in each layer, {where}", nbytes, p.cp, together,
-                times * (p.cp - 1) * self.layers * self.microbatches, each, 1 - hidden,
-            )  # fmt: skip
+                "message",
+                "keys and values over cp",
+                f"a ring in each layer, {where}",
+                nbytes,
+                p.cp,
+                together,
+                times * (p.cp - 1) * self.layers * self.microbatches,
+                each,
+                1 - hidden,
+            )
 
     def _experts(self, x: Experts) -> Iterator[Communication]:
         p, layers, together = self.plan, self.step.layers, min(self.plan.ep, self.cluster.per_node)
         nbytes, each = layers.routed(x), layers.exchange(x)
         for where in self.passes:
             yield self._collective(
-                "all-to-all", "tokens over ep", f"to the experts and back, {where}", nbytes, p.ep, together,
-                2 * self.sparse * self.microbatches, each, 1.0,
-            )  # fmt: skip
+                "all-to-all",
+                "tokens over ep",
+                f"to the experts and back, {where}",
+                nbytes,
+                p.ep,
+                together,
+                2 * self.sparse * self.microbatches,
+                each,
+                1.0,
+            )
 
     def _messages(self) -> Communication:
         p = self.plan
         part = 1 / p.tp if self.software.scattered else 1.0
         inside = self.cluster.per_node if p.ranks <= self.cluster.per_node else 1
         return self._collective(
-            "message", "the residual, and its gradient", "between stages", tokens(p) * HALF * self.model.hidden * part,
-            p.pp, p.pp if inside > 1 else 1, 2 * p.chunks * self.microbatches, self.step.stages().message, None,
-        )  # fmt: skip
+            "message",
+            "the residual, and its gradient",
+            "between stages",
+            tokens(p) * HALF * self.model.hidden * part,
+            p.pp,
+            p.pp if inside > 1 else 1,
+            2 * p.chunks * self.microbatches,
+            self.step.stages().message,
+            None,
+        )
 
     def _synchronised(self) -> Iterator[Communication]:
         ranks, together = self.step.replicas()

@@ -38,28 +38,40 @@ experts=None, latent=None, window=None)
     missing = [n for n, x in sizes.items() if x is None and n != "ffn"]
     if missing:
         raise SearchError(
-            "a transformer from a configuration", f"{', '.join(sorted(config)) or 'nothing'}",
-            f"the configuration lacks {', '.join(missing)}", f"add {', '.join(NAMES[n][0] for n in missing)}",
-        )  # fmt: skip
+            "a transformer from a configuration",
+            f"{', '.join(sorted(config)) or 'nothing'}",
+            f"the configuration lacks {', '.join(missing)}",
+            f"add {', '.join(NAMES[n][0] for n in missing)}",
+        )
     layers, hidden, heads, vocab = (_whole(n, sizes[n]) for n in ("layers", "hidden", "heads", "vocab"))
     head_dim, expansion = _whole("head_dim", config.get("head_dim") or 0), config.get("expansion_ratio") or 4
     tied = bool(config.get("tie_word_embeddings", config.get("model_type") in TIED))
     return Transformer(
-        layers, hidden, heads, _kv_heads(config) or heads, head_dim or hidden // max(heads, 1),
-        _whole("ffn", sizes["ffn"] or expansion * hidden), vocab, _is_gated(config), tied,
-        _experts(config, layers), _latent(config), _window(config),
-    )  # fmt: skip
+        layers,
+        hidden,
+        heads,
+        _kv_heads(config) or heads,
+        head_dim or hidden // max(heads, 1),
+        _whole("ffn", sizes["ffn"] or expansion * hidden),
+        vocab,
+        _is_gated(config),
+        tied,
+        _experts(config, layers),
+        _latent(config),
+        _window(config),
+    )
 
 
 def _check_family(config: Mapping[str, Any]) -> None:
     family = config.get("model_type")
     if family is not None and family not in GATED | PLAIN:
         raise SearchError(
-            "a transformer from a configuration", f"model_type {family!r}",
+            "a transformer from a configuration",
+            f"model_type {family!r}",
             "the layers of this model type are unknown, or do not follow from sizes",
             "run meshwright parallelize config.json --suggest, or call mw.plan(model, ...): both read the model itself;"
             " without model_type, the sizes are read as those of a Llama",
-        )  # fmt: skip
+        )
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:

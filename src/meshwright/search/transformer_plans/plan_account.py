@@ -64,11 +64,19 @@ def account(
         what=f"a transformer of {parameters(model.parameters)}, {model.layers} layers",
         how=", ".join(f"{name} = {value}" for name, value in asdict(plan).items() if value != USUAL[name]),
         where=f"{plan.ranks} ranks of {cluster!r}",
-        seconds=seconds, nbytes=nbytes, memory_limit=cluster.device.memory * USABLE,
+        seconds=seconds,
+        nbytes=nbytes,
+        memory_limit=cluster.device.memory * USABLE,
         why=tuple(_why(plan, spent, rows, nbytes, cluster, choice)),
-        spent=spent, held=each, laid=tuple(tensor_layouts(model, plan)), sent=rows, rivals=told, decided=asdict(plan),
-        timeline=timeline, curves=tuple(_curves(timeline, each)) if timeline else (),
-    )  # fmt: skip
+        spent=spent,
+        held=each,
+        laid=tuple(tensor_layouts(model, plan)),
+        sent=rows,
+        rivals=told,
+        decided=asdict(plan),
+        timeline=timeline,
+        curves=tuple(_curves(timeline, each)) if timeline else (),
+    )
 
 
 USUAL = asdict(Plan())
@@ -154,9 +162,14 @@ def _better(plan: Plan, choice: PlanChoice, whole: float, memory_limit: float) -
 
 
 def _other_plans(
-    model: Transformer, plan: Plan, cluster: Cluster, software: Software, nbytes: float, others: list[PricedPlan],
+    model: Transformer,
+    plan: Plan,
+    cluster: Cluster,
+    software: Software,
+    nbytes: float,
+    others: list[PricedPlan],
     on_step: OnProgress | None,
-) -> Iterator[OtherPlan]:  # fmt: skip
+) -> Iterator[OtherPlan]:
     """Yield the other plans, and the parts in which they are slower; short tables are simulated."""
     for n, other in enumerate(others):
         if on_step:

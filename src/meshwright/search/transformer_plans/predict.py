@@ -64,9 +64,11 @@ def predict(
     """
     if plan.schedule not in FILLING:
         raise SearchError(
-            f"a plan with the schedule {plan.schedule!r}", "a schedule without a formula for its bubble",
-            f"formulas exist for {', '.join(FILLING)}", 'write Plan(schedule="1F1B")',
-        )  # fmt: skip
+            f"a plan with the schedule {plan.schedule!r}",
+            "a schedule without a formula for its bubble",
+            f"formulas exist for {', '.join(FILLING)}",
+            'write Plan(schedule="1F1B")',
+        )
     return StepTime(model, plan, cluster, software, habits or Habits()).prediction()
 
 
@@ -251,12 +253,15 @@ class StepTime:
         table = np.divide(m.embedding_parameters * HALF, p.tp)
         waits = np.greater(parameters, self.software.live)
         return GatherCosts(
-            layer, reduced, table,
+            layer,
+            reduced,
+            table,
             self.cluster.meeting("all-gather", layer, ranks, together),
             self.cluster.meeting("reduce-scatter", reduced, ranks, together),
             self.cluster.meeting("all-gather", table, ranks, together),
-            np.where(waits & (p.recompute == "full"), 2.0, 1.0), waits,
-        )  # fmt: skip
+            np.where(waits & (p.recompute == "full"), 2.0, 1.0),
+            waits,
+        )
 
     def gathering(self) -> Numbers:
         """Return the seconds of all microbatches with ZeRO-3.

@@ -31,9 +31,11 @@ class Experts:
     def __post_init__(self) -> None:
         if not 1 <= self.imbalance < float("inf"):
             raise SearchError(
-                "experts", f"imbalance={self.imbalance}", "the fullest rank has at least as many tokens as the average",
+                "experts",
+                f"imbalance={self.imbalance}",
+                "the fullest rank has at least as many tokens as the average",
                 "write Experts(..., imbalance=1.2)",
-            )  # fmt: skip
+            )
 
     def fullest(self, ranks: Numbers) -> Numbers:
         """Return the tokens of the fullest of `ranks` ranks, relative to the average; at most all tokens.
@@ -92,9 +94,11 @@ class Transformer:
     def __post_init__(self) -> None:
         if min(self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.vocab) < 1:
             raise SearchError(
-                "a transformer", f"{self}", "layers, widths and heads must be at least 1",
+                "a transformer",
+                f"{self}",
+                "layers, widths and heads must be at least 1",
                 "write Transformer(layers, hidden, heads, kv_heads, head_dim, ffn, vocab)",
-            )  # fmt: skip
+            )
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
         check_sizes("a transformer", **{name: getattr(self, name) for name in sizes})
 

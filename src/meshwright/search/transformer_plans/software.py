@@ -64,9 +64,14 @@ MEGATRON = Software(tensor=0.6)
 MEGATRON_2021 = Software(fused_attention=False, exposed=1.0, messages=0.4, accumulation=2.4, gradient=2.0, reduced=2.0)
 """Half-precision gradients, attention of single products, nothing overlapped (arXiv 2104.04473)."""
 DEEPSPEED = Software(
-    fused_attention=False, exposed=1.0, messages=1.0, accumulation=18.0, outputs=1.0, scattered=False,
+    fused_attention=False,
+    exposed=1.0,
+    messages=1.0,
+    accumulation=18.0,
+    outputs=1.0,
+    scattered=False,
     reduces_parts=False,
-)  # fmt: skip
+)
 """Megatron's layers in DeepSpeed's pipeline, which copies gradients to single precision and adds them to others."""
 DEEPSPEED_ZERO = Software(fused_attention=False, gradient=2.0, reduced=2.0, live=1e9)
 """Megatron's layers in DeepSpeed's ZeRO, with the default limit of gathered parameters."""

@@ -53,9 +53,14 @@ def group_norm(channels: int) -> LocalForm:
     """Return a form for groups of `channels` channels; any dim after the channels may be sharded."""
 
     def form(
-        call: LocalCall, x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
-        eps: float = 1e-5, cudnn_enabled: bool = True,
-    ) -> Tensor:  # fmt: skip
+        call: LocalCall,
+        x: Tensor,
+        num_groups: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        cudnn_enabled: bool = True,
+    ) -> Tensor:
         behind = tuple(range(2, x.dim()))
         count = channels * prod(call.total(0, d) for d in behind)
         groups = x.shape[1] // channels if channels else num_groups
@@ -76,9 +81,17 @@ def _per_channel(v: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def batch_norm(
-    call: LocalCall, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool = True,
-) -> Tensor:  # fmt: skip
+    call: LocalCall,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> Tensor:
     """Normalize by mean and variance over the samples of all ranks; running statistics are updated equally on all."""
     dims = tuple(d for d in range(x.dim()) if d != 1)
     count = prod(call.total(0, d) for d in dims)

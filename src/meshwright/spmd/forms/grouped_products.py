@@ -18,9 +18,13 @@ _STRIDE = 16
 
 
 def rows_by_matrices(
-    call: LocalCall, x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    call: LocalCall,
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply rows `[t, k]` by matrices `[e, k, n]`: the local groups and local rows of a rank."""
     if offs is None or 0 in (*x.shape, *w.shape):
         return empty_result(call, x, w)
@@ -29,9 +33,13 @@ def rows_by_matrices(
 
 
 def matrices_by_columns(
-    call: LocalCall, x: Tensor, y: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    call: LocalCall,
+    x: Tensor,
+    y: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply matrices `[e, m, k]` by columns `[k, t]` ordered by group: the transposed `rows_by_matrices`."""
     if offs is None or 0 in (*x.shape, *y.shape):
         return empty_result(call, x, y)
@@ -41,9 +49,13 @@ def matrices_by_columns(
 
 
 def columns_by_rows(
-    call: LocalCall, x: Tensor, y: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    call: LocalCall,
+    x: Tensor,
+    y: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply `[m, t]` by `[t, n]` to a product `[m, n]` per group: a rank's term, from its shard of t."""
     if offs is None or 0 in (*x.shape, y.shape[1]):
         return empty_result(call, x, y)

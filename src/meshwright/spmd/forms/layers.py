@@ -34,9 +34,17 @@ def embedding(
 
 
 def attention(
-    call: LocalCall, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    call: LocalCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Compute attention with sharded batch, heads or sequences. Sharded keys give terms of a sum."""
     s, t = query.dim() - 2, key.dim() - 2
     if 0 in (prod(query.shape[:-1]), key.shape[-3] if enable_gqa else 1):
@@ -66,9 +74,14 @@ def _over_keys(call: LocalCall, x: Tensor, t: int) -> Tensor:
 
 
 def cross_entropy(
-    call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
-    ignore_index: int = -100, label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
+    call: LocalCall,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """Return this rank's term of the loss: each class adds its target probability times (logsumexp - logit)."""
     c = min(x.dim() - 1, 1)
     if call.ranks(0, c) == 1:
@@ -87,9 +100,13 @@ def cross_entropy(
 
 
 def nll_loss(
-    call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
+    call: LocalCall,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
     ignore_index: int = -100,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     c = min(x.dim() - 1, 1)
     if call.ranks(0, c) == 1:
         terms = partial(F.nll_loss, x, target, weight, ignore_index=ignore_index)
@@ -99,9 +116,14 @@ def nll_loss(
 
 
 def _of_whole_classes(
-    call: LocalCall, terms: Callable[..., Tensor], x: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
+    call: LocalCall,
+    terms: Callable[..., Tensor],
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
     ignore_index: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return this rank's term of the loss if all classes are local; `terms(reduction=...)` is torch's loss.
 
     The mean is over the targets of all ranks.

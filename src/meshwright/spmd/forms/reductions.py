@@ -311,9 +311,14 @@ def _as_type(x: Tensor, dtype: Any) -> Tensor:
 
 
 def layer_norm(
-    call: LocalCall, x: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5, cudnn_enable: bool = True,
-) -> Tensor:  # fmt: skip
+    call: LocalCall,
+    x: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
     dims = tuple(range(x.dim() - len(normalized_shape), x.dim()))
     count = prod(normalized_shape)
     y = at_least_float32(x)

@@ -43,9 +43,17 @@ def fits_ulysses(call: LocalCall, has_heads: bool) -> bool:
 
 
 def ulysses(
-    call: LocalCall, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    call: LocalCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Compute attention of the local heads over the whole sequence."""
     s = query.dim() - 2
     query, key, value = (call.recut(x, at, s, s - 1) for at, x in enumerate((query, key, value)))
@@ -56,9 +64,17 @@ def ulysses(
 
 
 def ring(
-    call: LocalCall, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    call: LocalCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """Compute attention of the local rows with all keys, one shard of keys at a time."""
     s = query.dim() - 2
     if attn_mask is not None and attn_mask.requires_grad:

@@ -74,9 +74,11 @@ def parse_rule(text: str) -> Equation:
         raise RuleError(f"rule {text[:80]!r}", f"{len(text)} characters", why, 'write it as in "m k * k n -> m n"')
     if text.count("->") != 1:
         raise RuleError(
-            f"rule {text!r}", f"{text.count('->')} times '->'", "a rule has one '->', from operands to results",
+            f"rule {text!r}",
+            f"{text.count('->')} times '->'",
+            "a rule has one '->', from operands to results",
             'write it as in "m k * k n -> m n"',
-        )  # fmt: skip
+        )
     left, right = text.split("->")
     if left.rstrip().endswith("+"):
         raise RuleError(f"rule {text!r}", "nothing after the last '+'", "a term is missing", "write '...' for a scalar")

@@ -36,9 +36,14 @@ def conv_entry(name: str, spatial: int) -> Callable[..., Rule]:
     op = getattr(torch.ops.aten, name)
 
     def entry(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
         groups: int = 1,
-    ) -> Rule:  # fmt: skip
+    ) -> Rule:
         batch = x.dim() - spatial - 1
         pads, reach = _same_rows(weight, stride, padding, dilation, spatial)
 
@@ -95,9 +100,15 @@ def transposed_entry(name: str, spatial: int) -> Callable[..., Rule]:
     op = getattr(torch.ops.aten, name)
 
     def entry(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-        output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
-    ) -> Rule:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Rule:
         batch = x.dim() - spatial - 1
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, left: list[Pad], groups: int) -> Tensor:
@@ -126,9 +137,17 @@ TRANSPOSED = {n: transposed_entry(f"conv_transpose{n}d", n) for n in (1, 2, 3)}
 
 
 def convolution_rule(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
-    output_padding: Any, groups: int, *how: Any,
-) -> Rule | None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    *how: Any,
+) -> Rule | None:
     """Return the rule of `aten.convolution`, which all convolutions call; None for an unbatched input."""
     spatial = weight.dim() - 2
     if x.dim() != weight.dim():
@@ -166,9 +185,15 @@ def pad_rule(x: Tensor, pad: Sequence[int], *how: Any, mode: str = "constant", v
 
 
 def batch_norm_rule(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool,
-    *rest: Any, **kwargs: Any,
-) -> Rule:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    *rest: Any,
+    **kwargs: Any,
+) -> Rule:
     """Return the rule of batch norm. In training, the local form updates the running statistics on every rank."""
     names = dim_names(x)
     if not training:

@@ -207,10 +207,17 @@ def one_hot_rule(x: Tensor, num_classes: int = -1) -> str | None:
 
 
 def embedding_bag_rule(
-    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
-    sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
-    *rest: Any, **kwargs: Any,
-) -> Rule | None:  # fmt: skip
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    *rest: Any,
+    **kwargs: Any,
+) -> Rule | None:
     """Return the rule that shards columns; side results do not depend on them, except for the maximum.
 
     There is no rule with `include_last_offset`, or for a weight with non-contiguous columns: torch's meta kernel then

@@ -40,9 +40,16 @@ def embedding_back_rule(
 
 
 def attention_rule(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
-) -> Rule | None:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Rule | None:
     """Return the rule of attention. Key heads, and query heads per key head, may be sharded.
 
     Sharded sequences use a local form.
@@ -56,9 +63,16 @@ def attention_rule(
 
 
 def dropping_attention_rule(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
-) -> Rule | None:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Rule | None:
     """Return the rule of attention with dropout, which runs as separate operators: keys are whole."""
     if query.dim() < 2:
         return None

@@ -82,9 +82,15 @@ def ctc_rule(x: Tensor, target: Tensor, times: Tensor, lengths: Tensor, *rest: A
 
 
 def _ctc_terms(
-    call: LocalCall, x: Tensor, target: Tensor, times: Tensor, lengths: Tensor, blank: int = 0, reduction: int = MEAN,
+    call: LocalCall,
+    x: Tensor,
+    target: Tensor,
+    times: Tensor,
+    lengths: Tensor,
+    blank: int = 0,
+    reduction: int = MEAN,
     zero_infinity: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the term of this rank's samples; in a mean, each loss is divided by the length of its target."""
     if not x.shape[1]:
         return x.sum((0, 2)) if reduction == 0 else x.sum()

@@ -18,9 +18,16 @@ def recurrent(states: int) -> Entry:
     """
 
     def entry(
-        x: Tensor, state: Tensor | Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, layers: int,
-        dropout: float, train: bool, both_ways: bool, batch_first: bool,
-    ) -> str | None:  # fmt: skip
+        x: Tensor,
+        state: Tensor | Sequence[Tensor],
+        params: Sequence[Tensor],
+        has_biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        both_ways: bool,
+        batch_first: bool,
+    ) -> str | None:
         if (dropout and train and layers > 1) or x.dim() != BATCHED:
             return None
         given = [state] if isinstance(state, Tensor) else list(state)

@@ -48,9 +48,16 @@ def common_factors(old: Sequence[int], new: Sequence[int]) -> tuple[list[list[st
 
 
 def _level(
-    a: int, b: int, i: int, j: int, old: Sequence[int], new: Sequence[int],
-    left: list[list[str]], right: list[list[str]], count: int,
-) -> tuple[int, int, int, int]:  # fmt: skip
+    a: int,
+    b: int,
+    i: int,
+    j: int,
+    old: Sequence[int],
+    new: Sequence[int],
+    left: list[list[str]],
+    right: list[list[str]],
+    count: int,
+) -> tuple[int, int, int, int]:
     """Add whole factors on both sides until both sides cover the same number of elements."""
     while a != b:
         if a < b:
@@ -73,9 +80,11 @@ def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
         return f"{before} -> {' '.join(f'a{d}' if d < same else f'new{d}' for d in range(len(new)))}"
     if prod(old) != prod(new):
         raise RuleError(
-            f"a reshape of {tuple(old)}", f"sizes {tuple(new)}", "the number of elements differs",
+            f"a reshape of {tuple(old)}",
+            f"sizes {tuple(new)}",
+            "the number of elements differs",
             f"use sizes whose product is {prod(old)}, or -1 for one size",
-        )  # fmt: skip
+        )
     left, right = common_factors(old, new)
     ones = ([d for d, n in enumerate(sizes) if n == 1] for sizes in (old, new))
     for k, (before, after) in enumerate(zip(*ones, strict=False)):

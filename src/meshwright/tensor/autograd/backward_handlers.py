@@ -113,17 +113,27 @@ def _run_engine(*args: Any, **how: Any) -> tuple[Any, ...]:
     except RuntimeError as error:
         if any_reread_with_history() and "backward through the graph a second time" in str(error):
             raise OperationError(
-                "a second backward pass", "a graph whose saved values are freed",
+                "a second backward pass",
+                "a graph whose saved values are freed",
                 "the first pass freed the values; a view that is read again after a write to its base is in that graph",
                 "pass retain_graph=True to the first backward pass, or make the view again after the write",
-            ) from error  # fmt: skip
+            ) from error
         raise
 
 
 @handles(torch.autograd.grad)
 def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused",
-             "is_grads_batched", "materialize_grads")  # fmt: skip
+    names = (
+        "outputs",
+        "inputs",
+        "grad_outputs",
+        "retain_graph",
+        "create_graph",
+        "only_inputs",
+        "allow_unused",
+        "is_grads_batched",
+        "materialize_grads",
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     if given.pop("is_grads_batched", False):
         return _grad_of_each(given)
@@ -138,9 +148,14 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     zeros = bool(given.get("materialize_grads", False))
     with deferring(False):  # the call may be inside a backward pass that keeps the terms of gradients
         grads = _run_engine(
-            outputs, seeds, create if keep is None else keep, create, tuple(map(own_edge, inputs)),
-            allow_unreachable=bool(given.get("allow_unused")) or zeros, accumulate_grad=False,
-        )  # fmt: skip
+            outputs,
+            seeds,
+            create if keep is None else keep,
+            create,
+            tuple(map(own_edge, inputs)),
+            allow_unreachable=bool(given.get("allow_unused")) or zeros,
+            accumulate_grad=False,
+        )
     return tuple(_returned(g, x, spec, zeros) for g, x, spec in zip(grads, inputs, specs, strict=True))
 
 

@@ -25,10 +25,11 @@ def dual_stamp(grad: Tensor, spec: Spec) -> Tensor:
     """
     if any(op == "prod" for _, op in spec.layout.partial):
         raise OperationError(
-            "the gradient of a pending product", repr(spec),
+            "the gradient of a pending product",
+            repr(spec),
             "each rank has the gradient of its own factor only, and the gradient of the product needs all factors",
             "call mw.reshard(x, mesh, placements) without Partial('prod') before the backward pass",
-        )  # fmt: skip
+        )
     with no_interception():
         dual = spec.dual().with_dtype(grad.dtype)
         grad = arranged(grad, dual)

@@ -81,10 +81,11 @@ class GraphNode:
     def _refusal(self, name: str) -> MemoryAccessError:
         specs = ", ".join(map(repr, self.specs.values())) or "a tensor from which a distributed tensor is computed"
         return MemoryAccessError(
-            f"grad_fn.{name}", f"{self._node.name()}, the autograd node of {specs}",
+            f"grad_fn.{name}",
+            f"{self._node.name()}, the autograd node of {specs}",
             "a node computes this rank's part of a gradient, and holds parts of tensors",
             _INSTEAD.get(name, _SAVED),
-        )  # fmt: skip
+        )
 
 
 class _HookedNode(GraphNode):

@@ -84,10 +84,11 @@ def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
     given = interception_on() and any(isinstance(a, DistTensor) for a in args)
     if given and function.__module__.startswith("torch.distributed."):
         raise CollectiveError(
-            f"{function.__name__} of torch.distributed", f"a distributed tensor among {len(args)} arguments",
+            f"{function.__name__} of torch.distributed",
+            f"a distributed tensor among {len(args)} arguments",
             "its backward pass would see gradients of this rank's part",
             "pass mw.unshard_dtensor(x) or x.to_local(); call mw.to_torch_dtensor(x) for a DTensor",
-        )  # fmt: skip
+        )
     module = f"{function.__module__}."
     if not given:
         return call(*args, **kwargs)
@@ -238,10 +239,11 @@ def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
             return keep_alive_with(grad, plain_view(local))
     if not isinstance(grad, DistTensor):
         raise PlainInBackwardError(
-            f"the backward pass of {function.__name__}", f"a plain gradient of the argument {spec!r}",
+            f"the backward pass of {function.__name__}",
+            f"a plain gradient of the argument {spec!r}",
             "the plain tensor may be this rank's part of a gradient or a whole value, and Meshwright cannot know",
             "compute the gradient from the gradients that backward receives, or wrap the function with mw.local_map",
-        )  # fmt: skip
+        )
     return as_dual_local(grad, spec)
 
 
@@ -278,10 +280,11 @@ def _untold(function: type[Function]) -> None:
     if len(_TOLD) > 1:
         name = function.__name__
         raise PlainInBackwardError(
-            f"{name}.apply in a program", f"a variable that got {name}.apply before the import of meshwright",
+            f"{name}.apply in a program",
+            f"a variable that got {name}.apply before the import of meshwright",
             "this release of torch does not report calls through such a variable, and their gradient would be lost",
             f"import meshwright before you assign {name}.apply to a variable, or call {name}.apply directly",
-        )  # fmt: skip
+        )
 
 
 def _read_before_saving(own: Any, args: Any, kwargs: Any) -> Any:

@@ -44,9 +44,11 @@ def check_meta_result(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
         return
     x = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
     raise MemoryAccessError(
-        getattr(func, "__name__", repr(func)), f"{x._spec!r}; the answer is a {type(wrong).__name__}",
-        "the call reads memory, and this rank holds only a part", "call it on x.to_local() or mw.unshard_dtensor(x)",
-    )  # fmt: skip
+        getattr(func, "__name__", repr(func)),
+        f"{x._spec!r}; the answer is a {type(wrong).__name__}",
+        "the call reads memory, and this rank holds only a part",
+        "call it on x.to_local() or mw.unshard_dtensor(x)",
+    )
 
 
 def _is_about_shape(func: Any) -> bool:

@@ -55,10 +55,11 @@ def distribute_as(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
 def _pending_parameter(x: Tensor, layout: Layout) -> PlacementError:
     """Return the error for a parameter of which ranks hold terms."""
     return PlacementError(
-        f"mw.shard_tensor of a parameter of shape {tuple(x.shape)}", f"the layout {layout!r}, a pending reduction",
+        f"mw.shard_tensor of a parameter of shape {tuple(x.shape)}",
+        f"the layout {layout!r}, a pending reduction",
         "an optimizer would apply the whole gradient to each rank's term",
         "use mw.Shard(dim) or mw.Replicate() for a parameter; operators make mw.Partial() results themselves",
-    )  # fmt: skip
+    )
 
 
 def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
@@ -69,10 +70,11 @@ def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
     plain = outside_transforms(x)
     if plain is None:
         raise OperationError(
-            "mw.shard_tensor inside a transform of torch.func", f"a tensor of shape {tuple(x.shape)} of the transform",
+            "mw.shard_tensor inside a transform of torch.func",
+            f"a tensor of shape {tuple(x.shape)} of the transform",
             "inside a transform, torch wraps tensors, and a wrapped tensor cannot be split",
             "call mw.shard_tensor outside and pass the distributed tensor to the transformed function",
-        )  # fmt: skip
+        )
     with transforms_paused():
         return distribute_as(plain, mesh, layout)
 
@@ -148,18 +150,21 @@ def from_local(
     """
     if captured_whole(local) is not None:
         raise OperationError(
-            "dtensor_from_local in a model that is captured", f"a tensor of shape {tuple(local.shape)}",
-            "a model is captured as for one device, so parts do not exist yet", "use mw.local_map or a LocalLayer",
-        )  # fmt: skip
+            "dtensor_from_local in a model that is captured",
+            f"a tensor of shape {tuple(local.shape)}",
+            "a model is captured as for one device, so parts do not exist yet",
+            "use mw.local_map or a LocalLayer",
+        )
     layout = layout_of(placements, local.dim(), mesh)
     rank = current_communicator().rank
     spec = Spec(mesh, layout, shape if shape is not None else _grown(local.shape, layout, mesh), local.dtype)
     if rank in mesh and tuple(local.shape) != spec.local_shape(rank):
         raise LocalShapeError(
-            f"from_local of a part of shape {tuple(local.shape)} on rank {rank}", f"{spec!r} on {mesh!r}",
+            f"from_local of a part of shape {tuple(local.shape)} on rank {rank}",
+            f"{spec!r} on {mesh!r}",
             f"rank {rank} holds a part of shape {spec.local_shape(rank)}",
             "pass shape=(…), the global shape, if parts are uneven",
-        )  # fmt: skip
+        )
     if shape is None:
         check_same_on_ranks(spec)
     with no_interception():

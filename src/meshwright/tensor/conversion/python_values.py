@@ -42,10 +42,22 @@ def _everywhere(x: DistTensor) -> Tensor:
 
 
 @handles(
-    Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
-    Tensor.__complex__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose,
-    Tensor.__contains__, Tensor.is_nonzero, torch.is_nonzero, Tensor.__format__,
-)  # fmt: skip
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__index__,
+    Tensor.__complex__,
+    torch.equal,
+    torch.allclose,
+    Tensor.equal,
+    Tensor.allclose,
+    Tensor.__contains__,
+    Tensor.is_nonzero,
+    torch.is_nonzero,
+    Tensor.__format__,
+)
 def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Return the same Python value on every rank; autograd does not record it, as on one device."""
     with torch.no_grad():

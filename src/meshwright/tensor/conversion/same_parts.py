@@ -26,7 +26,8 @@ def check_same_on_ranks(spec: Spec) -> None:
         here.shared[call] = (other, seen + 1)
     if other.shape != spec.shape or other.dtype != spec.dtype:
         raise LocalShapeError(
-            f"from_local on rank {here.rank}", f"{spec!r} here, and {other!r} on another rank",
+            f"from_local on rank {here.rank}",
+            f"{spec!r} here, and {other!r} on another rank",
             "without a global shape, every rank must give a part of the same shape and dtype",
             "pass shape=(…), the global shape, if parts are uneven",
-        )  # fmt: skip
+        )

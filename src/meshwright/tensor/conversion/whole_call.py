@@ -151,10 +151,11 @@ def _write_back(func: Any, stands_for: Sequence[WholeArgument], marked: set[int]
 def _refused(func: Any, t: DistTensor) -> OperationError:
     name = getattr(func, "__name__", str(func))
     return OperationError(
-        f"{name} that changes the shape or the memory of an argument", repr(t._spec),
+        f"{name} that changes the shape or the memory of an argument",
+        repr(t._spec),
         "a distributed tensor keeps its shape, and its parts keep their memory",
         f"make a new tensor with the functional form of {name} or with torch.empty",
-    )  # fmt: skip
+    )
 
 
 def _check_apart(func: Any, written: Sequence[DistTensor]) -> None:
@@ -164,9 +165,10 @@ def _check_apart(func: Any, written: Sequence[DistTensor]) -> None:
             if share_elements(a, b):
                 raise OperationError(
                     f"{getattr(func, '__name__', func)} that writes to two views of one memory",
-                    f"{a._spec!r} and {b._spec!r}", "it runs on whole copies, and each write would undo the other",
+                    f"{a._spec!r} and {b._spec!r}",
+                    "it runs on whole copies, and each write would undo the other",
                     "make one call for each view",
-                )  # fmt: skip
+                )
 
 
 def _check_no_leaf(written: Any) -> None:

@@ -138,18 +138,20 @@ class DistTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PickleError(
-            "pickling a DistTensor", f"{self._spec!r} on {self._spec.mesh!r}",
+            "pickling a DistTensor",
+            f"{self._spec!r} on {self._spec.mesh!r}",
             "each rank holds a part only, and a pickle would hold the part of one rank",
             "pickle mw.unshard_dtensor(x), the whole plain tensor, or save a checkpoint",
-        )  # fmt: skip
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         if not self.is_leaf:
             raise OperationError(
-                "copy.deepcopy", f"{self._spec!r}, which is not a leaf of the autograd graph",
+                "copy.deepcopy",
+                f"{self._spec!r}, which is not a leaf of the autograd graph",
                 "a copy would lose the autograd history and so the gradient; torch refuses such a copy too",
                 "copy x.detach(), or write x.clone() for a copy with the history",
-            )  # fmt: skip
+            )
         return self._deep_copied(memo)
 
     def _deep_copied(self, memo: dict[int, Any]) -> DistTensor:

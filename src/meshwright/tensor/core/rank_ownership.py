@@ -63,10 +63,11 @@ def _refused(x: DistTensor, asked: str, maker: int) -> SimulatedRankError:
     here = installed_communicator()
     who = f"made by rank {maker}, used by " + (f"rank {here.rank}" if here is not None else "no rank")
     return SimulatedRankError(
-        f"{asked} of a distributed tensor of another simulated rank", f"{x._spec!r}, {who}",
+        f"{asked} of a distributed tensor of another simulated rank",
+        f"{x._spec!r}, {who}",
         "the tensor holds the other rank's part; simulated ranks share caches, globals and global modules",
         "create the tensor or the module inside the simulated function, or key the cache by mw.get_rank()",
-    )  # fmt: skip
+    )
 
 
 def _hide(x: Any, rank: int) -> Callable[[], None]:

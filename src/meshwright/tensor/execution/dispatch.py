@@ -176,9 +176,11 @@ def _or_below(run: Run) -> Run:
 def _batched(func: Any, tensors: Sequence[Tensor]) -> OperationError:
     specs = ", ".join(repr(t._spec) for t in tensors if isinstance(t, DistTensor))
     return OperationError(
-        f"{name_of(func)} inside the vmap of torch.autograd", specs, "a batch of tensors cannot be sent between ranks",
+        f"{name_of(func)} inside the vmap of torch.autograd",
+        specs,
+        "a batch of tensors cannot be sent between ranks",
         "use torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; call gradcheck without check_batched_grad",
-    )  # fmt: skip
+    )
 
 
 def _carry_out(
@@ -258,9 +260,11 @@ def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
     for spec in specs:
         if spec.mesh is not mesh:
             raise MixedMeshError(
-                f"{name_of(func)} of tensors on two meshes", f"{specs[0]!r} on {mesh!r} and {spec!r} on {spec.mesh!r}",
-                "an operation runs on one mesh", "call mw.reshard(x, mesh, placements) to move one of them",
-            )  # fmt: skip
+                f"{name_of(func)} of tensors on two meshes",
+                f"{specs[0]!r} on {mesh!r} and {spec!r} on {spec.mesh!r}",
+                "an operation runs on one mesh",
+                "call mw.reshard(x, mesh, placements) to move one of them",
+            )
     return mesh
 
 
@@ -273,12 +277,13 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
             continue
         if not torch.is_grad_enabled() or (t.requires_grad and not t.is_leaf):
             raise PlainInBackwardError(
-                f"{name_of(func)} inside a backward pass", "a plain tensor beside a distributed one",
+                f"{name_of(func)} inside a backward pass",
+                "a plain tensor beside a distributed one",
                 "the plain tensor may be this rank's part of a gradient or a whole value, and Meshwright cannot know",
                 "in a tensor hook, use mw.shard_tensor(table, mesh, [mw.Replicate()]) for a table of numbers and "
                 "torch.zeros_like of a distributed tensor for zeros, or use the plain tensor after the pass. In an "
                 "autograd.Function, save arguments by ctx.save_for_backward, or wrap the function with mw.local_map",
-            )  # fmt: skip
+            )
 
 
 def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run, bool]:
@@ -460,12 +465,16 @@ def _on_whole(func: Any, why: str, failed: bool = False) -> Run:
 
 
 def _refused(func: Any, args: Any, kwargs: Any, error: RuntimeError) -> OperationError:
-    specs = ", ".join(repr(t._spec) if isinstance(t, DistTensor) else f"plain {tuple(t.shape)}"
-                      for t in tensors_in((args, kwargs or {})))  # fmt: skip
+    specs = ", ".join(
+        repr(t._spec) if isinstance(t, DistTensor) else f"plain {tuple(t.shape)}"
+        for t in tensors_in((args, kwargs or {}))
+    )
     return OperationError(
-        name_of(func), specs, str(error).split("\n")[0],
+        name_of(func),
+        specs,
+        str(error).split("\n")[0],
         "pass operands that are valid on one device; the shapes above are those of the whole tensors",
-    )  # fmt: skip
+    )
 
 
 def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:

@@ -74,10 +74,11 @@ def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
         return
     specs = ", ".join(repr(t._spec) for t in tensors_in((args, kwargs or {})) if isinstance(t, DistTensor))
     raise TraceError(
-        f"{name_of(func)} inside {tracer}", specs,
+        f"{name_of(func)} inside {tracer}",
+        specs,
         "the trace would hold the local part and the local sizes of one rank",
         "trace the plain model and shard it afterwards, use torch.export.export, or use mw.to_static for a step",
-    )  # fmt: skip
+    )
 
 
 def _entering(x: Any) -> Any:
@@ -96,10 +97,11 @@ def _check_functional(x: Any) -> None:
     """Raise OperationError for a distributed argument of `torch.func.functionalize`."""
     if isinstance(x, DistTensor):
         raise OperationError(
-            f"{NAME}.functionalize of a distributed tensor", repr(x._spec),
+            f"{NAME}.functionalize of a distributed tensor",
+            repr(x._spec),
             "functionalize writes into the memory of its arguments, and the argument is a gathered copy of the tensor",
             "call the function without functionalize; the results are the same",
-        )  # fmt: skip
+        )
 
 
 def _check_scripted(module: Any) -> None:
@@ -107,10 +109,11 @@ def _check_scripted(module: Any) -> None:
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(x, DistTensor):
             raise TraceError(
-                f"torch.jit.script of {type(module).__name__}", f"{name}: {x._spec!r}",
+                f"torch.jit.script of {type(module).__name__}",
+                f"{name}: {x._spec!r}",
                 "TorchScript runs in C++, which sees the local part only",
                 "call the module without torch.jit.script, or use torch.compile or mw.to_static",
-            )  # fmt: skip
+            )
 
 
 def _scripted(own: Any, args: Any, kwargs: Any) -> Any:
@@ -144,10 +147,11 @@ class _Wholes:
         for key, (t, whole) in self.pairs.items():
             if version_of(whole) != self.versions[key] and whole_spec(t._spec) is not t._spec:
                 raise OperationError(
-                    f"a write by {getattr(func, '__name__', func)} inside a transform of {NAME}", repr(t._spec),
+                    f"a write by {getattr(func, '__name__', func)} inside a transform of {NAME}",
+                    repr(t._spec),
                     "inside a transform, the tensor is a whole copy, and a write to the copy is lost",
                     "pass the tensor as an argument of the transformed function, or write its result outside",
-                )  # fmt: skip
+                )
 
 
 def _whole(t: DistTensor) -> Tensor:
@@ -230,10 +234,11 @@ def _check_alone(written: Sequence[DistTensor], others: Sequence[DistTensor]) ->
     for t in written:
         if any(_may_share(t, other) for other in others if other is not t):
             raise OperationError(
-                f"a function inside a transform of {NAME} that writes to its argument", repr(t._spec),
+                f"a function inside a transform of {NAME} that writes to its argument",
+                repr(t._spec),
                 "another tensor of the call shares memory with the argument, and the transform copies each tensor",
                 "pass one of the two tensors, and derive the other one inside the function",
-            )  # fmt: skip
+            )
 
 
 DistTensor._observed = staticmethod(_observed)

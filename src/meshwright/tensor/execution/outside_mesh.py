@@ -168,9 +168,13 @@ def _like(out: Any, tensors: Sequence[Tensor], like: Spec) -> Any:
 
 
 def _without_elements(
-    captured: Captured, tensors: Sequence[Tensor], like: Spec, known: Sequence[Spec] | None,
-    dtypes: Sequence[torch.dtype] | None, paths: Paths | None,
-) -> Any:  # fmt: skip
+    captured: Captured,
+    tensors: Sequence[Tensor],
+    like: Spec,
+    known: Sequence[Spec] | None,
+    dtypes: Sequence[torch.dtype] | None,
+    paths: Paths | None,
+) -> Any:
     results = list(tensors_in(captured.out))
     specs = list(known or [spec_of_whole(t, like.mesh) for t in results])
     if dtypes is not None:

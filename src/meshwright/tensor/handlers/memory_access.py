@@ -56,9 +56,11 @@ def _writable_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if holds_whole(x):
         return call_plain(func, types, args, kwargs)
     raise refusal(
-        f"Tensor.{func.__name__}", x, "call x.untyped_storage() to read the whole memory, mw.unshard_dtensor(x) "
+        f"Tensor.{func.__name__}",
+        x,
+        "call x.untyped_storage() to read the whole memory, mw.unshard_dtensor(x) "
         "for a plain tensor, or x.to_local() for this rank's part",
-    )  # fmt: skip
+    )
 
 
 def _typed_storage(self: DistTensor) -> Any:

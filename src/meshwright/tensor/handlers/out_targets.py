@@ -114,9 +114,11 @@ def _check_shapes(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor
     for target, result in zip(targets, results, strict=True):
         if target.shape != result.shape and isinstance(target, DistTensor):
             raise OperationError(
-                f"{_name(func)} with out=", f"out is {target._spec!r}, the result has shape {tuple(result.shape)}",
-                "a distributed tensor keeps its shape", "pass out= of the result's shape, or omit out=",
-            )  # fmt: skip
+                f"{_name(func)} with out=",
+                f"out is {target._spec!r}, the result has shape {tuple(result.shape)}",
+                "a distributed tensor keeps its shape",
+                "pass out= of the result's shape, or omit out=",
+            )
 
 
 def _check_gradients(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:

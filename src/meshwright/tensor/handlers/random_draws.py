@@ -46,10 +46,12 @@ def random_source(source: RandomSource) -> AbstractContextManager[None]:
     """
     if source not in get_args(RandomSource):
         raise RandomSourceError(
-            f"random_source({source!r})", repr(source), "there is no such source of random numbers",
+            f"random_source({source!r})",
+            repr(source),
+            "there is no such source of random numbers",
             'use "torch" for the numbers of one device, "counter" for numbers that are equal on every mesh and that '
             'each rank draws for its own part, or "rank" for the cheapest',
-        )  # fmt: skip
+        )
     return _sources.holding(source)
 
 

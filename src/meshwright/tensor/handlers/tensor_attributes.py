@@ -179,10 +179,11 @@ def _spec_of_data(x: DistTensor, have: Spec) -> Spec:
         graded = x.grad is not None or x.grad_fn is not None
     if graded or x._viewing:
         raise MemoryAccessError(
-            f"x.data = y with y of shape {tuple(have.shape)}", f"{x._spec!r}, a {_state(x)}",
+            f"x.data = y with y of shape {tuple(have.shape)}",
+            f"{x._spec!r}, a {_state(x)}",
             "the gradient or the base of x has the old shape",
             "set x.grad = None first, or write x = y if x is a computed value or a view",
-        )  # fmt: skip
+        )
     if have.ndim != x._spec.ndim or any(isinstance(dim, Product) for dim in x._spec.layout.dims):
         return have
     return Spec(x._spec.mesh, x._spec.layout, have.shape, have.dtype, have.new.strides)
@@ -341,10 +342,11 @@ def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if x._spec.is_dense and not (is_view and at is not None):
         return NotImplemented
     raise OperationError(
-        "as_strided", f"{x._spec!r}, a view" if is_view else repr(x._spec),
+        "as_strided",
+        f"{x._spec!r}, a view" if is_view else repr(x._spec),
         "as_strided reads memory of the base, and this rank may not hold it",
         "call as_strided on the base or on x.contiguous(), or select elements by x[...]",
-    )  # fmt: skip
+    )
 
 
 def _squeezed_dims(x: Tensor, *dims: Any, dim: Any = None) -> tuple[int, ...]:
@@ -389,10 +391,11 @@ def _swapped(own: Any, args: Any, kwargs: Any) -> Any:
     for x in found:
         if x._viewing or has_assigned(x):
             raise OperationError(
-                "torch.utils.swap_tensors", f"{x._spec!r}, {'a view' if x._viewing else 'whose gradient is a view'}",
+                "torch.utils.swap_tensors",
+                f"{x._spec!r}, {'a view' if x._viewing else 'whose gradient is a view'}",
                 "the view has its own memory on this rank, and its base refers to this Python object",
                 "swap x.clone(), or write x.copy_(y)" if x._viewing else "set x.grad = None first",
-            )  # fmt: skip
+            )
     return NotImplemented
 
 
@@ -426,15 +429,18 @@ def _check_movable(x: DistTensor, name: str) -> None:
     has_grad = _gradient_of(x) is not None
     if is_view:
         raise OperationError(
-            name, f"{x._spec!r}, a view", "the parts must move, and would leave the memory of the base",
+            name,
+            f"{x._spec!r}, a view",
+            "the parts must move, and would leave the memory of the base",
             f"write x = x.{name[:-1]}(...), which makes a new tensor",
-        )  # fmt: skip
+        )
     if is_graded_leaf and (torch.is_grad_enabled() or has_grad):
         raise OperationError(
-            name, f"{x._spec!r}, a leaf that requires grad" + (" and has a gradient" if has_grad else ""),
+            name,
+            f"{x._spec!r}, a leaf that requires grad" + (" and has a gradient" if has_grad else ""),
             "autograd forbids in-place writes to a leaf, and a gradient would keep the old shape",
             f"set x.grad = None, and call {name} under torch.no_grad()",
-        )  # fmt: skip
+        )
 
 
 def _is_shared_anywhere(x: DistTensor) -> bool:
@@ -454,7 +460,8 @@ def _swap(x: DistTensor, new: Tensor, name: str) -> None:
             swap_tensors(x, new)
     except RuntimeError as error:
         raise OperationError(
-            name, f"{x._spec!r}, which other tensors or the autograd graph refer to",
+            name,
+            f"{x._spec!r}, which other tensors or the autograd graph refer to",
             "the parts must move, and the other tensors would keep the old memory",
             f"write x = x.{name[:-1]}(...), which makes a new tensor",
-        ) from error  # fmt: skip
+        ) from error

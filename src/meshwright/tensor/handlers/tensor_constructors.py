@@ -194,10 +194,11 @@ def _takes_data(x: Tensor, new: Tensor) -> None:
         return
     if x.grad_fn is not None or x.grad is not None:
         raise MemoryAccessError(
-            "x.data = y with a distributed y", f"a plain x {'with a gradient' if x.grad is not None else 'computed'}",
+            "x.data = y with a distributed y",
+            f"a plain x {'with a gradient' if x.grad is not None else 'computed'}",
             "the gradient of x belongs to a whole tensor, and x would become a part",
             "set x.grad = None first if x is a parameter; write x = y if x is a computed value",
-        )  # fmt: skip
+        )
     is_parameter = isinstance(x, nn.Parameter)
     out = as_part(x, new._spec)
     if new._away:

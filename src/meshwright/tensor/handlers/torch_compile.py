@@ -50,10 +50,11 @@ def _leave(x: DistTensor) -> None:
     if trace.one_graph or getattr(trace, "error_on_graph_break", False):
         code = trace.f_code
         raise CompileError(
-            f"one graph of {code.co_name}, {code.co_filename}:{code.co_firstlineno}", repr(x._spec),
+            f"one graph of {code.co_name}, {code.co_filename}:{code.co_firstlineno}",
+            repr(x._spec),
             "a graph would hold the local sizes of one rank, so functions with distributed tensors are not compiled",
             "leave out fullgraph=True, so that the function runs uncompiled, or compile a step with mw.to_static",
-        )  # fmt: skip
+        )
     raise SkipFrame(f"uses a distributed tensor, {x._spec!r}")
 
 

@@ -178,11 +178,12 @@ def _reduced_elsewhere(own: Any, args: Any, kwargs: Any) -> Any:
     if not given:
         return NotImplemented
     raise CollectiveError(
-        f"{own.__name__} of torch.distributed", ", ".join(repr(t._spec) for t in given[:4]),
+        f"{own.__name__} of torch.distributed",
+        ", ".join(repr(t._spec) for t in given[:4]),
         "it would use the memory of this rank's parts as whole tensors",
         "leave out DistributedDataParallel and fully_shard, since gradients of distributed parameters are reduced "
         "already; call mw.to_torch_dtensor(x) for a DTensor",
-    )  # fmt: skip
+    )
 
 
 def _new_dtensor(own: Any, args: Any, kwargs: Any) -> Any:

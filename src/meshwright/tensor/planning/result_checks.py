@@ -85,20 +85,22 @@ class ResultRequirements:
     def _check_shape(self, k: int, x: Tensor, spec: Spec, rank: int) -> None:
         if rank in spec.mesh and not isinstance(x, FakeTensor) and tuple(x.shape) != spec.local_shape(rank):
             raise LocalShapeError(
-                f"{self.name} on rank {rank}", f"a local result of shape {tuple(x.shape)}",
+                f"{self.name} on rank {rank}",
+                f"a local result of shape {tuple(x.shape)}",
                 f"result {k} is {spec!r}, of which rank {rank} holds a part of shape {spec.local_shape(rank)}",
                 "report this call: its rule is wrong. Until it is fixed, reshard the operands to mw.Replicate() first",
-            )  # fmt: skip
+            )
 
     def _check_view(self, k: int, x: Tensor, inputs: Sequence[Any], rank: int) -> None:
         if not x.numel() or isinstance(x, FakeTensor):
             return
         if not any(isinstance(t, Tensor) and shares_storage(t, x) for t in inputs):
             raise LocalShapeError(
-                f"{self.name} on rank {rank}", "a local result with its own memory",
+                f"{self.name} on rank {rank}",
+                "a local result with its own memory",
                 f"result {k} is {self.outs[k]!r}, a view of an argument, and a write to the copy would be lost",
                 "report this call: its rule is wrong. Until it is fixed, reshard the operands to mw.Replicate() first",
-            )  # fmt: skip
+            )
 
     def _settle(self, rank: int) -> None:
         """Stop the checks once all shapes of this rank have been seen.

@@ -452,34 +452,38 @@ def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None
     source = x._outer._source
     if graded and x._seen and not source.tracked:
         raise OperationError(
-            "an in-place write that autograd records", f"{x._spec!r}, a view that was made under torch.no_grad()",
+            "an in-place write that autograd records",
+            f"{x._spec!r}, a view that was made under torch.no_grad()",
             "the view has no autograd history from its base, and the write would give the base a history",
             "make the view and write to it in the same mode: both under torch.no_grad(), or both outside",
-        )  # fmt: skip
+        )
     if not source.single and torch.is_grad_enabled():
         raise _several(source, "a write to a view")
     if reads and shares_elements(x._spec.full_strides, x._spec.shape):
         raise OperationError(
-            "an in-place write to a view", f"{x._spec!r}, in which several elements share memory",
+            "an in-place write to a view",
+            f"{x._spec!r}, in which several elements share memory",
             "the result depends on the order in which a kernel visits the elements",
             "write to the tensor itself, or to view.clone()",
-        )  # fmt: skip
+        )
     if 0 in source.base._spec.full_strides:
         raise OperationError(
-            "a write to a view", f"a view of {source.base._spec!r}, in which several elements share memory",
+            "a write to a view",
+            f"a view of {source.base._spec!r}, in which several elements share memory",
             "the view has its own memory on this rank, and one value cannot be written to several elements",
             "write to a tensor that is not expanded, or make the view of x.clone()",
-        )  # fmt: skip
+        )
     check_writable(source.base, graded=graded)
 
 
 def _several(source: ViewOrigin, found: str) -> OperationError:
     name = getattr(source.func, "__name__", str(source.func))
     return OperationError(
-        found, f"one of several views that {name} made of {source.base._spec!r}",
+        found,
+        f"one of several views that {name} made of {source.base._spec!r}",
         "autograd forbids in-place writes to one of several views that one call made, and to their base",
         f"use x.narrow or x.select in place of {name}, or write under torch.no_grad() before calling {name}",
-    )  # fmt: skip
+    )
 
 
 def _write_back(view: DistView, by: DistView, written: Tensor | None = None) -> None:

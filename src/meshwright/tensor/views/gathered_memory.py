@@ -176,10 +176,11 @@ def offset_of(x: DistTensor) -> int:
             if x.storage_offset() == 0:
                 return 0
             raise MemoryAccessError(
-                "Tensor.storage_offset", f"{x._spec!r}, which has no base",
+                "Tensor.storage_offset",
+                f"{x._spec!r}, which has no base",
                 "this rank knows only the offset in its own part",
                 "call storage_offset() before x.detach() and outside torch.inference_mode(), or use x.data_ptr()",
-            )  # fmt: skip
+            )
         local = int(x.storage_offset()) - int(base.storage_offset())
         return start + _distance(local, base.size(), base.stride(), base._spec.full_strides)
 
@@ -187,10 +188,11 @@ def offset_of(x: DistTensor) -> int:
 def _refuse(name: str) -> Any:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise MemoryAccessError(
-            f"{name} of the storage of a distributed tensor", f"{self.nbytes()} bytes",
+            f"{name} of the storage of a distributed tensor",
+            f"{self.nbytes()} bytes",
             "the storage is a gathered copy of the whole tensor, and a write to the copy would be lost",
             "call x.copy_(...) or x.fill_(...), or write x[...] = ..., which change every rank's part",
-        )  # fmt: skip
+        )
 
     return refuse
 
@@ -220,10 +222,11 @@ def storage_of(x: DistTensor) -> Any:
         has_gaps = not x._spec.is_dense and not holds_whole(x) and storage.nbytes() == _extent(memory)
     if has_gaps:
         raise MemoryAccessError(
-            "the storage of a view", f"{x._spec!r}, which has no base",
+            "the storage of a view",
+            f"{x._spec!r}, which has no base",
             "the view's memory has gaps, and the bytes in the gaps belong to a tensor that this rank does not know",
             "take the storage of the base tensor or of x.contiguous()",
-        )  # fmt: skip
+        )
     with no_interception():
         storage = memory.untyped_storage()
     if not holds_whole(x):

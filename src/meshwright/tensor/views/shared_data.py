@@ -130,10 +130,11 @@ def _check_mesh(x: DistTensor, new: Tensor, have: Spec, need: Spec) -> None:
         return
     found = f"y is {have!r} on {have.mesh!r}" if isinstance(new, DistTensor) else f"y is plain {tuple(new.shape)}"
     raise MemoryAccessError(
-        "x.data = y", f"x is {x._spec!r} on {x._spec.mesh!r}, {found}",
+        "x.data = y",
+        f"x is {x._spec!r} on {x._spec.mesh!r}, {found}",
         "on one device x and y would share memory, and not every rank that holds y holds a part of x",
         "write x.data = y.clone(), which has its own memory, or x.copy_(y)",
-    )  # fmt: skip
+    )
 
 
 def _is_alone(view: DistView) -> bool:
