@@ -22,6 +22,7 @@ from ._size import hint, identity
 from ._spec import Spec, parse_spec
 from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, strides_like, whole_of
 from ._text import parse_layout, read_dtype, write_dtype
+from ._untyped import JsonValue, TorchValue
 from ._where import module_path, user_frame, user_line, user_place
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Cache",
     "Dim",
     "InputError",
+    "JsonValue",
     "Layout",
     "LayoutError",
     "MeshError",
@@ -44,6 +46,7 @@ __all__ = [
     "Shard",
     "Spec",
     "Strides",
+    "TorchValue",
     "axes_of",
     "check_length",
     "check_values",
