@@ -90,7 +90,7 @@ TYPED = [
     Line("doctor --no-chek", 2, "doctor --no-check"),
     Line("doctor now", 2, "no argument now"),
     Line("profile --dry-rn", 2, "profile --dry-run"),
-    Line("parallelize {f}/mine.py:build --ranks 2 --sugest", 2, "parallelize --suggest"),
+    Line("parallelize {f}/mine.py:build --ranks 2 --clustr 4xH100", 2, "parallelize --cluster"),
     # values of a wrong kind
     Line("train --steps many", 2, "not a positive integer"),
     Line("train --steps 0", 2, "not a positive integer"),

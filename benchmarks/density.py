@@ -86,7 +86,7 @@ def functions(trees: dict[Path, ast.Module]) -> Iterator[tuple[int, str]]:
 
 
 def complexity(function: ast.AST) -> int:
-    """Return McCabe's number with comprehensions and conditional expressions, and without operands of `and` and `or`."""
+    """Return McCabe's number plus comprehensions and conditional expressions; `and` and `or` do not count."""
     return 1 + sum(decisions_at(node) for node in own_nodes(function) if not isinstance(node, ast.BoolOp))
 
 

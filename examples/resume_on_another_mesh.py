@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python resume_on_another_mesh.py FOLDER, where FOLDER is a new folder for checkpoints")
 folder = Path(sys.argv[1])
 everyone = mw.init_mesh(dp=-1)
 half = mw.ProcessMesh(range((everyone.size + 1) // 2), ["tp"])

@@ -75,9 +75,12 @@ def test_diff_names_what_is_not_the_same(run: Path, capsys: pytest.CaptureFixtur
     assert said(capsys) == {"same": False, "differences": [{"name": "step", "what": "1 and 2"}]}
 
 
-def test_convert_writes_another_form(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("prefix", ["model", "model."])
+def test_convert_writes_another_form(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prefix: str
+) -> None:
     hub = tmp_path / "hub"
-    assert main(["checkpoint", "convert", str(run), str(hub), "--to", "safetensors", "--only", "model."]) == 0
+    assert main(["checkpoint", "convert", str(run), str(hub), "--to", "safetensors", "--only", prefix]) == 0
     capsys.readouterr()
     found = load_file(hub / "model.safetensors")
     assert torch.equal(found["w"], torch.arange(12.0).reshape(4, 3) * 2)
@@ -99,7 +102,8 @@ def test_convert_writes_another_form(run: Path, tmp_path: Path, capsys: pytest.C
         (["diff", "nowhere", "nowhere"], 1, "no such file or folder"),
         (["convert", "RUN", "RUN"], 1, "never overwritten"),
         (["convert", "RUN", "NEW", "--to", "safetensors"], 1, "only tensors"),
-        (["convert", "RUN", "NEW", "--only", "nothing"], 1, "begins with"),
+        (["convert", "RUN", "NEW", "--only", "nothing"], 1, "begins with 'nothing.'"),
+        (["convert", "RUN", "NEW", "--only", "mod"], 1, "begins with 'mod.'"),
         (["inspect", "a", "--jsn"], 2, "--json"),
     ],
 )

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 LINES = ("schedule list", "schedule 1F1B --json", "run many.py")
 
@@ -45,3 +47,15 @@ def test_errors_of_the_system_in_a_script_are_told_as_they_are(folder: Path) -> 
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "of the script" in done.stderr
+
+
+def test_a_checkpoint_whose_reader_has_gone_ends_without_a_message(tmp_path: Path) -> None:
+    save_file({f"layer.{number}.weight": torch.zeros(1) for number in range(5000)}, tmp_path / "model.safetensors")
+    command = [sys.executable, "-m", "meshwright", "checkpoint", "inspect", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

@@ -73,7 +73,7 @@ def mine(tmp_path: Path) -> Path:
 
 def test_what_it_prints_runs_and_is_right(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = mine.parent / "lines.py"
-    assert main(["parallelize", f"{mine}:build", "--mesh", "dp=2,tp=2", "--suggest", "--out", str(out)]) == 0
+    assert main(["parallelize", f"{mine}:build", "--mesh", "dp=2,tp=2", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert '"layers.*.up": mw.ColwiseParallel(),' in printed
     assert '"layers.*.down": mw.RowwiseParallel(),' in printed
@@ -98,7 +98,7 @@ def test_stages_are_written_by_names(mine: Path, capsys: pytest.CaptureFixture[s
     told = json.loads(capsys.readouterr().out)
     assert (told["mesh"], told["pipeline"]["split"]) == ({"pp": 2, "dp": 1, "tp": 1}, ["layers.1"])
     out = mine.parent / "lines.py"
-    assert main(["parallelize", f"{mine}:build", "--mesh", "pp=2", "--suggest", "--out", str(out)]) == 0
+    assert main(["parallelize", f"{mine}:build", "--mesh", "pp=2", "--out", str(out)]) == 0
     assert "split=('layers.1',)" in out.read_text()
     assert "Strategy.of(pipeline={'enable': True" in out.read_text()
     names: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from .save import begin_save
 def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, only: str = "") -> Path:
     """Write the content of `source` in another format, into the new folder `path`.
 
-    With `only`, convert the tensors whose names have that prefix, which is removed, and no values.
+    With `only`, convert the tensors whose names begin with that name and a dot, which are removed, and no values.
 
     Raises:
         CheckpointError: the format cannot hold the content, or no name has the prefix.
@@ -33,12 +33,13 @@ def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, onl
     """
     with_time_limit(lambda: check_sizes(source))
     with_time_limit(lambda: check_files(source, sorted(source.files)))
-    names = {name.removeprefix(only): name for name in source.entries if name.startswith(only)}
+    prefix = f"{only.removesuffix('.')}." if only else ""
+    names = {name.removeprefix(prefix): name for name in source.entries if name.startswith(prefix)}
     if not names:
         raise CheckpointError(
-            f"the tensors {only}… of {source.folder}",
+            f"the tensors {prefix}… of {source.folder}",
             f"none of {len(source.entries)} tensors",
-            f"no name begins with {only!r}",
+            f"no name begins with {prefix!r}",
             f"use one of {', '.join([*source.entries][:3])}",
         )
     here = World(0, 1, None)

@@ -32,6 +32,8 @@ def checkpoint(settings: argparse.Namespace, argv: list[str]) -> int:
         print_text(error, file=sys.stderr)
         return FAILED
     except OSError as error:
+        if error.filename is None:  # the output, such as a closed pipe
+            raise
         print_text(f"meshwright checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
         return FAILED
 

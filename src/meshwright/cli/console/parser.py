@@ -280,7 +280,12 @@ def checkpoint_parser() -> Parser:
         metavar="FORMAT",
         help="format that convert writes: meshwright (the default), safetensors, dcp",
     )
-    parser.add_argument("--only", default="", metavar="PREFIX", help="convert only these names, and remove the prefix")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="PREFIX",
+        help="convert only the names below PREFIX, and remove it",
+    )
     parser.add_argument(
         "--tolerance", type=tolerance, default=0.0, metavar="X", help="absolute difference that diff accepts (0)"
     )
@@ -305,7 +310,6 @@ def parallelize_parser() -> Parser:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--mesh", type=axes, metavar="AXES", help="axis sizes, such as dp=2,tp=4")
     size.add_argument("--ranks", type=positive, metavar="N", help="number of ranks; the search chooses the mesh")
-    parser.add_argument("--suggest", action="store_true", help="print the suggestion; this is also the default")
     parser.add_argument(
         "--cluster", metavar="CLUSTER", help="such as '64xH100', or a TOML file (the cores of this machine)"
     )

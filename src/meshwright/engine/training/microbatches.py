@@ -114,6 +114,7 @@ def microbatched(
     the caller makes the optimizer's step.
 
     Raises:
+        StageError: the mesh has no such axis.
         ScheduleError, StageError: the table does not fit.
 
     >>> import torch, meshwright as mw
@@ -127,6 +128,14 @@ def microbatched(
     >>> mw.simulate(step, 2)
     [15.0, 15.0]
     """
+    if axis not in mesh.dim_names:
+        raise StageError(
+            f"a step over microbatches, with stages along the axis {axis!r}",
+            f"the axes {', '.join(mesh.dim_names)}",
+            "each place on that axis is one stage of the model",
+            f"make the mesh with it, as in mw.init_mesh(dp=-1, {axis}=2), and call mw.split_pipeline(model, mesh); "
+            "without stages, call backward for each microbatch and then optimizer.step()",
+        )
     ranks = tuple(mesh[axis, stage].process_ids for stage in range(mesh.get_dim_size(axis)))
     stages = Stages(tuple(tuple(sorted(r)) for r in ranks), tuple(range(len(ranks))))
     found = schedule_of(Pipeline(schedule_mode=schedule, accumulate_steps=microbatches), stages)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..forms.empty_tensors import guard_against_empty
-from ..notation.equation import parse_rule
 from ..notation.rule import Entry, Rule
 from ..torch_hooks import Operator, overload_of, schema_of
 from .convolutions import CONV
@@ -21,6 +20,7 @@ from .pointwise import POINTWISE
 from .products import PRODUCT
 from .recurrent import RECURRENT
 from .reductions import REDUCE
+from .registration_check import check_registration
 from .shapes import SHAPE
 
 _TABLES = (POINTWISE, PRODUCT, SHAPE, JOIN, REDUCE, LAYERS, RECURRENT, LOSSES, FRESH, INDEX, LINALG, FOURIER, CONV)
@@ -90,10 +90,9 @@ def register_rule(name: str, entry: Entry) -> None:
     """Set the rule of the operator `name` ("mylib.swiglu"), such as `"..., ... -> ..."`.
 
     Raises:
-        RuleError: the text is no rule.
+        RuleError: the text is no rule, there is no such operator, or the rule does not fit it.
     """
-    if isinstance(entry, str):
-        parse_rule(entry)
+    check_registration(name, entry)
     RULES[name] = entry
     for forget in registration_callbacks:
         forget()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import NoCommunicatorError, current_communicator
-from meshwright.layout import Cache, Placement, ProcessMesh, Spec
+from meshwright.layout import Cache, Partial, Placement, ProcessMesh, Spec
 
 from .._errors import OperationError, PickleError
 from ..torch_hooks import (
@@ -133,8 +133,10 @@ class DistTensor(Tensor):
             return "a rank holds"
         if rank not in self._spec.mesh:
             return f"rank {rank} holds nothing"
-        ranges = self._spec.local_ranges(rank)
-        return f"rank {rank} holds [" + ", ".join(f"{a}:{a + n}" for a, n in ranges) + "]"
+        ranges = ", ".join(f"{start}:{start + size}" for start, size in self._spec.local_ranges(rank))
+        held = f"[{ranges}]" if ranges else "the number"
+        terms = ", ".join(placement.op for placement in self._spec.placements if isinstance(placement, Partial))
+        return f"rank {rank} holds " + (f"a term ({terms}) of {held}" if terms else held)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PickleError(
