@@ -42,7 +42,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Collect the seconds; with pytest-xdist, reports reach the process that writes the file."""
     for name, value in report.user_properties:
         if name == _PROPERTY:
-            _seconds[report.nodeid] = float(value)
+            _seconds[report.nodeid] = float(str(value))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

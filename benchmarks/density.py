@@ -100,11 +100,11 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 
 def share_of_any(trees: Iterable[ast.AST]) -> float:
     """Return the share of annotations that are the bare name `Any`."""
-    found = [annotation for tree in trees for annotation in annotations(tree)]
+    found = [annotation for tree in trees for annotation in annotated(tree)]
     return sum(isinstance(each, ast.Name) and each.id == "Any" for each in found) / len(found)
 
 
-def annotations(tree: ast.AST) -> Iterator[ast.expr]:
+def annotated(tree: ast.AST) -> Iterator[ast.expr]:
     """Yield the annotations of arguments, results and names of a module."""
     for node in ast.walk(tree):
         if isinstance(node, FUNCTIONS) and node.returns is not None:
