@@ -73,7 +73,7 @@ def _of_config(config: dict[str, Any], settings: argparse.Namespace) -> tuple[An
     except ImportError as error:
         raise UsageError(
             "meshwright parallelize: the package transformers, which defines the modules, is missing\n"
-            "  fix: run pip install 'meshwright[models]', or pass file.py:function"
+            "  fix: run pip install 'meshwright[hf]', or pass file.py:function"
         ) from error
     told: dict[str, Any] = dict(config)
     try:
