@@ -42,7 +42,7 @@ def _refused() -> str:
     known = cluster_of("H100")
     cluster = replace(known, device=replace(known.device, memory=32e6))
     try:
-        mw.simulate(lambda: mw.auto(net, optimizer, [batch], nn.functional.mse_loss, cluster=cluster), 2)
+        mw.simulate(lambda: mw.auto(net, [batch], nn.functional.mse_loss, optimizer, cluster=cluster), 2)
     except SearchError as error:
         return str(error)
     return ""

@@ -139,7 +139,7 @@ def made(model: torch.nn.Module, subject: Subject, setting: Setting | None, mode
 def _chosen(model: torch.nn.Module, subject: Subject, mode: str) -> Any:
     """Nothing is marked: the static step is `auto`'s, and eager mode lies as the best plan says."""
     optimizer = optimizer_of(model)
-    static = mw.auto(model, optimizer, [subject.draw(0)])
+    static = mw.auto(model, [subject.draw(0)], optimizer=optimizer)
     if mode == STATIC:
         return (lambda batch: static(*batch)), optimizer
     enter = follow(model, static.strategy.layouts or {})

@@ -129,7 +129,7 @@ def apart(name: str, ranks: int) -> float:
         model = subject.make().eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if distributed:
-            step: Any = mw.auto(model, optimizer, [subject.batch(0)], subject.loss)
+            step: Any = mw.auto(model, [subject.batch(0)], subject.loss, optimizer)
             model.eval()
             return [step(*subject.batch(seed)).item() for seed in range(STEPS)]
         losses: list[float] = []

@@ -91,7 +91,7 @@ def trained(pipeline: bool) -> Any:
         optimizer = torch.optim.AdamW(model.parameters())
         if not pipeline:
             plan = parse_mesh_plan('[mesh]\ndp = 2\ntp = 2\n[layouts]\n"0.weight" = "f32[8@tp, 8]"')
-            step = mw.auto(model, optimizer, [(x, y)], mse_loss, plan=plan)
+            step = mw.auto(model, [(x, y)], mse_loss, optimizer, plan=plan)
         else:
             mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
             mw.split_pipeline(model, mesh, batch=[mw.Shard(0)])

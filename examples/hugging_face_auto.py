@@ -21,6 +21,6 @@ def loss_of(output, labels):
 
 
 mw.init_mesh(dp=-1)
-step = mw.auto(model, optimizer, [(data[0, :, :-1], data[0, :, 1:])], loss_of)
+step = mw.auto(model, [(data[0, :, :-1], data[0, :, 1:])], loss_of, optimizer)
 for batch in data:
     print(f"loss {step(batch[:, :-1], batch[:, 1:]).item():.5f}")

@@ -84,7 +84,7 @@ def test_what_it_prints_runs_and_is_right(mine: Path, capsys: pytest.CaptureFixt
     model, batch, loss = names["build"]()
     lines = out.read_text().replace("model, optimizer = ", "pass # ")
     exec(lines, names)
-    found = mw.verify(model, batch, names["mesh"], names["config"], loss)
+    found = mw.verify(model, batch, loss, mesh=names["mesh"], marks=names["config"])
     assert found.equal, str(found)
 
 

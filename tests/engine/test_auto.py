@@ -67,7 +67,7 @@ def test_the_chosen_plan_gives_the_numbers_of_one_device(name: str, ranks: int) 
         torch.manual_seed(0)
         model = subject.make().eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = mw.auto(model, optimizer, [subject.batch(0)], subject.loss, cluster=machines(4e9))
+        step = mw.auto(model, [subject.batch(0)], subject.loss, optimizer, cluster=machines(4e9))
         step.train()
         model.eval()
         assert step.plan is not None
@@ -85,7 +85,7 @@ def test_little_memory_shares_a_model_out() -> None:
         subject = SUBJECTS["llama"]
         model = subject.make().eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = mw.auto(model, optimizer, [subject.batch(0)], cluster=machines(memory=150e3))
+        step = mw.auto(model, [subject.batch(0)], optimizer=optimizer, cluster=machines(memory=150e3))
         model.eval()
         losses = [step(*subject.batch(seed)).item() for seed in range(STEPS)]
         assert step.plan is not None
@@ -132,7 +132,7 @@ def trained_as(plan: MeshPlan, subject: Subject, ranks: int) -> Any:
         found: list[Any] = []
 
         def made(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-            found.append(mw.auto(model, optimizer, [labelled(0, subject)], plan=plan))
+            found.append(mw.auto(model, [labelled(0, subject)], optimizer=optimizer, plan=plan))
             return found[0].train()
 
         return adam(subject, made), found[0]
@@ -211,7 +211,7 @@ def test_a_sequence_that_is_cut_takes_no_more_than_is_predicted() -> None:
 
     def on_rank() -> int:
         model = made()
-        step = mw.auto(model, torch.optim.Adam(model.parameters()), [batch], plan=plan)
+        step = mw.auto(model, [batch], optimizer=torch.optim.Adam(model.parameters()), plan=plan)
         step(*batch)
         return live_memory(step.program).peak
 
@@ -238,7 +238,7 @@ def test_pieces_that_would_count_unlike_are_neither_chosen_nor_taken() -> None:
     assert "no label is ignored" in plan.text()
 
     def on_rank() -> None:
-        step = mw.auto(model, torch.optim.SGD(model.parameters(), 0.1), [labelled(0, subject)], plan=plan)
+        step = mw.auto(model, [labelled(0, subject)], optimizer=torch.optim.SGD(model.parameters(), 0.1), plan=plan)
         step(*subject.batch(0))
 
     with pytest.raises(SearchError, match="equally many labels count"):
@@ -267,7 +267,7 @@ def test_a_module_that_is_too_wide_for_a_proof_has_a_plan(monkeypatch: pytest.Mo
         torch.manual_seed(0)
         model = Recurrent()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = mw.auto(model, optimizer, [batch], nn.functional.mse_loss, plan=plan)
+        step = mw.auto(model, [batch], nn.functional.mse_loss, optimizer, plan=plan)
         return [step(*batch).item() for _ in range(STEPS)]
 
     def found() -> MeshPlan:
@@ -340,7 +340,7 @@ def losses_under(plan: MeshPlan | None) -> tuple[list[float], dict[str, Any], Me
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     x, y = torch.randn(16, 8), torch.randn(16, 8)
-    step = mw.auto(model, torch.optim.SGD(model.parameters(), lr=0.1), [(x, y)], nn.functional.mse_loss, plan=plan)
+    step = mw.auto(model, [(x, y)], nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan)
     losses = [step(x, y).item() for _ in range(STEPS)]
     return (
         losses,
@@ -429,7 +429,7 @@ def test_a_model_that_fits_no_other_way_trains_in_stages(
 
     def on_rank() -> tuple[list[float], dict[str, Tensor], MeshPlan]:
         own = model()
-        step = mw.auto(own, torch.optim.AdamW(own.parameters(), lr=0.01, eps=1e-4), [(x, y)], loss, cluster=small)
+        step = mw.auto(own, [(x, y)], loss, torch.optim.AdamW(own.parameters(), lr=0.01, eps=1e-4), cluster=small)
         assert step.plan is not None
         losses = [step(x, y).item() for _ in range(STEPS)]
         return losses, {name: mw.unshard_dtensor(p.detach()) for name, p in own.named_parameters()}, step.plan
@@ -457,7 +457,7 @@ def test_stages_whose_weights_are_cut_where_nothing_else_fits_train_as_one_devic
     def on_rank() -> tuple[list[float], MeshPlan]:
         torch.manual_seed(0)
         model = Blocks(2, 998)
-        step = mw.auto(model, torch.optim.AdamW(model.parameters(), lr=0.01), [(x, y)], loss, cluster=machines(14e6))
+        step = mw.auto(model, [(x, y)], loss, torch.optim.AdamW(model.parameters(), lr=0.01), cluster=machines(14e6))
         assert step.plan is not None
         return [step(x, y).item() for _ in range(STEPS)], step.plan
 
@@ -493,7 +493,7 @@ def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving
     def on_rank() -> list[float]:
         torch.manual_seed(0)
         model = Blocks(4, 12)
-        step = mw.auto(model, torch.optim.SGD(model.parameters(), lr=1.0), [(x, y)], loss, plan=changed)
+        step = mw.auto(model, [(x, y)], loss, torch.optim.SGD(model.parameters(), lr=1.0), plan=changed)
         return [step(x, y).item() for _ in range(STEPS)]
 
     assert wanted[-1] < wanted[0]
@@ -541,7 +541,7 @@ def test_stages_add_up_whole_gradients_and_gather_weights_once_whatever_zero_is(
         torch.manual_seed(0)
         model = Blocks(4, 64)
         plan = parse_mesh_plan(IN_STAGES.format(zero))
-        step = mw.auto(model, torch.optim.AdamW(model.parameters(), lr=0.01), [(x, y)], loss, plan=plan)
+        step = mw.auto(model, [(x, y)], loss, torch.optim.AdamW(model.parameters(), lr=0.01), plan=plan)
         losses = [step(x, y).item() for _ in range(STEPS)]
         sent = [(str(n.op), n.origin.phase, n.origin.chunk) for n in step.program.nodes]
         return losses, [one for one in sent if one[0].startswith(("AllGather", "ReduceScatter"))]
@@ -562,7 +562,7 @@ def test_a_schedule_whose_chunks_are_elsewhere_is_refused() -> None:
 
     def on_rank() -> None:
         model = Blocks(4, 12)
-        mw.auto(model, torch.optim.AdamW(model.parameters()), [(x, y)], nn.functional.mse_loss, plan=wrong)(x, y)
+        mw.auto(model, [(x, y)], nn.functional.mse_loss, torch.optim.AdamW(model.parameters()), plan=wrong)(x, y)
 
     with pytest.raises(StageError, match="marks put its chunks on stages"):
         mw.simulate(on_rank, 2)
@@ -607,7 +607,7 @@ def test_a_weight_around_layers_lies_on_its_stage_as_the_plan_says(wide: str) ->
 
     def on_rank() -> tuple[list[float], str, tuple[int, ...], tuple[int, ...]]:
         own = model()
-        step = mw.auto(own, torch.optim.SGD(own.parameters(), lr=0.1), [(x, y)], loss, plan=plan)
+        step = mw.auto(own, [(x, y)], loss, torch.optim.SGD(own.parameters(), lr=0.1), plan=plan)
         laid, last = own.wide, own.scale
         losses = [step(x, y).item() for _ in range(STEPS)]
         return losses, repr(laid.spec), laid.mesh.process_ids, last.mesh.process_ids

@@ -355,7 +355,7 @@ def test_one_long_sequence_is_cut_along_its_length(kv_heads: int, context: str, 
         model = Llama(LlamaConfig(vocab=32, hidden=16, layers=2, heads=8, kv_heads=kv_heads, feed_forward=16))
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[float]()
         if plan is not None:
-            step = mw.auto(model, optimizer, [(tokens, tokens)], plan=plan)
+            step = mw.auto(model, [(tokens, tokens)], optimizer=optimizer, plan=plan)
             losses = [step(tokens, tokens).item() for _ in range(2)]
             return losses, str(step.program)
         for _ in range(2):

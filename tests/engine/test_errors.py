@@ -201,7 +201,7 @@ CASES: list[Case] = [
     # rules and conversions
     ("a rule without a result", lambda: spmd.parse_rule("a b"), spmd.RuleError, "m k"),
     ("a rule with a stranger", lambda: spmd.parse_rule("a -> b"), spmd.RuleError, "operand"),
-    ("a rule that is not registered", lambda: mw.register_rule("mine.op", "a ( b -> a"), spmd.RuleError, r"\(a b\)"),
+    ("a rule that is not registered", lambda: mw.register_rule("aten.relu", "a ( b -> a"), spmd.RuleError, r"\(a b\)"),
     ("another shape", lambda: plan(parse_spec("f32[4]", PAIR), parse_spec("f32[5]", PAIR)),
      ReshardError, "reshape"),
     ("another dtype", lambda: plan(parse_spec("f32[4]", PAIR), parse_spec("f64[4]", PAIR)),
@@ -258,9 +258,11 @@ CASES: list[Case] = [
     ("no process group", on_ranks(lambda: mw.to_torch_dtensor(x())), engine.TorchDTensorError, "unshard_dtensor"),
     ("a picture of what lies nowhere", lambda: mw.show(torch.ones(2)), report.ShowError, "DistTensor"),
     ("a picture without a mesh", lambda: mw.show("f32[2]"), report.ShowError, "mesh"),
-    ("a model that differs", lambda: mw.verify(torch.nn.Linear(6, 2), [torch.ones(4, 6)], MESH, mw.Parallelism(),
-                                               rtol=-1.0).check(), engine.DifferenceError, "look at"),
-    ("marks that are none", lambda: mw.verify(torch.nn.ReLU(), [], MESH, "tp"), engine.StrategyError, "Parallelism"),
+    ("a model that differs", lambda: mw.verify(torch.nn.Linear(6, 2), [torch.ones(4, 6)], mesh=MESH,
+                                               marks=mw.Parallelism(), rtol=-1.0).check(),
+     engine.DifferenceError, "look at"),
+    ("marks that are none", lambda: mw.verify(torch.nn.ReLU(), [], mesh=MESH, marks="tp"),
+     engine.StrategyError, "Parallelism"),
     # programs
     ("a branch by numbers", a_program_of(Asks(3, 2)), graph.CaptureError, r"torch\.where"),
     ("a count in Python", a_program_of(Counts(3, 2)), graph.SideEffectError, "register_buffer"),
@@ -303,15 +305,15 @@ CASES: list[Case] = [
         engine.BatchError, "labels",
     ),
     (
-        "a batch in the place of an optimizer", lambda: mw.auto(LINEAR, [torch.ones(2)], torch.sub), engine.BatchError,
-        r"model, optimizer, loader",
+        "a batch in the place of an optimizer", lambda: mw.auto(LINEAR, [(torch.ones(2),)], optimizer=[torch.ones(2)]),
+        engine.BatchError, r"model, loader, loss, optimizer",
     ),
     (
-        "a batch in the place of a loader", lambda: mw.auto(LINEAR, SGD, (torch.ones(2), torch.ones(2))),
+        "a batch in the place of a loader", lambda: mw.auto(LINEAR, (torch.ones(2), torch.ones(2)), optimizer=SGD),
         engine.BatchError, r"\[\(inputs, labels\)\]",
     ),
     (
-        "a loader without batches", lambda: mw.auto(LINEAR, SGD, []), engine.BatchError,
+        "a loader without batches", lambda: mw.auto(LINEAR, [], optimizer=SGD), engine.BatchError,
         "first batch",
     ),
     (

@@ -56,7 +56,7 @@ def net(*wrong: str) -> nn.Module:
 
 def verified(model: nn.Module, mesh: mw.ProcessMesh = MESH, rows: int = 5, **how: Any) -> Any:
     x = torch.randn(rows, 6, dtype=torch.float64, requires_grad=True)
-    return mw.verify(model, [x], mesh, mw.Parallelism(SUMS), **how)
+    return mw.verify(model, [x], mesh=mesh, marks=mw.Parallelism(SUMS), **how)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2), (4, 1), (3, 2)])
@@ -71,7 +71,7 @@ def test_a_right_model_is_equal(shape: tuple[int, int]) -> None:
 
 def test_the_callers_random_numbers_go_on_as_if_nothing_had_been() -> None:
     model, state = net(""), torch.get_rng_state()
-    mw.verify(model, [torch.ones(4, 6, dtype=torch.float64)], MESH, mw.Parallelism(SUMS))
+    mw.verify(model, [torch.ones(4, 6, dtype=torch.float64)], mesh=MESH, marks=mw.Parallelism(SUMS))
     assert torch.equal(state, torch.get_rng_state())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -111,7 +111,7 @@ def test_a_wrong_rule_is_found() -> None:
             return scaled(x)
 
     model = nn.Sequential(nn.Linear(6, 6), Scales(), nn.Linear(6, 6))
-    found = mw.verify(model, [torch.rand(4, 6)], MESH, mw.Parallelism())
+    found = mw.verify(model, [torch.rand(4, 6)], mesh=MESH, marks=mw.Parallelism())
     assert found.first is not None
     assert (found.first.what, found.first.path) == ("output", "1")
     assert "1 (Scales)" in found.first.look
@@ -125,23 +125,23 @@ def test_marks_a_loss_and_a_batch_that_is_laid() -> None:
         return [mw.shard_tensor(x, mesh, [mw.Shard(0)]) for x in batch]
 
     model, batch = nn.Linear(3, 2), [torch.randn(7, 3), torch.randn(7, 2)]
-    right = mw.verify(model, batch, MESH, marks, nn.functional.mse_loss, lay=lay)
+    right = mw.verify(model, batch, nn.functional.mse_loss, mesh=MESH, marks=marks, lay=lay)
     assert right.equal, str(right)
     wrong = mw.verify(
         model,
         batch,
-        MESH,
-        marks,
         lambda out, y: (
             mw.local_map(lambda a, b: ((a - b) ** 2).mean(), [[mw.Partial("avg")]], process_mesh=MESH)(out, y)
             if isinstance(out, mw.DistTensor)
             else nn.functional.mse_loss(out, y)
         ),
+        mesh=MESH,
+        marks=marks,
         lay=lay,
     )
     assert wrong.first is not None
     assert wrong.first.name == "loss"  # uneven rows: the mean of the means is not the mean
-    assert mw.verify(model, batch, MESH, marks, nn.functional.mse_loss, lay=lay, rtol=-1.0).first is not None
+    assert mw.verify(model, batch, nn.functional.mse_loss, mesh=MESH, marks=marks, lay=lay, rtol=-1.0).first is not None
 
 
 def test_an_error_names_the_module() -> None:
@@ -152,13 +152,13 @@ def test_an_error_names_the_module() -> None:
             return x
 
     with pytest.raises(ValueError, match="lost") as caught:
-        mw.verify(nn.Sequential(nn.Linear(2, 2), Fails()), [torch.ones(4, 2)], MESH, mw.Parallelism())
+        mw.verify(nn.Sequential(nn.Linear(2, 2), Fails()), [torch.ones(4, 2)], mesh=MESH, marks=mw.Parallelism())
     assert caught.value.__notes__[0].endswith(" in 1")
 
 
 def test_what_cancels_is_no_difference() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5))
     torch.manual_seed(0)
-    assert mw.verify(model, [torch.randn(5, 4)], MESH, mw.Parallelism()).equal
+    assert mw.verify(model, [torch.randn(5, 4)], mesh=MESH, marks=mw.Parallelism()).equal
     stages = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
-    assert mw.verify(net("", "").float(), [torch.randn(4, 6)], stages, mw.Parallelism()).equal
+    assert mw.verify(net("", "").float(), [torch.randn(4, 6)], mesh=stages, marks=mw.Parallelism()).equal

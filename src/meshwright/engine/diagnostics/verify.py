@@ -15,6 +15,7 @@ from meshwright.layout import ProcessMesh, Spec, expand_products
 
 from .._errors import DifferenceError, StrategyError
 from ..eager.parallelize import Parallelism, parallelize
+from ..planning.former_order import accepts_former_order
 from .observed_tensors import INPUT, LOSS, OF_INPUT, OF_OUTPUT, OF_PARAMETER, OUTPUT, Key, Part, observe
 
 Marks = Parallelism | Callable[[nn.Module, ProcessMesh], Any]
@@ -100,13 +101,16 @@ class Verified:
     __repr__ = __str__
 
 
+@accepts_former_order(
+    2, ProcessMesh, ("model", "batch", "mesh", "marks", "loss"), "mw.verify(model, batch, loss, mesh=mesh, marks=marks)"
+)
 def verify(
     model: nn.Module,
     batch: Sequence[Any],
-    mesh: ProcessMesh,
-    marks: Marks,
     loss: Callable[..., Any] | None = None,
     *,
+    mesh: ProcessMesh,
+    marks: Marks,
     lay: Callable[[Sequence[Any], ProcessMesh], Sequence[Any]] | None = None,
     rtol: float | None = None,
 ) -> Verified:
@@ -122,7 +126,7 @@ def verify(
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> plan = mw.Parallelism({"0": mw.ColwiseParallel(), "2": mw.RowwiseParallel()})
     >>> mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
-    >>> mw.verify(net, [torch.randn(5, 4)], mesh, plan).equal
+    >>> mw.verify(net, [torch.randn(5, 4)], mesh=mesh, marks=plan).equal
     True
     """
     mark = _marking(marks)
@@ -146,7 +150,7 @@ def _marking(marks: Any) -> Callable[[nn.Module, ProcessMesh], Any]:
     if callable(marks):
         return marks
     raise StrategyError(
-        "verify(model, batch, mesh, marks)",
+        "verify(model, batch, loss, mesh=mesh, marks=marks)",
         f"a {type(marks).__name__} for marks",
         "marks distribute the model over the mesh",
         "pass a Parallelism, or a function of the model and the mesh",

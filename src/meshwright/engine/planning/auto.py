@@ -32,6 +32,7 @@ from ..marks.context_parallel import ContextHooks
 from ..recording.shared_recordings import searched_once
 from ..recording.strategy import GradientMerge, Pipeline, Recomputing, Sharding, Strategy
 from ..static.to_static import DistModel
+from .former_order import accepts_former_order
 from .stage_distribution import distribute_over_stages
 
 ADAM, SMALL = 2.0, 64
@@ -107,11 +108,12 @@ def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor
     return capture(model, call, batch, most=MOST).program
 
 
+@accepts_former_order(1, Optimizer, ("model", "optimizer", "loader", "loss"), "mw.auto(model, loader, loss, optimizer)")
 def auto(
     model: nn.Module,
-    optimizer: Optimizer,
     loader: Iterable[Any],
     loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizer | None = None,
     *,
     cluster: Cluster | str | None = None,
     strategy: Strategy | None = None,
@@ -126,20 +128,21 @@ def auto(
 
     Raises:
         SearchError: the plan does not fit this model, or is for another number of ranks.
-        BatchError: the loader has no batch.
+        BatchError: the loader has no batch, or there is no optimizer.
 
     >>> import meshwright as mw, torch
     >>> from torch.nn.functional import mse_loss
     >>> def train():
     ...     model = torch.nn.Linear(4, 2)
     ...     batch = torch.randn(8, 4), torch.randn(8, 2)
-    ...     step = mw.auto(model, torch.optim.SGD(model.parameters(), lr=0.1), [batch], mse_loss)
+    ...     step = mw.auto(model, [batch], mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     ...     return [step(*batch).item() for _ in range(2)]
     >>> first, then = mw.simulate(train, 4)[0]
     >>> then < first
     True
     """
-    batch, options = _first(optimizer, loader), strategy or Strategy()
+    batch, options = _first(loader), strategy or Strategy()
+    optimizer = _checked(optimizer)
     program, leaves = _captured(model, batch, loss), list(leaves_in(batch))
     chosen = plan or fastest(program, resolve_cluster(cluster), batch=leaves, states=states_of(optimizer))
     if chosen.mesh.size != current_communicator().size:
@@ -163,15 +166,20 @@ def auto(
     return step
 
 
-def _first(optimizer: Any, loader: Any) -> Sequence[Any]:
-    """Return the first batch of the loader. Raises BatchError unless the loader can be iterated again."""
+def _checked(optimizer: Any) -> Optimizer:
+    """Return the optimizer. Raises BatchError if it is something else."""
     if not isinstance(optimizer, Optimizer):
         raise BatchError(
             f"mw.auto with the optimizer {optimizer!r:.60}",
             f"a {type(optimizer).__name__}",
-            "the optimizer comes after the model, and then the batches",
-            "call mw.auto(model, optimizer, loader, loss)",
+            "a training step updates parameters, and the optimizer is the fourth argument",
+            "call mw.auto(model, loader, loss, optimizer)",
         )
+    return optimizer
+
+
+def _first(loader: Any) -> Sequence[Any]:
+    """Return the first batch of the loader. Raises BatchError unless the loader can be iterated again."""
     known = isinstance(loader, Iterable) and not isinstance(loader, (Tensor, Iterator, Mapping))
     batch: Any = next(iter(loader), None) if known else None
     if batch is None or (isinstance(loader, tuple) and isinstance(batch, Tensor)):

@@ -102,7 +102,7 @@ class _Planner:
         try:
             return fastest(program, self._machines, saving=False)
         except SearchError as error:
-            write = f"{error.write}; or call mw.auto(model, optimizer, loader, loss), whose plans may use these"
+            write = f"{error.write}; or call mw.auto(model, loader, loss, optimizer), whose plans may use these"
             raise SearchError(error.asked, error.found, f"{error.why}; {CUTS_ALONE}", write) from error
 
 

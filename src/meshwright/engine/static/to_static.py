@@ -39,7 +39,7 @@ from .program_files import TrustedCode, load_programs, save_programs
 
 
 def to_static(
-    layer: nn.Module,
+    model: nn.Module,
     loader: Iterable[Any] | None = None,
     loss: Callable[..., Tensor] | None = None,
     optimizer: Optimizer | None = None,
@@ -47,10 +47,10 @@ def to_static(
 ) -> DistModel:
     """`layer`, whose training step (forward, loss, backward, update) runs as one program recorded for every rank.
 
-    Programs are recorded at the first call for a batch of new shapes. `layer` and `optimizer` stay what they are and
+    Programs are recorded at the first call for a batch of new shapes. `model` and `optimizer` stay what they are and
     share their tensors with the programs: going on eagerly is a matter of calling them.
     """
-    return DistModel(layer, loader, loss, optimizer, strategy or Strategy())
+    return DistModel(model, loader, loss, optimizer, strategy or Strategy())
 
 
 class DistModel:
