@@ -22,6 +22,7 @@ from ._size import hint, identity
 from ._spec import Spec, parse_spec
 from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, strides_like, whole_of
 from ._text import parse_layout, read_dtype, write_dtype
+from ._toml import write_toml
 from ._untyped import JsonValue, TorchValue
 from ._where import module_path, user_frame, user_line, user_place
 
@@ -83,4 +84,5 @@ __all__ = [
     "whole_of",
     "without_trivial_axes",
     "write_dtype",
+    "write_toml",
 ]

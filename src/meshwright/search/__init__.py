@@ -16,7 +16,7 @@ from .module_plans.mesh_search import plan_mesh
 from .module_plans.pipeline_plan import Pipelining
 from .module_plans.program_account import program_account
 from .plan_data.account import Account, Communication, MemoryCurve, OtherPlan, TensorLayout
-from .plan_data.plan import Plan, parse_plan, plan_of, quoted
+from .plan_data.plan import Plan, parse_plan, plan_of
 from .plan_data.progress_bar import OnProgress, progress_bar
 from .plan_data.units import count, seconds, share, size
 from .scheduling.bounds import lower_bound
@@ -112,7 +112,6 @@ __all__ = [
     "predict",
     "program_account",
     "progress_bar",
-    "quoted",
     "seconds",
     "share",
     "simulate_step",

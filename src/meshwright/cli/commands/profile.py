@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from meshwright.cli.console.parser import UsageError
 from meshwright.cli.ranks.measure import DTYPES, MESSAGES, PRODUCTS, measurements
 from meshwright.comm import launch
 from meshwright.cost import DEVICES, cluster
-from meshwright.layout import MeshwrightError, read_json, read_text_file, write_dtype
+from meshwright.layout import MeshwrightError, read_json, read_text_file, write_dtype, write_toml
 
 START = 10.0
 """Seconds until processes have imported torch and are connected."""
@@ -83,35 +82,41 @@ def _measurement_plan(ranks: int, device: str, seconds: float) -> str:
     return "\n".join([*rows, f"{len(what)} measurements, about {START + len(what) * 1.5 * seconds:.0f} s"])
 
 
+UNITS = "memory in GB, bandwidth in GB/s, overhead and start in microseconds, flops in TFLOP/s"
+
+
 def cluster_text(measured: Mapping[str, Any]) -> str:
     """Return the cluster file: the closest known device, with the measured numbers."""
     device, inside, ranks = measured["device"], measured.get("inside"), measured["ranks"]
-    flops = ", ".join(f"{name} = {x / 1e12:.4g}" for name, x in device["flops"].items())
-    lines = [
-        f"# measured by `meshwright profile`, torch {measured['torch']}, {measured['name']}",
-        f'cluster = "{ranks}x{known_device(measured["name"])}, {ranks} per node"',
-        "",
-        "[device]",
-        f"name = {json.dumps(measured['name'])}",
-        'source = "meshwright profile"',
-        f"memory = {device['memory'] / 1e9:.4g}        # GB",
-        f"bandwidth = {device['bandwidth'] / 1e9:.4g}   # GB/s",
-        f"overhead = {device['overhead'] * 1e6:.4g}     # microseconds",
-        "reach = 1.0       # the rates are measured, not those of a data sheet",
-        f"flops = {{ {flops} }}  # TFLOP/s",
-    ]
+    rates = {
+        "source": "meshwright profile",
+        "reach": 1.0,  # the rates are measured, and not those of a data sheet
+    }
+    tables: dict[str, object] = {
+        "cluster": f"{ranks}x{known_device(measured['name'])}, {ranks} per node",
+        "device": rates
+        | {
+            "name": measured["name"],
+            "memory": _rounded(device["memory"] / 1e9),
+            "bandwidth": _rounded(device["bandwidth"] / 1e9),
+            "overhead": _rounded(device["overhead"] * 1e6),
+            "flops": {name: _rounded(rate / 1e12) for name, rate in device["flops"].items()},
+        },
+    }
     if inside is not None:
-        lines += [
-            "",
-            "[inside]",
-            f'name = "between {ranks} processes"',
-            'source = "meshwright profile"',
-            f"bandwidth = {inside['bandwidth'] / 1e9:.4g}   # GB/s",
-            f"start = {inside['start'] * 1e6:.4g}           # microseconds",
-            "latency = 0.0",
-            "reach = 1.0",
-        ]
-    return "\n".join([*lines, ""])
+        tables["inside"] = rates | {
+            "name": f"between {ranks} processes",
+            "bandwidth": _rounded(inside["bandwidth"] / 1e9),
+            "start": _rounded(inside["start"] * 1e6),
+            "latency": 0.0,
+        }
+    origin = f"measured by `meshwright profile`, torch {measured['torch']}, {measured['name']}"
+    return write_toml(tables, [origin, UNITS])
+
+
+def _rounded(number: float) -> float:
+    """Return a number with four digits, which is more than a measurement has."""
+    return float(f"{number:.4g}")
 
 
 def known_device(name: str) -> str:

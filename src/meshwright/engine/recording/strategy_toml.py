@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from meshwright.graph import Pass
-from meshwright.layout import InputError, read_toml
-from meshwright.search import quoted
+from meshwright.layout import InputError, read_toml, write_toml
 
 from .._errors import StrategyError
 from .strategy import Strategy
@@ -27,15 +25,18 @@ def strategy_to_toml(strategy: Strategy) -> str:
             "TOML cannot express a mesh",
             "write str(dist_model.layouts) to its own file, and read it with parse_layouts(text, mesh)",
         )
-    lines = [*_lines(strategy)]
-    for section in fields(strategy):
-        value = getattr(strategy, section.name)
-        if is_dataclass(value) and not isinstance(value, Pass):
-            body = [*_lines(value)]
-            lines += ["", f"[{section.name}]", *body] if body else []
-    for each in strategy.passes:
-        lines += ["", "[[passes]]", f'name = "{each.name}"', *_lines(each)]
-    return "\n".join(lines).strip()
+    sections = {
+        each.name: _changed_fields(value)
+        for each in fields(strategy)
+        if is_dataclass(value := getattr(strategy, each.name)) and not isinstance(value, Pass)
+    }
+    found = _changed_fields(strategy) | {name: section for name, section in sections.items() if section}
+    if strategy.passes:
+        found["passes"] = [{"name": each.name, **_changed_fields(each)} for each in strategy.passes]
+    try:
+        return write_toml(found).strip()
+    except InputError as error:
+        raise StrategyError("a strategy in TOML", error.found, error.why, error.write) from error
 
 
 def strategy_from_toml(text: str) -> Strategy:
@@ -56,34 +57,19 @@ def strategy_from_toml(text: str) -> Strategy:
     return Strategy.of(**found)
 
 
-def _lines(value: Any) -> Iterator[str]:
-    """Yield lines for the plain fields that differ from their defaults."""
-    for each in fields(value):
-        item = getattr(value, each.name)
-        if item != _default(each) and not is_dataclass(item) and each.name != "passes" and item is not None:
-            yield f"{each.name} = {_written(item, each.name)}"
+def _changed_fields(value: Any) -> dict[str, object]:
+    """Return the plain fields that differ from their defaults."""
+    return {
+        each.name: item
+        for each in fields(value)
+        if (item := getattr(value, each.name)) != _default(each)
+        and not is_dataclass(item)
+        and each.name != "passes"
+        and item is not None
+    }
 
 
 def _default(each: Field[Any]) -> Any:
     if each.default is not MISSING:
         return each.default
     return each.default_factory() if each.default_factory is not MISSING else MISSING
-
-
-def _written(item: Any, name: str) -> str:
-    if isinstance(item, bool):
-        return str(item).lower()
-    if isinstance(item, int):
-        return repr(int(item))
-    if isinstance(item, float):
-        return repr(float(item))  # a number of NumPy shows its type
-    if isinstance(item, str):
-        return quoted(item)
-    if isinstance(item, (tuple, list)):
-        return "[" + ", ".join(_written(v, name) for v in item) + "]"
-    raise StrategyError(
-        f"{name} in TOML",
-        type(item).__name__,
-        "TOML holds numbers, strings, and lists of them",
-        "use a value of such a type",
-    )

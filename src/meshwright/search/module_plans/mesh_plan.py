@@ -10,7 +10,7 @@ from math import prod
 
 from meshwright.cost import Cluster
 from meshwright.graph import Input, Program, tensor_dtype, type_text
-from meshwright.layout import ProcessMesh, Spec, hint
+from meshwright.layout import ProcessMesh, Spec, hint, write_toml
 from meshwright.tensor import Context
 
 from .._errors import SearchError
@@ -23,7 +23,6 @@ from ..plan_data.account import (
     pipeline_memory_curve,
     slower_parts,
 )
-from ..plan_data.plan import quoted
 from ..plan_data.units import parameters
 from ..sharding.conversion_prices import Prices
 from ..sharding.memory_model import per_byte
@@ -106,24 +105,16 @@ class MeshPlan:
 
     def text(self) -> str:
         """Return the plan as lines of TOML that `parse_mesh_plan` reads."""
-        return "\n".join(
-            [
-                "# " + "".join(c if c.isprintable() else " " for c in str(self).split("\n", 1)[0]),
-                *(f"# {note}" for note in self.notes),
-                f"seconds = {self.seconds!r}",
-                f"bytes = {self.nbytes!r}",
-                *(self.pipeline.lines() if self.pipeline else []),
-                *self.saving.lines(),
-                *([] if self.context == "gather" else [f"context = {quoted(self.context)}"]),
-                "",
-                "[mesh]",
-                *(f"{name} = {size}" for name, size in self.mesh.sizes.items()),
-                "",
-                "[layouts]",
-                *(f'{quoted(name)} = "{spec!r}"' for name, spec in self.layouts.items()),
-                "",
-            ]
-        )
+        settings = {
+            "seconds": self.seconds,
+            "bytes": self.nbytes,
+            **(self.pipeline.settings() if self.pipeline else {}),
+            **self.saving.settings(),
+            **({} if self.context == "gather" else {"context": self.context}),
+            "mesh": dict(self.mesh.sizes),
+            "layouts": {name: repr(spec) for name, spec in self.layouts.items()},
+        }
+        return write_toml(settings, [str(self).split("\n", 1)[0], *self.notes])
 
     def __str__(self) -> str:
         head = f"{self.how}: {self.seconds:.4g} s per step, {self.nbytes / 1e9:.3g} GB per rank"

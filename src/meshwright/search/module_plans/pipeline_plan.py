@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..plan_data.plan import quoted
-
 
 @dataclass(frozen=True, slots=True)
 class Pipelining:
@@ -42,18 +40,14 @@ class Pipelining:
         where = f"{len(self.way)} chunks on stages {_stages_text(self.way)}, from" if self.way else "stages from"
         return f"{self.schedule} of {self.microbatches} microbatches, {where} {', '.join(few)}"
 
-    def lines(self) -> list[str]:
-        """Return the pipeline as lines of TOML, as a plan has them.
+    def settings(self) -> dict[str, object]:
+        """Return the pipeline as the text of a plan has it.
 
-        >>> Pipelining(("layers.4",), "1F1B", 8).lines()
-        ['split = ["layers.4"]', 'schedule = "1F1B"', 'microbatches = 8']
+        >>> Pipelining(("layers.4",), "1F1B", 8).settings()
+        {'split': ('layers.4',), 'schedule': '1F1B', 'microbatches': 8}
         """
-        return [
-            f"split = [{', '.join(map(quoted, self.split))}]",
-            f"schedule = {quoted(self.schedule)}",
-            f"microbatches = {self.microbatches}",
-            *([f"way = {[*self.way]}"] if self.way else []),
-        ]
+        found: dict[str, object] = {"split": self.split, "schedule": self.schedule, "microbatches": self.microbatches}
+        return found | ({"way": self.way} if self.way else {})
 
 
 def _stages_text(way: tuple[int, ...]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from meshwright.layout import InputError, read_json, read_toml
+from meshwright.layout import InputError, read_json, read_toml, write_toml
 
 from .._errors import SearchError, check_sizes
 
@@ -80,7 +79,7 @@ class Plan:
         >>> parse_plan(Plan(dp=4, schedule="ZB-1p").text()) == Plan(dp=4, schedule="ZB-1p")
         True
         """
-        return "".join(f"{name} = {_toml(value)}\n" for name, value in asdict(self).items())
+        return write_toml(asdict(self))
 
 
 def parse_plan(text: str) -> Plan:
@@ -90,15 +89,6 @@ def parse_plan(text: str) -> Plan:
         SearchError: the text is neither TOML nor JSON, or has a name or a value that a plan cannot have.
     """
     return plan_of(read_text(text, "a plan with a text", EXAMPLE))
-
-
-def _toml(value: Any) -> str:
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
-
-
-def quoted(text: str) -> str:
-    """Return the text as a string of TOML on one line; control characters, quotes and backslashes are escaped."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_text(text: str, asked: str, write: str) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from meshwright.graph import Node, Program, Value, alias_pairs, is_assertion, is_random_call, writes_to
 from meshwright.passes import layer_of
-
-from ..plan_data.plan import quoted
 
 LEAST = 1024
 """Elements of the smallest parameter that ZeRO shards: the default of `Sharding`."""
@@ -38,18 +36,13 @@ class MemorySaving:
         ]
         return ", ".join(filter(None, said))
 
-    def lines(self) -> list[str]:
-        """Return the options as lines of TOML, as a plan has them.
+    def settings(self) -> dict[str, object]:
+        """Return the options that are on, as the text of a plan has them.
 
-        >>> MemorySaving(1, accumulate=4).lines()
-        ['zero = 1', 'accumulate = 4']
+        >>> MemorySaving(1, accumulate=4).settings()
+        {'zero': 1, 'accumulate': 4}
         """
-        said = [
-            f"zero = {self.zero}" if self.zero else "",
-            f"recompute = [{', '.join(map(quoted, self.recompute))}]" if self.recompute else "",
-            f"accumulate = {self.accumulate}" if self.accumulate > 1 else "",
-        ]
-        return [line for line in said if line]
+        return {name: value for name, value in asdict(self).items() if value != getattr(MemorySaving(), name)}
 
     def parameter(self, replicas: int) -> tuple[float, float, float]:
         """Return the fractions of a parameter, its gradient and its state that a replica holds.

@@ -33,7 +33,7 @@ def check_registration(name: str, entry: Entry) -> None:
         )
 
 
-def _operators_named(name: str) -> list[Operator]:
+def _operators_named(name: object) -> list[Operator]:
     """Return the overloads that the name means: one if it names an overload, else all."""
     parts = _NAME.fullmatch(name) if isinstance(name, str) else None
     if parts is None:
