@@ -58,7 +58,7 @@ def _ends(program: Program) -> Iterator[tuple[str, str, str]]:
 def _types(program: Program) -> Iterator[tuple[str, str, str]]:
     for node in program.nodes:
         try:
-            out = infer(node.op, node.args, node.kwargs, program.rank, FreshNames(iter(())))
+            out = infer(node.op, node.args, node.kwargs, program.rank, FreshNames())
         except Exception as error:  # torch raises various errors for such arguments
             yield node_text(node), str(error).split("\n")[0], f"{name_of(node.op)} does not take such arguments"
             return
