@@ -306,16 +306,22 @@ def overwritten(program: Program) -> Iterator[tuple[str, str, str]]:
     memory.add(given.value for given in program.inputs)
     unwritten = memory.members.keys() - dict(program.writes)
     for node in program.nodes:
-        name = name_of(node.op)
-        yield from ((name, repr(v), "it is read after its memory was overwritten") for v in node.ins if v in stale)
-        for x in _written_values(node):
-            shared = memory.shared_with(x)
-            yield from ((name, repr(v), "the program does not write it back") for v in shared & unwritten)
-            others = [v for v in node.ins if v in shared and v is not x]
-            yield from ((name, repr(v), f"it may share the memory of {x!r}, which is written to") for v in others)
-            stale |= shared
+        late = [v for v in node.ins if v in stale]
+        yield from ((name_of(node.op), repr(v), "it is read after its memory was overwritten") for v in late)
+        yield from _wrong_writes(node, memory, unwritten)
+        stale.update(*map(memory.shared_with, _written_values(node)))
         memory.add_results(node)
     yield from (("return", repr(v), "its memory was overwritten") for v in program.results if v in stale)
+
+
+def _wrong_writes(node: Node, memory: _SharedMemory, unwritten: set[Value]) -> Iterator[tuple[str, str, str]]:
+    """Yield the violations by the writes of one node; `unwritten` are the inputs that the program does not write."""
+    name = name_of(node.op)
+    for x in _written_values(node):
+        shared = memory.shared_with(x)
+        yield from ((name, repr(v), "the program does not write it back") for v in shared & unwritten)
+        others = [v for v in node.ins if v in shared and v is not x]
+        yield from ((name, repr(v), f"it may share the memory of {x!r}, which is written to") for v in others)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ def copy_batch_inputs(program: Program) -> Program:
     )
     if not marks:
         return program
-    names, copies = FreshNames(v.name for v in program.all_values()), dict[_Key, Input]()
+    names, copies = FreshNames(program.all_values()), dict[_Key, Input]()
     became: dict[Node, Node] = {}
     for node, mark in marks.items():
         v = node.ins[0]

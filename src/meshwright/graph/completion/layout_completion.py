@@ -118,7 +118,7 @@ class _State:
         if found is None:
             return None
         wanted = {need.layout.dims for x, need in found[0] if x is v}
-        return Layout(*wanted) if len(wanted) == 1 else None
+        return Layout(wanted.pop()) if len(wanted) == 1 else None
 
     def _cut_for(self, node: Node, mine: frozenset[Value], wish: Layout) -> dict[str, Spec]:
         found = self._described(node, mine, wish)

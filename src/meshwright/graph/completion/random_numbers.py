@@ -27,7 +27,7 @@ def mark_shared_random_numbers(program: Program) -> Program:
     homes = {node: next(iter(meshes)) for node, meshes in _readers(program).items() if len(meshes) > 1}
     if not homes:
         return program
-    names = FreshNames(v.name for v in program.all_values())
+    names = FreshNames(program.all_values())
     nodes: list[Node] = []
     became: dict[Value, Value] = {}
     for node in program.nodes:

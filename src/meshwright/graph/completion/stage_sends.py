@@ -126,7 +126,7 @@ class _StageSends:
     on_mesh: dict[tuple[Value, ProcessMesh], Value] = field(default_factory=dict[tuple[Value, ProcessMesh], Value])
 
     def __post_init__(self) -> None:
-        self.names = FreshNames(v.name for v in self.program.all_values())
+        self.names = FreshNames(self.program.all_values())
         self.given = {i.value: i for i in self.program.inputs}
 
     def nodes(self) -> Iterator[Node]:

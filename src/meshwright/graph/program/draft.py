@@ -53,7 +53,7 @@ class Draft:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.names = FreshNames(v.name for v in program.all_values())
+        self.names = FreshNames(program.all_values())
         self._producers: dict[Value, Spot] = {}
         self._uses: dict[Value, _Uses] = {}
         self._outputs = program.outputs

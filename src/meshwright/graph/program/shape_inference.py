@@ -15,10 +15,10 @@ from .node import Conversion, Op, Overwrite, Start, Value, Wait, WriteToCopies, 
 
 
 class FreshNames:
-    """Generator of unused names."""
+    """Generator of names that none of the given values has."""
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self._taken = set(taken)
+    def __init__(self, values: Iterable[Value] = ()) -> None:
+        self._taken = {v.name for v in values}
         self._next: dict[str, Iterator[int]] = {}
 
     def fresh(self, stem: str) -> str:
