@@ -54,14 +54,14 @@ class Unscaled:
     count: Tensor
     found: Tensor
 
-    def renew(self, how: Scaling) -> None:
+    def renew(self, schedule: Scaling) -> None:
         """Write the scale and the counter of the next step."""
         count = self.count + 1
-        more = self.scale * how.growth
-        grows = (count == how.interval) & more.isfinite()
-        here = torch.where(self.found, self.scale * how.backoff, torch.where(grows, more, self.scale))
-        count = torch.where(self.found | (count == how.interval), torch.zeros_like(count), count)
-        self.scale.copy_(here)
+        grown = self.scale * schedule.growth
+        grows = (count == schedule.interval) & grown.isfinite()
+        scale = torch.where(self.found, self.scale * schedule.backoff, torch.where(grows, grown, self.scale))
+        count = torch.where(self.found | (count == schedule.interval), torch.zeros_like(count), count)
+        self.scale.copy_(scale)
         self.count.copy_(count)
 
 
