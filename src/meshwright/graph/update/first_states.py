@@ -7,12 +7,14 @@ except for values that the second recording reads from states and the first one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from ..program.effects import is_random_operator
 from ..program.node import Conversion, Node, Op, Value, tensor_dtype
@@ -30,9 +32,8 @@ def made_states(update: Program) -> dict[tuple[str, str], Input]:
 
 
 def _as_input(key: tuple[str, str], v: Value, update: Program) -> Input:
-    name = ".".join(key)
-    spec, shape = update.specs.get(v), v.shape
-    shape = shape if spec is None else tuple(spec.shape)
+    name, spec = ".".join(key), update.specs.get(v)
+    shape = v.shape if spec is None else tuple(spec.shape)
     return Input(Value(name, shape, v.dtype, v.device), "state", name, spec, key)
 
 
@@ -54,7 +55,7 @@ def _is_of(given: Input, states: Mapping[tuple[str, str], Any]) -> bool:
 
 def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) -> dict[Any, float] | None:
     """Return the number that each state is filled with; None if the recordings differ."""
-    one, other = {i.value: i for i in first.inputs}, {i.value: i for i in again.inputs}
+    first_inputs, inputs = {i.value: i for i in first.inputs}, {i.value: i for i in again.inputs}
     todo, done, numbers = _results(first, again, states), set[Pair](), dict[Any, float]()
     while todo:
         pair = todo.pop()
@@ -62,34 +63,38 @@ def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) ->
             continue
         done.add(pair)
         a, b = pair
-        given = other.get(b)
+        given = inputs.get(b)
         if given is None:
-            below = _operands(first.producers.get(a), again.producers[b], a, b)
-            if below is None:
+            operands = _operands(first.producers.get(a), again.producers[b], a, b)
+            if operands is None:
                 return None
-            todo += below
+            todo += operands
         elif _is_of(given, states):
-            number = _number_in(first, one, a)
+            number = _number_in(first, first_inputs, a)
             if number is None or numbers.setdefault(given.source, number) != number or a.dtype != b.dtype:
                 return None
-        elif not _is_same(one.get(a), given):
+        elif not _is_same(first_inputs.get(a), given):
             return None
     return numbers
 
 
 def _results(first: Program, again: Program, states: Mapping[Any, Any]) -> list[Pair]:
     """Return pairs of results of both recordings: final values of parameters and states, and other outputs."""
-    named = {(i.role, i.name): i for i in again.inputs}
-    before, after = dict(first.writes), dict(again.writes)
-    pairs: list[Pair] = []
-    for i in first.inputs:
-        twin = named.get((i.role, i.name))
-        if twin is not None and i.role != "constant":
-            pairs.append((before.get(i.value, i.value), after.get(twin.value, twin.value)))
+    after = dict(again.writes)
     held = {i.source: i.value for i in again.inputs if _is_of(i, states)}
-    pairs += [(v, after.get(held[key], held[key])) for key, v in states.items() if key in held]
-    others = (name for name in first.outputs if name != "state")
-    return pairs + [(first.outputs[name], again.outputs[name]) for name in others]
+    new_states = [(v, after.get(held[key], held[key])) for key, v in states.items() if key in held]
+    others = [(first.outputs[name], again.outputs[name]) for name in first.outputs if name != "state"]
+    return [*_final_inputs(first, again), *new_states, *others]
+
+
+def _final_inputs(first: Program, again: Program) -> Iterator[Pair]:
+    """Yield pairs of the final values of the inputs that both recordings have."""
+    before, after = dict(first.writes), dict(again.writes)
+    named = {(i.role, i.name): i.value for i in again.inputs if i.role != "constant"}
+    for i in first.inputs:
+        same = named.get((i.role, i.name))
+        if same is not None:
+            yield before.get(i.value, i.value), after.get(same, same)
 
 
 def _operands(x: Node | None, y: Node, a: Value, b: Value) -> list[Pair] | None:
@@ -101,7 +106,7 @@ def _operands(x: Node | None, y: Node, a: Value, b: Value) -> list[Pair] | None:
     return pairs if same else None
 
 
-def _pair(a: Any, b: Any, pairs: list[Pair]) -> bool:
+def _pair(a: TorchValue, b: TorchValue, pairs: list[Pair]) -> bool:
     """Append the pairs of values in two trees to `pairs`; False if the trees differ otherwise."""
     if isinstance(a, Value) and isinstance(b, Value):
         pairs.append((a, b))

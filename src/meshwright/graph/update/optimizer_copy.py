@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.layout import MeshwrightError
+from meshwright.layout import MeshwrightError, TorchValue
 
 from .._errors import CaptureError
 from ..program.node import Value
@@ -35,13 +35,13 @@ def run_step(twin: Optimizer) -> None:
     except (*DataDependent, TypeError, LookupError, AttributeError) as error:
         raise CaptureError(
             f"recording a step of {type(twin).__name__}",
-            _told(error),
+            _explained(error),
             "the step or one of its hooks needs numbers of tensors in Python, or arguments that a program lacks",
             "use another optimizer, or capturable=True; in a hook, write torch.where(condition, a, b) instead of `if`",
         ) from error
 
 
-def _told(error: BaseException) -> str:
+def _explained(error: BaseException) -> str:
     """Return the first line of an error, with an explanation or the error's type if needed."""
     text = str(error).split("\n")[0]
     if isinstance(error, DataDependent):
@@ -70,12 +70,12 @@ def optimizer_copy(
     return twin
 
 
-def _check_step(own: Any) -> None:
+def _check_step(step: object) -> None:
     """Raise CaptureError for a `step` set on the optimizer object, unless a learning rate scheduler set it."""
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise CaptureError(
             "recording the optimizer's step",
-            f"a step that was set on the object: {own!r}",
+            f"a step that was set on the object: {step!r}",
             "this step is bound to the optimizer itself, and would update real parameters during the recording",
             "define the step in a subclass, or use optimizer.register_step_pre_hook(fn)",
         )
@@ -113,9 +113,9 @@ def symbolic_extrema(kind: type[Any]) -> Generator[None]:
 
 
 def _extremum(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def call(*numbers: Any, **how: Any) -> Any:
-        if how or len(numbers) < 2 or not any(isinstance(n, torch.SymFloat) for n in numbers):
-            return plain(*numbers, **how)
+    def call(*numbers: TorchValue, **options: TorchValue) -> TorchValue:
+        if options or len(numbers) < 2 or not any(isinstance(n, torch.SymFloat) for n in numbers):
+            return plain(*numbers, **options)
         return reduce(symbolic, numbers)
 
     return call

@@ -13,11 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.layout import Spec
+
 from ..program.effects import is_cross_mesh, is_random_operator
 from ..program.node import Node, Value, map_values
 from ..program.program import Input, Program
 from ..program.shape_inference import FreshNames, stem_of
 from ..recording.recording import lifted_copy
+from .optimizer_copy import StateKey
 from .recorded_step import END, STEP, Recorded
 
 
@@ -49,13 +52,16 @@ def _owners(program: Program) -> dict[Value, str] | None:
     for (name, _), value in states.items():
         if not _own_back(program, owners, name, value):
             return None
-    if not _own_forward(program, owners):
-        return None
-    # an exchange with no owner receives what a parameter of another stage sends; it would be lost without a reader
-    lost = any(
-        is_cross_mesh(node.op) and not any(v in owners for v in (*node.ins, *node.outs)) for node in program.nodes
-    )
-    return None if lost else owners
+    return owners if _own_forward(program, owners) and not _loses_exchange(program, owners) else None
+
+
+def _loses_exchange(program: Program, owners: Mapping[Value, str]) -> bool:
+    """True if an exchange has no owner.
+
+    It receives what a parameter of another stage sends, and would be lost without a reader.
+    """
+    exchanges = (node for node in program.nodes if is_cross_mesh(node.op))
+    return any(owners.keys().isdisjoint((*node.ins, *node.outs)) for node in exchanges)
 
 
 def owner_of(given: Input) -> str | None:
@@ -102,8 +108,7 @@ class _Copies:
     _names: FreshNames = field(init=False)
 
     def __post_init__(self) -> None:
-        made = (v.name for node in self.program.nodes for v in node.outs)
-        self._names = FreshNames(iter((*(i.value.name for i in self.program.inputs), *made)))
+        self._names = FreshNames(self.program.all_values())
         self._became = {name: {} for name in self.templates}
 
     def inputs(self, trained: Sequence[Input], stepped: Sequence[str]) -> Iterator[Input]:
@@ -134,7 +139,7 @@ class _Copies:
         return replace(given, value=self._copied(name, given.value, new.replace(".", "_")), name=new, source=source)
 
     def _copied(self, name: str, v: Value, called: str) -> Value:
-        copy = self._became[name][v] = Value(self._names.fresh(called), v.shape, v.dtype, v.device)
+        copy = self._became[name][v] = replace(v, name=self._names.fresh(called))
         return copy
 
     def add(self, nodes: Sequence[Node], order: Sequence[str]) -> None:
@@ -161,34 +166,45 @@ class _Copies:
             return node
         for v in node.outs:
             self._copied(name, v, stem_of(node.op))
-        args, kwargs, out = self._of(name, (node.args, dict(node.kwargs), node.out))
-        return replace(node, args=args, kwargs=kwargs, out=out)
+        copied = node.with_operands(lambda v: self._copy_of(name, v))
+        return replace(copied, out=map_values(lambda v: self._copy_of(name, v), node.out))
 
-    def _of(self, name: str, tree: Any) -> Any:
-        became = self._became[name]
-        return map_values(lambda v: became.get(v, v), tree)
+    def _copy_of(self, name: str, v: Value) -> Value:
+        """Return the parameter's copy of a value; a shared value is its own copy."""
+        return self._became[name].get(v, v)
 
     def finish(self, inputs: tuple[Input, ...], stepped: Sequence[str]) -> Program:
         """Return the program with these inputs; the output states are in the order of the updates."""
-        followers: dict[str, list[str]] = {}
-        for name, template in self.templates.items():
-            followers.setdefault(template, []).append(name)
-        writes = {
-            self._of(name, x): self._of(name, v) for x, v in self.program.writes for name in followers[self.owners[x]]
-        }
-        given: dict[tuple[str, str], Any] = self.program.outputs["state"]
-        keys = {name: [key for owner, key in given if owner == self.templates[name]] for name in stepped}
-        states = {(n, key): self._of(n, given[self.templates[n], key]) for n in stepped for key in keys[n]}
-        specs = {self._of(name, v): spec for v, spec in self.program.specs.items() for name in self._holders(v)}
+        writes = self._writes()
         return replace(
             self.program,
             inputs=inputs,
             nodes=tuple(self.nodes),
-            outputs={**self.program.outputs, "state": states},
+            outputs={**self.program.outputs, "state": self._states(stepped)},
             writes=tuple((i.value, writes[i.value]) for i in inputs if i.value in writes),
-            specs={**self.program.specs, **specs},
+            specs={**self.program.specs, **self._specs()},
         )
 
-    def _holders(self, v: Value) -> list[str]:
-        """Return the parameters with a copy of the value."""
-        return [name for name, became in self._became.items() if v in became]
+    def _writes(self) -> dict[Value, Value]:
+        """Return the inputs of all parameters that are written, with their values afterwards."""
+        followers: dict[str, list[str]] = {}
+        for name, template in self.templates.items():
+            followers.setdefault(template, []).append(name)
+        pairs = ((name, x, v) for x, v in self.program.writes for name in followers[self.owners[x]])
+        return {self._copy_of(name, x): self._copy_of(name, v) for name, x, v in pairs}
+
+    def _states(self, stepped: Sequence[str]) -> dict[StateKey, Value]:
+        """Return the states that the update creates, in the order of the updates."""
+        created: dict[str, dict[str, Value]] = {}
+        for (owner, key), v in self.program.outputs["state"].items():
+            created.setdefault(owner, {})[key] = v
+        return {
+            (name, key): self._copy_of(name, v)
+            for name in stepped
+            for key, v in created.get(self.templates[name], {}).items()
+        }
+
+    def _specs(self) -> dict[Value, Spec]:
+        """Return the specs of the copied values."""
+        copies = self._became.values()
+        return {became[v]: spec for v, spec in self.program.specs.items() for became in copies if v in became}
