@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 
 from meshwright.layout import TorchValue
 from meshwright.reshard import Exchange, Fill, View
@@ -217,7 +217,7 @@ def live_memory(program: Program, released: Collection[Value] = ()) -> LiveMemor
     last = _last_reads(program, found)
     freed = {found.of(v) for v in released}
     spans: dict[Value, tuple[int, int]] = {}
-    for v, first in _owners(program):
+    for v, first in _values_with_memory(program):
         root = found.of(v)
         if first >= 0 or root in freed:
             spans[v] = (max(first, 0), max(last.get(root, first), first))
@@ -226,21 +226,19 @@ def live_memory(program: Program, released: Collection[Value] = ()) -> LiveMemor
     for v, (first, end) in spans.items():
         steps[first] += v.nbytes
         steps[min(end + 1, len(program.nodes))] -= v.nbytes
-    live: list[int] = []
-    for step in steps[:-1]:
-        live.append((live[-1] if live else held) + step)
+    _, *live = accumulate(steps[:-1], initial=held)
     return LiveMemory(program, held, tuple(live), spans)
 
 
-def _owners(program: Program) -> Iterator[tuple[Value, int]]:
+def _values_with_memory(program: Program) -> Iterator[tuple[Value, int]]:
     """Yield the values with memory of their own, and the index of the node that produces each; -1 for inputs."""
     yield from ((given.value, -1) for given in program.inputs if given.value.is_tensor)
     for at, node in enumerate(program.nodes):
-        borrowed = {v for v, _ in alias_pairs(node)} if _is_told(node.op) else set[Value]()
+        borrowed = {v for v, _ in alias_pairs(node)} if _has_known_memory(node.op) else set[Value]()
         yield from ((v, at) for v in node.outs if v.is_tensor and v not in borrowed)
 
 
-def _is_told(op: Op) -> bool:
+def _has_known_memory(op: Op) -> bool:
     """False for Python functions: it is unknown if their results have memory of their own."""
     return isinstance(op, (Conversion, Start, Wait, Overwrite, WriteToCopies, Operator))
 

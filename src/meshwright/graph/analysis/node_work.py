@@ -36,24 +36,24 @@ def work_of(node: Node) -> Work:
     """
     op = node.op.op if isinstance(node.op, (WriteToCopies, Overwrite)) else node.op
     made = [v for v in node.outs if v.is_tensor]
-    dtype = _dtype((*node.ins, *made))
+    dtype = _float_dtype((*node.ins, *made))
     if not isinstance(op, Operator) or not made or _is_free(op):
         return Work(0, 0, dtype)
     nbytes = sum(v.nbytes for v in {*node.ins, *made})
     name = op._schema.name.split("::")[1]
-    count = _SUMS.get(name)
+    count = _COUNTS.get(name)
     return Work(count(node.args, node.out) if count else sum(map(_numel, made)), nbytes, dtype)
 
 
 def _is_free(op: Operator) -> bool:
-    return op._schema.name in SECRET_VIEWS or (is_view(op) and not any(a.is_write for a in _marks(op)))
+    return op._schema.name in SECRET_VIEWS or (is_view(op) and not any(a.is_write for a in _alias_infos(op)))
 
 
-def _marks(op: Operator) -> list[Any]:
+def _alias_infos(op: Operator) -> list[Any]:
     return [a.alias_info for a in op._schema.arguments if a.alias_info is not None]
 
 
-def _dtype(values: Sequence[Value]) -> torch.dtype:
+def _float_dtype(values: Sequence[Value]) -> torch.dtype:
     found = (v.dtype for v in values if isinstance(v.dtype, torch.dtype) and v.dtype.is_floating_point)
     return next(found, torch.float32)
 
@@ -94,7 +94,7 @@ def _is_backward(name: str) -> Callable[[Arguments, TorchValue], float]:
     return _attention_backward if name.endswith("_backward") else _attention
 
 
-_SUMS: dict[str, Callable[[Arguments, TorchValue], float]] = {
+_COUNTS: dict[str, Callable[[Arguments, TorchValue], float]] = {
     "mm": _mm,
     "linear": _mm,
     "matmul": _mm,

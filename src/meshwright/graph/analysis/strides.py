@@ -30,7 +30,7 @@ def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
     ran: dict[Any, Any] = {}
     with no_modes(), torch.no_grad():
         for given in program.inputs:
-            known[given.value] = _stand_in(given, program)
+            known[given.value] = _meta_input(given, program)
         for node in program.nodes:
             if all(v in known for v in node.ins):
                 with suppress(ValueError):
@@ -38,17 +38,17 @@ def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
     return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
 
 
-def _stand_in(given: Input, program: Program) -> TorchValue:
+def _meta_input(given: Input, program: Program) -> TorchValue:
     v = given.value
     if isinstance(v.dtype, torch.dtype):
-        return torch.empty(_known(v.shape), dtype=v.dtype, device=NOWHERE)
+        return torch.empty(_recorded_sizes(v.shape), dtype=v.dtype, device=NOWHERE)
     if given.role != "size":
         return v.dtype(2)
     leaf = next(i.value for i in program.inputs if i.role == "batch" and i.source == given.source.leaf)
     return hint(leaf.shape[given.source.dim])
 
 
-def _known(shape: tuple[Any, ...]) -> tuple[int, ...]:
+def _recorded_sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(map(hint, shape))
 
 
@@ -72,9 +72,9 @@ def _run(node: Node, known: dict[Value, Any], rank: int) -> TorchValue:
     if isinstance(node.op, Wait):
         return args[0]
     if isinstance(node.op, Start):
-        return args[0].new_empty(_known(node.op.carry.dst.local_shape(rank)))
+        return args[0].new_empty(_recorded_sizes(node.op.carry.dst.local_shape(rank)))
     if isinstance(node.op, Conversion):
-        shape = _known(node.op.dst.local_shape(rank))
+        shape = _recorded_sizes(node.op.dst.local_shape(rank))
         return args[0].reshape(shape) if isinstance(node.op.step, View) else args[0].new_empty(shape)
     if isinstance(node.op, Operator) and isinstance(node.out, Value) and not isinstance(node.out.dtype, torch.dtype):
         return node.out.dtype(2)

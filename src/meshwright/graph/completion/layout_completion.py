@@ -48,10 +48,12 @@ def with_layouts(program: Program, layouts: Layouts) -> Program:
         replace(i, spec=layouts.specs.get(i.value.name, i.spec)) if i.role != "constant" else i for i in program.inputs
     )
     specs = {v: layouts.specs[v.name] for v in program.all_values() if v.name in layouts.specs}
-    return replace(program, inputs=inputs, nodes=tuple(_marked(n, layouts) for n in program.nodes), specs=specs)
+    return replace(
+        program, inputs=inputs, nodes=tuple(_with_resolved_send(n, layouts) for n in program.nodes), specs=specs
+    )
 
 
-def _marked(node: Node, layouts: Layouts) -> Node:
+def _with_resolved_send(node: Node, layouts: Layouts) -> Node:
     """Return the node, with `StageSend` replaced by the `ReshardMark` of its completed layout."""
     if not isinstance(node.op, StageSend):
         return node
@@ -69,7 +71,7 @@ class _State:
     known: dict[Value, Spec] = field(default_factory=dict[Value, Spec])
     reasons: dict[Value, str] = field(default_factory=dict[Value, str])
     wants: dict[Value, dict[Node, tuple[Spec, str]]] = field(default_factory=dict[Value, dict[Node, tuple[Spec, str]]])
-    stand: dict[Value, Any] = field(default_factory=dict[Value, Any])
+    meta_tensors: dict[Value, Any] = field(default_factory=dict[Value, Any])
     decided: dict[Any, tuple[Call, Decision] | None] = field(default_factory=dict[Any, Any])
     """Results of `_call_and_decision` by everything that determines them. Equal layers share one."""
 
@@ -106,14 +108,13 @@ class _State:
     def _wanted_by_uses(self, node: Node) -> Layout | None:
         """Return the layout that all uses of the node's result want; None if they disagree or it has that layout."""
         out, *more = node.outs
-        users = self.program.users.get(out, ())
-        if more or not users or out not in self.known or self.known[out].layout.partial:
+        users, spec = self.program.users.get(out), self.known.get(out)
+        if more or not users or spec is None or spec.layout.partial:
             return None
-        wishes = {self._wish(user, out) for user in users}
-        (wish, *others) = wishes
-        return None if others or wish is None or wish == Layout(self.known[out].layout.dims) else wish
+        wish, *others = {self._wanted_layout(user, out) for user in users}
+        return None if others or wish == Layout(spec.layout.dims) else wish
 
-    def _wish(self, user: Node, v: Value) -> Layout | None:
+    def _wanted_layout(self, user: Node, v: Value) -> Layout | None:
         found = self._described(user, frozenset([v]), None)
         if found is None:
             return None
@@ -175,7 +176,7 @@ class _State:
         if all(v in self.known for v in node.outs) or self.known.keys().isdisjoint(node.ins):
             return
         if isinstance(node.op, StageSend):
-            self._arrive(node)
+            self._know_sent(node)
             return
         decision = self._decided(node, None)
         mesh = next(self.known[v].mesh for v in node.ins if v in self.known)
@@ -185,7 +186,7 @@ class _State:
                 layout = layouts[at % len(layouts)] if layouts else None
                 self.know(v, _spec_if_fitting(v, mesh, layout), "forward")
 
-    def _arrive(self, node: Node) -> None:
+    def _know_sent(self, node: Node) -> None:
         """Set the layout of a sent tensor: that of its source, with pending sums reduced."""
         (x,), (out,) = node.ins, node.outs
         assert isinstance(node.op, StageSend)
@@ -299,9 +300,9 @@ class _State:
     def _stand_in(self, v: Value) -> TorchValue:
         if not isinstance(v.dtype, torch.dtype):
             return v.dtype(2)
-        if v not in self.stand:
-            self.stand[v] = torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta")
-        return self.stand[v]
+        if v not in self.meta_tensors:
+            self.meta_tensors[v] = torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta")
+        return self.meta_tensors[v]
 
 
 def _replicated_spec(v: Value, mesh: ProcessMesh) -> Spec:

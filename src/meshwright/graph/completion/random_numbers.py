@@ -24,17 +24,19 @@ def mark_shared_random_numbers(program: Program) -> Program:
 
     A node that draws on no mesh is marked with the mesh of its first reader.
     """
-    homes = {node: next(iter(meshes)) for node, meshes in _readers(program).items() if len(meshes) > 1}
-    if not homes:
+    first_mesh = {node: next(iter(meshes)) for node, meshes in _readers(program).items() if len(meshes) > 1}
+    if not first_mesh:
         return program
     names = FreshNames(program.all_values())
     nodes: list[Node] = []
     became: dict[Value, Value] = {}
     for node in program.nodes:
         nodes.append(node.with_operands(lambda v: became.get(v, v)))
-        for v in node.outs if node in homes else ():
+        for v in node.outs if node in first_mesh else ():
             became[v] = replace(v, name=names.fresh(v.name))
-            nodes.append(Node(ReshardMark(homes[node], replicated(len(v.shape))), (v,), {}, became[v], node.origin))
+            nodes.append(
+                Node(ReshardMark(first_mesh[node], replicated(len(v.shape))), (v,), {}, became[v], node.origin)
+            )
     outputs = map_values(lambda v: became.get(v, v), program.outputs)
     return replace(program, nodes=tuple(nodes), outputs=outputs)
 

@@ -48,14 +48,14 @@ def backward_reads_of(nodes: Sequence[Node], trains: Collection[Value]) -> Mappi
     known, found = dict[Any, BackwardReads](), dict[Node, BackwardReads]()
     for node in nodes:
         trained = tuple(v in trains for v in (*node.ins, *node.outs))
-        key = node.op, *_written(node), trained
+        key = node.op, *_call_text(node), trained
         if key not in known:
             known[key] = _reads_of(node, trains)
         found[node] = known[key]
     return found
 
 
-def _written(node: Node) -> tuple[str, str]:
+def _call_text(node: Node) -> tuple[str, str]:
     """Return a call's arguments as text, with tensors replaced by their order, shape and dtype."""
     place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
     args, kwargs = node.mapped_arguments(lambda v: (place[v], v.sizes, v.dtype))
@@ -69,7 +69,7 @@ def _reads_of(node: Node, trains: Collection[Value]) -> BackwardReads:
     if isinstance(node.op, Operator) and node.op.name().partition(".")[0] not in FUSED:
         with suppress(*REFUSES):
             return _reads_by_autograd(node.op, node, trains)
-    operands, results = _distinct_tensors(node.ins), _distinct_tensors(node.outs)
+    operands, results = distinct_tensors(node.ins), distinct_tensors(node.outs)
     return BackwardReads(frozenset(range(len(operands))), frozenset(range(len(results))))
 
 
@@ -83,8 +83,8 @@ def _reads_by_autograd(op: Operator, node: Node, trains: Collection[Value]) -> B
     with torch.enable_grad(), saved_tensors_hooks(partial(_note_saved, saved), _leave_saved):
         out = op(*args, **kwargs)
     tensors.update(zip(values_in(node.out), leaves_in(out), strict=True))
-    ins = _numbers_by_memory(tensors[v] for v in _distinct_tensors(node.ins))
-    outs = _numbers_by_memory(tensors[v] for v in _distinct_tensors(node.outs))
+    ins = _numbers_by_memory(tensors[v] for v in distinct_tensors(node.ins))
+    outs = _numbers_by_memory(tensors[v] for v in distinct_tensors(node.outs))
     read = {memory_of(x): x.untyped_storage().nbytes() for x in saved}
     return BackwardReads(
         frozenset(ins[memory] for memory in read.keys() & ins.keys()),
@@ -105,7 +105,8 @@ def _meta_operand(v: Value, trains: bool) -> TorchValue:
     return torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta", requires_grad=trains)
 
 
-def _distinct_tensors(values: Sequence[Value]) -> tuple[Value, ...]:
+def distinct_tensors(values: Sequence[Value]) -> tuple[Value, ...]:
+    """Return the tensors among the values, each once; positions in `BackwardReads` are positions among these."""
     return tuple(dict.fromkeys(v for v in values if v.is_tensor))
 
 

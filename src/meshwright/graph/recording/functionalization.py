@@ -114,7 +114,7 @@ class Cell:
         self.write(value, emit)
         if root.requires_grad:
             with torch.enable_grad():
-                root.value = _kept_gradient(before, root.value, root.like, emit)
+                root.value = _with_gradient_of(before, root.value, root.like, emit)
             self.memory.version += 1
             root.version = self.memory.version
 
@@ -123,10 +123,10 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     """Return the value of the base of `view` with the child's value written into the viewed elements."""
     value, like = child.value, view.base.like
     name = view.op._schema.name.split("::")[1]
-    if name in _THROUGH:
-        return _kept_gradient(base, value, like, emit) if view.base.requires_grad and view.detaches else value
-    if name in _SAME:
-        op, args = _SAME[name](view)
+    if name in _SAME_TENSOR:
+        return _with_gradient_of(base, value, like, emit) if view.base.requires_grad and view.detaches else value
+    if name in _INVERSE_VIEWS:
+        op, args = _INVERSE_VIEWS[name](view)
         return emit(op, (value, *args), {}, like)
     if name in _SCATTERS:
         return _scattered(_SCATTERS[name], child, view, base, emit)
@@ -137,7 +137,7 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
             "the written elements cannot be put back into the tensor",
             "make a new tensor (torch.where, torch.cat) instead of the write",
         )
-    return _put_by_index(child, view, base, emit)
+    return _put_back_by_index(child, view, base, emit)
 
 
 def _scattered(op: Operator, child: Cell, view: View, base: Value, emit: Emit) -> Value:
@@ -161,14 +161,14 @@ def _is_plain(x: Tensor) -> bool:
     return x.is_contiguous() and x.storage_offset() == 0
 
 
-def _kept_gradient(base: Value, value: Value, like: Tensor, emit: Emit) -> Value:
+def _with_gradient_of(base: Value, value: Value, like: Tensor, emit: Emit) -> Value:
     """Return `value` with the gradient of `base`, as after a write through `x.data` or `x.detach()`."""
     detached = emit(aten.detach.default, (base,), {}, like)
     nothing = emit(aten.sub.Tensor, (base, detached), {}, like)
     return emit(aten.add.Tensor, (value, nothing), {}, like)
 
 
-def _put_by_index(child: Cell, view: View, base: Value, emit: Emit) -> Value:
+def _put_back_by_index(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     """Return `base` with the child's elements put back, for any kind of view.
 
     The same view of an index tensor (`arange`) gives the position of every element of the child.
@@ -188,7 +188,7 @@ def _as_numbers(shown: TorchValue) -> TorchValue:
     return torch.empty(tuple(shown.shape), dtype=torch.int64, device=shown.device)
 
 
-_THROUGH = ("detach", "alias", "data")
+_SAME_TENSOR = ("detach", "alias", "data")
 """View operators whose result is the tensor itself."""
 
 _SCATTERS: dict[str, Operator] = {
@@ -205,7 +205,7 @@ def _reshaped(view: View) -> tuple[Operator, tuple[Any, ...]]:
     return aten.reshape.default, (tuple(view.base.like.shape),)
 
 
-_SAME: dict[str, Callable[[View], tuple[Operator, tuple[Any, ...]]]] = {
+_INVERSE_VIEWS: dict[str, Callable[[View], tuple[Operator, tuple[Any, ...]]]] = {
     "view": _reshaped,
     "_unsafe_view": _reshaped,
     "reshape": _reshaped,

@@ -108,7 +108,7 @@ class Recording:
         """
         cell = self._find(x)
         if cell is not None:
-            return (_saved(x, cell) if self.above else cell).read(self._node)
+            return (_cell_before_saving(x, cell) if self.above else cell).read(self._node)
         _check_constant(x)
         return self.add_input(x, "constant", "constant", source=x)
 
@@ -124,13 +124,17 @@ class Recording:
         left, seen = [value], set[Value]()
         while left:
             v = left.pop()
-            if (v in inputs and inputs[v].role != "constant") or (v in makers and is_random_operator(makers[v].op)):
-                return None
-            if v in inputs:
-                found.append(inputs[v].source)
-            new = set(makers[v].ins) - seen if v in makers else set[Value]()
-            seen |= new
-            left += new
+            given, maker = inputs.get(v), makers.get(v)
+            if given is not None:
+                if given.role != "constant":
+                    return None
+                found.append(given.source)
+            elif maker is not None:
+                if is_random_operator(maker.op):
+                    return None
+                new = set(maker.ins) - seen
+                seen |= new
+                left += new
         return found
 
     def made(self, x: Tensor) -> bool:
@@ -169,7 +173,10 @@ class Recording:
     def note(self, op: Op, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue], out: TorchValue) -> None:
         """Record that `op(*args, **kwargs)` was called and returned `out`."""
         if isinstance(op, Operator):
-            if self._is_silent(op, args, out):
+            if op._schema.name in SILENT:
+                return
+            if self._is_identity(op) and isinstance(out, Tensor):
+                self._bind_identity(op, args[0], out)
                 return
             written = written_by(op, args, kwargs)
             if written:
@@ -187,22 +194,21 @@ class Recording:
         self.nodes.append(Node(op, args, {}, out, self.origin()))
         return out
 
-    def _is_silent(self, op: Operator, args: Sequence[TorchValue], out: TorchValue) -> bool:
-        name = op._schema.name
-        if name in SILENT:
-            return True
-        if name.split("::")[1] in (FRESH if self.above else IDENTITIES) and isinstance(out, Tensor):
-            fresh = name == "aten::lift_fresh"
-            if fresh and type(args[0]) is Tensor:
-                setattr(args[0], _LIFTED, True)
-                if self.forgets:
-                    forget_numbers(out)
-            self.value_of(args[0])
-            cell = self._find(args[0])
-            assert cell is not None
-            self._bind(out, Cell(cell.value, Memory(), out) if fresh else cell)
-            return True
-        return False
+    def _is_identity(self, op: Operator) -> bool:
+        """True if the result is the argument itself."""
+        return op._schema.name.split("::")[1] in (FRESH if self.above else IDENTITIES)
+
+    def _bind_identity(self, op: Operator, x: Tensor, out: Tensor) -> None:
+        """Bind the result `out` of an identity to the value of its argument; `lift_fresh` has memory of its own."""
+        is_fresh = op._schema.name == "aten::lift_fresh"
+        if is_fresh and type(x) is Tensor:
+            setattr(x, _LIFTED, True)
+            if self.forgets:
+                forget_numbers(out)
+        self.value_of(x)
+        cell = self._find(x)
+        assert cell is not None
+        self._bind(out, Cell(cell.value, Memory(), out) if is_fresh else cell)
 
     def _node(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], out: TorchValue) -> TorchValue:
         shown = as_values(out, lambda: self.names.fresh(stem_of(op)))
@@ -211,15 +217,22 @@ class Recording:
         return shown
 
     def _find(self, x: Tensor) -> Cell | None:
+        """Return the cell of a tensor, or None if it is in the memory of no recorded tensor."""
         cell = self.cells.get(id(x))
         if cell is None:
-            cell = next((c for c in self.memories.get(memory_of(x), []) if _looks_alike(c.like, x)), None)
-            if cell is not None and self.above and not isinstance(x, FakeTensor):
-                cell = self._detached(x, cell)
-            cell = self._seen_otherwise(x) if cell is None and self.above else cell
+            cell = self._cell_of_unseen(x)
             if cell is not None:
                 self._bind(x, cell)
         return cell
+
+    def _cell_of_unseen(self, x: Tensor) -> Cell | None:
+        """Return the cell of a recorded tensor with the elements of `x`, or a new one for a view of such a tensor."""
+        cell = next((c for c in self.memories.get(memory_of(x), []) if _looks_alike(c.like, x)), None)
+        if not self.above:
+            return cell
+        if cell is None:
+            return self._view_of_known(x)
+        return cell if isinstance(x, FakeTensor) else self._detached(x, cell)
 
     def _detached(self, x: Tensor, base: Cell) -> Cell:
         """Record a `detach` node for `x`, the `.data` of a real tensor, since torch calls no operator for it."""
@@ -227,7 +240,7 @@ class Recording:
         shown = self._node(detach, (base.read(self._node),), {}, x)
         return Cell(shown, base.memory, x, base.version, View(detach, (base,), {}, base, x, None))
 
-    def _seen_otherwise(self, x: Tensor) -> Cell | None:
+    def _view_of_known(self, x: Tensor) -> Cell | None:
         """Return a cell for a view that an operator took internally and saved for its backward pass, or None.
 
         Examples are a transposed weight and a flattened input.
@@ -249,7 +262,7 @@ class Recording:
     def _bind_results(
         self, op: Op, args: Sequence[TorchValue], values: TorchValue, out: TorchValue, shown: TorchValue
     ) -> None:
-        base = self._viewed(op, args)
+        base = self._viewed_cell(op, args)
         many = not isinstance(out, Tensor)
         given = {id(t) for t in tensors_in(args)}
         for at, (t, v) in enumerate(zip(tensors_in(out), _tensor_values(shown), strict=True)):
@@ -263,7 +276,7 @@ class Recording:
             view = View(op, held, values[1], base, out, at if many else None)
             self._bind(t, Cell(v, base.memory, t, base.memory.version, view))
 
-    def _viewed(self, op: Op, args: Sequence[TorchValue]) -> Cell | None:
+    def _viewed_cell(self, op: Op, args: Sequence[TorchValue]) -> Cell | None:
         """Return the cell of the first argument if results of `op` may be views of it, otherwise None."""
         if not isinstance(op, Operator) or not any(r.alias_info is not None for r in op._schema.returns):
             return None
@@ -305,13 +318,13 @@ class Recording:
     ) -> list[Value]:
         """Add a node that computes what the call writes; return the value for each tensor in `written`."""
         values = self.tree_of(args), self.tree_of(kwargs)
-        twin = _twin(op, args, kwargs) if list(written) == [0] else None
+        twin = _out_of_place_form(op, args, kwargs) if list(written) == [0] else None
         if twin is aten.copy.default and self.above:
-            return [self._copied(args[0], values[0][1])]
+            return [self._copied_into(args[0], values[0][1])]
         if twin is not None:
             return [self._node(twin, *values, written[0])]
         result, *new = self._node(WriteToCopies(op, tuple(written)), *values, (out, *written.values()))
-        self._bind_fresh(op, out, result, written)
+        self._bind_other_results(op, out, result, written)
         return new
 
     def _note_detached(self, written: Iterable[Tensor]) -> None:
@@ -321,14 +334,14 @@ class Recording:
             if cell is not None and cell.is_detached:
                 self.detached_writes.append(DetachedWrite(cell.root.value, len(self.nodes), user_frame() or ""))
 
-    def _copied(self, x: Tensor, value: Value) -> Value:
+    def _copied_into(self, x: Tensor, value: Value) -> Value:
         """Return the value of `x` after a copy of `value` into it, without `aten.copy`, which has no gradient."""
         like = torch.empty(value.shape, dtype=x.dtype, device=x.device) if tuple(x.shape) != value.shape else x
         if (value.dtype, value.device) != (x.dtype, str(x.device)):
             value = self._node(aten.to.device, (value, x.device, x.dtype), {}, like)
         return value if like is x else self._node(aten.expand.default, (value, tuple(x.shape)), {}, x)
 
-    def _bind_fresh(
+    def _bind_other_results(
         self, op: Operator, out: TorchValue, shown: TorchValue, written: dict[ArgumentPosition, Tensor]
     ) -> None:
         """Bind the results of an in-place operator that are not its written arguments."""
@@ -340,7 +353,7 @@ class Recording:
                 self._bind(t, Cell(v, Memory(), t))
 
 
-def _twin(op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> Operator | None:
+def _out_of_place_form(op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> Operator | None:
     """Return the out-of-place form of `op`, or None if its result does not fit the written argument."""
     twin = functional(op)
     if twin is None or is_random_operator(op):
@@ -378,7 +391,7 @@ def written_by(
     return found
 
 
-def _saved(x: Tensor, cell: Cell) -> Cell:
+def _cell_before_saving(x: Tensor, cell: Cell) -> Cell:
     """Return the cell of the original tensor for a tensor that autograd saved for its backward pass.
 
     Autograd detaches a saved tensor and restores its `grad_fn`.

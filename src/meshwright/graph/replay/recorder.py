@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import product
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -43,7 +42,7 @@ from ..guards import observed, unobserved, unobserved_if_torchs
 from ..program.draft import Draft
 from ..program.node import Conversion, Node, Origin, Phase, Value, map_values, tensor_dtype
 from ..program.program import Input, Program
-from ..program.rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
+from ..program.rank_numbers import Offset, RankNumber, RankPlace, end_ranks, is_everywhere
 from ..recording.recording import Recording, written_by
 from ..torch_hooks import (
     FakeMode,
@@ -142,8 +141,8 @@ class Recorder(Modes):
         forward = self._forward[at][1] if at >= 0 else Origin()
         key = self.origin, forward
         if key not in self._backward:
-            told = {name: getattr(forward, name) for name in ("layer", "where", "chunk", "edge", "slice")}
-            self._backward[key] = replace(self.origin, **told)
+            inherited = {name: getattr(forward, name) for name in ("layer", "where", "chunk", "edge", "slice")}
+            self._backward[key] = replace(self.origin, **inherited)
         return self._backward[key]
 
     @contextmanager
@@ -173,7 +172,7 @@ class Recorder(Modes):
             self.recording.note(op, args, {}, out)
         return out
 
-    def _part(self, given: Input) -> Tensor:
+    def _local_tensor(self, given: Input) -> Tensor:
         """Return a fake local tensor for an input, in the memory format of its spec."""
         v, spec = given.value, given.spec
         if spec is None:
@@ -199,7 +198,7 @@ class Recorder(Modes):
             self.recording.add_number(self._symbols[v], "size", given.name, given.source)
             return self._symbols[v]
         with unrecorded(), self.mode:
-            x = self._part(given)
+            x = self._local_tensor(given)
         x.requires_grad_(requires_grad)
         self.recording.add_input(x, given.role, given.name, given.spec, given.source)
         if given.role == "constant" and not written:
@@ -259,7 +258,7 @@ class Recorder(Modes):
         """Raise CaptureError if Python code branched on a number that gives another decision on another rank."""
         numbers = self._rank_symbols
         asked = [g for g in dict.fromkeys(conditions(self.mode)) if g.free_symbols and g.free_symbols <= set(numbers)]
-        for rank in _some_ranks(self._rank_numbers) if asked else ():
+        for rank in _ranks_to_check(self._rank_numbers) if asked else ():
             there = PeerlessCommunicator(rank, self.communicator.size)
             values = {symbol: number(there) for symbol, number in numbers.items()}
             found = next((g for g in asked if not g.subs(values)), None)
@@ -275,13 +274,12 @@ class Recorder(Modes):
 _MOST_RANKS = 64
 
 
-def _some_ranks(numbers: Iterable[RankNumber]) -> list[int]:
+def _ranks_to_check(numbers: Iterable[RankNumber]) -> list[int]:
     """Return the ranks to check: all ranks of small meshes, and the ranks at the ends of the axes of large ones."""
     meshes = {n.mesh if isinstance(n, RankPlace) else n.spec.mesh for n in numbers}
     found: set[int] = set()
     for mesh in meshes:
-        ends = product(*[(0, n - 1) for n in mesh.mesh.shape])
-        found |= set(mesh.process_ids if mesh.size <= _MOST_RANKS else (int(mesh.mesh[at]) for at in ends))
+        found |= set(mesh.process_ids) if mesh.size <= _MOST_RANKS else end_ranks(mesh)
     return sorted(found)
 
 
@@ -290,7 +288,7 @@ def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) 
     known: dict[Value, Any] = dict(given)
     for node in program.nodes:
         recorder.replaying(node.origin)
-        with _modes(node.origin):
+        with _modes_of(node.origin):
             args, kwargs = node.mapped_arguments(known.__getitem__)
             out = node.op(*args, **kwargs)  # pyright: ignore[reportCallIssue] - captured programs have no steps
         found = (x for x in leaves_in(out) if x is not None)
@@ -313,7 +311,7 @@ def _check_shape(node: Node, v: Value, found: object) -> None:
 
 
 @contextmanager
-def _modes(origin: Origin) -> Generator[None]:
+def _modes_of(origin: Origin) -> Generator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(origin.grad))
         stack.enter_context(using_attention(origin.context))

@@ -61,7 +61,7 @@ def optimizer_copy(
     twin.__dict__ |= optimizer.__dict__
     _check_step(twin.__dict__.pop("step", None))
     twin.param_groups = [
-        _group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
+        _copied_group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
     ]
     twin.state = defaultdict(dict)
     for (name, key), value in states.items():
@@ -81,18 +81,18 @@ def _check_step(step: object) -> None:
         )
 
 
-def _group(
+def _copied_group(
     group: dict[str, Any], at: int, names: Mapping[int, str], parameters: Mapping[str, Tensor], recorder: Recorder
 ) -> dict[str, Any]:
-    kept = [p for p in group["params"] if _name(p, names) in parameters]
+    kept = [p for p in group["params"] if _name_of(p, names) in parameters]
     one_by_one = {key: False for key in ("foreach", "fused") if key in group}
-    tensors = {key: _option(recorder, f"{key}_{at}", x) for key, x in group.items() if isinstance(x, Tensor)}
+    tensors = {key: _tensor_option(recorder, f"{key}_{at}", x) for key, x in group.items() if isinstance(x, Tensor)}
     rate = group.get("lr")
     lr = {"lr": recorder.add_number(f"lr_{at}", float(rate), at)} if isinstance(rate, (int, float)) else {}
     return {**group, **one_by_one, **tensors, **lr, "params": [parameters[names[id(p)]] for p in kept]}
 
 
-def _option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
+def _tensor_option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
     """Add a tensor option of the optimizer as an input, so that each step uses its current value."""
     value = Value(name, tuple(x.shape), x.dtype, str(x.device))
     return recorder.add(Input(value, "constant", name, None, x))
@@ -124,7 +124,7 @@ def _extremum(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) ->
 _EXTREMA = {"min": _extremum(min, torch.sym_min), "max": _extremum(max, torch.sym_max)}
 
 
-def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
+def _name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
     name = names.get(id(parameter))
     if name is None:
         raise CaptureError(

@@ -89,9 +89,9 @@ class Step:
         recorder = Recorder(self.rank, self.size)
         recorder.recording.forgets = True
         with recorder.recording_as("update"), torch.no_grad():
-            fake = self._fake(recorder, trained, states)
+            fake = self._fake_step(recorder, trained, states)
             ends = [len(recorder.recording.nodes)]
-            self._make(fake)
+            self._run_twin(fake)
             ends.append(len(recorder.recording.nodes))
             for name in (n for n in fake.parameters if n in self.shards):
                 fake.wholes[name].copy_(fake.parameters[name])
@@ -101,27 +101,27 @@ class Step:
         parts = {v: bisect_right(ends, at) for at, node in nodes for v in node.outs}
         return Recorded(_finished(recorder, fake), parts)
 
-    def _fake(self, recorder: Recorder, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> _FakeStep:
+    def _fake_step(self, recorder: Recorder, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> _FakeStep:
         """Return fake parameters with gradients and states, which are inputs of the program."""
         pieces = {i.name: replace(i, spec=self.shards.get(i.name, i.spec)) for i in trained}
         wholes = {i.name: recorder.add(i) for i in trained}
         grads = {i.name: recorder.add(_gradient(i)) for i in trained}
-        parameters = {name: _piece(x, pieces[name].spec) for name, x in wholes.items()}
+        parameters = {name: _shard_of(x, pieces[name].spec) for name, x in wholes.items()}
         unscaled = None if self.scaling is None else _unscaled(recorder, grads, pieces)
         for name, x in parameters.items():
             x.grad = (grads if unscaled is None else unscaled.grads)[name]
         moved = {i.name for i in trained if self.is_moved(i)}
         fake_states = _fake_states(recorder, pieces, moved, states)
-        held = {**self._idle(recorder, parameters), **parameters}
+        held = {**self._untrained(recorder, parameters), **parameters}
         twin = optimizer_copy(self.optimizer, self.names, held, fake_states, recorder)
         return _FakeStep(wholes, parameters, fake_states, unscaled, twin)
 
-    def _idle(self, recorder: Recorder, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _untrained(self, recorder: Recorder, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return fake tensors for parameters without a gradient, because user code may count parameters."""
         others = {name: p for name, (_, p) in self.held.items() if self.is_users and name and name not in trained}
         return {name: recorder.unknown(p) for name, p in others.items()}
 
-    def _make(self, fake: _FakeStep) -> None:
+    def _run_twin(self, fake: _FakeStep) -> None:
         """Run the step of the twin."""
         pairs = [(self.held[name][1], x) for name, x in fake.parameters.items() if name in self.held]
         for real, x in pairs:
@@ -167,7 +167,7 @@ def _unscaled(recorder: Recorder, grads: Mapping[str, Tensor], pieces: Mapping[s
     return unscale_gradients(grads, {name: i.spec for name, i in pieces.items()}, scale, count)
 
 
-def _piece(x: Tensor, spec: Spec | None) -> Tensor:
+def _shard_of(x: Tensor, spec: Spec | None) -> Tensor:
     """Return the shard of a parameter that this rank updates, as a parameter of its own."""
     if not isinstance(x, DistTensor) or spec is None or spec is x.spec:
         return x

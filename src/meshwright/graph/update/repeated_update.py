@@ -47,12 +47,12 @@ def _owners(program: Program) -> dict[Value, str] | None:
     """Return the parameter that each value belongs to, without shared values; None if a value belongs to several."""
     owners = {i.value: name for i in program.inputs if (name := owner_of(i)) is not None}
     states = program.outputs["state"]
-    if not _own_forward(program, owners) or not all(isinstance(v, Value) for v in states.values()):
+    if not _assign_forward(program, owners) or not all(isinstance(v, Value) for v in states.values()):
         return None
     for (name, _), value in states.items():
-        if not _own_back(program, owners, name, value):
+        if not _assign_back(program, owners, name, value):
             return None
-    return owners if _own_forward(program, owners) and not _loses_exchange(program, owners) else None
+    return owners if _assign_forward(program, owners) and not _loses_exchange(program, owners) else None
 
 
 def _loses_exchange(program: Program, owners: Mapping[Value, str]) -> bool:
@@ -71,7 +71,7 @@ def owner_of(given: Input) -> str | None:
     return given.source[0] if isinstance(given.source, tuple) else None
 
 
-def _own_forward(program: Program, owners: dict[Value, str]) -> bool:
+def _assign_forward(program: Program, owners: dict[Value, str]) -> bool:
     """Propagate owners to the results of nodes. False if a node has several owners, draws, or has no result."""
     for node in program.nodes:
         names = {owners[v] for v in (*node.ins, *node.outs) if v in owners}
@@ -81,17 +81,22 @@ def _own_forward(program: Program, owners: dict[Value, str]) -> bool:
     return True
 
 
-def _own_back(program: Program, owners: dict[Value, str], name: str, value: Value) -> bool:
+def _assign_back(program: Program, owners: dict[Value, str], name: str, value: Value) -> bool:
     """Assign to `name` the values that its state depends on, such as `torch.tensor(0.0)`. False if others own one."""
     constants = {i.value for i in program.inputs if i.role == "constant"}
     left = [value]
     while left:
         v = left.pop()
-        if owners.get(v, name) != name or (v not in program.producers and v not in constants and v not in owners):
-            return False
-        if v not in owners:
+        if v in owners:
+            if owners[v] != name:
+                return False
+        elif v in program.producers:
             owners[v] = name
-            left += [x for x in program.producers[v].ins if x.is_tensor] if v in program.producers else []
+            left += [x for x in program.producers[v].ins if x.is_tensor]
+        elif v in constants:
+            owners[v] = name
+        else:
+            return False
     return True
 
 
@@ -113,20 +118,19 @@ class _Copies:
 
     def inputs(self, trained: Sequence[Input], stepped: Sequence[str]) -> Iterator[Input]:
         """Yield the inputs: parameters, gradients and states of all parameters, then shared inputs."""
-        held: dict[str, list[Input]] = {}
+        by_owner: dict[str, list[Input]] = {}
         for given in self.program.inputs:
-            held.setdefault(self.owners.get(given.value, ""), []).append(given)
+            by_owner.setdefault(self.owners.get(given.value, ""), []).append(given)
         for role in ("parameter", "gradient"):
-            for own in trained:
-                (given,) = (i for i in held[self.templates[own.name]] if i.role == role)
-                yield self._input(own.name, given)
+            for parameter in trained:
+                (given,) = (i for i in by_owner[self.templates[parameter.name]] if i.role == role)
+                yield self._copied_input(parameter.name, given)
         for name in stepped:
-            yield from (
-                self._input(name, i) for i in held[self.templates[name]] if i.role not in ("parameter", "gradient")
-            )
-        yield from held.get("", ())
+            states = [i for i in by_owner[self.templates[name]] if i.role not in ("parameter", "gradient")]
+            yield from (self._copied_input(name, i) for i in states)
+        yield from by_owner.get("", ())
 
-    def _input(self, name: str, given: Input) -> Input:
+    def _copied_input(self, name: str, given: Input) -> Input:
         if name == self.templates[name]:
             return given
         source: Any = given.source
@@ -136,21 +140,21 @@ class _Copies:
             new, source = f"{name}.{source[1]}", (name, source[1])
         else:
             new = name
-        return replace(given, value=self._copied(name, given.value, new.replace(".", "_")), name=new, source=source)
+        return replace(given, value=self._add_copy(name, given.value, new.replace(".", "_")), name=new, source=source)
 
-    def _copied(self, name: str, v: Value, called: str) -> Value:
+    def _add_copy(self, name: str, v: Value, called: str) -> Value:
         copy = self._became[name][v] = replace(v, name=self._names.fresh(called))
         return copy
 
     def add(self, nodes: Sequence[Node], order: Sequence[str]) -> None:
         """Add the nodes of each parameter in turn."""
-        held: dict[str, list[Node]] = {}
+        by_owner: dict[str, list[Node]] = {}
         for node in nodes:
-            held.setdefault(self.owners.get(node.outs[0], ""), []).append(node)
+            by_owner.setdefault(self.owners.get(node.outs[0], ""), []).append(node)
         for name in order:
-            for node in held.get(self.templates[name], ()):
+            for node in by_owner.get(self.templates[name], ()):
                 self._add_shared(node)
-                self.nodes.append(self._node(name, node))
+                self.nodes.append(self._copied_node(name, node))
 
     def _add_shared(self, node: Node) -> None:
         """Add the shared nodes that this node reads, before their first reader."""
@@ -161,11 +165,11 @@ class _Copies:
                 self._add_shared(maker)
                 self.nodes.append(maker)
 
-    def _node(self, name: str, node: Node) -> Node:
+    def _copied_node(self, name: str, node: Node) -> Node:
         if name == self.templates[name]:
             return node
         for v in node.outs:
-            self._copied(name, v, stem_of(node.op))
+            self._add_copy(name, v, stem_of(node.op))
         copied = node.with_operands(lambda v: self._copy_of(name, v))
         return replace(copied, out=map_values(lambda v: self._copy_of(name, v), node.out))
 
