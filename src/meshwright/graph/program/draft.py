@@ -39,6 +39,11 @@ class Spot:
         return tuple(found)
 
     @property
+    def node(self) -> Node:
+        """The node as it is now, as a part of a program."""
+        return Node(self.op, self.args, self.kwargs, self.out, self.origin)
+
+    @property
     def outs(self) -> tuple[Value, ...]:
         return (self.out,) if type(self.out) is Value else tuple(values_in(self.out))
 
@@ -170,7 +175,7 @@ class Draft:
         while spot is not None and spot is not self._ends[0]:
             if is_needed(spot.op, spot.args, spot.outs, needed):
                 needed.update(spot.ins)
-                kept.append(Node(spot.op, spot.args, spot.kwargs, spot.out, spot.origin))
+                kept.append(spot.node)
             spot = spot.before
         program = self.program
         return replace(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue, hint, identity
 from meshwright.reshard import Plan, Purpose, Step
@@ -32,6 +33,11 @@ class Value:
     shape: tuple[Any, ...]
     dtype: Kind
     device: str = "cpu"
+
+    @classmethod
+    def of(cls, name: str, x: Tensor) -> Value:
+        """Return a value with the shape, the dtype and the device of a tensor."""
+        return cls(name, tuple(x.shape), x.dtype, str(x.device))
 
     @property
     def is_tensor(self) -> bool:

@@ -69,7 +69,7 @@ def fake_argument(v: Value) -> TorchValue:
 def as_values(out: TorchValue, name: Callable[[], str]) -> TorchValue:
     """Return `out` with its tensors and numbers replaced by values."""
     if isinstance(out, Tensor):
-        return Value(name(), tuple(out.shape), out.dtype, str(out.device))
+        return Value.of(name(), out)
     if isinstance(out, (tuple, list)):
         items = [as_values(v, name) for v in out]
         return items if type(out) is list else tuple(items)

@@ -78,7 +78,7 @@ class Recording:
 
     def add_input(self, x: Tensor, role: Role, name: str, spec: Spec | None = None, source: object = None) -> Value:
         """Add the tensor `x` as an input of the program, and return its value."""
-        value = Value(self.names.fresh(name.replace(".", "_")), tuple(x.shape), x.dtype, str(x.device))
+        value = Value.of(self.names.fresh(name.replace(".", "_")), x)
         self.inputs.append(Input(value, role, name, spec, source))
         self._given.append((self.inputs[-1], x))
         self._bind(x, Cell(value, Memory(), x))

@@ -77,7 +77,7 @@ def _recorded_gradients(
 
 def _seed(number: int, x: Tensor) -> Input:
     spec = x.spec.dual() if isinstance(x, DistTensor) else None
-    return Input(Value(f"out_{number}_grad", tuple(x.shape), x.dtype, str(x.device)), "gradient", f"out_{number}", spec)
+    return Input(Value.of(f"out_{number}_grad", x), "gradient", f"out_{number}", spec)
 
 
 def _spec_of(x: Tensor) -> Spec | None:

@@ -34,7 +34,7 @@ def made_states(update: Program) -> dict[tuple[str, str], Input]:
 def _state_input(key: tuple[str, str], v: Value, update: Program) -> Input:
     name, spec = ".".join(key), update.specs.get(v)
     shape = v.shape if spec is None else tuple(spec.shape)
-    return Input(Value(name, shape, v.dtype, v.device), "state", name, spec, key)
+    return Input(replace(v, name=name, shape=shape), "state", name, spec, key)
 
 
 def with_first_states(first: Program, again: Program) -> Program | None:

@@ -94,8 +94,7 @@ def _copied_group(
 
 def _tensor_option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
     """Add a tensor option of the optimizer as an input, so that each step uses its current value."""
-    value = Value(name, tuple(x.shape), x.dtype, str(x.device))
-    return recorder.add(Input(value, "constant", name, None, x))
+    return recorder.add(Input(Value.of(name, x), "constant", name, None, x))
 
 
 @contextmanager

@@ -28,9 +28,7 @@ def add_state_input(
         return value
     spec = value.spec if isinstance(value, DistTensor) and not moved else unsharded_state_spec(value, parameter)
     name = ".".join(key)
-    return recorder.add(
-        Input(Value(name, tuple(value.shape), value.dtype, str(value.device)), "state", name, spec, key)
-    )
+    return recorder.add(Input(Value.of(name, value), "state", name, spec, key))
 
 
 def unsharded_state_spec(state: Tensor, parameter: Input | None) -> Spec | None:

@@ -157,7 +157,7 @@ def _fake_states(
 
 def _gradient(parameter: Input) -> Input:
     v, spec = parameter.value, parameter.spec
-    value = Value(f"{v.name}_grad", v.shape, v.dtype, v.device)
+    value = replace(v, name=f"{v.name}_grad")
     return Input(value, "gradient", parameter.name, None if spec is None else spec.dual())
 
 
