@@ -67,6 +67,8 @@ _Needs = list[tuple[Value, Spec]]
 
 @dataclass(slots=True)
 class _State:
+    """The layouts known so far, and the layouts that the uses of other values want, each with a reason."""
+
     program: Program
     known: dict[Value, Spec] = field(default_factory=dict[Value, Spec])
     reasons: dict[Value, str] = field(default_factory=dict[Value, str])

@@ -111,7 +111,7 @@ class Recorder(Modes):
         self._rank_symbols: dict[Any, RankNumber] = {}
 
     def __torch_dispatch__(
-        self, func: Operator, types: TorchValue, args: TorchValue = (), kwargs: TorchValue = None
+        self, func: Operator, types: Sequence[type], args: TorchValue = (), kwargs: TorchValue = None
     ) -> TorchValue:
         with interception_off():
             out = self._run(func, args, kwargs or {})

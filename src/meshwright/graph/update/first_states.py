@@ -71,7 +71,7 @@ def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) ->
             todo += operands
         elif _is_state_of(given, states):
             number = _number_in(first, first_inputs, a)
-            if number is None or numbers.setdefault(given.source, number) != number or a.dtype != b.dtype:
+            if number is None or a.dtype != b.dtype or numbers.setdefault(given.source, number) != number:
                 return None
         elif not _is_same_input(first_inputs.get(a), given):
             return None

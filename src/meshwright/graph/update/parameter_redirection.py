@@ -7,7 +7,7 @@ and attributes are those of its fake parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -26,7 +26,7 @@ class _StandIn:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: TorchValue, args: TorchValue = (), kwargs: TorchValue = None
+        cls, func: Callable[..., Any], types: Sequence[type], args: TorchValue = (), kwargs: TorchValue = None
     ) -> TorchValue:
         args, kwargs = map_tensors(_fake_of, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -44,7 +44,7 @@ class _Replaced(TorchFunctionMode):
     """Mode that replaces parameters among the arguments; without it, a fake gradient before them handles the call."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: TorchValue, args: TorchValue = (), kwargs: TorchValue = None
+        self, func: Callable[..., Any], types: Sequence[type], args: TorchValue = (), kwargs: TorchValue = None
     ) -> TorchValue:
         if any(issubclass(kind, _StandIn) for kind in types):
             args, kwargs = map_tensors(_fake_of, (args, kwargs or {}))

@@ -118,8 +118,9 @@ class Step:
 
     def _untrained(self, recorder: Recorder, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return fake tensors for parameters without a gradient, because user code may count parameters."""
-        others = {name: p for name, (_, p) in self.held.items() if self.is_users and name and name not in trained}
-        return {name: recorder.unknown(p) for name, p in others.items()}
+        if not self.is_users:
+            return {}
+        return {name: recorder.unknown(p) for name, (_, p) in self.held.items() if name and name not in trained}
 
     def _run_twin(self, fake: _FakeStep) -> None:
         """Run the step of the twin."""

@@ -52,7 +52,9 @@ def _owners(program: Program) -> dict[Value, str] | None:
     for (name, _), value in states.items():
         if not _assign_back(program, owners, name, value):
             return None
-    return owners if _assign_forward(program, owners) and not _loses_exchange(program, owners) else None
+    if not _assign_forward(program, owners):
+        return None
+    return None if _loses_exchange(program, owners) else owners
 
 
 def _loses_exchange(program: Program, owners: Mapping[Value, str]) -> bool:
