@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
 from ..program.effects import is_needed, is_pure
 from ..program.node import Node, Value, bind_values, map_values, name_of, tensor_dtype, values_in
 from ..program.node_text import numbered
@@ -40,9 +42,9 @@ def folded(program: Program, buffers: Mapping[str, Tensor]) -> Folded:
     Raises the error of an operator that cannot run now.
     """
     known = constant_values(program, buffers)
-    left = [node for node in program.nodes if not node.outs or any(v not in known for v in node.outs)]
+    left = [node for node in program.nodes if known.keys().isdisjoint(node.outs)]
     nodes = _needed(left, program)
-    read = dict.fromkeys(v for v in _read(nodes, program) if v in known)
+    read = dict.fromkeys(v for v in _read_values(nodes, program) if v in known)
     given = [i for i in program.inputs if i.value not in known] + [Input(v, "constant", "") for v in read]
     bare = Program(tuple(given), tuple(nodes), program.outputs, program.writes)
     constants = tuple(known[v] for v in read if isinstance(known[v], Tensor))
@@ -86,11 +88,11 @@ def _is_fixed(v: Value) -> bool:
     return all(type(size) is int for size in v.shape)
 
 
-def _computed(node: Node, known: Mapping[Value, Any]) -> Any:
-    def held(v: Value) -> Any:
+def _computed(node: Node, known: Mapping[Value, Any]) -> TorchValue:
+    def operand(v: Value) -> TorchValue:
         return known[v] if v in known else torch.empty(v.shape, dtype=tensor_dtype(v), device=v.device)
 
-    args, kwargs = map_values(held, (tuple(node.args), dict(node.kwargs)))
+    args, kwargs = node.mapped_arguments(operand)
     assert isinstance(node.op, Operator)
     return node.op(*args, **kwargs)
 
@@ -105,7 +107,7 @@ def _needed(nodes: Sequence[Node], program: Program) -> list[Node]:
     return found[::-1]
 
 
-def _read(nodes: Sequence[Node], program: Program) -> Iterator[Value]:
+def _read_values(nodes: Sequence[Node], program: Program) -> Iterator[Value]:
     for node in nodes:
         yield from node.ins
     yield from values_in(program.outputs)
@@ -118,19 +120,16 @@ class _Names:
 
     values: dict[Value, Value] = field(default_factory=dict[Value, Value])
 
-    def of(self, v: Value) -> Value:
+    def renamed(self, v: Value) -> Value:
         return self.values.setdefault(v, replace(v, name=f"v{len(self.values)}"))
 
-    def tree(self, tree: Any) -> Any:
-        return map_values(self.of, tree)
+    def renamed_tree(self, tree: TorchValue) -> TorchValue:
+        return map_values(self.renamed, tree)
 
 
 def _renamed(program: Program) -> Program:
     names = _Names()
-    inputs = tuple(replace(i, value=names.of(i.value)) for i in program.inputs)
-    nodes = tuple(
-        Node(n.op, names.tree(tuple(n.args)), names.tree(dict(n.kwargs)), names.tree(n.out), n.origin)
-        for n in program.nodes
-    )
-    writes = tuple((names.of(a), names.of(b)) for a, b in program.writes)
-    return Program(inputs, nodes, names.tree(program.outputs), writes)
+    inputs = tuple(replace(i, value=names.renamed(i.value)) for i in program.inputs)
+    nodes = tuple(replace(n.with_operands(names.renamed), out=names.renamed_tree(n.out)) for n in program.nodes)
+    writes = tuple((names.renamed(x), names.renamed(v)) for x, v in program.writes)
+    return Program(inputs, nodes, names.renamed_tree(program.outputs), writes)

@@ -6,16 +6,29 @@ the same memory. Results are live to the end. Temporary memory inside an operato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import accumulate, product
 
+from meshwright.layout import TorchValue
 from meshwright.reshard import Exchange, Fill, View
 
 from .._errors import RewriteError
 from ..program.effects import writes_to
-from ..program.node import Conversion, Node, Op, Overwrite, Start, Value, Wait, WriteToCopies, name_of, values_in
+from ..program.node import (
+    Conversion,
+    Node,
+    Op,
+    Overwrite,
+    Start,
+    Value,
+    Wait,
+    WriteToCopies,
+    argument_at,
+    name_of,
+    values_in,
+)
 from ..program.program import Program
 from ..torch_hooks import Operator
 
@@ -59,17 +72,21 @@ def alias_pairs(node: Node) -> Iterator[tuple[Value, Value]]:
     op = node.op
     if isinstance(op, Conversion):
         if _keeps_the_part(op):
-            yield from ((v, x) for v in node.outs for x in node.ins)
+            yield from product(node.outs, node.ins)
     elif isinstance(op, Wait):
-        yield from ((v, node.args[0]) for v in node.outs)
+        yield from product(node.outs, node.args[:1])
     elif isinstance(op, Overwrite):
-        for place, held in zip(op.places, _given(node, op.places), strict=True):
-            made = node.out if len(op.places) == 1 else node.out[op.places.index(place)]
-            yield from zip(values_in(made), values_in(held), strict=True)
+        yield from _overwritten_pairs(op, node)
     elif isinstance(op, Operator):
-        yield from _by_schema(op, node)
+        yield from _pairs_by_schema(op, node)
     elif not isinstance(op, (WriteToCopies, Start)):
-        yield from ((v, x) for v in node.outs for x in node.ins if v.is_tensor and x.is_tensor)
+        yield from ((v, x) for v, x in product(node.outs, node.ins) if v.is_tensor and x.is_tensor)
+
+
+def _overwritten_pairs(op: Overwrite, node: Node) -> Iterator[tuple[Value, Value]]:
+    for number, argument in enumerate(_arguments_at(node, op.places)):
+        result = node.out if len(op.places) == 1 else node.out[number]
+        yield from zip(values_in(result), values_in(argument), strict=True)
 
 
 def _keeps_the_part(op: Conversion) -> bool:
@@ -79,28 +96,38 @@ def _keeps_the_part(op: Conversion) -> bool:
     return isinstance(op.step, View) or (isinstance(op.step, Exchange) and not op.communicates)
 
 
-def _by_schema(op: Operator, node: Node) -> Iterator[tuple[Value, Value]]:
+def _pairs_by_schema(op: Operator, node: Node) -> Iterator[tuple[Value, Value]]:
     secret = SECRET_VIEWS_OF.get(op._schema.name)
     if op._schema.name in SECRET_VIEWS or (secret is not None and secret(*node.args, **node.kwargs)):
-        yield from ((v, x) for v in node.outs for x in values_in(node.args))
+        yield from product(node.outs, values_in(node.args))
         return
     returns = op._schema.returns
-    outs: Sequence[Any] = [node.out] if len(returns) == 1 else node.out or ()
-    for made, told in zip(outs, returns, strict=True):
-        if told.alias_info is None:
-            continue
-        names = told.alias_info.before_set  # none for a list of tensors
-        places = [
-            a.name if a.kwarg_only else at
-            for at, a in enumerate(op._schema.arguments)
-            if a.alias_info is not None and (a.alias_info.before_set & names or not names)
-        ]
-        yield from ((v, x) for v in values_in(made) for held in _given(node, places) for x in values_in(held))
+    results: Sequence[TorchValue] = [node.out] if len(returns) == 1 else node.out or ()
+    for result, declared in zip(results, returns, strict=True):
+        if declared.alias_info is not None:
+            arguments = _arguments_at(node, _aliased_places(op, declared.alias_info.before_set))
+            yield from product(values_in(result), values_in(arguments))
 
 
-def _given(node: Node, places: Sequence[int | str]) -> Iterator[Any]:
-    for place in places:
-        yield node.kwargs.get(place) if isinstance(place, str) else node.args[place] if place < len(node.args) else None
+def _aliased_places(op: Operator, names: set[str]) -> list[int | str]:
+    """Return the arguments in a memory of one of these names; all with a named memory if there are no names.
+
+    The schema has no names for the result if it is a list of tensors.
+    """
+    return [
+        a.name if a.kwarg_only else at
+        for at, a in enumerate(op._schema.arguments)
+        if a.alias_info is not None and (a.alias_info.before_set & names or not names)
+    ]
+
+
+def _arguments_at(node: Node, places: Sequence[int | str]) -> list[TorchValue]:
+    return [argument_at(place, node.args, node.kwargs) for place in places]
+
+
+def _written_values(node: Node) -> Iterator[Value]:
+    """Yield the values that the node overwrites."""
+    return values_in(_arguments_at(node, writes_to(node.op)))
 
 
 @dataclass(slots=True)
@@ -190,7 +217,7 @@ def live_memory(program: Program, released: Collection[Value] = ()) -> LiveMemor
     last = _last_reads(program, found)
     freed = {found.of(v) for v in released}
     spans: dict[Value, tuple[int, int]] = {}
-    for v, first in _owners(program):
+    for v, first in _values_with_memory(program):
         root = found.of(v)
         if first >= 0 or root in freed:
             spans[v] = (max(first, 0), max(last.get(root, first), first))
@@ -199,21 +226,19 @@ def live_memory(program: Program, released: Collection[Value] = ()) -> LiveMemor
     for v, (first, end) in spans.items():
         steps[first] += v.nbytes
         steps[min(end + 1, len(program.nodes))] -= v.nbytes
-    live: list[int] = []
-    for step in steps[:-1]:
-        live.append((live[-1] if live else held) + step)
+    _, *live = accumulate(steps[:-1], initial=held)
     return LiveMemory(program, held, tuple(live), spans)
 
 
-def _owners(program: Program) -> Iterator[tuple[Value, int]]:
+def _values_with_memory(program: Program) -> Iterator[tuple[Value, int]]:
     """Yield the values with memory of their own, and the index of the node that produces each; -1 for inputs."""
     yield from ((given.value, -1) for given in program.inputs if given.value.is_tensor)
     for at, node in enumerate(program.nodes):
-        borrowed = {v for v, _ in alias_pairs(node)} if _is_told(node.op) else set[Value]()
+        borrowed = {v for v, _ in alias_pairs(node)} if _has_known_memory(node.op) else set[Value]()
         yield from ((v, at) for v in node.outs if v.is_tensor and v not in borrowed)
 
 
-def _is_told(op: Op) -> bool:
+def _has_known_memory(op: Op) -> bool:
     """False for Python functions: it is unknown if their results have memory of their own."""
     return isinstance(op, (Conversion, Start, Wait, Overwrite, WriteToCopies, Operator))
 
@@ -242,19 +267,26 @@ def read_last(program: Program) -> set[Node]:
 
 def written_inputs(program: Program) -> set[Value]:
     """Return the inputs that nodes of the program overwrite."""
-    writing = [node for node in program.nodes if writes_to(node.op)]
-    found = alias_classes(program) if writing else AliasClasses()
-    roots = {found.of(x) for node in writing for x in values_in(tuple(_given(node, writes_to(node.op))))}
-    return {given.value for given in program.inputs if writing and found.of(given.value) in roots}
+    writing = _writing_nodes(program)
+    if not writing:
+        return set()
+    found = alias_classes(program)
+    roots = {found.of(x) for node in writing for x in _written_values(node)}
+    return {given.value for given in program.inputs if found.of(given.value) in roots}
+
+
+def _writing_nodes(program: Program) -> list[Node]:
+    """Return the nodes that overwrite an operand."""
+    return [node for node in program.nodes if writes_to(node.op)]
 
 
 def refuse_writing(program: Program, asked: str) -> None:
     """Raise RewriteError if a node overwrites an operand, because the nodes of such a program cannot be reordered."""
-    writing = next((node for node in program.nodes if writes_to(node.op)), None)
-    if writing is not None:
+    writing = _writing_nodes(program)
+    if writing:
         raise RewriteError(
             asked,
-            f"{name_of(writing.op)}, which overwrites an operand",
+            f"{name_of(writing[0].op)}, which overwrites an operand",
             "the overwritten value is lost, so nodes can neither move nor run again",
             "apply InPlace as the last pass",
         )
@@ -266,33 +298,52 @@ def overwritten(program: Program) -> Iterator[tuple[str, str, str]]:
     The old content of overwritten memory must not be read. Nodes may overwrite only inputs that the program writes
     back.
     """
-    if not any(writes_to(node.op) for node in program.nodes):
+    if not _writing_nodes(program):
         return
-    found, kept = AliasClasses(), {x for x, _ in program.writes}
-    stale: set[Value] = set()
-    members: dict[Value, set[Value]] = {}
-    for given in program.inputs:
-        found.add(given.value)
-        members[given.value] = {given.value}
-    inputs = {given.value for given in program.inputs}
+    memory, stale = _SharedMemory(), set[Value]()
+    memory.add(given.value for given in program.inputs)
+    unwritten = memory.members.keys() - dict(program.writes)
     for node in program.nodes:
-        name = name_of(node.op)
-        yield from ((name, repr(v), "it is read after its memory was overwritten") for v in node.ins if v in stale)
-        for x in values_in(tuple(_given(node, writes_to(node.op)))):
-            there = members[found.of(x)]
-            yield from ((name, repr(v), "the program does not write it back") for v in there & inputs if v not in kept)
-            others = [v for v in node.ins if v in there and v is not x]
-            yield from ((name, repr(v), f"it may share the memory of {x!r}, which is written to") for v in others)
-            stale |= there
-        _take_in(node, found, members)
+        late = [v for v in node.ins if v in stale]
+        yield from ((name_of(node.op), repr(v), "it is read after its memory was overwritten") for v in late)
+        yield from _wrong_writes(node, memory, unwritten)
+        stale.update(*map(memory.shared_with, _written_values(node)))
+        memory.add_results(node)
     yield from (("return", repr(v), "its memory was overwritten") for v in program.results if v in stale)
 
 
-def _take_in(node: Node, found: AliasClasses, members: dict[Value, set[Value]]) -> None:
-    for v in node.outs:
-        found.add(v)
-        members[v] = {v}
-    for v, x in alias_pairs(node):
-        mine, other = members.pop(found.of(v)), members.pop(found.of(x), set[Value]())
-        found.join(v, x)
-        members[found.of(v)] = mine | other
+def _wrong_writes(node: Node, memory: _SharedMemory, unwritten: set[Value]) -> Iterator[tuple[str, str, str]]:
+    """Yield the violations by the writes of one node; `unwritten` are the inputs that the program does not write."""
+    name = name_of(node.op)
+    for x in _written_values(node):
+        shared = memory.shared_with(x)
+        yield from ((name, repr(v), "the program does not write it back") for v in shared & unwritten)
+        others = [v for v in node.ins if v in shared and v is not x]
+        yield from ((name, repr(v), f"it may share the memory of {x!r}, which is written to") for v in others)
+
+
+@dataclass(slots=True)
+class _SharedMemory:
+    """The values so far, grouped by the memory that they may share."""
+
+    classes: AliasClasses = field(default_factory=AliasClasses)
+    members: dict[Value, set[Value]] = field(default_factory=dict[Value, set[Value]])
+    """Representative of a class → the values of the class."""
+
+    def shared_with(self, v: Value) -> set[Value]:
+        """Return the values that may share the memory of `v`, which is one of them."""
+        return self.members[self.classes.of(v)]
+
+    def add(self, values: Iterable[Value]) -> None:
+        """Add values that share their memory with no other value."""
+        for v in values:
+            self.classes.add(v)
+            self.members[v] = {v}
+
+    def add_results(self, node: Node) -> None:
+        """Add the results of a node."""
+        self.add(node.outs)
+        for v, x in alias_pairs(node):
+            mine, other = self.members.pop(self.classes.of(v)), self.members.pop(self.classes.of(x), set[Value]())
+            self.classes.join(v, x)
+            self.members[self.classes.of(v)] = mine | other

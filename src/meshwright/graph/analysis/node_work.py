@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from meshwright.layout import hint
+from meshwright.layout import TorchValue, hint
 
 from ..program.effects import is_view
 from ..program.node import Node, Overwrite, Value, WriteToCopies
 from ..torch_hooks import Operator
 from .live_memory import SECRET_VIEWS
+
+Arguments = Sequence[TorchValue]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +36,24 @@ def work_of(node: Node) -> Work:
     """
     op = node.op.op if isinstance(node.op, (WriteToCopies, Overwrite)) else node.op
     made = [v for v in node.outs if v.is_tensor]
-    dtype = _dtype((*node.ins, *made))
+    dtype = _float_dtype((*node.ins, *made))
     if not isinstance(op, Operator) or not made or _is_free(op):
         return Work(0, 0, dtype)
     nbytes = sum(v.nbytes for v in {*node.ins, *made})
     name = op._schema.name.split("::")[1]
-    count = _SUMS.get(name)
+    count = _COUNTS.get(name)
     return Work(count(node.args, node.out) if count else sum(map(_numel, made)), nbytes, dtype)
 
 
 def _is_free(op: Operator) -> bool:
-    return op._schema.name in SECRET_VIEWS or (is_view(op) and not any(a.is_write for a in _marks(op)))
+    return op._schema.name in SECRET_VIEWS or (is_view(op) and not any(a.is_write for a in _alias_infos(op)))
 
 
-def _marks(op: Operator) -> list[Any]:
+def _alias_infos(op: Operator) -> list[Any]:
     return [a.alias_info for a in op._schema.arguments if a.alias_info is not None]
 
 
-def _dtype(values: Sequence[Value]) -> torch.dtype:
+def _float_dtype(values: Sequence[Value]) -> torch.dtype:
     found = (v.dtype for v in values if isinstance(v.dtype, torch.dtype) and v.dtype.is_floating_point)
     return next(found, torch.float32)
 
@@ -60,41 +62,39 @@ def _numel(v: Value) -> int:
     return prod(hint(n) for n in v.shape)
 
 
-def _mm(args: Any, out: Any) -> float:
+def _mm(args: Arguments, out: TorchValue) -> float:
     return 2 * _numel(out) * hint(args[0].shape[-1])
 
 
-def _addmm(args: Any, out: Any) -> float:
-    return 2 * _numel(out) * hint(args[1].shape[-1])
+def _addmm(args: Arguments, out: TorchValue) -> float:
+    return _mm(args[1:], out)
 
 
-def _convolution(args: Any, out: Any) -> float:
+def _convolution(args: Arguments, out: TorchValue) -> float:
     weight: Value = args[1]
     return 2 * _numel(out) * _numel(weight) / hint(weight.shape[0])
 
 
-def _convolution_backward(args: Any, out: Any) -> float:
-    weight: Value = args[2]
-    once = 2 * _numel(args[0]) * _numel(weight) / hint(weight.shape[0])
-    return once * sum(1 for v in out[:2] if v is not None)
+def _convolution_backward(args: Arguments, out: TorchValue) -> float:
+    return _convolution(args[1:], args[0]) * sum(v is not None for v in out[:2])
 
 
-def _attention(args: Any, out: Any) -> float:
+def _attention(args: Arguments, out: TorchValue) -> float:
     q, k, v = args[:3]
     pairs = _numel(q) / hint(q.shape[-1]) * hint(k.shape[-2])
     return 2 * pairs * (hint(q.shape[-1]) + hint(v.shape[-1]))
 
 
-def _attention_backward(args: Any, out: Any) -> float:
+def _attention_backward(args: Arguments, out: TorchValue) -> float:
     """Return 2.5 times the forward pass: the scores are recomputed, and each product has two gradients."""
     return 2.5 * _attention(args[1:], out)
 
 
-def _is_backward(name: str) -> Callable[[Any, Any], float]:
+def _is_backward(name: str) -> Callable[[Arguments, TorchValue], float]:
     return _attention_backward if name.endswith("_backward") else _attention
 
 
-_SUMS: dict[str, Callable[[Any, Any], float]] = {
+_COUNTS: dict[str, Callable[[Arguments, TorchValue], float]] = {
     "mm": _mm,
     "linear": _mm,
     "matmul": _mm,

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import hint
+from meshwright.layout import TorchValue, hint
 from meshwright.reshard import View
 from meshwright.tensor import map_tensors
 
-from ..program.node import Conversion, Node, Start, Value, Wait, bind_values, map_values
+from ..program.node import Conversion, Node, Start, Value, Wait, bind_values
 from ..program.program import Input, Program
-from ..program.shape_inference import carried_shape
 from ..torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
 
 NOWHERE = torch.device("meta")
@@ -31,7 +30,7 @@ def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
     ran: dict[Any, Any] = {}
     with no_modes(), torch.no_grad():
         for given in program.inputs:
-            known[given.value] = _stand_in(given, program)
+            known[given.value] = _meta_input(given, program)
         for node in program.nodes:
             if all(v in known for v in node.ins):
                 with suppress(ValueError):
@@ -39,43 +38,43 @@ def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
     return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
 
 
-def _stand_in(given: Input, program: Program) -> Any:
+def _meta_input(given: Input, program: Program) -> TorchValue:
     v = given.value
     if isinstance(v.dtype, torch.dtype):
-        return torch.empty(_known(v.shape), dtype=v.dtype, device=NOWHERE)
+        return torch.empty(_recorded_sizes(v.shape), dtype=v.dtype, device=NOWHERE)
     if given.role != "size":
         return v.dtype(2)
     leaf = next(i.value for i in program.inputs if i.role == "batch" and i.source == given.source.leaf)
     return hint(leaf.shape[given.source.dim])
 
 
-def _known(shape: tuple[Any, ...]) -> tuple[int, ...]:
+def _recorded_sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(map(hint, shape))
 
 
-def _run_once(node: Node, known: dict[Value, Any], rank: int, ran: dict[Any, Any]) -> Any:
+def _run_once(node: Node, known: dict[Value, Any], rank: int, ran: dict[Any, Any]) -> TorchValue:
     """Return the results of a node; `ran` memoizes the results of operators by the strides of their arguments."""
     if not isinstance(node.op, Operator):
         return _run(node, known, rank)
-    given = map_values(lambda v: _look(known[v]), (node.args, dict(node.kwargs)))
+    given = node.mapped_arguments(lambda v: _metadata_of(known[v]))
     key = node.op, repr(given), *(v.device for v in node.outs if v.is_tensor)
     if key not in ran:
         ran[key] = _run(node, known, rank)
     return ran[key]
 
 
-def _look(x: Any) -> Any:
+def _metadata_of(x: object) -> object:
     return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
-def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:
-    args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
+def _run(node: Node, known: dict[Value, Any], rank: int) -> TorchValue:
+    args, kwargs = node.mapped_arguments(known.__getitem__)
     if isinstance(node.op, Wait):
         return args[0]
     if isinstance(node.op, Start):
-        return args[0].new_empty(_known(carried_shape(node.op.carry, node.ins[0], rank)))
+        return args[0].new_empty(_recorded_sizes(node.op.carry.dst.local_shape(rank)))
     if isinstance(node.op, Conversion):
-        shape = _known(carried_shape(node.op, node.ins[0], rank))
+        shape = _recorded_sizes(node.op.dst.local_shape(rank))
         return args[0].reshape(shape) if isinstance(node.op.step, View) else args[0].new_empty(shape)
     if isinstance(node.op, Operator) and isinstance(node.out, Value) and not isinstance(node.out.dtype, torch.dtype):
         return node.out.dtype(2)
@@ -83,10 +82,10 @@ def _run(node: Node, known: dict[Value, Any], rank: int) -> Any:
     try:
         return node.op(*args, **elsewhere)
     except (RuntimeError, NotImplementedError):
-        return _faked(node, args, kwargs)
+        return _run_on_fakes(node, args, kwargs)
 
 
-def _faked(node: Node, args: Any, kwargs: Any) -> Any:
+def _run_on_fakes(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchValue:
     """Return the results of a node as meta tensors, from a run on fake tensors of the node's device."""
     device = next((v.device for v in (*node.ins, *node.outs) if v.is_tensor), "cpu")
 
@@ -94,5 +93,5 @@ def _faked(node: Node, args: Any, kwargs: Any) -> Any:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
     with imagining(FakeMode(shape_env=ShapeEnv())):
-        out: Any = node.op(*map_tensors(there, args), **map_tensors(there, kwargs))  # pyright: ignore[reportCallIssue] - no step
+        out: TorchValue = node.op(*map_tensors(there, args), **map_tensors(there, kwargs))  # pyright: ignore[reportCallIssue] - no step
     return map_tensors(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=NOWHERE), out)

@@ -18,8 +18,8 @@ def verify(program: Program, by: str = "", deep: bool = False) -> Program:
     Raises:
         ProgramError: the program is invalid; the message names the node, and `by`, the maker of the program.
     """
-    types = _types(program) if deep else ()
-    for what, found, why in (*_order(program), *_ends(program), *overwritten(program), *types):
+    types = _type_violations(program) if deep else ()
+    for what, found, why in (*_order_violations(program), *_result_violations(program), *overwritten(program), *types):
         raise ProgramError(
             f"a program{f' made by {by}' if by else ''}",
             f"{what}: {found}",
@@ -29,7 +29,7 @@ def verify(program: Program, by: str = "", deep: bool = False) -> Program:
     return program
 
 
-def _order(program: Program) -> Iterator[tuple[str, str, str]]:
+def _order_violations(program: Program) -> Iterator[tuple[str, str, str]]:
     known = {given.value for given in program.inputs}
     for node in program.nodes:
         for v in node.ins:
@@ -41,7 +41,7 @@ def _order(program: Program) -> Iterator[tuple[str, str, str]]:
         known.update(node.outs)
 
 
-def _ends(program: Program) -> Iterator[tuple[str, str, str]]:
+def _result_violations(program: Program) -> Iterator[tuple[str, str, str]]:
     inputs = {given.value for given in program.inputs}
     known = inputs | set(program.producers)
     for v in values_in(program.outputs):
@@ -55,10 +55,10 @@ def _ends(program: Program) -> Iterator[tuple[str, str, str]]:
             yield f"{x!r} <- {v!r}", f"{type_text(v)} into {type_text(x)}", "an input must keep its shape and dtype"
 
 
-def _types(program: Program) -> Iterator[tuple[str, str, str]]:
+def _type_violations(program: Program) -> Iterator[tuple[str, str, str]]:
     for node in program.nodes:
         try:
-            out = infer(node.op, node.args, node.kwargs, program.rank, FreshNames(iter(())))
+            out = infer(node.op, node.args, node.kwargs, program.rank, FreshNames())
         except Exception as error:  # torch raises various errors for such arguments
             yield node_text(node), str(error).split("\n")[0], f"{name_of(node.op)} does not take such arguments"
             return

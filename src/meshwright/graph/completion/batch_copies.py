@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from meshwright.layout import Layout, ProcessMesh
 from meshwright.tensor import ReshardMark
 
-from ..program.node import Node, Value, map_values
+from ..program.node import Node, Value
 from ..program.program import Input, Program
 from ..program.shape_inference import FreshNames
 
-_Copies = dict[tuple[Value, ProcessMesh, Layout], Input]
+_Key = tuple[Value, ProcessMesh, Layout]
 
 
 def copy_batch_inputs(program: Program) -> Program:
@@ -21,36 +21,31 @@ def copy_batch_inputs(program: Program) -> Program:
     So the batch is not sent between meshes. Leaves that only one mesh reads are unchanged.
     """
     plain = {i.value: i for i in program.inputs if i.role == "batch" and i.spec is None}
-    marks = [n for n in program.nodes if isinstance(n.op, ReshardMark) and n.ins[0] in plain]
-    meshes: dict[Value, set[ProcessMesh]] = {}
-    for node in marks:
-        meshes.setdefault(node.ins[0], set()).add(_mark(node).mesh)
-    names = FreshNames(
-        iter([*(i.value.name for i in program.inputs), *(v.name for n in program.nodes for v in n.outs)])
+    marks = _with_several_meshes(
+        {n: n.op for n in program.nodes if isinstance(n.op, ReshardMark) and n.ins[0] in plain}
     )
-    copies: _Copies = {}
+    if not marks:
+        return program
+    names, copies = FreshNames(program.all_values()), dict[_Key, Input]()
     became: dict[Node, Node] = {}
-    for node in marks:
-        given = plain[node.ins[0]]
-        if len(meshes[given.value]) > 1:
-            became[node] = _reading(node, _copy(given, node, names, copies))
+    for node, mark in marks.items():
+        v = node.ins[0]
+        key = (v, mark.mesh, mark.layout)
+        if key not in copies:
+            name = names.fresh(v.name)
+            copies[key] = replace(plain[v], value=replace(v, name=name), name=name)
+        became[node] = _reading(node, copies[key].value)
     inputs = (*program.inputs, *copies.values())
-    return replace(program, inputs=inputs, nodes=tuple(became.get(n, n) for n in program.nodes)) if became else program
+    return replace(program, inputs=inputs, nodes=tuple(became.get(n, n) for n in program.nodes))
 
 
-def _mark(node: Node) -> Any:
-    return node.op
+def _with_several_meshes(marks: Mapping[Node, ReshardMark]) -> dict[Node, ReshardMark]:
+    """Return the marks whose operand has marks of more than one mesh."""
+    meshes: dict[Value, set[ProcessMesh]] = {}
+    for node, mark in marks.items():
+        meshes.setdefault(node.ins[0], set()).add(mark.mesh)
+    return {node: mark for node, mark in marks.items() if len(meshes[node.ins[0]]) > 1}
 
 
-def _copy(given: Input, node: Node, names: FreshNames, copies: _Copies) -> Input:
-    op, v = _mark(node), given.value
-    key = (v, op.mesh, op.layout)
-    if key not in copies:
-        name = names.fresh(v.name)
-        copies[key] = replace(given, value=Value(name, v.shape, v.dtype, v.device), name=name)
-    return copies[key]
-
-
-def _reading(node: Node, given: Input) -> Node:
-    args, kwargs = map_values(lambda v: given.value, (node.args, dict(node.kwargs)))
-    return replace(node, args=args, kwargs=kwargs)
+def _reading(node: Node, operand: Value) -> Node:
+    return node.with_operands(lambda v: operand)

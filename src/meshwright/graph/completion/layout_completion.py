@@ -8,19 +8,19 @@ taken, gradients included. The order of nodes decides only ties. Values that no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from meshwright.layout import Layout, ProcessMesh, Spec, hint, replicated
+from meshwright.layout import Layout, ProcessMesh, Spec, TorchValue, hint, replicated
 from meshwright.reshard import plan, transposed
-from meshwright.spmd import RuleError, describe_for_propagation, split_sharded_products
+from meshwright.spmd import Call, RuleError, describe_for_propagation, split_sharded_products
 from meshwright.tensor import Decision, ReshardMark, decide
 
 from ..program.layouts import Layouts
-from ..program.node import Node, Value, map_values, tensor_dtype, values_in
+from ..program.node import Node, Value, tensor_dtype
 from ..program.program import Program
 from ..torch_hooks import Operator
 from .stage_sends import StageSend
@@ -47,11 +47,13 @@ def with_layouts(program: Program, layouts: Layouts) -> Program:
     inputs = tuple(
         replace(i, spec=layouts.specs.get(i.value.name, i.spec)) if i.role != "constant" else i for i in program.inputs
     )
-    specs = {v: layouts.specs[v.name] for v in _all_values(program) if v.name in layouts.specs}
-    return replace(program, inputs=inputs, nodes=tuple(_marked(n, layouts) for n in program.nodes), specs=specs)
+    specs = {v: layouts.specs[v.name] for v in program.all_values() if v.name in layouts.specs}
+    return replace(
+        program, inputs=inputs, nodes=tuple(_with_resolved_send(n, layouts) for n in program.nodes), specs=specs
+    )
 
 
-def _marked(node: Node, layouts: Layouts) -> Node:
+def _with_resolved_send(node: Node, layouts: Layouts) -> Node:
     """Return the node, with `StageSend` replaced by the `ReshardMark` of its completed layout."""
     if not isinstance(node.op, StageSend):
         return node
@@ -59,15 +61,21 @@ def _marked(node: Node, layouts: Layouts) -> Node:
     return replace(node, op=ReshardMark(node.op.mesh, layouts.specs[out.name].layout))
 
 
+_Needs = list[tuple[Value, Spec]]
+"""The tensors among the operands of an operator, each with the required spec."""
+
+
 @dataclass(slots=True)
 class _State:
+    """The layouts known so far, and the layouts that the uses of other values want, each with a reason."""
+
     program: Program
     known: dict[Value, Spec] = field(default_factory=dict[Value, Spec])
     reasons: dict[Value, str] = field(default_factory=dict[Value, str])
     wants: dict[Value, dict[Node, tuple[Spec, str]]] = field(default_factory=dict[Value, dict[Node, tuple[Spec, str]]])
-    stand: dict[Value, Any] = field(default_factory=dict[Value, Any])
-    decided: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    """Results of `_described` by all of its inputs; operands are places in `node.ins`. Equal layers share one."""
+    meta_tensors: dict[Value, Any] = field(default_factory=dict[Value, Any])
+    decided: dict[Any, tuple[Call, Decision] | None] = field(default_factory=dict[Any, Any])
+    """Results of `_call_and_decision` by everything that determines them. Equal layers share one."""
 
     @classmethod
     def of(cls, program: Program, marks: Mapping[str, Spec], reasons: Mapping[str, str]) -> _State:
@@ -102,31 +110,29 @@ class _State:
     def _wanted_by_uses(self, node: Node) -> Layout | None:
         """Return the layout that all uses of the node's result want; None if they disagree or it has that layout."""
         out, *more = node.outs
-        users = self.program.users.get(out, ())
-        if more or not users or out not in self.known or self.known[out].layout.partial:
+        users, spec = self.program.users.get(out), self.known.get(out)
+        if more or not users or spec is None or spec.layout.partial:
             return None
-        wishes = {self._wish(user, out) for user in users}
-        (wish, *others) = wishes
-        return None if others or wish is None or wish == Layout(self.known[out].layout.dims) else wish
+        wish, *others = {self._wanted_layout(user, out) for user in users}
+        return None if others or wish == Layout(spec.layout.dims) else wish
 
-    def _wish(self, user: Node, v: Value) -> Layout | None:
+    def _wanted_layout(self, user: Node, v: Value) -> Layout | None:
         found = self._described(user, frozenset([v]), None)
         if found is None:
             return None
-        operands, decision = found
-        needs = {need.layout.dims for x, need in zip(operands, decision.ins, strict=True) if x is v and need}
-        return Layout(needs.pop()) if len(needs) == 1 else None
+        wanted = {need.layout.dims for x, need in found[0] if x is v}
+        return Layout(wanted.pop()) if len(wanted) == 1 else None
 
     def _cut_for(self, node: Node, mine: frozenset[Value], wish: Layout) -> dict[str, Spec]:
         found = self._described(node, mine, wish)
         if found is None:
             return {}
-        operands, decision = found
-        pairs = [(v, need) for v, need in zip(operands, decision.ins, strict=True) if v is not None and need]
-        moved = any(need.layout.dims != self.known[v].layout.dims for v, need in pairs if v not in mine)
-        if moved or decision.outs[0].dims != wish.dims or decision.outs[0].partial:
+        needs, decision = found
+        moved = any(need.layout.dims != self.known[v].layout.dims for v, need in needs if v not in mine)
+        result = decision.outs[0]
+        if moved or result.dims != wish.dims or result.partial:
             return {}
-        cut = {v: self.known[v].with_layout(Layout(need.layout.dims)) for v, need in pairs if v in mine}
+        cut = {v: self.known[v].with_layout(Layout(need.layout.dims)) for v, need in needs if v in mine}
         return {v.name: spec for v, spec in cut.items() if spec is not self.known[v]}
 
     def know(self, v: Value, spec: Spec, why: str) -> None:
@@ -164,28 +170,25 @@ class _State:
         if len(meshes) != 1:
             return
         (mesh,) = meshes
-        for v in _all_values(self.program):
+        for v in self.program.all_values():
             if v.is_tensor and v not in self.known:
-                self.know(v, Spec(mesh, replicated(len(v.shape)), v.shape, tensor_dtype(v)), "default")
+                self.know(v, _replicated_spec(v, mesh), "default")
 
     def _forward(self, node: Node) -> None:
-        if all(v in self.known for v in node.outs) or not any(v in self.known for v in node.ins):
+        if all(v in self.known for v in node.outs) or self.known.keys().isdisjoint(node.ins):
             return
         if isinstance(node.op, StageSend):
-            self._arrive(node)
+            self._know_sent(node)
             return
-        found = self._decided(node, None)
+        decision = self._decided(node, None)
         mesh = next(self.known[v].mesh for v in node.ins if v in self.known)
-        layouts = found.outs if found is not None else ()
-        layouts = layouts if len(layouts) == len(node.outs) else layouts * len(node.outs)
+        layouts = () if decision is None else decision.outs
         for at, v in enumerate(node.outs):
-            if not v.is_tensor:
-                continue
-            fits = at < len(layouts) and layouts[at].ndim == len(v.shape)
-            layout = layouts[at] if fits else replicated(len(v.shape))
-            self.know(v, Spec(mesh, layout, v.shape, tensor_dtype(v)), "forward")
+            if v.is_tensor:
+                layout = layouts[at % len(layouts)] if layouts else None
+                self.know(v, _spec_if_fitting(v, mesh, layout), "forward")
 
-    def _arrive(self, node: Node) -> None:
+    def _know_sent(self, node: Node) -> None:
         """Set the layout of a sent tensor: that of its source, with pending sums reduced."""
         (x,), (out,) = node.ins, node.outs
         assert isinstance(node.op, StageSend)
@@ -218,98 +221,117 @@ class _State:
         if found is None:
             self._want_whole(node, unknown)
             return None
-        operands, decision = found
-        for v, need in zip(operands, decision.ins, strict=True):
-            if v is not None and v in unknown and need is not None:
-                spec = self._spec(v, need.mesh).with_layout(Layout(need.layout.dims))
+        needs, decision = found
+        for v, need in needs:
+            if v in unknown:
+                spec = Spec(need.mesh, Layout(need.layout.dims), v.shape, tensor_dtype(v))
                 self._want(v, node, spec, "forward" if wish is None else "backward")
         return decision
 
     def _want_whole(self, node: Node, unknown: Iterable[Value]) -> None:
         """Request replicated operands for an operator without a rule, on the mesh of its known operands or results."""
-        near = next((self.known[v] for v in (*node.ins, *node.outs) if v in self.known), None)
-        if near is None or isinstance(node.op, (ReshardMark, StageSend)):
+        mesh = self._mesh_near(node)
+        if mesh is None or isinstance(node.op, (ReshardMark, StageSend)):
             return
         for v in unknown:
             if v.is_tensor:
-                self._want(v, node, self._spec(v, near.mesh), "whole")
+                self._want(v, node, _replicated_spec(v, mesh), "whole")
 
-    def _described(
-        self, node: Node, free: frozenset[Value], wish: Layout | None
-    ) -> tuple[list[Value | None], Decision] | None:
-        """Return the operands and the decision of an operator; operands in `free` may take any layout.
+    def _mesh_near(self, node: Node) -> ProcessMesh | None:
+        """Return the mesh of the first operand or result with a known layout."""
+        return next((self.known[v].mesh for v in (*node.ins, *node.outs) if v in self.known), None)
+
+    def _described(self, node: Node, free: frozenset[Value], wish: Layout | None) -> tuple[_Needs, Decision] | None:
+        """Return the required specs and the decision of an operator; operands in `free` may take any layout.
 
         Returns None without a rule.
         """
         if not isinstance(node.op, Operator):
             return None
-        ins = list(dict.fromkeys(node.ins))
-        key = self._key(node, ins, free, wish)
+        key = self._key(node, free, wish)
         if key is None or key not in self.decided:
-            found = self._described_anew(node, free, wish)
-            places = None if found is None else ([None if v is None else ins.index(v) for v in found[0]], found[1])
-            if key is None:
-                return found
-            self.decided[key] = places
-        known = self.decided[key]
-        return None if known is None else ([None if at is None else ins[at] for at in known[0]], known[1])
+            self.decided[key] = self._call_and_decision(node.op, node, free, wish)
+        found = self.decided[key]
+        if found is None:
+            return None
+        call, decision = found
+        pairs = zip(call.operands(node.args, node.kwargs), decision.ins, strict=True)
+        return [(v, need) for v, need in pairs if v is not None and need is not None], decision
 
-    def _key(self, node: Node, ins: Sequence[Value], free: frozenset[Value], wish: Layout | None) -> Any:
+    def _key(self, node: Node, free: frozenset[Value], wish: Layout | None) -> tuple[Hashable, ...] | None:
         """Return everything that determines the layouts of an operator; None for symbolic sizes."""
+        ins = dict.fromkeys(node.ins)
         if not all(type(n) is int for v in ins for n in v.shape):
             return None
         names = {v: f"%{at}" for at, v in enumerate(ins)}
-        specs = [self.known.get(v) for v in (*ins, *node.outs)]
-        near = next((spec.mesh for spec in specs if spec is not None), None)
-        looks = tuple((v.shape, v.dtype, v in free) for v in ins)
-        call = repr(map_values(names.__getitem__, (node.args, dict(node.kwargs))))
-        return node.op, call, looks, tuple(specs[: len(ins)]), id(near), wish
+        facts = tuple((v.shape, v.dtype, v in free, self.known.get(v)) for v in ins)
+        call = repr(node.mapped_arguments(names.__getitem__))
+        return node.op, call, facts, id(self._mesh_near(node)), wish
 
-    def _described_anew(
-        self, node: Node, free: frozenset[Value], wish: Layout | None
-    ) -> tuple[list[Value | None], Decision] | None:
-        """Return what `_described` returns, and remember nothing."""
-        assert isinstance(node.op, Operator)
-        args, kwargs = map_values(self._stand_in, (node.args, dict(node.kwargs)))
-        try:
-            call = describe_for_propagation(node.op, args, kwargs)
-        except RuleError:
-            return None
+    def _call_and_decision(
+        self, op: Operator, node: Node, free: frozenset[Value], wish: Layout | None
+    ) -> tuple[Call, Decision] | None:
+        """Return the call with its rule, and the decision; None without a rule, or for operands on several meshes."""
+        call = self._call_of(op, node)
         if call is None:
             return None
-        operands: list[Value | None] = call.operands(node.args, node.kwargs)
-        near = next(self.known[v] for v in (*node.ins, *node.outs) if v in self.known)
-        ins = [
-            None if v is None else self._free(v, near.mesh) if v in free else self._spec(v, near.mesh) for v in operands
-        ]
-        if all(s is None for s in ins) or any(s is not None and s.mesh is not near.mesh for s in ins):
+        mesh = self._mesh_near(node)
+        assert mesh is not None
+        operands = call.operands(node.args, node.kwargs)
+        ins = [self._operand_spec(v, mesh, free) for v in operands]
+        if {spec.mesh for spec in ins if spec is not None} != {mesh}:
             return None
-        call = replace(
-            call, bound=split_sharded_products(call.bound, [s.layout if s is not None else None for s in ins])
-        )
-        open_places = frozenset(at for at, v in enumerate(operands) if v in free)
-        found = decide(call, [s.concrete if s is not None else None for s in ins], open_places, wish)
-        return None if found is None else (operands, found)
+        free_places = frozenset(at for at, v in enumerate(operands) if v in free)
+        decision = _decision_for(call, ins, free_places, wish)
+        return None if decision is None else (call, decision)
 
-    def _free(self, v: Value, mesh: ProcessMesh) -> Spec:
-        return Spec(mesh, replicated(len(v.shape)), v.shape, tensor_dtype(v))
+    def _call_of(self, op: Operator, node: Node) -> Call | None:
+        """Return the call with its rule, found with meta tensors as operands; None without a rule."""
+        args, kwargs = node.mapped_arguments(self._stand_in)
+        try:
+            return describe_for_propagation(op, args, kwargs)
+        except RuleError:
+            return None
 
-    def _stand_in(self, v: Value) -> Any:
+    def _operand_spec(self, v: Value | None, mesh: ProcessMesh, free: frozenset[Value]) -> Spec | None:
+        """Return the known spec of an operand, or a replicated one if it is unknown or in `free`."""
+        if v is None:
+            return None
+        return self.known[v] if v in self.known and v not in free else _replicated_spec(v, mesh)
+
+    def _stand_in(self, v: Value) -> TorchValue:
         if not isinstance(v.dtype, torch.dtype):
             return v.dtype(2)
-        if v not in self.stand:
-            self.stand[v] = torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta")
-        return self.stand[v]
+        if v not in self.meta_tensors:
+            self.meta_tensors[v] = torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta")
+        return self.meta_tensors[v]
 
-    def _spec(self, v: Value, mesh: ProcessMesh) -> Spec:
-        found = self.known.get(v)
-        return found if found is not None else self._free(v, mesh)
+
+def _replicated_spec(v: Value, mesh: ProcessMesh) -> Spec:
+    return Spec(mesh, replicated(len(v.shape)), v.shape, tensor_dtype(v))
+
+
+def _spec_if_fitting(v: Value, mesh: ProcessMesh, layout: Layout | None) -> Spec:
+    """Return the spec with this layout; replicated if the layout has another number of dims."""
+    if layout is None or layout.ndim != len(v.shape):
+        return _replicated_spec(v, mesh)
+    return Spec(mesh, layout, v.shape, tensor_dtype(v))
+
+
+def _decision_for(
+    call: Call, ins: Sequence[Spec | None], free_places: frozenset[int], wish: Layout | None
+) -> Decision | None:
+    """Return the decision for a call on operands with these specs."""
+    layouts = [None if spec is None else spec.layout for spec in ins]
+    call = replace(call, bound=split_sharded_products(call.bound, layouts))
+    return decide(call, [None if spec is None else spec.concrete for spec in ins], free_places, wish)
 
 
 def _candidates(wants: Sequence[tuple[Spec, str]]) -> list[tuple[Spec, str]]:
-    found = {spec: (spec, why) for spec, why in wants}
-    whole = [(s.with_layout(replicated(s.ndim)), "default") for s in list(found)[:1]]
-    return [*found.values(), *[w for w in whole if w[0] not in found]]
+    """Return the requested specs, each once, and the replicated one."""
+    found, first = dict(wants), wants[0][0]
+    found.setdefault(first.with_layout(replicated(first.ndim)), "default")
+    return list(found.items())
 
 
 def _cost(have: Spec, need: Spec) -> float:
@@ -317,10 +339,3 @@ def _cost(have: Spec, need: Spec) -> float:
     if have is need or have.mesh is not need.mesh:
         return 0.0
     return float(plan(have, need).busiest + plan(*transposed(have, need)).busiest)
-
-
-def _all_values(program: Program) -> Iterable[Value]:
-    for given in program.inputs:
-        yield given.value
-    for node in program.nodes:
-        yield from values_in(node.out)

@@ -5,6 +5,7 @@ The first stage that reads the numbers draws them, and sends them to the other s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.layout import ProcessMesh, replicated
@@ -23,19 +24,19 @@ def mark_shared_random_numbers(program: Program) -> Program:
 
     A node that draws on no mesh is marked with the mesh of its first reader.
     """
-    homes = {node: next(iter(meshes)) for node, meshes in _readers(program).items() if len(meshes) > 1}
-    if not homes:
+    first_mesh = {node: next(iter(meshes)) for node, meshes in _readers(program).items() if len(meshes) > 1}
+    if not first_mesh:
         return program
-    taken = [v.name for node in program.nodes for v in node.outs]
-    names = FreshNames(iter([*(i.value.name for i in program.inputs), *taken]))
+    names = FreshNames(program.all_values())
     nodes: list[Node] = []
     became: dict[Value, Value] = {}
     for node in program.nodes:
-        args, kwargs = map_values(lambda v: became.get(v, v), (node.args, dict(node.kwargs)))
-        nodes.append(replace(node, args=args, kwargs=kwargs))
-        for v in node.outs if node in homes else ():
+        nodes.append(node.with_operands(lambda v: became.get(v, v)))
+        for v in node.outs if node in first_mesh else ():
             became[v] = replace(v, name=names.fresh(v.name))
-            nodes.append(Node(ReshardMark(homes[node], replicated(len(v.shape))), (v,), {}, became[v], node.origin))
+            nodes.append(
+                Node(ReshardMark(first_mesh[node], replicated(len(v.shape))), (v,), {}, became[v], node.origin)
+            )
     outputs = map_values(lambda v: became.get(v, v), program.outputs)
     return replace(program, nodes=tuple(nodes), outputs=outputs)
 
@@ -46,13 +47,19 @@ def _readers(program: Program) -> Readers:
     drawn: dict[Value, frozenset[Node]] = {}
     found: Readers = {}
     for node in program.nodes:
-        own = node.op.mesh if isinstance(node.op, ReshardMark) else None
-        target = own or next((mesh[v] for v in node.ins if v in mesh), None)
+        target = _mesh_of(node, mesh)
         makers = frozenset[Node]().union(*(drawn.get(v, ()) for v in node.ins))
-        if target is not None:
-            mesh.update(dict.fromkeys(node.outs, target))
-            for maker in makers:
-                found.setdefault(maker, {})[target] = None
-        elif makers or is_random_call(node):
+        if target is None:
             drawn.update(dict.fromkeys(node.outs, makers | {node} if is_random_call(node) else makers))
+            continue
+        mesh.update(dict.fromkeys(node.outs, target))
+        for maker in makers:
+            found.setdefault(maker, {})[target] = None
     return found
+
+
+def _mesh_of(node: Node, mesh: Mapping[Value, ProcessMesh]) -> ProcessMesh | None:
+    """Return the mesh of a mark, or the mesh of the first operand that has one."""
+    if isinstance(node.op, ReshardMark):
+        return node.op.mesh
+    return next((mesh[v] for v in node.ins if v in mesh), None)

@@ -8,15 +8,14 @@ on every rank as well. Random numbers on no mesh are drawn for the stage that re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from meshwright.layout import Layout, ProcessMesh
 from meshwright.tensor import DistTensor, ReshardMark, StageArrival, redistribute
 
 from ..program.effects import is_random_call
-from ..program.node import Node, Value, WriteToCopies, map_values, values_in
+from ..program.node import Node, Value, WriteToCopies, argument_at, map_values, values_in
 from ..program.program import Input, Program
 from ..program.shape_inference import FreshNames
 from .random_numbers import mark_shared_random_numbers
@@ -52,95 +51,99 @@ def with_stage_sends(program: Program) -> Program:
     The layouts of sent operands are not decided yet.
     """
     program = mark_shared_random_numbers(program)
-    found = _Bringing(program, *_placed(program))
-    nodes = tuple(found.nodes())
-    writes = tuple((x, found.renewed(x, v)) for x, v in program.writes)
-    nodes, inputs = (*nodes, *found.made), (*program.inputs, *found.copies)
+    meshes, free = _assigned_meshes(program)
+    sends = _StageSends(program, meshes, free)
+    nodes = tuple(sends.nodes())
+    writes = tuple((x, sends.written_back(x, v)) for x, v in program.writes)
+    nodes, inputs = (*nodes, *sends.added), (*program.inputs, *sends.copies)
     return replace(program, inputs=inputs, nodes=nodes, writes=writes)
 
 
-def _placed(program: Program) -> tuple[MeshOfValue, set[Value]]:
+def _assigned_meshes(program: Program) -> tuple[MeshOfValue, set[Value]]:
     """Return the mesh of each value, and the values that are on no mesh because they depend on the batch alone.
 
     A value on no mesh is assigned the mesh of its first reader.
     """
-    mesh: MeshOfValue = {i.value: i.spec.mesh for i in program.inputs if i.spec is not None}
+    meshes: MeshOfValue = {i.value: i.spec.mesh for i in program.inputs if i.spec is not None}
     free = {i.value for i in program.inputs if i.role == "batch" and i.spec is None}
-    came: dict[ProcessMesh, int] = {}
+    reached: dict[ProcessMesh, int] = {}
     reads: list[tuple[Node, ProcessMesh]] = []
     for number, node in enumerate(program.nodes):
-        target = node.op.mesh if isinstance(node.op, ReshardMark) else _latest(node, mesh, came)
         if isinstance(node.op, ReshardMark):
-            came[node.op.mesh] = number
+            reached[node.op.mesh] = number
+        target = _mesh_of_node(node, meshes, reached)
         if target is not None:
-            mesh.update(dict.fromkeys(node.outs, target))
+            meshes.update(dict.fromkeys(node.outs, target))
             reads.append((node, target))
         elif free.intersection(node.ins) and not is_random_call(node):
             free.update(node.outs)
     for node, target in reads:
-        _assign_mesh([v for v in node.ins if v in free], target, program, mesh, free)
-    return mesh, free
+        _assign_mesh(node.ins, target, program, meshes, free)
+    return meshes, free
 
 
-def _latest(node: Node, mesh: MeshOfValue, came: dict[ProcessMesh, int]) -> ProcessMesh | None:
-    """Return the mesh of the node's written operands, else the mesh of its operands that the program reached last."""
-    written = [v for v in _written(node) if v in mesh]
-    meshes = dict.fromkeys(mesh[v] for v in written or node.ins if v in mesh)
-    return max(meshes, key=lambda m: came.get(m, -1), default=None)
+def _mesh_of_node(node: Node, meshes: MeshOfValue, reached: Mapping[ProcessMesh, int]) -> ProcessMesh | None:
+    """Return the mesh of a mark or of the node's written operands, else the operands' mesh that was reached last."""
+    if isinstance(node.op, ReshardMark):
+        return node.op.mesh
+    written = [v for v in _written_operands(node) if v in meshes]
+    found = dict.fromkeys(meshes[v] for v in written or node.ins if v in meshes)
+    return max(found, key=lambda mesh: reached.get(mesh, -1), default=None)
 
 
-def _written(node: Node) -> list[Value]:
-    """Return the operands that the node's operator writes to."""
-    if not isinstance(node.op, WriteToCopies):
-        return []
-    held: list[Any] = []
-    for place in node.op.places:
-        at = place[0] if isinstance(place, tuple) else place
-        held.append(node.kwargs.get(at) if isinstance(at, str) else node.args[at])
-    return list(values_in(held))
+def _written_operands(node: Node) -> Iterator[Value]:
+    """Yield the operands that the node's operator writes to."""
+    for place in node.op.places if isinstance(node.op, WriteToCopies) else ():
+        argument = place[0] if isinstance(place, tuple) else place
+        yield from values_in(argument_at(argument, node.args, node.kwargs))
 
 
-def _assign_mesh(read: list[Value], target: ProcessMesh, program: Program, mesh: MeshOfValue, free: set[Value]) -> None:
-    """Assign `target` to the values in `read` that have no mesh yet, and to the values they are computed from."""
-    left = [v for v in read if v not in mesh]
+def _assign_mesh(
+    read: Sequence[Value], target: ProcessMesh, program: Program, meshes: MeshOfValue, free: set[Value]
+) -> None:
+    """Assign `target` to the free values in `read` that have no mesh yet, and to the values they are computed from."""
+    left = list(read)
     while left:
         v = left.pop()
-        mesh[v] = target
-        maker = program.producers.get(v)
-        if maker is not None:
-            mesh.update(dict.fromkeys(maker.outs, target))
-            left += [x for x in maker.ins if x in free and x not in mesh]
+        if v in free and v not in meshes:
+            meshes[v] = target
+            maker = program.producers.get(v)
+            if maker is not None:
+                meshes.update(dict.fromkeys(maker.outs, target))
+                left += maker.ins
 
 
 @dataclass
-class _Bringing:
+class _StageSends:
+    """Copies of values on other meshes: sent there, or recomputed there if they depend on the batch alone."""
+
     program: Program
     mesh: MeshOfValue
     free: set[Value]
     copies: list[Input] = field(default_factory=list[Input])
-    made: list[Node] = field(default_factory=list[Node])
-    there: dict[tuple[Value, ProcessMesh], Value] = field(default_factory=dict[tuple[Value, ProcessMesh], Value])
+    added: list[Node] = field(default_factory=list[Node])
+    """Nodes that send or recompute a value, which come before the next node."""
+    on_mesh: dict[tuple[Value, ProcessMesh], Value] = field(default_factory=dict[tuple[Value, ProcessMesh], Value])
 
     def __post_init__(self) -> None:
-        taken = [v.name for node in self.program.nodes for v in node.outs]
-        self.names = FreshNames(iter([*(i.value.name for i in self.program.inputs), *taken]))
+        self.names = FreshNames(self.program.all_values())
         self.given = {i.value: i for i in self.program.inputs}
 
     def nodes(self) -> Iterator[Node]:
         """Yield the nodes; the nodes that send or recompute an operand come before its reader."""
         for node in self.program.nodes:
-            target = node.op.mesh if isinstance(node.op, ReshardMark) else self._of(node)
-            new = node if target is None else self._reading(self._settled(node), target)
-            yield from self.made
-            self.made.clear()
+            target = next((self.mesh[v] for v in node.outs if v in self.mesh), None)
+            new = node if target is None else self._reading(self._resolved(node), target)
+            yield from self.added
+            self.added.clear()
             yield new
 
-    def renewed(self, buffer: Value, v: Value) -> Value:
+    def written_back(self, buffer: Value, v: Value) -> Value:
         """Return the new value of a buffer, on the mesh of the buffer."""
-        home = self.mesh.get(buffer)
-        return v if home is None or v not in self.program.producers else self._on(v, home, self.program.producers[v])
+        home, maker = self.mesh.get(buffer), self.program.producers.get(v)
+        return v if home is None or maker is None else self._value_on(v, home, maker)
 
-    def _settled(self, node: Node) -> Node:
+    def _resolved(self, node: Node) -> Node:
         """Return the node with an `StageArrival` resolved.
 
         It becomes `StageSend` if the operand's mesh has the same dim names as the stage's mesh, else `ReshardMark`.
@@ -148,43 +151,39 @@ class _Bringing:
         if not isinstance(node.op, StageArrival):
             return node
         (x,), home = node.ins, node.op.mesh
-        as_it_lies = x in self.mesh and x not in self.free and self.mesh[x].dim_names == home.dim_names
-        return replace(node, op=StageSend(home) if as_it_lies else ReshardMark(home, node.op.layout))
-
-    def _of(self, node: Node) -> ProcessMesh | None:
-        return next((self.mesh[v] for v in node.outs if v in self.mesh), None)
+        keeps_layout = x in self.mesh and x not in self.free and self.mesh[x].dim_names == home.dim_names
+        return replace(node, op=StageSend(home) if keeps_layout else ReshardMark(home, node.op.layout))
 
     def _reading(self, node: Node, target: ProcessMesh) -> Node:
         """Return the node with all operands on `target`. `ReshardMark` and `StageSend` move their own operand."""
         sends = isinstance(node.op, (ReshardMark, StageSend))
-        away = {v: self._on(v, target, node) for v in node.ins if v in self.free or not sends}
-        if all(v is x for v, x in away.items()):
+        moved = {v: self._value_on(v, target, node) for v in node.ins if v in self.free or not sends}
+        if all(v is x for v, x in moved.items()):
             return node
-        args, kwargs = map_values(lambda v: away.get(v, v), (node.args, dict(node.kwargs)))
-        return replace(node, args=args, kwargs=kwargs)
+        return node.with_operands(lambda v: moved.get(v, v))
 
-    def _on(self, v: Value, target: ProcessMesh, reader: Node) -> Value:
+    def _value_on(self, v: Value, target: ProcessMesh, reader: Node) -> Value:
         """Return `v` on the mesh of its reader, sent there or recomputed there."""
         if not v.is_tensor or self.mesh.get(v, target) is target:
             return v
         key = (v, target)
-        if key not in self.there and v in self.free:
-            self._make_again(v, target)
-        elif key not in self.there:
-            self.there[key] = self._fresh(v)
-            self.made.append(Node(StageSend(target), (v,), {}, self.there[key], reader.origin))
-        return self.there[key]
+        if key not in self.on_mesh and v in self.free:
+            self._recompute(v, target)
+        elif key not in self.on_mesh:
+            self.on_mesh[key] = self._renamed(v)
+            self.added.append(Node(StageSend(target), (v,), {}, self.on_mesh[key], reader.origin))
+        return self.on_mesh[key]
 
-    def _fresh(self, v: Value) -> Value:
+    def _renamed(self, v: Value) -> Value:
         return replace(v, name=self.names.fresh(v.name))
 
-    def _make_again(self, v: Value, target: ProcessMesh) -> None:
+    def _recompute(self, v: Value, target: ProcessMesh) -> None:
         """Recompute on `target` a value that depends on the batch alone."""
         if v in self.given:
-            new = self._fresh(v)
+            new = self._renamed(v)
             self.copies.append(replace(self.given[v], value=new, name=new.name))
-            self.there[v, target] = new
+            self.on_mesh[v, target] = new
             return
         maker = self._reading(self.program.producers[v], target)
-        self.there.update(((out, target), self._fresh(out)) for out in maker.outs)
-        self.made.append(replace(maker, out=map_values(lambda out: self.there[out, target], maker.out)))
+        self.on_mesh.update(((out, target), self._renamed(out)) for out in maker.outs)
+        self.added.append(replace(maker, out=map_values(lambda out: self.on_mesh[out, target], maker.out)))

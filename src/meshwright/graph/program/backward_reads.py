@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.layout import hint
+from meshwright.layout import TorchValue, hint
 from meshwright.tensor import leaves_in
 
 from ..torch_hooks import Operator, memory_of
-from .node import Node, Value, map_values, values_in
+from .node import Node, Value, values_in
 
 FUSED = frozenset({"aten::scaled_dot_product_attention"})
 """Operators that run as one fused kernel, whose backward pass reads operands and result."""
@@ -48,63 +48,72 @@ def backward_reads_of(nodes: Sequence[Node], trains: Collection[Value]) -> Mappi
     known, found = dict[Any, BackwardReads](), dict[Node, BackwardReads]()
     for node in nodes:
         trained = tuple(v in trains for v in (*node.ins, *node.outs))
-        key = node.op, *_written(node), trained
+        key = node.op, *_call_text(node), trained
         if key not in known:
-            known[key] = _of(node, trains)
+            known[key] = _reads_of(node, trains)
         found[node] = known[key]
     return found
 
 
-def _written(node: Node) -> tuple[str, str]:
+def _call_text(node: Node) -> tuple[str, str]:
     """Return a call's arguments as text, with tensors replaced by their order, shape and dtype."""
     place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
-    args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
+    args, kwargs = node.mapped_arguments(lambda v: (place[v], v.sizes, v.dtype))
     return repr(args), repr(kwargs)
 
 
-def _of(node: Node, trains: Collection[Value]) -> BackwardReads:
+def _reads_of(node: Node, trains: Collection[Value]) -> BackwardReads:
     """Return what autograd saves of a call on meta tensors; all operands and results if the call fails."""
     if not any(v in trains for v in node.outs):
         return NOTHING_READ
-    operands, made = _tensors(node.ins), _tensors(node.outs)
     if isinstance(node.op, Operator) and node.op.name().partition(".")[0] not in FUSED:
         with suppress(*REFUSES):
-            return _asked(node.op, node, operands, made, trains)
-    return BackwardReads(frozenset(range(len(operands))), frozenset(range(len(made))))
+            return _reads_by_autograd(node.op, node, trains)
+    operands, results = distinct_tensors(node.ins), distinct_tensors(node.outs)
+    return BackwardReads(frozenset(range(len(operands))), frozenset(range(len(results))))
 
 
-def _asked(
-    op: Operator, node: Node, operands: Sequence[Value], made: Sequence[Value], trains: Collection[Value]
-) -> BackwardReads:
-    """Return what autograd saves of a call on meta tensors. Raises one of REFUSES if the operator fails on them."""
-    kept, given = list[Tensor](), {v: _leaf(v, v in trains) for v in dict.fromkeys(node.ins)}
-    args, kwargs = map_values(given.__getitem__, (node.args, dict(node.kwargs)))
-    with torch.enable_grad(), saved_tensors_hooks(partial(_noted, kept), _unread):
+def _reads_by_autograd(op: Operator, node: Node, trains: Collection[Value]) -> BackwardReads:
+    """Return what autograd saves of a call on meta tensors. Raises one of REFUSES if the operator fails on them.
+
+    A result in the memory of an operand counts as the operand.
+    """
+    tensors, saved = {v: _meta_operand(v, v in trains) for v in node.ins}, list[Tensor]()
+    args, kwargs = node.mapped_arguments(tensors.__getitem__)
+    with torch.enable_grad(), saved_tensors_hooks(partial(_note_saved, saved), _leave_saved):
         out = op(*args, **kwargs)
-    results = dict(zip(values_in(node.out), leaves_in(out), strict=True))
-    memory = {memory_of(x): (1, n) for n, v in enumerate(made) if isinstance(x := results[v], Tensor)}
-    memory |= {memory_of(given[v]): (0, n) for n, v in enumerate(operands)}
-    inside = {memory_of(x): x.untyped_storage().nbytes() for x in kept if memory_of(x) not in memory}
-    read = [memory[memory_of(x)] for x in kept if memory_of(x) in memory]
-    ins, outs = (frozenset(n for side, n in read if side == here) for here in (0, 1))
-    return BackwardReads(ins, outs, sum(inside.values()))
+    tensors.update(zip(values_in(node.out), leaves_in(out), strict=True))
+    ins = _numbers_by_memory(tensors[v] for v in distinct_tensors(node.ins))
+    outs = _numbers_by_memory(tensors[v] for v in distinct_tensors(node.outs))
+    read = {memory_of(x): x.untyped_storage().nbytes() for x in saved}
+    return BackwardReads(
+        frozenset(ins[memory] for memory in read.keys() & ins.keys()),
+        frozenset(outs[memory] for memory in (read.keys() & outs.keys()) - ins.keys()),
+        sum(read[memory] for memory in read.keys() - ins.keys() - outs.keys()),
+    )
 
 
-def _leaf(v: Value, trains: bool) -> Any:
+def _numbers_by_memory(tensors: Iterable[object]) -> dict[int, int]:
+    """Return the number of each tensor in the order of `tensors`, by the memory that it is in."""
+    return {memory_of(x): n for n, x in enumerate(tensors) if isinstance(x, Tensor)}
+
+
+def _meta_operand(v: Value, trains: bool) -> TorchValue:
     """Return a meta tensor of the value's shape, or a number."""
     if not isinstance(v.dtype, torch.dtype):
         return v.dtype(2)
     return torch.empty([hint(n) for n in v.shape], dtype=v.dtype, device="meta", requires_grad=trains)
 
 
-def _tensors(values: Sequence[Value]) -> tuple[Value, ...]:
+def distinct_tensors(values: Sequence[Value]) -> tuple[Value, ...]:
+    """Return the tensors among the values, each once; positions in `BackwardReads` are positions among these."""
     return tuple(dict.fromkeys(v for v in values if v.is_tensor))
 
 
-def _noted(kept: list[Tensor], x: Tensor) -> Tensor:
-    kept.append(x)
+def _note_saved(saved: list[Tensor], x: Tensor) -> Tensor:
+    saved.append(x)
     return x
 
 
-def _unread(x: Tensor) -> Tensor:
+def _leave_saved(x: Tensor) -> Tensor:
     return x

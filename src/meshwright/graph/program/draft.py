@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshwright.layout import TorchValue
+
 from .._errors import ProgramError
 from .effects import is_needed
 from .node import Node, Op, Origin, Value, map_values, name_of, values_in
@@ -20,7 +22,7 @@ class Spot:
     op: Op
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    out: Any
+    out: TorchValue
     origin: Origin
     before: Spot | None = field(default=None, repr=False)
     after: Spot | None = field(default=None, repr=False)
@@ -37,6 +39,11 @@ class Spot:
         return tuple(found)
 
     @property
+    def node(self) -> Node:
+        """The node as it is now, as a part of a program."""
+        return Node(self.op, self.args, self.kwargs, self.out, self.origin)
+
+    @property
     def outs(self) -> tuple[Value, ...]:
         return (self.out,) if type(self.out) is Value else tuple(values_in(self.out))
 
@@ -51,10 +58,10 @@ class Draft:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.names = FreshNames(v.name for v in _all_values(program))
+        self.names = FreshNames(program.all_values())
         self._producers: dict[Value, Spot] = {}
         self._uses: dict[Value, _Uses] = {}
-        self._outputs: Any = program.outputs
+        self._outputs = program.outputs
         self._writes = list(program.writes)
         self._results = set(self.results)
         self._ends = (_end(), _end())
@@ -97,7 +104,9 @@ class Draft:
     def is_result(self, value: Value) -> bool:
         return value in self._results
 
-    def add(self, op: Op, *args: Any, before: Spot, origin: Origin | None = None, **kwargs: Any) -> Any:
+    def add(
+        self, op: Op, *args: TorchValue, before: Spot, origin: Origin | None = None, **kwargs: TorchValue
+    ) -> TorchValue:
         """Add a node `op(*args, **kwargs)` before a node, and return its values; their shapes are inferred."""
         out = infer(op, args, kwargs, self.program.rank, self.names)
         return self.add_as(op, args, kwargs, out, before, origin)
@@ -107,10 +116,10 @@ class Draft:
         op: Op,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        out: Any,
+        out: TorchValue,
         before: Spot,
         origin: Origin | None = None,
-    ) -> Any:
+    ) -> TorchValue:
         """Add a node with the given values `out`, and return them."""
         spot = Spot(op, args, kwargs, out, origin or _origin_near(before))
         self._link(spot, before)
@@ -166,7 +175,7 @@ class Draft:
         while spot is not None and spot is not self._ends[0]:
             if is_needed(spot.op, spot.args, spot.outs, needed):
                 needed.update(spot.ins)
-                kept.append(Node(spot.op, spot.args, spot.kwargs, spot.out, spot.origin))
+                kept.append(spot.node)
             spot = spot.before
         program = self.program
         return replace(
@@ -224,10 +233,3 @@ def _origin_near(before: Spot) -> Origin:
     """Return the origin of the node `before`, or of the last node if `before` is the end."""
     near = before.before if before.op is _nothing and before.before is not None else before
     return near.origin
-
-
-def _all_values(program: Program) -> Iterator[Value]:
-    for given in program.inputs:
-        yield given.value
-    for node in program.nodes:
-        yield from node.outs

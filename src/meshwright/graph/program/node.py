@@ -5,13 +5,14 @@ A node's `op` is an ATen operator, a step of a conversion (`Conversion`), or a P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from meshwright.layout import Spec, hint, identity
+from meshwright.layout import Spec, TorchValue, hint, identity
 from meshwright.reshard import Plan, Purpose, Step
 from meshwright.tensor import Context
 
@@ -32,6 +33,11 @@ class Value:
     shape: tuple[Any, ...]
     dtype: Kind
     device: str = "cpu"
+
+    @classmethod
+    def of(cls, name: str, x: Tensor) -> Value:
+        """Return a value with the shape, the dtype and the device of a tensor."""
+        return cls(name, tuple(x.shape), x.dtype, str(x.device))
 
     @property
     def is_tensor(self) -> bool:
@@ -113,6 +119,13 @@ ArgumentPosition = int | str | tuple[int | str, int]
 """Reference to an argument: position or name, or one of these and the index in a list argument."""
 
 
+def argument_at(place: int | str, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> TorchValue:
+    """Return the argument at a position or of a name; None if the call does not have it."""
+    if isinstance(place, str):
+        return kwargs.get(place)
+    return args[place] if place < len(args) else None
+
+
 @dataclass(frozen=True, slots=True)
 class WriteToCopies:
     """An operator that writes to its arguments `places`, applied to copies of them.
@@ -123,7 +136,7 @@ class WriteToCopies:
     op: Operator
     places: tuple[ArgumentPosition, ...]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         given = {key: list(value) if isinstance(value, (list, tuple)) else value for key, value in given.items()}
         copies: list[Any] = []
@@ -148,7 +161,7 @@ class Overwrite:
     op: Operator
     places: tuple[int, ...]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         self.op(*args, **kwargs)
         return args[self.places[0]] if len(self.places) == 1 else tuple(args[at] for at in self.places)
 
@@ -209,7 +222,7 @@ class Node:
     op: Op
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    out: Any = None
+    out: TorchValue = None
     origin: Origin = Origin()
     ins: tuple[Value, ...] = field(init=False, repr=False)
     outs: tuple[Value, ...] = field(init=False, repr=False)
@@ -218,8 +231,17 @@ class Node:
         object.__setattr__(self, "ins", tuple(values_in((self.args, self.kwargs))))
         object.__setattr__(self, "outs", tuple(values_in(self.out)))
 
+    def mapped_arguments(self, fn: Callable[[Value], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with every value `v` replaced by `fn(v)`."""
+        return map_values(fn, (self.args, dict(self.kwargs)))
 
-def map_values(fn: Callable[[Value], Any], tree: Any) -> Any:
+    def with_operands(self, fn: Callable[[Value], Value]) -> Node:
+        """Return the node with every value `v` among the arguments replaced by `fn(v)`."""
+        args, kwargs = self.mapped_arguments(fn)
+        return replace(self, args=args, kwargs=kwargs)
+
+
+def map_values(fn: Callable[[Value], object], tree: TorchValue) -> TorchValue:
     """Return `tree` with every value `v` in lists, tuples, dicts and slices replaced by `fn(v)`."""
     if isinstance(tree, Value):
         return fn(tree)
@@ -232,7 +254,7 @@ def map_values(fn: Callable[[Value], Any], tree: Any) -> Any:
     return tree
 
 
-def bind_values(shown: Any, made: Any, known: dict[Value, Any]) -> None:
+def bind_values(shown: TorchValue, made: TorchValue, known: dict[Value, Any]) -> None:
     """Store in `known` the result for each value in `shown`; `made` are results of the same structure."""
     if isinstance(shown, Value):
         known[shown] = made
@@ -241,7 +263,7 @@ def bind_values(shown: Any, made: Any, known: dict[Value, Any]) -> None:
             bind_values(item, result, known)
 
 
-def values_in(tree: Any) -> Iterator[Value]:
+def values_in(tree: TorchValue) -> Iterator[Value]:
     """Yield every value in `tree`, in order."""
     if isinstance(tree, Value):
         yield tree

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 
-from meshwright.layout import write_dtype
+from meshwright.layout import TorchValue, write_dtype
 
 from .node import Conversion, Node, Start, Value, map_values, name_of
 
@@ -42,7 +41,7 @@ def short_name(node: Node) -> str:
     return name.removeprefix("aten.").removesuffix(".default").removesuffix(".Tensor")
 
 
-def tree_text(tree: Any) -> str:
+def tree_text(tree: TorchValue) -> str:
     """Return the text of arguments or results, with values by name."""
     return repr(map_values(_Shown, tree)).replace("torch.", "")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 
 from .backward_reads import BackwardReads, backward_reads_of
 from .layouts import Layouts
@@ -61,11 +61,16 @@ class Program:
 
     inputs: tuple[Input, ...]
     nodes: tuple[Node, ...]
-    outputs: Any
+    outputs: TorchValue
     writes: tuple[tuple[Value, Value], ...] = ()
     changes: tuple[Change, ...] = ()
     rank: int = 0
     specs: Mapping[Value, Spec] = field(default_factory=dict[Value, Spec], repr=False)
+
+    def all_values(self) -> Iterator[Value]:
+        """Yield the values of the inputs, then the values that the nodes produce, in order."""
+        yield from (given.value for given in self.inputs)
+        yield from (v for node in self.nodes for v in node.outs)
 
     @cached_property
     def producers(self) -> Mapping[Value, Node]:

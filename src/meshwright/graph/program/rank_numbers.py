@@ -55,7 +55,11 @@ class RankPlace:
 RankNumber = Length | Offset | RankPlace
 
 
-def is_everywhere(mesh: ProcessMesh, of: Callable[[int], int]) -> bool:
+def is_everywhere(mesh: ProcessMesh, number_on: Callable[[int], int]) -> bool:
     """True if the number is equal on all ranks; only the ranks at the ends of the axes are compared."""
-    ends = [(0, n - 1) for n in mesh.mesh.shape]
-    return len({of(int(mesh.mesh[at])) for at in product(*ends)}) == 1
+    return len(set(map(number_on, end_ranks(mesh)))) == 1
+
+
+def end_ranks(mesh: ProcessMesh) -> set[int]:
+    """Return the ranks at the ends of the axes of a mesh."""
+    return {int(mesh.mesh[place]) for place in product(*((0, n - 1) for n in mesh.mesh.shape))}

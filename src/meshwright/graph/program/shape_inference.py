@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from ..torch_hooks import FakeMode, Operator, ShapeEnv, imagining, no_modes
 from .node import Conversion, Op, Overwrite, Start, Value, Wait, WriteToCopies, map_values, values_in
 
 
 class FreshNames:
-    """Generator of unused names."""
+    """Generator of names that none of the given values has."""
 
-    def __init__(self, taken: Iterator[str]) -> None:
-        self._taken = set(taken)
+    def __init__(self, values: Iterable[Value] = ()) -> None:
+        self._taken = {v.name for v in values}
         self._next: dict[str, Iterator[int]] = {}
 
     def fresh(self, stem: str) -> str:
@@ -31,14 +32,21 @@ class FreshNames:
         return name
 
 
-def infer(op: Op, args: Any, kwargs: Any, rank: int, names: FreshNames, mode: FakeMode | None = None) -> Any:
+def infer(
+    op: Op,
+    args: TorchValue,
+    kwargs: Mapping[str, TorchValue],
+    rank: int,
+    names: FreshNames,
+    mode: FakeMode | None = None,
+) -> TorchValue:
     """Return values with fresh names, in the same structure as the result of `op`."""
     if isinstance(op, Conversion):
         (x,) = values_in(args)
-        return Value(names.fresh(stem_of(op)), carried_shape(op, x, rank), x.dtype, x.device)
+        return Value(names.fresh(stem_of(op)), op.dst.local_shape(rank), x.dtype, x.device)
     if isinstance(op, (Start, Wait)):
         x = next(values_in(args))
-        shape = carried_shape(op.carry, x, rank) if isinstance(op, Start) else x.shape
+        shape = op.carry.dst.local_shape(rank) if isinstance(op, Start) else x.shape
         return Value(names.fresh(stem_of(op)), shape, x.dtype, x.device)
     with no_modes(), imagining(mode or FakeMode(shape_env=world_of(args))), torch.no_grad():
         real_args, real_kwargs = map_values(fake_argument, (args, dict(kwargs)))
@@ -46,33 +54,25 @@ def infer(op: Op, args: Any, kwargs: Any, rank: int, names: FreshNames, mode: Fa
     return as_values(out, lambda: names.fresh(stem_of(op)))
 
 
-def carried_shape(op: Conversion, x: Value, rank: int) -> tuple[Any, ...]:
-    """Return the local shape on `rank` after the step."""
-    return op.dst.local_shape(rank)
-
-
-def world_of(args: Any) -> Any:
+def world_of(args: TorchValue) -> ShapeEnv:
     """Return the ShapeEnv of the arguments' symbolic sizes, or a new one."""
     sizes = (n for v in values_in(args) for n in v.shape)
     return next((n.node.shape_env for n in sizes if isinstance(n, torch.SymInt)), None) or ShapeEnv()
 
 
-def fake_argument(v: Value) -> Any:
+def fake_argument(v: Value) -> TorchValue:
     if not isinstance(v.dtype, torch.dtype):
         return v.dtype(2)
     return torch.empty(v.shape, dtype=v.dtype, device=v.device)
 
 
-def as_values(out: Any, name: Callable[[], str]) -> Any:
+def as_values(out: TorchValue, name: Callable[[], str]) -> TorchValue:
     """Return `out` with its tensors and numbers replaced by values."""
     if isinstance(out, Tensor):
-        return Value(name(), tuple(out.shape), out.dtype, str(out.device))
+        return Value.of(name(), out)
     if isinstance(out, (tuple, list)):
-        return (
-            type(out)([as_values(v, name) for v in out])
-            if type(out) in (tuple, list)
-            else tuple(as_values(v, name) for v in out)
-        )
+        items = [as_values(v, name) for v in out]
+        return items if type(out) is list else tuple(items)
     if isinstance(out, Mapping):
         return {k: as_values(v, name) for k, v in out.items()}
     if isinstance(out, (bool, torch.SymBool)):

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from .._errors import CaptureError
+from ..program.backward_reads import distinct_tensors
 from ..program.effects import is_view
 from ..program.node import Node, Value
 from ..program.program import Program
@@ -27,7 +28,7 @@ class DetachedWrite:
 def check_late_writes(program: Program, writes: Iterable[DetachedWrite]) -> None:
     """Raise CaptureError for a write that would change what a backward pass in eager mode reads."""
     for write in writes:
-        node = _reader(program, write)
+        node = _saving_node(program, write)
         if node is not None:
             raise CaptureError(
                 f"capturing {write.where or 'the forward pass'}",
@@ -37,25 +38,25 @@ def check_late_writes(program: Program, writes: Iterable[DetachedWrite]) -> None
             )
 
 
-def _reader(program: Program, write: DetachedWrite) -> Node | None:
+def _saving_node(program: Program, write: DetachedWrite) -> Node | None:
     """Return the node before the write whose backward pass reads the written memory."""
     earlier, live = program.nodes[: write.nodes], _with_gradients(program)
-    shown = _views(earlier, write.before)
+    shown = _views_of(earlier, write.before)
     for node in earlier:
         if live.isdisjoint(node.outs):
             continue
         read = program.reads_back[node]
-        if not shown.isdisjoint([*_at(node.ins, read.ins), *_at(node.outs, read.outs)]):
+        if not shown.isdisjoint([*_tensors_at(node.ins, read.ins), *_tensors_at(node.outs, read.outs)]):
             return node
     return None
 
 
-def _at(values: Sequence[Value], places: Collection[int]) -> list[Value]:
+def _tensors_at(values: Sequence[Value], places: Collection[int]) -> list[Value]:
     """Return the tensors at these positions in the list of distinct tensors."""
-    return [v for at, v in enumerate(dict.fromkeys(v for v in values if v.is_tensor)) if at in places]
+    return [v for place, v in enumerate(distinct_tensors(values)) if place in places]
 
 
-def _views(nodes: Sequence[Node], value: Value) -> set[Value]:
+def _views_of(nodes: Sequence[Node], value: Value) -> set[Value]:
     """Return the value and all views of it."""
     found = {value}
     for node in nodes:

@@ -8,9 +8,9 @@ from math import prod
 from operator import index
 from typing import Any
 
-from torch import Tensor
+from torch import SymInt, Tensor
 
-from meshwright.layout import Spec, axes_of
+from meshwright.layout import Spec, TorchValue, axes_of
 from meshwright.tensor import DistTensor
 
 from ..program.node import Value
@@ -63,7 +63,7 @@ class DynamicSizes:
         dims = {d % x.dim() for d in self.dynamic.get(leaf, ())}
         return tuple(self._size(n, leaf, d, _ranks(spec, d)) if d in dims else n for d, n in enumerate(x.shape))
 
-    def _size(self, n: int, leaf: int, dim: int, ranks: int) -> Any:
+    def _size(self, n: int, leaf: int, dim: int, ranks: int) -> int | SymInt:
         if n % ranks or n // ranks < 2:
             self.open.append((BatchSize(leaf, dim, 1), n))
             return n
@@ -98,9 +98,13 @@ class SizeConditions:
         values = {name: size(leaves) for name, size in self.sizes.items()}
         if any(n < 2 for n in values.values()) or not all(size.divides(leaves) for size in self.sizes.values()):
             return False
+        return self._bound_dims_fit(leaves, values) and self._conditions_hold(values)
+
+    def _bound_dims_fit(self, leaves: Sequence[Any], values: Mapping[str, int]) -> bool:
         wanted = ((size, values[n] if isinstance(n, str) else n) for size, n in self.bound)
-        if not all(size.divides(leaves) and size(leaves) == n for size, n in wanted):
-            return False
+        return all(size.divides(leaves) and size(leaves) == n for size, n in wanted)
+
+    def _conditions_hold(self, values: Mapping[str, int]) -> bool:
         try:
             found = evaluate_rows(self.rows, values, CONDITIONS)
         except (ValueError, ArithmeticError, TypeError):  # a division by a size of zero
@@ -140,18 +144,18 @@ def size_conditions(
     found: list[str] = []
     for guard in dict.fromkeys(conditions(mode)):
         if guard.free_symbols and guard.free_symbols <= set(symbols):
-            found += _written(guard, rows, symbols)
+            found += _rows_of(guard, rows, symbols)
     sizes = {str(symbol.node.expr): sources[v] for v, symbol in inputs.items()}
     bound = tuple((size, n if isinstance(n, int) else str(n.node.expr)) for size, n in opened)
     return SizeConditions(sizes, tuple(rows.rows), tuple(dict.fromkeys(found)), bound)
 
 
-def _written(guard: Any, rows: Rows, symbols: Mapping[Any, Any]) -> list[str]:
+def _rows_of(guard: TorchValue, rows: Rows, symbols: Mapping[Any, Any]) -> list[str]:
     """Return the name of the row of the condition.
 
     For a condition that cannot be written, return rows that require the recorded sizes.
     """
     try:
-        return [rows.of(guard)]
+        return [str(rows.of(guard))]
     except ExpressionError:
         return [rows.add("Equality", rows.of(s), symbols[s].node.hint) for s in guard.free_symbols]

@@ -6,17 +6,18 @@ scattered into the value of its base. Other views of the same memory are recompu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from meshwright.layout import user_frame
+from meshwright.layout import TorchValue, user_frame
 
 from .._errors import CaptureError
 from ..program.effects import writes_to
-from ..program.node import Overwrite, Value
+from ..program.node import Op, Overwrite, Value
 from ..torch_hooks import Operator
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ class View:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     base: Cell
-    shown: Any
+    shown: TorchValue
     at: int | None
 
     @property
@@ -60,7 +61,7 @@ class Cell:
 
     value: Value
     memory: Memory
-    like: Any
+    like: Tensor
     version: int = 0
     view: View | None = None
     trained: bool = False
@@ -113,7 +114,7 @@ class Cell:
         self.write(value, emit)
         if root.requires_grad:
             with torch.enable_grad():
-                root.value = _kept_gradient(before, root.value, root.like, emit)
+                root.value = _with_gradient_of(before, root.value, root.like, emit)
             self.memory.version += 1
             root.version = self.memory.version
 
@@ -122,10 +123,10 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     """Return the value of the base of `view` with the child's value written into the viewed elements."""
     value, like = child.value, view.base.like
     name = view.op._schema.name.split("::")[1]
-    if name in _THROUGH:
-        return _kept_gradient(base, value, like, emit) if view.base.requires_grad and view.detaches else value
-    if name in _SAME:
-        op, args = _SAME[name](view)
+    if name in _SAME_TENSOR:
+        return _with_gradient_of(base, value, like, emit) if view.base.requires_grad and view.detaches else value
+    if name in _INVERSE_VIEWS:
+        op, args = _INVERSE_VIEWS[name](view)
         return emit(op, (value, *args), {}, like)
     if name in _SCATTERS:
         return _scattered(_SCATTERS[name], child, view, base, emit)
@@ -136,7 +137,7 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
             "the written elements cannot be put back into the tensor",
             "make a new tensor (torch.where, torch.cat) instead of the write",
         )
-    return _put_by_index(child, view, base, emit)
+    return _put_back_by_index(child, view, base, emit)
 
 
 def _scattered(op: Operator, child: Cell, view: View, base: Value, emit: Emit) -> Value:
@@ -156,18 +157,18 @@ def _scattered(op: Operator, child: Cell, view: View, base: Value, emit: Emit) -
     return emit(aten.view_as_complex.default, (out,), {}, like)
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: Tensor) -> bool:
     return x.is_contiguous() and x.storage_offset() == 0
 
 
-def _kept_gradient(base: Value, value: Value, like: Any, emit: Emit) -> Value:
+def _with_gradient_of(base: Value, value: Value, like: Tensor, emit: Emit) -> Value:
     """Return `value` with the gradient of `base`, as after a write through `x.data` or `x.detach()`."""
     detached = emit(aten.detach.default, (base,), {}, like)
     nothing = emit(aten.sub.Tensor, (base, detached), {}, like)
     return emit(aten.add.Tensor, (value, nothing), {}, like)
 
 
-def _put_by_index(child: Cell, view: View, base: Value, emit: Emit) -> Value:
+def _put_back_by_index(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     """Return `base` with the child's elements put back, for any kind of view.
 
     The same view of an index tensor (`arange`) gives the position of every element of the child.
@@ -181,13 +182,13 @@ def _put_by_index(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     return emit(aten.put.default, (base, at, child.value), {}, like)
 
 
-def _as_numbers(shown: Any) -> Any:
+def _as_numbers(shown: TorchValue) -> TorchValue:
     if isinstance(shown, (tuple, list)):
         return [_as_numbers(x) for x in shown]
     return torch.empty(tuple(shown.shape), dtype=torch.int64, device=shown.device)
 
 
-_THROUGH = ("detach", "alias", "data")
+_SAME_TENSOR = ("detach", "alias", "data")
 """View operators whose result is the tensor itself."""
 
 _SCATTERS: dict[str, Operator] = {
@@ -204,7 +205,7 @@ def _reshaped(view: View) -> tuple[Operator, tuple[Any, ...]]:
     return aten.reshape.default, (tuple(view.base.like.shape),)
 
 
-_SAME: dict[str, Callable[[View], tuple[Operator, tuple[Any, ...]]]] = {
+_INVERSE_VIEWS: dict[str, Callable[[View], tuple[Operator, tuple[Any, ...]]]] = {
     "view": _reshaped,
     "_unsafe_view": _reshaped,
     "reshape": _reshaped,
@@ -223,7 +224,7 @@ _SAME: dict[str, Callable[[View], tuple[Operator, tuple[Any, ...]]]] = {
 """View operators that keep every element, and functions that return the inverse view."""
 
 
-def _inverse(order: Any) -> tuple[int, ...]:
+def _inverse(order: Sequence[int]) -> tuple[int, ...]:
     found = [0] * len(order)
     for at, dim in enumerate(order):
         found[dim % len(order)] = at
@@ -241,7 +242,7 @@ def functional(op: Operator) -> Operator | None:
     if name == "copy_":
         return aten.copy.default
     stem = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    packet: Any = getattr(getattr(torch.ops, namespace), stem, None)
+    packet = getattr(getattr(torch.ops, namespace), stem, None)
     if packet is None:
         return None
     for overload in packet.overloads():
@@ -257,12 +258,12 @@ def _same_arguments(found: Operator, op: Operator) -> bool:
     return not writes and ours == [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
-def overwriting(op: Any) -> Operator | Overwrite | None:
+def overwriting(op: Op) -> Operator | Overwrite | None:
     """Return the in-place form of an operator (`add_` for `add`) with the same arguments, or None."""
     if not isinstance(op, Operator) or any(r.alias_info is not None for r in op._schema.returns):
         return None
     namespace, name = op._schema.name.split("::")
-    packet: Any = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     twin: Operator | None = getattr(packet, op._overloadname, None) if packet is not None else None
     if twin is None or functional(twin) is not op or writes_to(twin) != (0,):
         return None

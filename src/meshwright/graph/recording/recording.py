@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, user_frame
+from meshwright.layout import Spec, TorchValue, user_frame
 from meshwright.tensor import DistTensor, map_tensors, tensors_in
 
 from .._errors import CaptureError
 from ..program.effects import is_random_operator, writes_to
-from ..program.node import ArgumentPosition, Node, Op, Origin, Value, WriteToCopies, values_in
+from ..program.node import ArgumentPosition, Node, Op, Origin, Value, WriteToCopies, argument_at, values_in
 from ..program.program import Input, Role
 from ..program.shape_inference import FreshNames, as_values, stem_of
 from ..torch_hooks import FakeTensor, Operator, faked, forget_numbers, memory_of, no_modes
@@ -65,7 +65,7 @@ class Recording:
 
     inputs: list[Input] = field(default_factory=list[Input])
     nodes: list[Node] = field(default_factory=list[Node])
-    names: FreshNames = field(default_factory=lambda: FreshNames(iter(())))
+    names: FreshNames = field(default_factory=FreshNames)
     numbers: Numbers = field(default_factory=Numbers)
     cells: dict[int, Cell] = field(default_factory=dict[int, Cell])
     memories: dict[Any, list[Cell]] = field(default_factory=dict[Any, list[Cell]])
@@ -76,15 +76,15 @@ class Recording:
     detached_writes: list[DetachedWrite] = field(default_factory=list[DetachedWrite])
     _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
 
-    def add_input(self, x: Tensor, role: Role, name: str, spec: Any = None, source: Any = None) -> Value:
+    def add_input(self, x: Tensor, role: Role, name: str, spec: Spec | None = None, source: object = None) -> Value:
         """Add the tensor `x` as an input of the program, and return its value."""
-        value = Value(self.names.fresh(name.replace(".", "_")), tuple(x.shape), x.dtype, str(x.device))
+        value = Value.of(self.names.fresh(name.replace(".", "_")), x)
         self.inputs.append(Input(value, role, name, spec, source))
         self._given.append((self.inputs[-1], x))
         self._bind(x, Cell(value, Memory(), x))
         return value
 
-    def add_number(self, symbol: Any, role: Role, name: str, source: Any) -> Value:
+    def add_number(self, symbol: TorchValue, role: Role, name: str, source: object) -> Value:
         """Add a symbolic number as an input of the program, and return its value."""
         kind = float if isinstance(symbol, torch.SymFloat) else int
         value = Value(self.names.fresh(name.replace(".", "_")), (), kind)
@@ -108,7 +108,7 @@ class Recording:
         """
         cell = self._find(x)
         if cell is not None:
-            return (_saved(x, cell) if self.above else cell).read(self._node)
+            return (_cell_before_saving(x, cell) if self.above else cell).read(self._node)
         _check_constant(x)
         return self.add_input(x, "constant", "constant", source=x)
 
@@ -124,13 +124,17 @@ class Recording:
         left, seen = [value], set[Value]()
         while left:
             v = left.pop()
-            if (v in inputs and inputs[v].role != "constant") or (v in makers and is_random_operator(makers[v].op)):
-                return None
-            if v in inputs:
-                found.append(inputs[v].source)
-            new = set(makers[v].ins) - seen if v in makers else set[Value]()
-            seen |= new
-            left += new
+            given, maker = inputs.get(v), makers.get(v)
+            if given is not None:
+                if given.role != "constant":
+                    return None
+                found.append(given.source)
+            elif maker is not None:
+                if is_random_operator(maker.op):
+                    return None
+                new = set(maker.ins) - seen
+                seen |= new
+                left += new
         return found
 
     def made(self, x: Tensor) -> bool:
@@ -151,7 +155,7 @@ class Recording:
         found = [(given.value, self.value_of(x)) for given, x in self._given]
         return tuple((x, v) for x, v in found if x is not v)
 
-    def tree_of(self, tree: Any) -> Any:
+    def tree_of(self, tree: TorchValue) -> TorchValue:
         """Return `tree` with tensors and symbolic numbers replaced by values."""
         if isinstance(tree, Tensor):
             return self.value_of(tree)
@@ -166,10 +170,13 @@ class Recording:
             return slice(self.tree_of(tree.start), self.tree_of(tree.stop), self.tree_of(tree.step))
         return tree
 
-    def note(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+    def note(self, op: Op, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue], out: TorchValue) -> None:
         """Record that `op(*args, **kwargs)` was called and returned `out`."""
         if isinstance(op, Operator):
-            if self._is_silent(op, args, out):
+            if op._schema.name in SILENT:
+                return
+            if self._is_identity(op) and isinstance(out, Tensor):
+                self._bind_identity(op, args[0], out)
                 return
             written = written_by(op, args, kwargs)
             if written:
@@ -187,39 +194,45 @@ class Recording:
         self.nodes.append(Node(op, args, {}, out, self.origin()))
         return out
 
-    def _is_silent(self, op: Operator, args: Any, out: Any) -> bool:
-        name = op._schema.name
-        if name in SILENT:
-            return True
-        if name.split("::")[1] in (FRESH if self.above else IDENTITIES) and isinstance(out, Tensor):
-            fresh = name == "aten::lift_fresh"
-            if fresh and type(args[0]) is Tensor:
-                args[0].__dict__[_LIFTED] = True
-                if self.forgets:
-                    forget_numbers(out)
-            self.value_of(args[0])
-            cell = self._find(args[0])
-            assert cell is not None
-            self._bind(out, Cell(cell.value, Memory(), out) if fresh else cell)
-            return True
-        return False
+    def _is_identity(self, op: Operator) -> bool:
+        """True if the result is the argument itself."""
+        return op._schema.name.split("::")[1] in (FRESH if self.above else IDENTITIES)
 
-    def _node(self, op: Op, args: Any, kwargs: Any, out: Any) -> Any:
+    def _bind_identity(self, op: Operator, x: Tensor, out: Tensor) -> None:
+        """Bind the result `out` of an identity to the value of its argument; `lift_fresh` has memory of its own."""
+        is_fresh = op._schema.name == "aten::lift_fresh"
+        if is_fresh and type(x) is Tensor:
+            setattr(x, _LIFTED, True)
+            if self.forgets:
+                forget_numbers(out)
+        self.value_of(x)
+        cell = self._find(x)
+        assert cell is not None
+        self._bind(out, Cell(cell.value, Memory(), out) if is_fresh else cell)
+
+    def _node(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], out: TorchValue) -> TorchValue:
         shown = as_values(out, lambda: self.names.fresh(stem_of(op)))
         self.nodes.append(Node(op, args, kwargs, shown, self.origin()))
         self.numbers.see(out, shown)
         return shown
 
     def _find(self, x: Tensor) -> Cell | None:
+        """Return the cell of a tensor, or None if it is in the memory of no recorded tensor."""
         cell = self.cells.get(id(x))
         if cell is None:
-            cell = next((c for c in self.memories.get(memory_of(x), []) if _looks_alike(c.like, x)), None)
-            if cell is not None and self.above and not isinstance(x, FakeTensor):
-                cell = self._detached(x, cell)
-            cell = self._seen_otherwise(x) if cell is None and self.above else cell
+            cell = self._cell_of_unseen(x)
             if cell is not None:
                 self._bind(x, cell)
         return cell
+
+    def _cell_of_unseen(self, x: Tensor) -> Cell | None:
+        """Return the cell of a recorded tensor with the elements of `x`, or a new one for a view of such a tensor."""
+        cell = next((c for c in self.memories.get(memory_of(x), []) if _looks_alike(c.like, x)), None)
+        if not self.above:
+            return cell
+        if cell is None:
+            return self._view_of_known(x)
+        return cell if isinstance(x, FakeTensor) else self._detached(x, cell)
 
     def _detached(self, x: Tensor, base: Cell) -> Cell:
         """Record a `detach` node for `x`, the `.data` of a real tensor, since torch calls no operator for it."""
@@ -227,7 +240,7 @@ class Recording:
         shown = self._node(detach, (base.read(self._node),), {}, x)
         return Cell(shown, base.memory, x, base.version, View(detach, (base,), {}, base, x, None))
 
-    def _seen_otherwise(self, x: Tensor) -> Cell | None:
+    def _view_of_known(self, x: Tensor) -> Cell | None:
         """Return a cell for a view that an operator took internally and saved for its backward pass, or None.
 
         Examples are a transposed weight and a flattened input.
@@ -235,8 +248,8 @@ class Recording:
         for cell in self.memories.get(memory_of(x), []):
             found = _view_between(cell.like, x)
             if found is not None:
-                op, how = found
-                return Cell(self._node(op, (cell.read(self._node), how), {}, x), Memory(), x)
+                op, argument = found
+                return Cell(self._node(op, (cell.read(self._node), argument), {}, x), Memory(), x)
         return None
 
     def _bind(self, x: Tensor, cell: Cell) -> None:
@@ -246,8 +259,10 @@ class Recording:
         if cell not in cells:
             cells.append(cell)
 
-    def _bind_results(self, op: Op, args: Any, values: Any, out: Any, shown: Any) -> None:
-        base = self._viewed(op, args)
+    def _bind_results(
+        self, op: Op, args: Sequence[TorchValue], values: TorchValue, out: TorchValue, shown: TorchValue
+    ) -> None:
+        base = self._viewed_cell(op, args)
         many = not isinstance(out, Tensor)
         given = {id(t) for t in tensors_in(args)}
         for at, (t, v) in enumerate(zip(tensors_in(out), _tensor_values(shown), strict=True)):
@@ -261,28 +276,25 @@ class Recording:
             view = View(op, held, values[1], base, out, at if many else None)
             self._bind(t, Cell(v, base.memory, t, base.memory.version, view))
 
-    def _viewed(self, op: Op, args: Any) -> Cell | None:
+    def _viewed_cell(self, op: Op, args: Sequence[TorchValue]) -> Cell | None:
         """Return the cell of the first argument if results of `op` may be views of it, otherwise None."""
         if not isinstance(op, Operator) or not any(r.alias_info is not None for r in op._schema.returns):
             return None
         return self._find(args[0]) if args and isinstance(args[0], Tensor) else None
 
     def _note_write(
-        self, op: Operator, args: Any, kwargs: Any, out: Any, written: dict[ArgumentPosition, Tensor]
+        self,
+        op: Operator,
+        args: Sequence[TorchValue],
+        kwargs: Mapping[str, TorchValue],
+        out: TorchValue,
+        written: dict[ArgumentPosition, Tensor],
     ) -> None:
+        """Record a call that writes to the tensors `written`."""
         if self.above:
             self._note_detached(written.values())
-        values = self.tree_of(args), self.tree_of(kwargs)
         trained = self.above and any(t.requires_grad for t in tensors_in((args, kwargs)))
-        twin = _twin(op, args, kwargs) if list(written) == [0] else None
-        if twin is aten.copy.default and self.above:
-            new: list[Value] = [self._copied(args[0], values[0][1])]
-        elif twin is not None:
-            new = [self._node(twin, *values, written[0])]
-        else:
-            shown = self._node(WriteToCopies(op, tuple(written)), *values, (out, *written.values()))
-            new = list(shown[1:])
-            self._bind_fresh(op, out, shown[0], written)
+        new = self._values_after_write(op, args, kwargs, out, written)
         for t, v in zip(written.values(), new, strict=True):
             cell = self._find(t)
             assert cell is not None
@@ -296,6 +308,25 @@ class Recording:
                 if cell is not None and result is not t:  # a fake tensor instead of a real one
                     self._bind(result, cell)
 
+    def _values_after_write(
+        self,
+        op: Operator,
+        args: Sequence[TorchValue],
+        kwargs: Mapping[str, TorchValue],
+        out: TorchValue,
+        written: dict[ArgumentPosition, Tensor],
+    ) -> list[Value]:
+        """Add a node that computes what the call writes; return the value for each tensor in `written`."""
+        values = self.tree_of(args), self.tree_of(kwargs)
+        twin = _out_of_place_form(op, args, kwargs) if list(written) == [0] else None
+        if twin is aten.copy.default and self.above:
+            return [self._copied_into(args[0], values[0][1])]
+        if twin is not None:
+            return [self._node(twin, *values, written[0])]
+        result, *new = self._node(WriteToCopies(op, tuple(written)), *values, (out, *written.values()))
+        self._bind_other_results(op, out, result, written)
+        return new
+
     def _note_detached(self, written: Iterable[Tensor]) -> None:
         """Note writes through `.data` and detached views."""
         for t in written:
@@ -303,14 +334,16 @@ class Recording:
             if cell is not None and cell.is_detached:
                 self.detached_writes.append(DetachedWrite(cell.root.value, len(self.nodes), user_frame() or ""))
 
-    def _copied(self, x: Tensor, value: Value) -> Value:
+    def _copied_into(self, x: Tensor, value: Value) -> Value:
         """Return the value of `x` after a copy of `value` into it, without `aten.copy`, which has no gradient."""
         like = torch.empty(value.shape, dtype=x.dtype, device=x.device) if tuple(x.shape) != value.shape else x
         if (value.dtype, value.device) != (x.dtype, str(x.device)):
             value = self._node(aten.to.device, (value, x.device, x.dtype), {}, like)
         return value if like is x else self._node(aten.expand.default, (value, tuple(x.shape)), {}, x)
 
-    def _bind_fresh(self, op: Operator, out: Any, shown: Any, written: dict[ArgumentPosition, Tensor]) -> None:
+    def _bind_other_results(
+        self, op: Operator, out: TorchValue, shown: TorchValue, written: dict[ArgumentPosition, Tensor]
+    ) -> None:
         """Bind the results of an in-place operator that are not its written arguments."""
         if _gives_arguments(op):
             return
@@ -320,12 +353,12 @@ class Recording:
                 self._bind(t, Cell(v, Memory(), t))
 
 
-def _twin(op: Operator, args: Any, kwargs: Any) -> Operator | None:
+def _out_of_place_form(op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> Operator | None:
     """Return the out-of-place form of `op`, or None if its result does not fit the written argument."""
     twin = functional(op)
     if twin is None or is_random_operator(op):
         return None
-    fake: Any = next((x for x in tensors_in((args, kwargs)) if isinstance(x, FakeTensor)), None)
+    fake: TorchValue = next((x for x in tensors_in((args, kwargs)) if isinstance(x, FakeTensor)), None)
     with no_modes(), torch.no_grad():
         if fake is not None:
             args, kwargs = map_tensors(partial(faked, fake.fake_mode), (args, kwargs))
@@ -340,7 +373,9 @@ def _gives_arguments(op: Operator) -> bool:
     return bool(infos) and all(info is not None and info.is_write for info in infos)
 
 
-def written_by(op: Operator, args: Any, kwargs: Any) -> dict[ArgumentPosition, Tensor]:
+def written_by(
+    op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]
+) -> dict[ArgumentPosition, Tensor]:
     """Return the tensors that the call writes to, by position or name of the argument."""
     places: list[int | str] = list(writes_to(op))
     secret = SECRET_WRITES.get(op._schema.name)
@@ -348,7 +383,7 @@ def written_by(op: Operator, args: Any, kwargs: Any) -> dict[ArgumentPosition, T
         places += secret[0]
     found: dict[ArgumentPosition, Tensor] = {}
     for place in places:
-        given = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        given = argument_at(place, args, kwargs)
         if isinstance(given, Tensor):
             found[place] = given
         elif isinstance(given, (list, tuple)):
@@ -356,7 +391,7 @@ def written_by(op: Operator, args: Any, kwargs: Any) -> dict[ArgumentPosition, T
     return found
 
 
-def _saved(x: Tensor, cell: Cell) -> Cell:
+def _cell_before_saving(x: Tensor, cell: Cell) -> Cell:
     """Return the cell of the original tensor for a tensor that autograd saved for its backward pass.
 
     Autograd detaches a saved tensor and restores its `grad_fn`.
@@ -399,5 +434,5 @@ def _view_between(a: Tensor, b: Tensor) -> tuple[Operator, list[Any]] | None:
     return None if order is None else (aten.permute.default, order)
 
 
-def _tensor_values(tree: Any) -> Sequence[Value]:
+def _tensor_values(tree: TorchValue) -> Sequence[Value]:
     return [v for v in values_in(tree) if v.is_tensor]

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from meshwright.layout import TorchValue
+
 from .symbolic_numbers import FUNCTIONS, floor_div
 
 Row = Sequence[Any]
@@ -42,13 +44,13 @@ class ExpressionError(ValueError):
     """Error for an expression that cannot be written, or for invalid rows."""
 
 
-def _power(base: Any, exponent: Any) -> Any:
+def _power(base: float, exponent: float) -> float:
     if isinstance(base, int) and (not isinstance(exponent, int) or base.bit_length() * abs(exponent) > _MOST_BITS):
         raise ExpressionError("a power is too large")
     return base**exponent
 
 
-def _not(a: Any) -> bool:
+def _not(a: object) -> bool:
     return not a
 
 
@@ -80,13 +82,13 @@ class Rows:
     rows: list[list[Any]] = field(default_factory=list[list[Any]])
     _known: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
-    def of(self, expr: Any) -> Any:
+    def of(self, expr: TorchValue) -> int | float | str:
         """Return a number, or the name of the row of a sympy expression. Raises ExpressionError for other functions."""
         if expr not in self._known:
             self._known[expr] = self._written(expr)
         return self._known[expr]
 
-    def _written(self, expr: Any) -> Any:
+    def _written(self, expr: TorchValue) -> int | float | str:
         if expr.is_Integer:
             return int(expr)
         if expr.is_Float or expr.is_Rational:
@@ -100,7 +102,7 @@ class Rows:
             raise ExpressionError(f"{expr} is a {name}")
         return self.add(name, *[self.of(a) for a in expr.args])
 
-    def add(self, *row: Any) -> str:
+    def add(self, *row: object) -> str:
         """Add a row and return its name."""
         self.rows.append(list(row))
         return f"e{len(self.rows) - 1}"
@@ -130,11 +132,11 @@ def evaluate_rows(
     return values
 
 
-def _applied(name: str, function: Callable[..., Any], args: list[Any]) -> Any:
+def _applied(name: str, function: Callable[..., Any], args: list[Any]) -> TorchValue:
     return reduce(function, args) if name in _FOLDED else function(*args)
 
 
-def _argument(a: Any, values: Mapping[str, Any]) -> Any:
+def _argument(a: object, values: Mapping[str, Any]) -> TorchValue:
     if isinstance(a, str) and a in values:
         return values[a]
     if isinstance(a, (int, float)) and isfinite(a):
@@ -142,7 +144,7 @@ def _argument(a: Any, values: Mapping[str, Any]) -> Any:
     raise ExpressionError(f"{a!r} is neither a number nor an earlier row")
 
 
-def _limited(value: Any) -> Any:
+def _limited(value: TorchValue) -> TorchValue:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ExpressionError("a number is too large")
     return value

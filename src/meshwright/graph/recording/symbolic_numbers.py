@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from meshwright.layout import TorchValue
+
 from .._errors import CaptureError
 from ..program.node import Value, values_in
 
@@ -25,12 +27,12 @@ def floor_div(a: int, b: int) -> int:
     return a // b
 
 
-def minimum(*numbers: Any) -> Any:
+def minimum(*numbers: TorchValue) -> TorchValue:
     """Return the minimum of numbers, which may be symbolic."""
     return reduce(torch.sym_min, numbers)
 
 
-def maximum(*numbers: Any) -> Any:
+def maximum(*numbers: TorchValue) -> TorchValue:
     """Return the maximum of numbers, which may be symbolic."""
     return reduce(torch.sym_max, numbers)
 
@@ -72,24 +74,24 @@ class Numbers:
 
     known: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
-    def bind(self, number: Any, value: Value) -> None:
+    def bind(self, number: TorchValue, value: Value) -> None:
         """Set the value of the symbolic number `number`."""
         self.known[number.node.expr] = value
 
-    def see(self, out: Any, shown: Any) -> None:
+    def see(self, out: TorchValue, shown: TorchValue) -> None:
         """Set the value of `out`, the result of a node, if it is a symbolic number."""
         if isinstance(out, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             (value,) = values_in(shown)
             self.known[out.node.expr] = value
 
-    def value_of(self, number: Any, to: Emits) -> Any:
+    def value_of(self, number: TorchValue, to: Emits) -> Value | float:
         """Return the value of a symbolic number in the program, or a plain number.
 
         Nodes are added through `to` as needed. Raises CaptureError for an unknown function.
         """
-        return self._of(number.node.expr, to)
+        return self._value_of(number.node.expr, to)
 
-    def _of(self, expr: Any, to: Emits) -> Any:
+    def _value_of(self, expr: TorchValue, to: Emits) -> Value | float:
         if expr in self.known:
             return self.known[expr]
         if expr.is_number:
@@ -102,13 +104,10 @@ class Numbers:
                 "this function of tensors' numbers cannot be recorded",
                 "compute numbers from sizes with + - * / ** min max, or use tensor operations instead of Python ones",
             )
-        args = [self._of(a, to) for a in expr.args]
-        kind = int if expr.is_integer else float
-        if name in _FOLDED:
-            found = args[0]
-            for a in args[1:]:
-                found = to.emit_number(FUNCTIONS[name], (found, a), kind)
-        else:
-            found = to.emit_number(FUNCTIONS[name], tuple(args), kind)
-        self.known[expr] = found
-        return found
+
+        def emit(*args: Value | float) -> Value:
+            return to.emit_number(FUNCTIONS[name], args, int if expr.is_integer else float)
+
+        args = [self._value_of(a, to) for a in expr.args]
+        self.known[expr] = reduce(emit, args) if name in _FOLDED else emit(*args)
+        return self.known[expr]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,28 +21,16 @@ def join_programs(
     If `first` writes to such an input, `second` reads the written value. `outputs(a, b)` returns the outputs of the
     whole program for those of both parts.
     """
-    names = FreshNames(v for v in _names(first))
-    same = {_key(i): i.value for i in first.inputs if _is_one(i)}
-    written = dict(first.writes)
-    became: dict[Value, Value] = dict(feeds)
-    added: list[Input] = []
-    for given in second.inputs:
-        if given.value in became:
-            continue
-        known = same.get(_key(given)) if _is_one(given) else None
-        if known is not None:
-            became[given.value] = written.get(known, known)
-        else:
-            became[given.value] = _renamed(given.value, names)
-            added.append(replace(given, value=became[given.value]))
-    nodes = [_moved(node, became, names) for node in second.nodes]
-    home = {i.value: same.get(_key(i), became[i.value]) if _is_one(i) else became[i.value] for i in second.inputs}
-    writes = written | {home[x]: became[v] for x, v in second.writes if x not in feeds}
-    out = outputs(first.outputs, map_values(lambda v: became[v], second.outputs))
+    names, written, shared = FreshNames(first.all_values()), dict(first.writes), _shared_inputs(first, second)
+    became = {x: written.get(same, same) for x, same in shared.items()} | dict(feeds)
+    added = {i.value: replace(i, value=_renamed(i.value, names)) for i in second.inputs if i.value not in became}
+    became |= {v: new.value for v, new in added.items()}
+    nodes = [_renamed_node(node, became, names) for node in second.nodes]
+    writes = written | {shared.get(x, became[x]): became[v] for x, v in second.writes if x not in feeds}
     return Program(
-        (*first.inputs, *added),
+        (*first.inputs, *added.values()),
         (*first.nodes, *nodes),
-        out,
+        outputs(first.outputs, map_values(became.__getitem__, second.outputs)),
         tuple(writes.items()),
         (*first.changes, *second.changes),
         first.rank,
@@ -50,31 +38,34 @@ def join_programs(
     )
 
 
-def _is_one(given: Input) -> bool:
-    """True if inputs with an equal key are one input. Saved inputs and lifted constants are always separate."""
-    return given.role != "saved" and not (given.role == "constant" and is_lifted(given.source))
+def _shared_inputs(first: Program, second: Program) -> dict[Value, Value]:
+    """Return the inputs of `second` that are inputs of `first` too, each with the value that it has there."""
+    known = {_key(i): i.value for i in first.inputs}
+    return {i.value: known[_key(i)] for i in second.inputs if _key(i) in known}
 
 
-def _key(given: Input) -> Any:
-    """Return the key that identifies an input. The key of a rank number is its source, since its name may differ."""
-    if given.role == "constant":
-        return given.role, id(given.source)
-    return given.role, given.source if given.role == "number" else given.name
+def _key(given: Input) -> Hashable:
+    """Return a key that is equal for inputs that become one.
+
+    Saved inputs and lifted constants are always separate. A rank number is identified by its source, since its name may
+    differ.
+    """
+    match given.role:
+        case "saved":
+            return given.value
+        case "constant":
+            return given.value if is_lifted(given.source) else (given.role, id(given.source))
+        case "number":
+            return given.role, given.source
+        case _:
+            return given.role, given.name
 
 
-def _moved(node: Node, became: dict[Value, Value], names: FreshNames) -> Node:
-    args, kwargs = map_values(lambda v: became[v], (node.args, dict(node.kwargs)))
-    for v in node.outs:
-        became[v] = _renamed(v, names)
-    return Node(node.op, args, kwargs, map_values(lambda v: became[v], node.out), node.origin)
+def _renamed_node(node: Node, became: dict[Value, Value], names: FreshNames) -> Node:
+    """Return the node on the values in `became`; its renamed results are added to them."""
+    became.update((v, _renamed(v, names)) for v in node.outs)
+    return replace(node.with_operands(became.__getitem__), out=map_values(became.__getitem__, node.out))
 
 
 def _renamed(v: Value, names: FreshNames) -> Value:
-    return Value(names.fresh(v.name), v.shape, v.dtype, v.device)
-
-
-def _names(program: Program) -> Any:
-    for given in program.inputs:
-        yield given.value.name
-    for node in program.nodes:
-        yield from (v.name for v in node.outs)
+    return replace(v, name=names.fresh(v.name))

@@ -18,7 +18,7 @@ from meshwright.tensor import DistTensor, not_finite_anywhere, redistribute
 
 from .._errors import CaptureError
 from ..program.draft import Draft
-from ..program.node import Node, Origin, Value
+from ..program.node import Origin, Value
 from ..program.program import Input, Program
 
 aten = torch.ops.aten
@@ -54,14 +54,14 @@ class Unscaled:
     count: Tensor
     found: Tensor
 
-    def renew(self, how: Scaling) -> None:
+    def renew(self, schedule: Scaling) -> None:
         """Write the scale and the counter of the next step."""
         count = self.count + 1
-        more = self.scale * how.growth
-        grows = (count == how.interval) & more.isfinite()
-        here = torch.where(self.found, self.scale * how.backoff, torch.where(grows, more, self.scale))
-        count = torch.where(self.found | (count == how.interval), torch.zeros_like(count), count)
-        self.scale.copy_(here)
+        grown = self.scale * schedule.growth
+        grows = (count == schedule.interval) & grown.isfinite()
+        scale = torch.where(self.found, self.scale * schedule.backoff, torch.where(grows, grown, self.scale))
+        count = torch.where(self.found | (count == schedule.interval), torch.zeros_like(count), count)
+        self.scale.copy_(scale)
         self.count.copy_(count)
 
 
@@ -108,5 +108,5 @@ def skip_writes_on_overflow(program: Program, found: Value, renewed: Iterable[Va
         kept = draft.add(aten.where.self, told[x.device], x, v, before=draft.end, origin=origin)
         specs |= {kept: specs[v]} if v in specs else {}
         writes.append((x, kept))
-    nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in draft)
+    nodes = tuple(spot.node for spot in draft)
     return replace(program, nodes=nodes, writes=tuple(writes), specs=specs)

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import product
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import PeerlessCommunicator, using_communicator
-from meshwright.layout import ProcessMesh, Spec, axes_of
+from meshwright.layout import ProcessMesh, Spec, TorchValue, axes_of
 from meshwright.reshard import Exchange, Plan, Relabel
 from meshwright.tensor import (
     RandomSource,
@@ -43,7 +42,7 @@ from ..guards import observed, unobserved, unobserved_if_torchs
 from ..program.draft import Draft
 from ..program.node import Conversion, Node, Origin, Phase, Value, map_values, tensor_dtype
 from ..program.program import Input, Program
-from ..program.rank_numbers import Offset, RankNumber, RankPlace, is_everywhere
+from ..program.rank_numbers import Offset, RankNumber, RankPlace, end_ranks, is_everywhere
 from ..recording.recording import Recording, written_by
 from ..torch_hooks import (
     FakeMode,
@@ -111,13 +110,15 @@ class Recorder(Modes):
         self._rank_numbers: dict[RankNumber, Any] = {}
         self._rank_symbols: dict[Any, RankNumber] = {}
 
-    def __torch_dispatch__(self, func: Operator, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: TorchValue = (), kwargs: TorchValue = None
+    ) -> TorchValue:
         with interception_off():
             out = self._run(func, args, kwargs or {})
             self._note(func, args, kwargs or {}, out)
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchValue:
         if isinstance(func, Operator):
             self.outside.note(written_by(func, args, kwargs), self.recording.made)
             if self.outside.stands_in(func, (args, kwargs)):
@@ -140,8 +141,8 @@ class Recorder(Modes):
         forward = self._forward[at][1] if at >= 0 else Origin()
         key = self.origin, forward
         if key not in self._backward:
-            told = {name: getattr(forward, name) for name in ("layer", "where", "chunk", "edge", "slice")}
-            self._backward[key] = replace(self.origin, **told)
+            inherited = {name: getattr(forward, name) for name in ("layer", "where", "chunk", "edge", "slice")}
+            self._backward[key] = replace(self.origin, **inherited)
         return self._backward[key]
 
     @contextmanager
@@ -164,14 +165,14 @@ class Recorder(Modes):
             self.recording.note(op, (x,), {}, out)
         return out
 
-    def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
+    def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> TorchValue:
         """Record a call on local tensors as one node; `shown()` returns its result as fake tensors."""
         with unrecorded(), self.mode, interception_off():
             out = shown()
             self.recording.note(op, args, {}, out)
         return out
 
-    def _part(self, given: Input) -> Tensor:
+    def _local_tensor(self, given: Input) -> Tensor:
         """Return a fake local tensor for an input, in the memory format of its spec."""
         v, spec = given.value, given.spec
         if spec is None:
@@ -187,7 +188,7 @@ class Recorder(Modes):
         with unrecorded(), self.mode:
             return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
-    def add(self, given: Input, requires_grad: bool = False, written: bool = False) -> Any:
+    def add(self, given: Input, requires_grad: bool = False, written: bool = False) -> TorchValue:
         """Add an input to the program. Return its fake tensor (a DistTensor if it has a spec), or the symbol of a size.
 
         Code that runs later, such as hooks, may use the real constant for this input, unless it is `written`.
@@ -197,7 +198,7 @@ class Recorder(Modes):
             self.recording.add_number(self._symbols[v], "size", given.name, given.source)
             return self._symbols[v]
         with unrecorded(), self.mode:
-            x = self._part(given)
+            x = self._local_tensor(given)
         x.requires_grad_(requires_grad)
         self.recording.add_input(x, given.role, given.name, given.spec, given.source)
         if given.role == "constant" and not written:
@@ -210,7 +211,7 @@ class Recorder(Modes):
             out._is_param = True
         return out
 
-    def add_number(self, name: str, number: float, source: Any) -> Any:
+    def add_number(self, name: str, number: float, source: object) -> TorchValue:
         """Add a Python number as an input of the program, and return its symbol."""
         if isinstance(number, float):
             symbol = symbolic_float(self.mode, name, number)
@@ -224,7 +225,7 @@ class Recorder(Modes):
         """Return the symbols of the inputs that are Python numbers, which may change in the next call."""
         return self._scalars
 
-    def add_rank_number(self, number: RankNumber, here: int) -> Any:
+    def add_rank_number(self, number: RankNumber, here: int) -> TorchValue:
         """Return the symbol of a number that depends on the rank, an input of the program; `here` is its value here."""
         if number not in self._rank_numbers:
             name = f"rank_number_{len(self._rank_numbers)}"
@@ -233,7 +234,7 @@ class Recorder(Modes):
             self.recording.add_number(symbol, "number", name, number)
         return self._rank_numbers[number]
 
-    def finish(self, outputs: Any, writes: Sequence[tuple[Tensor, Tensor]] = ()) -> Program:
+    def finish(self, outputs: TorchValue, writes: Sequence[tuple[Tensor, Tensor]] = ()) -> Program:
         """Return the recorded program. `writes` are pairs of an input and the tensor whose value it takes.
 
         Raises CaptureError if Python code branched on a number that differs between ranks.
@@ -257,7 +258,7 @@ class Recorder(Modes):
         """Raise CaptureError if Python code branched on a number that gives another decision on another rank."""
         numbers = self._rank_symbols
         asked = [g for g in dict.fromkeys(conditions(self.mode)) if g.free_symbols and g.free_symbols <= set(numbers)]
-        for rank in _some_ranks(self._rank_numbers) if asked else ():
+        for rank in _ranks_to_check(self._rank_numbers) if asked else ():
             there = PeerlessCommunicator(rank, self.communicator.size)
             values = {symbol: number(there) for symbol, number in numbers.items()}
             found = next((g for g in asked if not g.subs(values)), None)
@@ -273,13 +274,12 @@ class Recorder(Modes):
 _MOST_RANKS = 64
 
 
-def _some_ranks(numbers: Iterable[RankNumber]) -> list[int]:
+def _ranks_to_check(numbers: Iterable[RankNumber]) -> list[int]:
     """Return the ranks to check: all ranks of small meshes, and the ranks at the ends of the axes of large ones."""
     meshes = {n.mesh if isinstance(n, RankPlace) else n.spec.mesh for n in numbers}
     found: set[int] = set()
     for mesh in meshes:
-        ends = product(*[(0, n - 1) for n in mesh.mesh.shape])
-        found |= set(mesh.process_ids if mesh.size <= _MOST_RANKS else (int(mesh.mesh[at]) for at in ends))
+        found |= set(mesh.process_ids) if mesh.size <= _MOST_RANKS else end_ranks(mesh)
     return sorted(found)
 
 
@@ -288,8 +288,8 @@ def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) 
     known: dict[Value, Any] = dict(given)
     for node in program.nodes:
         recorder.replaying(node.origin)
-        with _modes(node.origin):
-            args, kwargs = map_values(lambda v: known[v], (node.args, dict(node.kwargs)))
+        with _modes_of(node.origin):
+            args, kwargs = node.mapped_arguments(known.__getitem__)
             out = node.op(*args, **kwargs)  # pyright: ignore[reportCallIssue] - captured programs have no steps
         found = (x for x in leaves_in(out) if x is not None)
         for v, t in zip(node.outs, found, strict=True):
@@ -298,7 +298,7 @@ def replay(program: Program, given: Mapping[Value, Tensor], recorder: Recorder) 
     return known
 
 
-def _check_shape(node: Node, v: Value, found: Any) -> None:
+def _check_shape(node: Node, v: Value, found: object) -> None:
     """Raise CaptureError if a function of local tensors returns another shape than was captured."""
     if isinstance(node.op, Operator) or not isinstance(found, Tensor) or tuple(found.shape) == tuple(v.shape):
         return
@@ -311,7 +311,7 @@ def _check_shape(node: Node, v: Value, found: Any) -> None:
 
 
 @contextmanager
-def _modes(origin: Origin) -> Generator[None]:
+def _modes_of(origin: Origin) -> Generator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(origin.grad))
         stack.enter_context(using_attention(origin.context))
@@ -330,30 +330,44 @@ def record_gradients(captured: Capture, rank: int, size: int, scaled: bool = Fal
     Raises:
         CaptureError: the call does not return one number that requires gradients.
     """
-    recorder = Recorder(rank, size, captured)
-    wanted = {s.name for s in captured.slots if s.is_parameter and s.tensor.requires_grad}
-    ran, users = captured.ran, _has_users_code(captured)
+    recorder, program, names = Recorder(rank, size, captured), captured.program, trained_names(captured)
+    ran, users, written = captured.ran, _has_users_code(captured), dict(program.writes)
     with recorder.recording_as("forward"), observed(ran, users):
-        written = {x for x, _ in captured.program.writes}
-        given = {i.value: recorder.add(i, i.name in wanted, i.value in written) for i in captured.program.inputs}
-        known = replay(captured.program, given, recorder)
-        loss = _loss(map_values(lambda v: known[v], captured.program.outputs))
-        root = _times_scale(captured.program, recorder, loss) if scaled else loss
-    trained = {i.name: given[i.value] for i in captured.program.inputs if i.name in wanted}
+        given = {i.value: recorder.add(i, i.name in names, i.value in written) for i in program.inputs}
+        known = replay(program, given, recorder)
+        loss = _checked_loss(map_values(known.__getitem__, program.outputs))
+        root = _times_scale(program, recorder, loss) if scaled else loss
+    trained = {i.name: given[i.value] for i in program.inputs if i.name in names}
+    _register_hooks(captured, trained)
+    with recorder.recording_as("backward"), observed(ran, users):
+        grads = called(lambda: torch.autograd.grad(root, list(trained.values()), allow_unused=True), ())
+        with torch.no_grad():
+            write_back(program, given, known)
+            out = full_tensor(loss.detach())
+    found = {name: g for name, g in zip(trained, grads, strict=True) if g is not None}
+    step = recorder.finish({"out": out, "grads": found})
+    _check_written_buffers(captured, step)
+    return step
+
+
+def trained_names(captured: Capture) -> set[str]:
+    """Return the names of the parameters that require gradients."""
+    return {slot.name for slot in captured.slots if slot.is_parameter and slot.tensor.requires_grad}
+
+
+def _register_hooks(captured: Capture, trained: Mapping[str, Tensor]) -> None:
+    """Register the hooks of the real parameters on the fake ones."""
     for slot in captured.slots:
         for hook in (slot.tensor._backward_hooks or {}).values() if slot.name in trained else ():
             with interception_off():  # such a hook takes the local tensor
                 trained[slot.name].register_hook(hook)
-    with recorder.recording_as("backward"), observed(ran, users):
-        grads = called(lambda: torch.autograd.grad(root, list(trained.values()), allow_unused=True), ())
-        with torch.no_grad():
-            write_back(captured.program, given, known)
-            out = full_tensor(loss.detach())
-    found = {name: g for name, g in zip(trained, grads, strict=True) if g is not None}
-    step = recorder.finish({"out": out, "grads": found})
+
+
+def _check_written_buffers(captured: Capture, step: Program) -> None:
+    """Raise CaptureError if a hook uses a buffer that the captured call writes to."""
+    written = dict(captured.program.writes)
     names = {i.name for i in captured.program.inputs if i.value in written}
     check_buffers(step, {id(slot.tensor): slot.name for slot in captured.slots if slot.name in names})
-    return step
 
 
 def _has_users_code(captured: Capture) -> bool:
@@ -369,7 +383,7 @@ def record_forward(captured: Capture, rank: int, size: int) -> Program:
         given = {i.value: recorder.add(i) for i in captured.program.inputs}
         known = replay(captured.program, given, recorder)
         write_back(captured.program, given, known)
-        out = map_tensors(full_tensor, map_values(lambda v: known[v], captured.program.outputs))
+        out = map_tensors(full_tensor, map_values(known.__getitem__, captured.program.outputs))
     return recorder.finish({"out": out})
 
 
@@ -381,7 +395,7 @@ def _times_scale(program: Program, recorder: Recorder, loss: Tensor) -> Tensor:
     return loss * recorder.add(scale_input("scale", loss.device))
 
 
-def _loss(out: Any) -> Tensor:
+def _checked_loss(out: object) -> Tensor:
     if isinstance(out, Tensor) and out.numel() == 1 and out.requires_grad:
         return out
     found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__

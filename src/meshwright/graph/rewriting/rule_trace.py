@@ -18,7 +18,7 @@ from meshwright.tensor import operators_recorded
 from .._errors import RewriteError
 from ..program.effects import writes_to
 from ..program.node import Conversion, Node, Op, Origin, Value
-from ..program.shape_inference import FreshNames, as_values, carried_shape, stem_of
+from ..program.shape_inference import FreshNames, as_values, stem_of
 from ..torch_hooks import FakeMode, Operator, imagining, memory_of, no_modes
 
 SILENT = {"lift_fresh", "detach_", "alias", "device", "sym_size", "sym_numel", "sym_stride"}
@@ -121,7 +121,7 @@ class _Watch:
             )
         op = Conversion(step, self.specs[value])
         with no_modes():
-            out = torch.empty(carried_shape(op, value, self.rank), dtype=x.dtype, device=x.device)
+            out = torch.empty(op.dst.local_shape(self.rank), dtype=x.dtype, device=x.device)
         self.emit(op, (value,), {}, out)
         self.specs[self.values[id(out)]] = op.dst
         return out

@@ -7,12 +7,14 @@ except for values that the second recording reads from states and the first one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from ..program.effects import is_random_operator
 from ..program.node import Conversion, Node, Op, Value, tensor_dtype
@@ -26,14 +28,13 @@ def made_states(update: Program) -> dict[tuple[str, str], Input]:
     """Return the states that an update creates, as inputs of the next one, without Python numbers."""
     states: Mapping[tuple[str, str], Any] = update.outputs["state"]
     made = {key: v for key, v in states.items() if isinstance(v, Value) and v.is_tensor}
-    return {key: _as_input(key, v, update) for key, v in made.items()}
+    return {key: _state_input(key, v, update) for key, v in made.items()}
 
 
-def _as_input(key: tuple[str, str], v: Value, update: Program) -> Input:
-    name = ".".join(key)
-    spec, shape = update.specs.get(v), v.shape
-    shape = shape if spec is None else tuple(spec.shape)
-    return Input(Value(name, shape, v.dtype, v.device), "state", name, spec, key)
+def _state_input(key: tuple[str, str], v: Value, update: Program) -> Input:
+    name, spec = ".".join(key), update.specs.get(v)
+    shape = v.shape if spec is None else tuple(spec.shape)
+    return Input(replace(v, name=name, shape=shape), "state", name, spec, key)
 
 
 def with_first_states(first: Program, again: Program) -> Program | None:
@@ -44,17 +45,17 @@ def with_first_states(first: Program, again: Program) -> Program | None:
     numbers = _first_numbers(first, again, states)
     if numbers is None or numbers.keys() != states.keys():
         return None
-    inputs = (replace(i, first=numbers[i.source]) if _is_of(i, states) else i for i in again.inputs)
+    inputs = (replace(i, first=numbers[i.source]) if _is_state_of(i, states) else i for i in again.inputs)
     return replace(again, inputs=tuple(inputs))
 
 
-def _is_of(given: Input, states: Mapping[tuple[str, str], Any]) -> bool:
+def _is_state_of(given: Input, states: Mapping[tuple[str, str], Any]) -> bool:
     return given.role == "state" and given.source in states
 
 
 def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) -> dict[Any, float] | None:
     """Return the number that each state is filled with; None if the recordings differ."""
-    one, other = {i.value: i for i in first.inputs}, {i.value: i for i in again.inputs}
+    first_inputs, inputs = {i.value: i for i in first.inputs}, {i.value: i for i in again.inputs}
     todo, done, numbers = _results(first, again, states), set[Pair](), dict[Any, float]()
     while todo:
         pair = todo.pop()
@@ -62,46 +63,50 @@ def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) ->
             continue
         done.add(pair)
         a, b = pair
-        given = other.get(b)
+        given = inputs.get(b)
         if given is None:
-            below = _operands(first.producers.get(a), again.producers[b], a, b)
-            if below is None:
+            operands = _operand_pairs(first.producers.get(a), again.producers[b], a, b)
+            if operands is None:
                 return None
-            todo += below
-        elif _is_of(given, states):
-            number = _number_in(first, one, a)
-            if number is None or numbers.setdefault(given.source, number) != number or a.dtype != b.dtype:
+            todo += operands
+        elif _is_state_of(given, states):
+            number = _number_in(first, first_inputs, a)
+            if number is None or a.dtype != b.dtype or numbers.setdefault(given.source, number) != number:
                 return None
-        elif not _is_same(one.get(a), given):
+        elif not _is_same_input(first_inputs.get(a), given):
             return None
     return numbers
 
 
 def _results(first: Program, again: Program, states: Mapping[Any, Any]) -> list[Pair]:
     """Return pairs of results of both recordings: final values of parameters and states, and other outputs."""
-    named = {(i.role, i.name): i for i in again.inputs}
+    after = dict(again.writes)
+    held = {i.source: i.value for i in again.inputs if _is_state_of(i, states)}
+    new_states = [(v, after.get(held[key], held[key])) for key, v in states.items() if key in held]
+    others = [(first.outputs[name], again.outputs[name]) for name in first.outputs if name != "state"]
+    return [*_final_inputs(first, again), *new_states, *others]
+
+
+def _final_inputs(first: Program, again: Program) -> Iterator[Pair]:
+    """Yield pairs of the final values of the inputs that both recordings have."""
     before, after = dict(first.writes), dict(again.writes)
-    pairs: list[Pair] = []
+    named = {(i.role, i.name): i.value for i in again.inputs if i.role != "constant"}
     for i in first.inputs:
-        twin = named.get((i.role, i.name))
-        if twin is not None and i.role != "constant":
-            pairs.append((before.get(i.value, i.value), after.get(twin.value, twin.value)))
-    held = {i.source: i.value for i in again.inputs if _is_of(i, states)}
-    pairs += [(v, after.get(held[key], held[key])) for key, v in states.items() if key in held]
-    others = (name for name in first.outputs if name != "state")
-    return pairs + [(first.outputs[name], again.outputs[name]) for name in others]
+        same = named.get((i.role, i.name))
+        if same is not None:
+            yield before.get(i.value, i.value), after.get(same, same)
 
 
-def _operands(x: Node | None, y: Node, a: Value, b: Value) -> list[Pair] | None:
+def _operand_pairs(x: Node | None, y: Node, a: Value, b: Value) -> list[Pair] | None:
     """Return pairs of the operands of two nodes; None if the nodes differ."""
     if x is None or x.op != y.op or x.outs.index(a) != y.outs.index(b) or (a.dtype, a.shape) != (b.dtype, b.shape):
         return None
     pairs: list[Pair] = []
-    same = _pair(x.args, y.args, pairs) and _pair(dict(x.kwargs), dict(y.kwargs), pairs)
+    same = _append_pairs(x.args, y.args, pairs) and _append_pairs(dict(x.kwargs), dict(y.kwargs), pairs)
     return pairs if same else None
 
 
-def _pair(a: Any, b: Any, pairs: list[Pair]) -> bool:
+def _append_pairs(a: TorchValue, b: TorchValue, pairs: list[Pair]) -> bool:
     """Append the pairs of values in two trees to `pairs`; False if the trees differ otherwise."""
     if isinstance(a, Value) and isinstance(b, Value):
         pairs.append((a, b))
@@ -109,13 +114,13 @@ def _pair(a: Any, b: Any, pairs: list[Pair]) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(_pair(x, y, pairs) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(_append_pairs(x, y, pairs) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_pair(x, b[key], pairs) for key, x in a.items())
+        return a.keys() == b.keys() and all(_append_pairs(x, b[key], pairs) for key, x in a.items())
     return bool(a == b)
 
 
-def _is_same(a: Input | None, b: Input) -> bool:
+def _is_same_input(a: Input | None, b: Input) -> bool:
     if a is None or a.role != b.role:
         return False
     if isinstance(a.source, Tensor) and isinstance(b.source, Tensor):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.layout import MeshwrightError
+from meshwright.layout import MeshwrightError, TorchValue
 
 from .._errors import CaptureError
 from ..program.node import Value
@@ -35,13 +35,13 @@ def run_step(twin: Optimizer) -> None:
     except (*DataDependent, TypeError, LookupError, AttributeError) as error:
         raise CaptureError(
             f"recording a step of {type(twin).__name__}",
-            _told(error),
+            _explained(error),
             "the step or one of its hooks needs numbers of tensors in Python, or arguments that a program lacks",
             "use another optimizer, or capturable=True; in a hook, write torch.where(condition, a, b) instead of `if`",
         ) from error
 
 
-def _told(error: BaseException) -> str:
+def _explained(error: BaseException) -> str:
     """Return the first line of an error, with an explanation or the error's type if needed."""
     text = str(error).split("\n")[0]
     if isinstance(error, DataDependent):
@@ -61,7 +61,7 @@ def optimizer_copy(
     twin.__dict__ |= optimizer.__dict__
     _check_step(twin.__dict__.pop("step", None))
     twin.param_groups = [
-        _group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
+        _copied_group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
     ]
     twin.state = defaultdict(dict)
     for (name, key), value in states.items():
@@ -70,32 +70,31 @@ def optimizer_copy(
     return twin
 
 
-def _check_step(own: Any) -> None:
+def _check_step(step: object) -> None:
     """Raise CaptureError for a `step` set on the optimizer object, unless a learning rate scheduler set it."""
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise CaptureError(
             "recording the optimizer's step",
-            f"a step that was set on the object: {own!r}",
+            f"a step that was set on the object: {step!r}",
             "this step is bound to the optimizer itself, and would update real parameters during the recording",
             "define the step in a subclass, or use optimizer.register_step_pre_hook(fn)",
         )
 
 
-def _group(
+def _copied_group(
     group: dict[str, Any], at: int, names: Mapping[int, str], parameters: Mapping[str, Tensor], recorder: Recorder
 ) -> dict[str, Any]:
-    kept = [p for p in group["params"] if _name(p, names) in parameters]
+    kept = [p for p in group["params"] if _name_of(p, names) in parameters]
     one_by_one = {key: False for key in ("foreach", "fused") if key in group}
-    tensors = {key: _option(recorder, f"{key}_{at}", x) for key, x in group.items() if isinstance(x, Tensor)}
+    tensors = {key: _tensor_option(recorder, f"{key}_{at}", x) for key, x in group.items() if isinstance(x, Tensor)}
     rate = group.get("lr")
     lr = {"lr": recorder.add_number(f"lr_{at}", float(rate), at)} if isinstance(rate, (int, float)) else {}
     return {**group, **one_by_one, **tensors, **lr, "params": [parameters[names[id(p)]] for p in kept]}
 
 
-def _option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
+def _tensor_option(recorder: Recorder, name: str, x: Tensor) -> Tensor:
     """Add a tensor option of the optimizer as an input, so that each step uses its current value."""
-    value = Value(name, tuple(x.shape), x.dtype, str(x.device))
-    return recorder.add(Input(value, "constant", name, None, x))
+    return recorder.add(Input(Value.of(name, x), "constant", name, None, x))
 
 
 @contextmanager
@@ -113,9 +112,9 @@ def symbolic_extrema(kind: type[Any]) -> Generator[None]:
 
 
 def _extremum(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def call(*numbers: Any, **how: Any) -> Any:
-        if how or len(numbers) < 2 or not any(isinstance(n, torch.SymFloat) for n in numbers):
-            return plain(*numbers, **how)
+    def call(*numbers: TorchValue, **options: TorchValue) -> TorchValue:
+        if options or len(numbers) < 2 or not any(isinstance(n, torch.SymFloat) for n in numbers):
+            return plain(*numbers, **options)
         return reduce(symbolic, numbers)
 
     return call
@@ -124,7 +123,7 @@ def _extremum(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) ->
 _EXTREMA = {"min": _extremum(min, torch.sym_min), "max": _extremum(max, torch.sym_max)}
 
 
-def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
+def _name_of(parameter: Tensor, names: Mapping[int, str]) -> str:
     name = names.get(id(parameter))
     if name is None:
         raise CaptureError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor
 
 from ..program.node import Value
@@ -16,7 +16,9 @@ from ..replay.recorder import Recorder
 from .optimizer_copy import StateKey
 
 
-def add_state_input(recorder: Recorder, key: StateKey, value: Any, parameter: Input | None, moved: bool) -> Any:
+def add_state_input(
+    recorder: Recorder, key: StateKey, value: TorchValue, parameter: Input | None, moved: bool
+) -> TorchValue:
     """Add a state as an input of the program and return its fake tensor or symbol. Other objects are returned as is."""
     if isinstance(value, Input):
         return recorder.add(value)
@@ -26,9 +28,7 @@ def add_state_input(recorder: Recorder, key: StateKey, value: Any, parameter: In
         return value
     spec = value.spec if isinstance(value, DistTensor) and not moved else unsharded_state_spec(value, parameter)
     name = ".".join(key)
-    return recorder.add(
-        Input(Value(name, tuple(value.shape), value.dtype, str(value.device)), "state", name, spec, key)
-    )
+    return recorder.add(Input(Value.of(name, value), "state", name, spec, key))
 
 
 def unsharded_state_spec(state: Tensor, parameter: Input | None) -> Spec | None:
@@ -38,12 +38,12 @@ def unsharded_state_spec(state: Tensor, parameter: Input | None) -> Spec | None:
     return spec.with_dtype(state.dtype) if spec is not None and fits else None
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """True for an int or float, also a symbolic one, but not for a bool."""
     return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
 
 
-def state_kind(state: Any) -> Any:
+def state_kind(state: TorchValue) -> Hashable:
     """Return a key that is equal for states that are recorded in the same way."""
     if isinstance(state, Input):
         return state.value.shape, state.value.dtype, state.value.device, state.spec

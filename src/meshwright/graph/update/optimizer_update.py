@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -79,7 +79,7 @@ def _templates(step: Step, trained: Sequence[Input], states: Mapping[StateKey, A
     return {name: kind[min(at, 1)] for kind in kinds.values() for at, name in enumerate(kind)}
 
 
-def _kind(step: Step, given: Input) -> Any:
+def _kind(step: Step, given: Input) -> Hashable:
     """Return a key that is equal for parameters with equal updates, apart from the kinds of their states."""
     group = step.held[given.name][0] if given.name in step.held else None
     v, spec = given.value, given.spec

@@ -7,7 +7,7 @@ and attributes are those of its fake parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from meshwright.layout import TorchValue
 from meshwright.tensor import map_tensors
 
 _FAKE = "_meshwright_fake"
@@ -24,7 +25,9 @@ class _StandIn:
     """Mixin for the temporary class of a parameter; it redirects each use to the fake parameter."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: TorchValue = (), kwargs: TorchValue = None
+    ) -> TorchValue:
         args, kwargs = map_tensors(_fake_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -40,18 +43,20 @@ class _StandIn:
 class _Replaced(TorchFunctionMode):
     """Mode that replaces parameters among the arguments; without it, a fake gradient before them handles the call."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: TorchValue = (), kwargs: TorchValue = None
+    ) -> TorchValue:
         if any(issubclass(kind, _StandIn) for kind in types):
             args, kwargs = map_tensors(_fake_of, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _fake_of(x: Any) -> Any:
+def _fake_of(x: TorchValue) -> TorchValue:
     return getattr(x, "__dict__", {}).get(_FAKE, x)
 
 
 @lru_cache(maxsize=256)
-def _standing(kind: type[Tensor]) -> type[Tensor]:
+def _redirecting_class(kind: type[Tensor]) -> type[Tensor]:
     return type(kind.__name__, (_StandIn, kind), {})
 
 
@@ -63,7 +68,7 @@ def redirect_parameters(pairs: Iterable[tuple[Tensor, Tensor]]) -> Generator[Non
         for real, fake in pairs:
             given.append((real, type(real)))
             setattr(real, _FAKE, fake)
-            real.__class__ = _standing(type(real))
+            real.__class__ = _redirecting_class(type(real))
         with _Replaced():
             yield
     finally:

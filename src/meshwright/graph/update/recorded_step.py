@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,9 +89,9 @@ class Step:
         recorder = Recorder(self.rank, self.size)
         recorder.recording.forgets = True
         with recorder.recording_as("update"), torch.no_grad():
-            fake = self._fake(recorder, trained, states)
+            fake = self._fake_step(recorder, trained, states)
             ends = [len(recorder.recording.nodes)]
-            self._make(fake)
+            self._run_twin(fake)
             ends.append(len(recorder.recording.nodes))
             for name in (n for n in fake.parameters if n in self.shards):
                 fake.wholes[name].copy_(fake.parameters[name])
@@ -101,31 +101,28 @@ class Step:
         parts = {v: bisect_right(ends, at) for at, node in nodes for v in node.outs}
         return Recorded(_finished(recorder, fake), parts)
 
-    def _fake(self, recorder: Recorder, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> _FakeStep:
+    def _fake_step(self, recorder: Recorder, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> _FakeStep:
         """Return fake parameters with gradients and states, which are inputs of the program."""
         pieces = {i.name: replace(i, spec=self.shards.get(i.name, i.spec)) for i in trained}
         wholes = {i.name: recorder.add(i) for i in trained}
         grads = {i.name: recorder.add(_gradient(i)) for i in trained}
-        parameters = {name: _piece(x, pieces[name].spec) for name, x in wholes.items()}
-        plain = None if self.scaling is None else _unscaled(recorder, grads, pieces)
+        parameters = {name: _shard_of(x, pieces[name].spec) for name, x in wholes.items()}
+        unscaled = None if self.scaling is None else _unscaled(recorder, grads, pieces)
         for name, x in parameters.items():
-            x.grad = grads[name] if plain is None else plain.grads[name]
+            x.grad = (grads if unscaled is None else unscaled.grads)[name]
         moved = {i.name for i in trained if self.is_moved(i)}
-        given = {
-            key: add_state_input(recorder, key, value, pieces[key[0]], key[0] in moved)
-            for key, value in states.items()
-            if key[0] in pieces
-        }
-        held = {**self._idle(recorder, parameters), **parameters}
-        twin = optimizer_copy(self.optimizer, self.names, held, given, recorder)
-        return _FakeStep(wholes, parameters, given, plain, twin)
+        fake_states = _fake_states(recorder, pieces, moved, states)
+        held = {**self._untrained(recorder, parameters), **parameters}
+        twin = optimizer_copy(self.optimizer, self.names, held, fake_states, recorder)
+        return _FakeStep(wholes, parameters, fake_states, unscaled, twin)
 
-    def _idle(self, recorder: Recorder, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _untrained(self, recorder: Recorder, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return fake tensors for parameters without a gradient, because user code may count parameters."""
-        others = {name: p for name, (_, p) in self.held.items() if self.is_users and name and name not in trained}
-        return {name: recorder.unknown(p) for name, p in others.items()}
+        if not self.is_users:
+            return {}
+        return {name: recorder.unknown(p) for name, (_, p) in self.held.items() if name and name not in trained}
 
-    def _make(self, fake: _FakeStep) -> None:
+    def _run_twin(self, fake: _FakeStep) -> None:
         """Run the step of the twin."""
         pairs = [(self.held[name][1], x) for name, x in fake.parameters.items() if name in self.held]
         for real, x in pairs:
@@ -148,9 +145,20 @@ def _share_attributes(real: Tensor, fake: Tensor) -> None:
         setattr(fake, key, vars(real)[key])
 
 
+def _fake_states(
+    recorder: Recorder, parameters: Mapping[str, Input], moved: Collection[str], states: Mapping[StateKey, Any]
+) -> dict[StateKey, Any]:
+    """Return the fake states of the parameters, which are inputs of the program; those in `moved` change layout."""
+    return {
+        (name, key): add_state_input(recorder, (name, key), value, parameters[name], name in moved)
+        for (name, key), value in states.items()
+        if name in parameters
+    }
+
+
 def _gradient(parameter: Input) -> Input:
     v, spec = parameter.value, parameter.spec
-    value = Value(f"{v.name}_grad", v.shape, v.dtype, v.device)
+    value = replace(v, name=f"{v.name}_grad")
     return Input(value, "gradient", parameter.name, None if spec is None else spec.dual())
 
 
@@ -160,7 +168,7 @@ def _unscaled(recorder: Recorder, grads: Mapping[str, Tensor], pieces: Mapping[s
     return unscale_gradients(grads, {name: i.spec for name, i in pieces.items()}, scale, count)
 
 
-def _piece(x: Tensor, spec: Spec | None) -> Tensor:
+def _shard_of(x: Tensor, spec: Spec | None) -> Tensor:
     """Return the shard of a parameter that this rank updates, as a parameter of its own."""
     if not isinstance(x, DistTensor) or spec is None or spec is x.spec:
         return x
@@ -172,7 +180,7 @@ def _piece(x: Tensor, spec: Spec | None) -> Tensor:
 def _states_of(fake: _FakeStep) -> dict[StateKey, Any]:
     """Return the states after the step. Raises CaptureError for a state whose key is no parameter."""
     known = {x: name for name, x in fake.parameters.items()}
-    other: Any = next((key for key in fake.twin.state if key not in known), None)
+    other = next((key for key in fake.twin.state if key not in known), None)
     if other is not None:
         raise CaptureError(
             "recording the optimizer's step",
@@ -188,26 +196,31 @@ def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
 
     Raises CaptureError for a step that writes to no parameter.
     """
-    given, after, plain = fake.states, _states_of(fake), fake.unscaled
+    before, after, unscaled = fake.states, _states_of(fake), fake.unscaled
     _check_path(recorder)
-    written = {value for value, _ in recorder.recording.written()}
-    wrote = {x.role for x in recorder.recording.inputs if x.value in written}
-    here = [x for x in recorder.recording.inputs if x.spec is None or recorder.communicator.rank in x.spec.mesh]
-    if "parameter" not in wrote and any(x.role == "gradient" for x in here):
+    _check_parameters_written(recorder)
+    made = {key: v for key, v in after.items() if key not in before or (is_number(v) and v is not before[key])}
+    kept = {key: v for key, v in after.items() if key in before and isinstance(v, Tensor)}
+    writes = [(before[key], v) for key, v in kept.items() if v is not before[key]]
+    if unscaled is None:
+        return recorder.finish({"state": made}, writes)
+    program = recorder.finish({"state": made, "skipped": unscaled.found}, writes)
+    renewed = [recorder.recording.input_of(x) for x in (unscaled.scale, unscaled.count)]
+    return skip_writes_on_overflow(program, program.outputs["skipped"], renewed)
+
+
+def _check_parameters_written(recorder: Recorder) -> None:
+    """Raise CaptureError for a step that writes to no parameter, on a rank that has gradients."""
+    rank, inputs = recorder.communicator.rank, recorder.recording.inputs
+    written = dict(recorder.recording.written())
+    has_gradients = any(x.role == "gradient" and (x.spec is None or rank in x.spec.mesh) for x in inputs)
+    if has_gradients and not any(x.role == "parameter" and x.value in written for x in inputs):
         raise CaptureError(
             "recording the optimizer's step",
             "a step that writes to no parameter",
             "the step must update the parameters of the optimizer",
             "write a step that updates the parameters in self.param_groups",
         )
-    made = {key: v for key, v in after.items() if key not in given or (is_number(v) and v is not given[key])}
-    writes = [(given[key], v) for key, v in after.items() if isinstance(v, Tensor) and key in given]
-    writes = [(x, v) for x, v in writes if x is not v]
-    if plain is None:
-        return recorder.finish({"state": made}, writes)
-    program = recorder.finish({"state": made, "skipped": plain.found}, writes)
-    renewed = [recorder.recording.input_of(x) for x in (plain.scale, plain.count)]
-    return skip_writes_on_overflow(program, program.outputs["skipped"], renewed)
 
 
 def _check_path(recorder: Recorder) -> None:

@@ -13,11 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.layout import Spec
+
 from ..program.effects import is_cross_mesh, is_random_operator
 from ..program.node import Node, Value, map_values
 from ..program.program import Input, Program
 from ..program.shape_inference import FreshNames, stem_of
 from ..recording.recording import lifted_copy
+from .optimizer_copy import StateKey
 from .recorded_step import END, STEP, Recorded
 
 
@@ -44,18 +47,23 @@ def _owners(program: Program) -> dict[Value, str] | None:
     """Return the parameter that each value belongs to, without shared values; None if a value belongs to several."""
     owners = {i.value: name for i in program.inputs if (name := owner_of(i)) is not None}
     states = program.outputs["state"]
-    if not _own_forward(program, owners) or not all(isinstance(v, Value) for v in states.values()):
+    if not _assign_forward(program, owners) or not all(isinstance(v, Value) for v in states.values()):
         return None
     for (name, _), value in states.items():
-        if not _own_back(program, owners, name, value):
+        if not _assign_back(program, owners, name, value):
             return None
-    if not _own_forward(program, owners):
+    if not _assign_forward(program, owners):
         return None
-    # an exchange with no owner receives what a parameter of another stage sends; it would be lost without a reader
-    lost = any(
-        is_cross_mesh(node.op) and not any(v in owners for v in (*node.ins, *node.outs)) for node in program.nodes
-    )
-    return None if lost else owners
+    return None if _loses_exchange(program, owners) else owners
+
+
+def _loses_exchange(program: Program, owners: Mapping[Value, str]) -> bool:
+    """True if an exchange has no owner.
+
+    It receives what a parameter of another stage sends, and would be lost without a reader.
+    """
+    exchanges = (node for node in program.nodes if is_cross_mesh(node.op))
+    return any(owners.keys().isdisjoint((*node.ins, *node.outs)) for node in exchanges)
 
 
 def owner_of(given: Input) -> str | None:
@@ -65,7 +73,7 @@ def owner_of(given: Input) -> str | None:
     return given.source[0] if isinstance(given.source, tuple) else None
 
 
-def _own_forward(program: Program, owners: dict[Value, str]) -> bool:
+def _assign_forward(program: Program, owners: dict[Value, str]) -> bool:
     """Propagate owners to the results of nodes. False if a node has several owners, draws, or has no result."""
     for node in program.nodes:
         names = {owners[v] for v in (*node.ins, *node.outs) if v in owners}
@@ -75,17 +83,22 @@ def _own_forward(program: Program, owners: dict[Value, str]) -> bool:
     return True
 
 
-def _own_back(program: Program, owners: dict[Value, str], name: str, value: Value) -> bool:
+def _assign_back(program: Program, owners: dict[Value, str], name: str, value: Value) -> bool:
     """Assign to `name` the values that its state depends on, such as `torch.tensor(0.0)`. False if others own one."""
     constants = {i.value for i in program.inputs if i.role == "constant"}
     left = [value]
     while left:
         v = left.pop()
-        if owners.get(v, name) != name or (v not in program.producers and v not in constants and v not in owners):
-            return False
-        if v not in owners:
+        if v in owners:
+            if owners[v] != name:
+                return False
+        elif v in program.producers:
             owners[v] = name
-            left += [x for x in program.producers[v].ins if x.is_tensor] if v in program.producers else []
+            left += [x for x in program.producers[v].ins if x.is_tensor]
+        elif v in constants:
+            owners[v] = name
+        else:
+            return False
     return True
 
 
@@ -102,26 +115,24 @@ class _Copies:
     _names: FreshNames = field(init=False)
 
     def __post_init__(self) -> None:
-        made = (v.name for node in self.program.nodes for v in node.outs)
-        self._names = FreshNames(iter((*(i.value.name for i in self.program.inputs), *made)))
+        self._names = FreshNames(self.program.all_values())
         self._became = {name: {} for name in self.templates}
 
     def inputs(self, trained: Sequence[Input], stepped: Sequence[str]) -> Iterator[Input]:
         """Yield the inputs: parameters, gradients and states of all parameters, then shared inputs."""
-        held: dict[str, list[Input]] = {}
+        by_owner: dict[str, list[Input]] = {}
         for given in self.program.inputs:
-            held.setdefault(self.owners.get(given.value, ""), []).append(given)
+            by_owner.setdefault(self.owners.get(given.value, ""), []).append(given)
         for role in ("parameter", "gradient"):
-            for own in trained:
-                (given,) = (i for i in held[self.templates[own.name]] if i.role == role)
-                yield self._input(own.name, given)
+            for parameter in trained:
+                (given,) = (i for i in by_owner[self.templates[parameter.name]] if i.role == role)
+                yield self._copied_input(parameter.name, given)
         for name in stepped:
-            yield from (
-                self._input(name, i) for i in held[self.templates[name]] if i.role not in ("parameter", "gradient")
-            )
-        yield from held.get("", ())
+            states = [i for i in by_owner[self.templates[name]] if i.role not in ("parameter", "gradient")]
+            yield from (self._copied_input(name, i) for i in states)
+        yield from by_owner.get("", ())
 
-    def _input(self, name: str, given: Input) -> Input:
+    def _copied_input(self, name: str, given: Input) -> Input:
         if name == self.templates[name]:
             return given
         source: Any = given.source
@@ -131,21 +142,21 @@ class _Copies:
             new, source = f"{name}.{source[1]}", (name, source[1])
         else:
             new = name
-        return replace(given, value=self._copied(name, given.value, new.replace(".", "_")), name=new, source=source)
+        return replace(given, value=self._add_copy(name, given.value, new.replace(".", "_")), name=new, source=source)
 
-    def _copied(self, name: str, v: Value, called: str) -> Value:
-        copy = self._became[name][v] = Value(self._names.fresh(called), v.shape, v.dtype, v.device)
+    def _add_copy(self, name: str, v: Value, called: str) -> Value:
+        copy = self._became[name][v] = replace(v, name=self._names.fresh(called))
         return copy
 
     def add(self, nodes: Sequence[Node], order: Sequence[str]) -> None:
         """Add the nodes of each parameter in turn."""
-        held: dict[str, list[Node]] = {}
+        by_owner: dict[str, list[Node]] = {}
         for node in nodes:
-            held.setdefault(self.owners.get(node.outs[0], ""), []).append(node)
+            by_owner.setdefault(self.owners.get(node.outs[0], ""), []).append(node)
         for name in order:
-            for node in held.get(self.templates[name], ()):
+            for node in by_owner.get(self.templates[name], ()):
                 self._add_shared(node)
-                self.nodes.append(self._node(name, node))
+                self.nodes.append(self._copied_node(name, node))
 
     def _add_shared(self, node: Node) -> None:
         """Add the shared nodes that this node reads, before their first reader."""
@@ -156,39 +167,50 @@ class _Copies:
                 self._add_shared(maker)
                 self.nodes.append(maker)
 
-    def _node(self, name: str, node: Node) -> Node:
+    def _copied_node(self, name: str, node: Node) -> Node:
         if name == self.templates[name]:
             return node
         for v in node.outs:
-            self._copied(name, v, stem_of(node.op))
-        args, kwargs, out = self._of(name, (node.args, dict(node.kwargs), node.out))
-        return replace(node, args=args, kwargs=kwargs, out=out)
+            self._add_copy(name, v, stem_of(node.op))
+        copied = node.with_operands(lambda v: self._copy_of(name, v))
+        return replace(copied, out=map_values(lambda v: self._copy_of(name, v), node.out))
 
-    def _of(self, name: str, tree: Any) -> Any:
-        became = self._became[name]
-        return map_values(lambda v: became.get(v, v), tree)
+    def _copy_of(self, name: str, v: Value) -> Value:
+        """Return the parameter's copy of a value; a shared value is its own copy."""
+        return self._became[name].get(v, v)
 
     def finish(self, inputs: tuple[Input, ...], stepped: Sequence[str]) -> Program:
         """Return the program with these inputs; the output states are in the order of the updates."""
-        followers: dict[str, list[str]] = {}
-        for name, template in self.templates.items():
-            followers.setdefault(template, []).append(name)
-        writes = {
-            self._of(name, x): self._of(name, v) for x, v in self.program.writes for name in followers[self.owners[x]]
-        }
-        given: dict[tuple[str, str], Any] = self.program.outputs["state"]
-        keys = {name: [key for owner, key in given if owner == self.templates[name]] for name in stepped}
-        states = {(n, key): self._of(n, given[self.templates[n], key]) for n in stepped for key in keys[n]}
-        specs = {self._of(name, v): spec for v, spec in self.program.specs.items() for name in self._holders(v)}
+        writes = self._writes()
         return replace(
             self.program,
             inputs=inputs,
             nodes=tuple(self.nodes),
-            outputs={**self.program.outputs, "state": states},
+            outputs={**self.program.outputs, "state": self._states(stepped)},
             writes=tuple((i.value, writes[i.value]) for i in inputs if i.value in writes),
-            specs={**self.program.specs, **specs},
+            specs={**self.program.specs, **self._specs()},
         )
 
-    def _holders(self, v: Value) -> list[str]:
-        """Return the parameters with a copy of the value."""
-        return [name for name, became in self._became.items() if v in became]
+    def _writes(self) -> dict[Value, Value]:
+        """Return the inputs of all parameters that are written, with their values afterwards."""
+        followers: dict[str, list[str]] = {}
+        for name, template in self.templates.items():
+            followers.setdefault(template, []).append(name)
+        pairs = ((name, x, v) for x, v in self.program.writes for name in followers[self.owners[x]])
+        return {self._copy_of(name, x): self._copy_of(name, v) for name, x, v in pairs}
+
+    def _states(self, stepped: Sequence[str]) -> dict[StateKey, Value]:
+        """Return the states that the update creates, in the order of the updates."""
+        created: dict[str, dict[str, Value]] = {}
+        for (owner, key), v in self.program.outputs["state"].items():
+            created.setdefault(owner, {})[key] = v
+        return {
+            (name, key): self._copy_of(name, v)
+            for name in stepped
+            for key, v in created.get(self.templates[name], {}).items()
+        }
+
+    def _specs(self) -> dict[Value, Spec]:
+        """Return the specs of the copied values."""
+        copies = self._became.values()
+        return {became[v]: spec for v, spec in self.program.specs.items() for became in copies if v in became}

@@ -36,10 +36,10 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
 def forbid_side_effects(optimizer: Optimizer, twin: Optimizer) -> Generator[None]:
     """Raise SideEffectError if the twin's step, run inside the context, changes anything but tensors."""
     guards, groups = Guards.of({"optimizer": optimizer}), [dict(group) for group in optimizer.param_groups]
-    before = [dict(_own(x)) for x in (optimizer, twin)]
+    before = [dict(_separate_attributes(x)) for x in (optimizer, twin)]
     try:
         yield
-        after = [dict(_own(x)) for x in (optimizer, twin)]
+        after = [dict(_separate_attributes(x)) for x in (optimizer, twin)]
         changed = next(guards.changes(), None) or next(chain(*map(_changes, before, after)), None)
     finally:
         guards.restore()
@@ -54,7 +54,7 @@ def forbid_side_effects(optimizer: Optimizer, twin: Optimizer) -> Generator[None
         )
 
 
-def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+def _separate_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield the attributes and group options that the twin and the optimizer have separately."""
     yield from ((name, value) for name, value in vars(optimizer).items() if name not in OPTIMIZER)
     for at, group in enumerate(optimizer.param_groups):
