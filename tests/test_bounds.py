@@ -38,7 +38,7 @@ UNBOUNDED = {
     "graph.rewriting.node_reader._KNOWN": "operators of torch",
     "tensor.planning.decision_record._keepers": "records that are open",
     "tensor.core.computation_numbers._functions": "cleared when it has _MOST_FUNCTIONS entries",
-    "tensor.autograd.user_functions._TOLD": "functions that are open",
+    "tensor.autograd.user_functions._APPLY_HANDLERS": "functions that are open",
     "tensor.core.call_sites._backward": "a registry that code fills",
     "tensor.torch_hooks._LIBRARIES": "libraries of torch",
     "cli.ranks.define_once.defined_once.known": "operators that a script defines",
