@@ -70,7 +70,7 @@ CALLS = frozenset(
         "tensor.capture.call_capture._captured.inputs",
         "tensor.capture.call_capture._captured.nodes",
         "tensor.capture.call_capture.taken_apart.nodes",
-        "tensor.execution.outside_mesh._of_fill.nodes",
+        "tensor.execution.outside_mesh._result_of_filled.nodes",
     }
 )
 """Containers of one call, filled by functions inside it."""
