@@ -46,7 +46,7 @@ UNBOUNDED = {
     "tensor.execution.dispatch._by_setting.plans": "dtypes and settings of torch",
     "tensor.execution.outside_mesh.plan_outside.plans": "dtypes and settings of torch",
     "tensor.execution.outside_mesh.sharing_result.known": "one entry",
-    "tensor.execution.run_plan._raising.known": "dtypes",
+    "tensor.execution.run_plan._in_float32.known": "dtypes",
 }
 """Containers that functions fill and that outlive the call: the reason why they stay small."""
 

@@ -32,9 +32,9 @@ from ..views.dist_view import any_reread_with_history
 from ..views.gathered_memory import release_memory
 from ..views.shared_data import read_shared
 from .assigned_gradients import assign, gradients_kept_up
-from .call_types import TorchFunction
 from .dual_gradient import alias_of, as_dual_local, dual_stamp
 from .graph_node import check_no_edges, edge_spec, own_edge
+from .intercepted_call import TorchFunction, named_arguments
 
 _T: Any = Tensor
 """Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""
@@ -71,15 +71,14 @@ def _with_summed_terms(output: Tensor) -> Tensor:
 @handles(Tensor.backward, numbers=False)
 def _backward(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
-    given: dict[str, TorchValue] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-    gradient = given.get("gradient")
-    _run_backward([given["self"]], [gradient], given)
+    given = named_arguments(names, args, kwargs)
+    _run_backward([given["self"]], [given.get("gradient")], given)
 
 
 @handles(torch.autograd.backward)
 def _backward_many(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = named_arguments(names, args, kwargs)
     outputs = _as_list(given["tensors"])
     _run_backward(outputs, _as_seeds(given.get("grad_tensors"), outputs), given)
 
@@ -140,7 +139,7 @@ def _grad(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: 
         "is_grads_batched",
         "materialize_grads",
     )
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = named_arguments(names, args, kwargs)
     if given.pop("is_grads_batched", False):
         return _grad_of_each(given)
     inputs = _as_list(given["inputs"])

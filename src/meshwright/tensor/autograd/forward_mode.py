@@ -20,13 +20,13 @@ from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.handler_registry import handles
 from ..core.tree import map_tensors
 from ..torch_hooks import MAKE_DUAL, UNPACK_DUAL, call_plain, no_interception
-from .call_types import TorchFunction
+from .intercepted_call import TorchFunction, named_arguments
 
 
 @handles(MAKE_DUAL, torch.ops.aten._make_dual.default)
 def _make_dual(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the tensor with the tangent, which is converted to the tensor's layout first."""
-    given = dict(zip(("tensor", "tangent", "level"), args, strict=False)) | kwargs
+    given = named_arguments(("tensor", "tangent", "level"), args, kwargs)
     x, tangent = given.pop("tensor", given.pop("primal", None)), given.pop("tangent")
     if not isinstance(x, DistTensor):
         return func(x, whole_local(tangent), **given)

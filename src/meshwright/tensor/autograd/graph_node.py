@@ -19,8 +19,8 @@ from meshwright.layout import Spec, TorchValue
 from .._errors import MemoryAccessError
 from ..core.dist_tensor import DistTensor
 from ..torch_hooks import call_plain, interception_on, no_interception, node_finders, offer_call
-from .call_types import TorchFunction
 from .dual_gradient import alias_of, as_dual_local, dual_stamp
+from .intercepted_call import TorchFunction, argument_at
 
 _KEY = "meshwright.node"
 """Key in the metadata of a node: a weak reference to its GraphNode."""
@@ -183,7 +183,7 @@ def check_no_edges(outputs: Sequence[TorchValue]) -> None:
 
 def _edge(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the gradient edge of a distributed tensor, with guarded nodes."""
-    x = args[0] if args else kwargs.get("tensor")
+    x = argument_at(args, kwargs, 0, "tensor")
     if not isinstance(x, DistTensor):
         return NotImplemented
     x._read_again()

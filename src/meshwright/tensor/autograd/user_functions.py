@@ -40,8 +40,8 @@ from ..torch_hooks import (
     savers,
 )
 from ..views.dist_view import DistView, after_function, before_function
-from .call_types import TorchFunction
 from .dual_gradient import alias_of, as_dual_local, dual_stamp, keep_alive_with
+from .intercepted_call import TorchFunction
 
 _WHOLE: WeakKeyDictionary[type[Function], type[Function]] = WeakKeyDictionary()
 """A user's function → the same function with a backward pass that sees whole gradients."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.layout import ProcessMesh, Spec, TorchValue
 
-from ..autograd.call_types import TorchFunction
+from ..autograd.intercepted_call import TorchFunction
 from ..capture.call_capture import Captured, Node, capture
 from ..core.dist_tensor import DistTensor
 from ..core.tree import tensors_in

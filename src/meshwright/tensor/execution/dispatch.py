@@ -15,7 +15,7 @@ from meshwright.spmd import depends_on_arguments, registration_callbacks
 
 from .._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ..autograd import backward_handlers, forward_mode, user_functions
-from ..autograd.call_types import TorchFunction
+from ..autograd.intercepted_call import TorchFunction
 from ..autograd.user_functions import plain_may_be_part
 from ..capture.call_capture import Captured, asks_sizes, autocast_dtype
 from ..capture.metadata_check import check_meta_result
@@ -254,13 +254,13 @@ def _remember(key: Hashable, args: TorchValue, kwargs: TorchValue, run: Run, by_
     floats = floats_in(args, kwargs)
     if floats and (by_value or key in _VALUED):
         _VALUED[key] = True
-        PLANS[key] = _valued(key, args, kwargs)
+        PLANS[key] = _run_by_floats(key, args, kwargs)
         PLANS[key, floats] = run
     else:
         PLANS[key] = run
 
 
-def _valued(key: Hashable, args: TorchValue, kwargs: TorchValue) -> Run:
+def _run_by_floats(key: Hashable, args: TorchValue, kwargs: TorchValue) -> Run:
     """Return a function that looks up the plan by the values of the call's floats too.
 
     `args` are those of the first call.
@@ -271,10 +271,10 @@ def _valued(key: Hashable, args: TorchValue, kwargs: TorchValue) -> Run:
         return (plan or partial(dispatch, key=key))(func, types, args, kwargs)
 
     places = [k for k, value in (*enumerate(args), *(kwargs or {}).items()) if type(value) is float]
-    return _valued_by_one(key, places[0], run) if len(places) == len(floats_in(args, kwargs)) == 1 else run
+    return _run_by_one_float(key, places[0], run) if len(places) == len(floats_in(args, kwargs)) == 1 else run
 
 
-def _valued_by_one(key: Hashable, place: int | str, run: Run) -> Run:
+def _run_by_one_float(key: Hashable, place: int | str, run: Run) -> Run:
     """Return a function that does the same as `run` in one lookup, for a call whose only float is at `place`."""
     plans = Cache[float, Run](64)
     named = isinstance(place, str)

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.comm import current_communicator
 from meshwright.layout import Spec, TorchValue
 
-from ..autograd.call_types import TorchFunction
+from ..autograd.intercepted_call import TorchFunction
 from ..capture.call_capture import Captured, Node, autocast_dtype, strides_of
 from ..capture.trial_calls import is_raised
 from ..conversion.convert import convert_local
@@ -45,7 +45,7 @@ def run_direct(
     The function may return a plain argument itself.
     """
     plain = any(not isinstance(t, DistTensor) for t in tensors_in(args))
-    flat = not kwargs and _places(args, kwargs) is not None
+    flat = not kwargs and _tensor_places(args, kwargs) is not None
 
     def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         found = call_plain(func, types, args, kwargs or _NOTHING)
@@ -89,24 +89,24 @@ def _run_direct_one(spec: Spec) -> Run:
             out.__class__ = DistTensor
             out._spec = spec  # pyright: ignore[reportAttributeAccessIssue] - by its new class
             return out
-        return as_part(out, _typed(spec, out))
+        return as_part(out, _with_dtype_of(spec, out))
 
     return run
 
 
 def _stamp_all(out: TorchValue, specs: Sequence[Spec]) -> TorchValue:
     left = iter(specs)
-    return map_tensors(lambda t: as_part(t, _typed(next(left), t)), out)
+    return map_tensors(lambda t: as_part(t, _with_dtype_of(next(left), t)), out)
 
 
-def _typed(spec: Spec, t: Tensor) -> Spec:
+def _with_dtype_of(spec: Spec, t: Tensor) -> Spec:
     """Return `spec` with the dtype of a new local tensor, which autocast may have chosen."""
     return spec if isinstance(t, DistTensor) or t.dtype is spec.dtype else spec.with_dtype(t.dtype)
 
 
 def run_step(step: Step, func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> Run:
     """Return the run of one operator: convert its operands, then call the caller's function, operator or form."""
-    places = _places(args, kwargs)
+    places = _tensor_places(args, kwargs)
     requirements = ResultRequirements(step.node.op.name(), step.outs, step.fresh)
     if step.node.op.namespace != "aten":
         return _run_foreign(step, places, requirements)
@@ -120,7 +120,7 @@ def run_step(step: Step, func: TorchFunction, args: TorchValue, kwargs: TorchVal
     return _run_sized(step, _SIZED[func], requirements) if sized else _run_local(step, places, requirements)
 
 
-def _places(args: TorchValue, kwargs: TorchValue) -> tuple[int, ...] | None:
+def _tensor_places(args: TorchValue, kwargs: TorchValue) -> tuple[int, ...] | None:
     """Return the indices of the call's tensors among its arguments, keyword arguments last.
 
     None if a tensor is nested.
@@ -129,7 +129,9 @@ def _places(args: TorchValue, kwargs: TorchValue) -> tuple[int, ...] | None:
     return found if len(found) == len(list(tensors_in((args, kwargs)))) else None
 
 
-def _moved(step: Step, places: tuple[int, ...] | None, args: TorchValue, kwargs: TorchValue) -> list[Tensor]:
+def _converted_tensors(
+    step: Step, places: tuple[int, ...] | None, args: TorchValue, kwargs: TorchValue
+) -> list[Tensor]:
     """Return the call's tensor arguments, converted as the operator needs them."""
     values = [*args, *kwargs.values()] if kwargs else args
     tensors = list(tensors_in(values)) if places is None else [values[at] for at in places]
@@ -144,7 +146,7 @@ def _run_moved(step: Step, requirements: ResultRequirements) -> Run:
 
     def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         with no_interception():
-            tensors = _moved(step, None, args, kwargs)
+            tensors = _converted_tensors(step, None, args, kwargs)
             left = iter(tensors)
             local_args, local_kwargs = map_tensors(lambda _: next(left), (args, kwargs or _NOTHING))
             out = requirements.apply(func(*local_args, **local_kwargs), tensors)
@@ -162,8 +164,8 @@ def _run_foreign(step: Step, places: tuple[int, ...] | None, requirements: Resul
 
     def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         with no_interception():
-            tensors = [plain_view(t) for t in _moved(step, places, args, kwargs)]
-            out = requirements.apply(_computed(step, tensors), tensors)
+            tensors = [plain_view(t) for t in _converted_tensors(step, places, args, kwargs)]
+            out = requirements.apply(_local_result(step, tensors), tensors)
         return finish(out, func, args, kwargs)
 
     return run
@@ -221,18 +223,18 @@ def _finisher(step: Step) -> Callable[[TorchValue, TorchFunction, TorchValue, To
 
 
 def _run_local(step: Step, places: tuple[int, ...] | None, requirements: ResultRequirements) -> Run:
-    finish, raised = _finisher(step), _raising(step)
+    finish, converted = _finisher(step), _in_float32(step)
 
     def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         with no_interception():
-            tensors = raised(_moved(step, places, args, kwargs))
-            out = requirements.apply(_in_kind_of(step.node.out, _computed(step, tensors)), tensors)
+            tensors = converted(_converted_tensors(step, places, args, kwargs))
+            out = requirements.apply(_in_kind_of(step.node.out, _local_result(step, tensors)), tensors)
         return finish(out, func, args, kwargs)
 
     return run
 
 
-def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
+def _in_float32(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
     """Return a function that converts operands to float32 if autocast requires that for the operator.
 
     The operator's local form consists of other operators, to which autocast does not apply this.
@@ -241,7 +243,7 @@ def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
         return lambda tensors: tensors
     known: dict[torch.dtype, bool] = {}
 
-    def raised(tensors: list[Tensor]) -> list[Tensor]:
+    def converted(tensors: list[Tensor]) -> list[Tensor]:
         lower = autocast_dtype(tensors)
         if lower is None:
             return tensors
@@ -249,10 +251,10 @@ def _raising(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
             known[lower] = is_raised(step.node, tensors[0].device, lower)
         return [t.float() if t.dtype is lower else t for t in tensors] if known[lower] else tensors
 
-    return raised
+    return converted
 
 
-def _computed(step: Step, tensors: Sequence[Tensor]) -> TorchValue:
+def _local_result(step: Step, tensors: Sequence[Tensor]) -> TorchValue:
     """Return the result of the operator, or of its local form, for this rank's parts."""
     here = current_communicator()
     args, kwargs = step.local_arguments(tensors, here)
@@ -286,7 +288,7 @@ def run_inline(found: NestedCalls, captured: Captured) -> Run:
     """Return the run of the operator's smaller parts, each with its own plan."""
 
     def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        real = _real(captured, args, kwargs)
+        real = _real_tensors(captured, args, kwargs)
         return _in_kind_of(found.node.out, found.parts(*real(found.node.args), **real(found.node.kwargs)))
 
     return run
@@ -298,12 +300,12 @@ def run_random_whole(found: RandomWhole) -> Run:
     def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         left = iter(found.outs)
         note_drawing(next(t.device for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)), None)
-        return map_tensors(lambda t: _kept(t, next(left)), run_whole(func, args, kwargs or _NOTHING))
+        return map_tensors(lambda t: _part_of_whole(t, next(left)), run_whole(func, args, kwargs or _NOTHING))
 
     return run
 
 
-def _kept(x: Tensor, spec: Spec) -> Tensor:
+def _part_of_whole(x: Tensor, spec: Spec) -> Tensor:
     if not isinstance(x, DistTensor) or x._spec.layout == spec.layout:
         return x
     spec = spec.with_dtype(x._spec.dtype)
@@ -315,7 +317,7 @@ def _in_kind_of(meta: TorchValue, out: TorchValue) -> TorchValue:
     return out if isinstance(out, Tensor) or not hasattr(type(meta), "n_fields") else type(meta)(tuple(out))
 
 
-def _real(captured: Captured, args: TorchValue, kwargs: TorchValue) -> Callable[[TorchValue], TorchValue]:
+def _real_tensors(captured: Captured, args: TorchValue, kwargs: TorchValue) -> Callable[[TorchValue], TorchValue]:
     """Return a function that replaces the meta tensors of a capture by the call's tensors."""
     known = {id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
     return lambda tree: map_tensors(lambda t: known[id(t)], tree)
@@ -325,7 +327,7 @@ def run_identity(captured: Captured, args: TorchValue) -> Run:
     """Return the run of a call that returns its own arguments."""
     if isinstance(captured.out, Tensor) and captured.inputs[0] is captured.out and args and isinstance(args[0], Tensor):
         return lambda func, types, args, kwargs: args[0]
-    return lambda func, types, args, kwargs: _real(captured, args, kwargs)(captured.out)
+    return lambda func, types, args, kwargs: _real_tensors(captured, args, kwargs)(captured.out)
 
 
 def run_plain(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
@@ -421,7 +423,7 @@ def run_twin(node: Node, captured: Captured) -> Run | None:
     unseen = _is_unseen(node)
 
     def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        real = _real(captured, args, kwargs)
+        real = _real_tensors(captured, args, kwargs)
         target = real(node.args[0])
         before = target.clone() if torch.is_grad_enabled() else target
         new = twin(before, *real(node.args[1:]), **real(node.kwargs))

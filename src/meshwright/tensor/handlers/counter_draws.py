@@ -23,6 +23,7 @@ from torch import Tensor
 from meshwright.comm import current_communicator
 from meshwright.layout import Product, Spec, TorchValue
 
+from ..autograd.intercepted_call import named_arguments
 from ..torch_hooks import FakeTensor
 
 Key = tuple[int, int]
@@ -88,7 +89,7 @@ class Distribution:
 
     def values(self, args: Sequence[float], kwargs: Mapping[str, TorchValue]) -> list[float]:
         """Return the values of the parameters in a call; other entries of `kwargs` are ignored."""
-        given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+        given = named_arguments(self.parameters, args, kwargs)
         return [given.get(name, default) for name, default in self.parameters.items()]
 
 

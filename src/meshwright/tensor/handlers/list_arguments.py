@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.layout import TorchValue
 
-from ..autograd.call_types import TorchFunction
+from ..autograd.intercepted_call import TorchFunction
 from ..core.handler_registry import handles
 
 

@@ -21,7 +21,7 @@ from meshwright.comm import current_communicator
 from meshwright.layout import Layout, Spec, TorchValue, is_contiguous
 
 from .._errors import RandomSourceError
-from ..autograd.call_types import TorchFunction
+from ..autograd.intercepted_call import TorchFunction, argument_at, named_arguments
 from ..conversion.convert import arranged, convert_local
 from ..conversion.local_parts import is_empty, spec_of_whole
 from ..core.absent_tensor import make_absent
@@ -177,7 +177,7 @@ def _like_draw(func: TorchFunction, args: TorchValue, kwargs: dict[str, TorchVal
 
 def dropout(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Apply dropout by a mask; pending terms are reduced first, since each element is dropped once."""
-    x = args[0] if args else kwargs.get("input")
+    x = argument_at(args, kwargs, 0, "input")
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     if not isinstance(x, DistTensor) or not 0 <= p < 1:
         return NotImplemented
@@ -207,7 +207,6 @@ def dropout_arguments(rest: Sequence[TorchValue], kwargs: TorchValue) -> tuple[f
 
     `rest` are the positional arguments after the first one.
     """
-    p = rest[0] if rest else kwargs.get("p", 0.5)
-    train = rest[1] if len(rest) > 1 else kwargs.get("training", kwargs.get("train", True))
-    inplace = rest[2] if len(rest) > 2 else kwargs.get("inplace", False)
-    return float(p), bool(train), bool(inplace)
+    given = named_arguments(("p", "train", "inplace"), rest, kwargs)
+    train = given.get("training", given.get("train", True))
+    return float(given.get("p", 0.5)), bool(train), bool(given.get("inplace", False))

@@ -11,7 +11,7 @@ from torch.nn import init
 
 from meshwright.layout import TorchValue
 
-from ..autograd.call_types import TorchFunction
+from ..autograd.intercepted_call import TorchFunction, argument_at, named_arguments
 from ..capture.call_capture import autocast_dtype
 from ..conversion.local_parts import is_empty
 from ..core.handler_registry import handles
@@ -31,7 +31,7 @@ def _initialise(func: TorchFunction, types: Sequence[type], args: TorchValue, kw
     Functions of `nn.init` inspect the tensor before they turn gradients off.
     """
     names = {"uniform_": ("a", "b"), "normal_": ("mean", "std"), "constant_": ("val",)}[func.__name__]
-    given = dict(zip(("tensor", *names), args, strict=False)) | kwargs
+    given = named_arguments(("tensor", *names), args, kwargs)
     x = given.pop("tensor")
     fill = {"uniform_": x.uniform_, "normal_": x.normal_, "constant_": x.fill_}[func.__name__]
     defaults = {"a": 0.0, "b": 1.0, "mean": 0.0, "std": 1.0}
@@ -42,7 +42,7 @@ def _initialise(func: TorchFunction, types: Sequence[type], args: TorchValue, kw
 @handles(init.kaiming_uniform_)
 def _initialise_kaiming(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     names = ("tensor", "a", "mode", "nonlinearity", "generator")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = named_arguments(names, args, kwargs)
     x, mode = given["tensor"], given.get("mode", "fan_in")
     fans = dict(zip(("fan_in", "fan_out"), init._calculate_fan_in_and_fan_out(x), strict=True))
     gain = init.calculate_gain(given.get("nonlinearity", "leaky_relu"), given.get("a", 0))
@@ -61,7 +61,7 @@ _WITH_BATCH = {F.dropout1d: 3, F.dropout3d: 5}
 @handles(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.ops.aten.feature_dropout.default)
 def _drop_features(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Drop whole channels, with a mask of one number for each."""
-    x = args[0] if args else kwargs["input"]
+    x = argument_at(args, kwargs, 0, "input")
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     channels = 2 if x.dim() == _WITH_BATCH.get(func, x.dim()) else 1
     refused = x.dim() < channels or (func is F.dropout1d and x.dim() not in (2, 3))
@@ -83,7 +83,7 @@ def _attention_with_dropout(
 
     Each operator is then sharded by its own rule.
     """
-    given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+    given = named_arguments(_ATTENTION, args, kwargs)
     if not (given.get("dropout_p") or 0) > 0:
         return NotImplemented
     q, k, v = (given[name] for name in _ATTENTION[:3])

@@ -16,7 +16,7 @@ from meshwright.layout import Layout, Product, Spec, TorchValue
 
 from .._errors import MemoryAccessError, OperationError
 from ..autograd.assigned_gradients import has_assigned
-from ..autograd.call_types import TorchFunction
+from ..autograd.intercepted_call import TorchFunction, argument_at
 from ..conversion.convert import arranged, convert_local
 from ..conversion.local_parts import spec_of, whole_local, whole_spec, write_into
 from ..conversion.pending_gradients import flush
@@ -57,11 +57,7 @@ _LOCAL_CALLS: list[TorchFunction] = [
 
 @handles(
     *[getattr(Tensor, n).__get__ for n in _LOCAL if hasattr(Tensor, n)],
-    *[
-        getattr(Tensor, n).__set__
-        for n in ("requires_grad", "_backward_hooks")
-        if hasattr(getattr(Tensor, n), "__set__")
-    ],
+    *(_T.requires_grad.__set__, _T._backward_hooks.__set__),
     *_LOCAL_CALLS,
     numbers=False,
 )
@@ -80,8 +76,9 @@ def _version(func: TorchFunction, types: Sequence[type], args: TorchValue, kwarg
 def _base(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the distributed tensor that this one is a view of, or None; the local part of a leaf is no base."""
     x = args[0]
-    base = x._source.base if isinstance(x, DistView) and x._outer is x and x._seen else None
-    base = call_plain(func, types, args, kwargs or {}) if base is None else base
+    if isinstance(x, DistView) and x._outer is x and x._seen:
+        return x._source.base
+    base = call_plain(func, types, args, kwargs or {})
     return base if isinstance(base, DistTensor) else None
 
 
@@ -196,14 +193,14 @@ def _state(x: DistTensor) -> str:
 
 
 @handles(Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
-def _moved(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+def _on_device(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     x = args[0]
     out = call_plain(func, types, args, kwargs)
     return x if out is x else as_part(out, x._spec.new)
 
 
 @handles(Tensor.to, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.device)
-def _to(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+def _converted(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     x = args[0]
     given = (*args[1:], *kwargs.values())
     named = any(isinstance(a, (str, torch.device)) for a in given)
@@ -260,7 +257,7 @@ def _is_here(x: Tensor) -> bool:
 
 @handles(Tensor.copy_)
 def _copy(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-    x, new = args[0], args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+    x, new = args[0], argument_at(args, kwargs, 1, "src", "other")
     if not isinstance(x, DistTensor) or not isinstance(new, Tensor) or not (_is_here(x) and _is_here(new)):
         return NotImplemented
     return write_into(x, new)
@@ -280,9 +277,9 @@ def _batch_norm(func: TorchFunction, types: Sequence[type], args: TorchValue, kw
     Sharded statistics are gathered before the call, and written back after it.
     """
     first = _STATISTICS[func]
-    given = [args[first + i] if len(args) > first + i else kwargs.get(n) for i, n in enumerate(_RUNNING)]
+    given = [argument_at(args, kwargs, first + i, name) for i, name in enumerate(_RUNNING)]
     parts = [t for t in given if isinstance(t, DistTensor) and _is_here(t) and whole_spec(t._spec) != t._spec]
-    if not parts or not (args[_TRAINING] if len(args) > _TRAINING else kwargs.get("training")):
+    if not parts or not argument_at(args, kwargs, _TRAINING, "training"):
         return NotImplemented
     with torch.no_grad():
         whole = {id(t): as_part(whole_local(t).clone(), whole_spec(t._spec)) for t in parts}
@@ -323,22 +320,24 @@ def _reshape_in_place(func: TorchFunction, types: Sequence[type], args: TorchVal
         return _moved_into(x, new, name)
     _gradient_of(x)  # called for its effect: the gradient gets its own spec
     leave_memory(x)  # views of `x` stay views of its memory in the shape that it had
-    if x._away:
-        pass
-    elif name == "squeeze_":
-        gone = _squeezed_dims(x, *args[1:], **kwargs)
-        with no_interception():
-            x.squeeze_(gone)
-    else:
-        call_plain(getattr(Tensor, name), types, args, kwargs)
+    if not x._away:
+        _reshape_part(name, x, args[1:], kwargs)
     x._spec = new._spec
     return x
+
+
+def _reshape_part(name: str, x: DistTensor, sizes: TorchValue, kwargs: TorchValue) -> None:
+    """Call the method that changes the shape of this rank's part as that of the whole tensor."""
+    if name == "squeeze_":
+        sizes, kwargs = [_squeezed_dims(x, *sizes, **kwargs)], {}
+    with no_interception():
+        getattr(Tensor, name)(x, *sizes, **kwargs)
 
 
 @handles(Tensor.as_strided, torch.as_strided, torch.ops.aten.as_strided.default)
 def _as_strided(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Raise OperationError for a view of memory outside the tensor's elements, which this rank does not hold."""
-    x, at = args[0], args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    x, at = args[0], argument_at(args, kwargs, 3, "storage_offset")
     if not isinstance(x, DistTensor):
         return NotImplemented
     with no_interception():
@@ -371,7 +370,7 @@ _ATEN: Any = torch.ops.aten
 )
 def _resolve(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return a copy if the conj or neg bit of the local part is set, otherwise the tensor itself."""
-    x: DistTensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    x: DistTensor = argument_at(args, kwargs, 0, "input", "self")
     with no_interception():
         out = func(x)
         if out is x:

@@ -16,7 +16,7 @@ from torch.utils import dlpack
 from meshwright.layout import TorchValue
 
 from .._errors import MemoryAccessError
-from ..autograd.call_types import TorchFunction
+from ..autograd.intercepted_call import TorchFunction, argument_at, named_arguments
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, as_part
 from ..torch_hooks import (
@@ -42,7 +42,7 @@ def _copied(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchVa
 
 def _data(args: TorchValue, kwargs: TorchValue) -> DistTensor | None:
     """Return the first argument of a constructor if it is a distributed tensor, else None."""
-    x = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    x = argument_at(args, kwargs, 0, "data", "obj")
     return x if isinstance(x, DistTensor) else None
 
 
@@ -67,7 +67,7 @@ def _taken(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchVal
     x = _data(args, kwargs)
     if x is None:
         return NotImplemented
-    given = kwargs | dict(zip(("dtype", "device"), args[1:], strict=False))
+    given = named_arguments(("dtype", "device"), args[1:], kwargs)
     return x.to(**_target(given)) if _target(given) else x
 
 
