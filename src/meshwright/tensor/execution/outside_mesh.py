@@ -28,7 +28,7 @@ from ..core.tree import map_tensors, tensors_in
 from ..planning.call_plan import NestedCalls, is_constant, is_view_of_plain, is_written
 from ..torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
 from .captured_call import CapturedCall, Plan, capture_call, plan_captured, result_specs
-from .run_plan import run_graph, run_inline, run_plain
+from .run_plan import real_inputs, run_graph, run_inline, run_plain
 
 
 def plan_outside(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> Run:
@@ -211,7 +211,7 @@ class _RunWithoutElements:
         _draw_along(self.captured)
         tensors = list(tensors_in((args, kwargs)))
         results = list(tensors_in(self.captured.out))
-        real = {id(meta): t for meta, t in zip(self.captured.inputs, tensors, strict=True)}
+        real = real_inputs(self.captured, args, kwargs)
         if any(is_written(node.op) for node in self.captured.nodes):  # not x.to(x.dtype)
             for meta in results:
                 if id(meta) in real:

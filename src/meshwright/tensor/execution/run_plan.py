@@ -319,8 +319,13 @@ def _in_kind_of(meta: TorchValue, out: TorchValue) -> TorchValue:
 
 def _real_tensors(captured: Captured, args: TorchValue, kwargs: TorchValue) -> Callable[[TorchValue], TorchValue]:
     """Return a function that replaces the meta tensors of a capture by the call's tensors."""
-    known = {id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
+    known = real_inputs(captured, args, kwargs)
     return lambda tree: map_tensors(lambda t: known[id(t)], tree)
+
+
+def real_inputs(captured: Captured, args: TorchValue, kwargs: TorchValue) -> dict[int, Tensor]:
+    """Return the id of each captured argument → the tensor of the call that it stands for."""
+    return {id(meta): t for meta, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
 
 
 def run_identity(captured: Captured, args: TorchValue) -> Run:
@@ -348,7 +353,7 @@ def run_graph(captured: Captured) -> Run:
     """Return the run of several operators, one by one on distributed tensors."""
 
     def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        known: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
+        known = real_inputs(captured, args, kwargs)
         known |= {id(c): c.clone() for c in captured.constants}
         for node in captured.nodes:
             _run_node(node, known)
