@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.graph import ProgramError, Value, verify
+from meshwright.graph import Node, ProgramError, Value, verify
 from tests.passes.random_programs import program
 
 aten = torch.ops.aten
@@ -56,3 +56,10 @@ def test_an_invalid_program_is_an_error(broken: dict[str, Any], found: str, why:
 
 def test_a_valid_program_is_returned() -> None:
     assert verify(MADE, deep=True) is MADE
+
+
+def test_a_missing_operand_of_an_operator_in_place_is_an_error() -> None:
+    write = Node(torch.ops.aten.add_.Tensor, (OTHER, INPUT), {}, replace(RESULT, name="written"))
+    with pytest.raises(ProgramError) as caught:
+        verify(replace(MADE, nodes=(*MADE.nodes, write)))
+    assert caught.value.why == "it is read before it is computed"

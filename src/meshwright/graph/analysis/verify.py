@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from .._errors import ProgramError
 from ..program.node import Node, Value, name_of, values_in
@@ -18,8 +19,11 @@ def verify(program: Program, by: str = "", deep: bool = False) -> Program:
     Raises:
         ProgramError: the program is invalid; the message names the node, and `by`, the maker of the program.
     """
-    types = _type_violations(program) if deep else ()
-    for what, found, why in (*_order_violations(program), *_result_violations(program), *overwritten(program), *types):
+    checks = [_order_violations, _result_violations, overwritten]
+    if deep:
+        checks.append(_type_violations)
+    violations = chain.from_iterable(check(program) for check in checks)  # later checks need what earlier ones hold
+    for what, found, why in violations:
         raise ProgramError(
             f"a program{f' made by {by}' if by else ''}",
             f"{what}: {found}",
