@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from meshwright.layout import InputError, read_json, read_toml
+from meshwright.layout import InputError, JsonValue, read_json, read_toml
 
 from .._errors import SearchError, check_sizes
 
@@ -92,7 +92,7 @@ def parse_plan(text: str) -> Plan:
     return plan_of(read_text(text, "a plan with a text", EXAMPLE))
 
 
-def _toml(value: Any) -> str:
+def _toml(value: JsonValue) -> str:
     return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
@@ -101,7 +101,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def read_text(text: str, asked: str, write: str) -> dict[str, Any]:
+def read_text(text: str, asked: str, write: str) -> dict[str, JsonValue]:
     """Return the table that a text in TOML or JSON contains.
 
     Raises:
@@ -113,7 +113,7 @@ def read_text(text: str, asked: str, write: str) -> dict[str, Any]:
         raise SearchError(asked, error.found, f"the text is neither TOML nor JSON: {error.why}", write) from error
 
 
-def plan_of(given: Mapping[str, Any]) -> Plan:
+def plan_of(given: Mapping[str, JsonValue]) -> Plan:
     """Return the plan with the given fields; fields that are left out have their defaults.
 
     Raises:
