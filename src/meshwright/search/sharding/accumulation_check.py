@@ -7,7 +7,7 @@ sums over a batch, and products of two means fail the check.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from meshwright.layout import hint
 from meshwright.spmd import BoundRule, Call, Choice
 
 from .forms import AXIS, PENDING, VARYING, WHOLE, AxisForm
-from .operator_options import call_of, choices, gives_of, needs_of, tensors_of
+from .operator_options import Forms, call_of, choices, gives_of, needs_of, tensors_of
 
 MEAN = AxisForm("mean")
 ROWS = AxisForm("cut", 0, (AXIS,))
@@ -167,7 +167,7 @@ class _Followed:
                 return gives_of(call.bound, choice, self.pieces)
         return None
 
-    def _fits_choice(self, node: Node, call: Call, choice: Choice, wanted: Mapping[Value, AxisForm]) -> bool:
+    def _fits_choice(self, node: Node, call: Call, choice: Choice, wanted: Forms) -> bool:
         if self._has_form(call.bound, choice) and not (self._is_mean(node) or self._is_apart(node, choice)):
             return False
         needs = needs_of(node, call, choice, self.pieces)

@@ -15,7 +15,7 @@ from meshwright.layout import hint
 from meshwright.tensor import Context
 
 from .forms import AXIS, AxisForm
-from .operator_options import Option, tensors_of
+from .operator_options import Forms, Option, Options, tensors_of
 
 ATTENTION = "aten::scaled_dot_product_attention"
 SEQUENCE, HEADS = 2, 3
@@ -52,12 +52,12 @@ def _has_even_sequence(given: Sequence[Value], ranks: int) -> bool:
     return len(lengths) == 1 and lengths.pop() % ranks == 0
 
 
-def _shards_only_heads(needs: Mapping[Value, AxisForm], given: Sequence[Value]) -> bool:
+def _shards_only_heads(needs: Forms, given: Sequence[Value]) -> bool:
     """True if queries, keys and values are sharded in heads, and no other operand is sharded."""
     return all(_shards_heads(v, form) if v in given else form.kind != "cut" for v, form in needs.items())
 
 
-def count_attention_methods(options: Mapping[Node, Option]) -> Counter[Context]:
+def count_attention_methods(options: Options) -> Counter[Context]:
     """Count the attentions along a sharded sequence, by context-parallel method."""
     return Counter(_methods_used(options))
 
@@ -67,7 +67,7 @@ def attention_sentences(found: Counter[Context]) -> list[str]:
     return [f"context parallel: in {n} attention{'s' * (n > 1)}, {METHOD_SENTENCES[name]}" for name, n in found.items()]
 
 
-def _methods_used(options: Mapping[Node, Option]) -> Iterator[Context]:
+def _methods_used(options: Options) -> Iterator[Context]:
     for node, option in options.items():
         if is_attention(node) and option.needs[0] == _sequence_form(node.ins[0]):
             key = option.needs[tensors_of(node.ins).index(node.ins[1])]

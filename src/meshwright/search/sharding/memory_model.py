@@ -17,7 +17,7 @@ from meshwright.passes import Bucket
 from .conversion_prices import Prices
 from .forms import AxisForm, collective
 from .memory_saving import LEAST, NOTHING, MemorySaving, RecomputedValues
-from .operator_options import Option, tensors_of
+from .operator_options import Forms, Option, Options, PossibleForms, tensors_of
 from .variable_elimination import Costs, Table
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class MemoryModel:
     def tables(
         self,
         options: Mapping[Node, Sequence[Option]],
-        forms_of: Mapping[Value, tuple[AxisForm, ...]],
+        forms_of: PossibleForms,
         number: Mapping[Value, int],
     ) -> Iterator[Table]:
         """Yield the bytes of values in their forms, as tables: parameters with gradients and states, and kept results.
@@ -79,7 +79,7 @@ class MemoryModel:
                     yield Table((number[v], n), costs)
 
     def _sent_results(
-        self, node: Node, options: Sequence[Option], forms_of: Mapping[Value, tuple[AxisForm, ...]]
+        self, node: Node, options: Sequence[Option], forms_of: PossibleForms
     ) -> Iterator[tuple[Value, Costs]]:
         """Yield the results whose conversion from the forms that options give is kept, with its bytes."""
         for place, v in enumerate(tensors_of(node.outs)):
@@ -88,7 +88,7 @@ class MemoryModel:
                 yield v, self._sent_bytes(v, given, forms_of[v], into=True)
 
     def _sent_operands(
-        self, node: Node, options: Sequence[Option], forms_of: Mapping[Value, tuple[AxisForm, ...]]
+        self, node: Node, options: Sequence[Option], forms_of: PossibleForms
     ) -> Iterator[tuple[Value, Costs]]:
         """Yield the operands whose conversion to the forms that options need is kept, with its bytes."""
         for place, v in enumerate(tensors_of(node.ins)):
@@ -96,7 +96,7 @@ class MemoryModel:
                 needed = tuple(option.needs[place] for option in options)
                 yield v, self._sent_bytes(v, forms_of[v], needed)
 
-    def made_at(self, node: Node, option: Option, forms: Mapping[Value, AxisForm]) -> float:
+    def made_at(self, node: Node, option: Option, forms: Forms) -> float:
         """Return the bytes that live from a node until the backward pass: its results, and what is sent for it."""
         made, read = tensors_of(node.outs), tensors_of(node.ins)
         pairs = [(v, give, forms[v]) for v, give in zip(made, option.gives, strict=True) if self._is_sent_out(v)]
@@ -163,7 +163,7 @@ class MemoryModel:
         """True if ZeRO shards a parameter; small ones stay whole."""
         return prod(map(hint, v.shape)) >= LEAST
 
-    def temporary_bytes(self, options: Mapping[Node, Option], forms: Mapping[Value, AxisForm]) -> float:
+    def temporary_bytes(self, options: Options, forms: Forms) -> float:
         """Return the temporary bytes of a recomputed layer, and of parameters and gradients in communication."""
         cut = [v for v in self.given & self.trains & forms.keys() if self.is_cut_by_zero(v)]
         whole = [v.nbytes / self._ranks(forms[v]) for v in cut]
@@ -179,7 +179,7 @@ class MemoryModel:
         saving = self.prices.saving
         return {2: 1, 3: 2 if saving.recompute else 1}.get(saving.zero, 0)
 
-    def gradient_bytes(self, forms: Mapping[Value, AxisForm]) -> float:
+    def gradient_bytes(self, forms: Forms) -> float:
         """Return the bytes of gradients of activations, as far as they exceed the bytes that an update takes.
 
         These gradients live while all results are kept; the loss makes several of the size of its largest operand.
@@ -206,7 +206,7 @@ class MemoryModel:
         _, gradient, state = saving.parameter(self.prices.replicas)
         return v.nbytes * (gradient + UPDATE * state)
 
-    def of_layers(self, options: Mapping[Node, Option], forms: Mapping[Value, AxisForm]) -> Mapping[str, float]:
+    def of_layers(self, options: Options, forms: Forms) -> Mapping[str, float]:
         """Return the bytes of each recomputed layer while it is recomputed."""
         layers: dict[str, float] = {}
         for v, layer in self.dropped.values.items():

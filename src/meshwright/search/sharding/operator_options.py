@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,13 @@ class Option:
     needs: tuple[AxisForm, ...]
     gives: tuple[AxisForm, ...]
     seconds: float
+
+
+Options = Mapping[Node, Option]
+"""The option of each operator."""
+Forms = Mapping[Value, AxisForm]
+"""The form of each value."""
+PossibleForms = Mapping[Value, tuple[AxisForm, ...]]
 
 
 def tensors_of(values: Sequence[Value]) -> tuple[Value, ...]:

@@ -11,7 +11,7 @@ chain of narrow layers, so variable elimination minimises the sum exactly (`vari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +32,7 @@ from .conversion_prices import EXPOSED, Prices
 from .forms import VARYING, WHOLE, AxisForm, collective
 from .memory_model import MemoryModel
 from .memory_saving import MemorySaving
-from .operator_options import Option, call_of, choices, gives_of, needs_of, tensors_of
+from .operator_options import Forms, Option, Options, call_of, choices, gives_of, needs_of, tensors_of
 from .variable_elimination import MOST, Costs, Elimination, Table, aligned, elimination, least, order_of, total_cost
 
 T = TypeVar("T")
@@ -80,8 +80,8 @@ class Shardings:
     seconds: float
     nbytes: float
     program: Program = field(repr=False)
-    options: Mapping[Node, Option] = field(repr=False)
-    forms: Mapping[Value, AxisForm] = field(repr=False)
+    options: Options = field(repr=False)
+    forms: Forms = field(repr=False)
     meetings: tuple[Conversion, ...] = field(default=(), repr=False)
     gap: float = 0.0
     held: float = 0.0
@@ -248,9 +248,7 @@ class ShardingProblem:
         """Return a solution with its conversions in `meetings`."""
         return replace(found, meetings=tuple(self._costly_conversions(found.options, found.forms)))
 
-    def _costly_conversions(
-        self, options: Mapping[Node, Option], forms: Mapping[Value, AxisForm]
-    ) -> Iterator[Conversion]:
+    def _costly_conversions(self, options: Options, forms: Forms) -> Iterator[Conversion]:
         """Yield the conversions of a solution that take time."""
         for given in self.program.inputs:
             if given.value in forms:
