@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cost import Cluster, Meeting, cluster_of, link_of
+from meshwright.cost import Cluster, cluster_of, link_of
+from meshwright.reshard import CollectiveKind
 
-KINDS: tuple[Meeting, ...] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+KINDS: tuple[CollectiveKind, ...] = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 DEVICES = ("V100", "A100", "A100-PCIe", "H100", "B200", "GB200", "MI300X", "Ascend-910B", "cpu core")
 
 
-def seconds(cluster: Cluster, kind: Meeting, nbytes: float, ranks: int, together: int) -> float:
+def seconds(cluster: Cluster, kind: CollectiveKind, nbytes: float, ranks: int, together: int) -> float:
     return float(cluster.meeting(kind, nbytes, ranks, min(ranks, together)))
 
 
@@ -28,7 +29,7 @@ def seconds(cluster: Cluster, kind: Meeting, nbytes: float, ranks: int, together
     st.floats(1, 10),
 )
 def test_more_bytes_take_longer_and_no_link_is_outrun(
-    device: str, kind: Meeting, nbytes: float, ranks: int, together: int, more: float
+    device: str, kind: CollectiveKind, nbytes: float, ranks: int, together: int, more: float
 ) -> None:
     cluster = cluster_of(device)
     took = seconds(cluster, kind, nbytes, ranks, together)
@@ -46,7 +47,7 @@ def test_a_sum_takes_no_longer_than_its_parts_and_their_gather(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_groups_are_priced_as_one_by_one(kind: Meeting) -> None:
+def test_many_groups_are_priced_as_one_by_one(kind: CollectiveKind) -> None:
     cluster = cluster_of("B200")
     ranks, together = np.array([1, 2, 8, 16, 64, 1000]), np.array([1, 2, 8, 1, 8, 4])
     nbytes = np.array([1e3, 1e9, 1e7, 1e5, 1e10, 1e8])

@@ -14,7 +14,17 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from benchmarks import reshard as figure
 from meshwright.comm import current_communicator, simulate
 from meshwright.layout import ProcessMesh, Spec, parse_layout, parse_spec
-from meshwright.reshard import AllGather, Exchange, Plan, ReshardError, execute, lower_bound, plan
+from meshwright.reshard import (
+    AllGather,
+    Exchange,
+    Plan,
+    ReshardError,
+    collective_between,
+    execute,
+    lower_bound,
+    plan,
+    received_share,
+)
 
 from .oracle import conversions
 
@@ -50,6 +60,15 @@ GOLDEN = """
     2@x * 4, 4          -> 8@x@y, 4               View(f32[2@x, 4, 4]) · Slice(y, dim 1) · View(f32[8@x@y, 4])
 """
 """Conversions on a 2 × 2 mesh, and the paths they take."""
+
+ROLES = {"8, 4": "whole", "8@x, 4": "cut", "8, 4@x": "cut", "8, 4 +x": "terms"}
+
+
+@pytest.mark.parametrize(("src", "dst"), [(a, b) for a in ROLES for b in ROLES if a != b and ROLES[b] != "terms"])
+def test_the_table_of_one_axis_has_the_bytes_of_the_steps(src, dst):
+    have, need = (parse_spec(_spec(side), LINE) for side in (src, dst))
+    kind = collective_between(ROLES[src], ROLES[dst])
+    assert plan(have, need).busiest == (received_share(kind, LINE.size) * have.nbytes if kind else 0)
 
 
 @pytest.mark.parametrize("line", GOLDEN.strip().splitlines(), ids=lambda line: " ".join(line.split()))
@@ -213,7 +232,7 @@ def test_a_few_ranks_of_a_large_mesh_decide(monkeypatch, src, dst):
     module = import_module("meshwright.reshard._plan")
     specs = [parse_spec(_spec(side), WIDE) for side in (src, dst)]
     few = module._plan.__wrapped__(*specs, None)
-    assert max(few.received(r) for r in module._examples(few)) == few.busiest
+    assert max(few.received(r) for r in module._compared_ranks(few)) == few.busiest
     monkeypatch.setattr(module, "SMALL_MESH", 1000)
     assert module._plan.__wrapped__(*specs, None).steps == few.steps
 

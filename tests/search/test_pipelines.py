@@ -328,7 +328,7 @@ def frontier(problem: ShardingProblem) -> Iterator[Shardings]:
         chosen = np.unravel_index(n, problem.sizes)
         options = {node: ways[chosen[at]] for at, (node, ways) in enumerate(problem.options.items())}
         forms = {v: each[chosen[problem.number[v]]] for v, each in problem.forms.items()}
-        yield problem.told(Shardings(float(seconds[n]), float(nbytes[n]), problem.program, options, forms))
+        yield problem.with_conversions(Shardings(float(seconds[n]), float(nbytes[n]), problem.program, options, forms))
 
 
 def test_cuts_of_stages_take_as_little_memory_as_they_must() -> None:

@@ -1,11 +1,10 @@
 """Cost model: devices, links and clusters, and the seconds of operators and of resharding steps."""
 
 from ._cluster import Cluster, cluster_of
-from ._collectives import Meeting
 from ._describe import cluster
 from ._device import DEVICES, NARROWEST, Device, device_of
 from ._errors import CostError
-from ._kernels import Habits, Kernels, Numbers
+from ._kernels import Flags, Habits, Kernels, Numbers
 from ._link import LINKS, Link, link_of
 
 __all__ = [
@@ -15,10 +14,10 @@ __all__ = [
     "Cluster",
     "CostError",
     "Device",
+    "Flags",
     "Habits",
     "Kernels",
     "Link",
-    "Meeting",
     "Numbers",
     "cluster",
     "cluster_of",

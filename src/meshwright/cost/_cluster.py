@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from meshwright.layout import Spec
-from meshwright.reshard import AllGather, AllReduce, ReduceScatter, Step
+from meshwright.reshard import ROUNDS, AllGather, AllReduce, CollectiveKind, ReduceScatter, Step
 
-from ._collectives import ROUNDS, Group, Meeting
+from ._collectives import Group
 from ._device import Device, device_of
 from ._errors import CostError
-from ._kernels import Numbers
+from ._kernels import Flags, Numbers
 from ._link import Link, link_of
 
 LOOKED_AT = 64
-KINDS: Mapping[type[Step], Meeting] = {
+KINDS: Mapping[type[Step], CollectiveKind] = {
     AllReduce: "all-reduce", AllGather: "all-gather", ReduceScatter: "reduce-scatter",
 }  # fmt: skip
 """Steps that are collectives. In other steps, each rank sends its messages directly, all at once."""
@@ -83,7 +83,7 @@ class Cluster:
         return Group(self.inside, self.outside, ranks, together).bandwidth
 
     def meeting(
-        self, kind: Meeting, nbytes: Numbers, ranks: Numbers, together: Numbers, leaving: Numbers = 1.0
+        self, kind: CollectiveKind, nbytes: Numbers, ranks: Numbers, together: Numbers, leaving: Numbers = 1.0
     ) -> Numbers:
         """Return the seconds of a collective on tensors of `nbytes`; 0 for one rank.
 
@@ -92,12 +92,12 @@ class Cluster:
         """
         return Group(self.inside, self.outside, ranks, together).seconds(kind, nbytes, leaving)
 
-    def message(self, nbytes: Numbers, across: Numbers) -> Numbers:
+    def message(self, nbytes: Numbers, across: Flags) -> Numbers:
         """Return the seconds of a message to another rank; `across` is true if the message leaves the node."""
         inside = self.inside.among(2) if self.inside.mesh else self.inside.usable
         outside = inside if self.outside is None else self.outside.usable
         latency = self.inside.latency if self.outside is None else self.outside.latency
-        return np.where(across, latency + np.divide(nbytes, outside), self.inside.latency + np.divide(nbytes, inside))
+        return np.where(across, latency + nbytes / outside, self.inside.latency + nbytes / inside)
 
     def seconds(self, step: Step, x: Spec) -> float:
         """Return the seconds of a step that is applied to a tensor with spec `x`: a price for `reshard.plan`."""
@@ -126,29 +126,29 @@ def slowest(kinds: Sequence[Cluster]) -> Cluster:
 
     Ranks have equal parts of a model, so each rank waits for the slowest. The surplus of faster devices is not used.
     """
-    devices = [kind.device for kind in kinds]
-    known = sorted(set[torch.dtype]().union(*(device.flops for device in devices)), key=str)
-    shares = {name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4")}
-    most = replace(devices[0], flops=dict.fromkeys(known, 1.0), **shares)
-    device = replace(
-        devices[0],
-        name=" + ".join(dict.fromkeys(d.name for d in devices)),
-        flops={t: min(d.rate(t) for d in devices) / most.share(t) for t in known},
-        bandwidth=min(d.bandwidth for d in devices),
-        memory=min(d.memory for d in devices),
-        overhead=max(d.overhead for d in devices),
-        **shares,
-        units=min(d.units for d in devices),
-        attention=(min(d.attention[0] for d in devices), min(d.attention[1] for d in devices)),
-    )
     outside = [kind.outside or kind.inside for kind in kinds]
     return Cluster(
-        device,
+        _slowest_device([kind.device for kind in kinds]),
         min((kind.inside for kind in kinds), key=_speed),
         min(kind.per_node for kind in kinds),
         min(outside, key=_speed),
         sum(kind.devices or 0 for kind in kinds) or None,
     )
+
+
+def _slowest_device(devices: Sequence[Device]) -> Device:
+    """Return a device with the lowest rate, bandwidth and memory of any device, and with the highest overhead.
+
+    Peaks are those that give the lowest rates at the highest fraction of the peak.
+    """
+    dtypes = sorted(set[torch.dtype]().union(*(d.flops for d in devices)), key=str)
+    highest = {name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4", "overhead")}
+    lowest = {name: min(getattr(d, name) for d in devices) for name in ("bandwidth", "memory", "units")}
+    forward, backward = zip(*(d.attention for d in devices), strict=True)
+    name = " + ".join(dict.fromkeys(d.name for d in devices))
+    device = replace(devices[0], name=name, attention=(min(forward), min(backward)), **lowest, **highest)
+    peaks = replace(device, flops=dict.fromkeys(dtypes, 1.0))
+    return replace(device, flops={t: min(d.rate(t) for d in devices) / peaks.share(t) for t in dtypes})
 
 
 def _speed(link: Link) -> float:

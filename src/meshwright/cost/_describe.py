@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from os.path import exists
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from meshwright.layout import InputError, LayoutError, read_dtype, read_text_file, read_toml
+from meshwright.layout import InputError, JsonValue, LayoutError, read_dtype, read_text_file, read_toml
 
 from ._cluster import Cluster, cluster_of, slowest
 from ._device import DEVICES, GIGA, MICRO, TERA, Device
@@ -48,25 +48,25 @@ def cluster(text: str) -> Cluster:
 
 def _from_line(text: str) -> Cluster:
     first, *rest = (word.strip() for word in text.split(","))
-    kinds = [_kind(text, word.strip()) for word in first.split("+")]
+    kinds = [_cluster_of_kind(text, word.strip()) for word in first.split("+")]
     made = kinds[0] if len(kinds) == 1 else slowest(kinds)
     for is_one in (_NODE.fullmatch, lambda word: word in LINKS or _NETWORK.fullmatch(word)):
         if len(twice := [word for word in rest if is_one(word)]) > 1:
             raise CostError(f"a cluster {text!r}", " and ".join(map(repr, twice)), "only one of them is allowed", WRITE)
     for word in rest:
-        made = _changed(made, text, word)
+        made = _with_word(made, text, word)
     return made
 
 
-def _kind(text: str, word: str) -> Cluster:
+def _cluster_of_kind(text: str, word: str) -> Cluster:
     """Return the cluster of one kind of device, written as a count and a name."""
     found = _DEVICES.fullmatch(word)
     if found is None:
-        raise _no_toml(text) if text and exists(text) else _unread(text, word)
-    return replace(_usual(text, found[2]), devices=int(found[1]))
+        raise _no_toml_error(text) if text and exists(text) else _unread_error(text, word)
+    return replace(_usual_cluster(text, found[2]), devices=int(found[1]))
 
 
-def _usual(text: str, written: str) -> Cluster:
+def _usual_cluster(text: str, written: str) -> Cluster:
     """Return the usual cluster of a device.
 
     A memory size in the name selects the device with that memory. If there is none, it replaces the device's memory.
@@ -79,16 +79,16 @@ def _usual(text: str, written: str) -> Cluster:
         elif not _SOCKET.fullmatch(word.casefold()):
             words.append(word)
     name = "-".join(words)
-    usual = cluster_of(_known(f"{name}-{size}GB") or _known(name) or written)
+    usual = cluster_of(_known_name(f"{name}-{size}GB") or _known_name(name) or written)
     return replace(usual, device=replace(usual.device, memory=float(size) * GIGA)) if size else usual
 
 
-def _known(name: str) -> str | None:
+def _known_name(name: str) -> str | None:
     """Return a device's name as `DEVICES` spells it, whatever the case of `name`; None if it is unknown."""
     return {known.casefold().replace(" ", "-"): known for known in DEVICES}.get(name.casefold())
 
 
-def _changed(made: Cluster, text: str, word: str) -> Cluster:
+def _with_word(made: Cluster, text: str, word: str) -> Cluster:
     if found := _NODE.fullmatch(word):
         return replace(made, per_node=int(_positive(text, word, found[1])))
     if found := _NETWORK.fullmatch(word):
@@ -97,7 +97,7 @@ def _changed(made: Cluster, text: str, word: str) -> Cluster:
         return replace(made, outside=replace(usual, name=f"{bits:g}G", bandwidth=bits / 8 * GIGA))
     if word in LINKS:
         return replace(made, outside=LINKS[word])
-    raise _unread(text, word)
+    raise _unread_error(text, word)
 
 
 def _positive(text: str, word: str, number: str) -> str:
@@ -106,13 +106,13 @@ def _positive(text: str, word: str, number: str) -> str:
     return number
 
 
-def _no_toml(text: str) -> CostError:
+def _no_toml_error(text: str) -> CostError:
     return CostError(
         f"a cluster {text!r}", "a path", "the name of a cluster file must end in .toml", "pass a file such as here.toml"
     )
 
 
-def _unread(text: str, word: str) -> CostError:
+def _unread_error(text: str, word: str) -> CostError:
     why = "the word is neither a number of devices, nodes or gigabits, nor a link"
     return CostError(f"a cluster {text!r}", f"{word!r}", why, WRITE)
 
@@ -133,7 +133,7 @@ def _from_file(path: Path) -> Cluster:
             asked, f"cluster = {given.get('cluster')!r}", "cluster must be a line that describes the devices", EXAMPLE
         )
     made = _from_line(given["cluster"])
-    return replace(made, **{name: _part(asked, name, made, given[name]) for name in tables if name in given})
+    return replace(made, **{name: _changed_part(asked, name, made, given[name]) for name in tables if name in given})
 
 
 EXAMPLE = """write lines such as
@@ -150,13 +150,13 @@ _UNITS = {
 }  # fmt: skip
 
 
-def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
+def _changed_part(asked: str, table: str, made: Cluster, given: JsonValue) -> Device | Link:
     """Return the cluster's device or one of its links, with some numbers replaced."""
     old = getattr(made, table) or Link("", 1.0, 14 * MICRO)
     known = {field.name for field in fields(old)}
     if not isinstance(given, Mapping):
         raise CostError(asked, f"{table} = {given!r}", "the entry must be a table of numbers", EXAMPLE)
-    numbers = cast(Mapping[str, Any], given)
+    numbers = cast(Mapping[str, JsonValue], given)
     if strange := sorted(set(numbers) - known):
         near = get_close_matches(strange[0], known, n=1, cutoff=0.0)[0]
         raise CostError(
@@ -168,27 +168,27 @@ def _part(asked: str, table: str, made: Cluster, given: Any) -> Device | Link:
     if {"latency", "start"} & set(numbers) and isinstance(old, Link):
         numbers = {"lines": (), **numbers}  # a latency in the file holds for messages of every kind
     try:
-        return replace(old, **{name: _number(old, name, value) for name, value in numbers.items()})
+        return replace(old, **{name: _field_value(old, name, value) for name, value in numbers.items()})
     except CostError:
         raise
     except (LayoutError, TypeError, ValueError, AttributeError) as error:
         raise CostError(asked, f"[{table}]: {error}", "a number is needed here", EXAMPLE) from error
 
 
-def _pair(value: Any, unit: float = 1.0) -> tuple[float, float]:
+def _number_pair(value: JsonValue, unit: float = 1.0) -> tuple[float, float]:
     one, other = value
     return float(one) * unit, float(other) * unit
 
 
-_PAIRS: Mapping[str, Callable[[Any], Any]] = {
-    "attention": _pair,
-    "lines": lambda value: _pair(value, MICRO) if value else None,
+_PAIRS: Mapping[str, Callable[[JsonValue], object]] = {
+    "attention": _number_pair,
+    "lines": lambda value: _number_pair(value, MICRO) if value else None,
     "fewer": lambda value: tuple((int(ranks), float(part)) for ranks, part in value),
 }
 """Fields that are written as pairs of numbers, with the functions that read them."""
 
 
-def _number(old: Device | Link, name: str, value: Any) -> Any:
+def _field_value(old: Device | Link, name: str, value: JsonValue) -> object:
     """Return the value of a field in a table, in seconds and bytes."""
     if isinstance(old, Device) and name == "flops":
         return {**old.flops, **{read_dtype(t): float(x) * TERA for t, x in value.items()}}

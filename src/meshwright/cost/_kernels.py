@@ -19,6 +19,8 @@ from ._device import MICRO, Device
 
 Numbers = float | NDArray[np.float64]
 """A number, or an array with one number per candidate."""
+Flags = bool | NDArray[np.bool_]
+"""A truth value, or an array with one per candidate."""
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.6))
 """Rows and columns of a tile, and its rate relative to the largest tile."""
@@ -63,17 +65,15 @@ class Kernels:
     ) -> Numbers:
         """Return the seconds of `m k * k n -> m n`, with `groups` products in one launch."""
         rate = self.device.rate(dtype) / self.device.units
-        ragged = np.where(
-            ((np.mod(n, WHOLE) == 0) & (np.mod(k, WHOLE) == 0)) | (np.asarray(groups) > 1), 1.0, self.habits.ragged
-        )
+        ragged = np.where(((np.mod(n, WHOLE) == 0) & (np.mod(k, WHOLE) == 0)) | (groups > 1), 1.0, self.habits.ragged)
         best: Numbers = np.inf
         for rows, columns, share in TILES:
-            tiles = np.ceil(np.divide(m, rows)) * np.ceil(np.divide(n, columns)) * groups
+            tiles = np.ceil(m / rows) * np.ceil(n / columns) * groups
             waves = np.maximum(1.0, tiles / self.device.units)
             lost = 1 + (np.ceil(waves) / waves - 1) * self.habits.emptiness
-            seconds = waves * lost * (2 * rows * columns * (np.add(k, self.habits.ramp)) / (rate * share))
+            seconds = waves * lost * (2 * rows * columns * (k + self.habits.ramp) / (rate * share))
             best = np.minimum(best, seconds)
-        moved = 2 * np.multiply(groups, np.multiply(m, k) + np.multiply(k, n) + np.multiply(m, n))
+        moved = 2 * (groups * (m * k + k * n + m * n))
         return np.maximum(best / ragged, moved / self._bandwidth) + self.habits.launch
 
     def attention(self, queries: Numbers, keys: Numbers, width: Numbers, heads: Numbers) -> tuple[Numbers, Numbers]:
@@ -82,14 +82,14 @@ class Kernels:
         `width` is the width of a key plus that of a value, `heads` the number of all heads. The backward pass computes
         the scores again: five products instead of two.
         """
-        flops = 2 * np.multiply(np.multiply(queries, keys), np.multiply(width, heads))
+        flops = 2 * (queries * keys * (width * heads))
         rate = self.device.peak(torch.bfloat16)
         forward, backward = self.device.attention
         return flops / (rate * forward) + self.habits.launch, 2.5 * flops / (rate * backward) + 2 * self.habits.launch
 
     def stream(self, nbytes: Numbers) -> Numbers:
         """Return the seconds of an operator whose time is that of the bytes it reads and writes."""
-        return np.divide(nbytes, self._bandwidth) + self.habits.launch
+        return nbytes / self._bandwidth + self.habits.launch
 
     @property
     def _bandwidth(self) -> float:

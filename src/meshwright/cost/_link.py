@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -66,9 +65,9 @@ class Link:
         [51.2, 358.4]
         """
         if not self.mesh:
-            parts = [np.where(np.less_equal(ranks, n) & np.greater(ranks, 1), part, 1.0) for n, part in self.fewer]
+            parts = [np.where((ranks <= n) & (ranks > 1), part, 1.0) for n, part in self.fewer]
             return np.min(parts, axis=0, initial=1.0) * self.bandwidth * self.reach if parts else self.usable
-        ways = np.where(np.less(ranks, 2), self.mesh, np.clip(ranks, 2, self.mesh)) - 1
+        ways = np.where(ranks < 2, self.mesh, np.clip(ranks, 2, self.mesh)) - 1
         return ways / (self.mesh - 1) * (self.bandwidth * self.reach)
 
     @property
@@ -88,9 +87,12 @@ class Link:
         return f"{self.name}: {self.bandwidth / GIGA:.3g} GB/s, {self.latency / MICRO:.3g} µs"
 
 
-def _nvlink(name: str, bandwidth: float, reach: float, **other: Any) -> Link:
+def _nvlink(
+    name: str, bandwidth: float, reach: float, switched: float = 0.0, fewer: tuple[tuple[int, float], ...] = ()
+) -> Link:
     lines = (14 * MICRO, 1.9 * MICRO)
-    return Link(name, bandwidth * GIGA, 3.4 * MICRO, reach=reach, source=NVLINK, lines=lines, **other)
+    bandwidth, latency = bandwidth * GIGA, 3.4 * MICRO
+    return Link(name, bandwidth, latency, reach=reach, source=NVLINK, lines=lines, switched=switched, fewer=fewer)
 
 
 def _inside(name: str, bandwidth: float, latency: float = 3.4, reach: float = 0.8, mesh: int = 0) -> Link:

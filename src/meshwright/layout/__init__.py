@@ -7,9 +7,11 @@ from ._errors import InputError, LayoutError, MeshError, MeshwrightError, Placem
 from ._escape import escaped
 from ._layout import (
     Dim,
+    Factors,
     Layout,
     Product,
     axes_of,
+    factors_of,
     layout_of,
     placements_of,
     replicated,
@@ -31,6 +33,7 @@ __all__ = [
     "PARTIAL_OPS",
     "Cache",
     "Dim",
+    "Factors",
     "InputError",
     "JsonValue",
     "Layout",
@@ -59,6 +62,7 @@ __all__ = [
     "escaped",
     "evenly",
     "expand_products",
+    "factors_of",
     "hint",
     "identity",
     "inside",

@@ -10,10 +10,11 @@ import re
 import tomllib
 from collections.abc import Sequence
 from math import isfinite, isnan
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from ._bounded_file import MOST_TEXT
 from ._errors import InputError
+from ._untyped import JsonValue
 
 DEPTH = 64
 """Maximum nesting depth of lists and tables."""
@@ -48,7 +49,7 @@ def check_length(text: str, most: int, what: str, write: str) -> None:
         raise InputError(what, f"a text of {len(text)} characters", f"such a text has at most {most} characters", write)
 
 
-def read_json(text: str | bytes, most: int = MOST_TEXT, values: int = MOST_VALUES, depth: int = DEPTH) -> Any:
+def read_json(text: str | bytes, most: int = MOST_TEXT, values: int = MOST_VALUES, depth: int = DEPTH) -> JsonValue:
     """Return the parsed JSON text.
 
     Raises:
@@ -58,11 +59,13 @@ def read_json(text: str | bytes, most: int = MOST_TEXT, values: int = MOST_VALUE
     try:
         data = text.encode() if isinstance(text, str) else text
         _check_json(data, most, values, depth)
-        return json.loads(data.decode(), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once)
+        return json.loads(
+            data.decode(), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_repeats
+        )
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
-        raise _refused("JSON", _said(error), "the text is not JSON in UTF-8") from error
+        raise _refused("JSON", _error_text(error), "the text is not JSON in UTF-8") from error
 
 
 def _check_json(data: bytes, most: int, values: int, depth: int) -> None:
@@ -87,7 +90,7 @@ def _check_json(data: bytes, most: int, values: int, depth: int) -> None:
         raise _refused("JSON", f"values in more than {depth} levels, or an unclosed bracket", why)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -96,7 +99,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> NoReturn:
     raise _refused("JSON", name, "JSON has finite numbers only")
 
 
@@ -122,7 +125,7 @@ def read_toml(text: str, most: int = MOST_TEXT // 16) -> dict[str, Any]:
     try:
         found = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refused("TOML", _said(error), "the text is not TOML") from error
+        raise _refused("TOML", _error_text(error), "the text is not TOML") from error
     return check_values(found, "TOML")
 
 
@@ -132,11 +135,11 @@ def check_values(found: T, what: str) -> T:
     for _ in range(DEPTH):
         if not level:
             return found
-        level = [x for each in level for x in _inside(each, what)]
+        level = [x for each in level for x in _items_inside(each, what)]
     raise _refused(what, f"values in more than {DEPTH} levels", f"values are nested in at most {DEPTH} levels")
 
 
-def _inside(value: Any, what: str) -> Sequence[Any]:
+def _items_inside(value: JsonValue, what: str) -> Sequence[JsonValue]:
     """Return the items of a list or table, none for other values. Raises InputError for a number out of bounds."""
     if isinstance(value, dict):
         return list(cast(dict[str, Any], value).values())
@@ -147,7 +150,7 @@ def _inside(value: Any, what: str) -> Sequence[Any]:
     return cast(list[Any], value) if isinstance(value, list) else ()
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return "values nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
 
 

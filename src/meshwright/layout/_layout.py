@@ -9,6 +9,9 @@ from ._errors import LayoutError, PlacementError
 from ._mesh import ProcessMesh
 from ._placement import Partial, Placement, Replicate, Shard
 
+Factors = tuple[tuple[int, tuple[str, ...]], ...]
+"""Size of each factor of a dim, and the axes that shard it, outermost first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -20,7 +23,7 @@ class Product:
     3 * 512@tp
     """
 
-    factors: tuple[tuple[int, tuple[str, ...]], ...]
+    factors: Factors
 
     def __repr__(self) -> str:
         return " * ".join(f"{n}" + "".join(f"@{a}" for a in axes) for n, axes in self.factors)
@@ -38,6 +41,13 @@ class Product:
 
 
 Dim = tuple[str, ...] | Product
+
+
+def factors_of(size: int, dim: Dim) -> Factors:
+    """Return the factors of a dim of this size; a dim that is no product is its only factor."""
+    return dim.factors if isinstance(dim, Product) else ((size, dim),)
+
+
 """The axes that shard a tensor dim, outermost first, or a product of factors."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from ._layout import Dim, Layout, Product
+from ._layout import Dim, Layout, Product, factors_of
 
 Range = tuple[int, int]
 """Start and length of a shard along a dim."""
@@ -56,7 +56,7 @@ def expand_products(shape: Sequence[int], layout: Layout) -> tuple[tuple[int, ..
     sizes: list[int] = []
     dims: list[Dim] = []
     for n, dim in zip(shape, layout.dims, strict=True):
-        factors = dim.factors if isinstance(dim, Product) else ((n, dim),)
+        factors = factors_of(n, dim)
         sizes += [size for size, _ in factors]
         dims += [axes for _, axes in factors]
     return tuple(sizes), Layout(tuple(dims), layout.partial, layout.varying)

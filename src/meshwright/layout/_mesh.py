@@ -8,11 +8,15 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ._errors import MeshError
 
 _LISTED = 32
 """Number of ranks above which `repr` does not list evenly spaced ranks."""
+
+RankArray = NDArray[np.int64]
+MeshIndex = int | slice | str
 
 
 class ProcessMesh:
@@ -34,7 +38,7 @@ class ProcessMesh:
     process_ids: tuple[int, ...]
     dim_names: tuple[str, ...]
 
-    def __new__(cls, mesh: Any, dim_names: Sequence[str] | None = None) -> ProcessMesh:
+    def __new__(cls, mesh: ArrayLike, dim_names: Sequence[str] | None = None) -> ProcessMesh:
         ranks = _rank_array(mesh)
         names = tuple(dim_names) if dim_names is not None else tuple(f"d{i}" for i in range(ranks.ndim))
         _check_names(names, ranks)
@@ -55,7 +59,7 @@ class ProcessMesh:
         return len(self.process_ids)
 
     @cached_property
-    def mesh(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def mesh(self) -> RankArray:
         """The ranks as an array (a read-only copy)."""
         array = np.array(self.process_ids, dtype=np.int64).reshape(self.shape)
         array.setflags(write=False)
@@ -153,9 +157,9 @@ class ProcessMesh:
         order = [self.axis(name), *(i for i in range(self.ndim) if i != self.axis(name))]
         return ProcessMesh(self.mesh.transpose(order), [self.dim_names[i] for i in order])
 
-    def __getitem__(self, index: Any) -> ProcessMesh:
+    def __getitem__(self, index: MeshIndex | tuple[MeshIndex, ...]) -> ProcessMesh:
         """Return a slice: `mesh["pp", 0]` fixes a named axis; `mesh[0]` and `mesh[:, 1:]` slice as for an array."""
-        items = index if isinstance(index, tuple) else (index,)
+        items: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
         if isinstance(items[0], str):
             items = self._named_index(items)
         return self._slice(items)
@@ -200,12 +204,12 @@ class ProcessMesh:
         return self
 
 
-def evenly(first: int, steps: Sequence[int], shape: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def evenly(first: int, steps: Sequence[int], shape: Sequence[int]) -> RankArray:
     """Return the ranks of a mesh as an array, from its first rank and its `steps`."""
     return first + np.tensordot(np.asarray(steps, dtype=np.int64), np.indices(shape), 1)
 
 
-def _rank_array(mesh: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _rank_array(mesh: ArrayLike) -> RankArray:
     try:
         ranks = np.asarray(mesh, dtype=np.int64)
     except (ValueError, TypeError, OverflowError) as error:
@@ -230,7 +234,7 @@ def _rank_array(mesh: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     return ranks
 
 
-def _check_names(names: tuple[str, ...], ranks: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+def _check_names(names: tuple[str, ...], ranks: RankArray) -> None:
     if len(names) != ranks.ndim or len(set(names)) != len(names):
         raise MeshError(
             f"dim_names {list(names)}",

@@ -44,24 +44,25 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numb
     It scrolls by itself if the window is narrow, also by the keyboard; its caption stays in place.
     """
     every = [tuple(row) for row in rows]
-    full = [at for at, name in enumerate(head) if not name or not every or any(row[at] for row in every)]
-    head, every = [head[at] for at in full], [tuple(row[at] for at in full) for row in every]
-    right = {new for new, old in enumerate(full) if old in {*numbers}}
-
-    def kind(at: int) -> str | None:
-        return "number" if at in right else None
-
-    top = element("tr", *(element("th", name, scope="col", class_=kind(at)) for at, name in enumerate(head)))
+    shown = _shown_columns(head, every)
+    classes = dict.fromkeys(numbers, "number")
+    top = element("tr", *(element("th", head[at], scope="col", class_=classes.get(at)) for at in shown))
+    first, *others = shown
     body = [
         element(
             "tr",
-            element("th", row[0], scope="row", class_=kind(0)),
-            *(element("td", cell, class_=kind(at)) for at, cell in enumerate(row[1:], 1)),
+            element("th", row[first], scope="row", class_=classes.get(first)),
+            *(element("td", row[at], class_=classes.get(at)) for at in others),
         )
         for row in every
     ]
     title = element("caption", element("span", caption))
     return scrolled(caption, element("table", title, element("thead", top), element("tbody", *body)))
+
+
+def _shown_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the indices of the columns with some text, and of those without a name; without rows, all columns."""
+    return [at for at, name in enumerate(head) if not name or not rows or any(row[at] for row in rows)]
 
 
 def scrolled(label: str, inside: Markup) -> Markup:

@@ -152,11 +152,7 @@ def _timeline(timeline: Timeline) -> Markup:
 
 
 def _memory(account: Account) -> Markup:
-    kinds = list(dict.fromkeys(kind for parts in account.held.values() for kind in parts))
-    rows = [
-        [rank, *(size(parts.get(kind, 0.0)) for kind in kinds), size(sum(parts.values()))]
-        for rank, parts in account.held.items()
-    ]
+    kinds, rows = account.held_table()
     pictures = [
         element("div", scrolled(f"memory of {curve.rank}", drawn(curve, account.memory_limit)), class_="curve")
         for curve in account.curves[:CURVES]

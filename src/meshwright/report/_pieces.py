@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from meshwright.layout import Product, Range, Spec, axes_of, cut, expand_products
+from meshwright.layout import Dim, Factors, Product, Range, Spec, axes_of, cut, expand_products, factors_of
 
 MOST_RUNS = 16
 """A product dim with more segments is drawn as its factors."""
@@ -39,25 +39,15 @@ class Pieces:
     @staticmethod
     def of(spec: Spec) -> Pieces:
         """Return the pieces of a tensor; symbolic sizes count by their hint."""
-        spec = spec.concrete
+        spec, sizes = spec.concrete, spec.mesh.sizes
         names = [f"dim {d}" for d in range(spec.ndim)]
         shape, layout = tuple(spec.shape), spec.layout
-        if any(isinstance(d, Product) and _runs(d, spec.mesh.sizes) > MOST_RUNS for d in layout.dims):
-            names = [
-                f"dim {d}" if not isinstance(dim, Product) else f"dim {d}, factor {i}"
-                for d, dim in enumerate(layout.dims)
-                for i in range(len(dim.factors) if isinstance(dim, Product) else 1)
-            ]
+        if any(isinstance(dim, Product) and _segment_count(dim, sizes) > MOST_RUNS for dim in layout.dims):
+            names = [name for d, dim in enumerate(layout.dims) for name in _factor_names(d, dim)]
             shape, layout = expand_products(shape, layout)
-        every = [list(_segments(n, dim, spec.mesh.sizes)) for n, dim in zip(shape, layout.dims, strict=True)]
-        empty = [
-            f"{name}: nothing at {', '.join(f'{axis} {i}' for axis, i in s.at)}"
-            for name, found in zip(names, every, strict=True)
-            for s in found
-            if not s.length and s.at
-        ]
-        held = tuple(tuple(sorted((s for s in found if s.length), key=lambda s: s.start)) for found in every)
-        return Pieces(spec, tuple(names), held, tuple(dict.fromkeys(empty)))
+        every = [list(_segments(n, dim, sizes)) for n, dim in zip(shape, layout.dims, strict=True)]
+        empty = [text for name, found in zip(names, every, strict=True) for text in _empty_texts(name, found)]
+        return Pieces(spec, tuple(names), tuple(map(_nonempty, every)), tuple(dict.fromkeys(empty)))
 
     @property
     def cut(self) -> tuple[int, ...]:
@@ -80,31 +70,50 @@ class Pieces:
         return int(mesh.mesh[tuple(at[a] for a in mesh.dim_names)])
 
 
+def _factor_names(d: int, dim: Dim) -> list[str]:
+    """Return the name of a dim, or the names of its factors."""
+    if not isinstance(dim, Product):
+        return [f"dim {d}"]
+    return [f"dim {d}, factor {i}" for i in range(len(dim.factors))]
+
+
+def _empty_texts(name: str, segments: Iterable[Segment]) -> Iterator[str]:
+    """Yield a text for each index on the axes of a dim where no element is held."""
+    for segment in segments:
+        if not segment.length and segment.at:
+            yield f"{name}: nothing at {', '.join(f'{axis} {i}' for axis, i in segment.at)}"
+
+
+def _nonempty(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Return the segments that have elements, in the order of their starts."""
+    return tuple(sorted((s for s in segments if s.length), key=lambda s: s.start))
+
+
 def _places(axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     for at in product(*(range(sizes[a]) for a in axes)):
         yield dict(zip(axes, at, strict=True))
 
 
-def _runs(dim: Product, sizes: Mapping[str, int]) -> int:
+def _segment_count(dim: Product, sizes: Mapping[str, int]) -> int:
     """Return the number of segments of the flat dim."""
-    last = max((i for i, (_, axes) in enumerate(dim.factors) if axes), default=0)
+    last = _last_cut(dim.factors)
     outer = prod(n for n, _ in dim.factors[:last])
     return outer * prod(sizes[a] for a in dim.factors[last][1])
 
 
-def _segments(size: int, dim: object, sizes: Mapping[str, int]) -> Iterator[Segment]:
+def _last_cut(factors: Factors) -> int:
+    """Return the index of the last factor that axes shard, or 0."""
+    return max((i for i, (_, axes) in enumerate(factors) if axes), default=0)
+
+
+def _segments(size: int, dim: Dim, sizes: Mapping[str, int]) -> Iterator[Segment]:
     """Yield every segment of one dim, empty ones included."""
-    if not isinstance(dim, Product):
-        axes: tuple[str, ...] = dim if isinstance(dim, tuple) else ()
-        for at in _places(axes, sizes):
-            start, length = cut(size, axes, sizes, at)
-            yield Segment(start, length, tuple(at.items()))
-        return
-    last = max((i for i, (_, axes) in enumerate(dim.factors) if axes), default=0)
-    inner = prod(n for n, _ in dim.factors[last + 1 :])
+    factors = factors_of(size, dim)
+    behind = _last_cut(factors) + 1
+    inner = prod(n for n, _ in factors[behind:])
     for at in _places(axes_of(dim), sizes):
-        held = [cut(n, axes, sizes, at) for n, axes in dim.factors[: last + 1]]
-        for start, length in _stretches(held, [n for n, _ in dim.factors[: last + 1]]):
+        held = [cut(n, axes, sizes, at) for n, axes in factors[:behind]]
+        for start, length in _stretches(held, [n for n, _ in factors[:behind]]):
             yield Segment(start * inner, length * inner, tuple(at.items()))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -73,7 +72,7 @@ class Listing:
 _HEAD = ("name", "layout", "whole", "per rank")
 
 
-def show(x: Any, mesh: ProcessMesh | None = None) -> Picture | Listing:
+def show(x: object, mesh: ProcessMesh | None = None) -> Picture | Listing:
     """Return a picture of the layout of `x`: a distributed tensor, a spec, a spec's text with its `mesh`, or a model.
 
     A cell is a piece with the ranks that hold it: "0, 2" hold the same piece, "0+2" hold terms of it. A model is shown
@@ -100,13 +99,13 @@ def show(x: Any, mesh: ProcessMesh | None = None) -> Picture | Listing:
         return _listing(x)
     raise ShowError(
         "a picture of a layout",
-        _described(x),
+        _description(x),
         "the object is on no mesh",
         'pass a DistTensor, its spec, a model, or call show("f32[8@dp, 16]", mesh)',
     )
 
 
-def _described(x: Any) -> str:
+def _description(x: object) -> str:
     if isinstance(x, Tensor):
         return f"a plain tensor of shape {tuple(x.shape)}"
     return f"the text {x!r} without a mesh" if isinstance(x, str) else f"a {type(x).__name__}"
@@ -118,7 +117,7 @@ def _listing(model: nn.Module) -> Listing:
     for name, x in held:
         spec = x.spec if isinstance(x, DistTensor) else None
         full = spec.nbytes if spec is not None else x.numel() * x.element_size()
-        own = _most(spec) if spec is not None else full
+        own = _largest_part(spec) if spec is not None else full
         lies = repr(spec) if spec is not None else f"{write_dtype(x.dtype)}{list(x.shape)} plain"
         rows.append((name, lies, size(full), size(own)))
         whole, part = whole + full, part + own
@@ -128,18 +127,18 @@ def _listing(model: nn.Module) -> Listing:
     return Listing(title, (*rows, ("total", "", size(whole), size(part))))
 
 
-def _most(spec: Spec) -> int:
+def _largest_part(spec: Spec) -> int:
     """Return the bytes of the largest part, which is that of the first rank."""
     return prod(spec.concrete.local_shape(spec.mesh.process_ids[0])) * spec.dtype.itemsize
 
 
-def _head(spec: Spec) -> list[str]:
-    return [f"{spec!r} on {spec.mesh!r}", f"a rank holds at most {size(_most(spec))} of {size(spec.nbytes)}"]
+def _head_lines(spec: Spec) -> list[str]:
+    return [f"{spec!r} on {spec.mesh!r}", f"a rank holds at most {size(_largest_part(spec))} of {size(spec.nbytes)}"]
 
 
 def _text(pieces: Pieces) -> list[str]:
     grids = list(islice(_grids(pieces), MOST_GRIDS + 1))
-    lines = _head(pieces.spec)
+    lines = _head_lines(pieces.spec)
     for title, cells in grids[:MOST_GRIDS]:
         widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
         lines += [title] if title else []
@@ -147,7 +146,7 @@ def _text(pieces: Pieces) -> list[str]:
     return [*lines, *(["..."] if len(grids) > MOST_GRIDS else []), *pieces.empty[:MOST_GRIDS]]
 
 
-def _sides(pieces: Pieces) -> tuple[int | None, int | None]:
+def _side_dims(pieces: Pieces) -> tuple[int | None, int | None]:
     """Return the dims of the rows and of the columns: sharded dims first."""
     dims = sorted([*pieces.cut, *(d for d in range(len(pieces.names)) if d not in pieces.cut)][:2])
     return (dims[0] if dims else None), (dims[1] if len(dims) > 1 else None)
@@ -155,44 +154,48 @@ def _sides(pieces: Pieces) -> tuple[int | None, int | None]:
 
 def _grids(pieces: Pieces) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield, for each choice of segments of the other dims, a title and a table; its first column names rows."""
-    down, across = _sides(pieces)
+    down, across = _side_dims(pieces)
     rest = [d for d in range(len(pieces.names)) if d not in (down, across)]
     for others in product(*(pieces.segments[d] for d in rest)):
         fixed = dict(zip(rest, others, strict=True))
         title = ", ".join(f"{pieces.names[d]} {s}" for d, s in fixed.items() if len(pieces.segments[d]) > 1)
-        rows, columns = _side(pieces, down), _side(pieces, across)
-        shown, wide = rows[:MOST_ROWS], columns[:MOST_COLUMNS]
-        head = ["", pieces.names[across] if across is not None else ""]
-        cells = [[*head, *map(_named, wide), *_more(columns, wide, "columns")]] if across is not None else []
-        for at, row in enumerate(shown):
-            chosen = [_chosen(pieces, {**fixed, down: row, across: column}) for column in wide]
-            name = pieces.names[down] if at == 0 and down is not None else ""
-            held = [_held(pieces, c) for c in chosen]
-            cells.append([name, _named(row), *held, *([""] if len(columns) > len(wide) else [])])
-        if len(rows) > len(shown):
-            cells.append(["", *_more(rows, shown, "rows"), *[""] * (len(cells[-1]) - 2)])
-        yield title, cells
+        yield title, _cells(pieces, fixed, down, across)
 
 
-def _side(pieces: Pieces, dim: int | None) -> Sequence[Segment]:
+def _cells(pieces: Pieces, fixed: dict[int, Segment], down: int | None, across: int | None) -> list[list[str]]:
+    """Return the table of the pieces in `fixed` segments of all dims but two; a row names the columns."""
+    rows, columns = _side_segments(pieces, down), _side_segments(pieces, across)
+    shown_rows, shown_columns = rows[:MOST_ROWS], columns[:MOST_COLUMNS]
+    more_columns = _more_text(columns, shown_columns, "columns")
+    cells: list[list[str]] = []
+    if across is not None:
+        cells.append(["", pieces.names[across], *map(_segment_text, shown_columns), *more_columns])
+    name = pieces.names[down] if down is not None else ""
+    for row in shown_rows:
+        held = [_holders_text(pieces, {**fixed, down: row, across: column}) for column in shown_columns]
+        cells.append([name, _segment_text(row), *held, *[""] * len(more_columns)])
+        name = ""
+    if len(rows) > len(shown_rows):
+        cells.append(["", *_more_text(rows, shown_rows, "rows"), *[""] * (len(cells[-1]) - 2)])
+    return cells
+
+
+def _side_segments(pieces: Pieces, dim: int | None) -> Sequence[Segment]:
     return pieces.segments[dim] if dim is not None else (Segment(0, 1),)
 
 
-def _named(segment: Segment) -> str:
+def _segment_text(segment: Segment) -> str:
     return str(segment) if segment != Segment(0, 1) else ""
 
 
-def _more(every: Sequence[Segment], shown: Sequence[Segment], what: str) -> list[str]:
+def _more_text(every: Sequence[Segment], shown: Sequence[Segment], what: str) -> list[str]:
     return [f"… {len(every) - len(shown)} more {what}"] if len(every) > len(shown) else []
 
 
-def _chosen(pieces: Pieces, fixed: dict[int | None, Segment]) -> list[Segment]:
-    return [fixed[d] for d in range(len(pieces.names))]
-
-
-def _held(pieces: Pieces, chosen: Sequence[Segment]) -> str:
-    """Return the ranks of a piece as text."""
+def _holders_text(pieces: Pieces, segments: dict[int | None, Segment]) -> str:
+    """Return the ranks of the piece in these segments as text."""
     sign = JOINED[next((op for _, op in pieces.spec.layout.partial), "sum")]
+    chosen = [segments[d] for d in range(len(pieces.names))]
     holders = [sign.join(map(str, ranks)) for ranks in pieces.holders(chosen)]
     if len(holders) > MOST_HOLDERS:
         return f"{', '.join(holders[:2])} … {holders[-1]} ({len(holders)})"
@@ -201,20 +204,15 @@ def _held(pieces: Pieces, chosen: Sequence[Segment]) -> str:
 
 def _svg(pieces: Pieces) -> str:
     """Return the first grids below each other; the colour of a piece is that of its first rank."""
-    grids = [cells for _, cells in islice(_grids(pieces), MOST_GRIDS)]
-    titles = [title for title, _ in islice(_grids(pieces), MOST_GRIDS)]
-    parts, y = [_label(8, 18, line_, False) for line_ in ["; ".join(_head(pieces.spec))]], float(TOP)
-    for title, cells in zip(titles, grids, strict=True):
-        parts += [_label(8, y, title, False)] if title else []
-        for row in cells:
-            y += HIGH
-            parts += [_label(8, y - 12, row[0], False), _label(LEFT - 8, y - 12, row[1], True)]
-            parts += [part for at, cell in enumerate(row[2:]) for part in _cell(LEFT + at * CELL, y - HIGH, cell)]
-        y += 20
+    grids = list(islice(_grids(pieces), MOST_GRIDS))
+    parts, y = [_label(8, 18, "; ".join(_head_lines(pieces.spec)), False)], float(TOP)
+    for title, cells in grids:
+        parts += _drawn_grid(title, cells, y)
+        y += HIGH * len(cells) + 20
     for said in pieces.empty[:MOST_GRIDS]:
         parts.append(_label(8, y, said, False))
         y += 16
-    wide = max([640.0, *(LEFT + CELL * (len(cells[0]) - 2) + 8.0 for cells in grids)])
+    wide = max([640.0, *(LEFT + CELL * (len(cells[0]) - 2) + 8.0 for _, cells in grids)])
     return element(
         "svg",
         *parts,
@@ -228,11 +226,23 @@ def _svg(pieces: Pieces) -> str:
     )
 
 
+def _drawn_grid(title: str, cells: list[list[str]], y: float) -> Iterator[Markup]:
+    """Yield the elements of a grid whose first row begins at height `y`."""
+    if title:
+        yield _label(8, y, title, False)
+    for n, row in enumerate(cells):
+        top = y + n * HIGH
+        yield _label(8, top + HIGH - 12, row[0], False)
+        yield _label(LEFT - 8, top + HIGH - 12, row[1], True)
+        for at, cell in enumerate(row[2:]):
+            yield from _drawn_cell(LEFT + at * CELL, top, cell)
+
+
 def _label(x: float, y: float, text: str, right: bool) -> Markup:
     return element("text", text, x=int(x), y=int(y), fill="currentColor", text_anchor="end" if right else None)
 
 
-def _cell(x: float, y: float, held: str) -> Iterator[Markup]:
+def _drawn_cell(x: float, y: float, held: str) -> Iterator[Markup]:
     """Yield the elements of a piece; a cell without a rank, such as a column's name, has no box."""
     if not held:
         return

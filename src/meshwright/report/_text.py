@@ -70,11 +70,7 @@ def _spent(account: Account) -> list[str]:
 
 
 def _held(account: Account) -> list[str]:
-    kinds = list(dict.fromkeys(kind for parts in account.held.values() for kind in parts))
-    rows = [
-        (rank, *(size(parts.get(kind, 0.0)) for kind in kinds), size(sum(parts.values())))
-        for rank, parts in account.held.items()
-    ]
+    kinds, rows = account.held_table()
     return _table("memory", ("rank", *kinds, "total"), rows, set(range(1, len(kinds) + 2)))
 
 

@@ -1,10 +1,18 @@
 """Conversions between layouts: steps as values, plans, search for the cheapest path, and execution."""
 
+from ._axis_conversions import (
+    ROUNDS,
+    AxisRole,
+    CollectiveKind,
+    collective_between,
+    received_share,
+    transposed,
+)
 from ._bound import lower_bound
 from ._errors import ReshardError
 from ._execute import Halves, Mover, away_part, halves_of
 from ._parse import parse_step
-from ._plan import Plan, Price, Purpose, execute, plan, transposed
+from ._plan import Plan, Price, Purpose, execute, plan
 from ._steps import (
     AllGather,
     AllReduce,
@@ -21,9 +29,12 @@ from ._steps import (
 )
 
 __all__ = [
+    "ROUNDS",
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "AxisRole",
+    "CollectiveKind",
     "Exchange",
     "Fill",
     "Halves",
@@ -40,10 +51,12 @@ __all__ = [
     "Step",
     "View",
     "away_part",
+    "collective_between",
     "execute",
     "halves_of",
     "lower_bound",
     "parse_step",
     "plan",
+    "received_share",
     "transposed",
 ]

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.layout import Range, Spec
 
 from ._regions import Box, box_of, index, volume
-from ._routes import routes
+from ._routes import Route, Routes, routes
 from ._steps import (
     AllGather,
     AllReduce,
@@ -59,7 +59,7 @@ class Mover(Protocol):
     ) -> list[Tensor]: ...
 
 
-Action = Callable[[Tensor, Any], Tensor]
+Action = Callable[[Tensor, Mover], Tensor]
 Part = Callable[[Tensor], Tensor]
 Join = Callable[[list[Tensor], Tensor], Tensor]
 
@@ -91,7 +91,7 @@ def _view(step: View, x: Spec, rank: int) -> Act | None:
 
 
 def _slice(step: Slice, x: Spec, rank: int) -> Act | None:
-    take = _part(box_of(made(step, x), rank), box_of(x, rank))
+    take = _take_box(box_of(made(step, x), rank), box_of(x, rank))
     return Act(lambda t, c: take(t), fresh=False)
 
 
@@ -138,19 +138,19 @@ def _all_gather(step: AllGather, x: Spec, rank: int) -> Act | None:
 
 def _reduce_scatter(step: ReduceScatter, x: Spec, rank: int) -> Act | None:
     op, group = step.op, step.group(x, rank)
-    cut = _parts([box_of(made(step, x), r) for r in group], box_of(x, rank))
+    cut = _take_boxes([box_of(made(step, x), r) for r in group], box_of(x, rank))
     return Act(lambda t, c: c.reduce_scatter(cut(t), op, group))
 
 
 def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
     group, held = step.group(x, rank), box_of(x, rank)
     found = routes(x, made(step, x), group)
-    incoming, outgoing = dict(found.receives(rank)), dict(found.sends(rank))
-    own = incoming.pop(rank, None)
-    keep = _part(own, held) if own else None
-    join = _assembly([*incoming.values(), *([own] if own else [])], box_of(made(step, x), rank))
+    arrivals, kept = _arrivals(found, rank)
+    incoming, outgoing = dict(arrivals), dict(found.sends(rank))
+    join = _assembly([*incoming.values(), *kept], box_of(made(step, x), rank))
     senders = [group.index(r) for r in incoming]
-    takes = [_part(outgoing[r], held) if r in outgoing else None for r in group]
+    takes = [_take_box(outgoing[r], held) if r in outgoing else None for r in group]
+    keeps = [_take_box(box, held) for box in kept]
     shapes = [_shape(incoming[r]) if r in incoming else (0,) for r in group]
     silent = found.silent
 
@@ -160,11 +160,15 @@ def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
             none = t.new_empty((0,))
             arrived = c.all_to_all([none if take is None else take(t) for take in takes], shapes, group)
             parts = [arrived[i] for i in senders]
-        if keep is not None:
-            parts.append(keep(t))
-        return join(parts, t)
+        return join([*parts, *[keep(t) for keep in keeps]], t)
 
-    return Act(run, fresh=own is None or len(incoming) > 0)
+    return Act(run, fresh=not kept or len(incoming) > 0)
+
+
+def _arrivals(found: Routes, rank: int) -> tuple[list[Route], list[Box]]:
+    """Return the routes to `rank` from other ranks, and the boxes that it holds itself."""
+    received = found.receives(rank)
+    return [(r, box) for r, box in received if r != rank], [box for r, box in received if r == rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +196,13 @@ def halves_of(step: Exchange, x: Spec, rank: int) -> Halves | None:
     held, need = box_of(x, rank), box_of(step.to, rank)
     if found.silent and held == need:
         return None
-    received = found.receives(rank)
-    incoming = [(r, box) for r, box in received if r != rank]
-    kept = [box for r, box in received if r == rank]
+    incoming, kept = _arrivals(found, rank)
     leaving = rank not in step.to.mesh
     return Halves(
-        tuple((r, _part(box, held)) for r, box in found.sends(rank)),
+        tuple((r, _take_box(box, held)) for r, box in found.sends(rank)),
         tuple((r, _shape(box)) for r, box in incoming),
-        tuple(_part(box, held) for box in kept),
-        _empty(step.to.local_shape(rank)) if leaving else _assembly([b for _, b in incoming] + kept, need),
+        tuple(_take_box(box, held) for box in kept),
+        _empty_result(step.to.local_shape(rank)) if leaving else _assembly([b for _, b in incoming] + kept, need),
         group,
         found.silent,
     )
@@ -221,7 +223,7 @@ def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
     return Act(run, fresh=len(do.kept) == 0 or len(do.expected) > 0)
 
 
-def _empty(shape: Shape) -> Join:
+def _empty_result(shape: Shape) -> Join:
     return lambda parts, t: away_part(shape, t.dtype, t.device)
 
 
@@ -237,29 +239,39 @@ def away_part(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full(shape, least, dtype=dtype, device=device)
 
 
-def _part(box: Box, held: Box) -> Part:
+def _take_box(box: Box, held: Box) -> Part:
     """Return a function that takes `box` as a view out of a tensor that holds the box `held`."""
-    cut = [d for d, (x, y) in enumerate(zip(box, held, strict=True)) if x != y]
+    cut = _cut_dims([box], held)
     if not cut:
         return lambda t: t
     if len(cut) == 1:
-        dim, start, length = cut[0], box[cut[0]][0] - held[cut[0]][0], box[cut[0]][1]
+        (dim,) = cut
+        start, length = box[dim][0] - held[dim][0], box[dim][1]
         return lambda t: t.narrow(dim, start, length)
     where = index(box, held)
     return lambda t: t[where]
 
 
-def _parts(boxes: Sequence[Box], held: Box) -> Callable[[Tensor], Sequence[Tensor]]:
+def _take_boxes(boxes: Sequence[Box], held: Box) -> Callable[[Tensor], Sequence[Tensor]]:
     """Return a function that takes all boxes out of a tensor that holds `held`; adjacent boxes need one `split`."""
-    cut = {d for box in boxes for d, (x, y) in enumerate(zip(box, held, strict=True)) if x != y}
-    if len(cut) == 1:
-        dim = cut.pop()
-        ends = list(accumulate((box[dim][1] for box in boxes), initial=held[dim][0]))
-        if [box[dim][0] for box in boxes] == ends[:-1] and ends[-1] == sum(held[dim]):
-            sizes = [box[dim][1] for box in boxes]
-            return lambda t: t.split(sizes, dim)
-    takes = [_part(box, held) for box in boxes]
+    cut = _cut_dims(boxes, held)
+    if len(cut) == 1 and _are_adjacent([box[cut[0]] for box in boxes], held[cut[0]]):
+        (dim,) = cut
+        sizes = [box[dim][1] for box in boxes]
+        return lambda t: t.split(sizes, dim)
+    takes = [_take_box(box, held) for box in boxes]
     return lambda t: [take(t) for take in takes]
+
+
+def _cut_dims(boxes: Sequence[Box], whole: Box) -> list[int]:
+    """Return the dims along which some box is only a part of `whole`."""
+    return [dim for dim, extent in enumerate(whole) if any(box[dim] != extent for box in boxes)]
+
+
+def _are_adjacent(ranges: Sequence[Range], whole: Range) -> bool:
+    """True if the ranges follow each other without gaps, from the start to the end of `whole`."""
+    ends = list(accumulate((length for _, length in ranges), initial=whole[0]))
+    return [start for start, _ in ranges] == ends[:-1] and ends[-1] == sum(whole)
 
 
 def _shape(box: Box) -> Shape:
@@ -268,20 +280,27 @@ def _shape(box: Box) -> Shape:
 
 def _assembly(boxes: Sequence[Box], target: Box) -> Join:
     """Return a function that assembles parts with the given `boxes` to `target`, by one `cat` if possible."""
-    shape = _shape(target)
     full = [i for i, box in enumerate(boxes) if volume(box)]
     if not full:
-        return _empty(shape)
+        return _empty_result(_shape(target))
     if len(full) == 1:
-        only = full[0]
+        (only,) = full
         return lambda parts, t: parts[only]
-    apart = [d for d, whole in enumerate(target) if any(boxes[i][d] != whole for i in full)]
-    if len(apart) == 1:
-        dim = apart[0]
-        order = sorted(full, key=lambda i: boxes[i][dim])
-        if order == list(range(len(boxes))):
-            return lambda parts, t: torch.cat(parts, dim)
-        return lambda parts, t: torch.cat([parts[i] for i in order], dim)
+    cut = _cut_dims([boxes[i] for i in full], target)
+    return _concatenation(boxes, full, cut[0]) if len(cut) == 1 else _copies(boxes, full, target)
+
+
+def _concatenation(boxes: Sequence[Box], full: Sequence[int], dim: int) -> Join:
+    """Return a function that concatenates the parts with indices `full` along a dim, in the order of their boxes."""
+    order = sorted(full, key=lambda i: boxes[i][dim])
+    if order == list(range(len(boxes))):
+        return lambda parts, t: torch.cat(parts, dim)
+    return lambda parts, t: torch.cat([parts[i] for i in order], dim)
+
+
+def _copies(boxes: Sequence[Box], full: Sequence[int], target: Box) -> Join:
+    """Return a function that copies the parts with indices `full` into a new tensor, each to its box."""
+    shape = _shape(target)
     places = [(i, index(boxes[i], target)) for i in full]
 
     def copy(parts: list[Tensor], t: Tensor) -> Tensor:
@@ -321,7 +340,7 @@ def compile_plan(steps: Sequence[Step], specs: Sequence[Spec], rank: int) -> tup
         strided = not act.fresh and (strided or not isinstance(step, View))
     src, dst = specs[0], specs[-1]
     if rank not in dst.mesh:
-        return _leave(acts, dst.local_shape(rank)) if src is not dst else ()
+        return _leaving_actions(acts, dst.local_shape(rank)) if src is not dst else ()
     if not worked:
         return _reshaped(src.local_shape(rank), dst.local_shape(rank))
     if shared:
@@ -331,7 +350,7 @@ def compile_plan(steps: Sequence[Step], specs: Sequence[Spec], rank: int) -> tup
     return tuple(acts)
 
 
-def _leave(acts: list[Action], shape: Shape) -> tuple[Action, ...]:
+def _leaving_actions(acts: list[Action], shape: Shape) -> tuple[Action, ...]:
     return (*acts, lambda t, c: t if shape and t.shape == shape else away_part(shape, t.dtype, t.device))
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations, product
+from itertools import chain, combinations, groupby, islice, permutations, product
 
 from meshwright.layout import Layout, Spec, axes_of
 
@@ -34,8 +34,13 @@ from ._steps import (
     Scale,
     Slice,
     Step,
+    appended,
 )
 
+Term = tuple[str, str]
+"""A partial axis and its operation."""
+Run = tuple[str, list[str]]
+"""An operation and the axes whose terms it joins."""
 LINEAR = ("sum", "avg")
 MOST_ORDERS = 6
 
@@ -79,7 +84,7 @@ class Trail:
 
 def find_path(src: Spec, dst: Spec, manner: Manner) -> tuple[Step, ...]:
     """Return the steps from `src` to `dst` with the given options."""
-    trail, target = _begin(src, dst)
+    trail, target = _begin_trail(src, dst)
     kept = _kept_terms(trail, target)
     landing = _landing(trail.at, target, kept, manner)
     _join_terms(trail, landing, kept, manner)
@@ -105,40 +110,53 @@ def plain_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ..
     joining = any(isinstance(step, ReduceScatter | AllReduce) for step in moving)
     moved = len(moving) > 2 or any(isinstance(step, AllToAll) for step in moving)
     spills = dims if joining and moved and len(moving) > 1 else (None,)
-    for manner in map(Manner, *zip(*product(terms, _orders(src, moving, all_ways), spills), strict=True)):
+    for manner in map(Manner, *zip(*product(terms, _axis_orders(src, moving, all_ways), spills), strict=True)):
         if manner != Manner():
             yield find_path(src, dst, manner)
 
 
-def _orders(src: Spec, moving: Sequence[Step], all_ways: bool) -> list[tuple[str, ...] | None]:
+def _axis_orders(src: Spec, moving: Sequence[Step], all_ways: bool) -> list[tuple[str, ...] | None]:
     """Return None (all axes at once), and the orders of axes that keep the order of the axes in every dim."""
     scattered = [s.places for s in moving if isinstance(s, ReduceScatter) and len(s.axes) > 1]
     gathered = [s.places for s in moving if isinstance(s, AllGather) and len(s.places) > 1]
-    uneven = any(n % src.mesh.size for n in src.shape) and not any(isinstance(s, AllToAll) for s in moving)
-    if not (scattered and (uneven or all_ways)) and not (gathered and all_ways):
+    scatters_pay = all_ways or _has_uneven_scatters(src, moving)
+    if not (scattered and scatters_pay) and not (gathered and all_ways):
         return [None]
-    nested = [(a, b) for places in scattered + gathered for (a, d), (b, e) in combinations(places, 2) if d == e]
-    found = [
-        order for order in permutations(src.mesh.dim_names) if all(order.index(a) < order.index(b) for a, b in nested)
-    ]
-    return [None, *found[:MOST_ORDERS]]
+    nested = [pair for places in scattered + gathered for pair in _nested_axes(places)]
+    orders = (order for order in permutations(src.mesh.dim_names) if _keeps_nesting(order, nested))
+    return [None, *islice(orders, MOST_ORDERS)]
+
+
+def _has_uneven_scatters(src: Spec, moving: Sequence[Step]) -> bool:
+    """True if the shards of a scatter may be uneven, and no all-to-all moves elements anyway."""
+    uneven = any(n % src.mesh.size for n in src.shape)
+    return uneven and not any(isinstance(step, AllToAll) for step in moving)
+
+
+def _nested_axes(places: Places) -> list[tuple[str, str]]:
+    """Return the pairs of axes that shard one dim, the outer axis first."""
+    return [(outer, inner) for (outer, d), (inner, e) in combinations(places, 2) if d == e]
+
+
+def _keeps_nesting(order: tuple[str, ...], nested: Iterable[tuple[str, str]]) -> bool:
+    return all(order.index(outer) < order.index(inner) for outer, inner in nested)
 
 
 def landing_of(src: Spec, dst: Spec, manner: Manner) -> tuple[Spec, tuple[str, ...]]:
     """Return the spec before terms are made, and the axes along which terms are joined before."""
-    trail, target = _begin(src, dst)
+    trail, target = _begin_trail(src, dst)
     kept = _kept_terms(trail, target)
     landing = _landing(trail.at, target, kept, manner)
     joined = tuple(a for a in trail.at.layout.partial_axes if a not in kept)
     return src.with_layout(Layout(landing)), joined
 
 
-def _begin(src: Spec, dst: Spec) -> tuple[Trail, Spec]:
+def _begin_trail(src: Spec, dst: Spec) -> tuple[Trail, Spec]:
     """Return a trail from `src`, and the target, both without axes of size one."""
     trail = Trail(src)
     lone = {a for a, n in src.mesh.sizes.items() if n == 1}
-    _relabel(trail, _forget(src.layout, lone))
-    return trail, dst.with_layout(_forget(dst.layout, lone))
+    _relabel(trail, _without_axes(src.layout, lone))
+    return trail, dst.with_layout(_without_axes(dst.layout, lone))
 
 
 def _relabel(trail: Trail, layout: Layout) -> None:
@@ -149,7 +167,7 @@ def _relabel(trail: Trail, layout: Layout) -> None:
     trail.go(Relabel(layout))
 
 
-def _forget(layout: Layout, axes: set[str]) -> Layout:
+def _without_axes(layout: Layout, axes: set[str]) -> Layout:
     """Return the layout without axes of size one, on which all placements are equal."""
     if not axes.intersection(layout.axes):
         return layout
@@ -167,7 +185,7 @@ def _kept_terms(trail: Trail, target: Spec) -> set[str]:
     have, want = dict(trail.at.layout.partial), dict(target.layout.partial)
     if have == want:
         return set(have)
-    if len({_family(op) for op in [*have.values(), *want.values()]}) > 1:
+    if not _commute([*have.values(), *want.values()]):
         return set()
     exact = trail.at.dtype.is_floating_point or trail.at.dtype.is_complex
     for op in LINEAR:
@@ -177,8 +195,9 @@ def _kept_terms(trail: Trail, target: Spec) -> set[str]:
     return {a for a, op in trail.at.layout.partial if want.get(a) == op}
 
 
-def _family(op: str) -> str:
-    return "sum" if op in LINEAR else op
+def _commute(ops: Iterable[str]) -> bool:
+    """True if terms of these operations may be joined in any order: one operation, or sums and averages."""
+    return len({"sum" if op in LINEAR else op for op in ops}) <= 1
 
 
 def _landing(at: Spec, target: Spec, kept: set[str], manner: Manner) -> Cuts:
@@ -201,66 +220,74 @@ def padded_axes(target: Spec) -> set[str]:
     """
     partial = target.layout.partial
     exact = target.dtype.is_floating_point or target.dtype.is_complex
-    alone = len({_family(op) for _, op in partial}) == 1
-    return {a for a, op in partial if op == "sum" or (op == "avg" and exact and alone)}
+    scalable = exact and _commute(op for _, op in partial)
+    return {a for a, op in partial if op == "sum" or (op == "avg" and scalable)}
 
 
 def _join_terms(trail: Trail, landing: Cuts, kept: set[str], manner: Manner) -> None:
+    """Join the terms along all axes but `kept`: by reduce-scatters, or by all-reduces along axes that shard nothing."""
     terms = [(a, op) for a, op in trail.at.layout.partial if a not in kept]
     if not terms:
         return
-    aim = _aim(trail, landing, {a for a, _ in terms}, manner.spill)
-    ending = {a for axes in aim for a in axes}
-    runs = _runs(terms)
-    if len({_family(op) for op, _ in runs}) <= 1:
-        first = [(op, [a for a in axes if a in ending]) for op, axes in runs]
-        runs = first + [(op, [a for a in axes if a not in ending]) for op, axes in runs]
-    for op, axes in runs:
-        _scatter(trail, aim, op, [a for a in axes if a in ending], manner.order)
-        whole = tuple(a for a in axes if a not in ending)
-        if whole:
-            _slice(trail, landing)
-            trail.go(AllReduce(whole, op))
+    target = _joined_cuts(trail, landing, {a for a, _ in terms}, manner.spill)
+    scattered = set(chain(*target))
+    for op, axes in _joins(terms, scattered):
+        if axes[0] in scattered:
+            _scatter(trail, target, op, axes, manner.order)
+        else:
+            _add_slice(trail, landing)
+            trail.go(AllReduce(tuple(axes), op))
 
 
-def _aim(trail: Trail, landing: Cuts, terms: set[str], spill: int | None) -> Cuts:
+def _joined_cuts(trail: Trail, landing: Cuts, terms: set[str], spill: int | None) -> Cuts:
     """Return the sharding after terms are joined: axes of `landing` that can follow the present ones, then others."""
-    places = _ahead(trail.cuts, landing, trail.free | terms)
-    named = {a for a, _ in places}
-    late = [(a, d) for d, axes in enumerate(landing) for a in axes if a not in named]
-    aim = [list(axes) for axes in trail.cuts]
-    for axis, dim in (*places, *[(a, d) for a, d in late if a in terms]):
-        aim[dim].append(axis)
+    places = _joined_places(trail, landing, terms)
     if spill is not None:
-        ending = {a for axes in landing for a in axes}
-        aim[spill] += [a for a in trail.at.mesh.dim_names if a in terms - ending]
-        aim[spill] += [a for a, _ in late if a in trail.free]
-    return tuple(map(tuple, aim))
+        landed = _all_places(landing)
+        spilled = [a for a in trail.at.mesh.dim_names if a in terms and a not in dict(landed)]
+        spilled += [a for a, d in landed if a in trail.free and (a, d) not in places]
+        places += tuple((a, spill) for a in spilled)
+    return appended(trail.cuts, places)
 
 
-def _runs(terms: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+def _joined_places(trail: Trail, target: Cuts, terms: set[str]) -> Places:
+    """Return the places of `target` that are reached by joining `terms`, also where another axis belongs before."""
+    ahead = _places_ahead(trail.cuts, target, trail.free | terms)
+    return (*ahead, *[(a, d) for a, d in _all_places(target) if a in terms and (a, d) not in ahead])
+
+
+def _joins(terms: list[Term], scattered: set[str]) -> list[Run]:
+    """Return the axes of each joining step, with their operation; scatters come before all-reduces if all commute."""
+    joins: list[Run] = []
+    for op, axes in _runs_of_terms(terms):
+        joins.append((op, [a for a in axes if a in scattered]))
+        joins.append((op, [a for a in axes if a not in scattered]))
+    joins = [(op, axes) for op, axes in joins if axes]
+    if _commute(op for op, _ in joins):
+        joins.sort(key=lambda join: join[1][0] not in scattered)
+    return joins
+
+
+def _runs_of_terms(terms: list[Term]) -> list[Run]:
     """Return runs of axes with equal operations, in order; operations that commute are sorted before."""
-    if len({_family(op) for _, op in terms}) <= 1:
+    if _commute(op for _, op in terms):
         terms = sorted(terms, key=lambda term: term[1])
-    runs: list[tuple[str, list[str]]] = []
-    for axis, op in terms:
-        if not runs or runs[-1][0] != op:
-            runs.append((op, []))
-        runs[-1][1].append(axis)
-    return runs
+    return [(op, [a for a, _ in run]) for op, run in groupby(terms, key=lambda term: term[1])]
 
 
-def _scatter(trail: Trail, aim: Cuts, op: str, axes: list[str], order: tuple[str, ...] | None) -> None:
+def _scatter(trail: Trail, target: Cuts, op: str, axes: list[str], order: tuple[str, ...] | None) -> None:
     """Reduce-scatter the terms along `axes`, which shard the result; further dims are sliced in the same step."""
-    axes = sorted(axes, key=(order or [a for dim in aim for a in dim]).index)
-    for part in [{a} for a in axes] if order else [set(axes)] if axes else []:
-        places = list(_ahead(trail.cuts, aim, trail.free | part))
-        named = {a for a, _ in places}
-        places += [(a, d) for d, dim in enumerate(aim) for a in dim if a in part and a not in named]
-        trail.go(ReduceScatter(tuple(a for a in axes if a in part), tuple(places), op))
+    axes = sorted(axes, key=(order or [*chain(*target)]).index)
+    for together in [axes] if order is None else [[axis] for axis in axes]:
+        trail.go(ReduceScatter(tuple(together), _joined_places(trail, target, set(together)), op))
 
 
-def _ahead(cuts: Cuts, landing: Cuts, allowed: Iterable[str]) -> Places:
+def _all_places(cuts: Cuts) -> Places:
+    """Return all (axis, dim) pairs of a sharding."""
+    return tuple((axis, dim) for dim, axes in enumerate(cuts) for axis in axes)
+
+
+def _places_ahead(cuts: Cuts, landing: Cuts, allowed: Iterable[str]) -> Places:
     """Return the (axis, dim) pairs of `landing` that can be added now, after the axes that already shard each dim."""
     places: list[tuple[str, int]] = []
     for dim, (have, want) in enumerate(zip(cuts, landing, strict=True)):
@@ -273,40 +300,46 @@ def _ahead(cuts: Cuts, landing: Cuts, allowed: Iterable[str]) -> Places:
     return tuple(places)
 
 
-def _slice(trail: Trail, landing: Cuts) -> None:
-    places = _ahead(trail.cuts, landing, trail.free)
+def _add_slice(trail: Trail, landing: Cuts) -> None:
+    places = _places_ahead(trail.cuts, landing, trail.free)
     if places:
         trail.go(Slice(places))
 
 
 def _move(trail: Trail, landing: Cuts, manner: Manner) -> None:
-    _slice(trail, landing)
+    _add_slice(trail, landing)
     have = trail.cuts
     if have == landing:
         return
     if any(a[: len(b)] != b for a, b in zip(have, landing, strict=True)):
         trail.go(AllToAll(landing))
         return
-    places = tuple((a, d) for d, (x, y) in enumerate(zip(have, landing, strict=True)) for a in x[len(y) :])
-    if manner.order is None:
+    stays = _all_places(landing)
+    places = tuple(place for place in _all_places(have) if place not in stays)
+    order = manner.order
+    if order is None:
         trail.go(AllGather(places))
         return
-    for axis in reversed(manner.order):
-        for place in [p for p in places if p[0] == axis]:
-            trail.go(AllGather((place,)))
+    for place in sorted(places, key=lambda place: order.index(place[0]), reverse=True):
+        trail.go(AllGather((place,)))
 
 
 def _make_terms(trail: Trail, target: Spec) -> None:
     """Add fill and pad steps; products come before sums, since a term 1 of a product must not be summed."""
-    have = set(trail.at.layout.partial_axes)
-    made = {a: op for a, op in target.layout.partial if a not in have}
-    cut = set(trail.at.layout.cut_axes)
-    filled = [(a, op) for a, op in made.items() if a not in cut]
-    for op, axes in sorted(_runs(sorted(filled, key=lambda t: t[1])), key=lambda run: (run[0] == "sum", run[0])):
+    layout = trail.at.layout
+    new = [(a, op) for a, op in target.layout.partial if a not in layout.partial_axes]
+    filled = [(a, op) for a, op in new if a not in layout.cut_axes]
+    for op, axes in _runs_of_terms(sorted(filled, key=lambda term: (term[1] == "sum", term[1]))):
         trail.go(Fill(tuple(axes), op))
-    places = tuple((a, d) for d, dim in enumerate(trail.cuts) for a in dim if a in made)
-    if places:
-        trail.go(Pad(places))
-        averaged = tuple(a for a, _ in places if made[a] == "avg")
-        if averaged:
-            trail.go(Scale(averaged, "avg"))
+    _pad_shards(trail, dict(new))
+
+
+def _pad_shards(trail: Trail, terms: dict[str, str]) -> None:
+    """Add the steps that turn the shards along the axes in `terms` into terms of sums and averages."""
+    places = tuple((a, d) for a, d in _all_places(trail.cuts) if a in terms)
+    if not places:
+        return
+    trail.go(Pad(places))
+    averaged = tuple(a for a, _ in places if terms[a] == "avg")
+    if averaged:
+        trail.go(Scale(averaged, "avg"))

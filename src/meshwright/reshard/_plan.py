@@ -134,7 +134,7 @@ def _plan(src: Spec, dst: Spec, price: Price | None) -> Plan:
         return plans[0]
     if price is not None:
         return min(plans, key=lambda p: sum(price(step, x) for step, x in p.walk()))
-    return min(plans, key=_within if src.mesh is dst.mesh else _across)
+    return min(plans, key=_cost_within_mesh if src.mesh is dst.mesh else _cost_across_meshes)
 
 
 def _check(src: Spec, dst: Spec) -> None:
@@ -154,15 +154,15 @@ def _check(src: Spec, dst: Spec) -> None:
         )
 
 
-def _within(p: Plan) -> tuple[float, ...]:
-    return max(map(p.received, _examples(p))), sum(_talks(step) for step in p.steps), len(p.steps)
+def _cost_within_mesh(p: Plan) -> tuple[float, ...]:
+    return max(map(p.received, _compared_ranks(p))), sum(_communicates(step) for step in p.steps), len(p.steps)
 
 
-def _talks(step: Step) -> bool:
+def _communicates(step: Step) -> bool:
     return isinstance(step, Collective | AllToAll | Exchange)
 
 
-def _examples(p: Plan) -> tuple[int, ...]:
+def _compared_ranks(p: Plan) -> tuple[int, ...]:
     """Return the ranks to compare: all of a small mesh; of a large one, ranks at the ends and in the middle of axes."""
     mesh = p.src.mesh
     if mesh.size <= SMALL_MESH:
@@ -178,9 +178,9 @@ def _role(layout: Layout, axis: str) -> tuple[int, Dim] | str | None:
     return cut or dict(layout.partial).get(axis)
 
 
-def _across(p: Plan) -> tuple[float, ...]:
+def _cost_across_meshes(p: Plan) -> tuple[float, ...]:
     crossing = sum(s.received(x, rank) for s, x in p.walk() if isinstance(s, Exchange) for rank in p.ranks)
-    return sum(map(p.received, p.ranks)), crossing, sum(_talks(step) for step in p.steps), len(p.steps)
+    return sum(map(p.received, p.ranks)), crossing, sum(_communicates(step) for step in p.steps), len(p.steps)
 
 
 def _candidates(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
@@ -192,10 +192,10 @@ def _candidates(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ..
         return
     find = plain_paths if src.mesh is dst.mesh else cross_paths
     for steps in find(*both, all_ways):
-        yield _viewed(src, dst, both[0], both[1], steps)
+        yield _between_views(src, dst, both[0], both[1], steps)
 
 
-def _viewed(src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _between_views(src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """Return the steps over common factors, between views from and to the dims of both specs."""
     if a is src and b is dst:
         return steps
@@ -230,8 +230,3 @@ def _wrong_part(plan: Plan, local: Tensor, rank: int) -> ReshardError:
         f"rank {rank} holds a part of shape {shape}, {plan.src.dtype}, of {plan.src}",
         "pass the local part that the source spec describes",
     )
-
-
-def transposed(src: Spec, dst: Spec) -> tuple[Spec, Spec]:
-    """Return source and target of the gradient's conversion: the transpose of src → dst is dual(dst) → dual(src)."""
-    return dst.dual(), src.dual()

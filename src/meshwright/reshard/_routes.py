@@ -34,21 +34,21 @@ class Routes:
         """Return the source rank of each box that `rank` needs, including boxes that it holds itself."""
         if rank not in self.dst.mesh:
             return []
-        if self._repeated:
-            return self._balanced[0][rank]
+        if self._has_copies:
+            return self._balanced_moves[0][rank]
         return [(self._holders(at)[0], box) for at, box in blocks(self.src, box_of(self.dst, rank))]
 
     def sends(self, rank: int) -> list[Route]:
         """Return the boxes that `rank` sends to other ranks."""
         if rank not in self.src.mesh:
             return []
-        if self._repeated:
-            return self._balanced[1][rank]
+        if self._has_copies:
+            return self._balanced_moves[1][rank]
         met = blocks(self.dst, box_of(self.src, rank))
         return [(peer, box) for at, box in met for peer in ranks_at(self.dst.mesh, self.fixed | at) if peer != rank]
 
     @cached_property
-    def _repeated(self) -> bool:
+    def _has_copies(self) -> bool:
         """True if several ranks of the group hold the same elements."""
         free = set(self.src.mesh.dim_names) - set(self.src.layout.cut_axes) - set(self.fixed)
         return any(self.src.mesh.sizes[a] > 1 for a in free)
@@ -57,7 +57,7 @@ class Routes:
         return ranks_at(self.src.mesh, self.fixed | dict(at))
 
     @cached_property
-    def _balanced(self) -> tuple[Moves, Moves]:
+    def _balanced_moves(self) -> tuple[Moves, Moves]:
         """All receives and sends, with senders chosen to balance the load."""
         receives: Moves = {rank: [] for rank in self.group}
         sends: Moves = {rank: [] for rank in self.group}
@@ -82,10 +82,10 @@ class Routes:
 @lru_cache(maxsize=1024)
 def routes(src: Spec, dst: Spec, group: tuple[int, ...]) -> Routes:
     """Return the routes from `src` to `dst` among the ranks of `group`, on one mesh or across two."""
-    return Routes(src, dst, group, _shared(src, dst, group))
+    return Routes(src, dst, group, _shared_coordinates(src, dst, group))
 
 
-def _shared(src: Spec, dst: Spec, group: tuple[int, ...]) -> dict[str, int]:
+def _shared_coordinates(src: Spec, dst: Spec, group: tuple[int, ...]) -> dict[str, int]:
     """Return the coordinates that all ranks of the group share; empty across two meshes."""
     if src.mesh is not dst.mesh:
         return {}

@@ -76,10 +76,10 @@ class Slice(Step):
     places: Places
 
     def apply(self, x: Spec) -> Spec:
-        return _with_cuts(x, _appended(cuts_of(x), self.places))
+        return _with_cuts(x, appended(cuts_of(x), self.places))
 
     def __repr__(self) -> str:
-        return f"Slice({_text(self.places)})"
+        return f"Slice({_places_text(self.places)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +93,16 @@ class AllGather(Collective):
     places: Places
 
     def apply(self, x: Spec) -> Spec:
-        return _with_cuts(x, _removed(cuts_of(x), self.places))
+        return _with_cuts(x, _without_places(cuts_of(x), self.places))
 
     def received(self, x: Spec, rank: int) -> int:
-        return (_numel(made(self, x), rank) - _numel(x, rank)) * x.dtype.itemsize
+        return (_local_numel(made(self, x), rank) - _local_numel(x, rank)) * x.dtype.itemsize
 
     def group(self, x: Spec, rank: int) -> tuple[int, ...]:
         return x.mesh.group(rank, [a for a, _ in self.places])
 
     def __repr__(self) -> str:
-        return f"AllGather({_text(self.places)})"
+        return f"AllGather({_places_text(self.places)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +117,19 @@ class ReduceScatter(Collective):
     op: str = "sum"
 
     def apply(self, x: Spec) -> Spec:
-        return _with_cuts(_without_terms(x, self.axes), _appended(cuts_of(x), self.places))
+        return _with_cuts(_without_terms(x, self.axes), appended(cuts_of(x), self.places))
 
     def received(self, x: Spec, rank: int) -> int:
-        return (_size(x, self.axes) - 1) * _numel(made(self, x), rank) * x.dtype.itemsize
+        return (_rank_count(x, self.axes) - 1) * _local_numel(made(self, x), rank) * x.dtype.itemsize
 
     def group(self, x: Spec, rank: int) -> tuple[int, ...]:
         return x.mesh.group(rank, self.axes)
 
     def __repr__(self) -> str:
-        notes = f" over {_joining(self.axes, self.op)}"
+        notes = f" over {_terms_text(self.axes, self.op)}"
         if self.axes == tuple(a for a, _ in self.places):
             notes = "" if self.op == "sum" else f" {self.op}"
-        return f"ReduceScatter({_text(self.places)}{notes})"
+        return f"ReduceScatter({_places_text(self.places)}{notes})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +143,14 @@ class AllReduce(Collective):
         return _without_terms(x, self.axes)
 
     def received(self, x: Spec, rank: int) -> int:
-        n = _size(x, self.axes)
-        return -(-2 * (n - 1) * _numel(x, rank) * x.dtype.itemsize // n)
+        n = _rank_count(x, self.axes)
+        return -(-2 * (n - 1) * _local_numel(x, rank) * x.dtype.itemsize // n)
 
     def group(self, x: Spec, rank: int) -> tuple[int, ...]:
         return x.mesh.group(rank, self.axes)
 
     def __repr__(self) -> str:
-        return f"AllReduce({_joining(self.axes, self.op)})"
+        return f"AllReduce({_terms_text(self.axes, self.op)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Fill(Step):
         return _with_terms(x, [(a, self.op) for a in self.axes])
 
     def __repr__(self) -> str:
-        return f"Fill({_joining(self.axes, self.op)})"
+        return f"Fill({_terms_text(self.axes, self.op)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +201,11 @@ class Pad(Step):
     places: Places
 
     def apply(self, x: Spec) -> Spec:
-        whole = _with_cuts(x, _removed(cuts_of(x), self.places))
+        whole = _with_cuts(x, _without_places(cuts_of(x), self.places))
         return _with_terms(whole, [(a, "sum") for a, _ in self.places])
 
     def __repr__(self) -> str:
-        return f"Pad({_text(self.places)})"
+        return f"Pad({_places_text(self.places)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,14 +281,15 @@ def changed_axes(src: Cuts, dst: Cuts) -> set[str]:
     return changed
 
 
-def _appended(cuts: Cuts, places: Places) -> Cuts:
+def appended(cuts: Cuts, places: Places) -> Cuts:
+    """Return the sharding with the axes of `places` added as the innermost axes of their dims."""
     made = list(cuts)
     for axis, dim in places:
         made[dim] = (*made[dim], axis)
     return tuple(made)
 
 
-def _removed(cuts: Cuts, places: Places) -> Cuts:
+def _without_places(cuts: Cuts, places: Places) -> Cuts:
     made = list(cuts)
     for axis, dim in reversed(places):
         if made[dim][-1:] != (axis,):
@@ -314,20 +315,20 @@ def _without_terms(x: Spec, axes: tuple[str, ...]) -> Spec:
     return x.with_layout(replace(x.layout, partial=left))
 
 
-def _numel(x: Spec, rank: int) -> int:
+def _local_numel(x: Spec, rank: int) -> int:
     return prod(x.local_shape(rank))
 
 
-def _size(x: Spec, axes: Iterable[str]) -> int:
+def _rank_count(x: Spec, axes: Iterable[str]) -> int:
     return prod(x.mesh.sizes[a] for a in axes)
 
 
-def _text(places: Places) -> str:
+def _places_text(places: Places) -> str:
     runs = groupby(places, key=lambda place: place[1])
     return "; ".join(f"{' '.join(axis for axis, _ in run)}, dim {dim}" for dim, run in runs)
 
 
-def _joining(axes: tuple[str, ...], op: str) -> str:
+def _terms_text(axes: tuple[str, ...], op: str) -> str:
     """Return the text of axes and operation. "sum" is omitted unless the last axis has the name of an operation."""
     plain = op == "sum" and (not axes or axes[-1] not in PARTIAL_OPS)
     return " ".join(axes if plain else (*axes, op))

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from meshwright.layout import TorchValue
+
 Operator = OpOverload
 """An ATen operator overload: `torch.ops.aten.add.Tensor`. Its class and `_schema` have no public name."""
 
 
-def schema_of(op: OpOverload) -> Any:
+def schema_of(op: OpOverload) -> TorchValue:
     """Return the schema: arguments with names, types and alias sets. torch has no public name for it."""
     return op._schema
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from math import prod
-from typing import Any, cast, get_args
+from typing import TypeGuard, TypeVar, cast, get_args
 
 import numpy as np
 
-from meshwright.layout import LayoutError, MeshError, ProcessMesh, Spec, parse_spec
+from meshwright.layout import JsonValue, LayoutError, MeshError, ProcessMesh, Spec, parse_spec
 from meshwright.pipeline import KNOWN_SCHEDULES as SCHEDULES
 from meshwright.tensor import Context
 
@@ -19,6 +19,7 @@ from ..sharding.memory_saving import MemorySaving
 from .mesh_plan import STAGES, MeshPlan
 from .pipeline_plan import Pipelining
 
+T = TypeVar("T")
 EXAMPLE = (
     "write lines such as\n[mesh]\ndp = 4\ntp = 2\n\n"
     '[layouts]\n"0.weight" = "f32[32@tp, 8]"\n"batch_0" = "f32[16@dp, 8]"'
@@ -60,18 +61,13 @@ def parse_mesh_plan(text: str) -> MeshPlan:
     return MeshPlan(mesh, specs, float(numbers[0]), float(numbers[1]), _saving(given), pipeline, _context(given))
 
 
-def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
+def _pipeline(given: Mapping[str, JsonValue], mesh: ProcessMesh) -> Pipelining | None:
     """Return the pipeline of a text with split points, or None; it has as many stages as the mesh."""
     if "split" not in given:
-        if named := [name for name in ("schedule", "microbatches", "way") if name in given]:
-            raise _refused(
-                f"{named[0]} = {given[named[0]]!r}",
-                "no split",
-                "a pipeline needs split, the modules at which stages begin",
-            )
+        _check_no_pipeline(given)
         return None
     names, schedule, count = given["split"], given.get("schedule", "1F1B"), given.get("microbatches", 1)
-    if not isinstance(names, list) or not names or not all(type(name) is str for name in cast(list[Any], names)):
+    if not _is_list_of(str, names) or not names:
         raise _refused(
             f"split = {names!r}", "no list of names", 'split must be a list of names of modules, as ["layers.4"]'
         )
@@ -79,7 +75,7 @@ def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
         raise _refused(f"schedule = {schedule!r}", "no such schedule", "a schedule must be known by name, or a table")
     if type(count) is not int or count < 1:
         raise _refused(f"microbatches = {count!r}", "no positive integer", "a batch needs one microbatch or more")
-    split = tuple(cast(list[str], names))
+    split = tuple(names)
     found = Pipelining(split, schedule, count, _stages_of_chunks(given.get("way", []), len(split) + 1))
     if mesh.sizes.get(STAGES) != found.stages:
         raise _refused(
@@ -92,13 +88,27 @@ def _pipeline(given: Mapping[str, Any], mesh: ProcessMesh) -> Pipelining | None:
     return found
 
 
-def _stages_of_chunks(given: Any, chunks: int) -> tuple[int, ...]:
+def _check_no_pipeline(given: Mapping[str, JsonValue]) -> None:
+    """Raise SearchError if a text has fields of a pipeline, but no split."""
+    for name in ("schedule", "microbatches", "way"):
+        if name in given:
+            raise _refused(
+                f"{name} = {given[name]!r}", "no split", "a pipeline needs split, the modules at which stages begin"
+            )
+
+
+def _is_list_of(kind: type[T], given: JsonValue) -> TypeGuard[list[T]]:
+    """True for a list whose items are exactly of a type, so that a bool is no integer."""
+    return isinstance(given, list) and all(type(item) is kind for item in cast(list[JsonValue], given))
+
+
+def _stages_of_chunks(given: JsonValue, chunks: int) -> tuple[int, ...]:
     """Return the stage of each chunk if a text lists them, or an empty tuple."""
-    if not isinstance(given, list) or not all(type(stage) is int for stage in cast(list[Any], given)):
+    if not _is_list_of(int, given):
         raise _refused(
             f"way = {given!r}", "no list of integers", "way must be the stage of each chunk, as [0, 1, 1, 0]"
         )
-    way = tuple(cast(list[int], given))
+    way = tuple(given)
     if way and (len(way) != chunks or {*way} != {*range(max(way) + 1)}):
         raise _refused(
             f"way = {given!r}",
@@ -108,11 +118,11 @@ def _stages_of_chunks(given: Any, chunks: int) -> tuple[int, ...]:
     return way
 
 
-def _saving(given: Mapping[str, Any]) -> MemorySaving:
+def _saving(given: Mapping[str, JsonValue]) -> MemorySaving:
     zero, layers, pieces = given.get("zero", 0), given.get("recompute", []), given.get("accumulate", 1)
     if type(zero) is not int or not 0 <= zero <= 3:
         raise _refused(f"zero = {zero!r}", "no such stage", "the stages of ZeRO are 1 to 3, and 0 switches it off")
-    if not isinstance(layers, list) or not all(type(layer) is str for layer in cast(list[Any], layers)):
+    if not _is_list_of(str, layers):
         raise _refused(
             f"recompute = {layers!r}",
             "no list of names",
@@ -120,10 +130,10 @@ def _saving(given: Mapping[str, Any]) -> MemorySaving:
         )
     if type(pieces) is not int or pieces < 1:
         raise _refused(f"accumulate = {pieces!r}", "no positive integer", "a batch needs one piece or more")
-    return MemorySaving(zero, tuple(cast(list[str], layers)), pieces)
+    return MemorySaving(zero, tuple(layers), pieces)
 
 
-def _context(given: Mapping[str, Any]) -> Context:
+def _context(given: Mapping[str, JsonValue]) -> Context:
     found = given.get("context", "gather")
     if found not in get_args(Context):
         raise _refused(
@@ -132,13 +142,13 @@ def _context(given: Mapping[str, Any]) -> Context:
     return found
 
 
-def _table(given: Any, kind: type, name: str, what: str) -> dict[str, Any]:
+def _table(given: JsonValue, kind: type[T], name: str, what: str) -> dict[str, T]:
     if not isinstance(given, Mapping) or not all(type(value) is kind for value in given.values()):
         raise _refused(f"{name} = {given!r}", "no such table", f"{name} must be a table of {what}, by name")
     return dict(given)
 
 
-def _mesh(given: Any) -> ProcessMesh:
+def _mesh(given: JsonValue) -> ProcessMesh:
     sizes = _table(given, int, "mesh", "numbers of ranks")
     if not sizes or min(sizes.values()) < 1 or len(sizes) > MOST_AXES or prod(sizes.values()) > MOST:
         why = f"a mesh has 1 to {MOST_AXES} axes, and at most {MOST} ranks"

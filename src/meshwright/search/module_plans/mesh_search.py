@@ -48,36 +48,44 @@ def plan_mesh(
         SearchError: nothing fits, or no number of replicas divides both the ranks and the batch.
     """
     asked = PlanRequest(program, cluster, saving, batch, states)
+    replicas = _divisions(asked, ranks)
+    pipelines = Pipelines(replicas, stages) if saving and stages != 1 and ranks > 1 else None
+    found, errors = list[MeshPlan](), list[SearchError]()
+    plan_of = _plan_without_pipeline if stages in (None, 1) else _plan_with_stages
+    tell = on_step or (lambda done, of: None)
+    for n, own in enumerate(replicas):
+        tell(n, len(replicas) + 1)
+        try:
+            found.append(plan_of(own, pipelines))
+        except SearchError as error:
+            errors.append(error)
+    tell(len(replicas), len(replicas) + 1)
+    if pipelines is not None and stages is None:
+        piped = pipelines.best(replicas, min((plan.seconds for plan in found), default=inf))
+        found += [] if piped is None else [_pipeline_plan(asked, piped)]
+    if not found:
+        raise errors[-1] if plan_of is _plan_with_stages else _smallest_replicas(replicas).nothing()
+    return tuple(sorted(found, key=lambda plan: plan.seconds))
+
+
+def _divisions(asked: PlanRequest, ranks: int) -> list[Replicas]:
+    """Return the divisions of ranks into replicas that get equal parts of the batch.
+
+    Raises:
+        SearchError: there is none.
+    """
     shares = [t for t in range(1, ranks + 1) if ranks % t == 0 and asked.rows % (ranks // t) == 0]
-    replicas = [Replicas(asked, ranks // t, t) for t in shares]
-    if not replicas:
+    if not shares:
         raise SearchError(
             f"a plan for {ranks} ranks",
             f"a batch of {asked.rows} rows",
             "all replicas must get equal parts of the batch",
             f"use a batch size that {ranks} divides",
         )
-    tell = on_step or (lambda done, of: None)
-    pipelines = Pipelines(replicas, stages) if saving and stages != 1 and ranks > 1 else None
-    found, errors = list[MeshPlan](), list[SearchError]()
-    for n, own in enumerate(replicas):
-        tell(n, len(replicas) + 1)
-        try:
-            found.append(_plain(own, pipelines) if stages in (None, 1) else _staged(own, pipelines))
-        except SearchError as error:
-            errors.append(error)
-    tell(len(replicas), len(replicas) + 1)
-    if pipelines is not None and stages is None:
-        piped = pipelines.best(replicas, min((plan.seconds for plan in found), default=inf))
-        found += [] if piped is None else [_of_pipeline(asked, piped)]
-    if not found and stages in (None, 1):
-        raise _least(replicas).nothing()
-    if not found:
-        raise errors[-1]
-    return tuple(sorted(found, key=lambda plan: plan.seconds))
+    return [Replicas(asked, ranks // t, t) for t in shares]
 
 
-def _least(replicas: Sequence[Replicas]) -> Replicas:
+def _smallest_replicas(replicas: Sequence[Replicas]) -> Replicas:
     """Return the replicas that need the fewest bytes per rank."""
     first, *others = sorted(replicas, key=lambda own: own.at_least)
     for own in others:
@@ -86,7 +94,7 @@ def _least(replicas: Sequence[Replicas]) -> Replicas:
     return first
 
 
-def _plain(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
+def _plan_without_pipeline(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
     """Return the fastest plan without a pipeline, for this number of replicas and ranks."""
     cuts, saving = own.found
     mesh = ProcessMesh(np.arange(own.dp * own.tp).reshape(own.dp, own.tp), [REPLICAS, SHARES])
@@ -109,7 +117,7 @@ def _plain(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
     )
 
 
-def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
+def _plan_with_stages(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
     """Return the fastest plan with stages.
 
     Raises:
@@ -124,10 +132,10 @@ def _staged(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
             why_not or "no division into as many stages fits into memory",
             "request fewer stages, or none: stages=None",
         )
-    return _of_pipeline(own.of, piped)
+    return _pipeline_plan(own.of, piped)
 
 
-def _of_pipeline(asked: PlanRequest, piped: FoundPipeline) -> MeshPlan:
+def _pipeline_plan(asked: PlanRequest, piped: FoundPipeline) -> MeshPlan:
     sizes = piped.how.stages, piped.dp, piped.tp
     mesh = ProcessMesh(np.arange(np.prod(sizes)).reshape(sizes), [STAGES, REPLICAS, SHARES])
     layouts = _layouts(asked.program, piped.cuts, mesh[STAGES, 0], piped.how.microbatches, staged=True)

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Any
 
 import numpy as np
+
+from meshwright.cost import Numbers
 
 from ..sharding.conversion_prices import Prices
 from ..sharding.memory_saving import NOTHING, MemorySaving
@@ -140,8 +141,8 @@ class Pipelines:
         own, cluster, prices = c.replicas, c.replicas.of.cluster, self._prices(c.replicas, c.stages, c.saving)
         across = c.stages * prices.replicas * own.tp > cluster.per_node
 
-        def message(nbytes: Any) -> Any:
-            return np.where(np.greater(nbytes, 0), cluster.message(nbytes, across), 0.0)
+        def message(nbytes: Numbers) -> Numbers:
+            return np.where(nbytes > 0, cluster.message(nbytes, across), 0.0)
 
         links = Links(message, prices.reduced)
 
@@ -150,7 +151,7 @@ class Pipelines:
         def goes(cuts: Shardings) -> Shardings | None:
             """Return the cuts if they fit, or None; record stages that are faster than all before."""
             shape = (
-                layer_costs(problem.told(cuts), prices, self.chain),
+                layer_costs(problem.with_conversions(cuts), prices, self.chain),
                 c.stages,
                 c.microbatches,
                 own.of.memory_limit,
@@ -164,7 +165,7 @@ class Pipelines:
         problem.best_of(goes)
         if not found:
             return None
-        cuts, stages = problem.told(found[-1][0]), found[-1][1]
+        cuts, stages = problem.with_conversions(found[-1][0]), found[-1][1]
         split = tuple(self.chain.layers[n] for n in stages.starts)
         way = stages.schedule.ways[0] if len(split) >= c.stages else ()
         how = Pipelining(split, stages.schedule.name, c.microbatches, way)

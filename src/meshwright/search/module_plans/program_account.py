@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from meshwright.cost import Cluster
 from meshwright.graph import (
@@ -16,12 +15,14 @@ from meshwright.graph import (
     Node,
     Program,
     Start,
+    Value,
     live_memory,
     map_values,
     name_of,
     type_text,
     work_of,
 )
+from meshwright.layout import TorchValue
 from meshwright.pipeline import Schedule, Timeline, Times, simulate_schedule
 
 from ..plan_data.account import Account, Communication, MemoryCurve, TensorLayout, pipeline_memory_curve
@@ -54,7 +55,7 @@ def close_program(program: Program) -> Program:
     first: dict[tuple[str, str], Input] = {}
     stands = {i.value: first.setdefault((i.role, i.name), i).value for i in program.inputs}
 
-    def same(tree: Any) -> Any:
+    def same(tree: TorchValue) -> TorchValue:
         return map_values(lambda v: stands.get(v, v), tree)
 
     nodes = tuple(replace(n, args=same(n.args), kwargs=same(dict(n.kwargs))) for n in program.nodes)
@@ -123,14 +124,16 @@ class _PricedProgram:
     @cached_property
     def _own(self) -> tuple[int, ...]:
         """Chunks of which this rank holds parts."""
-        rank, specs = self.program.rank, self.program.specs
-        found = {
-            n.origin.chunk
-            for n in self.program.nodes
-            for v in n.outs
-            if n.origin.chunk is not None and n.origin.chunk >= 0 and v in specs and rank in specs[v].mesh
-        }
+        found: set[int] = set()
+        for node in self.program.nodes:
+            chunk = node.origin.chunk
+            if chunk is not None and chunk >= 0 and any(map(self._has_part, node.outs)):
+                found.add(chunk)
         return tuple(sorted(found))
+
+    def _has_part(self, v: Value) -> bool:
+        """True if this rank holds a part of a value."""
+        return v in self.program.specs and self.program.rank in self.program.specs[v].mesh
 
     @cached_property
     def _own_rank(self) -> int:

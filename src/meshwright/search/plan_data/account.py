@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from meshwright.pipeline import ActionKind, Timeline
 
-from .units import signed
+from .units import signed, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,14 @@ class Account:
     @property
     def fits(self) -> bool:
         return self.nbytes <= self.memory_limit
+
+    def held_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the kinds of held bytes, and a row of each rank: its name, the bytes of each kind, and their sum."""
+        kinds = list(dict.fromkeys(kind for parts in self.held.values() for kind in parts))
+        return kinds, [
+            [rank, *(size(parts.get(kind, 0.0)) for kind in kinds), size(sum(parts.values()))]
+            for rank, parts in self.held.items()
+        ]
 
 
 def pipeline_memory_curve(name: str, timeline: Timeline, rank: int, base: float, each: Sequence[float]) -> MemoryCurve:

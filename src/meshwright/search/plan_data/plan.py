@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from meshwright.layout import InputError, read_json, read_toml, write_toml
+from meshwright.layout import InputError, JsonValue, read_json, read_toml, write_toml
 
 from .._errors import SearchError, check_sizes
 
@@ -91,7 +91,7 @@ def parse_plan(text: str) -> Plan:
     return plan_of(read_text(text, "a plan with a text", EXAMPLE))
 
 
-def read_text(text: str, asked: str, write: str) -> dict[str, Any]:
+def read_text(text: str, asked: str, write: str) -> dict[str, JsonValue]:
     """Return the table that a text in TOML or JSON contains.
 
     Raises:
@@ -103,7 +103,7 @@ def read_text(text: str, asked: str, write: str) -> dict[str, Any]:
         raise SearchError(asked, error.found, f"the text is neither TOML nor JSON: {error.why}", write) from error
 
 
-def plan_of(given: Mapping[str, Any]) -> Plan:
+def plan_of(given: Mapping[str, JsonValue]) -> Plan:
     """Return the plan with the given fields; fields that are left out have their defaults.
 
     Raises:

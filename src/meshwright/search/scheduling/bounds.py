@@ -34,15 +34,14 @@ class Paths:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        times, way = problem.times, problem.way
-        n = len(way)
+        times, n = problem.times, len(problem.way)
         self.f = [times.of(Action(ActionKind.FORWARD, 0, c)) + times.overhead for c in range(n)]
         self.w = [times.of(Action(ActionKind.BACKWARD_WEIGHT, 0, c)) for c in range(n)]
         self.b = [times.of(Action(ActionKind.BACKWARD_INPUT, 0, c)) + times.overhead for c in range(n)]
         if not problem.split:
             self.b = [b + w for b, w in zip(self.b, self.w, strict=True)]
             self.w = [0.0] * n
-        hops = [times.message(a, a + 1) if way[a] != way[a + 1] else 0.0 for a, _ in pairwise(range(n))]
+        hops = _hops(problem)
         self.head = [sum(self.f[:c]) + sum(hops[:c]) for c in range(n)]
         """Chunk → start of its first forward; no schedule can run other work before it on this path."""
         self.tail = [sum(self.b[:c]) + sum(hops[:c]) for c in range(n)]
@@ -57,23 +56,23 @@ class Paths:
 
     def of_rank(self, rank: int) -> list[float]:
         """Return lower bounds that follow from the work of one rank."""
-        p, own = self.problem, [c for c, r in enumerate(self.problem.way) if r == rank]
+        p, own = self.problem, self.problem.chunks_of(rank)
         first, last = own[0], own[-1]
         until_back = self.back[last] - self.head[first]
-        idle = max(0.0, until_back - self._forwards(rank, own))
+        idle = max(0.0, until_back - self._forward_seconds(rank, own))
         back_and_forth = p.microbatches * sum(self.f[c] + self.b[c] for c in own)
         weights = p.microbatches * sum(self.w[c] for c in own)
-        start, lives = self.head[first], self._lives(rank, own)
+        start, lives = self.head[first], self._seconds_by_lives(rank, own)
         own_start = start if p.objective == "span" else 0.0
         after = self.tail[first] + self.w[0]
         return [
             start + idle + back_and_forth + weights - own_start,
             start + lives + min(self.w[c] for c in own) - own_start,
-            start + idle + back_and_forth + self._due(rank, own) + after,
+            start + idle + back_and_forth + self._due_weight_seconds(rank, own) + after,
             start + lives + after,
         ]
 
-    def _forwards(self, rank: int, own: list[int]) -> float:
+    def _forward_seconds(self, rank: int, own: list[int]) -> float:
         """Return the most seconds of forwards that can fit into the rank's memory before its first backward."""
         p, left = self.problem, self.problem.microbatch_limits[rank]
         most = 0.0
@@ -83,7 +82,7 @@ class Paths:
             most, left = most + n * self.f[c], left - n * p.held(c)
         return most
 
-    def _due(self, rank: int, own: list[int]) -> float:
+    def _due_weight_seconds(self, rank: int, own: list[int]) -> float:
         """Return the fewest seconds of weight gradients that must free memory for the rank's last forward."""
         p, m = self.problem, self.problem.microbatches
         kept = {c: min(p.kept(c), p.held(c)) for c in own}
@@ -94,7 +93,7 @@ class Paths:
             return ceil(short / kept[own[0]] - NOTHING) * self.w[own[0]] if kept[own[0]] else inf
         return short * min((self.w[c] / kept[c] for c in own if kept[c]), default=inf)
 
-    def _lives(self, rank: int, own: list[int]) -> float:
+    def _seconds_by_lives(self, rank: int, own: list[int]) -> float:
         """Return a lower bound on the seconds until the last B, from the limit on microbatches in flight.
 
         Return 0 if the rank has several chunks or no limit of memory.
@@ -109,3 +108,9 @@ class Paths:
         life = first + (self.w[c] if p.split and p.kept(c) >= p.held(c) else 0.0)
         rounds, more = divmod(p.microbatches - 1, at_once)
         return rounds * life + first + more * self.b[c]
+
+
+def _hops(problem: Problem) -> list[float]:
+    """Return the seconds of the message from each chunk to the next; 0 if both are on one rank."""
+    ranks = enumerate(pairwise(problem.way))
+    return [problem.times.message(c, c + 1) if here != there else 0.0 for c, (here, there) in ranks]

@@ -23,7 +23,7 @@ def solve(problem: dict[str, Any]) -> dict[str, Any]:
     begins. `held` are lists of [from, to, amount] for each rank: the amount is held from the start of one operation to
     the end of the other.
     """
-    cp_model: Any = import_module("ortools.sat.python.cp_model")
+    cp_model = import_module("ortools.sat.python.cp_model")
     model = _Model(cp_model.CpModel(), problem)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.1, problem["until"] - time.time())

@@ -53,9 +53,14 @@ def unit(amounts: Iterable[float], whole: float) -> Unit:
     return Unit(float(size), True) if whole <= size * MOST else Unit(whole / MOST, False)
 
 
-def _ended(microbatch: int, held: int, limit: int) -> int:
+def _least_ended(microbatch: int, held: int, limit: int) -> int:
     """Return the number of earlier microbatches that must have ended on a chunk that has all the memory for itself."""
     return max(0, -(-((microbatch + 1) * held - limit) // held)) if held else 0
+
+
+def _nth_action(kind: ActionKind, chunk: int, n: int, most: int) -> tuple[Action, ...]:
+    """Return the action of the n-th microbatch on a chunk; nothing if `n` is above `most`."""
+    return (Action(kind, n - 1, chunk),) if n <= most else ()
 
 
 class IntegerModel:
@@ -69,12 +74,12 @@ class IntegerModel:
         self.back = ActionKind.BACKWARD_INPUT if problem.split else ActionKind.BACKWARD
         self.kinds = (ActionKind.FORWARD, self.back, *([ActionKind.BACKWARD_WEIGHT] if problem.split else []))
         chunks, microbatches = range(len(problem.way)), range(problem.microbatches)
-        self.actions = [Action(kind, m, c) for c in chunks for m in microbatches for kind in self.kinds]
+        self.actions = [Action(kind, m, c) for c, m, kind in product(chunks, microbatches, self.kinds)]
         self.number = {action: n for n, action in enumerate(self.actions)}
         hops = [problem.times.message(c, c + 1) for c in chunks[:-1]]
         seconds = {*map(self._seconds, self.actions), problem.times.overhead, *hops}
         self.tick = unit(seconds, problem.value(start))
-        held = {amount for c in chunks for amount in (problem.held(c), problem.kept(c))}
+        held = {*map(problem.held, chunks), *map(problem.kept, chunks)}
         self.grain = unit(held, max((limit for limit in problem.microbatch_limits if limit != inf), default=1.0))
 
     def _seconds(self, action: Action) -> float:
@@ -88,12 +93,12 @@ class IntegerModel:
     def before(self) -> Iterator[tuple[int, int, int]]:
         """Yield (a, b, lag): a must end at least `lag` before b begins."""
         for b in self.actions:
-            for a in self._needs(b):
+            for a in self._direct_needs(b):
                 there, here = self.problem.way[a.chunk], self.problem.way[b.chunk]
                 lag = self.tick.down(self.problem.times.message(a.chunk, b.chunk)) if there != here else 0
                 yield self.number[a], self.number[b], lag
 
-    def _needs(self, action: Action) -> Iterator[Action]:
+    def _direct_needs(self, action: Action) -> Iterator[Action]:
         kind, m, c = action.kind, action.microbatch, action.chunk
         if m:
             yield action._replace(microbatch=m - 1)
@@ -119,10 +124,10 @@ class IntegerModel:
         for a in self.actions:
             rank = self.problem.way[a.chunk]
             if a.kind is ActionKind.FORWARD and rank in rows:
-                rows[rank] += [row for row in self._held(a) if row[2] > 0]
+                rows[rank] += [row for row in self._held_intervals(a) if row[2] > 0]
         return rows
 
-    def _held(self, forward: Action) -> Iterator[tuple[int, int, int]]:
+    def _held_intervals(self, forward: Action) -> Iterator[tuple[int, int, int]]:
         held, kept = self._amounts(forward.chunk)
         f, b = self.number[forward], self.number[forward._replace(kind=self.back)]
         yield f, b, held - min(held, kept)
@@ -140,19 +145,19 @@ class IntegerModel:
         In at least one pair of each list, a must end before b begins.
         """
         for rank, limit in self.limits().items():
-            own = [c for c, r in enumerate(self.problem.way) if r == rank]
-            few = len(self.actions) * self._at_once(own, limit) ** 2 <= MOST_CHOICES
+            own = self.problem.chunks_of(rank)
+            few = len(self.actions) * self._most_at_once(own, limit) ** 2 <= MOST_CHOICES
             for c, m in product(own, range(self.problem.microbatches)):
                 forward = Action(ActionKind.FORWARD, m, c)
-                together = (self._beside(forward, d, limit) for d in own if d != c and few)
-                for choice in chain(self._alone(forward, limit), *together):
+                pairs = (self._two_chunk_constraints(forward, d, limit) for d in own if d != c and few)
+                for choice in chain(self._one_chunk_constraints(forward, limit), *pairs):
                     yield [(self.number[a], self.number[b]) for a, b in choice]
 
-    def _at_once(self, own: list[int], limit: int) -> int:
+    def _most_at_once(self, own: list[int], limit: int) -> int:
         """Return the largest number of microbatches that a chunk of one rank can hold."""
         return max(min(self.problem.microbatches, limit // max(1, self._amounts(c)[0])) for c in own)
 
-    def _alone(self, forward: Action, limit: int) -> Iterator[list[tuple[Action, Action]]]:
+    def _one_chunk_constraints(self, forward: Action, limit: int) -> Iterator[list[tuple[Action, Action]]]:
         """Yield the constraints of a chunk's own memory on a forward.
 
         If exactly so many backwards have ended, so many weight gradients must have ended that the rest fits.
@@ -160,16 +165,16 @@ class IntegerModel:
         _, m, c = forward[:3]
         held, kept = self._amounts(c)
         kept = min(kept, held)
-        for ended in range(max(0, _ended(m, held, limit) - 1), m + 1):
+        for ended in range(max(0, _least_ended(m, held, limit) - 1), m + 1):
             short = (m + 1) * held - ended * (held - kept) - limit
             if short <= 0:
                 return
             weights = -(-short // kept) if kept else ended + 1
-            makes_room = [Action(self.back, ended, c)] if ended < m else []
-            makes_room += [Action(ActionKind.BACKWARD_WEIGHT, weights - 1, c)] if weights <= ended else []
-            yield [(a, forward) for a in makes_room]
+            gradients = _nth_action(self.back, c, ended + 1, m)
+            frees = (*gradients, *_nth_action(ActionKind.BACKWARD_WEIGHT, c, weights, ended))
+            yield [(a, forward) for a in frees]
 
-    def _beside(self, forward: Action, other: int, limit: int) -> Iterator[list[tuple[Action, Action]]]:
+    def _two_chunk_constraints(self, forward: Action, other: int, limit: int) -> Iterator[list[tuple[Action, Action]]]:
         """Yield the constraints of the memory of two chunks together, on a forward of one of them.
 
         There is one for each number of forwards that the other chunk has begun before.
@@ -178,19 +183,19 @@ class IntegerModel:
         (held, kept), (held_other, kept_other) = self._amounts(c), self._amounts(other)
         if not (held and held_other and kept in (0, held) and kept_other in (0, held_other)):
             return  # a microbatch frees its memory at two times
-        frees, frees_other = (self.kinds[-1] if k else self.back for k in (kept, kept_other))
+        last, last_other = (self.kinds[-1] if k else self.back for k in (kept, kept_other))
         most = min(self.problem.microbatches, m + limit // held_other)
         for begun in range(m + 1, most + 1) if other < c else range(max(1, m + 1 - limit // held), m + 1):
             sure = other < c and begun == m + 1
             unless = [] if sure else [(forward, Action(ActionKind.FORWARD, begun - 1, other))]
-            for ended in range(_ended(m, held, limit), m + 1):
+            for ended in range(_least_ended(m, held, limit), m + 1):
                 short = (m + 1 - ended) * held + begun * held_other - limit
                 if short <= 0:
                     break
                 needed = -(-short // held_other)
-                makes_room = [Action(frees, ended, c)] if ended < m else []
-                makes_room += [Action(frees_other, needed - 1, other)] if needed <= min(begun, m) else []
-                yield unless + [(a, forward) for a in makes_room]
+                others = _nth_action(last_other, other, needed, min(begun, m))
+                frees = (*_nth_action(last, c, ended + 1, m), *others)
+                yield unless + [(a, forward) for a in frees]
 
     def windows(self) -> Iterator[tuple[int | None, int]]:
         """Yield pairs of actions for the objective: the last one of each rank and, for the span, its first one."""

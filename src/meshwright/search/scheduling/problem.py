@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import inf
 from typing import Literal
 
@@ -57,6 +58,9 @@ class Problem:
     def ranks(self) -> int:
         return max(self.way) + 1
 
+    def chunks_of(self, rank: int) -> list[int]:
+        return [c for c, r in enumerate(self.way) if r == rank]
+
     @cached_property
     def limits(self) -> tuple[float, ...]:
         """Upper bound on what each rank may hold."""
@@ -91,10 +95,10 @@ class Problem:
         """True if a schedule respects the placement and the memory, and has only actions of the problem."""
         if schedule.ways != (self.way,) or schedule.microbatches != self.microbatches or schedule.slices > 1:
             return False
-        known = SPLIT if self.split else WHOLE
-        if any(action.beside or action.kind not in known for row in schedule.rows for action in row):
+        known, actions = SPLIT if self.split else WHOLE, [*chain(*schedule.rows)]
+        if any(action.beside or action.kind not in known for action in actions):
             return False
-        forwards = [(a.chunk, a.microbatch) for row in schedule.rows for a in row if a.kind is ActionKind.FORWARD]
+        forwards = [(a.chunk, a.microbatch) for a in actions if a.kind is ActionKind.FORWARD]
         if sorted(forwards, key=lambda f: f[0]) != sorted(forwards):
             return False
         return all(held <= limit for held, limit in zip(peaks(schedule, self.memory), self.limits, strict=True))

@@ -7,7 +7,7 @@ sums over a batch, and products of two means fail the check.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from meshwright.layout import hint
 from meshwright.spmd import BoundRule, Call, Choice
 
 from .forms import AXIS, PENDING, VARYING, WHOLE, AxisForm
-from .operator_options import call_of, choices, form_of, needs_of, tensors_of
+from .operator_options import Forms, call_of, choices, gives_of, needs_of, tensors_of
 
 MEAN = AxisForm("mean")
 ROWS = AxisForm("cut", 0, (AXIS,))
@@ -91,7 +91,7 @@ def check_accumulation(program: Program) -> AccumulationCheck:
     """Check if the captured loss is the mean of the losses of equal pieces of the batch."""
     rows = first_tensor_rows(program)
     pieces = next((n for n in range(2, rows + 1) if rows % n == 0), 1)
-    return _Followed(program, pieces, rows).told() if pieces > 1 else AccumulationCheck(f"the batch has {rows} row")
+    return _Followed(program, pieces, rows).checked() if pieces > 1 else AccumulationCheck(f"the batch has {rows} row")
 
 
 def first_tensor_rows(program: Program) -> int:
@@ -109,10 +109,10 @@ class _Followed:
     labels: dict[int, int] = field(default_factory=dict[int, int])
     draws: bool = False
 
-    def told(self) -> AccumulationCheck:
+    def checked(self) -> AccumulationCheck:
         for given in self.program.inputs:
             v = given.value
-            if given.role == "batch" and v.is_tensor and v.shape and hint(v.shape[0]) == self.rows:
+            if given.role == "batch" and v.is_tensor and self._has_rows(v):
                 self.forms[v] = ROWS
         for node in self.program.nodes:
             if any(v in self.forms for v in node.ins) and not self._follow(node):
@@ -126,42 +126,51 @@ class _Followed:
     def _follow(self, node: Node) -> bool:
         """Record how the results of a node depend on rows; return False if no rule says so."""
         have = [self.forms.get(v, WHOLE) for v in tensors_of(node.ins)]
-        means = {MEAN, PENDING} & set(have)
-        if MEAN in means and len(means) == 1:
-            have = [PENDING if form == MEAN else form for form in have]
-        elif means:
-            return False
-        found = self._gives(node, have)
+        summed = _means_as_sums(have)
+        found = None if summed is None else self._result_forms(node, summed)
         if found is None:
             return False
-        made = [MEAN if form == PENDING and (means or self._is_mean(node)) else form for form in found]
-        self.forms |= {v: form for v, form in zip(tensors_of(node.outs), made, strict=True) if form != WHOLE}
+        for v, form in zip(tensors_of(node.outs), found, strict=True):
+            if form == PENDING and (MEAN in have or self._is_mean(node)):
+                self.forms[v] = MEAN
+            elif form != WHOLE:
+                self.forms[v] = form
         return True
 
-    def _gives(self, node: Node, have: Sequence[AxisForm]) -> Sequence[AxisForm] | None:
-        if _name(node) == "aten::dropout":
+    def _result_forms(self, node: Node, have: Sequence[AxisForm]) -> Sequence[AxisForm] | None:
+        """Return the forms of a node's results for operands with the forms `have`; None if no rule gives them."""
+        if _operator_name(node) == "aten::dropout":
             self.draws = self.draws or bool(node.args[2])
             return have
         self.draws = self.draws or is_random_call(node)
-        if _name(node) in FRESH:
-            return [ROWS if v.shape and hint(v.shape[0]) == self.rows else WHOLE for v in node.outs]
+        if _operator_name(node) in FRESH:
+            return [ROWS if self._has_rows(v) else WHOLE for v in node.outs]
         call, made = call_of(node), tensors_of(node.outs)
-        if made and _name(node) == "aten::broadcast_tensors" and len({v.sizes for v in (*node.ins, *made)}) == 1:
+        if (
+            made
+            and _operator_name(node) == "aten::broadcast_tensors"
+            and len({v.sizes for v in (*node.ins, *made)}) == 1
+        ):
             return have
         if call is None or len(call.bound.outs) != len(made):
             return None
+        return self._forms_by_rule(node, call, have)
+
+    def _has_rows(self, v: Value) -> bool:
+        """True if the first dim of a tensor is as long as the batch."""
+        return len(v.shape) > 0 and hint(v.shape[0]) == self.rows
+
+    def _forms_by_rule(self, node: Node, call: Call, have: Sequence[AxisForm]) -> Sequence[AxisForm] | None:
         wanted = dict(zip(tensors_of(node.ins), have, strict=True))
         for choice in choices(call.bound, self.pieces):
-            if self._fits(node, call, choice, wanted):
-                gives = zip(choice.outs, call.bound.outs, strict=True)
-                return [form_of(call.bound, held, dims, self.pieces) for held, dims in gives]
+            if self._fits_choice(node, call, choice, wanted):
+                return gives_of(call.bound, choice, self.pieces)
         return None
 
-    def _fits(self, node: Node, call: Call, choice: Choice, wanted: Mapping[Value, AxisForm]) -> bool:
+    def _fits_choice(self, node: Node, call: Call, choice: Choice, wanted: Forms) -> bool:
         if self._has_form(call.bound, choice) and not (self._is_mean(node) or self._is_apart(node, choice)):
             return False
-        given: list[Value | None] = call.operands(node.args, node.kwargs)
-        needs = needs_of(call.bound, choice, given, self.pieces)
+        needs = needs_of(node, call, choice, self.pieces)
         shared = (WHOLE, VARYING)
         return needs is not None and all(
             needs.get(v, VARYING) == form or (form in shared and needs.get(v, VARYING) in shared)
@@ -173,10 +182,10 @@ class _Followed:
         return choice.factor is not None and bound.names[choice.factor] in bound.rule.forms
 
     def _is_apart(self, node: Node, choice: Choice) -> bool:
-        return _name(node) in APART and all(held == choice.factor for held in choice.outs)
+        return _operator_name(node) in APART and all(held == choice.factor for held in choice.outs)
 
     def _is_mean(self, node: Node) -> bool:
-        name = _name(node)
+        name = _operator_name(node)
         if name not in LOSSES:
             return name in TAKE_MEANS
         at = LOSSES[name]
@@ -184,13 +193,13 @@ class _Followed:
         if name not in IGNORING:
             return reduction == 1
         given = dict(zip(ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
-        leaf = self._leaf(given["target"])
+        leaf = self._batch_leaf(given["target"])
         if reduction != 1 or given.get("weight") is not None or leaf is None:
             return False
         self.labels[leaf] = given.get("ignore_index", IGNORED)
         return True
 
-    def _leaf(self, v: Value) -> int | None:
+    def _batch_leaf(self, v: Value) -> int | None:
         """Return the index of the leaf of a batch that a value is a view of, or None."""
         while (node := self.program.producers.get(v)) is not None:
             seen = [x for made, x in alias_pairs(node) if made is v]
@@ -200,6 +209,13 @@ class _Followed:
         return next((i.source for i in self.program.inputs if i.value is v and i.role == "batch"), None)
 
 
-def _name(node: Node) -> str:
+def _means_as_sums(forms: Sequence[AxisForm]) -> Sequence[AxisForm] | None:
+    """Return the forms with means as pending sums, which rules combine alike; None for sums that are no means."""
+    if PENDING in forms:
+        return None
+    return [PENDING if form == MEAN else form for form in forms]
+
+
+def _operator_name(node: Node) -> str:
     """Return the operator's name without its overload, or an empty text."""
     return node.op.name().partition(".")[0] if isinstance(node.op, Operator) else ""

@@ -15,7 +15,7 @@ from meshwright.layout import hint
 from meshwright.tensor import Context
 
 from .forms import AXIS, AxisForm
-from .operator_options import Option, tensors_of
+from .operator_options import Forms, Option, Options, tensors_of
 
 ATTENTION = "aten::scaled_dot_product_attention"
 SEQUENCE, HEADS = 2, 3
@@ -35,22 +35,31 @@ def ulysses_options(
     """
     operands, made = tensors_of(node.ins), tensors_of(node.outs)
     given = node.ins[:3]
-    lengths = {hint(v.shape[-SEQUENCE]) for v in given if len(v.shape) >= HEADS}
-    if len(lengths) != 1 or lengths.pop() % ranks or len({len(v.shape) for v in (*given, *made)}) != 1:
+    if not _has_even_sequence(given, ranks) or len({len(v.shape) for v in (*given, *made)}) != 1:
         return
-    rest = [v for v in operands if v not in given]
     for option in options:
         needs = dict(zip(operands, option.needs, strict=True))
-        if all(_has_heads(v, needs[v]) for v in given) and not any(needs[v].kind == "cut" for v in rest):
-            along = {v: _along(v) for v in given}
+        if _shards_only_heads(needs, given):
+            along = needs | {v: _sequence_form(v) for v in given}
             seconds = option.seconds + sum(map(price, (*given, *made)))
-            yield Option(tuple(along.get(v, needs[v]) for v in operands), tuple(map(_along, made)), seconds)
+            yield Option(tuple(along.values()), tuple(map(_sequence_form, made)), seconds)
             return
 
 
-def count_attention_methods(options: Mapping[Node, Option]) -> Counter[Context]:
+def _has_even_sequence(given: Sequence[Value], ranks: int) -> bool:
+    """True if queries, keys and values have one length, which the ranks divide."""
+    lengths = {hint(v.shape[-SEQUENCE]) for v in given if len(v.shape) >= HEADS}
+    return len(lengths) == 1 and lengths.pop() % ranks == 0
+
+
+def _shards_only_heads(needs: Forms, given: Sequence[Value]) -> bool:
+    """True if queries, keys and values are sharded in heads, and no other operand is sharded."""
+    return all(_shards_heads(v, form) if v in given else form.kind != "cut" for v, form in needs.items())
+
+
+def count_attention_methods(options: Options) -> Counter[Context]:
     """Count the attentions along a sharded sequence, by context-parallel method."""
-    return Counter(_ways(options))
+    return Counter(_methods_used(options))
 
 
 def attention_sentences(found: Counter[Context]) -> list[str]:
@@ -58,9 +67,9 @@ def attention_sentences(found: Counter[Context]) -> list[str]:
     return [f"context parallel: in {n} attention{'s' * (n > 1)}, {METHOD_SENTENCES[name]}" for name, n in found.items()]
 
 
-def _ways(options: Mapping[Node, Option]) -> Iterator[Context]:
+def _methods_used(options: Options) -> Iterator[Context]:
     for node, option in options.items():
-        if is_attention(node) and option.needs[0] == _along(node.ins[0]):
+        if is_attention(node) and option.needs[0] == _sequence_form(node.ins[0]):
             key = option.needs[tensors_of(node.ins).index(node.ins[1])]
             yield "ulysses" if key.kind == "cut" else "gather"
 
@@ -69,10 +78,10 @@ def is_attention(node: Node) -> bool:
     return isinstance(node.op, Operator) and node.op.name().partition(".")[0] == ATTENTION
 
 
-def _has_heads(v: Value, form: AxisForm) -> bool:
+def _shards_heads(v: Value, form: AxisForm) -> bool:
     return form.kind == "cut" and form.cut == (AXIS,) and len(v.shape) - form.dim == HEADS
 
 
-def _along(v: Value) -> AxisForm:
+def _sequence_form(v: Value) -> AxisForm:
     """Return the form that is sharded along the sequence."""
     return AxisForm("cut", len(v.shape) - SEQUENCE, (AXIS,))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from meshwright.cost import Cluster, Meeting, Numbers
+from meshwright.cost import Cluster, Numbers
+from meshwright.reshard import CollectiveKind, transposed
 
-from .forms import AxisForm, collective, dual
+from .forms import AxisForm, collective
 from .memory_saving import NOTHING, MemorySaving
 
 EXPOSED = 0.3
@@ -41,7 +41,8 @@ class Prices:
         An all-to-all is priced as a gather: the layouts of parameters and of a batch do not request it, so the program
         may gather instead. Requested ones are priced by `exchanged`.
         """
-        return self._one(have, need, nbytes) + (self._one(dual(need), dual(have), nbytes) if trains else 0.0)
+        forward = self._one(have, need, nbytes)
+        return forward + self._one(*transposed(have, need), nbytes) if trains else forward
 
     def exchanged(self, nbytes: float, trains: bool) -> float:
         """Return the seconds of an all-to-all that reshards a value along another dim, and of that of its gradient."""
@@ -59,10 +60,10 @@ class Prices:
         device = self.cluster.device
         return device.overhead + 2 * nbytes / self.ranks / device.bandwidth
 
-    def reduced(self, nbytes: Numbers) -> Any:
+    def reduced(self, nbytes: Numbers) -> Numbers:
         """Return the exposed seconds of reducing `nbytes` of gradients over replicas, with the gathers of ZeRO."""
         replicas = max(1, min(self.replicas, self.cluster.per_node // self.ranks))
-        kinds: Mapping[Meeting, int] = {"all-reduce": 1}
+        kinds: Mapping[CollectiveKind, int] = {"all-reduce": 1}
         if self.saving.zero:
             kinds = {"reduce-scatter": 1, "all-gather": 2 if self.saving.zero == 3 else 1}
         return EXPOSED * sum(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from meshwright.layout import Dim
+from meshwright.reshard import AxisRole, CollectiveKind, collective_between
 
-Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 AXIS = "axis"
 
 
@@ -19,6 +18,16 @@ class AxisForm:
     dim: int = -1
     cut: Dim = ()
 
+    @property
+    def role(self) -> AxisRole:
+        if self.kind in ("repeated", "varying"):
+            return "whole"
+        return "cut" if self.kind == "cut" else "terms"
+
+    def dual(self) -> AxisForm:
+        """Return the form of the gradient of a value with this form."""
+        return {VARYING: PENDING, PENDING: WHOLE}.get(self, self)
+
     def __repr__(self) -> str:
         return f"cut {self.dim}" if self.kind == "cut" else self.kind
 
@@ -26,15 +35,6 @@ class AxisForm:
 WHOLE, VARYING, PENDING = AxisForm("repeated"), AxisForm("varying"), AxisForm("sum")
 
 
-def collective(have: AxisForm, need: AxisForm) -> Collective | None:
+def collective(have: AxisForm, need: AxisForm) -> CollectiveKind | None:
     """Return the collective of a conversion; None if each rank has what it needs."""
-    if have == need or have in (WHOLE, VARYING):
-        return None
-    if have.kind == "cut":
-        return "all-gather" if need.kind != "cut" else "all-to-all"
-    return "reduce-scatter" if need.kind == "cut" else "all-reduce"
-
-
-def dual(form: AxisForm) -> AxisForm:
-    """Return the form of the gradient of a value with this form."""
-    return {WHOLE: WHOLE, VARYING: PENDING, PENDING: WHOLE}.get(form, form)
+    return None if have == need else collective_between(have.role, need.role)

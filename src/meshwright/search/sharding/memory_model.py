@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -17,9 +17,10 @@ from meshwright.passes import Bucket
 from .conversion_prices import Prices
 from .forms import AxisForm, collective
 from .memory_saving import LEAST, NOTHING, MemorySaving, RecomputedValues
-from .operator_options import Option, tensors_of
-from .variable_elimination import Table
+from .operator_options import Forms, Option, Options, PossibleForms, tensors_of
+from .variable_elimination import Costs, Table
 
+T = TypeVar("T")
 UPDATE = 1.0
 """Temporary bytes of an optimizer's update, per byte of a parameter."""
 
@@ -30,18 +31,29 @@ def per_byte(saving: MemorySaving, replicas: int, states: float) -> float:
     return own + gradient + (states + UPDATE) * state
 
 
+class Once(Protocol):
+    """Function that returns what `make` returns, possibly what it returned before for an equal key."""
+
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T: ...
+
+
+def make_anew(key: Hashable, make: Callable[[], T]) -> T:
+    """Return what `make` returns, for a memory model whose tables are not kept."""
+    return make()
+
+
 @dataclass(frozen=True)
 class MemoryModel:
     """Bytes of a program's values by their forms; `once` returns one object for all equal keys."""
 
     program: Program
     prices: Prices
-    once: Callable[[Any, Callable[[], Any]], Any]
+    once: Once
 
     def tables(
         self,
         options: Mapping[Node, Sequence[Option]],
-        forms_of: Mapping[Value, tuple[AxisForm, ...]],
+        forms_of: PossibleForms,
         number: Mapping[Value, int],
     ) -> Iterator[Table]:
         """Yield the bytes of values in their forms, as tables: parameters with gradients and states, and kept results.
@@ -52,35 +64,51 @@ class MemoryModel:
         of ZeRO.
         """
         for v, forms in forms_of.items():
-            yield Table((number[v],), self._in_forms(forms, self._of(v)))
+            yield Table((number[v],), self._bytes_by_form(forms, self._held_bytes(v)))
         for n, (node, ways) in enumerate(options.items()):
             if self.reads[node].inside and self.dropped.layer(node) is None:
                 key = "inside", id(ways), self.reads[node]
-                yield Table((n,), self.once(key, lambda at=node, of=ways: np.array([self._inside(at, w) for w in of])))
-            for place, v in enumerate(tensors_of(node.outs)):
-                if self._is_sent_out(v):
-                    given = tuple(option.gives[place] for option in ways)
-                    costs = self._sent(v, given, forms_of[v], into=True)
-                    yield from [Table((n, number[v]), costs)] if costs.any() else []
-            for place, v in enumerate(tensors_of(node.ins)):
-                if self._is_sent_in(v, node, place):
-                    needed = tuple(option.needs[place] for option in ways)
-                    costs = self._sent(v, forms_of[v], needed)
-                    yield from [Table((number[v], n), costs)] if costs.any() else []
+                yield Table(
+                    (n,), self.once(key, lambda at=node, of=ways: np.array([self._bytes_inside(at, w) for w in of]))
+                )
+            for v, costs in self._sent_results(node, ways, forms_of):
+                if costs.any():
+                    yield Table((n, number[v]), costs)
+            for v, costs in self._sent_operands(node, ways, forms_of):
+                if costs.any():
+                    yield Table((number[v], n), costs)
 
-    def made_at(self, node: Node, option: Option, forms: Mapping[Value, AxisForm]) -> float:
+    def _sent_results(
+        self, node: Node, options: Sequence[Option], forms_of: PossibleForms
+    ) -> Iterator[tuple[Value, Costs]]:
+        """Yield the results whose conversion from the forms that options give is kept, with its bytes."""
+        for place, v in enumerate(tensors_of(node.outs)):
+            if self._is_sent_out(v):
+                given = tuple(option.gives[place] for option in options)
+                yield v, self._sent_bytes(v, given, forms_of[v], into=True)
+
+    def _sent_operands(
+        self, node: Node, options: Sequence[Option], forms_of: PossibleForms
+    ) -> Iterator[tuple[Value, Costs]]:
+        """Yield the operands whose conversion to the forms that options need is kept, with its bytes."""
+        for place, v in enumerate(tensors_of(node.ins)):
+            if self._is_sent_in(v, node, place):
+                needed = tuple(option.needs[place] for option in options)
+                yield v, self._sent_bytes(v, forms_of[v], needed)
+
+    def made_at(self, node: Node, option: Option, forms: Forms) -> float:
         """Return the bytes that live from a node until the backward pass: its results, and what is sent for it."""
         made, read = tensors_of(node.outs), tensors_of(node.ins)
         pairs = [(v, give, forms[v]) for v, give in zip(made, option.gives, strict=True) if self._is_sent_out(v)]
         needs = enumerate(zip(read, option.needs, strict=True))
         pairs += [(v, forms[v], need) for n, (v, need) in needs if self._is_sent_in(v, node, n)]
-        sent = sum(float(self._sent(v, (have,), (need,))[0, 0]) for v, have, need in pairs)
-        inside = 0.0 if self.dropped.layer(node) else self._inside(node, option)
+        sent = sum(float(self._sent_bytes(v, (have,), (need,))[0, 0]) for v, have, need in pairs)
+        inside = 0.0 if self.dropped.layer(node) else self._bytes_inside(node, option)
         return sent + inside + sum(self.held(v, forms[v]) for v in made)
 
     def held(self, v: Value, form: AxisForm) -> float:
         """Return the bytes of a value that a rank holds beyond a single operator or layer."""
-        return self._of(v) / self._ranks(form)
+        return self._held_bytes(v) / self._ranks(form)
 
     def _is_sent_out(self, v: Value) -> bool:
         """True if the result of a communication that makes a value is kept, though the value is recomputed."""
@@ -94,37 +122,39 @@ class MemoryModel:
 
     def fewest_inside(self, node: Node, ways: Sequence[Option]) -> float:
         """Return the bytes inside an operator, under the option that holds least."""
-        return min(self._inside(node, way) for way in ways) if self.reads[node].inside else 0.0
+        return min(self._bytes_inside(node, way) for way in ways) if self.reads[node].inside else 0.0
 
-    def _inside(self, node: Node, way: Option) -> float:
+    def _bytes_inside(self, node: Node, way: Option) -> float:
         """Return the bytes that an operator's backward pass reads and that are in no value of the program.
 
         Ranks that have parts of the operator share them.
         """
         return self.reads[node].inside * self.share / (self.prices.ranks if is_cut(way) else 1)
 
-    def _sent(self, v: Value, have: tuple[AxisForm, ...], need: tuple[AxisForm, ...], into: bool = False) -> Any:
+    def _sent_bytes(
+        self, v: Value, have: tuple[AxisForm, ...], need: tuple[AxisForm, ...], into: bool = False
+    ) -> Costs:
         """Return the bytes of a value after each conversion, as a matrix; 0 if ranks do not communicate for it."""
 
-        def costs() -> Any:
-            whole = self._in_forms(need, self._alive(v))
+        def costs() -> Costs:
+            whole = self._bytes_by_form(need, self._bytes_in_flight(v))
             return np.array([[float(collective(a, b) is not None) for b in need] for a in have]) * whole
 
-        return self.once(("sent", have, need, self._alive(v), into), costs)
+        return self.once(("sent", have, need, self._bytes_in_flight(v), into), costs)
 
-    def _in_forms(self, forms: tuple[AxisForm, ...], nbytes: float) -> Any:
+    def _bytes_by_form(self, forms: tuple[AxisForm, ...], nbytes: float) -> Costs:
         ranks = self.prices.ranks
         return self.once(
             ("held", forms, nbytes),
             lambda: np.array([nbytes / (ranks if form.kind == "cut" else 1) for form in forms]),
         )
 
-    def _of(self, v: Value) -> float:
+    def _held_bytes(self, v: Value) -> float:
         if v in self.given:
-            return v.nbytes * self._parameter(v) if v in self.trains else float(v.nbytes)
-        return self._alive(v) if v in self.late and v not in self.dropped.values else 0.0
+            return v.nbytes * self._bytes_per_parameter_byte(v) if v in self.trains else float(v.nbytes)
+        return self._bytes_in_flight(v) if v in self.late and v not in self.dropped.values else 0.0
 
-    def _parameter(self, v: Value) -> float:
+    def _bytes_per_parameter_byte(self, v: Value) -> float:
         """Return the bytes of a parameter, its gradient and its states on a rank, per byte of the parameter."""
         saving = self.prices.saving if self.is_cut_by_zero(v) else NOTHING
         return per_byte(saving, self.prices.replicas, self.prices.states)
@@ -133,15 +163,15 @@ class MemoryModel:
         """True if ZeRO shards a parameter; small ones stay whole."""
         return prod(map(hint, v.shape)) >= LEAST
 
-    def passing(self, options: Mapping[Node, Option], forms: Mapping[Value, AxisForm]) -> float:
+    def temporary_bytes(self, options: Options, forms: Forms) -> float:
         """Return the temporary bytes of a recomputed layer, and of parameters and gradients in communication."""
         cut = [v for v in self.given & self.trains & forms.keys() if self.is_cut_by_zero(v)]
         whole = [v.nbytes / self._ranks(forms[v]) for v in cut]
         row = max(max(whole, default=0.0), min(Bucket.bytes, sum(whole)))
-        return max(self.of_layers(options, forms).values(), default=0.0) + self._rows * row
+        return max(self.of_layers(options, forms).values(), default=0.0) + self._buckets_in_flight * row
 
     @property
-    def _rows(self) -> int:
+    def _buckets_in_flight(self) -> int:
         """Number of buckets in flight, of gradients or of gathered parameters.
 
         Stage 3 of ZeRO has one more with recomputation, which was preceded by a gather too.
@@ -149,20 +179,20 @@ class MemoryModel:
         saving = self.prices.saving
         return {2: 1, 3: 2 if saving.recompute else 1}.get(saving.zero, 0)
 
-    def beside(self, forms: Mapping[Value, AxisForm]) -> float:
+    def gradient_bytes(self, forms: Forms) -> float:
         """Return the bytes of gradients of activations, as far as they exceed the bytes that an update takes.
 
         These gradients live while all results are kept; the loss makes several of the size of its largest operand.
         Gradients of parameters and the values of an update come later, when the kept results are gone.
         """
         later = most = 0.0
-        for read, kept, inside in self._way_back:
+        for read, kept, inside in self._backward_order:
             most = max(most, inside * self.share + sum(self.nbytes(v) / self._ranks(forms[v]) for v in read) - later)
             later += sum(self.held(v, forms[v]) for v in kept)
-        return max(0.0, most - sum(self._updated(v) / self._ranks(forms[v]) for v in self.given & self.trains))
+        return max(0.0, most - sum(self._update_bytes(v) / self._ranks(forms[v]) for v in self.given & self.trains))
 
     @cached_property
-    def _way_back(self) -> list[tuple[tuple[Value, ...], tuple[Value, ...], int]]:
+    def _backward_order(self) -> list[tuple[tuple[Value, ...], tuple[Value, ...], int]]:
         """Operators in the order of the backward pass, as (values with gradients, kept results, bytes inside)."""
         own, late, found = self.trains - self.given, self.late, list[tuple[tuple[Value, ...], tuple[Value, ...], int]]()
         for node, read in reversed([*self.reads.items()]):
@@ -170,13 +200,13 @@ class MemoryModel:
             found.append((around, tuple(v for v in node.outs if v in late), read.inside))
         return found
 
-    def _updated(self, v: Value) -> float:
+    def _update_bytes(self, v: Value) -> float:
         """Return the bytes of the gradient of a whole parameter and of its update."""
         saving = self.prices.saving if self.is_cut_by_zero(v) else NOTHING
         _, gradient, state = saving.parameter(self.prices.replicas)
         return v.nbytes * (gradient + UPDATE * state)
 
-    def of_layers(self, options: Mapping[Node, Option], forms: Mapping[Value, AxisForm]) -> Mapping[str, float]:
+    def of_layers(self, options: Options, forms: Forms) -> Mapping[str, float]:
         """Return the bytes of each recomputed layer while it is recomputed."""
         layers: dict[str, float] = {}
         for v, layer in self.dropped.values.items():
@@ -184,7 +214,7 @@ class MemoryModel:
                 layers[layer] = layers.get(layer, 0.0) + self.nbytes(v) / self._ranks(forms[v])
         for node, option in options.items() if layers else ():
             if (layer := self.dropped.layer(node)) is not None and self.reads[node].inside:
-                layers[layer] = layers.get(layer, 0.0) + self._inside(node, option)
+                layers[layer] = layers.get(layer, 0.0) + self._bytes_inside(node, option)
         return layers
 
     def _ranks(self, form: AxisForm) -> int:
@@ -194,7 +224,7 @@ class MemoryModel:
         """Return the bytes of a whole value; if it depends on the batch, of a replica's part of one piece."""
         return v.nbytes * (1.0 if v in self.given else self.share)
 
-    def _alive(self, v: Value) -> float:
+    def _bytes_in_flight(self, v: Value) -> float:
         """Return the bytes of a whole value; if it depends on the batch, of all microbatches in flight."""
         return self.nbytes(v) * (1.0 if v in self.given else self.prices.alive)
 
@@ -217,14 +247,14 @@ class MemoryModel:
         """Results whose memory the backward pass reads, or that are inputs of recomputed layers."""
         views = {v: x for node in self.program.nodes for v, x in alias_pairs(node)}
         found, made = set[Value](), {v for node in self.program.nodes for v in node.outs}
-        for v in self._read():
+        for v in self._values_read_back():
             root = v
             while root in views:
                 root = views[root]
             found.add(root)
         return found & made
 
-    def _read(self) -> Iterator[Value]:
+    def _values_read_back(self) -> Iterator[Value]:
         for node, read in self.reads.items():
             ins, outs = tensors_of(node.ins), tensors_of(node.outs)
             yield from (ins[n] for n in read.ins)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -39,6 +38,13 @@ class Option:
     seconds: float
 
 
+Options = Mapping[Node, Option]
+"""The option of each operator."""
+Forms = Mapping[Value, AxisForm]
+"""The form of each value."""
+PossibleForms = Mapping[Value, tuple[AxisForm, ...]]
+
+
 def tensors_of(values: Sequence[Value]) -> tuple[Value, ...]:
     """Return the tensors among values, each once."""
     return tuple(dict.fromkeys(v for v in values if v.is_tensor))
@@ -56,7 +62,7 @@ def call_of(node: Node) -> Call | None:
     return None if call is None or call.mutated else call
 
 
-def _rule_operand(v: Value) -> Any:
+def _rule_operand(v: Value) -> torch.Tensor | complex:
     """Return what a rule reads in place of a value: a tensor of its shape without data, or a number."""
     if not isinstance(v.dtype, torch.dtype):
         return v.dtype(2)
@@ -73,23 +79,27 @@ def choices(bound: BoundRule, ranks: int) -> Iterator[Choice]:
     )
 
 
-def needs_of(
-    bound: BoundRule, choice: Choice, operands: Sequence[Value | None], ranks: int
-) -> dict[Value, AxisForm] | None:
+def needs_of(node: Node, call: Call, choice: Choice, ranks: int) -> dict[Value, AxisForm] | None:
     """Return the form that a choice needs of each operand; None if it needs one operand in two forms."""
     needs: dict[Value, AxisForm] = {}
-    varies = any(need != REPLICATED for need in choice.ins)
+    bound, varies = call.bound, any(need != REPLICATED for need in choice.ins)
+    operands: list[Value | None] = call.operands(node.args, node.kwargs)
     for v, held, dims in zip(operands, choice.ins, bound.ins, strict=True):
         if v is None:
             continue
-        form = form_of(bound, held, dims, ranks)
+        form = _form_of(bound, held, dims, ranks)
         form = VARYING if form == WHOLE and varies else form
         if needs.setdefault(v, form) != form:
             return None
     return needs
 
 
-def form_of(bound: BoundRule, held: AxisState, dims: tuple[tuple[int, ...], ...], ranks: int) -> AxisForm:
+def gives_of(bound: BoundRule, choice: Choice, ranks: int) -> tuple[AxisForm, ...]:
+    """Return the forms of the results under a choice."""
+    return tuple(_form_of(bound, held, dims, ranks) for held, dims in zip(choice.outs, bound.outs, strict=True))
+
+
+def _form_of(bound: BoundRule, held: AxisState, dims: tuple[tuple[int, ...], ...], ranks: int) -> AxisForm:
     if isinstance(held, str):
         return PENDING if held == "sum" else AxisForm(held)
     at = next((d for d, factors in enumerate(dims) if held in factors), None)

@@ -11,7 +11,7 @@ chain of narrow layers, so variable elimination minimises the sum exactly (`vari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,17 +22,18 @@ import numpy as np
 
 from meshwright.graph import Node, Operator, Program, Value, map_values, work_of
 from meshwright.layout import Shard
+from meshwright.reshard import transposed
 from meshwright.spmd import Call
 
 from .._errors import SearchError
 from ..plan_data.units import size_rounded_up
 from .attention_options import ulysses_options
 from .conversion_prices import EXPOSED, Prices
-from .forms import VARYING, WHOLE, AxisForm, collective, dual
+from .forms import VARYING, WHOLE, AxisForm, collective
 from .memory_model import MemoryModel
 from .memory_saving import MemorySaving
-from .operator_options import Option, call_of, choices, form_of, needs_of, tensors_of
-from .variable_elimination import MOST, Elimination, Table, aligned, elimination, least, order_of
+from .operator_options import Forms, Option, Options, call_of, choices, gives_of, needs_of, tensors_of
+from .variable_elimination import MOST, Costs, Elimination, Table, aligned, elimination, least, order_of, total_cost
 
 T = TypeVar("T")
 BACKWARD = 2.0
@@ -58,7 +59,7 @@ class Conversion:
     @property
     def kind(self) -> str:
         """The collective of the conversion: the forward one or, if the forward pass needs none, the backward one."""
-        return collective(self.have, self.need) or collective(dual(self.need), dual(self.have)) or "none"
+        return collective(self.have, self.need) or collective(*transposed(self.have, self.need)) or "none"
 
     def __str__(self) -> str:
         return (
@@ -79,8 +80,8 @@ class Shardings:
     seconds: float
     nbytes: float
     program: Program = field(repr=False)
-    options: Mapping[Node, Option] = field(repr=False)
-    forms: Mapping[Value, AxisForm] = field(repr=False)
+    options: Options = field(repr=False)
+    forms: Forms = field(repr=False)
     meetings: tuple[Conversion, ...] = field(default=(), repr=False)
     gap: float = 0.0
     held: float = 0.0
@@ -139,11 +140,11 @@ class ShardingProblem:
 
     def __init__(self, program: Program, prices: Prices) -> None:
         self.program, self.prices = program, prices
-        self._alike: dict[Any, Any] = {}
-        self.kept = MemoryModel(program, prices, self._once)
+        self._memo: dict[Hashable, Any] = {}
+        self.kept = MemoryModel(program, prices, self._memoized)
         self.trains, self.dropped = self.kept.trains, self.kept.dropped
         self.options = {
-            node: self._once(self._signature(node), lambda n=node: list(self._options(n))) for node in program.nodes
+            node: self._memoized(self._signature(node), lambda n=node: list(self._options(n))) for node in program.nodes
         }
         self.forms = self._forms()
         self.number = {v: len(self.options) + n for n, v in enumerate(self.forms)}
@@ -164,7 +165,7 @@ class ShardingProblem:
         for name in ("fastest", "_steps"):
             other.__dict__.pop(name, None)
         other.prices = prices
-        other.kept = MemoryModel(self.program, prices, self._once)
+        other.kept = MemoryModel(self.program, prices, self._memoized)
         other.held = list(other.kept.tables(self.options, self.forms, self.number))
         return other
 
@@ -183,7 +184,7 @@ class ShardingProblem:
                 f"{size_rounded_up(least - memory_limit)} are missing with every sharding",
                 "use more ranks, or a smaller batch",
             )
-        return self.told(found)
+        return self.with_conversions(found)
 
     def best_of(self, fits: Callable[[Shardings], T | None], may: bool = True) -> T | None:
         """Return `fits(cuts)` for the fastest cuts for which it is not None; None if it is None for all.
@@ -215,10 +216,10 @@ class ShardingProblem:
         priced = {id(table.costs): byte * table.costs for table in self.held}
         worth = [Table(table.variables, priced[id(table.costs)]) for table in self.held]
         value, chosen, bound = least(self.sizes, [*self.tables, *worth], self._steps, MOST)
-        nbytes = sum(float(table.costs[tuple(chosen[v] for v in table.variables)]) for table in self.held)
+        nbytes = total_cost(self.held, chosen)
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
         forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}
-        total = nbytes + self.kept.passing(options, forms) + self.kept.beside(forms)
+        total = nbytes + self.kept.temporary_bytes(options, forms) + self.kept.gradient_bytes(forms)
         return Shardings(
             value - byte * nbytes,
             total,
@@ -243,28 +244,28 @@ class ShardingProblem:
         """A lower bound on the held bytes of every solution."""
         return sum(float(table.costs.min()) for table in self.held)
 
-    def told(self, found: Shardings) -> Shardings:
+    def with_conversions(self, found: Shardings) -> Shardings:
         """Return a solution with its conversions in `meetings`."""
-        return replace(found, meetings=tuple(self._met(found.options, found.forms)))
+        return replace(found, meetings=tuple(self._costly_conversions(found.options, found.forms)))
 
-    def _met(self, options: Mapping[Node, Option], forms: Mapping[Value, AxisForm]) -> Iterator[Conversion]:
+    def _costly_conversions(self, options: Options, forms: Forms) -> Iterator[Conversion]:
         """Yield the conversions of a solution that take time."""
         for given in self.program.inputs:
             if given.value in forms:
                 form = forms[given.value]
-                yield from self._costly(given.value, form if form.kind == "cut" else WHOLE, form, given.name)
+                yield from self._conversion_if_costly(given.value, _given_form(form), form, given.name)
         for node, option in options.items():
             for v, have in zip(tensors_of(node.outs), option.gives, strict=True):
-                yield from self._costly(v, have, forms[v], node.origin.layer, node)
+                yield from self._conversion_if_costly(v, have, forms[v], node.origin.layer, node)
             for v, need in zip(tensors_of(node.ins), option.needs, strict=True):
-                yield from self._costly(v, forms[v], need, node.origin.layer, node)
+                yield from self._conversion_if_costly(v, forms[v], need, node.origin.layer, node)
         for v in self._results & set(forms):
-            yield from self._costly(v, forms[v], WHOLE, "the end")
+            yield from self._conversion_if_costly(v, forms[v], WHOLE, "the end")
 
-    def _costly(
+    def _conversion_if_costly(
         self, v: Value, have: AxisForm, need: AxisForm, layer: str, node: Node | None = None
     ) -> Iterator[Conversion]:
-        seconds = float(self._conversions(v, (have,), (need,))[0, 0])
+        seconds = float(self._conversion_costs(v, (have,), (need,))[0, 0])
         if seconds > 0:
             source = node.origin.where if node else ""
             yield Conversion(v, have, need, self.kept.nbytes(v), seconds, layer, source, node)
@@ -277,15 +278,15 @@ class ShardingProblem:
             total = total + aligned(table, tuple(range(len(self.sizes))))
         return float(total.min())
 
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
+    def _memoized(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the object that was made for an equal key, or make it now: one object for all equal tables."""
-        if key not in self._alike:
-            self._alike[key] = make()
-        return self._alike[key]
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
 
     # --- options
 
-    def _signature(self, node: Node) -> Any:
+    def _signature(self, node: Node) -> Hashable:
         """Return everything that the options of an operator depend on, as a key."""
         place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
         args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
@@ -296,7 +297,7 @@ class ShardingProblem:
         """Yield the options of an operator by its rule; without a rule, it runs on whole values."""
         work = work_of(node)
         device, share = self.prices.cluster.device, self.kept.share
-        times = self._times(node) * self.prices.saving.accumulate
+        times = relative_passes(node, self.kept) * self.prices.saving.accumulate
         begun = device.overhead * times if work.nbytes else 0.0
         whole = times * device.seconds(work.flops * share, work.nbytes * share, work.dtype) if work.nbytes else 0.0
         operands, made = tensors_of(node.ins), tensors_of(node.outs)
@@ -304,34 +305,26 @@ class ShardingProblem:
         call = call_of(node)
         if call is None or len(call.bound.outs) != len(made):
             return
-        ways = list(self._by_rule(node, call, whole, begun))
+        ways = list(self._options_by_rule(node, call, whole, begun))
         yield from ways
         if "ulysses" in call.rule.alternatives:
-            yield from ulysses_options(node, ways, self.prices.ranks, self._exchange)
+            yield from ulysses_options(node, ways, self.prices.ranks, self._exchange_seconds)
 
-    def _exchange(self, v: Value) -> float:
+    def _exchange_seconds(self, v: Value) -> float:
         """Return the seconds of resharding an operand or result along another dim, for all pieces of a batch."""
         return self.prices.exchanged(self.kept.nbytes(v), v in self.trains) * self.prices.saving.accumulate
 
-    def _by_rule(self, node: Node, call: Call, whole: float, begun: float) -> Iterator[Option]:
-        operands = tensors_of(node.ins)
-        given: list[Value | None] = call.operands(node.args, node.kwargs)
+    def _options_by_rule(self, node: Node, call: Call, whole: float, begun: float) -> Iterator[Option]:
+        operands, ranks = tensors_of(node.ins), self.prices.ranks
         name = node.op.name() if isinstance(node.op, Operator) else ""
-        for choice in choices(call.bound, self.prices.ranks):
+        for choice in choices(call.bound, ranks):
             if name in WRITTEN and any(isinstance(h, str) for h in choice.outs):
                 continue
-            needs = needs_of(call.bound, choice, given, self.prices.ranks)
+            needs = needs_of(node, call, choice, ranks)
             if needs is not None:
-                gives = zip(choice.outs, call.bound.outs, strict=True)
-                forms = tuple(form_of(call.bound, held, dims, self.prices.ranks) for held, dims in gives)
-                divided = begun + (whole - begun) / self.prices.ranks if choice.factor is not None else whole
-                yield Option(tuple(needs.get(v, VARYING) for v in operands), forms, divided)
-
-    def _times(self, node: Node) -> float:
-        """Return the seconds of all passes of an operator, relative to its forward pass."""
-        if not any(v in self.trains for v in node.outs):
-            return 1.0
-        return 1.0 + BACKWARD + (self.dropped.layer(node) is not None)
+                divided = begun + (whole - begun) / ranks if choice.factor is not None else whole
+                given = tuple(needs.get(v, VARYING) for v in operands)
+                yield Option(given, gives_of(call.bound, choice, ranks), divided)
 
     # --- forms
 
@@ -351,37 +344,57 @@ class ShardingProblem:
     def _tables(self) -> Iterator[Table]:
         for n, (node, options) in enumerate(self.options.items()):
             yield Table(
-                (n,), self._once(("seconds", id(options)), lambda w=options: np.array([option.seconds for option in w]))
+                (n,),
+                self._memoized(("seconds", id(options)), lambda w=options: np.array([option.seconds for option in w])),
             )
             for place, v in enumerate(tensors_of(node.outs)):
                 given = tuple(option.gives[place] for option in options)
-                yield Table((n, self.number[v]), self._conversions(v, given, self.forms[v]))
+                yield Table((n, self.number[v]), self._conversion_costs(v, given, self.forms[v]))
             for place, v in enumerate(tensors_of(node.ins)):
                 needed = tuple(option.needs[place] for option in options)
-                yield Table((self.number[v], n), self._conversions(v, self.forms[v], needed))
-        for v in (i.value for i in self.program.inputs if i.value in self.forms):
-            lies = tuple((form if form.kind == "cut" else WHOLE) for form in self.forms[v])
-            made = self._conversions(v, lies, self.forms[v])
-            yield Table((self.number[v],), self._once(("given", id(made)), lambda made=made: np.diagonal(made)))
+                yield Table((self.number[v], n), self._conversion_costs(v, self.forms[v], needed))
+        yield from self._tables_of_inputs()
         for v in self._results:
             if v in self.forms:
-                yield Table((self.number[v],), self._conversions(v, self.forms[v], (WHOLE,))[:, 0])
+                yield Table((self.number[v],), self._conversion_costs(v, self.forms[v], (WHOLE,))[:, 0])
 
-    def _conversions(self, v: Value, have: tuple[AxisForm, ...], need: tuple[AxisForm, ...]) -> Any:
+    def _tables_of_inputs(self) -> Iterator[Table]:
+        """Yield the seconds of converting the inputs of the program from their given forms."""
+        for given in self.program.inputs:
+            v = given.value
+            if v in self.forms:
+                costs = self._conversion_costs(v, tuple(map(_given_form, self.forms[v])), self.forms[v])
+                yield Table(
+                    (self.number[v],), self._memoized(("given", id(costs)), lambda costs=costs: np.diagonal(costs))
+                )
+
+    def _conversion_costs(self, v: Value, have: tuple[AxisForm, ...], need: tuple[AxisForm, ...]) -> Costs:
         """Return the seconds from each form in `have` to each in `need`, forward and backward, as a matrix."""
         nbytes, trains = self.kept.nbytes(v), v in self.trains
 
         shown = EXPOSED if v in self.kept.given else float(self.prices.saving.accumulate)
 
         def one(a: AxisForm, b: AxisForm) -> float:
-            return self._once((a, b, nbytes, trains), lambda: self.prices.convert(a, b, nbytes, trains))
+            return self._memoized((a, b, nbytes, trains), lambda: self.prices.convert(a, b, nbytes, trains))
 
         key = (have, need, nbytes, trains, shown)
-        return self._once(key, lambda: shown * np.array([[one(a, b) for b in need] for a in have]))
+        return self._memoized(key, lambda: shown * np.array([[one(a, b) for b in need] for a in have]))
 
     @cached_property
     def _results(self) -> set[Value]:
         return set(self.program.results)
+
+
+def relative_passes(node: Node, kept: MemoryModel) -> float:
+    """Return the seconds of all passes of an operator, relative to its forward pass."""
+    if not any(v in kept.trains for v in node.outs):
+        return 1.0
+    return 1.0 + BACKWARD + (kept.dropped.layer(node) is not None)
+
+
+def _given_form(form: AxisForm) -> AxisForm:
+    """Return the form in which an input is given, if the program uses it in this form: sharded likewise, or whole."""
+    return form if form.kind == "cut" else WHOLE
 
 
 WRITTEN = frozenset({"aten::scaled_dot_product_attention"})

@@ -64,14 +64,14 @@ def least(sizes: Sequence[int], tables: Sequence[Table], steps: Elimination | No
     bound, chosen = steps.carried_out(tables)
     if not steps.parted:
         return Least(bound, chosen, bound)
-    value, parted, most = _sum(tables, chosen), steps.parted, steps.most
+    value, parted, most = total_cost(tables, chosen), steps.parted, steps.most
     for _ in range(ROUNDS):
-        fixed = [_fixed(table, {v: chosen[v] for v in parted}) for table in tables]
+        fixed = [_with_fixed_values(table, {v: chosen[v] for v in parted}) for table in tables]
         left = [1 if v in parted else n for v, n in enumerate(sizes)]
         _, again = elimination(left, fixed, most).carried_out(fixed)
         again = tuple(chosen[v] if v in parted else n for v, n in enumerate(again))
-        again = _descended(sizes, tables, min(chosen, again, key=lambda c: _sum(tables, c)))
-        if not (now := _sum(tables, again)) < value:
+        again = _improved_by_descent(sizes, tables, min(chosen, again, key=lambda c: total_cost(tables, c)))
+        if not (now := total_cost(tables, again)) < value:
             break
         value, chosen = now, again
     return Least(value, chosen, min(bound, value))
@@ -85,15 +85,16 @@ def elimination(
     if order.widest > most:
         most = min(most, PARTS)
         order = order_of(sizes, tables, most)
-    left = _Left(sizes, tables, most)
+    left = _RemainingTables(sizes, tables, most)
     return Elimination(tuple(left.without(v) for v in order.variables), most)
 
 
-def _sum(tables: Sequence[Table], chosen: Sequence[int]) -> float:
+def total_cost(tables: Sequence[Table], chosen: Sequence[int]) -> float:
+    """Return the sum of the tables at the chosen values of all variables."""
     return sum(float(table.costs[tuple(chosen[v] for v in table.variables)]) for table in tables)
 
 
-def _fixed(table: Table, values: Mapping[int, int]) -> Table:
+def _with_fixed_values(table: Table, values: Mapping[int, int]) -> Table:
     """Return the table with a single entry for each variable whose value is given."""
     if values.keys().isdisjoint(table.variables):
         return table
@@ -101,7 +102,7 @@ def _fixed(table: Table, values: Mapping[int, int]) -> Table:
     return Table(table.variables, table.costs[kept])
 
 
-def _descended(sizes: Sequence[int], tables: Sequence[Table], chosen: Sequence[int]) -> tuple[int, ...]:
+def _improved_by_descent(sizes: Sequence[int], tables: Sequence[Table], chosen: Sequence[int]) -> tuple[int, ...]:
     """Return the choice after coordinate descent.
 
     Each variable takes its best value beside the others, until none changes.
@@ -110,15 +111,24 @@ def _descended(sizes: Sequence[int], tables: Sequence[Table], chosen: Sequence[i
     for table in tables:
         for v in table.variables:
             of[v].append(table)
-    now, waiting = [*chosen], {*range(len(sizes))}
+    now = dict(enumerate(chosen))
+    waiting = {*now}
     while waiting:
         v = waiting.pop()
-        costs = sum(t.costs[tuple(slice(None) if u == v else now[u] for u in t.variables)] for t in of[v])
-        best = int(np.argmin(costs)) if of[v] else now[v]
-        if of[v] and np.asarray(costs)[best] < np.asarray(costs)[now[v]]:
+        if not of[v]:
+            continue
+        costs = _costs_along(v, of[v], now)
+        best = int(np.argmin(costs))
+        if costs[best] < costs[now[v]]:
             now[v] = best
             waiting |= {u for t in of[v] for u in t.variables} - {v}
-    return tuple(now)
+    return tuple(now.values())
+
+
+def _costs_along(v: int, tables: Iterable[Table], chosen: Mapping[int, int]) -> Costs:
+    """Return the sum of a variable's tables for each of its values, beside the chosen values of all other variables."""
+    rows = (t.costs[tuple(slice(None) if u == v else chosen[u] for u in t.variables)] for t in tables)
+    return sum(rows, start=np.zeros(()))
 
 
 def order_of(sizes: Sequence[int], tables: Sequence[Table], most: int = MOST) -> Order:
@@ -128,7 +138,7 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table], most: int = MOST) ->
     repeated layers then stays alike, and is computed once. A variable that is eliminated in parts is assumed to connect
     no others.
     """
-    near = _near(sizes, tables)
+    near = _neighbours(sizes, tables)
 
     def width(v: int) -> int:
         return prod([sizes[u] for u in near[v]]) * sizes[v]
@@ -149,16 +159,21 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table], most: int = MOST) ->
             if width(v) != now:
                 continue
             order.append(v)
-            around = near.pop(v)
-            for u in around:
-                near[u] |= around if now <= most else set()
-                near[u] -= {u, v}
-            for u in around:
+            for u in _remove_variable(near, v, connects=now <= most):
                 heappush(heap, (width(u), kind[u], u))
     return Order(tuple(order), widest)
 
 
-def _near(sizes: Sequence[int], tables: Sequence[Table]) -> dict[int, set[int]]:
+def _remove_variable(near: dict[int, set[int]], v: int, connects: bool) -> set[int]:
+    """Remove a variable and return its neighbours, which become each other's neighbours if it `connects` them."""
+    around = near.pop(v)
+    for u in around:
+        near[u] |= around if connects else set()
+        near[u] -= {u, v}
+    return around
+
+
+def _neighbours(sizes: Sequence[int], tables: Sequence[Table]) -> dict[int, set[int]]:
     """Return the variables that share a table with each variable."""
     near: dict[int, set[int]] = {v: set() for v in range(len(sizes))}
     for table in tables:
@@ -198,7 +213,7 @@ class _Part:
         """Return the sum of the tables, with the variable's dimension first."""
         total = np.zeros(self.shape)
         for own, places in zip(costs, self.places, strict=True):
-            total += _spread(own, places, len(self.shape))
+            total += _with_dims(own, places, len(self.shape))
         return total
 
 
@@ -220,8 +235,8 @@ class _Step:
         """
         if len(self.parts) == 1:
             return int(best[0][tuple([found[u] for u in self.parts[0].around])])
-        rows = (costs[n][tuple(slice(None) if u == self.v else found[u] for u in of)] for n, of in self.tables)
-        return int(np.argmin(sum(rows)))
+        tables = [Table(variables, costs[n]) for n, variables in self.tables]
+        return int(np.argmin(_costs_along(self.v, tables, found)))
 
 
 @dataclass(frozen=True)
@@ -265,7 +280,7 @@ class Elimination:
         return total, tuple(found[v] for v in range(len(found)))
 
 
-class _Left:
+class _RemainingTables:
     """The variables of the tables that are left, and the tables of each variable."""
 
     def __init__(self, sizes: Sequence[int], tables: Sequence[Table], most: int) -> None:
@@ -283,11 +298,11 @@ class _Left:
         The step has one part if the variable's tables are small enough together, and several parts otherwise.
         """
         own = sorted(self.of[v])
-        around = self._around(v, own)
+        around = self._variables_around(v, own)
         if self._width(v, around) <= self.most:
             parts = (self._part(v, own, around),)
         else:
-            parts = tuple(self._part(v, group, self._around(v, group)) for group in self._groups(v))
+            parts = tuple(self._part(v, group, self._variables_around(v, group)) for group in self._groups(v))
         step = _Step(v, parts, tuple((n, self.variables[n]) for n in own) if len(parts) > 1 else ())
         for u in around:
             self.of[u].difference_update(own)
@@ -302,7 +317,7 @@ class _Left:
         """Return the tables of v in groups that are small enough, starting with the largest table."""
         groups: list[list[int]] = []
         for n in sorted(self.of[v], key=lambda n: (-prod(self.sizes[u] for u in self.variables[n]), n)):
-            fitting = (g for g in groups if self._width(v, self._around(v, [*g, n])) <= self.most)
+            fitting = (g for g in groups if self._width(v, self._variables_around(v, [*g, n])) <= self.most)
             group = next(fitting, None)
             if group is None:
                 groups.append([n])
@@ -321,16 +336,16 @@ class _Left:
         kind = self._kinds.setdefault((places, shape), len(self._kinds))
         return _Part(order[1:], tuple(group), places, shape, kind)
 
-    def _around(self, v: int, group: Iterable[int]) -> set[int]:
+    def _variables_around(self, v: int, group: Iterable[int]) -> set[int]:
         return {u for n in group for u in self.variables[n]} - {v}
 
 
 def aligned(table: Table, order: tuple[int, ...]) -> Costs:
     """Return the costs with a dimension for each variable of `order`, of size one for those not in the table."""
-    return _spread(table.costs, tuple(order.index(v) for v in table.variables), len(order))
+    return _with_dims(table.costs, tuple(order.index(v) for v in table.variables), len(order))
 
 
-def _spread(costs: Costs, places: tuple[int, ...], dims: int) -> Costs:
+def _with_dims(costs: Costs, places: tuple[int, ...], dims: int) -> Costs:
     """Return the costs with `dims` dimensions: their own at `places`, and all others of size one."""
     moved = np.transpose(costs, np.argsort(places))
     shape = [1] * dims

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import merge
@@ -77,10 +77,10 @@ def balance(
     less time than one.
     """
     every = LayerSums(layers, links)
-    if _at_least(layers, stages, microbatches) >= limit:
+    if _least_seconds(layers, stages, microbatches) >= limit:
         return None
-    one = _one_each(every, stages, microbatches, memory_limit, limit)
-    several = _several(every, stages, microbatches, memory_limit)
+    one = _best_of_one_chunk(every, stages, microbatches, memory_limit, limit)
+    several = _best_of_several_chunks(every, stages, microbatches, memory_limit)
     best = one if one is not None and (several is None or several.seconds >= one.seconds * (1 - SHORTER)) else several
     if best is None or best.seconds >= limit:
         return None
@@ -94,7 +94,7 @@ def fits(layers: LayerCosts, stages: int, microbatches: int, memory_limit: float
     return any(next(starts_by_bound(layers, table, memory_limit, links), None) is not None for table in tables)
 
 
-def _at_least(layers: LayerCosts, stages: int, microbatches: int) -> float:
+def _least_seconds(layers: LayerCosts, stages: int, microbatches: int) -> float:
     """Return a lower bound on the seconds of a step: the work of the mean rank, and its wait for the first microbatch.
 
     Before the first microbatch arrives at a rank, it passes at least one layer on each earlier rank.
@@ -111,7 +111,9 @@ class _Best(NamedTuple):
     starts: Starts
 
 
-def _one_each(layers: LayerSums, stages: int, microbatches: int, memory_limit: float, limit: float) -> _Best | None:
+def _best_of_one_chunk(
+    layers: LayerSums, stages: int, microbatches: int, memory_limit: float, limit: float
+) -> _Best | None:
     """Return the best table and starts with one chunk per rank; None if none fits.
 
     Candidates are simulated in the order of their lower bounds, until no other can be faster. Their number is limited
@@ -127,14 +129,22 @@ def _one_each(layers: LayerSums, stages: int, microbatches: int, memory_limit: f
     while few := [*islice(waiting, TOGETHER)]:
         if few[0][0] >= min(best.seconds * (1 - SHORTER) if best is not None else limit, limit):
             break
-        for name in dict.fromkeys(table.name for _, table, _ in few):
-            (found,) = steps[name].best(starts for _, table, starts in few if table.name == name)
+        for found in _best_of_each_table(steps, few):
             if best is None or found.seconds < best.seconds * (1 - SHORTER):
-                best = _Best(found.seconds, steps[name].runs.schedule, found.starts)
+                best = found
     return best
 
 
-def _several(layers: LayerSums, stages: int, microbatches: int, memory_limit: float) -> _Best | None:
+def _best_of_each_table(
+    steps: Mapping[str, BatchedStepTime], candidates: Sequence[tuple[float, Schedule, Starts]]
+) -> Iterator[_Best]:
+    """Yield the fastest candidate of each table; the candidates of a table are simulated at once."""
+    for name in dict.fromkeys(table.name for _, table, _ in candidates):
+        (found,) = steps[name].best(starts for _, table, starts in candidates if table.name == name)
+        yield _Best(found.seconds, steps[name].runs.schedule, found.starts)
+
+
+def _best_of_several_chunks(layers: LayerSums, stages: int, microbatches: int, memory_limit: float) -> _Best | None:
     """Return the best table and starts with several chunks per rank; None if none fits.
 
     Starts are searched under one table after the other, the most promising table first.

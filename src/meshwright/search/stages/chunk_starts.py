@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import combinations
 from math import comb
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .batched_step_time import BatchedStepTime, LayerSums, RatedStarts
 from .stage_starts import Starts
@@ -33,7 +33,7 @@ class ChunkStarts:
         layers, chunks = step.layers, self.table.chunks
         self.is_done = comb(layers.count - 1, chunks - 1) <= ALL
         every = combinations(range(1, layers.count), chunks - 1)
-        self.found = step.best(every if self.is_done else [_even(layers, chunks)], KEPT)
+        self.found = step.best(every if self.is_done else [_even_starts(layers, chunks)], KEPT)
 
     @property
     def best(self) -> RatedStarts:
@@ -41,23 +41,23 @@ class ChunkStarts:
 
     def go_on(self) -> int:
         """Simulate the starts that move one layer to another chunk; return the simulated chunks times microbatches."""
-        before, near = self.found, self._near()
+        before, near = self.found, self._neighbours()
         known = {one.starts for one in before}
         new = [one for one in self.step.best(near, 2 * KEPT) if one.starts not in known]
         self.found = sorted([*before, *new])[:KEPT]
         self.is_done = self.found == before
         return self.table.chunks * self.table.microbatches * (1 + len(near) // ALIKE)
 
-    def _near(self) -> Any:
+    def _neighbours(self) -> NDArray[np.int_]:
         """Return the neighbours of the best starts, and those of the others until there are `MANY`."""
         near = [np.array([self.best.starts])]
         for one in self.found:
             if sum(map(len, near)) < MANY:
-                near.append(_around(one.starts, self.step.layers.count))
+                near.append(_moved_starts(one.starts, self.step.layers.count))
         return np.unique(np.concatenate(near), axis=0)
 
 
-def _even(layers: LayerSums, chunks: int) -> Starts:
+def _even_starts(layers: LayerSums, chunks: int) -> Starts:
     """Return the starts of chunks of about equal seconds and at least one layer each."""
     sums = layers.costs.summed("whole")
     found: list[int] = []
@@ -68,16 +68,16 @@ def _even(layers: LayerSums, chunks: int) -> Starts:
     return tuple(found)
 
 
-def _around(starts: Starts, layers: int) -> Any:
+def _moved_starts(starts: Starts, layers: int) -> NDArray[np.int_]:
     """Return the starts that move one layer from a chunk to another, as rows; the chunks between are shifted."""
-    found = np.array(starts) + _moves(len(starts))
+    found = np.array(starts) + _shifts(len(starts))
     lengths = np.diff(found, prepend=0, append=layers, axis=1)
     return found[(lengths > 0).all(axis=1)]
 
 
 @lru_cache(maxsize=64)
-def _moves(count: int) -> Any:
+def _shifts(count: int) -> NDArray[np.int_]:
     """Return the shifts of consecutive starts, later or earlier by one, as rows."""
     place, pairs = np.arange(count), np.array([*combinations(range(count + 1), 2)])
-    later = (pairs[:, :1] <= place) & (place < pairs[:, 1:])
-    return np.concatenate([later, -1 * later])
+    later = ((pairs[:, :1] <= place) & (place < pairs[:, 1:])).astype(int)
+    return np.concatenate([later, -later])

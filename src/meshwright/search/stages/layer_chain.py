@@ -40,7 +40,7 @@ def chain_of(program: Program, trains: Set[Value]) -> Chain:
         return Chain(
             layers, why_not=f"the layers are in several lists: {' and '.join(path or 'the model' for path in lists)}"
         )
-    return _Followed(program, layers, trains).told()
+    return _Followed(program, layers, trains).chain()
 
 
 @dataclass
@@ -51,33 +51,33 @@ class _Followed:
     of_node: dict[Node, int] = field(default_factory=dict[Node, int])
     of_value: dict[Value, int] = field(default_factory=dict[Value, int])
 
-    def told(self) -> Chain:
+    def chain(self) -> Chain:
         seen = 0
         for node in self.program.nodes:
-            if self._batch.isdisjoint(node.outs):
-                own = self._own(node)
+            if self._batch_values.isdisjoint(node.outs):
+                own = self._own_layer(node)
                 self.of_node |= {} if own is None else {node: own}
                 continue
-            if why_not := self._wrong(node):
+            if why_not := self._why_broken(node):
                 return Chain(tuple(self.layers), why_not=why_not)
-            at = self._of(node, seen)
+            at = self._layer_of(node, seen)
             if at is not None:
                 seen = max(seen, at)
                 self.of_node[node] = at
                 self.of_value |= dict.fromkeys(node.outs, at)
-        why_not = next(self._wrong_around(), "")
+        why_not = next(self._why_no_chain(), "")
         return Chain(tuple(self.layers), self.of_node, self.of_value, why_not)
 
-    def _of(self, node: Node, seen: int) -> int | None:
+    def _layer_of(self, node: Node, seen: int) -> int | None:
         """Return the layer of a node: its own, the last of its operands, or `seen` if it reads only weights."""
-        own = self._own(node)
+        own = self._own_layer(node)
         if own is None:
             own = max((self.of_value[v] for v in node.ins if v in self.of_value), default=None)
         return seen if own is None and not self.trains.isdisjoint(node.ins) else own
 
-    def _wrong(self, node: Node) -> str:
+    def _why_broken(self, node: Node) -> str:
         """Return the reason why this node breaks the chain, or an empty text."""
-        own, where = self._own(node), node.origin.layer or "the model"
+        own, where = self._own_layer(node), node.origin.layer or "the model"
         read = {self.of_value[v]: v for v in node.ins if v in self.of_value}
         if own is None:
             return f"{where} reads results of several layers" if len(read) > 1 else ""
@@ -87,7 +87,7 @@ class _Followed:
             return f"{where} reads a result of the earlier layer {self.layers[min(read)]}"
         return ""
 
-    def _wrong_around(self) -> Iterator[str]:
+    def _why_no_chain(self) -> Iterator[str]:
         last = len(self.layers) - 1
         if any(self.of_value.get(v) != last for v in self.program.results):
             yield "some outputs are produced before the last layer"
@@ -102,15 +102,15 @@ class _Followed:
     def _first_use(self, v: Value) -> int | None:
         return next((self.of_node[n] for n in self.program.users.get(v, ()) if n in self.of_node), None)
 
-    def _own(self, node: Node) -> int | None:
-        return self._number.get(block_of(node.origin.layer))
+    def _own_layer(self, node: Node) -> int | None:
+        return self._layer_numbers.get(block_of(node.origin.layer))
 
     @cached_property
-    def _number(self) -> dict[str, int]:
+    def _layer_numbers(self) -> dict[str, int]:
         return {layer: n for n, layer in enumerate(self.layers)}
 
     @cached_property
-    def _batch(self) -> set[Value]:
+    def _batch_values(self) -> set[Value]:
         """Values that depend on the batch."""
         found = {i.value for i in self.program.inputs if i.role == "batch"}
         for node in self.program.nodes:

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
+from meshwright.cost import Numbers as Amounts
 from meshwright.graph import Node, Value
 from meshwright.pipeline import Memory, Times
 
 from ..sharding.conversion_prices import Prices
-from ..sharding.memory_model import MemoryModel
-from ..sharding.sharding_search import BACKWARD, Shardings
+from ..sharding.memory_model import MemoryModel, make_anew
+from ..sharding.sharding_search import BACKWARD, Shardings, relative_passes
+from ..sharding.variable_elimination import Costs
 from .layer_chain import Chain
 
 Numbers = tuple[float, ...]
@@ -27,10 +28,10 @@ ONCE = "gathers", "reduced", "shared"
 class Links:
     """Seconds of a message between stages, and of reducing gradients over replicas, as functions of bytes."""
 
-    message: Callable[[Any], Any]
-    reduced: Callable[[Any], Any]
+    message: Callable[[Amounts], Amounts]
+    reduced: Callable[[Amounts], Amounts]
 
-    def once(self, gathers: Any, reduced: Any, shared: Any) -> Any:
+    def once(self, gathers: Amounts, reduced: Amounts, shared: Amounts) -> Amounts:
         """Return the seconds of a stage's work that is done once in a step.
 
         Its weights are gathered, its gradients are reduced, and shared weights and their gradients are sent.
@@ -65,13 +66,13 @@ class LayerCosts:
         """Seconds of one microbatch, layer by layer."""
         return tuple(map(sum, zip(self.forward, self.backward, self.weight, strict=True)))
 
-    def summed(self, name: str) -> Any:
+    def summed(self, name: str) -> Costs:
         """Return the total of a field over the layers before each layer, and over all layers."""
         numbers: Numbers = getattr(self, name)
         return np.concatenate([[0.0], np.cumsum(numbers)])
 
     @cached_property
-    def brief_between(self) -> Any:
+    def brief_between(self) -> Costs:
         """The largest brief bytes of the layers from each layer to each later one, as a matrix."""
         count = len(self.brief)
         found = np.zeros((count + 1, count + 1))
@@ -104,7 +105,7 @@ class LayerCosts:
 
 def layer_costs(cuts: Shardings, prices: Prices, chain: Chain) -> LayerCosts:
     """Return the costs of a chain's layers under these cuts; a microbatch is a piece of the batch of `prices`."""
-    return _Costs(cuts, MemoryModel(cuts.program, prices, _anew), prices, chain).told()
+    return _Costs(cuts, MemoryModel(cuts.program, prices, make_anew), prices, chain).costs()
 
 
 class _Costs:
@@ -113,7 +114,7 @@ class _Costs:
         self.pieces = prices.saving.accumulate
         self.rows = {name: [0.0] * len(chain.layers) for name in LayerCosts.__dataclass_fields__}
 
-    def told(self) -> LayerCosts:
+    def costs(self) -> LayerCosts:
         self._add_operators()
         self._add_conversions()
         self._add_weights()
@@ -121,19 +122,19 @@ class _Costs:
         self._add_sent()
         return LayerCosts(**{name: tuple(row) for name, row in self.rows.items()})
 
-    def _at(self, node: Node | None) -> int:
+    def _layer_number(self, node: Node | None) -> int:
         """Return the index of a node's layer; nodes that belong to no layer count for the first."""
         return 0 if node is None else self.chain.of_node.get(node, 0)
 
     def _add_operators(self) -> None:
         kept = self.kept
         for node, option in self.cuts.options.items():
-            at, each = self._at(node), option.seconds / self.pieces
+            at, each = self._layer_number(node), option.seconds / self.pieces
             self.rows["held"][at] += kept.made_at(node, option, self.cuts.forms)
             if not any(v in kept.trains for v in node.outs):
                 self.rows["forward"][at] += each
                 continue
-            forward = each / (1 + BACKWARD + (kept.dropped.layer(node) is not None))
+            forward = each / relative_passes(node, kept)
             has_weight = any(v in kept.given and v in kept.trains for v in node.ins)
             weight = forward * BACKWARD / 2 if has_weight else 0.0
             self._add_passes(at, forward, each - forward - weight, weight)
@@ -148,7 +149,7 @@ class _Costs:
         Half of the latter are in the backward pass, if a gradient comes back.
         """
         for m in self.cuts.meetings:
-            at = self._first(m.value) if m.node is None else self._at(m.node)
+            at = self._first_layer(m.value) if m.node is None else self._layer_number(m.node)
             if m.value in self.kept.given:
                 self.rows["gathers"][at] += m.seconds
                 continue
@@ -159,7 +160,7 @@ class _Costs:
     def _add_weights(self) -> None:
         """Add the weights; the stage of each layer that uses a shared weight holds it and computes its gradient."""
         for v in self.kept.given & self.cuts.forms.keys():
-            for n, at in enumerate(self._users(v) or [0]):
+            for n, at in enumerate(self._using_layers(v) or [0]):
                 part = v.nbytes / self._ranks(v)
                 self.rows["static"][at] += self.kept.held(v, self.cuts.forms[v])
                 self.rows["reduced"][at] += part if v in self.kept.trains else 0.0
@@ -175,21 +176,17 @@ class _Costs:
     def _add_sent(self) -> None:
         """Add the bytes sent: a value that a later layer reads crosses each boundary on its path."""
         for v, made in self.chain.of_value.items():
-            last = max(self._users(v), default=made) if v in self.cuts.forms else made
+            last = max(self._using_layers(v), default=made) if v in self.cuts.forms else made
             for at in range(made, last):
                 self.rows["sent"][at] += self.kept.nbytes(v) / self._ranks(v)
 
-    def _users(self, v: Value) -> list[int]:
+    def _using_layers(self, v: Value) -> list[int]:
         found = (self.chain.of_node[n] for n in self.cuts.program.users.get(v, ()) if n in self.chain.of_node)
         return sorted({*found})
 
-    def _first(self, v: Value) -> int:
+    def _first_layer(self, v: Value) -> int:
         """Return the layer that makes a value or, if none makes it, that reads it first."""
-        return self.chain.of_value.get(v, next(iter(self._users(v)), 0))
+        return self.chain.of_value.get(v, next(iter(self._using_layers(v)), 0))
 
     def _ranks(self, v: Value) -> int:
         return self.prices.ranks if self.cuts.forms[v].kind == "cut" else 1
-
-
-def _anew(key: Any, make: Callable[[], Any]) -> Any:
-    return make()

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
-from typing import Any
 
 import numpy as np
 
 from meshwright.pipeline import ActionKind, Schedule, peaks
 
+from ..sharding.variable_elimination import Costs
 from .layer_costs import ONCE, LayerCosts, Links
 
 Starts = tuple[int, ...]
@@ -30,7 +30,7 @@ def starts_by_bound(
 
     Each rank has one chunk. Only stages that fit into `memory_limit` bytes per rank are used.
     """
-    needs = list(_needs(layers, table, memory_limit, links))
+    needs = list(_stage_bounds(layers, table, memory_limit, links))
     behind = _least_behind(needs)
     waiting: list[tuple[float, int, float, Starts]] = [(float(behind[0][0]), 0, 0.0, ())]
     while waiting:
@@ -45,7 +45,7 @@ def starts_by_bound(
             heappush(waiting, (float(least[end]), stage - 1, alike, (*ends, int(end))))
 
 
-def _least_behind(needs: Sequence[Any]) -> list[Any]:
+def _least_behind(needs: Sequence[Costs]) -> list[Costs]:
     """Return the least bound of each stage and those after it, by the layer at which the stage begins.
 
     The last row is for no stage.
@@ -58,32 +58,32 @@ def _least_behind(needs: Sequence[Any]) -> list[Any]:
     return found[::-1]
 
 
-def _needs(layers: LayerCosts, table: Schedule, memory_limit: float, links: Links) -> Iterator[Any]:
+def _stage_bounds(layers: LayerCosts, table: Schedule, memory_limit: float, links: Links) -> Iterator[Costs]:
     """Yield each stage's lower bound on the seconds of a step, by the layers at which it and the next one begin."""
     count, m, stages = len(layers.whole), table.microbatches, table.ranks
     forward, backward, weight = map(layers.summed, ("forward", "backward", "weight"))
     if any(action.kind is ActionKind.BACKWARD for row in table.rows for action in row):
         backward, weight = backward + weight, 0.0 * weight
     way = min((float(links.message(nbytes)) for nbytes in layers.sent[:-1]), default=0.0)
-    once = links.once(*(_between(layers.summed(name)) for name in ONCE))
+    once = links.once(*(_between_boundaries(layers.summed(name)) for name in ONCE))
     nothing = np.tri(count + 1, dtype=bool)
     for stage, (row, alive) in enumerate(zip(table.rows, peaks(table), strict=True)):
         warm = next(n for n, action in enumerate(row) if action.kind is not ActionKind.FORWARD)
         before, came_back = forward + stage * way, backward + stage * way
         back = forward[-1] + (stages - 1) * way + backward[-1] - backward + (stages - 1 - stage) * way
-        own, own_back, own_weight = (_between(x) for x in (forward, backward, weight))
+        own, own_back, own_weight = (_between_boundaries(x) for x in (forward, backward, weight))
         first = np.maximum(back[None, :], before[:, None] + warm * own)
         need = first + (m - warm) * own + m * own_back + np.maximum(came_back[:, None], m * own_weight)
-        yield np.where(nothing | (_held(layers, alive) > memory_limit), inf, need + once)
+        yield np.where(nothing | (_held_bytes(layers, alive) > memory_limit), inf, need + once)
 
 
-def _held(layers: LayerCosts, alive: float) -> Any:
+def _held_bytes(layers: LayerCosts, alive: float) -> Costs:
     """Return the bytes of a stage with `alive` microbatches, by the layers at which it and the next one begin."""
     came = np.array([0.0, *layers.sent])
-    between = _between(layers.summed("static")) + layers.brief_between
-    return between + alive * (_between(layers.summed("held")) + came[:, None])
+    between = _between_boundaries(layers.summed("static")) + layers.brief_between
+    return between + alive * (_between_boundaries(layers.summed("held")) + came[:, None])
 
 
-def _between(sums: Any) -> Any:
+def _between_boundaries(sums: Costs) -> Costs:
     """Return the costs of the layers from each boundary to each other, as a matrix."""
     return sums[None, :] - sums[:, None]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import isqrt
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..plan_data.plan import Recompute, plan_of
 from .degrees import NUMBERS, Plans
 from .predict import FILLING
 from .sizes import Transformer
 
+T = TypeVar("T")
 SCHEDULES = ("1F1B", "Interleaved 1F1B", "ZB-1p", "ZB-2p")
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 ONE = "1F1B"
@@ -29,7 +31,7 @@ def candidates(
     """
     plan_of(given)
     rows = np.array(list(_rows(model, ranks, batch, sequence, per_node, given)), dtype=float).reshape(-1, len(NUMBERS))
-    for schedule, recompute in _words(given):
+    for schedule, recompute in _words_of_plans(given):
         own = rows[_has_schedule(rows, schedule)]
         if len(own):
             numbers = dict(zip(NUMBERS, own.T, strict=True))
@@ -38,14 +40,14 @@ def candidates(
 
 def count_bundles(given: Mapping[str, Any]) -> int:
     """Return an upper bound on the number of bundles."""
-    return len(_words(given))
+    return len(_words_of_plans(given))
 
 
-def _words(given: Mapping[str, Any]) -> list[tuple[str, Recompute]]:
+def _words_of_plans(given: Mapping[str, Any]) -> list[tuple[str, Recompute]]:
     return list(product(_allowed(given, "schedule", SCHEDULES), _allowed(given, "recompute", get_args(Recompute))))
 
 
-def _has_schedule(rows: Any, schedule: str) -> Any:
+def _has_schedule(rows: NDArray[np.float64], schedule: str) -> NDArray[np.bool_]:
     """Return the mask of the rows that a schedule applies to.
 
     One stage has no other schedule than `ONE`, and only interleaved schedules have several chunks.
@@ -76,17 +78,21 @@ def _meshes(
     """Yield the dp, tp, pp and cp whose product is the number of ranks; a tensor-parallel group stays in a node."""
     shared = np.gcd(model.heads, model.kv_heads)
     for tp in _among(given, "tp", [t for t in _divisors(ranks) if t <= per_node and shared % t == 0]):
-        for pp in _among(given, "pp", [p for p in _divisors(ranks // tp) if _splits(model.layers, p)]):
+        for pp in _among(given, "pp", [p for p in _divisors(ranks // tp) if _splits_layers(model.layers, p)]):
             rest = ranks // (tp * pp)
-            longest = max(1, sequence // 2048)
-            lengths = [c for c in _divisors(rest) if c == 1 or (c <= longest and sequence % (2 * c) == 0)]
-            for cp in _among(given, "cp", lengths):
+            for cp in _among(given, "cp", _context_sizes(rest, sequence)):
                 dp = rest // cp
                 if dp * cp * tp * pp == ranks and batch % dp == 0 and given.get("dp", dp) == dp:
                     yield dp, tp, pp, cp
 
 
-def _splits(layers: int, stages: int) -> bool:
+def _context_sizes(ranks: int, sequence: int) -> list[int]:
+    """Return the numbers of ranks that may share a sequence: it is cut into two even parts for each rank."""
+    longest = max(1, sequence // 2048)
+    return [c for c in _divisors(ranks) if c == 1 or (c <= longest and sequence % (2 * c) == 0)]
+
+
+def _splits_layers(layers: int, stages: int) -> bool:
     return stages <= layers and (layers % stages == 0 or (layers + 2) % stages == 0)
 
 
@@ -100,7 +106,7 @@ def _experts(model: Transformer, ranks: int, given: Mapping[str, Any]) -> list[i
     return _among(given, "ep", [e for e in _divisors(ranks) if model.experts.count % e == 0])
 
 
-def _allowed(given: Mapping[str, Any], name: str, values: Any) -> Any:
+def _allowed(given: Mapping[str, Any], name: str, values: tuple[T, ...]) -> tuple[T, ...]:
     """Return the given value alone, or `values` if none is given."""
     return (given[name],) if name in given else values
 

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.cost import Cluster
+from meshwright.layout import JsonValue
 from meshwright.pipeline import ScheduleError
 
 from .._errors import SearchError, check_sizes
@@ -25,6 +26,8 @@ from .simulated_step import has_short_table, simulate_step
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
 
+Row = NDArray[np.float64]
+"""One number per plan."""
 USABLE = 0.94
 """Fraction of a device's memory that a plan may take: libraries hold some, and allocators round up."""
 SHOWN_PARTS = 3
@@ -70,7 +73,7 @@ def choose(
     software: Software = MESHWRIGHT,
     keep: int = KEPT,
     on_step: OnProgress | None = None,
-    **given: Any,
+    **given: JsonValue,
 ) -> PlanChoice:
     """Return the fastest plan for `ranks` devices of a cluster; `given` fixes fields of the plan, as `tp=8`.
 
@@ -94,19 +97,19 @@ def choose(
         nbytes = np.asarray(hold(model, plans, software).nbytes)
         fits = nbytes <= memory_limit
         considered, fitting = considered + len(seconds), fitting + int(fits.sum())
-        found += _best(plans, np.where(fits, seconds, np.inf), nbytes, keep)
-        too_large += _best(plans, np.where(fits, np.inf, seconds), nbytes, 1)
-        least = _at(plans, int(np.argmin(nbytes)), seconds, nbytes)
+        found += _best_plans(plans, np.where(fits, seconds, np.inf), nbytes, keep)
+        too_large += _best_plans(plans, np.where(fits, np.inf, seconds), nbytes, 1)
+        least = _priced_plan(plans, int(np.argmin(nbytes)), seconds, nbytes)
         smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
     found.sort(key=_sort_key)
     found = _sorted_by_simulation(found[:keep], model, cluster, software, lambda n: tell(bundles + n, bundles + keep))
     if not found:
         raise _no_plan_error(model, ranks, batch, memory_limit, smallest, given, software)
-    beyond = _faster(sorted(too_large, key=_sort_key)[:1], found[0], model, cluster, software)
+    beyond = _faster_plan_beyond(sorted(too_large, key=_sort_key)[:1], found[0], model, cluster, software)
     return PlanChoice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin, beyond)
 
 
-def _faster(
+def _faster_plan_beyond(
     too_large: list[PricedPlan], best: PricedPlan, model: Transformer, cluster: Cluster, software: Software
 ) -> PricedPlan | None:
     """Return the fastest plan that does not fit, if it is faster than the best; a short table is simulated."""
@@ -142,13 +145,13 @@ def _sorted_by_simulation(
     return sorted(told, key=_sort_key)
 
 
-def _best(plans: Plans, seconds: Any, nbytes: Any, keep: int) -> Iterator[PricedPlan]:
+def _best_plans(plans: Plans, seconds: Row, nbytes: Row, keep: int) -> Iterator[PricedPlan]:
     for n in np.argsort(seconds, kind="stable")[:keep]:
         if np.isfinite(seconds[n]):
-            yield _at(plans, int(n), seconds, nbytes)
+            yield _priced_plan(plans, int(n), seconds, nbytes)
 
 
-def _at(plans: Plans, n: int, seconds: Any, nbytes: Any) -> PricedPlan:
+def _priced_plan(plans: Plans, n: int, seconds: Row, nbytes: Row) -> PricedPlan:
     numbers = {name: int(getattr(plans, name)[n]) for name in NUMBERS}
     divided = bool(numbers.pop("sequence_parallel"))
     plan = Plan(
@@ -167,7 +170,7 @@ def _no_plan_error(
     batch: int,
     memory_limit: float,
     smallest: PricedPlan | None,
-    given: Mapping[str, Any],
+    given: Mapping[str, JsonValue],
     software: Software,
 ) -> SearchError:
     asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences per step"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.cost import Cluster, Habits, Numbers
+from meshwright.reshard import CollectiveKind
 
 from ..plan_data.account import Communication
 from ..plan_data.plan import Plan
@@ -40,10 +41,10 @@ class _PlanCommunication:
     def __init__(self, model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> None:
         self.model, self.plan, self.cluster, self.software = model, plan, cluster, software
         self.step = StepTime(model, plan, cluster, software, Habits())
-        self.microbatches = _one(microbatches(plan))
-        dense, sparse = max(shares(model.layers, model.dense_layers, plan.pp), key=lambda s: _one(np.add(*s)))
+        self.microbatches = float(microbatches(plan))
+        dense, sparse = max(shares(model.layers, model.dense_layers, plan.pp), key=lambda s: float(np.add(*s)))
         self.passes = ("forward", "backward", *(["recomputed"] if plan.recompute == "full" else []))
-        self.layers, self.sparse = _one(np.add(dense, sparse)), _one(sparse)
+        self.layers, self.sparse = float(dense + sparse), float(sparse)
 
     def rows(self) -> Iterator[Communication]:
         if self.plan.tp > 1:
@@ -70,10 +71,10 @@ class _PlanCommunication:
         shown: float | None,
     ) -> Communication:
         """Return a row of `count` collectives that take `seconds` each, of which the fraction `shown` is exposed."""
-        whole = count * _one(seconds)
-        link = link_name(self.cluster, _one(ranks), _one(together))
+        whole = count * float(seconds)
+        link = link_name(self.cluster, float(ranks), float(together))
         return Communication(
-            kind, what, where, link, count, _one(nbytes), whole, None if shown is None else whole * shown
+            kind, what, where, link, count, float(nbytes), whole, None if shown is None else whole * shown
         )
 
     def _tensor_parallel(self) -> Iterator[Communication]:
@@ -97,10 +98,10 @@ class _PlanCommunication:
 
     def _rings(self) -> Iterator[Communication]:
         p, m = self.plan, self.model
-        nbytes = np.multiply(tokens(p), HALF * 2 * m.kv_heads * m.head_dim / p.tp)
+        nbytes = tokens(p) * (HALF * 2 * m.kv_heads * m.head_dim / p.tp)
         together = np.clip(self.cluster.per_node / p.tp, 1, p.cp)
         each = nbytes / self.cluster.bandwidth(p.cp, together)
-        hidden = 1 - _one(self.step.layers.ring()) / max((p.cp - 1) * _one(each), 1e-30)
+        hidden = 1 - float(self.step.layers.ring()) / max((p.cp - 1) * float(each), 1e-30)
         for where in self.passes:
             times = 2 if where == "backward" else 1
             yield self._collective(
@@ -150,19 +151,19 @@ class _PlanCommunication:
     def _synchronised(self) -> Iterator[Communication]:
         ranks, together = self.step.replicas()
         own, shown = self.step.parameters, self.software.exposed
-        gradient = np.multiply(own, self.software.reduced)
-        kinds: dict[str, Numbers] = {"all-reduce" if self.step.sums_whole else "reduce-scatter": gradient}
+        gradient = own * self.software.reduced
+        kinds: dict[CollectiveKind, Numbers] = {"all-reduce" if self.step.sums_whole else "reduce-scatter": gradient}
         if self.plan.zero:
-            kinds["all-gather"] = np.multiply(own, HALF)
+            kinds["all-gather"] = own * HALF
         for kind, nbytes in kinds.items():
             what = "updated parameters over dp" if kind == "all-gather" else "gradients over dp"
-            each = self.cluster.meeting(kind, nbytes, ranks, together)  # pyright: ignore[reportArgumentType] - a kind
+            each = self.cluster.meeting(kind, nbytes, ranks, together)
             yield self._collective(kind, what, "after the backward pass", nbytes, ranks, together, 1, each, shown)
 
     def _gathered(self) -> Iterator[Communication]:
         ranks, together = self.step.replicas()
         each, count = self.step.gathers(), self.layers * self.microbatches
-        again = _one(each.again) * count
+        again = float(each.again) * count
         rows = (
             ("all-gather", "parameters over dp", "each layer, forward", each.layer, each.gather, count),
             ("all-gather", "parameters over dp", "each layer, backward", each.layer, each.gather, again),
@@ -171,7 +172,3 @@ class _PlanCommunication:
         )
         for kind, what, where, nbytes, seconds, times in rows:
             yield self._collective(kind, what, where, nbytes, ranks, together, times, seconds, None)
-
-
-def _one(x: Numbers) -> float:
-    return float(np.asarray(x))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+
+from meshwright.layout import JsonValue
 
 from .._errors import SearchError
 from .families import GATED, PLAIN, TIED
@@ -22,7 +23,7 @@ UNGATED = frozenset({"gelu", "gelu_new", "relu", "gelu_fast", "gelu_pytorch_tanh
 """Activations without a gate, for models whose configuration does not name their family."""
 
 
-def transformer_of(config: Mapping[str, Any]) -> Transformer:
+def transformer_of(config: Mapping[str, JsonValue]) -> Transformer:
     """Return the model that a configuration with the names of `config.json` files describes.
 
     >>> transformer_of({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100})
@@ -62,7 +63,7 @@ experts=None, latent=None, window=None)
     )
 
 
-def _check_family(config: Mapping[str, Any]) -> None:
+def _check_family(config: Mapping[str, JsonValue]) -> None:
     family = config.get("model_type")
     if family is not None and family not in GATED | PLAIN:
         raise SearchError(
@@ -74,18 +75,18 @@ def _check_family(config: Mapping[str, Any]) -> None:
         )
 
 
-def _kv_heads(config: Mapping[str, Any]) -> int:
+def _kv_heads(config: Mapping[str, JsonValue]) -> int:
     """Return the number of key and value heads; 0 stands for as many as query heads."""
     if config.get("multi_query") is not None and not config.get("new_decoder_architecture"):
         return int(bool(config["multi_query"]))
     return _whole("num_key_value_heads", _first(config, ("num_key_value_heads", "num_kv_heads")) or 0)
 
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+def _first(config: Mapping[str, JsonValue], names: tuple[str, ...]) -> JsonValue:
     return next((config[n] for n in names if config.get(n) is not None), None)
 
 
-def _whole(name: str, value: Any) -> int:
+def _whole(name: str, value: JsonValue) -> int:
     if not isinstance(value, int) and not (isinstance(value, float) and value.is_integer()):
         raise SearchError(
             "a transformer from a configuration",
@@ -96,14 +97,14 @@ def _whole(name: str, value: Any) -> int:
     return int(value)
 
 
-def _is_gated(config: Mapping[str, Any]) -> bool:
+def _is_gated(config: Mapping[str, JsonValue]) -> bool:
     if config.get("model_type") in GATED | PLAIN:
         return config["model_type"] in GATED
     activation = str(_first(config, ("hidden_act", "activation_function", "hidden_activation")) or "silu")
     return activation not in UNGATED
 
 
-def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
+def _experts(config: Mapping[str, JsonValue], layers: int) -> Experts | None:
     count = _first(config, EXPERTS)
     if not count:
         return None
@@ -113,14 +114,14 @@ def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
     return Experts(int(count), chosen, width, shared, min(layers, int(config.get("first_k_dense_replace") or 0)))
 
 
-def _latent(config: Mapping[str, Any]) -> Latent | None:
+def _latent(config: Mapping[str, JsonValue]) -> Latent | None:
     if not config.get("kv_lora_rank"):
         return None
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return Latent(*(int(config.get(n) or 0) for n in names))
 
 
-def _window(config: Mapping[str, Any]) -> Window | None:
+def _window(config: Mapping[str, JsonValue]) -> Window | None:
     size = config.get("sliding_window")
     if not size or config.get("use_sliding_window") is False:
         return None

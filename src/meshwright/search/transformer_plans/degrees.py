@@ -79,9 +79,14 @@ def columns(plans: Sequence[Plan]) -> Plans:
 
 def microbatches(plan: Degrees) -> Numbers:
     """Return the number of microbatches that one rank runs in a step."""
-    return np.maximum(1.0, np.round(np.divide(plan.batch, np.multiply(plan.microbatch, plan.dp))))
+    return np.maximum(1.0, np.round(plan.batch / (plan.microbatch * plan.dp)))
 
 
 def tokens(plan: Degrees) -> Numbers:
     """Return the number of tokens of a microbatch on one rank."""
-    return np.multiply(plan.microbatch, np.divide(plan.sequence, plan.cp))
+    return plan.microbatch * (plan.sequence / plan.cp)
+
+
+def residual_tokens(plan: Degrees) -> Numbers:
+    """Return the number of tokens of a microbatch whose residual a rank holds."""
+    return tokens(plan) / np.where(plan.sequence_parallel, plan.tp, 1)

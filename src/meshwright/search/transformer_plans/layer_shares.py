@@ -22,11 +22,11 @@ def shares(layers: int, dense: int, ranks: Numbers) -> tuple[Share, Share, Share
     `dense` of the `layers` have no experts.
     """
     counted = _counts(layers, ranks)
-    before = (np.zeros(()), np.where(np.greater(ranks, 1), counted[0], 0), layers - np.asarray(counted[2]))
+    before = (np.zeros(()), np.where(ranks > 1, counted[0], 0), layers - counted[2])
     out: list[Share] = []
     for count, done in zip(counted, before, strict=True):
         own = np.minimum(np.maximum(dense - done, 0.0), count)
-        out.append(Share(own, np.subtract(count, own)))
+        out.append(Share(own, count - own))
     return out[0], out[1], out[2]
 
 

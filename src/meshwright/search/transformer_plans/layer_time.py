@@ -14,7 +14,7 @@ import torch
 
 from meshwright.cost import NARROWEST, Cluster, Kernels, Numbers
 
-from .degrees import Degrees, tokens
+from .degrees import Degrees, residual_tokens, tokens
 from .sizes import Experts, Transformer
 from .software import Software
 
@@ -34,15 +34,13 @@ class PassSeconds:
 
     def __add__(self, other: PassSeconds) -> PassSeconds:
         return PassSeconds(
-            np.add(self.forward, other.forward),
-            np.add(self.backward, other.backward),
-            np.add(self.weights, other.weights),
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weights + other.weights,
         )
 
     def __mul__(self, times: Numbers) -> PassSeconds:
-        return PassSeconds(
-            np.multiply(self.forward, times), np.multiply(self.backward, times), np.multiply(self.weights, times)
-        )
+        return PassSeconds(self.forward * times, self.backward * times, self.weights * times)
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class LayerTime:
     @property
     def rows(self) -> Numbers:
         """Number of tokens whose residual a rank holds."""
-        return np.divide(tokens(self.plan), np.where(self.plan.sequence_parallel, self.plan.tp, 1))
+        return residual_tokens(self.plan)
 
     @property
     def node(self) -> int:
@@ -79,14 +77,12 @@ class LayerTime:
         """Return the seconds of `t k * k n -> t n` for the t tokens of this rank."""
         t, dtype = tokens(self.plan), self._dtype
         inputs, weights = self.kernels.matmul(t, k, n, dtype=dtype), self.kernels.matmul(n, k, t, dtype=dtype)
-        return PassSeconds(self.kernels.matmul(t, n, k, dtype=dtype), np.add(inputs, weights), weights)
+        return PassSeconds(self.kernels.matmul(t, n, k, dtype=dtype), inputs + weights, weights)
 
     def stream(self, forward: Numbers, backward: Numbers) -> PassSeconds:
         """Return the seconds of operators that read and write so many bytes if they are fused."""
         times = self.software.streams
-        return PassSeconds(
-            self.kernels.stream(np.multiply(forward, times)), self.kernels.stream(np.multiply(backward, times))
-        )
+        return PassSeconds(self.kernels.stream(forward * times), self.kernels.stream(backward * times))
 
     def attention(self) -> PassSeconds:
         """Return the seconds of all that comes before the feed-forward part, and of both residual sums and norms."""
@@ -96,7 +92,7 @@ class LayerTime:
         spent += self.core() + self.stream(self.rows * 4.0 * h, self.rows * 6.0 * h) * 2.0
         spent += self.stream(self.rows * (6.0 if m.gated else 7.0) * h, self.rows * 4.0 * h) * 2.0
         if m.gated:
-            turned = np.multiply(tokens(self.plan), 4 * (m.heads + m.kv_heads) * m.head_dim / self.plan.tp)
+            turned = tokens(self.plan) * (4 * (m.heads + m.kv_heads) * m.head_dim / self.plan.tp)
             spent += self.stream(turned, turned)
         return spent + (
             self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._is_narrow else PassSeconds()
@@ -106,7 +102,7 @@ class LayerTime:
         """Return the seconds of the feed-forward part: up, the activation, and down; 0 for a width of 0."""
         if not np.any(width):
             return PassSeconds()
-        h, f = self.model.hidden, np.divide(width, self.plan.tp)
+        h, f = self.model.hidden, width / self.plan.tp
         t, two = tokens(self.plan), 2 if self.model.gated else 1
         spent = self.linear(two * f, h) + self.linear(h, f)
         spent += self.stream(t * (2 + 2 * two) * f, t * (2 + 4 * two) * f)
@@ -115,13 +111,13 @@ class LayerTime:
     def core(self) -> PassSeconds:
         """Return the seconds of the scores, their softmax, and the weighted sum of the values."""
         m, p = self.model, self.plan
-        s, heads = p.sequence, np.multiply(p.microbatch, np.divide(m.heads, p.tp))
-        queries = np.divide(s, p.cp)
+        s, heads = p.sequence, p.microbatch * (m.heads / p.tp)
+        queries = s / p.cp
         if not self.software.fused_attention:
             return self._written(queries, s, heads)
-        share = 0.5 if self.software.even_context else np.where(np.greater(p.cp, 1), 1 - 0.5 / np.asarray(p.cp), 0.5)
+        share = 0.5 if self.software.even_context else np.where(p.cp > 1, 1 - 0.5 / p.cp, 0.5)
         if m.window is not None:
-            share = share * (1 - (1 - np.minimum(1.0, 2 * m.window.size / np.asarray(s))) / m.window.every)
+            share = share * (1 - (1 - np.minimum(1.0, 2 * m.window.size / s)) / m.window.every)
         forward, backward = self.kernels.attention(queries, s, m.key_width + m.value_width, heads)
         share = share / self.software.attention
         return PassSeconds(forward * share, backward * share)
@@ -130,7 +126,7 @@ class LayerTime:
         """Return the seconds of collectives of tensor parallelism, two per pass, and of rings of keys and values."""
         seconds = 2 * self.joining() * self.software.tensor
         ring = self.ring()
-        return PassSeconds(np.add(seconds, ring), np.add(seconds, 2 * ring))
+        return PassSeconds(seconds + ring, seconds + 2 * ring)
 
     def joining(self) -> Numbers:
         """Return the seconds of a sum over a tensor-parallel group.
@@ -141,7 +137,7 @@ class LayerTime:
             self.cluster.meeting(kind, self.joined(), self.plan.tp, np.minimum(self.plan.tp, self.node))
             for kind in ("all-reduce", "reduce-scatter", "all-gather")
         )
-        return np.where(self.plan.sequence_parallel, np.add(parts, gathered), whole)
+        return np.where(self.plan.sequence_parallel, parts + gathered, whole)
 
     def joined(self) -> Numbers:
         """Return the bytes of a sum over a tensor-parallel group.
@@ -149,43 +145,43 @@ class LayerTime:
         If ranks cast before they gather, the gathered half has one byte per number.
         """
         narrow = np.asarray(self.plan.sequence_parallel, dtype=bool) & (self._is_narrow and self.software.casts_first)
-        return np.multiply(tokens(self.plan), HALF * self.model.hidden) * np.where(narrow, 0.75, 1.0)
+        return tokens(self.plan) * (HALF * self.model.hidden) * np.where(narrow, 0.75, 1.0)
 
     def ring(self) -> Numbers:
         """Return the seconds of passing on keys and values that attention does not hide."""
         m, p = self.model, self.plan
-        if np.all(np.asarray(p.cp) == 1):
+        if np.all(p.cp == 1):
             return 0.0
-        nbytes = np.multiply(tokens(p), HALF * 2 * np.divide(m.kv_heads * m.head_dim, p.tp))
-        together = np.clip(self.node / np.asarray(p.tp), 1, p.cp)
-        ring = np.multiply(np.subtract(p.cp, 1), nbytes) / self.cluster.bandwidth(p.cp, together)
-        return np.where(np.greater(p.cp, 1), np.maximum(0.0, ring - 0.8 * np.asarray(self.core().forward)), 0.0)
+        nbytes = tokens(p) * (HALF * 2 * (m.kv_heads * m.head_dim / p.tp))
+        together = np.clip(self.node / p.tp, 1, p.cp)
+        ring = (p.cp - 1) * nbytes / self.cluster.bandwidth(p.cp, together)
+        return np.where(p.cp > 1, np.maximum(0.0, ring - 0.8 * self.core().forward), 0.0)
 
     def _projections(self) -> Iterator[tuple[Numbers, Numbers]]:
         m, t, x = self.model, self.plan.tp, self.model.latent
         if x is None:
-            yield np.divide((m.heads + 2 * m.kv_heads) * m.head_dim, t), m.hidden
+            yield (m.heads + 2 * m.kv_heads) * m.head_dim / t, m.hidden
         else:
             yield from ((x.query, m.hidden),) if x.query else ()
-            yield np.divide(m.heads * m.key_width, t), x.query or m.hidden
-            yield from ((x.key + x.rotary, m.hidden), (np.divide(m.heads * (x.plain + x.value), t), x.key))
-        yield m.hidden, np.divide(m.heads * m.value_width, t)
+            yield m.heads * m.key_width / t, x.query or m.hidden
+            yield from ((x.key + x.rotary, m.hidden), (m.heads * (x.plain + x.value) / t, x.key))
+        yield m.hidden, m.heads * m.value_width / t
 
     def _written(self, queries: Numbers, keys: Numbers, heads: Numbers) -> PassSeconds:
         """Return the seconds of attention by single operators: scores, softmax and dropout go through memory."""
-        scores = np.multiply(np.multiply(queries, keys), heads)
+        scores = queries * keys * heads
         looks = self.kernels.matmul(queries, keys, self.model.key_width, heads)
         weighs = self.kernels.matmul(queries, self.model.value_width, keys, heads)
-        products = np.add(looks, weighs)
+        products = looks + weighs
         streams = PassSeconds(self.kernels.stream(9 * scores), self.kernels.stream(11 * scores))
         return PassSeconds(products, 2 * products) + streams
 
     def _experts(self, x: Experts) -> PassSeconds:
         """Return the seconds of the fullest rank's experts, and of sending tokens there and back."""
-        h, t = self.model.hidden, np.divide(tokens(self.plan), self.plan.tp)
-        own = np.divide(x.count, self.plan.ep)
+        h, t = self.model.hidden, tokens(self.plan) / self.plan.tp
+        own = x.count / self.plan.ep
         here = t * x.fullest(self.plan.ep)
-        each = np.multiply(here, x.chosen * np.divide(self.plan.ep, x.count))
+        each = here * (x.chosen * (self.plan.ep / x.count))
         spent = self._grouped(each, 2 * x.ffn, h, own) + self._grouped(each, h, x.ffn, own)
         moved = here * x.chosen
         spent += self.stream(moved * 4 * h, moved * 6 * h) * 2.0
@@ -195,36 +191,36 @@ class LayerTime:
 
     def routed(self, x: Experts) -> Numbers:
         """Return the bytes that a rank sends to experts: its part of the tokens, once for each of their experts."""
-        return np.divide(tokens(self.plan), self.plan.tp) * (x.chosen * HALF * self.model.hidden)
+        return tokens(self.plan) / self.plan.tp * (x.chosen * HALF * self.model.hidden)
 
     def exchange(self, x: Experts) -> Numbers:
         """Return the seconds of sending tokens to experts, or back."""
         p, together = self.plan, np.minimum(self.plan.ep, self.node)
-        nodes = np.maximum(np.divide(p.ep, together), 1.0)
+        nodes = np.maximum(p.ep / together, 1.0)
         apart = 1.0
         if self.software.once:  # the nodes of a token's experts, placed at random, per expert
             apart = nodes * (1 - (1 - 1 / nodes) ** x.chosen) / x.chosen
         return self.cluster.meeting("all-to-all", self.routed(x) * x.fullest(p.ep), p.ep, together, apart)
 
     def _shared(self, x: Experts) -> PassSeconds:
-        f = np.divide(x.shared, self.plan.tp)
+        f = x.shared / self.plan.tp
         return self.linear(2 * f, self.model.hidden) + self.linear(self.model.hidden, f) if x.shared else PassSeconds()
 
     def _grouped(self, m: Numbers, n: Numbers, k: Numbers, groups: Numbers) -> PassSeconds:
         kernels, dtype, slower = self.kernels, self._dtype, self.kernels.habits.grouped
         forward = kernels.matmul(m, n, k, groups, dtype)
         inputs, weights = kernels.matmul(m, k, n, groups, dtype), kernels.matmul(n, k, m, groups, dtype)
-        return PassSeconds(forward, np.add(inputs, weights), weights) * slower
+        return PassSeconds(forward, inputs + weights, weights) * slower
 
     def _casts(self, width: Numbers) -> PassSeconds:
         """Return the seconds of casts to eight bits and back, for a width that a tensor-parallel group divides."""
-        nbytes = np.multiply(tokens(self.plan), self.software.casts * np.divide(width, self.plan.tp))
+        nbytes = tokens(self.plan) * (self.software.casts * (width / self.plan.tp))
         seconds = self.kernels.stream(nbytes)
         return PassSeconds(seconds, seconds)
 
     def _gathered_casts(self, width: Numbers) -> PassSeconds:
         """Return the seconds of casts of a gathered width: every rank casts all of it, unless it was cast before."""
-        return self._casts(width if self.software.casts_first else np.multiply(width, self.plan.tp))
+        return self._casts(width if self.software.casts_first else width * self.plan.tp)
 
     @property
     def _is_narrow(self) -> bool:

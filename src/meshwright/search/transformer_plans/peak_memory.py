@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.cost import Numbers
 
 from ..plan_data.plan import Plan
-from .degrees import Degrees, microbatches, tokens
+from .degrees import Degrees, microbatches, residual_tokens, tokens
 from .layer_shares import Share, shares
 from .layer_time import HALF
 from .sizes import Transformer
@@ -80,51 +80,49 @@ class _Peak:
             "parameters and gradients": self._weights(own, experts),
             "optimizer": self._moments(own, experts),
             "activations": self._activations(*layers, self._alive(rank)),
-            "loss": np.where(
-                last, np.multiply(tokens(self.plan), m.vocab / np.asarray(self.plan.tp)) * self.software.logit, 0.0
-            ),
+            "loss": np.where(last, tokens(self.plan) * (m.vocab / self.plan.tp) * self.software.logit, 0.0),
             "brief": self._brief(np.logical_or(first, last)),
         }
 
     # --- state
 
     def _parameters(self, dense: Numbers, sparse: Numbers, first: Numbers, last: Numbers) -> tuple[Numbers, Numbers]:
-        m, t = self.model, np.asarray(self.plan.tp)
-        own = m.attention_parameters * np.add(dense, sparse) + m.mlp_parameters * np.asarray(dense)
-        own = own / t + np.asarray(sparse) * m.shared_parameters / t
+        m, t = self.model, self.plan.tp
+        own = m.attention_parameters * (dense + sparse) + m.mlp_parameters * dense
+        own = own / t + sparse * m.shared_parameters / t
         tables = np.where(first, 1.0, 0.0) + np.where(np.logical_and(last, ~np.logical_and(first, m.tied)), 1.0, 0.0)
-        experts = np.asarray(sparse) * m.expert_parameters / np.asarray(self.plan.ep)
+        experts = sparse * m.expert_parameters / self.plan.ep
         return own + tables * m.embedding_parameters / t, experts
 
     @property
     def _replicas(self) -> Numbers:
-        return np.multiply(self.plan.dp, self.plan.cp)
+        return self.plan.dp * self.plan.cp
 
     def _weights(self, own: Numbers, experts: Numbers) -> Numbers:
         """Return the bytes of half-precision weights and their gradients; with ZeRO-3, also of the layers in use."""
-        zero, total = np.asarray(self.plan.zero), np.add(own, experts)
+        zero, total = self.plan.zero, own + experts
         gradient = np.where(zero >= 2, self.software.gradient / self._replicas, self.software.gradient)
         whole = total * (HALF + gradient)
         m = self.model
-        layer = (m.attention_parameters + max(m.mlp_parameters, m.shared_parameters)) / np.asarray(self.plan.tp)
-        used = layer * (2 * HALF + 4) + m.embedding_parameters / np.asarray(self.plan.tp) * HALF
+        layer = (m.attention_parameters + max(m.mlp_parameters, m.shared_parameters)) / self.plan.tp
+        used = layer * (2 * HALF + 4) + m.embedding_parameters / self.plan.tp * HALF
         each = SINGLE - 8 if self.software.hosted is None else HALF + self.software.gradient
         return np.where(zero == 3, total * each / self._replicas + used, whole)
 
     def _moments(self, own: Numbers, experts: Numbers) -> Numbers:
         if self.software.hosted is not None:
             return np.zeros_like(own)
-        zero = np.asarray(self.plan.zero)
+        zero = self.plan.zero
         own_share = np.where(zero > 0, self._replicas, 1.0)
-        expert_share = np.where(zero > 0, np.maximum(1.0, self._replicas / np.asarray(self.plan.ep)), 1.0)
+        expert_share = np.where(zero > 0, np.maximum(1.0, self._replicas / self.plan.ep), 1.0)
         each = np.where(zero == 3, 8.0, MOMENTS)
-        return np.asarray(own) * each / own_share + np.asarray(experts) * each / expert_share
+        return own * each / own_share + experts * each / expert_share
 
     # --- activations
 
     def _alive(self, rank: Numbers) -> Numbers:
         """Return the largest number of microbatches in flight on a rank."""
-        p, m, v = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan), np.asarray(self.plan.chunks)
+        p, m, v = self.plan.pp, microbatches(self.plan), self.plan.chunks
         match self.plan.schedule:
             case "GPipe":
                 most = m
@@ -133,13 +131,13 @@ class _Peak:
             case "ZB-1p" | "ZB-H1" | "ZB-V":
                 most = p
             case "Interleaved 1F1B":
-                most = (p * (v - 1) + 1 + 2 * (p - np.asarray(rank) - 1)) / v
+                most = (p * (v - 1) + 1 + 2 * (p - rank - 1)) / v
             case _:
                 most = p - rank
         return np.where(p > 1, np.minimum(m, most), 1.0)
 
     def _activations(self, dense: Numbers, sparse: Numbers, alive: Numbers) -> Numbers:
-        count, kept = np.add(dense, sparse), np.multiply(dense, self._dense()) + np.multiply(sparse, self._sparse())
+        count, kept = dense + sparse, dense * self._dense() + sparse * self._sparse()
         most = np.maximum(self._dense(), self._sparse() if self.model.experts else 0.0)
         match self.plan.recompute:
             case "none":
@@ -151,17 +149,17 @@ class _Peak:
                 return (kept - scores) * alive + self._scores()
             case _:
                 layers = (1.0 if self.software.stowed is None else 0.0) * count
-                layers += np.where(np.greater(self.plan.pp, 1), self.software.outputs, 0.0)
+                layers += np.where(self.plan.pp > 1, self.software.outputs, 0.0)
                 working = 2 if self.software.stops_early else 1
                 return layers * self._rows * HALF * self.model.hidden * alive + working * most
 
     @property
     def _rows(self) -> Numbers:
-        return np.divide(tokens(self.plan), np.where(self.plan.sequence_parallel, self.plan.tp, 1))
+        return residual_tokens(self.plan)
 
     def _dense(self) -> Numbers:
         """Return the bytes that a layer without experts keeps of one microbatch."""
-        m, t = self.model, np.asarray(self.plan.tp)
+        m, t = self.model, self.plan.tp
         if not self.software.fused_attention:
             inner = 24 * m.hidden if not m.gated else 8 * m.hidden + 6 * m.ffn
             return self._rows * 10.0 * m.hidden + tokens(self.plan) * inner / t + self._scores()
@@ -169,7 +167,7 @@ class _Peak:
         return self._attention() + self._rows * 4.0 * m.hidden + feed
 
     def _attention(self) -> Numbers:
-        m, t, x = self.model, np.asarray(self.plan.tp), self.model.latent
+        m, t, x = self.model, self.plan.tp, self.model.latent
         if x is None:
             wide, narrow = 2 * (m.heads + 2 * m.kv_heads) * m.head_dim + 2 * m.heads * m.head_dim, 0
         else:
@@ -184,13 +182,13 @@ class _Peak:
         each = (
             x.fullest(self.plan.ep) * (x.chosen * (4 * m.hidden + 6 * x.ffn))
             + 8 * x.count
-            + 6 * x.shared / np.asarray(self.plan.tp)
+            + 6 * x.shared / self.plan.tp
         )
         return self._attention() + self._rows * 4.0 * m.hidden + tokens(self.plan) * each
 
     def _scores(self) -> Numbers:
-        keys = np.divide(self.plan.sequence, self.plan.cp)
-        return np.multiply(tokens(self.plan), 5 * self.model.heads * keys / np.asarray(self.plan.tp))
+        keys = self.plan.sequence / self.plan.cp
+        return tokens(self.plan) * (5 * self.model.heads * keys / self.plan.tp)
 
     # --- temporary values
 
@@ -199,8 +197,8 @@ class _Peak:
 
         These are a table's gradient before it is added, gradients inside a layer, and sums that are not reduced yet.
         """
-        m, t = self.model, np.asarray(self.plan.tp)
+        m, t = self.model, self.plan.tp
         table = np.where(has_table, HALF * m.embedding_parameters / t, 0.0)
         summed = np.where(t > 1, 6.5 + 4.0 * self.software.tensor, 2.0)
         inner = tokens(self.plan) * (6.0 * m.ffn / t + summed * m.hidden)
-        return np.where(np.asarray(self.plan.zero) == 3, 0.0, table) + inner
+        return np.where(self.plan.zero == 3, 0.0, table) + inner

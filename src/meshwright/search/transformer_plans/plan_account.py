@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-import numpy as np
-
 from meshwright.cost import Cluster, Link
 from meshwright.pipeline import Timeline, simulate_schedule
 
@@ -51,13 +49,13 @@ def account(
         SearchError: as `predict`.
         ScheduleError: as `simulate_step`.
     """
-    spent, nbytes = _spent(model, plan, cluster, software), float(np.asarray(hold(model, plan, software).nbytes))
+    spent, nbytes = _spent(model, plan, cluster, software), float(hold(model, plan, software).nbytes)
     others = [p for p in (choice.best, *choice.next) if p.plan != plan] if choice else []
     told = tuple(_other_plans(model, plan, cluster, software, nbytes, others, on_step))
     rows, timeline = communications(model, plan, cluster, software), _timeline(model, plan, cluster, software)
     seconds = sum(spent.values())
     each = {
-        s.name: {kind: float(np.asarray(x)) for kind, x in parts.items()}
+        s.name: {kind: float(x) for kind, x in parts.items()}
         for s, parts in zip(stage_parts(model, plan), hold_each(model, plan, software), strict=True)
     }
     return Account(
@@ -93,11 +91,11 @@ def _spent(
     def step(on: Cluster) -> float:
         if by_table:
             return simulate_step(model, plan, on, software)
-        return float(np.asarray(predict(model, plan, on, software).seconds))
+        return float(predict(model, plan, on, software).seconds)
 
     free = replace(cluster, inside=_free(cluster.inside), outside=None)
     whole, alone = step(cluster), step(free)
-    parts = {name: float(np.asarray(x)) for name, x in predict(model, plan, free, software).parts.items()}
+    parts = {name: float(x) for name, x in predict(model, plan, free, software).parts.items()}
     others = {name: parts[name] for name in OTHERS}
     computation = _computed(model, plan, free, software)
     bubble = max(0.0, alone - sum(others.values()) - computation)
@@ -114,8 +112,8 @@ def _computed(model: Transformer, plan: Plan, cluster: Cluster, software: Softwa
     s = stages_of(model, plan, cluster, software)
     ends, ranks = [s.first + s.before, s.last + s.behind], [s.other] * (plan.pp - 2)
     spent = [*ends, *ranks] if plan.pp > 1 else [s.first + s.before + s.behind]
-    whole = sum(float(np.asarray(np.add(x.forward, x.backward))) for x in spent)
-    return whole / plan.pp * float(np.asarray(microbatches(plan)))
+    whole = sum(float(x.forward + x.backward) for x in spent)
+    return whole / plan.pp * float(microbatches(plan))
 
 
 def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> Timeline | None:

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from meshwright.cost import Cluster, Habits, Kernels, Numbers
+from meshwright.cost import Cluster, Flags, Habits, Kernels, Numbers
 
 from .._errors import SearchError
 from .degrees import Degrees, microbatches, tokens
@@ -109,7 +109,7 @@ class GatherCosts:
     scatter: Numbers
     tables: Numbers
     again: Numbers
-    waits: Numbers
+    waits: Flags
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class StepTime:
 
     def prediction(self) -> Prediction:
         """Return the seconds of the step, and its parts."""
-        sharded = np.asarray(self.plan.zero) == 3
+        sharded = self.plan.zero == 3
         running = np.where(sharded, self.gathering(), self.pipeline())
         parts: dict[str, Numbers] = {
             "microbatches": running,
@@ -159,7 +159,7 @@ class StepTime:
         A layer is never faster than a host starts its operators.
         """
         spent = computed + self.layers.meetings()
-        slower = 1 + HOSTS * np.log2(np.asarray(self.plan.tp, dtype=float))
+        slower = 1 + HOSTS * np.log2(self.plan.tp)
         floor = [x * slower for x in self.habits.host]
         forward = np.maximum(spent.forward, floor[0])
         again = self._again(spent, width)
@@ -179,25 +179,25 @@ class StepTime:
             case "none":
                 return 0.0
             case "selective" if self.software.selective is not None:
-                return self.software.selective * np.asarray(spent.forward)
+                return self.software.selective * spent.forward
             case "selective":
                 return self.layers.core().forward
             case _:
-                last = self.layers.linear(h, np.divide(width, self.plan.tp)).forward if width else 0.0
-                return np.subtract(spent.forward, last if self.software.stops_early else 0.0)
+                last = self.layers.linear(h, width / self.plan.tp).forward if width else 0.0
+                return spent.forward - (last if self.software.stops_early else 0.0)
 
     # --- stages
 
     @cached_property
     def head(self) -> PassSeconds:
         """Seconds of the last linear map and the loss."""
-        vocab = np.divide(self.model.vocab, self.plan.tp)
-        logits = self.kernels.stream(np.multiply(tokens(self.plan), vocab) * self.software.cross_entropy / 2)
+        vocab = self.model.vocab / self.plan.tp
+        logits = self.kernels.stream(tokens(self.plan) * vocab * self.software.cross_entropy / 2)
         return self.layers.linear(vocab, self.model.hidden) + PassSeconds(logits, logits)
 
     @cached_property
     def embedding(self) -> PassSeconds:
-        rows = np.multiply(tokens(self.plan), self.model.hidden)
+        rows = tokens(self.plan) * self.model.hidden
         return self.layers.stream(4 * rows, 8 * rows)
 
     def _stage(self, layers: Share) -> PassSeconds:
@@ -213,15 +213,15 @@ class StepTime:
 
     def pipeline(self) -> Numbers:
         """Return the seconds of all microbatches through all stages."""
-        p, m, s = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan), self.stages()
+        p, m, s = self.plan.pp, microbatches(self.plan), self.stages()
         whole = s.first + s.before + s.behind
-        lengths = [np.add(x.forward, x.backward) for x in (s.first + s.before, s.other, s.last + s.behind)]
+        lengths = [x.forward + x.backward for x in (s.first + s.before, s.other, s.last + s.behind)]
         most = np.maximum(np.maximum(lengths[0], lengths[2]), np.where(p > 2, lengths[1], 0.0))
         mean = (lengths[0] + lengths[2] + np.maximum(p - 2, 0) * lengths[1]) / p
-        chunks = np.asarray(self.plan.chunks)
+        chunks = self.plan.chunks
         filling = self._filling(s.other, mean)
         sent = 2 * s.message * (p - 1) + 2 * chunks * m * s.message * self.software.messages
-        return np.where(p > 1, m * most + filling + sent, m * np.add(whole.forward, whole.backward))
+        return np.where(p > 1, m * most + filling + sent, m * (whole.forward + whole.backward))
 
     def _filling(self, stage: PassSeconds, mean: Numbers) -> Numbers:
         """Return the idle seconds of a rank, over all its microbatches.
@@ -230,28 +230,28 @@ class StepTime:
         microbatch of the first rank comes back, less the forwards that the rank may run meanwhile.
         """
         f, b, w = FILLING[self.plan.schedule]
-        p, m = np.asarray(self.plan.pp, dtype=float), microbatches(self.plan)
+        p, m = self.plan.pp, microbatches(self.plan)
         if (f, b, w) == (1.0, 1.0, 1.0):
-            return mean * (p - 1) / np.asarray(self.plan.chunks)
-        forward, inputs = np.asarray(stage.forward), np.subtract(stage.backward, stage.weights)
-        closed = (p - 1) * (f * forward + b * inputs + w * np.asarray(stage.weights))
+            return mean * (p - 1) / self.plan.chunks
+        forward, inputs = stage.forward, stage.backward - stage.weights
+        closed = (p - 1) * (f * forward + b * inputs + w * stage.weights)
         alive = np.minimum(m, 2 * p - 1 if self.plan.schedule in DOUBLE else p)
         return np.maximum(np.maximum(closed, p * forward + (p - 1) * inputs - alive * forward), 0.0)
 
     def _message(self) -> Numbers:
-        part = np.divide(1.0, self.plan.tp) if self.software.scattered else 1.0
-        nbytes = np.multiply(tokens(self.plan), HALF * self.model.hidden) * part
-        inside = np.multiply(np.multiply(self.plan.dp, self.plan.cp), np.multiply(self.plan.tp, self.plan.pp))
-        return self.cluster.message(nbytes, np.greater(inside, self.cluster.per_node)) + 10e-6
+        part = 1.0 / self.plan.tp if self.software.scattered else 1.0
+        nbytes = tokens(self.plan) * (HALF * self.model.hidden) * part
+        inside = self.plan.dp * self.plan.cp * (self.plan.tp * self.plan.pp)
+        return self.cluster.message(nbytes, inside > self.cluster.per_node) + 10e-6
 
     def gathers(self) -> GatherCosts:
         """Return the collectives of ZeRO-3."""
         m, p = self.model, self.plan
         ranks, together = self.replicas()
-        parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / np.asarray(p.tp)
+        parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / p.tp
         layer, reduced = parameters * HALF, parameters * self.software.reduced
-        table = np.divide(m.embedding_parameters * HALF, p.tp)
-        waits = np.greater(parameters, self.software.live)
+        table = m.embedding_parameters * HALF / p.tp
+        waits = parameters > self.software.live
         return GatherCosts(
             layer,
             reduced,
@@ -276,19 +276,17 @@ class StepTime:
         backward = np.where(
             each.waits,
             again + _overlapped_seconds(spent.backward, each.scatter),
-            _overlapped_seconds(spent.backward, np.add(again, each.scatter)),
+            _overlapped_seconds(spent.backward, again + each.scatter),
         )
         ends = self.head + self.embedding
-        once = m.layers / np.asarray(p.pp) * (forward + backward) + np.add(ends.forward, ends.backward) / np.asarray(
-            p.pp
-        )
-        filling = (np.asarray(p.pp) - 1) / np.asarray(p.chunks)
-        return (np.asarray(microbatches(p)) + filling) * once + 3 * np.asarray(each.tables)
+        once = m.layers / p.pp * (forward + backward) + (ends.forward + ends.backward) / p.pp
+        filling = (p.pp - 1) / p.chunks
+        return (microbatches(p) + filling) * once + 3 * each.tables
 
     def replicas(self) -> tuple[Numbers, Numbers]:
         """Return the number of ranks that have the same parameters, and how many of them share a node."""
-        ranks = np.multiply(self.plan.dp, self.plan.cp)
-        return ranks, np.clip(self.cluster.per_node / np.asarray(self.plan.tp), 1, ranks)
+        ranks = self.plan.dp * self.plan.cp
+        return ranks, np.clip(self.cluster.per_node / self.plan.tp, 1, ranks)
 
     @cached_property
     def parameters(self) -> Numbers:
@@ -296,10 +294,10 @@ class StepTime:
         m, p = self.model, self.plan
         shared = m.attention_parameters * m.layers + m.mlp_parameters * m.dense_layers
         shared = shared + m.shared_parameters * (m.layers - m.dense_layers)
-        ends = np.where(np.greater(p.pp, 1) | m.tied, 1, 2) * m.embedding_parameters
+        ends = np.where((p.pp > 1) | m.tied, 1, 2) * m.embedding_parameters
         experts = m.expert_parameters * (m.layers - m.dense_layers)
-        own = np.divide(shared, np.multiply(p.pp, p.tp)) + ends / np.asarray(p.tp)
-        return own + np.divide(experts, np.multiply(p.pp, p.ep))
+        own = shared / (p.pp * p.tp) + ends / p.tp
+        return own + experts / (p.pp * p.ep)
 
     def synchronised(self) -> Numbers:
         """Return the exposed seconds of reducing gradients over replicas.
@@ -307,31 +305,29 @@ class StepTime:
         With ZeRO, they include the gather of updated parameters.
         """
         ranks, together = self.replicas()
-        gradient = np.asarray(self.parameters) * self.software.reduced
+        gradient = self.parameters * self.software.reduced
         whole = self.cluster.meeting("all-reduce", gradient, ranks, together)
         parts = self.cluster.meeting("reduce-scatter", gradient, ranks, together)
-        updated = self.cluster.meeting("all-gather", np.asarray(self.parameters) * HALF, ranks, together)
-        updated = np.where(np.asarray(self.plan.zero) == 0, 0.0, updated)
+        updated = self.cluster.meeting("all-gather", self.parameters * HALF, ranks, together)
+        updated = np.where(self.plan.zero == 0, 0.0, updated)
         return (np.where(self.sums_whole, whole, parts) + updated) * self.software.exposed
 
     @property
-    def sums_whole(self) -> Numbers:
+    def sums_whole(self) -> Flags:
         """True if every rank has the whole sum of the gradients."""
-        return np.less(self.plan.zero, 1 if self.software.reduces_parts else 3)
+        return self.plan.zero < (1 if self.software.reduces_parts else 3)
 
     def accumulated(self) -> Numbers:
         """Return the seconds of adding each microbatch's gradients to those of the others."""
-        m, zero = np.asarray(microbatches(self.plan)), np.asarray(self.plan.zero)
-        replicas = np.multiply(self.plan.dp, self.plan.cp)
-        nbytes = np.where(
-            zero == 3, self.parameters / replicas * 12, np.asarray(self.parameters) * self.software.accumulation
-        )
+        m, zero = microbatches(self.plan), self.plan.zero
+        replicas = self.plan.dp * self.plan.cp
+        nbytes = np.where(zero == 3, self.parameters / replicas * 12, self.parameters * self.software.accumulation)
         return np.where(m > 1, m * self.kernels.stream(nbytes), 0.0)
 
     def updated(self) -> Numbers:
         """Return the seconds of the optimizer's step."""
-        shared = np.where(np.greater(self.plan.zero, 0), np.multiply(self.plan.dp, self.plan.cp), 1)
-        own = np.asarray(self.parameters) / shared
+        shared = np.where(self.plan.zero > 0, self.plan.dp * self.plan.cp, 1)
+        own = self.parameters / shared
         hosted = self.software.hosted
         return self.kernels.stream(own * UPDATE) if hosted is None else self._updated_by_hosts(own, hosted)
 
@@ -341,7 +337,7 @@ class StepTime:
         The devices of a node share its memory. Gradients are moved there, and parameters back.
         """
         p = self.plan
-        ranks = np.multiply(np.multiply(p.dp, p.tp), np.multiply(p.pp, p.cp))
+        ranks = p.dp * p.tp * (p.pp * p.cp)
         each = memory / np.minimum(ranks, self.cluster.per_node)
         way = (self.software.reduced + HALF) / (self.software.stowed or each)
         return own * (UPDATE / (each * self.habits.streamed) + way)
@@ -362,12 +358,12 @@ def model_flops(model: Transformer, plan: Degrees) -> Numbers:
     active: float = model.parameters - (0 if model.tied else model.embedding_parameters)
     if x is not None:
         active -= model.expert_parameters * (model.layers - model.dense_layers) * (1 - x.chosen / x.count)
-    scores = np.multiply(plan.sequence, model.layers * model.heads * (model.key_width + model.value_width) / 2)
-    return 6.0 * np.multiply(plan.batch, plan.sequence) * (active + scores)
+    scores = plan.sequence * (model.layers * model.heads * (model.key_width + model.value_width) / 2)
+    return 6.0 * (plan.batch * plan.sequence) * (active + scores)
 
 
 def flops_utilisation(model: Transformer, plan: Degrees, cluster: Cluster, seconds: float) -> float:
     """Return the model FLOPs utilisation: `model_flops` of a step, relative to the peak in the plan's precision."""
-    ranks = float(np.asarray(np.multiply(np.multiply(plan.dp, plan.tp), np.multiply(plan.pp, plan.cp))))
+    ranks = float(plan.dp * plan.tp * (plan.pp * plan.cp))
     rate = cluster.device.peak(NARROW.get(plan.precision, torch.bfloat16))
-    return float(np.asarray(model_flops(model, plan))) / (rate * ranks * seconds)
+    return float(model_flops(model, plan)) / (rate * ranks * seconds)

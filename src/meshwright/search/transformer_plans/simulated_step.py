@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
-
 from meshwright.cost import Cluster, Habits, Numbers
 from meshwright.pipeline import Schedule, Times, schedule_by_name, simulate_schedule
 
@@ -34,10 +32,10 @@ def simulate_step(
     """
     told = predict(model, plan, cluster, software, habits)
     if plan.pp == 1 or plan.zero == 3 or plan.pp * plan.chunks * plan.microbatches > LONG:
-        return float(np.asarray(told.seconds))
+        return float(told.seconds)
     stages = stages_of(model, plan, cluster, software, habits)
     table = table_of(plan)
-    others = sum(float(np.asarray(s)) for name, s in told.parts.items() if name != "microbatches")
+    others = sum(float(s) for name, s in told.parts.items() if name != "microbatches")
     return simulate_schedule(table, times_of(stages, plan)).makespan + others
 
 
@@ -52,7 +50,7 @@ def table_of(plan: Plan) -> Schedule:
     Raises:
         ScheduleError: there is none.
     """
-    return _table(plan.schedule, plan.pp, int(np.asarray(microbatches(plan))), plan.chunks)
+    return _table(plan.schedule, plan.pp, int(microbatches(plan)), plan.chunks)
 
 
 @lru_cache(maxsize=32)
@@ -68,9 +66,9 @@ def times_of(stages: StageSeconds, plan: Plan) -> Times:
 
     def each(first: Numbers, other: Numbers, last: Numbers, before: Numbers, behind: Numbers) -> tuple[float, ...]:
         ranks = [first, *[other] * (plan.pp - 2), last]
-        own = [float(np.asarray(ranks[c % plan.pp])) / plan.chunks for c in range(count)]
-        own[0] += float(np.asarray(before))
-        own[-1] += float(np.asarray(behind))
+        own = [float(ranks[c % plan.pp]) / plan.chunks for c in range(count)]
+        own[0] += float(before)
+        own[-1] += float(behind)
         return tuple(own)
 
     first, other, last, before, behind = stages.first, stages.other, stages.last, stages.before, stages.behind
@@ -80,5 +78,5 @@ def times_of(stages: StageSeconds, plan: Plan) -> Times:
         each(*(s.forward for s in (first, other, last, before, behind))),
         tuple(max(b - w, 0.0) for b, w in zip(whole, weights, strict=True)),
         weights,
-        transfer=float(np.asarray(stages.message)),
+        transfer=float(stages.message),
     )

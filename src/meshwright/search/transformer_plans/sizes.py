@@ -43,7 +43,7 @@ class Experts:
         >>> [float(Experts(8, 2, 64, imbalance=3.0).fullest(ranks)) for ranks in (1, 2, 8)]
         [1.0, 2.0, 3.0]
         """
-        return np.minimum(self.imbalance, np.asarray(ranks, dtype=float))
+        return np.minimum(self.imbalance, ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
-from typing import Any
 
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from ..notation.rule import Rule
 from ..rules.rule_table import find_rule, random_operator_rule
 from ..torch_hooks import Operator, schema_of
-from .pending_sums import pending_operands
+from .pending_sums import Number, Operand, is_finite, pending_operands
 from .sharding_choices import BoundRule, bind
 
 ArgumentPosition = tuple[int | str, int | None]
@@ -32,13 +32,17 @@ class Call:
     places: tuple[ArgumentPosition | None, ...]
     mutated: tuple[int, ...]
 
-    def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def operands(self, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> list[TorchValue]:
         """Return the operands among the arguments of such a call; None for an absent operand or a plain number."""
-        return [None if place is None else _at(place, args, kwargs) for place in self.places]
+        return [None if place is None else _argument_at(place, args, kwargs) for place in self.places]
 
 
 def describe(
-    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], alternative: Rule | None = None, ones: bool = False
+    op: Operator,
+    args: Sequence[TorchValue],
+    kwargs: Mapping[str, TorchValue],
+    alternative: Rule | None = None,
+    ones: bool = False,
 ) -> Call | None:
     """Return the call `op(*args, **kwargs)` bound to its rule or to `alternative`; None if there is no rule.
 
@@ -51,22 +55,33 @@ def describe(
     rule = alternative or find_rule(op, args, kwargs)
     if rule is None:
         return None
-    slots = list(_slots(op, args, kwargs, len(rule.equation.operands)))
-    shapes = [tuple(v.shape) if isinstance(v, Tensor) else None for _, v in slots]
-    numbers = [i for i, (_, v) in enumerate(slots) if isinstance(v, (int, float, complex)) and v != 0]
-    scales = _scales(op, args, kwargs, [p for p, v in slots if isinstance(v, (int, float, complex))])
-    terms = pending_operands(rule.equation, [v for _, v in slots], scales)
-    places = tuple(p if isinstance(v, Tensor) else None for p, v in slots)
-    written = {a.name for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write}
-    names = [a.name for a in schema_of(op).arguments]
-    mutated = tuple(i for i, p in enumerate(places) if p is not None and _argument_name(p[0], names) in written)
-    bound = bind(rule, shapes, numbers, terms, ones)
+    slots = list(_operand_slots(op, args, kwargs, len(rule.equation.operands)))
+    scales = _other_numbers(op, args, kwargs, [place for place, _ in slots])
+    bound = _bound_to_values(rule, [value for _, value in slots], scales, ones)
+    places = tuple(place if isinstance(value, Tensor) else None for place, value in slots)
+    mutated = _mutated_operands(op, places)
     bound = _written_in_place(bound) if mutated else bound
-    bound = bound if all(isfinite(abs(c)) for c in scales) else replace(bound, products=())
     return Call(bound.rule, bound, places, mutated)
 
 
-def describe_for_propagation(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+def _bound_to_values(rule: Rule, values: Sequence[Operand], scales: Sequence[complex], ones: bool) -> BoundRule:
+    """Return the rule bound to operands, for a call with the other numbers `scales`."""
+    shapes = [tuple(v.shape) if isinstance(v, Tensor) else None for v in values]
+    numbers = [i for i, v in enumerate(values) if isinstance(v, Number) and v != 0]
+    bound = bind(rule, shapes, numbers, pending_operands(rule.equation, values, scales), ones)
+    return bound if all(map(is_finite, scales)) else replace(bound, products=())
+
+
+def _mutated_operands(op: Operator, places: Sequence[ArgumentPosition | None]) -> tuple[int, ...]:
+    """Return the indices of the operands that the call writes to."""
+    written: set[int | str] = set()
+    for at, argument in enumerate(schema_of(op).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {at, argument.name}
+    return tuple(i for i, place in enumerate(places) if place is not None and place[0] in written)
+
+
+def describe_for_propagation(op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> Call | None:
     """Return the call for layout propagation; an operator that draws random numbers uses the rule of its replacement.
 
     Raises RuleError as `describe` does.
@@ -74,7 +89,7 @@ def describe_for_propagation(op: Operator, args: Sequence[Any], kwargs: Mapping[
     return describe(op, args, kwargs) or describe(op, args, kwargs, random_operator_rule(op, args, kwargs))
 
 
-def _at(place: ArgumentPosition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _argument_at(place: ArgumentPosition, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> TorchValue:
     key, index = place
     value = args[key] if isinstance(key, int) else kwargs[key]
     return value if index is None else value[index]
@@ -88,20 +103,25 @@ def _written_in_place(bound: BoundRule) -> BoundRule:
     return replace(bound, rule=replace(bound.rule, forms={}), whole=bound.whole | formed)
 
 
-def _argument_name(key: int | str, names: Sequence[str]) -> str:
-    return names[key] if isinstance(key, int) else key
-
-
-def _slots(
-    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], count: int
-) -> Iterator[tuple[ArgumentPosition | None, Any]]:
-    """Yield the first `count` operands of the call: tensor arguments in schema order, else plain numbers."""
-    found: list[tuple[ArgumentPosition | None, Any]] = []
-    scalars: list[tuple[ArgumentPosition | None, Any]] = []
+def _arguments(
+    op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]
+) -> Iterator[tuple[int | str, str, TorchValue]]:
+    """Yield the position or name, the type in the schema, and the value of each argument; None if it is not given."""
     for at, argument in enumerate(schema_of(op).arguments):
-        key: int | str = at if at < len(args) else argument.name
-        value = args[at] if at < len(args) else kwargs.get(argument.name)
         kind = str(argument.type)
+        if at < len(args):
+            yield at, kind, args[at]
+        else:
+            yield argument.name, kind, kwargs.get(argument.name)
+
+
+def _operand_slots(
+    op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue], count: int
+) -> Iterator[tuple[ArgumentPosition | None, TorchValue]]:
+    """Yield the first `count` operands of the call: tensor arguments in schema order, else plain numbers."""
+    found: list[tuple[ArgumentPosition | None, TorchValue]] = []
+    scalars: list[tuple[ArgumentPosition | None, TorchValue]] = []
+    for key, kind, value in _arguments(op, args, kwargs):
         if isinstance(value, (list, tuple)) and "Tensor" in kind:
             found += [((key, j), v) for j, v in enumerate(value)]
         elif "Tensor" in kind:
@@ -110,7 +130,13 @@ def _slots(
             scalars.append(((key, None), value))
     missing = count - len(found)
     merged = found + scalars[: max(missing, 0)]
-    if missing > 0 and scalars and found and isinstance(scalars[0][0], tuple) and _before(scalars[0][0], found[0][0]):
+    if (
+        missing > 0
+        and scalars
+        and found
+        and isinstance(scalars[0][0], tuple)
+        and _comes_before(scalars[0][0], found[0][0])
+    ):
         merged = scalars[:missing] + found
     merged += [(None, None)] * (count - len(merged))
     return iter(merged[:count])
@@ -119,19 +145,19 @@ def _slots(
 _NUMBERS = ("number", "Scalar", "Optional[number]", "Optional[Scalar]")
 
 
-def _scales(
-    op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[ArgumentPosition | None]
-) -> list[Any]:
+def _other_numbers(
+    op: Operator,
+    args: Sequence[TorchValue],
+    kwargs: Mapping[str, TorchValue],
+    operands: Sequence[ArgumentPosition | None],
+) -> list[complex]:
     """Return the numbers of the call that are not operands of its rule: `alpha`, `beta`, `value`."""
-    found: list[Any] = []
-    for at, argument in enumerate(schema_of(op).arguments):
-        key: int | str = at if at < len(args) else argument.name
-        value = args[at] if at < len(args) else kwargs.get(argument.name)
-        is_number = isinstance(value, (int, float, complex)) and str(argument.type) in (*_NUMBERS, "float")
-        if is_number and (key, None) not in operands:
-            found.append(value)
-    return found
+    return [
+        value
+        for key, kind, value in _arguments(op, args, kwargs)
+        if isinstance(value, Number) and kind in (*_NUMBERS, "float") and (key, None) not in operands
+    ]
 
 
-def _before(a: ArgumentPosition | None, b: ArgumentPosition | None) -> bool:
+def _comes_before(a: ArgumentPosition | None, b: ArgumentPosition | None) -> bool:
     return a is not None and b is not None and isinstance(a[0], int) and isinstance(b[0], int) and a[0] < b[0]

@@ -10,10 +10,10 @@ and is exact within one dtype: a sum that wrapped around is no sum of wider inte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch import Tensor
 from ..notation.equation import Equation
 
 Number = (int, float, complex)
+Operand = Tensor | complex | None
+"""A tensor, a number, or an absent operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +36,54 @@ class PendingOperands:
 NONE = PendingOperands(frozenset(), frozenset())
 
 
-def pending_operands(equation: Equation, operands: Sequence[Any], scales: Sequence[Any]) -> PendingOperands:
+def pending_operands(equation: Equation, operands: Sequence[Operand], scales: Sequence[complex]) -> PendingOperands:
     """Return which operands of a call may be terms.
 
     `operands` are tensors, numbers, or None for an absent operand. `scales` are the call's other numbers, such as
     `alpha`; it is unknown which operand they multiply.
     """
-    everything = frozenset(range(len(operands)))
-    linear = {i for product in equation.products for i in product}
-    given = [x for i, x in enumerate(operands) if i not in linear]
-    widened = _is_widened([operands[i] for i in linear], given, scales)
-    if _is_integral([*operands, *scales]) and not any(isinstance(x, Number) for x in given):
-        return PendingOperands(frozenset() if widened else everything, everything)
-    if not all(_is_finite_scale(c) for c in scales) or not all(_keeps_zero(x) for x in given):
+    linear, given = _by_linearity(equation, operands)
+    is_widened = _is_widened(linear, given, scales)
+    if _is_integral([*operands, *scales]) and not _has_number(given):
+        everything = frozenset(range(len(operands)))
+        return PendingOperands(frozenset() if is_widened else everything, everything)
+    if not (all(map(is_finite, scales)) and all(map(_keeps_zero, given))):
         return NONE
-    others = {i: [operands[j] for j in product if j != i] for product in equation.products for i in product}
-    fillable = frozenset(i for i, factors in others.items() if all(map(_is_finite, factors)))
-    limit = min((largest_factor(x.dtype) for x in operands if isinstance(x, Tensor) and not _selects(x)), default=1.0)
-    if not all(abs(c) <= limit for c in scales) or not all(_divides(x, limit) for x in given):
+    factors = _other_factors(equation, operands)
+    fillable = _with_finite_factors(factors)
+    limit = _limit_of_factors(operands)
+    if not _are_within(limit, scales, given):
         return PendingOperands(frozenset(), fillable)
-    pending = frozenset(i for i in fillable if all(_keeps_terms(x, limit) for x in others[i]))
-    return PendingOperands(frozenset(i for i in pending if not (widened and _wraps(operands[i]))), fillable)
+    waiting = {i for i in fillable if is_widened and _may_wrap(operands[i])}
+    pending = frozenset(i for i in fillable - waiting if _keep_terms(factors[i], limit))
+    return PendingOperands(pending, fillable)
+
+
+def _by_linearity(equation: Equation, operands: Sequence[Operand]) -> tuple[list[Operand], list[Operand]]:
+    """Return the operands in which the rule is linear, and the others."""
+    linear = {*chain(*equation.products)}
+    return [operands[i] for i in linear], [x for i, x in enumerate(operands) if i not in linear]
+
+
+def _other_factors(equation: Equation, operands: Sequence[Operand]) -> dict[int, list[Operand]]:
+    """Return, for each operand in a product, the other operands of the product."""
+    return {i: [operands[j] for j in product if j != i] for product in equation.products for i in product}
+
+
+def _with_finite_factors(factors: Mapping[int, Sequence[Operand]]) -> frozenset[int]:
+    """Return the operands whose other factors keep zeros as they are."""
+    return frozenset(i for i, others in factors.items() if all(map(is_finite, others)))
+
+
+def _limit_of_factors(operands: Sequence[Operand]) -> float:
+    """Return the magnitude up to which a number may multiply the terms of every floating operand."""
+    floating = [x for x in operands if isinstance(x, Tensor) and not _is_mask_or_index(x)]
+    return min((largest_factor(x.dtype) for x in floating), default=1.0)
+
+
+def _are_within(limit: float, scales: Sequence[complex], divisors: Sequence[Operand]) -> bool:
+    """True if neither the scales nor the divisors may make a term overflow."""
+    return all(abs(c) <= limit for c in scales) and all(_divides_safely(x, limit) for x in divisors)
 
 
 def is_exact_factor(factor: float | complex, dtype: torch.dtype) -> bool:
@@ -75,50 +104,55 @@ def largest_factor(dtype: torch.dtype) -> float:
 _LARGEST_OF_HALF = torch.finfo(torch.float16).max
 
 
-def _is_integral(values: Sequence[Any]) -> bool:
-    return all(isinstance(x, int) or x is None or (isinstance(x, Tensor) and _selects(x)) for x in values)
+def _has_number(values: Sequence[Operand]) -> bool:
+    return any(isinstance(x, Number) for x in values)
 
 
-def _wraps(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype != torch.bool and _selects(x)
+def _is_integral(values: Sequence[Operand]) -> bool:
+    return all(isinstance(x, int) or x is None or (isinstance(x, Tensor) and _is_mask_or_index(x)) for x in values)
 
 
-def _is_widened(linear: Sequence[Any], divisors: Sequence[Any], scales: Sequence[Any]) -> bool:
+def _may_wrap(x: Operand) -> bool:
+    return isinstance(x, Tensor) and x.dtype != torch.bool and _is_mask_or_index(x)
+
+
+def _is_widened(linear: Sequence[Operand], divisors: Sequence[Operand], scales: Sequence[complex]) -> bool:
     """True if integer operands give a result of another dtype, so that sums that wrap around are joined first."""
     dtypes = {x.dtype for x in linear if isinstance(x, Tensor) and x.dtype != torch.bool}
     is_floating = any(isinstance(x, (float, complex)) for x in (*linear, *scales))
-    return len(dtypes) > 1 or is_floating or any(isinstance(x, Number) for x in divisors)
+    return len(dtypes) > 1 or is_floating or _has_number(divisors)
 
 
-def _selects(x: Tensor) -> bool:
+def _is_mask_or_index(x: Tensor) -> bool:
     """True for a mask or for indices."""
     return not (x.dtype.is_floating_point or x.dtype.is_complex)
 
 
-def _is_finite_scale(c: Any) -> bool:
-    return isfinite(abs(c))
-
-
-def _is_finite(factor: Any) -> bool:
+def is_finite(factor: Operand) -> bool:
     """True if zero times the factor is zero."""
     if factor is None:
         return True
-    return _selects(factor) if isinstance(factor, Tensor) else isfinite(abs(factor))
+    return _is_mask_or_index(factor) if isinstance(factor, Tensor) else isfinite(abs(factor))
 
 
-def _keeps_terms(factor: Any, limit: float) -> bool:
+def _keep_terms(factors: Sequence[Operand], limit: float) -> bool:
+    """True if a term may be multiplied with all factors."""
+    return all(_keeps_terms(x, limit) for x in factors)
+
+
+def _keeps_terms(factor: Operand, limit: float) -> bool:
     if factor is None:
         return True
     return factor.dtype == torch.bool if isinstance(factor, Tensor) else 0 < abs(factor) <= limit
 
 
-def _keeps_zero(given: Any) -> bool:
+def _keeps_zero(given: Operand) -> bool:
     """True if zero divided by the number is zero, or if the tensor selects elements."""
     if given is None:
         return True
-    return _selects(given) if isinstance(given, Tensor) else given != 0 and isfinite(abs(given))
+    return _is_mask_or_index(given) if isinstance(given, Tensor) else given != 0 and isfinite(abs(given))
 
 
-def _divides(given: Any, limit: float) -> bool:
+def _divides_safely(given: Operand, limit: float) -> bool:
     """True unless `given` is a number so small that dividing a term by it may overflow."""
     return given is None or isinstance(given, Tensor) or abs(given) * limit >= 1

@@ -5,21 +5,24 @@ Each choice is for one mesh axis: an operand is sharded along a factor, a pendin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from itertools import product as cartesian
 from math import prod
 
 from meshwright.layout import Dim, Layout, Product
 
 from .._errors import RuleError
-from ..notation.equation import ELLIPSIS, NEW, DimTerm, Operand
+from ..notation.equation import ELLIPSIS, NEW, DimTerm, Equation, Operand, Products
 from ..notation.rule import Rule
 from .pending_sums import PendingOperands
 
 REPLICATED = -1
 OTHER_SHARDING = -2
 
+DimFactors = tuple[tuple[int, ...], ...]
+"""The numbers of the factors of each dim of an operand, outermost first."""
 AxisState = int | str
 """State of an operand along one axis: number of the factor that is sharded, REPLICATED, OTHER_SHARDING (sharded, but
 along no factor), or the operation that joins its terms."""
@@ -39,9 +42,9 @@ class BoundRule:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     whole: frozenset[int]
-    ins: tuple[tuple[tuple[int, ...], ...], ...]
-    outs: tuple[tuple[tuple[int, ...], ...], ...]
-    products: tuple[tuple[int, ...], ...]
+    ins: tuple[DimFactors, ...]
+    outs: tuple[DimFactors, ...]
+    products: Products
     pending: frozenset[int]
     fillable: frozenset[int]
 
@@ -87,31 +90,38 @@ def bind(
     equation = rule.equation
     names: dict[str, int] = {}
     sizes: list[int] = []
-    expanded = [_expand(o, s, rule) if s is not None else () for o, s in zip(equation.operands, shapes, strict=True)]
-    for dims, shape in zip(expanded, shapes, strict=True):
-        for term, size in zip(dims, shape or (), strict=True):
-            _measure(term, size, names, sizes, rule)
-    _check_products(expanded, shapes, names, sizes, rule)
-    ellipsis = sorted((n for n in names if n.startswith(ELLIPSIS)), key=lambda n: -int(n[3:]))
-    ins = tuple(
-        tuple(_number(term, size, names, sizes, ones) for term, size in zip(dims, shape or (), strict=True))
-        for dims, shape in zip(expanded, shapes, strict=True)
-    )
-    outs = tuple(_result(o, ellipsis, names, sizes, ones) for o in equation.results)
-    whole = frozenset(
-        at
-        for n, at in names.items()
-        if n in equation.whole or n[:3] == NEW or (n[:3] == ELLIPSIS and ELLIPSIS in equation.whole)
-    )
-    products = _present(equation.products, shapes, numbers)
-    everything = frozenset(range(len(shapes)))
-    pending, fillable = (terms.pending, terms.fillable) if terms is not None else (everything, everything)
-    return BoundRule(rule, tuple(names), tuple(sizes), whole, ins, outs, products, pending, fillable)
+    operands = [_sized_terms(o, shape, rule) for o, shape in zip(equation.operands, shapes, strict=True)]
+    for term, size in chain(*operands):
+        _set_sizes(term, size, names, sizes, rule)
+    _check_products(chain(*operands), names, sizes, rule)
+    ellipsis = _ellipsis_names(names)
+    ins = tuple(tuple(_factor_numbers(term, size, names, sizes, ones) for term, size in dims) for dims in operands)
+    outs = tuple(_result_factors(o, ellipsis, names, sizes, ones) for o in equation.results)
+    whole = frozenset(at for name, at in names.items() if _is_whole(name, equation))
+    products = _present_products(equation.products, shapes, numbers)
+    if terms is None:
+        everything = frozenset(range(len(shapes)))
+        terms = PendingOperands(everything, everything)
+    return BoundRule(rule, tuple(names), tuple(sizes), whole, ins, outs, products, terms.pending, terms.fillable)
 
 
-def _present(
-    products: tuple[tuple[int, ...], ...], shapes: Sequence[tuple[int, ...] | None], numbers: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
+def _ellipsis_names(names: Iterable[str]) -> list[str]:
+    """Return the factors of `...`, in the order of the dims."""
+    return sorted((n for n in names if n.startswith(ELLIPSIS)), key=lambda n: -int(n[3:]))
+
+
+def _is_whole(name: str, equation: Equation) -> bool:
+    if name.startswith(ELLIPSIS):
+        return ELLIPSIS in equation.whole
+    return name in equation.whole or name.startswith(NEW)
+
+
+def _sized_terms(operand: Operand, shape: tuple[int, ...] | None, rule: Rule) -> list[tuple[DimTerm, int]]:
+    """Return the dims of an operand with their sizes, `...` expanded; none for an absent operand."""
+    return [] if shape is None else list(zip(_expanded_terms(operand, shape, rule), shape, strict=True))
+
+
+def _present_products(products: Products, shapes: Sequence[tuple[int, ...] | None], numbers: Sequence[int]) -> Products:
     """Return the products without absent operands; empty if a plain number is a term of its own."""
     if any(all(i in numbers for i in p) for p in products):
         return ()
@@ -119,7 +129,7 @@ def _present(
     return tuple(p for p in left if p)
 
 
-def _expand(operand: Operand, shape: tuple[int, ...], rule: Rule) -> tuple[DimTerm, ...]:
+def _expanded_terms(operand: Operand, shape: tuple[int, ...], rule: Rule) -> tuple[DimTerm, ...]:
     """Return the operand with `...` expanded to `...k`, counted from the right.
 
     Raises RuleError if the number of dims does not fit.
@@ -143,7 +153,7 @@ def _expand(operand: Operand, shape: tuple[int, ...], rule: Rule) -> tuple[DimTe
     return tuple(dims)
 
 
-def _measure(term: DimTerm, size: int, names: dict[str, int], sizes: list[int], rule: Rule) -> None:
+def _set_sizes(term: DimTerm, size: int, names: dict[str, int], sizes: list[int], rule: Rule) -> None:
     for name in term.names:
         if name not in names:
             names[name] = len(sizes)
@@ -163,39 +173,36 @@ def _measure(term: DimTerm, size: int, names: dict[str, int], sizes: list[int], 
 
 
 def _check_products(
-    expanded: Sequence[tuple[DimTerm, ...]],
-    shapes: Sequence[tuple[int, ...] | None],
-    names: Mapping[str, int],
-    sizes: list[int],
-    rule: Rule,
+    dims: Iterable[tuple[DimTerm, int]], names: Mapping[str, int], sizes: list[int], rule: Rule
 ) -> None:
-    """Set the sizes of factors in products, which are part of their names (see `_literal`).
+    """Set the sizes of factors in products, which are part of their names (see `_size_in_name`).
 
     Raises RuleError if the sizes do not multiply to the size of the dim.
     """
-    for dims, shape in zip(expanded, shapes, strict=True):
-        for term, size in zip(dims, shape or (), strict=True):
-            if len(term.names) < 2:
-                continue
-            parts = [_literal(n) for n in term.names]
-            if None in parts or prod(p for p in parts if p is not None) != size:
-                raise RuleError(
-                    f"rule {rule.text!r}",
-                    f"a dim of size {size} for {term}",
-                    "the name of a factor in a product ends with the factor's size",
-                    "use names such as f0_4 for a factor of size 4",
-                )
-            for n, p in zip(term.names, parts, strict=True):
-                sizes[names[n]] = p or 0
+    for term, size in dims:
+        if len(term.names) < 2:
+            continue
+        parts = [_size_in_name(n) for n in term.names]
+        if None in parts or prod(p for p in parts if p is not None) != size:
+            raise RuleError(
+                f"rule {rule.text!r}",
+                f"a dim of size {size} for {term}",
+                "the name of a factor in a product ends with the factor's size",
+                "use names such as f0_4 for a factor of size 4",
+            )
+        for n, p in zip(term.names, parts, strict=True):
+            sizes[names[n]] = p or 0
 
 
-def _literal(name: str) -> int | None:
+def _size_in_name(name: str) -> int | None:
     """Return the size in a factor's name (16 for `f2_16`), or None."""
     _, found, size = name.rpartition("_")
     return int(size) if found and size.isdigit() else None
 
 
-def _number(term: DimTerm, size: int, names: Mapping[str, int], sizes: Sequence[int], ones: bool) -> tuple[int, ...]:
+def _factor_numbers(
+    term: DimTerm, size: int, names: Mapping[str, int], sizes: Sequence[int], ones: bool
+) -> tuple[int, ...]:
     """Return the numbers of the factors of one dim.
 
     A dim of size one that is broadcast has no factors. Without `ones`, no dim of size one has any.
@@ -206,26 +213,26 @@ def _number(term: DimTerm, size: int, names: Mapping[str, int], sizes: Sequence[
     return tuple(n for n in numbers if sizes[n] != 1)
 
 
-def _result(
+def _result_factors(
     operand: Operand, ellipsis: Sequence[str], names: dict[str, int], sizes: list[int], ones: bool
-) -> tuple[tuple[int, ...], ...]:
+) -> DimFactors:
     dims: list[tuple[int, ...]] = []
     for term in operand:
         if term.names == (ELLIPSIS,):
             dims += [(names[n],) if ones or sizes[names[n]] != 1 else () for n in ellipsis]
         else:
-            _appear(term, names, sizes)
+            _number_new_factors(term, names, sizes)
             keeps = ones and len(term.names) == 1
             dims.append(tuple(names[n] for n in term.names if n in names and (keeps or sizes[names[n]] != 1)))
     return tuple(dims)
 
 
-def _appear(term: DimTerm, names: dict[str, int], sizes: list[int]) -> None:
+def _number_new_factors(term: DimTerm, names: dict[str, int], sizes: list[int]) -> None:
     """Number the factors of a product that no operand has, such as `new0_3` in `(new0_3 a)`; they are whole."""
     for name in term.names:
         if len(term.names) > 1 and name not in names:
             names[name] = len(sizes)
-            sizes.append(_literal(name) or 1)
+            sizes.append(_size_in_name(name) or 1)
 
 
 def split_factor(bound: BoundRule, factor: int, sizes: tuple[int, ...]) -> BoundRule:
@@ -236,11 +243,11 @@ def split_factor(bound: BoundRule, factor: int, sizes: tuple[int, ...]) -> Bound
     """
     new = tuple(range(len(bound.sizes), len(bound.sizes) + len(sizes)))
 
-    def split(operands: tuple[tuple[tuple[int, ...], ...], ...]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        return tuple(
-            tuple(tuple(g for f in dim for g in (new if f == factor else (f,))) for dim in operand)
-            for operand in operands
-        )
+    def split_dim(factors: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(chain(*(new if f == factor else (f,) for f in factors)))
+
+    def split(operands: tuple[DimFactors, ...]) -> tuple[DimFactors, ...]:
+        return tuple(tuple(map(split_dim, dims)) for dims in operands)
 
     names = tuple(f"{bound.names[factor]}.{i}" for i in range(len(sizes)))
     kept = tuple(1 if f == factor else n for f, n in enumerate(bound.sizes))
@@ -280,27 +287,46 @@ def allows_pending_sums(bound: BoundRule, choice: Choice, held: Sequence[AxisSta
 
 def factor_choices(bound: BoundRule, factor: int) -> Iterator[Choice]:
     """Yield the choices that shard `factor`: operands and results with it are sharded; terms without it are pending."""
-    form = bound.names[factor] in bound.rule.forms
-    if factor in bound.whole and not form:
+    has = [_has_factor(operand, factor) for operand in bound.ins]
+    gives = [_has_factor(result, factor) for result in bound.outs]
+    if not any(has) or not _may_shard(bound, factor, contracts=not all(gives)):
         return
-    has = [any(factor in dim for dim in operand) for operand in bound.ins]
-    outs = [any(factor in dim for dim in out) for out in bound.outs]
-    if not any(has):
-        return
-    joins = bound.rule.joins()
-    if not all(outs) and not form and (joins is None or (bound.rule.over is None and not bound.products)):
-        return
-    out = tuple(factor if o else (joins or REPLICATED) for o in outs)
-    base: list[AxisState] = [factor if h else REPLICATED for h in has]
-    if all(outs) or not bound.products:
-        yield Choice(tuple(base), out, factor)
-        return
-    lacking = [p for p in bound.products if not any(has[i] for i in p)]
-    for picks in cartesian(*lacking):
-        ins = list(base)
-        for i in picks:
-            ins[i] = "sum"
-        yield Choice(tuple(ins), out, factor)
+    ins = _axis_states(has, factor, REPLICATED)
+    outs = _axis_states(gives, factor, bound.rule.joins() or REPLICATED)
+    products = () if all(gives) else bound.products
+    for picks in cartesian(*_products_without(products, has)):
+        yield Choice(_with_sums(ins, picks), outs, factor)
+
+
+def _axis_states(has: Sequence[bool], factor: int, otherwise: AxisState) -> tuple[AxisState, ...]:
+    """Return the state of each tensor: sharded along the factor if it has the factor."""
+    return tuple(factor if h else otherwise for h in has)
+
+
+def _products_without(products: Products, has: Sequence[bool]) -> list[tuple[int, ...]]:
+    """Return the products none of whose operands has the factor."""
+    return [p for p in products if not any(has[i] for i in p)]
+
+
+def _has_factor(dims: DimFactors, factor: int) -> bool:
+    return any(factor in factors for factors in dims)
+
+
+def _may_shard(bound: BoundRule, factor: int, contracts: bool) -> bool:
+    """True if a factor has a local form, or need not be whole and the results of its shards can be joined."""
+    if bound.names[factor] in bound.rule.forms:
+        return True
+    if factor in bound.whole:
+        return False
+    return not contracts or bound.rule.over is not None or len(bound.products) > 0
+
+
+def _with_sums(states: tuple[AxisState, ...], picks: Iterable[int]) -> tuple[AxisState, ...]:
+    """Return the states with the picked operands as terms of a sum."""
+    changed = list(states)
+    for i in picks:
+        changed[i] = "sum"
+    return tuple(changed)
 
 
 def pending_sum_choices(bound: BoundRule, held: Sequence[AxisState]) -> Iterator[Choice]:
@@ -309,14 +335,11 @@ def pending_sum_choices(bound: BoundRule, held: Sequence[AxisState]) -> Iterator
         return
     options = [[i for i in p if held[i] == "sum"] or list(p) for p in bound.products]
     for picks in cartesian(*options):
-        ins: list[AxisState] = [REPLICATED] * len(bound.ins)
-        for i in picks:
-            ins[i] = "sum"
-        yield Choice(tuple(ins), ("sum",) * len(bound.outs))
+        yield Choice(_with_sums((REPLICATED,) * len(bound.ins), picks), ("sum",) * len(bound.outs))
 
 
 def factor_axes(
-    dims: tuple[tuple[int, ...], ...], layout: Layout, bound: BoundRule, sizes: Mapping[str, int]
+    dims: DimFactors, layout: Layout, bound: BoundRule, sizes: Mapping[str, int]
 ) -> dict[int, tuple[str, ...]]:
     """Return the axes that shard each factor of an operand; axes that fit no factor are under OTHER_SHARDING."""
     found: dict[int, tuple[str, ...]] = {}
@@ -330,16 +353,20 @@ def _dim_axes(
     factors: tuple[int, ...], dim: Dim, bound: BoundRule, sizes: Mapping[str, int]
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     if isinstance(dim, Product):
-        mine = tuple(bound.sizes[f] for f in factors)
-        theirs = tuple(n for n, _ in dim.factors if n != 1)
-        if mine == theirs:
-            yield from zip(factors, (a for n, a in dim.factors if n != 1), strict=True)
+        parts = [(n, axes) for n, axes in dim.factors if n != 1]
+        if [bound.sizes[f] for f in factors] == [n for n, _ in parts]:
+            yield from zip(factors, (axes for _, axes in parts), strict=True)
         else:
             yield OTHER_SHARDING, dim.axes
-    elif dim and factors and (len(factors) == 1 or bound.sizes[factors[0]] % prod(sizes[a] for a in dim) == 0):
+    elif dim and factors and (len(factors) == 1 or _is_even(bound.sizes[factors[0]], dim, sizes)):
         yield factors[0], dim
     elif dim:
         yield OTHER_SHARDING, dim
+
+
+def _is_even(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
+    """True if axes of these sizes shard a dim of this size into equal parts."""
+    return size % prod(sizes[a] for a in axes) == 0
 
 
 def layout_dim(
@@ -350,6 +377,6 @@ def layout_dim(
         return ()
     outer = cuts.get(factors[0], ())
     inner = any(cuts.get(f) for f in factors[1:])
-    if len(factors) == 1 or (not inner and bound.sizes[factors[0]] % prod(sizes[a] for a in outer) == 0):
+    if len(factors) == 1 or (not inner and _is_even(bound.sizes[factors[0]], outer, sizes)):
         return outer
     return Product(tuple((bound.sizes[f], cuts.get(f, ())) for f in factors))

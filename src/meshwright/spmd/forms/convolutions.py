@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from meshwright.layout import TorchValue
 
 from ..notation.local_call import LocalCall
 from ..notation.rule import LocalForm
@@ -26,7 +27,9 @@ def convolution(run: Callable[..., Tensor], batch: int, pads: Sequence[Pad], per
     number of batch dims, `per_group` the number of input channels per group (0: one group).
     """
 
-    def form(call: LocalCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
+    def form(
+        call: LocalCall, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: TorchValue, **kw: TorchValue
+    ) -> Tensor:
         left = list(pads)
         for s, pad in enumerate(pads):
             at = batch + 1 + s

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
 from ..notation.equation import parse_rule
 from ..notation.local_call import LocalCall
 from ..notation.rule import LocalForm
-from ..torch_hooks import schema_of
+from ..torch_hooks import Operator, schema_of
 
 
-def zeros_for_empty(x: Any, least: int = 1, sizes: Sequence[int] | None = None) -> Any:
+def zeros_for_empty(x: TorchValue, least: int = 1, sizes: Sequence[int] | None = None) -> TorchValue:
     """Return zeros for an empty local tensor, with every dim of size 0 extended to `least`; differentiable in `x`.
 
     A dim with global size 0 in `sizes` stays empty, because the product of no elements is 1. The zeros keep the empty
@@ -29,7 +30,7 @@ def zeros_for_empty(x: Any, least: int = 1, sizes: Sequence[int] | None = None) 
     shape = [n or (least if total else 0) for n, total in zip(x.shape, whole, strict=True)]
     if shape == list(x.shape):
         return x
-    out: Any = x.new_zeros(shape) + x.sum(dtype=x.dtype)
+    out: TorchValue = x.new_zeros(shape) + x.sum(dtype=x.dtype)
     out._stands_for = x
     return out
 
@@ -39,12 +40,12 @@ def trim_to_shape(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     return y if tuple(y.shape) == shape else y[tuple(slice(0, n) for n in shape)]
 
 
-def guard_against_empty(op: Any, text: str) -> LocalForm:
+def guard_against_empty(op: Operator, text: str) -> LocalForm:
     """Return a form of `op` with the rule `text`; on a rank without a shard, `op` of zeros, trimmed to be empty."""
     least, numbers = valid_dim_size(text), operand_numbers(op, text)
 
-    def form(call: LocalCall, *args: Any, **kwargs: Any) -> Any:
-        def fill(key: int | str, value: Any) -> Any:
+    def form(call: LocalCall, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
+        def fill(key: int | str, value: TorchValue) -> TorchValue:
             known = key in numbers and isinstance(value, Tensor)
             sizes = [call.total(numbers[key], d) for d in range(value.dim())] if known else None
             return zeros_for_empty(value, least, sizes)
@@ -57,7 +58,7 @@ def guard_against_empty(op: Any, text: str) -> LocalForm:
     return form
 
 
-def operand_numbers(op: Any, text: str) -> dict[int | str, int]:
+def operand_numbers(op: Operator, text: str) -> dict[int | str, int]:
     """Return the operand number of each tensor argument, by its position and by its name.
 
     The result is empty for an operator that takes a list of tensors.

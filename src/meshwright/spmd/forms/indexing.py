@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..notation.dim_names import normalized_dims
+from meshwright.layout import TorchValue
+
+from ..notation.dim_names import dims_of
 from ..notation.local_call import LocalCall
 
 NOTHING = False
@@ -24,20 +26,20 @@ def _mine(call: LocalCall, x: Tensor, at: int, index: Tensor) -> tuple[Tensor, T
 
 def index_select(call: LocalCall, x: Tensor, dim: int, index: Tensor) -> Tensor:
     """Return the rows that this rank holds and zero for others, which is a term of the result."""
-    (at,) = normalized_dims(dim, x.dim())
+    (at,) = dims_of(x, dim)
     local, mine = _mine(call, x, at, index.reshape(-1))
     shape = [-1 if d == at else 1 for d in range(x.dim())]
     return torch.where(mine.reshape(shape), _padded(x, at).index_select(at, local), NOTHING)
 
 
 def gather(call: LocalCall, x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
-    (at,) = normalized_dims(dim, x.dim())
+    (at,) = dims_of(x, dim)
     local, mine = _mine(call, x, at, index)
     return torch.where(mine, _padded(x, at).gather(at, local), NOTHING)
 
 
 def take_along_dim(call: LocalCall, x: Tensor, indices: Tensor, dim: int) -> Tensor:
-    (at,) = normalized_dims(dim, x.dim())
+    (at,) = dims_of(x, dim)
     local, mine = _mine(call, x, at, indices)
     return torch.where(mine, _padded(x, at).take_along_dim(local, at), NOTHING)
 
@@ -50,10 +52,10 @@ def _padded(x: Tensor, at: int) -> Tensor:
     return row + x.sum(at, keepdim=True, dtype=x.dtype)
 
 
-def index(call: LocalCall, x: Tensor, indices: Any) -> Tensor:
+def index(call: LocalCall, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """Return the term of `x[indices]` for one indexed dim, which is sharded."""
-    at = next(d for d, i in enumerate(indices) if i is not None)
-    local, mine = _mine(call, x, at, indices[at])
+    at, index = next((d, i) for d, i in enumerate(indices) if i is not None)
+    local, mine = _mine(call, x, at, index)
     rows = torch.ops.aten.index.Tensor(_padded(x, at), [*indices[:at], local])
     return torch.where(mine.reshape([*mine.shape, *[1] * (x.dim() - at - 1)]), rows, NOTHING)
 
@@ -67,11 +69,11 @@ def index_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tenso
     return _written(call, x, dim, index, lambda wide, at, local: wide.index_add(at, local, source, alpha=alpha))
 
 
-def index_fill(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+def index_fill(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: TorchValue) -> Tensor:
     return _written(call, x, dim, index, lambda wide, at, local: wide.index_fill(at, local, value))
 
 
-def scatter(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+def scatter(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: TorchValue) -> Tensor:
     return _written(call, x, dim, index, lambda wide, at, local: wide.scatter(at, local, value))
 
 
@@ -79,8 +81,10 @@ def scatter_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, src: Tensor
     return _written(call, x, dim, index, lambda wide, at, local: wide.scatter_add(at, local, src))
 
 
-def _written(call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Any) -> Tensor:
-    (at,) = normalized_dims(dim, x.dim())
+def _written(
+    call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Callable[[Tensor, int, Tensor], Tensor]
+) -> Tensor:
+    (at,) = dims_of(x, dim)
     local, mine = _mine(call, x, at, index)
     size = x.shape[at]
     wide = torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - at) + [0, 1])  # torch.cat would disconnect an empty x

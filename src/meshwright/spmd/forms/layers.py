@@ -60,17 +60,23 @@ def attention(
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scores = query @ key.mT * (1 / sqrt(max(query.shape[-1], 1)) if scale is None else scale)
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+    scores = _attention_scores(query, key, attn_mask, scale)
     last = (scores.dim() - 1,)
-    top = _over_keys(call, max_or_lowest(scores.detach(), last), t)
+    top = max_over(call, max_or_lowest(scores.detach(), last), 1, (t,))
     weights = (scores - torch.where(top.isinf(), 0, top)).exp()
     return weights @ value / sum_over(call, weights.sum(-1, keepdim=True), 1, (t,))
 
 
-def _over_keys(call: LocalCall, x: Tensor, t: int) -> Tensor:
-    return max_over(call, x, 1, (t,))
+def scale_of(query: Tensor, scale: float | None) -> float:
+    """Return the factor of an attention's scores: the given one, or the default for the size of a head."""
+    return 1 / sqrt(max(query.shape[-1], 1)) if scale is None else scale
+
+
+def _attention_scores(query: Tensor, key: Tensor, attn_mask: Tensor | None, scale: float | None) -> Tensor:
+    scores = query @ key.mT * scale_of(query, scale)
+    if attn_mask is None:
+        return scores
+    return scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
 
 
 def cross_entropy(

@@ -5,20 +5,23 @@ Every form supports sharding of any of the reduced dims: sums and gathers over a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isinf, prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..notation.dim_names import normalized_dims
+from meshwright.layout import TorchValue
+
+from ..notation.dim_names import Dims, dims_of
 from ..notation.local_call import LocalCall
 
 
-def mean(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def mean(
+    call: LocalCall, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return this rank's term of the mean: the local mean, weighted by the share of elements."""
-    dims = normalized_dims(dim, x.dim())
+    dims = dims_of(x, dim)
     total, mine = prod(call.total(0, d) for d in dims), prod(x.shape[d] for d in dims)
     if mine == 0 and total != 0:
         return x.sum(dims, keepdim, dtype=dtype)
@@ -40,7 +43,7 @@ def max_over(call: LocalCall, x: Tensor, operand: int, dims: tuple[int, ...]) ->
     return x
 
 
-def lowest(dtype: torch.dtype) -> Any:
+def lowest(dtype: torch.dtype) -> float:
     if dtype == torch.bool:
         return False
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
@@ -65,20 +68,20 @@ def max_or_nan(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return value + torch.where(value == best, 0, best - value).detach()
 
 
-def amax(call: LocalCall, x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+def amax(call: LocalCall, x: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     """Return the maximum. All elements on all ranks that equal it share the gradient evenly."""
-    dims = normalized_dims(dim, x.dim())
+    dims = dims_of(x, dim)
     if not x.dtype.is_floating_point:
         return squeezed(gathered(call, max_or_lowest(x, dims), dims, lambda t: t.amax(0)), dims, keepdim)
     best = max_or_lowest(x, dims)
     return squeezed(_largest(call, best, x == best, dims), dims, keepdim)
 
 
-def amax_or_nan(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+def amax_or_nan(call: LocalCall, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Return the maximum with the gradient of `x.max()`: NaN elements share the gradient of a maximum that is NaN."""
     if not x.dtype.is_floating_point:
         return amax(call, x, dim, keepdim)
-    dims = normalized_dims(dim, x.dim())
+    dims = dims_of(x, dim)
     best = max_or_nan(x, dims)
     return squeezed(_largest(call, best, _equal_or_nan(x.detach(), best.detach()), dims), dims, keepdim)
 
@@ -111,15 +114,15 @@ def _equal_or_nan(x: Tensor, y: Tensor) -> Tensor:
     return (x == y) | (x.isnan() & y.isnan())
 
 
-def amin(call: LocalCall, x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+def amin(call: LocalCall, x: Tensor, dim: Dims = (), keepdim: bool = False) -> Tensor:
     return _flipped(amax, call, x, dim, keepdim)
 
 
-def amin_or_nan(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+def amin_or_nan(call: LocalCall, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     return _flipped(amax_or_nan, call, x, dim, keepdim)
 
 
-def _flipped(largest: Callable[..., Tensor], call: LocalCall, x: Tensor, dim: Any, keepdim: bool) -> Tensor:
+def _flipped(largest: Callable[..., Tensor], call: LocalCall, x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
     """Return the minimum as the maximum of negated elements; ~x for integers, since -x overflows for the lowest."""
     flip = torch.neg if x.dtype.is_floating_point else torch.bitwise_not
     return flip(largest(call, flip(x), dim, keepdim))
@@ -141,16 +144,18 @@ def squeezed(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     return x if keepdim else without_dims(x, dims)
 
 
-def product(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    dims = normalized_dims(dim, x.dim())
+def product(
+    call: LocalCall, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = dims_of(x, dim)
     for d in dims:
         x = x.prod(d, keepdim=True, dtype=dtype)
     return squeezed(gathered(call, x, dims, lambda t: t.prod(0, dtype=t.dtype)), dims, keepdim)
 
 
-def logsumexp(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+def logsumexp(call: LocalCall, x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     """Return the log of the sum of exp, relative to the largest element of all ranks; derivatives are exact."""
-    dims = normalized_dims(dim, x.dim())
+    dims = dims_of(x, dim)
     x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.to(torch.get_default_dtype())
     size = x.detach().real if x.dtype.is_complex else x.detach()
     limit = torch.finfo(size.dtype).max
@@ -160,14 +165,20 @@ def logsumexp(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Te
 
 
 def vector_norm(
-    call: LocalCall, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    call: LocalCall,
+    x: Tensor,
+    ord: float | None = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the norm, combined from the norms of the shards.
 
     Orders of infinity use the maximum or minimum of absolute values. Orders of at least two use the root of a sum of
     powers, so that second derivatives are correct if a shard is zero.
     """
-    dims, p = normalized_dims(dim, x.dim()), 2.0 if ord is None else float(ord)
+    dims, p = dims_of(x, dim), 2.0 if ord is None else float(ord)
     x = x if dtype is None else x.to(dtype)
     if p == 1:
         return squeezed(sum_over(call, x.abs().sum(dims, keepdim=True), 0, dims), dims, keepdim)
@@ -182,7 +193,7 @@ def vector_norm(
 def _root_of_powers(call: LocalCall, x: Tensor, p: float, dims: tuple[int, ...]) -> Tensor:
     """Return the norm of order `p`; its gradient is zero if the norm is zero."""
     out = x.abs().dtype
-    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    x = at_least_float32(x)
     powers = x.abs() ** p if p > 2 else (x * x.conj()).real
     total = sum_over(call, powers.sum(dims, keepdim=True), 0, dims)
     none = total == 0
@@ -198,24 +209,32 @@ def dist(call: LocalCall, x: Tensor, y: Tensor, p: float = 2) -> Tensor:
     return vector_norm(call, x - y, p)
 
 
-def nanmean(call: LocalCall, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+def nanmean(
+    call: LocalCall, x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return this rank's term: its local sum divided by the count of non-NaN elements on all ranks."""
-    dims = normalized_dims(dim, x.dim())
+    dims = dims_of(x, dim)
     count = sum_over(call, (~x.isnan()).sum(dims, keepdim=True).to(dtype or x.dtype), 0, dims)
     return squeezed(x.nansum(dims, keepdim=True, dtype=dtype) / count, dims, keepdim)
 
 
-def frobenius_norm(call: LocalCall, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+def frobenius_norm(call: LocalCall, x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     return vector_norm(call, x, 2, dim, keepdim)
 
 
 def moments(
-    call: LocalCall, x: Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+    call: LocalCall,
+    x: Tensor,
+    dim: Dims = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...], bool]:
     """Return this rank's term of the variance, the mean, the reduced dims, and `keepdim`."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    dims = normalized_dims(dim, x.dim())
+    dims = dims_of(x, dim)
     count = prod(call.total(0, d) for d in dims)
     less = correction if correction is not None else float(unbiased is not False)
     mean = sum_over(call, x.sum(dims, keepdim=True), 0, dims) / count
@@ -224,23 +243,23 @@ def moments(
     return square.sum(dims, keepdim=True) / max(0, count - less), mean, dims, keepdim
 
 
-def var(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def var(call: LocalCall, x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> Tensor:
     term, _, dims, keepdim = moments(call, x, *args, **kwargs)
     return squeezed(term, dims, keepdim)
 
 
-def var_mean(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def var_mean(call: LocalCall, x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> tuple[Tensor, Tensor]:
     """Return this rank's terms of variance and mean; the mean is divided evenly among the ranks."""
     term, mean, dims, keepdim = moments(call, x, *args, **kwargs)
     ranks = prod(call.ranks(0, d) for d in dims)
     return squeezed(term, dims, keepdim), squeezed(mean / ranks, dims, keepdim)
 
 
-def std(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def std(call: LocalCall, x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> Tensor:
     return std_mean(call, x, *args, **kwargs)[0]
 
 
-def std_mean(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def std_mean(call: LocalCall, x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> tuple[Tensor, Tensor]:
     """Return standard deviation and mean. The root of a zero variance has a zero gradient, as in torch."""
     term, mean, dims, keepdim = moments(call, x, *args, **kwargs)
     variance = sum_over(call, term, 0, dims)
@@ -266,7 +285,7 @@ def argmin(call: LocalCall, x: Tensor, dim: int, keepdim: bool = False) -> Tenso
 
 
 def _along(call: LocalCall, x: Tensor, dim: int, keepdim: bool, least: bool) -> tuple[Tensor, Tensor]:
-    (at,) = dims = normalized_dims(dim, x.dim())
+    (at,) = dims = dims_of(x, dim)
     if x.shape[at]:
         value, where = x.min(at, True) if least else x.max(at, True)
     else:
@@ -277,7 +296,7 @@ def _along(call: LocalCall, x: Tensor, dim: int, keepdim: bool, least: bool) -> 
     return squeezed(best, dims, keepdim), squeezed(places.gather(0, winner.unsqueeze(0)).squeeze(0), dims, keepdim)
 
 
-def highest(dtype: torch.dtype) -> Any:
+def highest(dtype: torch.dtype) -> float:
     if dtype == torch.bool:
         return True
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -288,22 +307,26 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def softmax(call: LocalCall, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+def softmax(call: LocalCall, x: Tensor, dim: int, dtype: torch.dtype | bool | None = None) -> Tensor:
     """Compute softmax along a sharded dim, with one maximum and one sum over the ranks."""
-    x, dims = _as_type(x, dtype), normalized_dims(dim, x.dim())
-    e = at_least_float32(x)
-    e = (e - max_over(call, max_or_lowest(e.detach(), dims), 0, dims)).exp()
+    x, dims = _as_type(x, dtype), dims_of(x, dim)
+    e = _below_maximum(call, x, dims).exp()
     return (e / sum_over(call, e.sum(dims, keepdim=True), 0, dims)).to(x.dtype)
 
 
-def log_softmax(call: LocalCall, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    x, dims = _as_type(x, dtype), normalized_dims(dim, x.dim())
-    y = at_least_float32(x)
-    y = y - max_over(call, max_or_lowest(y.detach(), dims), 0, dims)
+def log_softmax(call: LocalCall, x: Tensor, dim: int, dtype: torch.dtype | bool | None = None) -> Tensor:
+    x, dims = _as_type(x, dtype), dims_of(x, dim)
+    y = _below_maximum(call, x, dims)
     return (y - sum_over(call, y.exp().sum(dims, keepdim=True), 0, dims).log()).to(x.dtype)
 
 
-def _as_type(x: Tensor, dtype: Any) -> Tensor:
+def _below_maximum(call: LocalCall, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return `x` minus the largest element along the dims, of all ranks, in at least float32."""
+    y = at_least_float32(x)
+    return y - max_over(call, max_or_lowest(y.detach(), dims), 0, dims)
+
+
+def _as_type(x: Tensor, dtype: torch.dtype | bool | None) -> Tensor:
     """Return `x` in `dtype`. For `_softmax`, `dtype` is a bool: True converts half precision to float32."""
     if isinstance(dtype, bool):
         return x.float() if dtype else x
@@ -313,7 +336,7 @@ def _as_type(x: Tensor, dtype: Any) -> Tensor:
 def layer_norm(
     call: LocalCall,
     x: Tensor,
-    normalized_shape: Any,
+    normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
@@ -328,7 +351,7 @@ def layer_norm(
 
 
 def rms_norm(
-    call: LocalCall, x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    call: LocalCall, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     dims = tuple(range(x.dim() - len(normalized_shape), x.dim()))
     y = at_least_float32(x)
@@ -342,16 +365,16 @@ def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Te
     return x if bias is None else x + bias
 
 
-def cumsum(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
+def cumsum(call: LocalCall, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return the local running sum plus the totals of the shards before this one."""
-    (at,) = normalized_dims(dim, x.dim())
+    (at,) = dims_of(x, dim)
     mine = x.cumsum(at, dtype=dtype)
     totals = call.gather(x.to(mine.dtype).sum(at, keepdim=True, dtype=mine.dtype), 0, at)
     return mine + torch.where(_before(call, totals, at), totals, 0).sum(0, dtype=mine.dtype)
 
 
-def cumprod(call: LocalCall, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-    (at,) = normalized_dims(dim, x.dim())
+def cumprod(call: LocalCall, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    (at,) = dims_of(x, dim)
     mine = x.cumprod(at, dtype=dtype)
     totals = call.gather(x.to(mine.dtype).prod(at, keepdim=True, dtype=mine.dtype), 0, at)
     return mine * torch.where(_before(call, totals, at), totals, 1).prod(0, dtype=mine.dtype)

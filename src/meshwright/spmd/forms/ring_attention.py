@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshwright.layout import TorchValue
+
 from ..notation.local_call import LocalCall
+from .layers import scale_of
 
 Which = int | Tensor
 """One of two chunks: its number, or a bool tensor that depends on the rank (True: the first chunk)."""
@@ -80,7 +81,7 @@ def ring(
     if attn_mask is not None and attn_mask.requires_grad:
         key, value = (torch.cat(call.gather(x, 1, s).unbind(), s) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
-    query = query * (1 / sqrt(max(query.shape[-1], 1)) if scale is None else scale)
+    query = query * scale_of(query, scale)
     pair = torch.cat((key, value), -1)
     if is_causal:
         query, pair = _zigzag(call, query, s), _zigzag(call, pair, s)
@@ -108,34 +109,33 @@ def _by_shared_key(query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Te
 
 def _zigzag(call: LocalCall, x: Tensor, s: int) -> Tensor:
     """Return the chunks i and 2p - 1 - i on rank i, for its chunks 2i and 2i + 1."""
-    even, odd = (call.permute(half, 0, s, way) for half, way in zip(x.chunk(2, s), _exchange(call, s), strict=True))
-    is_even = _place(call, x, s) % 2 == 0
+    halves = zip(x.chunk(2, s), _chunk_sources(call, s), strict=True)
+    even, odd = (call.permute(half, 0, s, sources) for half, sources in halves)
+    is_even = _ring_index(call, x, s) % 2 == 0
     return torch.cat((torch.where(is_even, even, odd), torch.where(is_even, odd, even)), s)
 
 
 def _zagzig(call: LocalCall, x: Tensor, s: int) -> Tensor:
     """Return the chunks 2i and 2i + 1 on rank i, for its chunks i and 2p - 1 - i."""
     first, last = x.chunk(2, s)
-    is_even = _place(call, x, s) % 2 == 0
+    is_even = _ring_index(call, x, s) % 2 == 0
     halves = torch.where(is_even, first, last), torch.where(is_even, last, first)
-    back = [_inverse(way) for way in _exchange(call, s)]
-    return torch.cat([call.permute(half, 0, s, way) for half, way in zip(halves, back, strict=True)], s)
+    targets = map(_inverse, _chunk_sources(call, s))
+    return torch.cat([call.permute(half, 0, s, to) for half, to in zip(halves, targets, strict=True)], s)
 
 
-def _exchange(call: LocalCall, s: int) -> tuple[list[int], list[int]]:
+def _chunk_sources(call: LocalCall, s: int) -> tuple[list[int], list[int]]:
     """Return, for each rank, the source rank of its even chunk, and the source rank of its odd chunk."""
-    p = call.ranks(0, s)
-    pairs = [(i, 2 * p - 1 - i) for i in range(p)]
-    return [next(c for c in pair if c % 2 == 0) // 2 for pair in pairs], [
-        next(c for c in pair if c % 2) // 2 for pair in pairs
-    ]
+    last = 2 * call.ranks(0, s) - 1
+    evens = [last - i if i % 2 else i for i in range(call.ranks(0, s))]
+    return [even // 2 for even in evens], [(last - even) // 2 for even in evens]
 
 
-def _inverse(way: Sequence[int]) -> list[int]:
-    return sorted(range(len(way)), key=way.__getitem__)
+def _inverse(sources: Sequence[int]) -> list[int]:
+    return sorted(range(len(sources)), key=sources.__getitem__)
 
 
-def _place(call: LocalCall, like: Tensor, s: int) -> Tensor:
+def _ring_index(call: LocalCall, like: Tensor, s: int) -> Tensor:
     """Return this rank's index on the ring, as a tensor, since it differs between ranks."""
     return torch.arange(1, device=like.device) + call.index(0, s)
 
@@ -197,9 +197,11 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: TorchValue, tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.tour = tour
-        place = _place(tour.call, query, tour.s)
+        place = _ring_index(tour.call, query, tour.s)
         rows = tour.chunks(query)
         sums = [_wide(x.new_full((*x.shape[:-1], 1), float("-inf"))) for x in rows]
         outs = [_wide(x.new_zeros((*x.shape[:-1], pair.shape[-1] - tour.features))) for x in rows]
@@ -216,11 +218,11 @@ class _Ring(torch.autograd.Function):
         return out, total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: TorchValue, *grads: TorchValue) -> TorchValue:
         tour: _RingRound = ctx.tour
         query, pair, mask, out, total = ctx.saved_tensors
         grad, grad_total = grads
-        place = _place(tour.call, query, tour.s)
+        place = _ring_index(tour.call, query, tour.s)
         drift = _wide(grad * out).sum(-1, keepdim=True) - grad_total
         asked = [tour.chunks(x) for x in (query, grad, total, drift)]
         grad_query = [torch.zeros_like(x) for x in asked[0]]
@@ -238,7 +240,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _ring(tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    found: Any = _Ring.apply(tour, query, pair, mask)
+    found: TorchValue = _Ring.apply(tour, query, pair, mask)
     return found
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from torch import Tensor
+
+Dims = int | Sequence[int] | None
+"""A `dim` argument of an operator; None means all dims."""
 
 
 def dim_names(x: Tensor, letter: str = "a") -> list[str]:
@@ -13,12 +15,22 @@ def dim_names(x: Tensor, letter: str = "a") -> list[str]:
     return [f"{letter}{d}" for d in range(x.dim())]
 
 
-def normalized_dims(dim: Any, ndim: int) -> tuple[int, ...]:
+def normalized_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
     """Return the dims of a `dim` argument, counted from 0; None and an empty list mean all dims."""
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return tuple(range(ndim))
     listed: Sequence[int] = [dim] if isinstance(dim, int) else dim
     return tuple(d % ndim for d in listed) if ndim else ()
+
+
+def dims_of(x: Tensor, dim: Dims) -> tuple[int, ...]:
+    """Return the dims of `x` that a `dim` argument names, counted from 0."""
+    return normalized_dims(dim, x.dim())
+
+
+def names_and_dims(x: Tensor, dim: Dims) -> tuple[list[str], tuple[int, ...]]:
+    """Return one factor name per dim, and the dims that a `dim` argument names."""
+    return dim_names(x), dims_of(x, dim)
 
 
 def operand_text(names: Sequence[str], whole: Collection[int] = ()) -> str:

@@ -38,6 +38,7 @@ class DimTerm:
 
 
 Operand = tuple[DimTerm, ...]
+Products = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Equation:
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
     whole: frozenset[str]
-    products: tuple[tuple[int, ...], ...]
+    products: Products
 
     def __repr__(self) -> str:
         sides = [" , ".join(" ".join(map(repr, o)) for o in side) for side in (self.operands, self.results)]
@@ -69,6 +70,27 @@ def parse_rule(text: str) -> Equation:
     >>> parse_rule("... k * n k + n -> ... n").products
     ((0, 1), (2,))
     """
+    left, right = _sides(text)
+    whole: set[str] = set()
+    linear, given, order = _split_given(left)
+    operands: list[Operand] = []
+    products: list[tuple[int, ...]] = []
+    known = "," not in linear
+    for part in order:
+        if part is given:
+            operands += [_parsed_operand(o, whole, text) for o in part.split(",")]
+            continue
+        for product in part.replace(",", "+").rstrip("+ ").split("+"):
+            start = len(operands)
+            operands += [_parsed_operand(o, whole, text) for o in product.split("*")]
+            products.append(tuple(range(start, len(operands))))
+    results = tuple(_parsed_operand(o, whole, text) for o in right.split(";"))
+    _check_names(operands, results, text)
+    return Equation(tuple(operands), results, frozenset(whole), tuple(products) if known else ())
+
+
+def _sides(text: str) -> tuple[str, str]:
+    """Return the text of the operands and that of the results. Raises RuleError if the text does not divide so."""
     if len(text) > MOST_CHARACTERS or text.count("|") + text.count("?") > 1:
         why = f"a rule has at most {MOST_CHARACTERS} characters, and one '|' or '?'"
         raise RuleError(f"rule {text[:80]!r}", f"{len(text)} characters", why, 'write it as in "m k * k n -> m n"')
@@ -82,22 +104,7 @@ def parse_rule(text: str) -> Equation:
     left, right = text.split("->")
     if left.rstrip().endswith("+"):
         raise RuleError(f"rule {text!r}", "nothing after the last '+'", "a term is missing", "write '...' for a scalar")
-    whole: set[str] = set()
-    linear, given, order = _split_given(left)
-    operands: list[Operand] = []
-    products: list[tuple[int, ...]] = []
-    known = "," not in linear
-    for part in order:
-        if part is given:
-            operands += [_operand(o, whole, text) for o in part.split(",")]
-            continue
-        for product in part.replace(",", "+").rstrip("+ ").split("+"):
-            start = len(operands)
-            operands += [_operand(o, whole, text) for o in product.split("*")]
-            products.append(tuple(range(start, len(operands))))
-    results = tuple(_operand(o, whole, text) for o in right.split(";"))
-    _check_names(operands, results, text)
-    return Equation(tuple(operands), results, frozenset(whole), tuple(products) if known else ())
+    return left, right
 
 
 def _split_given(left: str) -> tuple[str, str | None, list[str]]:
@@ -111,7 +118,7 @@ def _split_given(left: str) -> tuple[str, str | None, list[str]]:
     return left, None, [left]
 
 
-def _operand(text: str, whole: set[str], rule: str) -> Operand:
+def _parsed_operand(text: str, whole: set[str], rule: str) -> Operand:
     dims: list[DimTerm] = []
     group: list[str] | None = None
     for token in text.replace("(", " ( ").replace(")", " ) ").split():
@@ -121,15 +128,15 @@ def _operand(text: str, whole: set[str], rule: str) -> Operand:
             dims.append(DimTerm(tuple(group or ())))
             group = None
         elif group is not None:
-            group.append(_name(token, whole, rule))
+            group.append(_factor_name(token, whole, rule))
         else:
-            dims.append(DimTerm(() if token == "1" else (_name(token, whole, rule),)))
+            dims.append(DimTerm(() if token == "1" else (_factor_name(token, whole, rule),)))
     if group is not None:
         raise RuleError(f"rule {rule!r}", f"{text.strip()!r}", "a parenthesis is not closed", "write (a b)")
     return tuple(dims)
 
 
-def _name(token: str, whole: set[str], rule: str) -> str:
+def _factor_name(token: str, whole: set[str], rule: str) -> str:
     name = token.removesuffix("!")
     if name != ELLIPSIS and not name.isidentifier():
         raise RuleError(f"rule {rule!r}", f"{token!r}", "a factor is named like a variable", "use m, k1 or s!")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from meshwright.layout import TorchValue
 
 from ..forms import convolutions as forms
 from ..forms.convolutions import Pad
@@ -16,13 +17,16 @@ from ..notation.dim_names import dim_names, operand_text, sized_name
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
 
+Sizes = int | Sequence[int]
+"""One size for all spatial dims, or one for each."""
+Padding = Sizes | str
 INT8_READ_LENGTH = 16
 """Elements of the contraction that the int8 kernel reads at a time; it reads beyond the end of a shorter rest."""
 INT4_BLOCK = 64
 """Rows that the packed int4 layout interleaves, on every processor that torch supports."""
 
 
-def listed(value: Any, count: int) -> list[int]:
+def listed(value: Sizes, count: int) -> list[int]:
     """Return one size per spatial dim, for a list, a list of one, or a number."""
     items = [value] if isinstance(value, int) else list(value)
     return items * count if len(items) == 1 else items
@@ -39,9 +43,9 @@ def conv_entry(name: str, spatial: int) -> Callable[..., Rule]:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
+        stride: Sizes = 1,
+        padding: Padding = 0,
+        dilation: Sizes = 1,
         groups: int = 1,
     ) -> Rule:
         batch = x.dim() - spatial - 1
@@ -58,7 +62,9 @@ def conv_entry(name: str, spatial: int) -> Callable[..., Rule]:
     return entry
 
 
-def _same_rows(weight: Tensor, stride: Any, padding: Any, dilation: Any, spatial: int) -> tuple[list[Pad], list[bool]]:
+def _same_rows(
+    weight: Tensor, stride: Sizes, padding: Padding, dilation: Sizes, spatial: int
+) -> tuple[list[Pad], list[bool]]:
     """Return the padding per dim, and True for dims that keep their size: these may be sharded with neighbours' rows.
 
     With padding="same", an even kernel reads one row more after than before.
@@ -103,11 +109,11 @@ def transposed_entry(name: str, spatial: int) -> Callable[..., Rule]:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
         groups: int = 1,
-        dilation: Any = 1,
+        dilation: Sizes = 1,
     ) -> Rule:
         batch = x.dim() - spatial - 1
 
@@ -140,13 +146,13 @@ def convolution_rule(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
+    stride: Sizes,
+    padding: Padding,
+    dilation: Sizes,
     transposed: bool,
-    output_padding: Any,
+    output_padding: Sizes,
     groups: int,
-    *how: Any,
+    *how: TorchValue,
 ) -> Rule | None:
     """Return the rule of `aten.convolution`, which all convolutions call; None for an unbatched input."""
     spatial = weight.dim() - 2
@@ -163,17 +169,22 @@ def windows(spatial: int, linear: bool, results: int = 1) -> Entry:
     Results of integers are rounded, so the rule is not linear for them.
     """
 
-    def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
-        free = dim_names(x)[: x.dim() - spatial]
+    def entry(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
         exact = linear and (x.is_floating_point() or x.is_complex())
-        before = [*free, *(f"x{s}!" for s in range(spatial))]
-        after = " ".join([*free, *(f"new{s}" for s in range(spatial))])
-        return f"{' '.join(before)}{'' if exact else ','} -> {' ; '.join([after] * results)}"
+        before, after = _window_texts(x, spatial)
+        return f"{before}{'' if exact else ','} -> {' ; '.join([after] * results)}"
 
     return entry
 
 
-def pad_rule(x: Tensor, pad: Sequence[int], *how: Any, mode: str = "constant", value: Any = 0) -> str:
+def _window_texts(x: Tensor, spatial: int) -> tuple[str, str]:
+    """Return the texts of operand and result of an operator that changes the sizes of the last dims."""
+    free = dim_names(x)[: x.dim() - spatial]
+    before = [*free, *(f"x{s}!" for s in range(spatial))]
+    return " ".join(before), " ".join([*free, *(f"new{s}" for s in range(spatial))])
+
+
+def pad_rule(x: Tensor, pad: Sequence[int], *how: TorchValue, mode: str = "constant", value: float | None = 0) -> str:
     """Return the rule of padding: padded dims are whole. Padding with zeros or with copies of elements is linear."""
     names = dim_names(x)
     numbers = [h for h in (*how, value) if isinstance(h, (int, float))]
@@ -191,8 +202,8 @@ def batch_norm_rule(
     mean: Tensor | None,
     var: Tensor | None,
     training: bool,
-    *rest: Any,
-    **kwargs: Any,
+    *rest: TorchValue,
+    **kwargs: TorchValue,
 ) -> Rule:
     """Return the rule of batch norm. In training, the local form updates the running statistics on every rank."""
     names = dim_names(x)
@@ -201,7 +212,7 @@ def batch_norm_rule(
     return Rule(f"{operand_text(names)}, a1, a1 -> {operand_text(names)}", forms=dict.fromkeys(names, forms.batch_norm))
 
 
-def group_norm_rule(x: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Rule:
+def group_norm_rule(x: Tensor, num_groups: int, *args: TorchValue, **kwargs: TorchValue) -> Rule:
     channels = x.shape[1] // num_groups
     behind = [f"s{d}" for d in range(x.dim() - 2)]
     dim = f"({sized_name('g', num_groups)} {sized_name('c', channels)}!)"
@@ -210,7 +221,14 @@ def group_norm_rule(x: Tensor, num_groups: int, *args: Any, **kwargs: Any) -> Ru
 
 
 def instance_norm_rule(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, use_input_stats: bool, *rest: Any, **kwargs: Any
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    use_input_stats: bool,
+    *rest: TorchValue,
+    **kwargs: TorchValue,
 ) -> str | None:
     """Return the rule of instance norm, which normalizes each sample and channel; None with running statistics."""
     if not use_input_stats or mean is not None:
@@ -222,20 +240,21 @@ def instance_norm_rule(
 def pixel_shuffle_rule(x: Tensor, factor: int) -> str | None:
     if 0 in x.shape or factor == 1:
         return None
-    lead, r, q = operand_text(dim_names(x)[:-3]), sized_name("r", factor), sized_name("q", factor)
-    c, h, w = (sized_name(n, s) for n, s in zip("chw", (x.shape[-3] // factor**2, *x.shape[-2:]), strict=True))
+    lead, r, q, c, h, w = _pixel_names(x, factor, (x.shape[-3] // factor**2, *x.shape[-2:]))
     return f"{lead} ({c} {r}! {q}!) {h} {w} -> {lead} {c} ({h} {r}) ({w} {q})"
 
 
 def pixel_unshuffle_rule(x: Tensor, factor: int) -> str | None:
     if 0 in x.shape or factor == 1:
         return None
-    lead, r, q = operand_text(dim_names(x)[:-3]), sized_name("r", factor), sized_name("q", factor)
-    c, h, w = (
-        sized_name(n, s)
-        for n, s in zip("chw", (x.shape[-3], x.shape[-2] // factor, x.shape[-1] // factor), strict=True)
-    )
+    lead, r, q, c, h, w = _pixel_names(x, factor, (x.shape[-3], x.shape[-2] // factor, x.shape[-1] // factor))
     return f"{lead} {c} ({h} {r}!) ({w} {q}!) -> {lead} ({c} {r} {q}) {h} {w}"
+
+
+def _pixel_names(x: Tensor, factor: int, sizes: Sequence[int]) -> list[str]:
+    """Return the text of the leading dims, and the names of two factors and of channels, height and width."""
+    named = zip("rqchw", (factor, factor, *sizes), strict=True)
+    return [operand_text(dim_names(x)[:-3]), *(sized_name(name, size) for name, size in named)]
 
 
 def channel_shuffle_rule(x: Tensor, groups: int) -> str | None:
@@ -246,19 +265,19 @@ def channel_shuffle_rule(x: Tensor, groups: int) -> str | None:
     return f"b ({g}! {c}) {rest} -> b ({c} {g}) {rest}"
 
 
-def im2col_rule(x: Tensor, kernel_size: Any, *args: Any, **kwargs: Any) -> str:
+def im2col_rule(x: Tensor, kernel_size: Sizes, *args: TorchValue, **kwargs: TorchValue) -> str:
     patch, channels = prod(listed(kernel_size, 2)), x.shape[-3]
     lead, channel = "b " * (x.dim() - 3), sized_name("c", channels)
     return f"{lead}{channel} x! y! -> {lead}({channel} {sized_name('new', patch)}) newl"
 
 
-def col2im_rule(x: Tensor, output_size: Any, kernel_size: Any, *args: Any, **kwargs: Any) -> str:
+def col2im_rule(x: Tensor, output_size: Sizes, kernel_size: Sizes, *args: TorchValue, **kwargs: TorchValue) -> str:
     patch = prod(listed(kernel_size, 2))
     lead, c = "b " * (x.dim() - 2), sized_name("c", x.shape[-2] // patch)
     return f"{lead}({c} {sized_name('p', patch)}!) l! -> {lead}{c} newx newy"
 
 
-def grid_rule(x: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> str:
+def grid_rule(x: Tensor, grid: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
     """Return the rule of `grid_sampler`: linear in the image, given the grid."""
     places, picked = ("h w", "x! y!") if x.dim() == 4 else ("t h w", "x! y! z!")
     return f"b c {picked} | b {places} place! -> b c {places}"
@@ -277,10 +296,9 @@ def affine_grid_rule(theta: Tensor, size: Sequence[int], align_corners: bool) ->
 def unpool(spatial: int) -> Entry:
     """Return the rule of max unpooling, which writes elements to given indices; linear in the elements."""
 
-    def entry(x: Tensor, indices: Tensor, *how: Any, **kwargs: Any) -> str:
-        free = dim_names(x)[: x.dim() - spatial]
-        before = " ".join([*free, *(f"x{s}!" for s in range(spatial))])
-        return f"{before} | {before} -> {' '.join([*free, *(f'new{s}' for s in range(spatial))])}"
+    def entry(x: Tensor, indices: Tensor, *how: TorchValue, **kwargs: TorchValue) -> str:
+        before, after = _window_texts(x, spatial)
+        return f"{before} | {before} -> {after}"
 
     return entry
 
@@ -288,7 +306,7 @@ def unpool(spatial: int) -> Entry:
 def fractional_pool(spatial: int) -> Entry:
     """Return the rule of fractional max pooling: maximum and index per window, given random numbers per channel."""
 
-    def entry(x: Tensor, *args: Any, **kwargs: Any) -> str | None:
+    def entry(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str | None:
         if x.dim() != spatial + 2:
             return None
         after = f"b c {' '.join(f'new{s}' for s in range(spatial))}"

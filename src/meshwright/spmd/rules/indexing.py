@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
 from ..forms import indexing as forms
 from ..forms.empty_tensors import trim_to_shape, zeros_for_empty
-from ..notation.dim_names import dim_names, normalized_dims, operand_text
+from ..notation.dim_names import dim_names, dims_of, names_and_dims, operand_text
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, LocalForm, Rule
 from .shapes import slice_rule
@@ -18,13 +19,15 @@ from .shapes import slice_rule
 Indices = Sequence[Tensor | None]
 
 
-def _joined(x: Tensor) -> str | None:
+def _joining_operation(x: Tensor) -> str | None:
     """Return the operation that joins the ranks' results: "any" for bool, which has no sum; None otherwise."""
     return "any" if x.dtype == torch.bool else None
 
 
-def _by_mask(indices: Indices) -> bool:
-    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+def _has_no_rule(indices: Indices) -> bool:
+    """True for masks, which pick a number of elements that depends on their values, and without any index."""
+    given = [i for i in indices if i is not None]
+    return not given or any(i.dtype in (torch.bool, torch.uint8) for i in given)
 
 
 def _index_names(indices: Indices) -> tuple[list[str], list[str]]:
@@ -34,7 +37,7 @@ def _index_names(indices: Indices) -> tuple[list[str], list[str]]:
     return [" ".join(joint[widest - i.dim() :]) if i is not None else "" for i in indices], joint
 
 
-def _indexed(x: Tensor, indices: Indices) -> tuple[list[int], list[str], list[str]]:
+def _indexed_names(x: Tensor, indices: Indices) -> tuple[list[int], list[str], list[str]]:
     """Return the indexed dims, the names of each index, and the names of the result of `x[indices]`."""
     at = [d for d, i in enumerate(indices) if i is not None]
     each, joint = _index_names(indices)
@@ -47,13 +50,17 @@ def _indexed(x: Tensor, indices: Indices) -> tuple[list[int], list[str], list[st
 
 def index_rule(x: Tensor, indices: Indices) -> Rule | None:
     """Return the rule of `x[indices]`; None for masks, since the number of picked elements depends on their values."""
-    if _by_mask(indices) or all(i is None for i in indices):
+    if _has_no_rule(indices):
         return None
-    at, each, result = _indexed(x, indices)
+    at, each, result = _indexed_names(x, indices)
     names = dim_names(x)
     form = {names[at[0]]: forms.index} if len(at) == 1 else {}
     whole = () if form else at
-    return Rule(f"{operand_text(names, whole)} | {' , '.join(each)} -> {operand_text(result)}", _joined(x), forms=form)
+    return Rule(
+        f"{operand_text(names, whole)} | {' , '.join(each)} -> {operand_text(result)}",
+        _joining_operation(x),
+        forms=form,
+    )
 
 
 def index_put_rule(x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False) -> str | None:
@@ -62,9 +69,9 @@ def index_put_rule(x: Tensor, indices: Indices, values: Tensor, accumulate: bool
         return None
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool and values.numel() == 1:
         return f"{operand_text(names)}, {operand_text(names[: indices[0].dim()])}, ... -> {operand_text(names)}"
-    if _by_mask(indices) or all(i is None for i in indices):
+    if _has_no_rule(indices):
         return None
-    at, each, result = _indexed(x, indices)
+    at, each, result = _indexed_names(x, indices)
     given = result[len(result) - values.dim() :] if values.dim() <= len(result) else None
     if given is None:
         return None
@@ -76,30 +83,30 @@ def index_select_rule(x: Tensor, dim: int, index: Tensor) -> Rule | None:
     names = dim_names(x)
     if not names:
         return None
-    (at,) = normalized_dims(dim, x.dim())
+    (at,) = dims_of(x, dim)
     picked = "j" if index.dim() else "1"
     result = [picked if d == at else n for d, n in enumerate(names)]
     text = f"{operand_text(names)} | {picked if index.dim() else ''} -> {' '.join(result)}"
-    return Rule(text, _joined(x), forms={names[at]: forms.index_select})
+    return Rule(text, _joining_operation(x), forms={names[at]: forms.index_select})
 
 
 def along(form: LocalForm) -> Entry:
     """Return the rule of `gather` and `take_along_dim`: the index has all dims of x, with equal or smaller sizes."""
 
-    def entry(x: Tensor, *args: Any, dim: int | None = None, **kwargs: Any) -> Rule | None:
+    def entry(x: Tensor, *args: TorchValue, dim: int | None = None, **kwargs: TorchValue) -> Rule | None:
         index = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         dim = next((a for a in args if isinstance(a, int)), dim)
         if dim is None or not x.dim() or x.dim() != index.dim():
             return None
-        mine, theirs = _aligned(x, index, dim)
+        mine, theirs = _aligned_names(x, index, dim)
         at = dim % x.dim()
         text = f"{' '.join(mine)} | {' '.join(theirs)} -> {' '.join(theirs)}"
-        return Rule(text, _joined(x), forms={mine[at]: form})
+        return Rule(text, _joining_operation(x), forms={mine[at]: form})
 
     return entry
 
 
-def _aligned(x: Tensor, index: Tensor, dim: int) -> tuple[list[str], list[str]]:
+def _aligned_names(x: Tensor, index: Tensor, dim: int) -> tuple[list[str], list[str]]:
     """Return the names of the dims of both: a dim with different sizes is whole, except the indexed one."""
     mine, theirs = dim_names(x), dim_names(index, "j")
     for d, (m, n) in enumerate(zip(x.shape, index.shape, strict=True)):
@@ -118,36 +125,44 @@ def scatter_rule(form: LocalForm | None) -> Entry:
     Index and source are whole along the other dims.
     """
 
-    def entry(x: Tensor, dim: int, index: Tensor, src: Any, *args: Any, **kwargs: Any) -> Rule | None:
+    def entry(
+        x: Tensor, dim: int, index: Tensor, src: TorchValue, *args: TorchValue, **kwargs: TorchValue
+    ) -> Rule | None:
         others = [t for t in (index, src) if isinstance(t, Tensor)]
         if not x.dim() or any(t.dim() != x.dim() for t in others):
             return None
-        (at,) = normalized_dims(dim, x.dim())
-        names = dim_names(x)
-        free = [d for d in range(x.dim()) if d != at and all(t.shape[d] == x.shape[d] for t in others)]
-        used = None if args or kwargs or len(free) < x.dim() - 1 else form
+        (at,) = dims_of(x, dim)
+        names, free = dim_names(x), _equal_dims(x, others, at)
+        used = form if not args and not kwargs and len(free) == x.dim() - 1 else None
         whole = [d for d in range(x.dim()) if d not in free and not (used and d == at)]
-        sides = [
-            " ".join(names[d] if d in free else f"{letter}{d}!" for d in range(x.dim()))
-            for letter, _ in zip("js", others, strict=False)
-        ]
+        sides = [_side_text(names, free, letter) for letter in "js"[: len(others)]]
         sides += ["..."] * (2 - len(others))
-        return Rule(
-            f"{operand_text(names, whole)}, {', '.join(sides)} -> {operand_text(names)}",
-            forms={names[at]: used} if used else {},
-        )
+        text = f"{operand_text(names, whole)}, {', '.join(sides)} -> {operand_text(names)}"
+        return Rule(text, forms={names[at]: used} if used else {})
 
     return entry
+
+
+def _equal_dims(x: Tensor, others: Sequence[Tensor], at: int) -> list[int]:
+    """Return the dims of `x` except `at` that have the same size in all others."""
+    return [d for d in range(x.dim()) if d != at and all(t.shape[d] == x.shape[d] for t in others)]
+
+
+def _side_text(names: Sequence[str], free: Sequence[int], letter: str) -> str:
+    """Return the text of an operand with the dims of x in `free`, and with whole dims of its own elsewhere."""
+    return " ".join(name if d in free else f"{letter}{d}!" for d, name in enumerate(names))
 
 
 def rows_rule(form: LocalForm | None) -> Entry:
     """Return the rule of `op(x, dim, index, source)`: along `dim`, the source has the length of the index."""
 
-    def entry(x: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any) -> Rule | None:
+    def entry(
+        x: Tensor, dim: int, index: Tensor, source: TorchValue = None, *args: TorchValue, **kwargs: TorchValue
+    ) -> Rule | None:
         source = kwargs.get("value") if source is None else source
         if not x.dim() or (isinstance(source, Tensor) and source.dim() not in (0, x.dim())):
             return None
-        (at,) = normalized_dims(dim, x.dim())
+        (at,) = dims_of(x, dim)
         names = dim_names(x)
         rows = " ".join("j!" if d == at else n for d, n in enumerate(names))
         given = rows if isinstance(source, Tensor) and source.dim() else "..."
@@ -184,7 +199,7 @@ def slice_scatter_rule(
     x: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> str:
     """Return the rule of `slice_scatter`, which is linear in both operands."""
-    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
+    names, (at,) = names_and_dims(x, dim)
     left = slice_rule(x, dim, start, end, step).partition(" -> ")[0]
     full = not left.split()[at].endswith("!")
     rows = " ".join("s!" if d == at and not full else n for d, n in enumerate(names))
@@ -192,12 +207,12 @@ def slice_scatter_rule(
 
 
 def select_scatter_rule(x: Tensor, src: Tensor, dim: int, index: int) -> str:
-    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
+    names, (at,) = names_and_dims(x, dim)
     return f"{operand_text(names, (at,))} + {operand_text(names[:at] + names[at + 1 :])} -> {operand_text(names)}"
 
 
 def diagonal_scatter_rule(x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
-    names, gone = dim_names(x), normalized_dims((dim1, dim2), x.dim())
+    names, gone = names_and_dims(x, (dim1, dim2))
     kept = [n for d, n in enumerate(names) if d not in gone]
     return f"{operand_text(names, gone)} + {' '.join([*kept, 's!'])} -> {operand_text(names)}"
 
@@ -215,8 +230,8 @@ def embedding_bag_rule(
     sparse: bool = False,
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
-    *rest: Any,
-    **kwargs: Any,
+    *rest: TorchValue,
+    **kwargs: TorchValue,
 ) -> Rule | None:
     """Return the rule that shards columns; side results do not depend on them, except for the maximum.
 
@@ -226,7 +241,7 @@ def embedding_bag_rule(
     if sparse or mode == 2 or include_last_offset or weight.stride(-1) != 1:
         return None
 
-    def by_columns(call: LocalCall, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def by_columns(call: LocalCall, weight: Tensor, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         weight = zeros_for_empty(weight, sizes=[call.total(0, d) for d in range(2)])  # the gradient reads one column
         out, *sides = torch.ops.aten.embedding_bag(weight, *args, **kwargs)
         return trim_to_shape(out, call.out_shape(0)), *sides
@@ -235,7 +250,9 @@ def embedding_bag_rule(
     return Rule(text, forms={"d": by_columns})
 
 
-def searchsorted_rule(boundaries: Tensor, x: Any, *, sorter: Any = None, **kwargs: Any) -> str | None:
+def searchsorted_rule(
+    boundaries: Tensor, x: TorchValue, *, sorter: Tensor | None = None, **kwargs: TorchValue
+) -> str | None:
     if sorter is not None or not isinstance(x, Tensor):
         return None
     return "v!, ... -> ..." if boundaries.dim() == 1 else "... v!, ... j -> ... j"

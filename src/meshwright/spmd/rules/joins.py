@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from ..notation.dim_names import dim_names, operand_text
 from ..notation.rule import Entry
@@ -59,7 +60,7 @@ def _common_dims(tensors: Sequence[Tensor]) -> int:
 
 
 def at_least(ndim: int) -> Entry:
-    def entry(x: Any) -> str | None:
+    def entry(x: TorchValue) -> str | None:
         if not isinstance(x, Tensor):
             return None
         names = operand_text(dim_names(x))

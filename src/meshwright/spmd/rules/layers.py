@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +46,7 @@ def attention_rule(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: Any = None,
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Rule | None:
     """Return the rule of attention. Key heads, and query heads per key head, may be sharded.
@@ -70,7 +69,7 @@ def dropping_attention_rule(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: Any = None,
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Rule | None:
     """Return the rule of attention with dropout, which runs as separate operators: keys are whole."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from torch import Tensor
 
-from ..notation.dim_names import dim_names, normalized_dims, operand_text, sized_name
+from meshwright.layout import TorchValue
+
+from ..notation.dim_names import Dims, dim_names, dims_of, operand_text, sized_name
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
 from .pointwise import entries_for
 from .products import cross_anywhere_rule
-from .shapes import diagonal_rule, moved_elements_rule
+from .shapes import diagonal_rule, moved_elements_rule, whole_dims_rule
 
 MATRIX = {
     "m n": """linalg_cholesky cholesky linalg_inv inverse linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power
@@ -42,7 +43,7 @@ def matrix_entries() -> dict[str, Entry]:
     return {f"aten.{name}": f"... m! n!, -> ... {after}" for after, names in MATRIX.items() for name in names.split()}
 
 
-def solve_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str | None:
+def solve_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: TorchValue) -> str | None:
     """Return the rule of `solve`: linear in the right-hand side, whose columns are free."""
     if not left:
         return None
@@ -50,7 +51,7 @@ def solve_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str
     return "... m! n! ? ... n -> ... m" if is_vector else "... m! n! ? ... n k -> ... m k"
 
 
-def solve_ex_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: Any) -> str | None:
+def solve_ex_rule(a: Tensor, b: Tensor, *, left: bool = True, **kwargs: TorchValue) -> str | None:
     """Return the rule of `_linalg_solve_ex`, whose further results do not depend on the right-hand side."""
     if not left or b.dim() != a.dim():
         return None
@@ -61,15 +62,15 @@ def lu_solve_rule(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, a
     return "... m! n!, ... n!, ... n! k -> ... n k" if left else "... m! n!, ... n!, ... k n! -> ... k n"
 
 
-def transformed(x: Tensor, dim: Sequence[int], *how: Any) -> str:
+def transformed(x: Tensor, dim: Sequence[int], *how: TorchValue) -> str:
     """Return the rule of the basic Fourier operators such as `_fft_c2c`."""
-    return _mapped(x, normalized_dims(tuple(dim), x.dim()))
+    return whole_dims_rule(x, dims_of(x, tuple(dim)))
 
 
 def frames_entry(at: int) -> Entry:
     """Return the rule of `stft`: linear, given the window. `at` is the position of `return_complex`."""
 
-    def entry(x: Tensor, *args: Any, return_complex: bool | None = None, **kwargs: Any) -> str:
+    def entry(x: Tensor, *args: TorchValue, return_complex: bool | None = None, **kwargs: TorchValue) -> str:
         is_complex = args[at - 1] if len(args) >= at else return_complex
         pairs = "" if is_complex or (is_complex is None and x.is_complex()) else " newc"
         lead = "b " * (x.dim() - 1)
@@ -78,7 +79,7 @@ def frames_entry(at: int) -> Entry:
     return entry
 
 
-def signal_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
+def signal_rule(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
     """Return the rule of `istft`: linear, given the window."""
     lead = "b " * (x.dim() - 2)
     return f"{lead}f! t! | w! -> {lead}newt"
@@ -130,28 +131,23 @@ def chain_rule(matrices: Sequence[Tensor]) -> str | None:
     return f"{' * '.join(sides)} -> {first} {last}"
 
 
-def fourier_rule(x: Tensor, n: Any = None, dim: Any = None, norm: str | None = None) -> str:
+def fourier_rule(x: Tensor, n: TorchValue = None, dim: Dims = None, norm: str | None = None) -> str:
     """Return the rule of a Fourier transform: a linear map along whole dims."""
     if dim is None and isinstance(n, (list, tuple)):
         dim = range(x.dim() - len(n), x.dim())
-    return _mapped(x, normalized_dims(None if dim is None else dim, x.dim()))
+    return whole_dims_rule(x, dims_of(x, dim))
 
 
 def fourier_last_rule(x: Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> str:
-    return _mapped(x, normalized_dims(dim, x.dim()))
+    return whole_dims_rule(x, dims_of(x, dim))
 
 
-def fourier_two_rule(x: Tensor, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> str:
-    return _mapped(x, normalized_dims(dim, x.dim()))
+def fourier_two_rule(x: Tensor, s: TorchValue = None, dim: Dims = (-2, -1), norm: str | None = None) -> str:
+    return whole_dims_rule(x, dims_of(x, dim))
 
 
-def _mapped(x: Tensor, dims: Sequence[int]) -> str:
-    names = dim_names(x)
-    return f"{operand_text(names, dims)} -> {' '.join(f'new{d}' if d in dims else n for d, n in enumerate(names))}"
-
-
-def shift_rule(x: Tensor, dim: Any = None) -> str:
-    return moved_elements_rule(x, normalized_dims(dim, x.dim()))
+def shift_rule(x: Tensor, dim: Dims = None) -> str:
+    return moved_elements_rule(x, dims_of(x, dim))
 
 
 FOURIER: dict[str, Entry] = {

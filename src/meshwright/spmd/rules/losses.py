@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from ..forms import layers as forms
 from ..notation.dim_names import dim_names, operand_text
@@ -24,7 +26,7 @@ def class_loss(form: LocalForm) -> Entry:
     """
 
     def entry(
-        x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *rest: Any, **kw: Any
+        x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *rest: TorchValue, **kw: TorchValue
     ) -> Rule:
         names = dim_names(x)
         c = min(x.dim() - 1, 1)
@@ -41,20 +43,18 @@ def element_loss(name: str, operands: int, at: int) -> Entry:
     """Return the rule of an elementwise loss with reduction none, mean or sum; `at` is the reduction's position."""
     op = getattr(torch.ops.aten, name)
 
-    def entry(*args: Any, **kwargs: Any) -> Rule:
+    def entry(*args: TorchValue, **kwargs: TorchValue) -> Rule:
         reduction = args[at] if len(args) > at else kwargs.get("reduction", MEAN)
-        inputs = ", ".join(["..."] * operands)
         if reduction == 0:
-            return Rule(f"{inputs}{',' if operands == 1 else ''} -> ...")
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+            return Rule(f"{', '.join(['...'] * operands)} -> ...")
+        given: list[TorchValue] = [*args, *kwargs.values()]
+        shape = torch.broadcast_shapes(*(x.shape for x in given if isinstance(x, Tensor)))
         names = [f"a{d}" for d in range(len(shape))]
-        slots = [*args, *kwargs.values()][:operands]
-        sides = [operand_text(names[len(names) - t.dim() :]) if isinstance(t, Tensor) else "..." for t in slots]
+        sides = [_trailing_text(names, x) for x in given[:operands]]
         sides += ["..."] * (operands - len(sides))
         count = prod(shape) if reduction == MEAN else 1
 
-        def local_terms(call: LocalCall, *args: Any, **kwargs: Any) -> Tensor:
+        def local_terms(call: LocalCall, *args: TorchValue, **kwargs: TorchValue) -> Tensor:
             return _with_sum(op, at, args, kwargs) / count
 
         return Rule(f"{', '.join(sides)} ->", over="sum", forms=dict.fromkeys(names, local_terms))
@@ -62,14 +62,23 @@ def element_loss(name: str, operands: int, at: int) -> Entry:
     return entry
 
 
-def _with_sum(op: Any, at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _trailing_text(names: list[str], x: TorchValue) -> str:
+    """Return the text of an operand that has the last of the dims `names`, or of a number."""
+    return operand_text(names[len(names) - x.dim() :]) if isinstance(x, Tensor) else "..."
+
+
+def _with_sum(
+    op: Callable[..., Tensor], at: int, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]
+) -> Tensor:
     """Return the call's result with the reduction replaced by the sum."""
     if len(args) > at:
         return op(*args[:at], SUM, *args[at + 1 :], **kwargs)
     return op(*args, **{**kwargs, "reduction": SUM})
 
 
-def ctc_rule(x: Tensor, target: Tensor, times: Tensor, lengths: Tensor, *rest: Any, **kwargs: Any) -> Rule | None:
+def ctc_rule(
+    x: Tensor, target: Tensor, times: Tensor, lengths: Tensor, *rest: TorchValue, **kwargs: TorchValue
+) -> Rule | None:
     """Return the rule of `ctc_loss(x, target, times, lengths, blank, reduction)`.
 
     Samples are independent if each has a row of targets; otherwise there is no rule.
@@ -100,7 +109,7 @@ def _ctc_terms(
     return losses if reduction == 0 else losses.sum()
 
 
-def _ctc_shapes(x: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _ctc_shapes(x: Tensor, target: Tensor, *rest: TorchValue) -> tuple[Tensor, Tensor]:
     """Return empty results: a loss per sample, and a value per sample, time and label with blanks in between."""
     samples = x.shape[1:-1]
     return x.new_empty(samples), x.new_empty((*samples, x.shape[0], 2 * target.shape[-1] + 1))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from ..notation.dim_names import dim_names, operand_text
 from ..notation.local_call import LocalCall
@@ -16,10 +16,10 @@ def new_tensor_rule(name: str) -> Entry:
     """Return the rule: the operand's elements are not read, so it may have any layout; the result is whole."""
     op = getattr(torch.ops.aten, name)
 
-    def as_it_is(call: LocalCall, *args: Any, **kwargs: Any) -> Tensor:
+    def as_it_is(call: LocalCall, *args: TorchValue, **kwargs: TorchValue) -> Tensor:
         return op(*args, **kwargs)
 
-    def entry(x: Tensor, size: Any, *args: Any, **kwargs: Any) -> Rule:
+    def entry(x: Tensor, size: TorchValue, *args: TorchValue, **kwargs: TorchValue) -> Rule:
         names = dim_names(x)
         text = f"{operand_text(names)}, -> {' '.join(f'new{d}' for d in range(len(size)))}"
         return Rule(text, forms=dict.fromkeys(names, as_it_is))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from ..notation.rule import Entry, Rule
 
@@ -76,29 +76,29 @@ def sum_dtype(source: torch.dtype) -> torch.dtype:
     return source if source.is_floating_point or source.is_complex else torch.int64
 
 
-def cast_rule(x: Tensor, *args: Any, **kwargs: Any) -> Rule | str:
+def cast_rule(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> Rule | str:
     """Return the rule of all overloads of `to`; the target is a dtype, a tensor's dtype, or the dtype of `x`."""
     given = [a.dtype if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
     target = next((a for a in given if isinstance(a, torch.dtype)), x.dtype)
     return "... -> ..." if is_exact_cast(x.dtype, target) else "..., -> ..."
 
 
-def zeros_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
+def zeros_rule(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
     """Return the rule of `zeros_like`: zeros of every dtype but bool are a sum of zeros."""
     return "..., -> ..." if torch.bool in (*args, *kwargs.values()) else "... -> ..."
 
 
-def div_rule(x: Any, y: Any, *, rounding_mode: str | None = None) -> str:
+def div_rule(x: TorchValue, y: TorchValue, *, rounding_mode: str | None = None) -> str:
     """Return the rule of a division. Pending sums do not pass a division by a tensor, which may contain zeros."""
     return "..., ... -> ..." if rounding_mode is not None or isinstance(y, Tensor) else "... | ... -> ..."
 
 
-def clamp_rule(x: Tensor, *bounds: Any, **named_bounds: Any) -> str:
+def clamp_rule(x: Tensor, *bounds: TorchValue, **named_bounds: TorchValue) -> str:
     tensors = sum(isinstance(b, Tensor) for b in (*bounds, *named_bounds.values()))
     return "..., ..., ... -> ..." if tensors else "..., -> ..."
 
 
-def masked_fill_rule(x: Tensor, mask: Tensor, value: Any) -> str:
+def masked_fill_rule(x: Tensor, mask: Tensor, value: TorchValue) -> str:
     if isinstance(value, Tensor):
         return "..., ..., ... -> ..."
     return "... | ... -> ..." if value == 0 else "..., ... -> ..."
@@ -111,12 +111,12 @@ def prelu_rule(x: Tensor, weight: Tensor) -> str:
     return f"{' '.join(names)}, {channels} -> {' '.join(names)}"
 
 
-def isin_rule(x: Tensor, among: Tensor, **kwargs: Any) -> str:
+def isin_rule(x: Tensor, among: Tensor, **kwargs: TorchValue) -> str:
     """Return the rule of `isin`; the test elements are whole."""
     return f"..., {' '.join(f'v{d}!' for d in range(among.dim()))} -> ..."
 
 
-def where_rule(condition: Tensor, *values: Any) -> str | None:
+def where_rule(condition: Tensor, *values: TorchValue) -> str | None:
     """Return the rule of `where`; None for `where(condition)`, whose result size depends on the values."""
     return "... ? ... + ... -> ..." if values else None
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from ..forms import grouped_products as grouped
 from ..notation.dim_names import dim_names, operand_text
@@ -27,7 +28,7 @@ def linear_rule(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str:
     return "... k * n k + n -> ... n" if weight.dim() == 2 else "... k * k + ... -> ..."
 
 
-def einsum_rule(equation: str, tensors: Sequence[Tensor], *, path: Any = None) -> str | None:
+def einsum_rule(equation: str, tensors: Sequence[Tensor], *, path: TorchValue = None) -> str | None:
     """Return the equation as a rule; None if an operand has an index twice, or `...` is summed."""
     text = equation.replace(" ", "")
     left, _, right = text.partition("->")
@@ -50,7 +51,7 @@ def _spaced(term: str) -> str:
 def with_addend(products: str, *result: str) -> Entry:
     """Return the rule of a product plus a tensor that broadcasts to the result."""
 
-    def entry(x: Tensor, *args: Any, **kwargs: Any) -> str:
+    def entry(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
         return f"{' '.join(result[len(result) - x.dim() :])} + {products} -> {' '.join(result)}"
 
     return entry
@@ -94,7 +95,7 @@ def cross_anywhere_rule(x: Tensor, y: Tensor, dim: int | None = None) -> Rule | 
     return Rule(cross_rule(x, y, dim=at) or "", forms={n: form for d, n in enumerate(dim_names(x)) if d != at})
 
 
-def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: Any, **kwargs: Any) -> Rule:
+def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: TorchValue, **kwargs: TorchValue) -> Rule:
     """Return the rule of a grouped product: of groups of rows, columns or summed elements, or of whole matrices.
 
     `offs` has the ends of the groups. Matrices that are sharded by group stay sharded: with all of them, every rank

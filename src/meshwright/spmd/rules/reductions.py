@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
 from ..forms import reductions as forms
-from ..notation.dim_names import dim_names, normalized_dims, operand_text, sized_name
+from ..notation.dim_names import Dims, dim_names, dims_of, names_and_dims, operand_text, sized_name
 from ..notation.rule import Entry, LocalForm, Rule
 from .pointwise import is_exact_cast, sum_dtype
 
@@ -23,10 +24,12 @@ def reduction(linear: bool, over: str | None = None, form: LocalForm | None = No
         form: Local function for a sharded reduced dim. Without `over`, its results are whole.
     """
 
-    def entry(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Rule:
+    def entry(
+        x: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **kwargs: TorchValue
+    ) -> Rule:
         passes = linear and is_exact_cast(x.dtype, dtype or sum_dtype(x.dtype))
         joins = "any" if over == "sum" and dtype == torch.bool else over
-        return reduced(x, normalized_dims(dim, x.dim()), keepdim, passes, joins, form)
+        return reduced(x, dims_of(x, dim), keepdim, passes, joins, form)
 
     return entry
 
@@ -52,7 +55,7 @@ def arg_reduction(form: LocalForm | None) -> Entry:
     """Return the rule of `argmax(x, dim)`; without `dim`, the index is in the flattened whole tensor."""
 
     def entry(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
-        return reduced(x, normalized_dims(dim, x.dim()), keepdim, False, None, None if dim is None else form)
+        return reduced(x, dims_of(x, dim), keepdim, False, None, None if dim is None else form)
 
     return entry
 
@@ -60,10 +63,10 @@ def arg_reduction(form: LocalForm | None) -> Entry:
 def max_entry(full: LocalForm, along: LocalForm) -> Entry:
     """Return the rule of `max(x)`, `max(x, dim)` with indices, and elementwise `max(x, other)`."""
 
-    def entry(x: Tensor, dim: Any = None, keepdim: bool = False) -> Rule | str:
+    def entry(x: Tensor, dim: Dims | Tensor = None, keepdim: bool = False) -> Rule | str:
         if isinstance(dim, Tensor):
             return "..., ... -> ..."
-        dims = normalized_dims(dim, x.dim())
+        dims = dims_of(x, dim)
         return reduced(x, dims, keepdim, False, None, full if dim is None else along, 1 if dim is None else 2)
 
     return entry
@@ -72,8 +75,10 @@ def max_entry(full: LocalForm, along: LocalForm) -> Entry:
 def along_dim_rule(linear: bool, form: LocalForm | None = None, results: int = 1) -> Entry:
     """Return the rule of `op(x, dim)` with a result that has the dims of x."""
 
-    def entry(x: Tensor, dim: Any = -1, *args: Any, dtype: Any = None, **kwargs: Any) -> Rule:
-        names, dims = dim_names(x), normalized_dims(dim, x.dim())
+    def entry(
+        x: Tensor, dim: Dims = -1, *args: TorchValue, dtype: torch.dtype | None = None, **kwargs: TorchValue
+    ) -> Rule:
+        names, dims = names_and_dims(x, dim)
         comma = "" if linear and is_exact_cast(x.dtype, dtype or sum_dtype(x.dtype)) else ","
         text = f"{operand_text(names, () if form else dims)}{comma} -> {' ; '.join([operand_text(names)] * results)}"
         return Rule(text, forms={names[d]: form for d in dims} if form else {})
@@ -82,7 +87,12 @@ def along_dim_rule(linear: bool, form: LocalForm | None = None, results: int = 1
 
 
 def layer_norm_rule(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Any = None, *rest: Any, **kw: Any
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *rest: TorchValue,
+    **kw: TorchValue,
 ) -> Rule:
     """Return the rule of layer norm; weight and bias have the layout of the last dims."""
     names = dim_names(x)
@@ -105,13 +115,15 @@ def native_layer_norm_rule(
     return f"{', '.join(sides)} -> {operand_text(names)} ; {kept} ; {kept}"
 
 
-def passed_back_rule(grad: Tensor, out: Tensor, dim: int, *rest: Any) -> str:
+def passed_back_rule(grad: Tensor, out: Tensor, dim: int, *rest: TorchValue) -> str:
     """Return the rule of a softmax's backward: linear in the gradient, given the result."""
-    names = operand_text(dim_names(grad), normalized_dims(dim, grad.dim()))
+    names = operand_text(dim_names(grad), dims_of(grad, dim))
     return f"{names} | {names} -> {operand_text(dim_names(grad))}"
 
 
-def rms_norm_rule(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: Any = None) -> Rule:
+def rms_norm_rule(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Rule:
     names = dim_names(x)
     last = names[x.dim() - len(normalized_shape) :]
     return Rule(
@@ -126,19 +138,25 @@ def variance_rule(over: str | None, form: LocalForm, results: int = 1) -> Entry:
     Arguments: `(x, unbiased)`, `(x, dim, unbiased, keepdim)` or `(x, dim, correction=, keepdim=)`.
     """
 
-    def entry(x: Tensor, dim: Any = None, unbiased: Any = None, keepdim: bool = False, **kwargs: Any) -> Rule:
-        dims = normalized_dims(None if isinstance(dim, bool) else dim, x.dim())
+    def entry(
+        x: Tensor, dim: Dims = None, unbiased: bool | None = None, keepdim: bool = False, **kwargs: TorchValue
+    ) -> Rule:
+        dims = dims_of(x, None if isinstance(dim, bool) else dim)
         return reduced(x, dims, keepdim, False, over, form, results)
 
     return entry
 
 
-def vector_norm_rule(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
+def vector_norm_rule(
+    x: Tensor, ord: float | None = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Rule:
     over = "sum" if ord == 0 else None
-    return reduced(x, normalized_dims(dim, x.dim()), keepdim, False, over, None if ord == 0 else forms.vector_norm)
+    return reduced(x, dims_of(x, dim), keepdim, False, over, None if ord == 0 else forms.vector_norm)
 
 
-def norm_rule(x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Rule | None:
+def norm_rule(
+    x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Rule | None:
     """Return the rule of a vector norm; None for complex dtypes, some of which torch refuses for some `p`."""
     return None if dtype is not None and dtype.is_complex else vector_norm_rule(x, p, dim, keepdim)
 
@@ -149,7 +167,7 @@ def mode_rule(x: Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
 
 def selection(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
     """Return the rule of values and indices along a whole dim; without `dim`, of one value of the whole tensor."""
-    return reduced(x, normalized_dims(dim, x.dim()), keepdim, False, None, None, 1 if dim is None else 2)
+    return reduced(x, dims_of(x, dim), keepdim, False, None, None, 1 if dim is None else 2)
 
 
 def kthvalue_rule(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
@@ -158,11 +176,11 @@ def kthvalue_rule(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Ru
 
 def stable_sort_rule(x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Rule | str | None:
     names = dim_names(x)
-    return f"{operand_text(names, normalized_dims(dim, x.dim()))}, -> {operand_text(names)} ; {operand_text(names)}"
+    return f"{operand_text(names, dims_of(x, dim))}, -> {operand_text(names)} ; {operand_text(names)}"
 
 
 def stable_argsort_rule(x: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> str:
-    return f"{operand_text(dim_names(x), normalized_dims(dim, x.dim()))}, -> {operand_text(dim_names(x))}"
+    return f"{operand_text(*names_and_dims(x, dim))}, -> {operand_text(dim_names(x))}"
 
 
 def msort_rule(x: Tensor) -> str:
@@ -179,14 +197,14 @@ def dist_rule(x: Tensor, y: Tensor, p: float = 2) -> Rule | str:
     return Rule(f"{operand_text(names)}, {operand_text(names)} ->", forms=dict.fromkeys(names, forms.dist))
 
 
-def quantile_text(x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> str:
-    return reduced(x, normalized_dims(dim, x.dim()), keepdim, False, None, None).text
+def quantile_text(x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, **kwargs: TorchValue) -> str:
+    return reduced(x, dims_of(x, dim), keepdim, False, None, None).text
 
 
 def similarity_rule(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> str | None:
     if x.dim() != y.dim() or not x.dim():
         return None
-    names, dims = dim_names(x), normalized_dims(dim, x.dim())
+    names, dims = names_and_dims(x, dim)
     side = operand_text(names, dims)
     return f"{side}, {side} -> {' '.join(n for d, n in enumerate(names) if d not in dims)}"
 
@@ -196,19 +214,21 @@ def pairwise_rule(x: Tensor, y: Tensor, p: float = 2, eps: float = 1e-6, keepdim
 
 
 def topk_rule(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> str:
-    names, dims = dim_names(x), normalized_dims(dim, x.dim())
+    names, dims = names_and_dims(x, dim)
     kept = " ".join("new" if d in dims else n for d, n in enumerate(names))
     return f"{operand_text(names, dims)}, -> {kept} ; {kept}"
 
 
 def renorm_rule(x: Tensor, p: float, dim: int, maxnorm: float) -> str:
     """Return the rule of `renorm`: every slice along `dim` is scaled by its own norm."""
-    names, kept = dim_names(x), normalized_dims(dim, x.dim())
+    names, kept = names_and_dims(x, dim)
     return f"{operand_text(names, [d for d in range(x.dim()) if d not in kept])}, -> {operand_text(names)}"
 
 
-def diff_rule(x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> str | None:
-    names, dims = dim_names(x), normalized_dims(dim, x.dim())
+def diff_rule(
+    x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
+) -> str | None:
+    names, dims = names_and_dims(x, dim)
     if prepend is not None or append is not None:
         return None
     return f"{operand_text(names, dims)} -> {' '.join('new' if d in dims else m for d, m in enumerate(names))}"
@@ -216,7 +236,7 @@ def diff_rule(x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append:
 
 def glu_rule(x: Tensor, dim: int = -1) -> str:
     """Return the rule of `glu`: the dim is a product of two halves, and the inner factor may be sharded."""
-    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
+    names, (at,) = names_and_dims(x, dim)
     half = sized_name("h", x.shape[at] // 2)
     before = [f"(two_2! {half})" if d == at else n for d, n in enumerate(names)]
     return f"{' '.join(before)}, -> {' '.join(half if d == at else n for d, n in enumerate(names))}"

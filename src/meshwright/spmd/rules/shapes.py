@@ -6,13 +6,23 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import gcd, prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
 from .._errors import RuleError
-from ..notation.dim_names import dim_names, normalized_dims, operand_text, product_text, sized_name
+from ..notation.dim_names import (
+    Dims,
+    dim_names,
+    dims_of,
+    names_and_dims,
+    normalized_dims,
+    operand_text,
+    product_text,
+    sized_name,
+)
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, LocalForm, Rule
 
@@ -43,11 +53,11 @@ def common_factors(old: Sequence[int], new: Sequence[int]) -> tuple[list[list[st
         else:
             left[i - 1].append(sized_name(f"f{count}", a) + "!")
             right[j - 1].append(sized_name(f"new{count}", b))
-            a, b, i, j = _level(a, b, i, j, old, new, left, right, count)
+            a, b, i, j = _add_whole_factors(a, b, i, j, old, new, left, right, count)
         count += 1
 
 
-def _level(
+def _add_whole_factors(
     a: int,
     b: int,
     i: int,
@@ -75,9 +85,7 @@ def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
     Raises RuleError if the numbers of elements differ.
     """
     if 0 in old:
-        same = next((d for d, (m, n) in enumerate(zip(old, new, strict=False)) if m != n), min(len(old), len(new)))
-        before = " ".join(f"a{d}" + ("" if d < same else "!") for d in range(len(old)))
-        return f"{before} -> {' '.join(f'a{d}' if d < same else f'new{d}' for d in range(len(new)))}"
+        return _empty_reshape_text(old, new)
     if prod(old) != prod(new):
         raise RuleError(
             f"a reshape of {tuple(old)}",
@@ -92,13 +100,20 @@ def reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
     return f"{' '.join(map(product_text, left))} -> {' '.join(map(product_text, right))}"
 
 
+def _empty_reshape_text(old: Sequence[int], new: Sequence[int]) -> str:
+    pairs = zip(old, new, strict=False)
+    same = next((d for d, (m, n) in enumerate(pairs) if m != n), min(len(old), len(new)))
+    before = operand_text([f"a{d}" for d in range(len(old))], range(same, len(old)))
+    return f"{before} -> {' '.join(f'a{d}' if d < same else f'new{d}' for d in range(len(new)))}"
+
+
 def resolved(size: Sequence[int], total: int) -> tuple[int, ...]:
     """Return the sizes with -1 replaced by the computed size."""
     known = prod(n for n in size if n != -1)
     return tuple(total // max(known, 1) if n == -1 else n for n in size)
 
 
-def view_rule(x: Tensor, size: Any, *rest: Any, **kwargs: Any) -> Rule | None:
+def view_rule(x: Tensor, size: TorchValue, *rest: TorchValue, **kwargs: TorchValue) -> Rule | None:
     """Return the rule of `view`. `view(dtype)` has no rule if the item size changes."""
     if not isinstance(size, (list, tuple)):
         return Rule("..., -> ...") if getattr(size, "itemsize", 0) == x.dtype.itemsize else None
@@ -115,13 +130,13 @@ def view_as_rule(x: Tensor, other: Tensor) -> str:
 def flatten_rule(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> str:
     if x.dim() == 0:
         return "-> 1"
-    (first, last) = normalized_dims((start_dim, end_dim), x.dim())
+    (first, last) = dims_of(x, (start_dim, end_dim))
     merged = prod(x.shape[first : last + 1])
     return reshape_text(x.shape, (*x.shape[:first], merged, *x.shape[last + 1 :]))
 
 
 def unflatten_rule(x: Tensor, dim: int, sizes: Sequence[int]) -> Rule:
-    (at,) = normalized_dims(dim, x.dim())
+    (at,) = dims_of(x, dim)
     text = reshape_text(x.shape, (*x.shape[:at], *resolved(sizes, x.shape[at]), *x.shape[at + 1 :]))
     return Rule(text, forms=dict.fromkeys(_factor_names(text), as_its_shape))
 
@@ -132,22 +147,20 @@ def _factor_names(text: str) -> list[str]:
     return [n for o in equation.operands for d in o for n in d.names if n not in equation.whole]
 
 
-def as_its_shape(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def as_its_shape(call: LocalCall, x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> Tensor:
     """Return the local tensor in the local shape of the result."""
     return x.view(call.out_shape(0))
 
 
 def permute_rule(x: Tensor, dims: Sequence[int]) -> str:
     names = dim_names(x)
-    return (
-        f"{operand_text(names)} -> {' '.join(names[d] for d in normalized_dims(tuple(dims), x.dim())) if dims else ''}"
-    )
+    return f"{operand_text(names)} -> {' '.join(names[d] for d in dims_of(x, tuple(dims))) if dims else ''}"
 
 
 def swap_rule(x: Tensor, dim0: int = -1, dim1: int = -2) -> str:
     order = list(range(x.dim()))
     if order:
-        a, b = normalized_dims((dim0, dim1), x.dim())
+        a, b = dims_of(x, (dim0, dim1))
         order[a], order[b] = order[b], order[a]
     return permute_rule(x, order)
 
@@ -163,7 +176,7 @@ def reverse_rule(x: Tensor) -> str:
 def movedim_rule(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> str:
     if x.dim() == 0:
         return "->"
-    sources, goals = normalized_dims(source, x.dim()), normalized_dims(destination, x.dim())
+    sources, goals = dims_of(x, source), dims_of(x, destination)
     left = iter(d for d in range(x.dim()) if d not in sources)
     there = dict(zip(goals, sources, strict=True))
     return permute_rule(x, [there[d] if d in there else next(left) for d in range(x.dim())])
@@ -177,11 +190,11 @@ def unsqueeze_rule(x: Tensor, dim: int) -> str:
 
 def squeeze_rule(x: Tensor, dim: int | Sequence[int] | None = None) -> Rule:
     """Return the rule of `squeeze`: dims of global size one are removed, but not dims of local size one."""
-    names, listed = dim_names(x), normalized_dims(dim, x.dim()) if dim is None or isinstance(dim, int) or dim else ()
+    names, listed = dim_names(x), dims_of(x, dim) if dim is None or isinstance(dim, int) or dim else ()
     gone = tuple(d for d in listed if x.shape[d] == 1)
     kept = [n for d, n in enumerate(names) if d not in gone]
 
-    def squeeze(call: LocalCall, x: Tensor, *args: Any) -> Tensor:
+    def squeeze(call: LocalCall, x: Tensor, *args: TorchValue) -> Tensor:
         return x.squeeze(gone)
 
     stays = [names[d] for d in listed if d not in gone]
@@ -201,39 +214,39 @@ def repeat_rule(x: Tensor, repeats: Sequence[int]) -> str:
     counts = (1,) * (x.dim() - len(repeats)) + tuple(repeats)
     extra = len(counts) - x.dim()
     if 0 in counts or 0 in x.shape:
-        return _whole(x, len(counts))
+        return _whole_text(x, len(counts))
     names = [sized_name(n, s) for n, s in zip(dim_names(x), x.shape, strict=True)]
     kept = [n if r == 1 else f"({sized_name(f'new{n}', r)} {n})" for n, r in zip(names, counts[extra:], strict=True)]
     return f"{operand_text(names)} -> {' '.join([f'new{d}' for d in range(extra)] + kept)}"
 
 
-def _whole(x: Tensor, results: int) -> str:
+def _whole_text(x: Tensor, results: int) -> str:
     return f"{operand_text(dim_names(x), range(x.dim()))} -> {' '.join(f'new{d}' for d in range(results))}"
 
 
 def repeat_interleave_rule(
-    x: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+    x: Tensor, repeats: TorchValue = None, dim: int | None = None, *, output_size: int | None = None
 ) -> str | None:
     """Return the rule of `repeat_interleave` with a number r: the dim becomes a product of the dim and r."""
     if not isinstance(repeats, int) or repeats == 0 or 0 in x.shape or (dim is None and x.dim() != 1):
         return None
     names = [sized_name(n, s) for n, s in zip(dim_names(x), x.shape, strict=True)]
-    (at,) = normalized_dims(dim or 0, x.dim())
+    (at,) = dims_of(x, dim or 0)
     out = [f"({n} {sized_name('new', repeats)})" if d == at and repeats > 1 else n for d, n in enumerate(names)]
     return f"{operand_text(names)} -> {' '.join(out)}"
 
 
 def slice_rule(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
     """Return the rule of a slice: a full slice keeps the layout of the dim; any other needs a whole dim."""
-    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
+    names, (at,) = names_and_dims(x, dim)
     if range(x.shape[at])[slice(start, end, step)] == range(x.shape[at]):
         return f"{operand_text(names)} -> {operand_text(names)}"
     return whole_dims_rule(x, (at,))
 
 
-def narrow_rule(x: Tensor, dim: int, start: Any, length: int) -> Rule | None:
+def narrow_rule(x: Tensor, dim: int, start: TorchValue, length: int) -> Rule | None:
     """Return the rule of `narrow`; it can run as a slice, which allows an end beyond the local tensor."""
-    (at,) = normalized_dims(dim, x.dim())
+    (at,) = dims_of(x, dim)
     return Rule(whole_dims_rule(x, (at,)), parts=_as_slice) if isinstance(start, int) else None
 
 
@@ -249,7 +262,7 @@ def whole_dims_rule(x: Tensor, dims: Sequence[int]) -> str:
 
 def removed_dim_rule(x: Tensor, dim: int, results: int = 1) -> str:
     """Return a rule in which one dim is whole, and missing in each of the results."""
-    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
+    names, (at,) = names_and_dims(x, dim)
     kept = " ".join(names[:at] + names[at + 1 :])
     return f"{operand_text(names, (at,))} -> {' ; '.join([kept] * results)}"
 
@@ -270,7 +283,7 @@ def pieces_rule(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
     """
     if not lengths:
         return None
-    names, (at,) = dim_names(x), normalized_dims(dim, x.dim())
+    names, (at,) = names_and_dims(x, dim)
     if len(lengths) == 1:
         return Rule(f"{operand_text(names)} -> {operand_text(names)}", forms={names[at]: _one_piece(at)})
     if len(set(lengths)) > 1 or lengths[0] < 2:
@@ -280,7 +293,7 @@ def pieces_rule(x: Tensor, lengths: Sequence[int], dim: int) -> Rule | None:
     before = [f"({outer}! {inner})" if d == at else n for d, n in enumerate(names)]
     after = " ".join(inner if d == at else n for d, n in enumerate(names))
 
-    def pieces(call: LocalCall, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def pieces(call: LocalCall, x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> tuple[Tensor, ...]:
         return x.unflatten(at, (len(lengths), x.shape[at] // len(lengths))).unbind(at)
 
     return Rule(f"{' '.join(before)} -> {' ; '.join([after] * len(lengths))}", forms={inner: pieces})
@@ -297,7 +310,7 @@ def copied_pieces(entry: Callable[..., Rule | None]) -> Entry:
     def of(form: LocalForm) -> LocalForm:
         return lambda call, *args, **kwargs: tuple(piece.clone() for piece in form(call, *args, **kwargs))
 
-    def made(*args: Any, **kwargs: Any) -> Rule | None:
+    def made(*args: TorchValue, **kwargs: TorchValue) -> Rule | None:
         rule = entry(*args, **kwargs)
         return None if rule is None else replace(rule, forms={n: of(form) for n, form in rule.forms.items()})
 
@@ -321,7 +334,7 @@ def chunk_rule(x: Tensor, chunks: int, dim: int = 0) -> Rule | None:
     return pieces_rule(x, lengths_of(total, -(-total // chunks)) if total else [0] * chunks, dim)
 
 
-def tensor_split_rule(x: Tensor, sections: Any, dim: int = 0) -> Rule | None:
+def tensor_split_rule(x: Tensor, sections: TorchValue, dim: int = 0) -> Rule | None:
     total = x.shape[dim]
     if isinstance(sections, int):
         short, longer = divmod(total, sections)
@@ -333,14 +346,14 @@ def tensor_split_rule(x: Tensor, sections: Any, dim: int = 0) -> Rule | None:
     return None
 
 
-def moved_elements_rule(x: Tensor, dims: Any) -> str:
+def moved_elements_rule(x: Tensor, dims: Dims) -> str:
     """Return a rule in which elements move along `dims`, which are whole."""
     names = dim_names(x)
-    at = normalized_dims(dims, x.dim()) if dims or dims == 0 else ()
+    at = dims_of(x, dims) if dims or dims == 0 else ()
     return f"{operand_text(names, at)} -> {operand_text(names)}"
 
 
-def roll_rule(x: Tensor, shifts: Any, dims: Any = ()) -> str:
+def roll_rule(x: Tensor, shifts: int | Sequence[int], dims: Dims = ()) -> str:
     return moved_elements_rule(x, dims if dims or dims == 0 else range(x.dim()))
 
 
@@ -354,16 +367,16 @@ def flipud_rule(x: Tensor) -> str:
 
 def rot90_rule(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> str:
     """Return the rule of `rot90`: both dims are whole, and swapped after an odd number of turns."""
-    names, turned = dim_names(x), normalized_dims(tuple(dims), x.dim())
+    names, turned = names_and_dims(x, tuple(dims))
     return f"{operand_text(names, turned)} -> {' '.join(f'new{d}' if d in turned else n for d, n in enumerate(names))}"
 
 
-def matrix_rule(x: Tensor, *args: Any, **kwargs: Any) -> str:
+def matrix_rule(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
     return "... m! n! -> ... m n"
 
 
 def diagonal_rule(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
-    names, gone = dim_names(x), normalized_dims((dim1, dim2), x.dim())
+    names, gone = names_and_dims(x, (dim1, dim2))
     return f"{operand_text(names, gone)} -> {' '.join([n for d, n in enumerate(names) if d not in gone] + ['new'])}"
 
 
@@ -375,7 +388,7 @@ def diag_embed_rule(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) 
 
 
 def unfold_rule(x: Tensor, dimension: int, size: int, step: int) -> str:
-    return "-> new" if x.dim() == 0 else f"{whole_dims_rule(x, normalized_dims(dimension, x.dim()))} newsize"
+    return "-> new" if x.dim() == 0 else f"{whole_dims_rule(x, dims_of(x, dimension))} newsize"
 
 
 SHAPE: dict[str, Entry] = {

@@ -11,7 +11,9 @@ from itertools import chain
 from math import prod
 
 from meshwright.layout import Dim, Layout, ProcessMesh, Spec, hint
+from meshwright.reshard import AxisRole, collective_between, received_share
 from meshwright.spmd import (
+    OTHER_SHARDING,
     REPLICATED,
     AxisState,
     BoundRule,
@@ -167,14 +169,18 @@ def traffic(have: AxisState, need: AxisState, ranks: int) -> float:
 
     The unit is the bytes of the operand that all ranks of the axis hold together.
     """
-    share = (ranks - 1) / ranks
-    if have == need or have == REPLICATED:
+    kind = None if have == need else collective_between(_role(have), _role(need))
+    if kind is None:
         return 0.0
-    if isinstance(have, str):
-        return share if isinstance(need, int) and need >= 0 else 2 * share
-    if isinstance(need, str):
-        return 2 * share
-    return share if need == REPLICATED else share / ranks
+    if isinstance(need, str) or (isinstance(have, str) and need == OTHER_SHARDING):
+        kind = "all-reduce"  # only a wish asks for these; a choice that gives them at once is better
+    return received_share(kind, ranks)
+
+
+def _role(state: AxisState) -> AxisRole:
+    if isinstance(state, str):
+        return "terms"
+    return "whole" if state == REPLICATED else "cut"
 
 
 def _bytes_here(spec: Spec, axis: str) -> float:
