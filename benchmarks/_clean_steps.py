@@ -1,4 +1,4 @@
-"""Clean training steps on real processes with all checks on: what is warned of or refused there is a false alarm."""
+"""Clean training steps on real processes with all checks on: every warning or error is a false alarm."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _is_ours(warning: warnings.WarningMessage) -> bool:
 
 
 def false_alarms(steps: int) -> int:
-    """Return how many warnings and errors of ours clean steps of three processes give; a rank that fails counts too."""
+    """Return the number of our warnings and errors in clean steps of three processes; a failed rank counts, too."""
     return len(alarms(steps))
 
 

@@ -1,4 +1,4 @@
-"""Rows 15, 16 and 21: ranks that make other calls than their peers, or make them of other values."""
+"""Rows 15, 16 and 21: ranks whose calls differ from those of their peers, or use other values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RIGHT, DISAGREES = "no fault was told", "DisagreementError"
 
 
 class Blocks(nn.Module):
-    """Four equal layers, which a rank may run in another order."""
+    """Four equal layers; a rank may run them in another order."""
 
     def __init__(self, order: Sequence[int], activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Blocks(nn.Module):
 
 
 def train(folder: str, case: str) -> None:
-    """One rank of a training run; `case` says what rank 1 does otherwise."""
+    """Train one rank; `case` selects the deviation of rank 1."""
     rank = mw.init_process().rank
     other = case if rank == 1 else ""
     if "version" in other:
@@ -76,7 +76,7 @@ def _loss(model: nn.Module, data: Tensor, other: str) -> Tensor:
 
 
 def _read(model: Blocks, other: str) -> None:
-    """Look at two gradients, one after the other."""
+    """Read two gradients, one after the other."""
     order = (1, 0) if "swapped" in other else (0, 1)
     for at in order:
         mw.unshard_dtensor([*model.parameters()][2 * at] * 2)
@@ -108,12 +108,12 @@ def _all_told(cases: Sequence[str], told: Callable[[Ended], bool]) -> Verdict:
 
 
 def another_plan() -> Verdict:
-    """A rank runs another plan: told before a result of the other calls is used."""
+    """A rank runs another plan: an error is raised before a result of the other calls is used."""
     return _all_told(CASES, lambda e: DISAGREES in e.output)
 
 
 def skipped() -> Verdict:
-    """A rank skips a call once, or a step: told within the step."""
+    """A rank skips one call, or one step: an error is raised within the step."""
     return _all_told(SKIPS, lambda e: "Error" in e.output)
 
 

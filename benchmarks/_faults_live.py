@@ -1,4 +1,4 @@
-"""Rows about ranks that die, stop, are slow, or raise: how soon every living rank knows, and what it is told."""
+"""Rows about ranks that die, stop, are slow, or raise: the delay until every living rank knows, and its error."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _KNOWN_BY = {"MESHWRIGHT_LIMIT": f"{_STOP_LIMIT:g}"}
 
 
 def hold_lock(seconds: float) -> None:
-    """Hold Python's global interpreter lock in one call that does not let go."""
+    """Hold Python's global interpreter lock in one call that does not release it."""
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))
 
 
 def steps_of_pairs(folder: str) -> None:
-    """Compute; rank 1 says that it is ready, and waits for its end; all others then meet it for the first time."""
+    """Compute; rank 1 reports that it is ready and waits for its end; then all other ranks communicate with it."""
     here, ready = init_process(backend="gloo"), Path(folder) / "ready"
     if here.rank == 1:
         ready.touch()
@@ -42,7 +42,7 @@ def steps_of_pairs(folder: str) -> None:
 
 
 def endless_steps(folder: str, size: str = "4") -> None:
-    """All-reduce until an error; every rank says once that it has begun."""
+    """All-reduce until an error; every rank reports once that it has begun."""
     here = init_process(backend="gloo")
     group, x = tuple(range(here.size)), torch.ones(int(size))
     for step in range(1_000_000):
@@ -53,7 +53,7 @@ def endless_steps(folder: str, size: str = "4") -> None:
 
 
 def one_rank_holds_the_lock(folder: str, seconds: str) -> None:
-    """Steps in the middle of which rank 1 answers nothing for a long time, though its process runs."""
+    """Run steps in the middle of which rank 1 does not respond for a long time, although its process runs."""
     here = init_process(backend="gloo")
     group = tuple(range(here.size))
     for step in range(6):
@@ -65,7 +65,7 @@ def one_rank_holds_the_lock(folder: str, seconds: str) -> None:
 
 
 def slow_steps(folder: str, turns: str) -> None:
-    """Steps in which rank 1 takes 200 ms more, or ranks 0 and 1 in turn; prints what the ranks say of each other."""
+    """Run steps in which rank 1, or ranks 0 and 1 in turn, take 200 ms more; print the ranks' reports of each other."""
     here = init_process(backend="gloo")
     group = tuple(range(here.size))
     with warnings.catch_warnings(record=True) as heard:
@@ -83,7 +83,7 @@ def slow_steps(folder: str, turns: str) -> None:
 
 
 def raises_on_one(folder: str) -> None:
-    """Steps of which one raises on rank 1."""
+    """Run steps of which one raises an error on rank 1."""
     here = init_process(backend="gloo")
     for step in range(20):
         if step == 5 and here.rank == 1:
@@ -92,7 +92,7 @@ def raises_on_one(folder: str) -> None:
 
 
 def killed_in_forward() -> Verdict:
-    """SIGKILL of a rank mid-forward is known on every living rank within 5 s, where the pair had never met too."""
+    """SIGKILL of a rank mid-forward is known on every living rank within 5 s, also without earlier communication."""
     words = ("DeadPeerError", "rank 1 is dead", "all_reduce(sum, float32, (4,))")
     verdicts = [phase(where, signal.SIGKILL) for where in ("in the memory", "while the backend opens")]
     for function, files in (("steps_of_pairs", ["ready"]), ("endless_steps", ["ready.0", "ready.1", "ready.2"])):
@@ -116,7 +116,7 @@ def stopped() -> Verdict:
 
 
 def slow_rank() -> Verdict:
-    """A rank that takes 200 ms more a step is named by a report, without failure; ranks that take turns are not."""
+    """A rank that takes 200 ms more per step is named by a report, without failure; ranks that take turns are not."""
     said: dict[str, dict[str, Any]] = {}
 
     def look(run: Ranks) -> None:
@@ -136,7 +136,7 @@ def slow_rank() -> Verdict:
 
 
 def raised_on_one_rank() -> Verdict:
-    """An exception in user code on one rank ends all ranks within 5 s, and each says which rank began."""
+    """An exception in user code on one rank ends all ranks within 5 s, and each names the rank that began."""
     with tempfile.TemporaryDirectory() as folder:
         ended = run_ranks(f"{_HERE}:raises_on_one", 3, each=lambda rank: {"MESHWRIGHT_RECORDS": folder}, limit=60)
         written = _written(folder)
@@ -148,7 +148,7 @@ def raised_on_one_rank() -> Verdict:
 
 
 def _known(function: str, files: list[str], number: signal.Signals) -> tuple[list[Ended], Records]:
-    """Return the end of three ranks of which rank 1 gets a signal once the files are there, and their records."""
+    """Return the end of three ranks and their records; rank 1 gets a signal as soon as the files exist."""
     at: list[float] = []
 
     def fault(run: Ranks) -> None:
@@ -169,7 +169,7 @@ Records = dict[str, tuple[float, int]]
 
 
 def _written(folder: str) -> Records:
-    """Return the records in a folder; a rank writes its own when it knows."""
+    """Return the records in a folder; a rank writes its record when it knows of the fault."""
     found = {path.name: json.loads(path.read_text()) for path in Path(folder).rglob("rank-*.json")}
     return {name: (each["written"], len(each["calls"])) for name, each in found.items()}
 

@@ -1,4 +1,4 @@
-"""Rows 7, 8, 9 and 29: damaged, hostile, unfitting and unanswering files, read by two ranks."""
+"""Rows 7, 8, 9 and 29: files that are damaged, hostile, do not fit, or never return data, read by two ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _state(zero: bool) -> dict[str, Any]:
 
 
 def _tried(path: Path) -> CheckpointError | None:
-    """Load, and return the error; AssertionError where an error has no four parts, or something was loaded."""
+    """Load, and return the error; AssertionError if an error lacks one of the four parts, or something was loaded."""
     state, error = _state(zero=True), None
     try:
         mw.load_state_dict(state, path)
@@ -49,7 +49,7 @@ def _tried(path: Path) -> CheckpointError | None:
 
 
 def reads_damaged(folder: str) -> None:
-    """Load every form under every damage, which rank 0 makes; print those that nothing told of."""
+    """Load every form under every damage, which rank 0 makes; print the damages that raised no error."""
     rank = mw.init_process().rank
     count, silent = 0, list[str]()
     for form in FORMS:
@@ -76,14 +76,14 @@ def _meet() -> None:
 
 
 def _said(ended: list[Ended]) -> Any:
-    """Return the JSON that rank 0 printed. AssertionError where a rank failed."""
+    """Return the JSON that rank 0 printed. AssertionError if a rank failed."""
     for one in ended:
         assert one.status == 0, one.output[-1500:]
     return json.loads(ended[0].output.splitlines()[-1])
 
 
 def damaged_files() -> Verdict:
-    """Flips, truncation, missing, exchanged and foreign files in all three forms: every one is told."""
+    """Flips, truncation, missing, exchanged and foreign files in all three forms: every one is reported."""
     told = _said(run_ranks("benchmarks._faults_reads:reads_damaged", 2, limit=LIMIT))
     return Verdict(
         not told["silent"], f"{told['count'] - len(told['silent'])} of {told['count']}; {told['silent'][:3]}"
@@ -96,7 +96,7 @@ class _Code:
 
 
 def _hostile() -> dict[str, Callable[[Path], object]]:
-    """Return what makes a folder hostile, by name."""
+    """Return every kind of hostile content of a folder, by name."""
     import pickle
 
     def put(name: str, data: bytes) -> Callable[[Path], object]:
@@ -124,7 +124,7 @@ def _hostile() -> dict[str, Callable[[Path], object]]:
 
 
 def reads_hostile(folder: str) -> None:
-    """Load every hostile folder; print the growth of memory, the longest time, and what was not refused."""
+    """Load every hostile folder; print the growth of memory, the longest time, and the folders that were accepted."""
     mw.init_process()
     worst, accepted, rank = 0.0, list[str](), mw.get_rank()
     places = {name: Path(folder, f"{rank}.{n}") for n, name in enumerate(_hostile())}
@@ -159,7 +159,7 @@ def _peak() -> int:
 
 
 def hostile_files() -> Verdict:
-    """Pickles with code, deep and wide JSON, huge sizes, links to devices: refused, below 100 MB, nothing is run."""
+    """Pickles with code, deep and wide JSON, huge sizes, links to devices: refused, below 100 MB, no code is run."""
     told = _said(run_ranks("benchmarks._faults_reads:reads_hostile", 1, limit=LIMIT))
     good = not told["accepted"] and not told["ran"] and told["peak"] < LARGEST_PEAK
     return Verdict(
@@ -205,7 +205,7 @@ def unfitting_states() -> Verdict:
 
 
 def reads_dead(folder: str) -> None:
-    """Load from a file system on which rank 1 gets no answer to its third read; then from a FIFO."""
+    """Load from a file system whose third read never returns on rank 1; then from a FIFO."""
     rank = mw.init_process().rank
     path = Path(folder, "one")
     mw.save_state_dict(_state(zero=False), path)
@@ -227,7 +227,7 @@ def reads_dead(folder: str) -> None:
 
 
 def a_dead_file_system() -> Verdict:
-    """A read that never returns, on one rank: an error with the path on all ranks once the limit is over."""
+    """A read that never returns on one rank: an error with the path on all ranks as soon as the limit is over."""
     each = {"MESHWRIGHT_READ_TIMEOUT": f"{READ_LIMIT:g}"}
     ended = run_ranks("benchmarks._faults_reads:reads_dead", 2, each=lambda _: each, limit=LIMIT)
     told = [json.loads(e.output.splitlines()[-1]) for e in ended]

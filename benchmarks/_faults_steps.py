@@ -1,4 +1,4 @@
-"""Rows 17 to 19, 22 and 23: numbers that go wrong on one rank, and layouts that cannot be."""
+"""Rows 17 to 19, 22 and 23: numbers that go wrong on one rank, and impossible layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN, BATCH, STEPS, FAULT_AT = 16, 8, 6, 3
 
 
 def train(folder: str, case: str) -> None:
-    """One rank of a training run in which something goes wrong on rank 1 at step 3."""
+    """Train one rank of a run in which rank 1 fails at step 3, as `case` says."""
     here = mw.init_process()
     torch.manual_seed(0)
     mesh = mw.init_mesh(tp=2) if case.startswith("tp") else mw.init_mesh(dp=2)
@@ -80,7 +80,7 @@ def _damage_sums(lasting: bool) -> None:
 
 
 def layouts(folder: str, case: str) -> None:
-    """One rank that asks for something that cannot be."""
+    """Request an impossible layout on one rank."""
     rank = mw.init_process().rank
     mesh = mw.init_mesh(dp=2)
     mark_fault(folder)
@@ -141,7 +141,7 @@ def flipped() -> Verdict:
 
 
 def corrupted() -> Verdict:
-    """A collective gives a wrong sum: found, and a transient fault is told from one that persists."""
+    """A collective gives a wrong sum: found, and a transient fault is distinguished from one that persists."""
     return _judged("train", SUMS, _sum_told)
 
 

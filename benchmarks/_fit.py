@@ -1,7 +1,7 @@
-"""The constants of the price model that published runs can say something about, found by going along one at a time.
+"""Constants of the cost model, fitted to published runs by coordinate descent.
 
-They are shares and delays of all devices (`Habits`) and, per device, the share of the peak that products and fused
-attention reach. Whoever judges a source by constants fits them without it.
+They are shares and delays of all devices (`Habits`) and, per device, the share of the peak that matrix products and
+fused attention reach. To evaluate a source, fit the constants without its runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMES = {"emptiness": 1.0, "ragged": 1.0, "streamed": 0.95}
 
 @dataclass(frozen=True)
 class Constants:
-    """What may be fitted; a device that no run tells of stays as it is."""
+    """Fitted constants; a device without published runs keeps its values."""
 
     habits: Habits = field(default_factory=Habits)
     reach: tuple[tuple[str, float], ...] = ()
@@ -47,7 +47,7 @@ class Constants:
 
 
 def misfit(constants: Constants, runs: Sequence[Run]) -> float:
-    """The mean of what runs are off by, as a logarithm, each source counted by the root of its runs."""
+    """Return the mean absolute log error of the runs; a source weighs as the square root of its number of runs."""
     counted = {run.source: 0 for run in runs}
     for run in runs:
         counted[run.source] += 1
@@ -60,7 +60,7 @@ def misfit(constants: Constants, runs: Sequence[Run]) -> float:
 
 
 def fitted(runs: Sequence[Run], start: Constants, rounds: int = 2) -> Constants:
-    """The constants that fit best of those that are reached step by step."""
+    """Return the constants that fit best, found by coordinate descent from `start`."""
     best, least = start, misfit(start, runs)
     moves = [*map(_number, NUMBERS), _host]
     devices = sorted({run.cluster.device.name for run in runs})
@@ -80,7 +80,7 @@ Move = Callable[[Constants, float], Constants]
 def _walked(
     best: Constants, least: float, move: Move, runs: Sequence[Run], own: Sequence[Run]
 ) -> tuple[Constants, float]:
-    """The best of a few steps along one constant, seen by the runs that it touches."""
+    """Return the best of a few steps along one constant, judged by `own`, the runs that the constant affects."""
     base = misfit(best, own)
     tried = [(misfit(c, own), n, c) for n, c in enumerate(move(best, step) for step in STEPS)]
     value, _, found = min(tried, key=lambda t: t[:2])

@@ -1,4 +1,4 @@
-"""Functions of the package that open a file or parse a text, found in its source, and those that no case covers."""
+"""Functions of the package that open a file or parse a text, found in its source, and those without a hostile case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile cases in forked children: what each does is an error of ours, or it is counted with its reason."""
+"""Hostile cases in forked children: a case passes if it gives a result or one of our errors; others are counted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GUARD = b"nothing writes here\n"
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A case that went wrong: which, how (crash, hang, outside or memory), and what was seen."""
+    """A failed case: its name, the kind of failure (crash, hang, outside or memory), and the observation."""
 
     reader: str
     number: int
@@ -44,7 +44,7 @@ class Bad:
 
 
 def run_reader(reader: Reader, seed: int, numbers: Sequence[int]) -> Iterator[Bad]:
-    """Yield the cases of the reader that went wrong."""
+    """Yield the failed cases of the reader."""
     left = list(numbers)
     while left:
         batch, left = left[:BATCH], left[BATCH:]
@@ -54,7 +54,7 @@ def run_reader(reader: Reader, seed: int, numbers: Sequence[int]) -> Iterator[Ba
 
 
 def _batch(reader: Reader, seed: int, batch: Sequence[int]) -> tuple[int, list[Bad]]:
-    """Return how many cases of the batch ran in a child, and those that went wrong."""
+    """Return how many cases of the batch ran in a child, and the failed ones."""
     sys.stdout.flush()
     sys.stderr.flush()
     hear, tell = os.pipe()
@@ -99,7 +99,7 @@ def _heard(reader: Reader, batch: Sequence[int], hear: int, child: int) -> tuple
 
 
 def _child(reader: Reader, seed: int, batch: Sequence[int], tell: int) -> None:
-    """Run the cases, and tell of each when it begins and how it ended."""
+    """Run the cases, and report the beginning and the end of each."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
@@ -122,7 +122,7 @@ def _child(reader: Reader, seed: int, batch: Sequence[int], tell: int) -> None:
 
 
 def _judged(act: Any) -> tuple[str, str]:
-    """Return `fine`, or what went wrong and what was seen."""
+    """Return `fine`, or the kind of failure and the observation."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _status("VmRSS")
@@ -137,7 +137,7 @@ def _judged(act: Any) -> tuple[str, str]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """True for an error with four parts, or one of the command line that says what to write."""
+    """True for an error with four parts, or an error of the command line with a remedy."""
     from meshwright.cli.console.parser import UsageError
     from meshwright.layout import MeshwrightError
 
@@ -152,13 +152,13 @@ def _place(error: BaseException) -> str:
 
 
 def _status(name: str) -> int:
-    """Return a number of kilobytes of this process."""
+    """Return a number of kilobytes from the status of this process."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(name))
 
 
 def _watch(root: Path) -> list[str]:
-    """Return a list that takes the names of what is written, started or unpickled outside `root`."""
+    """Return a list that takes the names of everything written, started or unpickled outside `root`."""
     touched = list[str]()
     inside, quiet = os.path.realpath(root), (f"/proc/{os.getpid()}/clear_refs", "/dev/null")
 

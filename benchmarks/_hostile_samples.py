@@ -1,4 +1,4 @@
-"""Good samples of everything that is read, and the functions that read it."""
+"""Good samples of every input that the package reads, and the functions that read them."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def load_programs(place: Path) -> Any:
 
 
 def find_kept(place: Path) -> Any:
-    """Look for kept programs in a folder."""
+    """Look up stored programs in a folder."""
 
     def go() -> None:
         model = _static()._builder.model

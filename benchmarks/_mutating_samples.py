@@ -53,7 +53,7 @@ class Call:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Names of the arguments that the schema marks as written."""
+        """Return the names of the arguments that the schema marks as written."""
         return tuple(a.name for a in self.op._schema.arguments if is_written(a))
 
     def fresh(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ GRADIENTS, GRADIENT = 4, 8 * 1024 * 1024
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The worst ratio over all sizes of our time to Gloo's."""
+    """Return the figure: the worst ratio over all sizes of our time to Gloo's."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "figures.json"
         status = launch([__file__, str(path), "8" if quick else "40"], 2, timeout=300)
@@ -47,7 +47,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """µs of one call, for each of the ways, and our share of Gloo's."""
+    """Return µs of one call for each of the methods, and our share of Gloo's time."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -61,7 +61,7 @@ def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
 
 
 def results_kept(communicator: Communicator, rounds: int) -> dict[str, float]:
-    """µs of a call whose result is kept beside others: in new memory, and in that of its operand."""
+    """Return µs of a call whose result is kept: in new memory, and in the memory of its operand."""
     found: dict[str, list[float]] = {"in new memory": [], "over the operand": []}
     for _ in range(rounds):
         for name, times in found.items():
@@ -75,7 +75,7 @@ def results_kept(communicator: Communicator, rounds: int) -> dict[str, float]:
 
 
 def main(path: str, rounds: int) -> None:
-    """One of the two processes."""
+    """Run one of the two processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     communicator = init_process(backend="gloo")

@@ -38,7 +38,7 @@ CLOSE = 1e-6
 
 
 def state_of(step: int, lay: bool) -> dict[str, Any]:
-    """A state whose every number is known from its step."""
+    """Return a state whose numbers all follow from its step."""
     whole = {
         "w": torch.arange(40_000.0).reshape(200, 200) + step,
         "b": torch.full((1_001,), float(step)),
@@ -50,7 +50,7 @@ def state_of(step: int, lay: bool) -> dict[str, Any]:
 
 
 def write_on(folder: Path, step: int, tell: int) -> None:
-    """Four ranks save step after step until they are killed; `tell` hears of each that is complete."""
+    """Save step after step on four ranks until the process is killed; write each complete step to the pipe `tell`."""
 
     def program() -> None:
         at = step
@@ -67,7 +67,7 @@ def write_on(folder: Path, step: int, tell: int) -> None:
 
 
 def killed(folder: Path, seed: int) -> dict[str, bool]:
-    """One writer's life and death, and what is there afterwards."""
+    """Start a writer, kill it, and return whether it died while writing and whether the checkpoint is right."""
     latest = mw.latest_checkpoint(folder)
     before = open_checkpoint(latest).values["step"] if latest else 0
     hear, tell = os.pipe()
@@ -89,7 +89,7 @@ def killed(folder: Path, seed: int) -> dict[str, bool]:
 
 
 def loads(folder: Path, told: int) -> bool:
-    """Whether the latest complete step is one that was told of, or a later one, and holds its numbers."""
+    """True if the latest complete step is `told` or a later one, and has the right numbers."""
     state = {name: torch.zeros_like(x) if isinstance(x, Tensor) else 0 for name, x in state_of(1, lay=False).items()}
     try:
         mw.load_state_dict(state, folder)
@@ -114,7 +114,7 @@ def all_killed(count: int) -> dict[str, int]:
 
 
 def harms(folder: Path, flips: int, cuts: int) -> dict[str, Callable[[Path], Any]]:
-    """Every damage by name, each of a folder like this one."""
+    """Return all damages by name, each a function of a folder like this one."""
     draw = random.Random(0)
     files = sorted(path.name for path in folder.iterdir())
     found: dict[str, Callable[[Path], Any]] = {}
@@ -141,7 +141,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def is_told(folder: Path) -> bool:
-    """Whether two ranks refuse the checkpoint together, and have loaded nothing."""
+    """True if two ranks refuse the checkpoint together, and have loaded nothing."""
     pair = mw.ProcessMesh([0, 1], ["x"])
     left: list[Tensor] = []
 
@@ -199,7 +199,7 @@ def marked(way: str) -> Llama:
 
 
 def train(way: str, folder: Path, first: bool) -> list[float]:
-    """The losses after the checkpoint, by the run that wrote it or by one that goes on."""
+    """Return the losses after the checkpoint, of the run that wrote it or of one that resumes."""
     torch.manual_seed(0 if first else 99)
     model = marked(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -220,7 +220,7 @@ def train(way: str, folder: Path, first: bool) -> list[float]:
 
 
 def other_meshes() -> dict[str, float]:
-    """The largest relative difference of the next losses, by the mesh that goes on."""
+    """Return the largest relative difference of the next losses, by the mesh that resumes."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         expected = mw.simulate(train, 4, "dp x tp", folder, True)[0]
@@ -235,7 +235,7 @@ def other_meshes() -> dict[str, float]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many writers left nothing to load, and how many damages were not told; both must be none."""
+    """Return the figure: the writers that left nothing to load, and the undetected damages; both must be none."""
     torch.set_num_threads(1)
     dead = all_killed(20 if quick else KILLS)
     hurt = all_damaged(20 if quick else FLIPS, 10 if quick else CUTS)

@@ -66,7 +66,7 @@ AS_PROCESSES = (
 
 @dataclass(frozen=True)
 class Line:
-    """A command line, its exit code, and words that the answer has."""
+    """A command line, its expected exit code, and words that the output must have."""
 
     text: str
     code: int
@@ -221,14 +221,14 @@ LINES = [*(Line(f"{name} --help", 0, "usage:") for name in COMMANDS), *TYPED]
 
 
 def make_files(folder: Path) -> None:
-    """The files that the lines speak of."""
+    """Write the files that the lines mention."""
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
 
 
 def wrong(line: Line, folder: Path) -> str:
-    """What is wrong with the answer to a line; nothing where all is as it should be."""
+    """Return the fault of the response to a line, or ""."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -239,7 +239,7 @@ def wrong(line: Line, folder: Path) -> str:
 
 
 def judged(line: Line, code: int, out: str, err: str) -> str:
-    """The first fault of an answer: the code, a traceback, words that it lacks, no remedy, or more than one message."""
+    """Return the first fault: exit code, traceback, missing words, no remedy, or more than one message."""
     said = out if line.code == OK else err
     faults = {
         f"exit code {code} instead of {line.code}": code != line.code,
@@ -253,7 +253,7 @@ def judged(line: Line, code: int, out: str, err: str) -> str:
 
 
 def wrong_processes(folder: Path) -> Iterator[str]:
-    """The same of lines that are processes of their own."""
+    """Yield the same faults for lines that run as processes of their own."""
     known = {line.text: line for line in LINES}
     for text in AS_PROCESSES:
         words = [word.format(f=folder) for word in text.split()]
@@ -264,7 +264,7 @@ def wrong_processes(folder: Path) -> Iterator[str]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many lines get a wrong answer."""
+    """Return the figure: the number of lines with a wrong response."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder)

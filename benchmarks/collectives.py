@@ -22,7 +22,7 @@ GIGA = 1e9
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The median of how far off the prices are."""
+    """Return the figure: the median error of the predicted times."""
     rows = json.loads(ROWS.read_text())
     off = {named(row): priced(row) / row["bus_gbs"] - 1 for row in rows}
     large = [abs(off[named(row)]) for row in rows if row["bytes"] >= LARGE]
@@ -42,7 +42,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def priced(row: Mapping[str, Any]) -> float:
-    """GB/s as the price has it."""
+    """Return the predicted bandwidth in GB/s."""
     cluster, network, n = cluster_of(row["device"]), row.get("network"), row["ranks"]
     if isinstance(network, str):
         cluster = replace(cluster, outside=link_of(network))

@@ -24,7 +24,7 @@ FACTOR = 1.25
 
 
 class Mixture(nn.Module):
-    """A router, and experts of two matrices each."""
+    """A router, and experts with two matrices each."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def places(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor
 
 
 def received(way: str, tokens: int) -> list[int]:
-    """Bytes that each rank receives in a step."""
+    """Return the bytes that each rank receives in a step."""
     import meshwright as mw
     from meshwright.comm import current_communicator
 
@@ -103,7 +103,7 @@ def received(way: str, tokens: int) -> list[int]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: how many times the bytes of rows that travel the other ways move, at the busiest rank."""
+    """Return the figure: bytes of the other methods divided by those of travelling rows, at the busiest rank."""
     sizes = (64, 256) if quick else (64, 256, 1024, 4096)
     found = {tokens: {way: received(way, tokens) for way in WAYS} for tokens in sizes}
     busiest = {tokens: {way: max(each) for way, each in ways.items()} for tokens, ways in found.items()}

@@ -1,9 +1,9 @@
 """Cost of the checks between ranks: share of a small training step, and time of single all-reduces.
 
-Two real processes make training steps of a Llama (2 layers of 256, 4 rows of 64 tokens a rank, AdamW) with all checks
-and without any, in short blocks that alternate in one run, so that both see the same machine. The checks are the
-comparison of calls and of what they are for, of replicas, and of gradients for numbers that are not finite. Each figure
-is the first quartile of its blocks, since whatever else the machine does only ever adds.
+Two real processes make training steps of a Llama (2 layers of 256, 4 rows of 64 tokens a rank, AdamW), with all checks
+and without any. Short blocks of both alternate in one run, so that both see the same machine. The checks compare calls
+and their purposes, compare replicas, and test gradients for numbers that are not finite. Each figure is the first
+quartile of its blocks, because other work on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def checks(communicator: ProcessCommunicator, on: bool) -> Generator[None]:
-    """Make all checks inside, or none."""
+    """Turn all checks on, or all off, inside the context."""
     follow(on)
     mw.check_steps("stop" if on else "off", replicas=None if on else 0)
     with communicator.checking("every" if on else "off"):
@@ -108,7 +108,7 @@ def call_times(communicator: ProcessCommunicator, elements: int, rounds: int) ->
 
 
 def main(path: str, rounds: int) -> None:
-    """One of the two processes."""
+    """Run one of the two processes."""
     communicator = init_process(backend="gloo")
     assert isinstance(communicator, ProcessCommunicator)
     steps = {name: share_of(communicator, made(name == "static"), rounds) for name in ("eager", "static")}

@@ -2,8 +2,8 @@
 
 Each class of `torch.optim` makes steps with every implementation (foreach, fused, capturable, differentiable) and
 every choice of its constructor, on parameters and gradients in various layouts. Parameters and states are compared on
-every rank after every step, so that replicas that drift apart are found. If one device raises an error, the mesh must
-raise the same error. `_optimizer_company` adds programs around an optimizer's step.
+every rank after every step, so that diverging replicas are found. If one device raises an error, the mesh must raise
+the same error. `_optimizer_company` adds programs around an optimizer's step.
 
     python -m benchmarks.optimizers                    the figure
     python -m benchmarks.optimizers --class Adam       the failures of one class

@@ -1,8 +1,8 @@
 """The report of a plan in a real browser, by width, colour scheme, keyboard and screen reader: faults.
 
-Every page is opened from a file, as `meshwright explain --html` writes it. A fault is a line in the console, a request
-to anywhere, a page that scrolls sideways, a table or a picture without words, something that keys do not reach, or
-letters that are small, or do not stand out from what is behind them.
+Every page is opened from a file, as `meshwright explain --html` writes it. These are faults: a line in the console, a
+request to any address, a page that scrolls sideways, a table or a picture without words, an element that keys do not
+reach, and letters that are small or have too little contrast.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def of_module() -> Account:
 
 
 def trained(pipeline: bool) -> Any:
-    """A model that was trained for a step on four simulated ranks, as rank 0 has it."""
+    """Return a model after a training step on four simulated ranks, as on rank 0."""
 
     def train() -> Any:
         torch.manual_seed(0)
@@ -104,7 +104,7 @@ def trained(pipeline: bool) -> Any:
 
 
 def evil() -> Account:
-    """Every text is a piece of a page, in one long word."""
+    """Return an account whose texts are all pieces of HTML, in one long word."""
     table = replace(one_f_one_b(2, 2), name=EVIL)
     return Account(
         EVIL,
@@ -137,7 +137,7 @@ ACCOUNTS: dict[str, Callable[[], Account]] = {
 
 
 def written(folder: Path) -> dict[str, Path]:
-    """Pages as files: one by the command line, and one of each account, with and without what was measured."""
+    """Return pages as files: one by the command line, and one per account, with and without measurements."""
     config, plan, report = folder / "config.json", folder / "plan.toml", folder / "report.html"
     config.write_text(json.dumps(CONFIG))
     plan.write_text(PLAN)
@@ -154,7 +154,7 @@ def written(folder: Path) -> dict[str, Path]:
 
 
 def faults(b: Browser, path: Path, width: int, dark: bool) -> Iterator[str]:
-    """What is wrong with a page in a window of so many pixels."""
+    """Yield the faults of a page in a window of so many pixels."""
     b.open(path.as_uri(), width, dark)
     yield from by_keys(b)
     b.value(OPEN_ALL)
@@ -164,7 +164,7 @@ def faults(b: Browser, path: Path, width: int, dark: bool) -> Iterator[str]:
 
 
 def happened(b: Browser, path: Path) -> Iterator[str]:
-    """What the browser wrote into its console, and what it asked for beside the file."""
+    """Yield what the browser wrote into its console, and its requests beside the file."""
     for event in b.events:
         told = event["params"]
         if event["method"] != "Network.requestWillBeSent":
@@ -174,7 +174,7 @@ def happened(b: Browser, path: Path) -> Iterator[str]:
 
 
 def by_keys(b: Browser) -> Iterator[str]:
-    """Tab goes through all that there is, from the top down; keys open what is folded, and scroll what is wide."""
+    """Yield the faults of the keyboard: Tab reaches everything from the top down; keys unfold and scroll elements."""
     there, seen = b.value(REACHABLE), list[int]()
     for _ in range(there):
         b.press(*TAB)
@@ -192,7 +192,7 @@ def by_keys(b: Browser) -> Iterator[str]:
 
 
 def heard(b: Browser) -> Iterator[str]:
-    """What a screen reader is told: everything of these kinds has a name."""
+    """Yield the elements without a name for a screen reader; all elements of these kinds need one."""
     for node in b.tell("Accessibility.getFullAXTree")["nodes"]:
         role = node.get("role", {}).get("value")
         if role in NAMED and not node["ignored"] and not node.get("name", {}).get("value", "").strip():
@@ -200,7 +200,7 @@ def heard(b: Browser) -> Iterator[str]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many faults a browser finds in all the pages."""
+    """Return the figure: the number of faults in all the pages."""
     path = found()
     wrong, shown = list[str](), 0
     with tempfile.TemporaryDirectory() as name:

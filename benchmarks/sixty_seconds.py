@@ -1,4 +1,4 @@
-"""Seconds of a newcomer's first steps in an empty environment: the README's installation, its lines and its commands.
+"""Seconds of a newcomer's first steps in an empty environment: installation, lines and commands of the README.
 
 The repository is cloned, and each step is taken as the README prints it; there are no others. pip may use its cache.
 The time limit applies to what comes before the two commands of developers.

@@ -3,13 +3,13 @@
     python -m benchmarks soak              20,000 steps on two processes, then 1,000 on four simulated ranks
     python -m benchmarks.soak 2000         so many steps on processes, and a twentieth of them on simulated ranks
 
-Blocks of eager and static steps alternate, and each block starts from the checkpoint that the other one wrote. Some
-hundreds of batch and sequence sizes come and go; in the first fifth of a run each of them comes once, which fills the
-caches. The growth is that of a straight line through the resident sets afterwards, each taken after a full garbage
+Blocks of eager and static steps alternate. Each block starts from the checkpoint that the other one wrote. There are
+some hundreds of batch and sequence sizes. Each of them comes once in the first fifth of a run, which fills the caches.
+The growth is that of a straight line through the later samples of resident memory, each taken after a full garbage
 collection.
 
-The figure is that of the processes. The run on simulated ranks also makes a new model every few loads; its growth, in
-the details, includes what outlives a model, and caches that new models of the short run still fill.
+The figure is that of the processes. The run on simulated ranks also makes a new model every few loads. Its growth is
+in the details; it includes memory that outlives a model, and caches that new models of the short run still fill.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def figure(steps: int) -> dict[str, Any]:
 
 
 def seen(function: str, processes: int, steps: int) -> list[dict[str, Any]]:
-    """Return what each process saw. RuntimeError where one of them failed."""
+    """Return the samples of each process. RuntimeError if one of them failed."""
     found: list[dict[str, Any]] = []
 
     def read(run: Any) -> None:
@@ -76,7 +76,7 @@ def seen(function: str, processes: int, steps: int) -> list[dict[str, Any]]:
 
 
 def summary(told: dict[str, Any]) -> dict[str, Any]:
-    """Return the growth of one process, its first and last sample, and the caches that hold anything."""
+    """Return the growth of one process, its first and last sample, and the caches that are not empty."""
     samples: list[dict[str, Any]] = told["samples"]
     used = {name: f"{n} of {most}" for name, (n, most) in told["caches"].items() if n}
     blocks = growth(samples, "blocks")

@@ -4,8 +4,8 @@
     python -m benchmarks.stale --only dict hook      kinds of these themes, or with these words in their names
 
 Every kind is trained eagerly on one device, and statically on one simulated rank; some also statically on two ranks
-with a sharded batch. Two more trainings keep programs on disk: one makes a new static model after each change, and the
-next one has a single static model. Both load programs that were kept before. Losses, parameters and buffers must be
+with a sharded batch. Two more trainings store programs on disk: one makes a new static model after each change, and the
+next one has a single static model. Both load programs that were stored before. Losses, parameters and buffers must be
 equal. A kind may be refused by a MeshwrightError instead.
 `_stale_kinds` has the table of kinds. A kind that does not change the eager numbers is an error of the kind.
 """
@@ -180,7 +180,7 @@ def examine(kind: Kind, factors: Sequence[float] = FACTORS) -> Finding:
 
 @contextmanager
 def programs_kept() -> Generator[None]:
-    """Keep recorded programs in a folder inside the context."""
+    """Store recorded programs in a folder inside the context."""
     before = os.environ["MESHWRIGHT_PROGRAMS"]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MESHWRIGHT_PROGRAMS"] = folder
@@ -220,7 +220,7 @@ def _outcome_of(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the class and the first line of an error, and of a MeshwrightError also what was found."""
+    """Return the class and the first line of an error, and the "found" part of a MeshwrightError."""
     lines = str(error).splitlines() or [""]
     if isinstance(error, mw.MeshwrightError):
         return f"{lines[0]}, found: {error.found}"[:200]
@@ -238,7 +238,7 @@ HIDDEN, BATCH, LENGTH, LAYERS = 256, 4, 8, 2
 
 
 class Block(nn.Module):
-    """A transformer block that reads a setting, as models do."""
+    """A transformer block that reads a setting, as typical models do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """One rank's training step of a Llama-style model, written by hand with torch.distributed and torch.compile.
 
-The cuts are Megatron's (Shoeybi et al. 2019): over the mesh axis "tp" the matrices into a branch are cut by columns,
-those out of it by rows, embedding and loss by vocabulary; over "dp" the batch is cut. Forward pass, backward pass,
-sums of gradients and AdamW are one compiled graph. q, k and v are one matrix, gate and up another.
+The shardings are Megatron's (Shoeybi et al. 2019). Over the mesh axis "tp", matrices into a branch are sharded by
+columns, matrices out of it by rows, embedding and loss by vocabulary. Over "dp" the batch is sharded. Forward pass,
+backward pass, sums of gradients and AdamW are one compiled graph. q, k and v are one matrix, gate and up another.
 
 Shapes: b batch, s sequence, d hidden, h heads, k key-value heads, e head size, o any output, v the rank's vocabulary,
 n = b s.
@@ -33,7 +33,7 @@ carry = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """Numbers of the optimizer, as torch.optim.AdamW names them."""
+    """Parameters of the optimizer, with the names of torch.optim.AdamW."""
 
     lr: float
     betas: tuple[float, float]
@@ -41,7 +41,7 @@ class AdamW:
     weight_decay: float
 
     def update(self, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor) -> None:
-        """One step in place (Loshchilov and Hutter 2019); `step` counts from 1."""
+        """Update the weight in place by one step (Loshchilov and Hutter 2019); `step` counts from 1."""
         one, two = self.betas
         mean.lerp_(grad, 1 - one)
         square.mul_(two).addcmul_(grad, grad, value=1 - two)
@@ -50,7 +50,7 @@ class AdamW:
 
 
 def one_graph(step: Callable[..., Tensor], cpp_wrapper: bool) -> Callable[..., Tensor]:
-    """`step`, with the backward pass inside it, as one graph without guards and without checks of sizes.
+    """Return `step`, with the backward pass inside it, as one graph without guards and without checks of sizes.
 
     With `cpp_wrapper` it is called from C++; Inductor can do so where all-reduce is the only collective (torch 2.13).
     """
@@ -69,7 +69,7 @@ def one_graph(step: Callable[..., Tensor], cpp_wrapper: bool) -> Callable[..., T
 
 
 class Axis(NamedTuple):
-    """One mesh axis, as this rank sees it."""
+    """One mesh axis from the view of this rank."""
 
     group: str
     size: int
@@ -84,7 +84,7 @@ class Axis(NamedTuple):
 
 
 def started(x: Tensor, group: str) -> Tensor:
-    """The sum over the group, on its way: `carry.wait_tensor` must see it before anything else does."""
+    """Start the sum over the group; `carry.wait_tensor` must come before any other use of the result."""
     return carry.all_reduce(x.contiguous(), "sum", group)
 
 
@@ -93,7 +93,7 @@ def summed(x: Tensor, group: str) -> Tensor:
 
 
 class Leave(torch.autograd.Function):
-    """The end of a cut branch: forward the sum over the ranks, backward nothing."""
+    """The end of a sharded branch: forward the sum over the ranks, backward the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -105,7 +105,7 @@ class Leave(torch.autograd.Function):
 
 
 class ColumnLinear(torch.autograd.Function):
-    """The start of a cut branch: backward, the input's gradient travels while the weight's is computed."""
+    """The start of a sharded branch: in backward, the input's gradient is sent while the weight's is computed."""
 
     @staticmethod
     def forward(ctx: Any, x_bsd: Tensor, w_od: Tensor, group: str) -> Tensor:
@@ -122,7 +122,7 @@ class ColumnLinear(torch.autograd.Function):
 
 
 class StartSum(torch.autograd.Function):
-    """Forward nothing, backward the sum over the ranks, started and not awaited."""
+    """Forward the identity, backward the sum over the ranks, started and not awaited."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, group: str) -> Tensor:
@@ -135,7 +135,7 @@ class StartSum(torch.autograd.Function):
 
 
 class VocabularyLoss(torch.autograd.Function):
-    """Mean cross entropy of logits that are cut by vocabulary, with one exchange of three numbers a token."""
+    """Mean cross entropy of logits that are sharded by vocabulary, with one exchange of three numbers per token."""
 
     @staticmethod
     def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor, group: str, size: int, rank: int) -> Tensor:
@@ -164,7 +164,7 @@ class VocabularyLoss(torch.autograd.Function):
 
 
 class BlockWeights(NamedTuple):
-    """A rank's part of one layer; the norms are whole."""
+    """A rank's part of one layer; the norms are replicated."""
 
     norm1: Tensor
     qkv: Tensor
@@ -187,7 +187,7 @@ class Weights(NamedTuple):
 
 
 def cut(model: Llama, tp: Axis) -> Weights:
-    """This rank's part of the weights of a whole model."""
+    """Return this rank's part of the weights of a whole model."""
 
     def columns(*linears: Any) -> Tensor:
         return _parameter(torch.cat([tp.part(linear.weight) for linear in linears]))
@@ -263,7 +263,7 @@ class RankLlama:
         return x_bsd if self.tp.size == 1 else Leave.apply(x_bsd, self.tp.group)
 
     def use(self, weight: Tensor) -> Tensor:
-        """The weight; a large one's gradient starts on its way to the other parts of the batch at once."""
+        """Return the weight; the sum of a large weight's gradient over "dp" starts as soon as the gradient exists."""
         return StartSum.apply(weight, self.dp.group) if travels_alone(weight, self.dp) else weight
 
 
@@ -284,7 +284,7 @@ def travels_alone(weight: Tensor, dp: Axis) -> bool:
 
 
 def averaged(loss: Tensor, grads: Sequence[Tensor], dp: Axis) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients over all parts of the batch; large gradients are on their way already."""
+    """Return loss and gradients over all parts of the batch; the sums of large gradients have started already."""
     if dp.size == 1:
         return loss, list(grads)
     small = [loss, *(grad for grad in grads if not travels_alone(grad, dp))]
@@ -298,7 +298,7 @@ def averaged(loss: Tensor, grads: Sequence[Tensor], dp: Axis) -> tuple[Tensor, l
 def training_step(
     whole: Llama, config: LlamaConfig, rope: tuple[Tensor, Tensor], adamw: AdamW, mesh: DeviceMesh
 ) -> Step:
-    """A step of the model that starts with the weights of `whole`; `rope` is cosine and sine [s, e / 2]."""
+    """Return a step of the model that starts with the weights of `whole`; `rope` is cosine and sine [s, e / 2]."""
     rank = RankLlama(config, Axis.of(mesh, "dp"), Axis.of(mesh, "tp"), *rope)
     weights = cut(whole, rank.tp)
     flat = weights.flat()
