@@ -13,4 +13,4 @@ The first line of the module's docstring says what is measured.
 
 import os
 
-os.environ.setdefault("MESHWRIGHT_PROGRAMS", "off")  # what an earlier run recorded is not what this one finds
+os.environ.setdefault("MESHWRIGHT_PROGRAMS", "off")  # do not load programs that an earlier run recorded

@@ -21,7 +21,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe",
 )  # fmt: skip
 PATIENCE = 60.0
-"""Seconds to wait for an answer."""
+"""Seconds to wait for a response."""
 TOLD = {"Network.requestWillBeSent", "Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"}
 """Events that are kept."""
 

@@ -31,7 +31,7 @@ MESHES = (
     *((2,), (3,), (4,), (4,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2)),
     *((1,), (1, 3), (4, 1), (1, 2, 2)),
 )
-LARGEST = 50.0  # values beyond are not drawn
+LARGEST = 50.0  # a program with larger values is rejected
 NUDGE = 1e-7
 
 
@@ -64,7 +64,7 @@ ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Sequence[i
     "with gaps": (lambda x: torch.stack([x, x], -1).flatten(-2), lambda x, shape: x[..., ::2]),
     "expanded": (lambda x: x[:1].clone(), lambda x, shape: x.expand(shape)),
 }
-"""Memory formats of a leaf with two or more dims: how the leaf is made, and the value that the program has of it."""
+"""Memory formats of a leaf with two or more dims: a function that makes the leaf, and one that gives its value."""
 
 
 @dataclass
@@ -747,7 +747,7 @@ OPS: tuple[Op, ...] = tuple(
 )
 
 
-# --- filling holes -----------------------------------------------------------------------------------------------
+# --- filling placeholders ----------------------------------------------------------------------------------------
 
 
 @dataclass

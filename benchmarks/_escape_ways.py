@@ -106,7 +106,7 @@ def accepted(call: Callable[..., Any], candidates: list[tuple[Any, ...]]) -> Ite
         try:
             torch.manual_seed(0)
             call(*given(arguments, plainly))
-        except Exception:  # every kind of refusal
+        except Exception:  # the call may refuse with any error
             continue
         yield arguments
         found += 1
@@ -189,7 +189,7 @@ def _asks(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
         function(*given(arguments, probe))
     except _Asked:
         return True
-    except Exception:  # the function raised an error of its own before it asked
+    except Exception:  # the function raised an error before it called `__torch_function__`
         return False
     return False
 

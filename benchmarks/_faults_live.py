@@ -165,7 +165,7 @@ def _known(function: str, files: list[str], number: signal.Signals) -> tuple[lis
 
 
 Records = dict[str, tuple[float, int]]
-"""By file, when it was written, and how many calls it has."""
+"""By file: time of writing, and number of calls."""
 
 
 def _written(folder: str) -> Records:

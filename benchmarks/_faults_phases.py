@@ -116,7 +116,7 @@ def _time(output: str) -> float:
 
 
 ROWS: dict[int, Row] = {}
-"""None: rows 1 and 3 take some of these phases."""
+"""No rows of its own: rows 1 and 3 run some of these phases."""
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def reads_damaged(folder: str) -> None:
         mw.save_state_dict(_state(zero=False), good, format=form)
         for name, harm in harms(good, FLIPS, CUTS).items():
             if name == f"no {CHECKSUMS}":
-                continue  # then it is as the files of others, of which nothing is known
+                continue  # then the file is like a foreign one, without checksums
             if rank == 0:
                 shutil.rmtree(bad, ignore_errors=True)
                 shutil.copytree(good, bad)
@@ -128,7 +128,7 @@ def reads_hostile(folder: str) -> None:
     mw.init_process()
     worst, accepted, rank = 0.0, list[str](), mw.get_rank()
     places = {name: Path(folder, f"{rank}.{n}") for n, name in enumerate(_hostile())}
-    if os.fork() == 0:  # what the files are made of is not the reader's memory
+    if os.fork() == 0:  # the memory that makes the files does not count as the reader's
         for name, make in _hostile().items():
             places[name].mkdir()
             make(places[name])

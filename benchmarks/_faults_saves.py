@@ -117,7 +117,7 @@ def trains(folder: str, run: str, how: str, on_failed_save: str) -> None:
     def loss(out: Any, labels: Any) -> Any:
         step = next(steps)
         if step in (3, 6):
-            time.sleep(0.3)  # what was begun before is complete
+            time.sleep(0.3)  # saves that began before are complete
             _break(how, rank, step == 3)
         return F.cross_entropy(out, labels)
 
@@ -214,7 +214,7 @@ def two_jobs() -> Verdict:
 
 _SAVES = "benchmarks._faults_saves:saves_on"
 _PATIENCE = 3
-"""Seconds after which a rank gives up a peer that never comes up: the second job's rank 0 cannot."""
+"""Seconds after which a rank gives up a peer that never starts: the second job's rank 0 cannot."""
 
 
 def _end_when_saved(run: Ranks) -> None:

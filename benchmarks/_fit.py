@@ -17,10 +17,10 @@ from ._published import Run
 
 STEPS = (0.8, 0.9, 1.1, 1.25)
 OUTLIER = 0.25
-"""A run that is further off than this counts as if it were only so far: many sources have one."""
+"""Largest error that counts: most sources have one outlier."""
 NUMBERS = ("ramp", "emptiness", "ragged", "streamed", "grouped")
 TIMES = {"emptiness": 1.0, "ragged": 1.0, "streamed": 0.95}
-"""What a share cannot be more than."""
+"""Upper bounds of shares."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from benchmarks._hostile_inputs import ODD_KINDS, put_odd, spoiled, spoiled_data
 ODD = 0.12
 """Share of cases of a file in which the file is of an odd kind."""
 SEALED = 0.5
-"""Share of cases of sealed data in which a value is changed and the seal is made anew."""
+"""Share of cases of sealed data in which a value is changed and the seal is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,14 @@ from benchmarks._hostile_inputs import OUTSIDE
 from benchmarks._hostile_readers import Reader
 
 LIMIT_S, MOST_MB, ROOM_MB = 10.0, 256.0, 1500
-"""Seconds and peak megabytes of a case; address space that a child has beyond what it begins with."""
+"""Seconds and peak megabytes of a case; megabytes of address space that a child gets beyond its initial size."""
 BATCH = 25
 STARTS = frozenset({
     "pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect",
     "ctypes.dlopen",
 })  # fmt: skip
 CHANGES = frozenset({"os.rename", "os.remove", "os.mkdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"})
-"""Events of Python's audit hooks that start something, and that change files."""
+"""Events of Python's audit hooks for new processes, and for changes of files."""
 GUARD = b"nothing writes here\n"
 
 
@@ -124,7 +124,7 @@ def _child(reader: Reader, seed: int, batch: Sequence[int], tell: int) -> None:
 def _judged(act: Any) -> tuple[str, str]:
     """Return `fine`, or the kind of failure and the observation."""
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
     before = _status("VmRSS")
     how, seen = "fine", ""
     try:

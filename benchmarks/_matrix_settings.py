@@ -21,7 +21,7 @@ import meshwright as mw
 STATIC, EAGER = "static", "eager"
 MODES = (EAGER, STATIC)
 SMALL = 16
-"""Tensors of fewer elements are not cut by ZeRO."""
+"""ZeRO does not shard tensors of fewer elements."""
 
 
 @dataclass(frozen=True)

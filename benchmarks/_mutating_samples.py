@@ -34,7 +34,7 @@ NO_TENSORS = "only TorchScript uses it: an operator of lists, dictionaries and g
 UNINITIALISED = "its result is uninitialised memory"
 ONE_DEVICE_REFUSES = "no sample, and one device refuses all arguments that were made from the schema"
 _UNINITIALISED = ("empty", "_ctc_loss", "_convert_indices")
-"""Parts of names of operators with such results; the last two leave some elements as they were."""
+"""Parts of names of operators with uninitialised results; the last two leave some elements unchanged."""
 LIMIT = 200_000  # elements of a recorded call
 PER_OPERATOR = 4
 

@@ -41,7 +41,7 @@ DEVICE = {
     "B200-SXM-180GB": "B200", "B300-SXM-288GB": "B300", "GB200-NVL72": "GB200", "GB300-NVL72": "GB300",
     "MI300X-192GB": "MI300X", "MI325X-256GB": "MI325X", "Ascend-910B-64GB": "Ascend-910B",
 }  # fmt: skip
-"""The rows' device → ours."""
+"""Device in the rows → our name."""
 SHORT = (
     "A100-PCIe",
     "A100",
@@ -58,18 +58,18 @@ SHORT = (
     "MI325X",
     "Ascend-910B",
 )
-"""How the names of rows begin, where they are written otherwise."""
+"""Prefixes of the device names in rows that are spelled differently."""
 PROGRAM: Mapping[str, Software] = {
     "bigscience-workshop/bigscience": DEEPSPEED,
     "2201.11990": DEEPSPEED,
     "deepspeedai/DeepSpeed": DEEPSPEED_ZERO,
-    "NVIDIA-NeMo/Megatron-Bridge": replace(MEGATRON, once=True),  # its recipes choose the dispatcher that does
+    "NVIDIA-NeMo/Megatron-Bridge": replace(MEGATRON, once=True),  # its recipes choose such a dispatcher
     "NVIDIA/NeMo-Framework-Launcher": replace(MEGATRON, fused_attention=False, tensor=1.0),
     "mosaicml/llm-foundry": replace(FSDP, attention=0.7),  # a kernel with a bias for distances
 }
-"""Source → its program, where that does not follow from precision and stage of ZeRO."""
+"""Source → its program, if that does not follow from precision and stage of ZeRO."""
 DIVIDES_SEQUENCES = frozenset({"NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/NeMo"})
-"""Sources whose recipes divide sequences wherever there is tensor parallelism, which their tables do not say."""
+"""Sources whose recipes always shard sequences under tensor parallelism, although their tables do not say so."""
 COMPILED = frozenset({"NVIDIA/JAX-Toolbox", "pytorch/torchtitan"})
 SCHEDULE = {
     None: "1F1B", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved 1F1B", "zb-1p": "ZB-1p", "zb-2p": "ZB-2p",
@@ -84,7 +84,7 @@ class Run:
     name: str
     source: str
     group: str
-    """Runs of the same source that differ in nothing but their plan."""
+    """Runs of the same source that differ in their plan only."""
     model: Transformer
     plan: Plan
     cluster: Cluster
@@ -201,11 +201,11 @@ def usual_cluster(hardware: Mapping[str, Any]) -> Cluster:
 
 
 ROME = 2 * 8 * 25.6 * GIGA
-"""Bytes per second of the memory of a node with two EPYC 7V12: eight channels each of DDR4-3200, as the source says."""
+"""Bytes per second of the memory of a node with two EPYC 7V12, from the source: eight DDR4-3200 channels each."""
 SELECTIVE = {"kwai-partial(mlp act+norm)": 0.08, "minimal_flash": 0.15}
-"""What a source calls its selection of what is computed again → its part of a layer's forward pass."""
+"""A source's name for its selection of recomputed values → their share of a layer's forward pass."""
 ROWWISE = 4.0
-"""How many times as much it costs to find a scale per row as one per tensor."""
+"""Cost of a scale per row relative to a scale per tensor."""
 
 
 def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:

@@ -47,7 +47,7 @@ def fx_norm() -> tuple[Callable[..., Any], Callable[..., Any]]:
         return aten.mul.Tensor(aten.div.Tensor(x, root), w)
 
     def put(x: Any, w: Any, dims: Any, eps: Any) -> Any:
-        return rms_of_last_dim(x, w, eps)  # the shape is not known here: the operator needs a function of its own
+        return rms_of_last_dim(x, w, eps)  # the shape is unknown here, so the operator needs a function
 
     return find, put
 
@@ -92,7 +92,7 @@ def lines(fn: Callable[..., Any]) -> int:
 
 
 Apply = Callable[[Program], int]
-"""Rewrites a program; how often a rule applied."""
+"""A function that rewrites a program, and returns how often a rule applied."""
 
 
 def ours(rules: Sequence[Rewrite]) -> Apply:

@@ -204,7 +204,7 @@ class Case:
     entry: Entry
     flat: list[Any]
     spec: Any
-    grads_of: Callable[[Any], Any]  # brings outputs that are only defined up to a phase into a definite form
+    grads_of: Callable[[Any], Any]  # normalises outputs that are only defined up to a phase
     seed: int
     is_random: bool = False
     outs: Any = None
@@ -305,7 +305,7 @@ def _samples(entry: Entry) -> list[Any]:
     seed_all(0)
     drawn = entry.op.sample_inputs("cpu", entry.dtype, requires_grad=entry.differentiable)
     found: list[Any] = []
-    with contextlib.suppress(Exception):  # some samplers do not stand other sizes: what came so far counts
+    with contextlib.suppress(Exception):  # some samplers fail with other sizes: keep the samples before the failure
         for sample in drawn:
             found.append(sample)
             if len(found) == 200:
@@ -494,7 +494,7 @@ def _differ_tensor(a: torch.Tensor, b: torch.Tensor, slack: float) -> str | None
     if a.dtype != b.dtype:
         return f"{a.dtype}, wanted {b.dtype}"
     a, b = a.detach(), b.detach()
-    if b.dtype is torch.complex32:  # too few operators on the CPU to be compared as it is
+    if b.dtype is torch.complex32:  # the CPU has too few operators to compare it directly
         return _differ_tensor(a.to(torch.complex64), b.to(torch.complex64), 50 * slack)
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return _differ_tensor(a.to_dense(), b.to_dense(), slack)

@@ -27,7 +27,7 @@ WARM = 0.2
 """Part of the run in which every size comes for the first time."""
 SIZES, ROWS, LENGTHS = 300, (2, 32), (2, 32)
 SAME, SAVE, LOAD, REMAKE, KEEP = 20, 100, 200, 7, 3
-"""Steps of one size, between saves, and between loads; loads between new models; checkpoints that are left."""
+"""Steps of one size, steps between saves, steps between loads, loads between new models, checkpoints that stay."""
 SAMPLES = 40
 VOCABULARY, WIDTH, HEADS = 64, 32, 2
 
@@ -178,7 +178,7 @@ def soak(folder: Path, plan: Plan, mesh: mw.ProcessMesh, at_sample: Callable[[in
             if plan.remake and block % plan.remake == 0:
                 trainers[static] = Trainer(mesh, static)
             trainers[static].load(folder)
-        full = -(-rows // mesh.size) * mesh.size if static else rows  # programs with open sizes have equal parts
+        full = -(-rows // mesh.size) * mesh.size if static else rows  # programs with variable sizes need equal parts
         if last != (full, length):
             last = full, length
             tokens = mw.shard_tensor(torch.randint(0, VOCABULARY, last), mesh, [mw.Shard(0)])

@@ -236,5 +236,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01, eps=1e-2, amsgrad=True),
     "Adafactor": partial(torch.optim.Adafactor, lr=0.01, eps=(1e-2, 1e-3)),
 }
-"""Steps must not divide by numbers that are nothing but the error of a sum (the gradient of the keys' bias, of which
-softmax takes no notice): each has an epsilon far above that."""
+"""Optimizers with an epsilon far above rounding errors.
+
+Steps must not divide by numbers that are only the rounding error of a sum, such as the gradient of the keys' bias,
+which does not affect a softmax.
+"""

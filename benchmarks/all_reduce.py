@@ -25,7 +25,7 @@ GOAL = 1.0
 ELEMENTS = [1, 1024, 16 * 1024, 256 * 1024, 1024 * 1024]
 BLOCK = 20
 GRADIENTS, GRADIENT = 4, 8 * 1024 * 1024
-"""So many results of so many elements are kept at one time, as gradients in a training step."""
+"""Number and size of the results that are kept at one time, as gradients in a training step."""
 
 
 def run(quick: bool = False) -> dict[str, Any]:

@@ -157,7 +157,7 @@ TYPED = [
     Line("parallelize {f}/mine.py:build --mesh dp=2,dp=2", 2, "AXIS=N"),
     Line("parallelize {f}/mine.py:build --mesh dp=2 --ranks 2", 2, "not allowed with"),
     Line("parallelize {f}/mine.py:build", 2, "the number of ranks is missing"),
-    # what is left out
+    # missing arguments
     Line("run", 2, "SCRIPT"),
     Line("schedule", 2, "NAME"),
     Line("plan", 2, "CONFIG"),
@@ -166,7 +166,7 @@ TYPED = [
     Line("explain", 2, "CONFIG"),
     Line("checkpoint", 2, "ACTION"),
     Line("parallelize", 2, "MODEL"),
-    # files that are missing, or are something else
+    # files that are missing, or of another kind
     Line("run {f}/none.py", 2, "no file"),
     Line("run --trace {f} {f}/script.py", 2, "Is a directory"),
     Line("run {f}/syntax.py", 1, "line 1"),

@@ -96,7 +96,7 @@ def examine(way: Way, setting: Setting) -> Finding | None:
         return None
     try:
         found = mw.simulate(lambda: _result(way, setting.lay), setting.ranks)
-    except Exception as error:  # of one rank, or of the simulation
+    except Exception as error:  # from one rank, or from the simulation
         found = [error]
     return Finding(way, setting, *_judged(found, wanted))
 

@@ -38,13 +38,13 @@ from benchmarks._matrix_settings import EAGER, MODES, SETTINGS, STATIC, Setting,
 GOAL = 1e-5
 STEPS = 3
 ROUNDINGS = 4
-"""Where a model multiplies roundings, no sum in another order is closer than this times what one rounding does."""
+"""Allowed error, as a multiple of the error that one rounding of the weights causes."""
 FLOOR = 1e-3
-"""A gradient is relative to its own norm, or to this part of the norm of all gradients where its own is smaller."""
+"""Lower bound of the scale of a gradient, as a share of the norm of all gradients."""
 PATIENCE = 150
 """Seconds that a cell may take."""
 WITHOUT_NUMBERS = "Python needs a tensor's numbers there"
-"""What is said of a forward pass that cannot be one program."""
+"""Verdict about a forward pass that cannot be one program."""
 QUICK = ("GPT-2", "T5", "ViT", "Mixtral"), ("dp", "dp×tp")
 
 Cell = tuple[str, str]
@@ -137,7 +137,7 @@ def made(model: torch.nn.Module, subject: Subject, setting: Setting | None, mode
 
 
 def _chosen(model: torch.nn.Module, subject: Subject, mode: str) -> Any:
-    """Return the same for a model without marks: `auto`'s static step, or eager mode with the layouts of its best plan."""
+    """Return the same for a model without marks: `auto`'s static step, or eager mode with its best plan's layouts."""
     optimizer = optimizer_of(model)
     static = mw.auto(model, optimizer, [subject.draw(0)])
     if mode == STATIC:
@@ -165,7 +165,7 @@ def difference(found: Outcome, wanted: Outcome) -> tuple[float, str]:
     for s, (have, want) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
         floor = FLOOR * float(torch.stack([g.double().norm() for g in want.values()]).norm())
         for name in want.keys() | have.keys():
-            g, h = (x.get(name, torch.zeros(())).double() for x in (want, have))  # a missing one is zero
+            g, h = (x.get(name, torch.zeros(())).double() for x in (want, have))  # a missing gradient counts as zero
             worst.append((_number((h - g).norm() / max(float(g.norm()), floor)), f"gradient {s} of {name}"))
     return max(worst)
 
@@ -274,7 +274,7 @@ def run(
     patience: float = PATIENCE,
     kept: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the figure: the cells that are neither right nor not applicable, of these and of those in the file `kept`."""
+    """Return the figure: cells that are neither right nor not applicable, of these and of those in the file `kept`."""
     models = models or (QUICK[0] if quick else tuple(MODELS))
     settings = settings or (QUICK[1] if quick else tuple(SETTINGS))
     cells = [(s, m) for s in settings for m in modes or MODES]

@@ -36,7 +36,7 @@ from ._static_models import OPTIMIZERS, STYLES, SUBJECTS, Style, Subject, mark
 EXACT, ALL, LOW, HERE = 0.03, 0.08, 0.03, 0.03
 ALLOCATED = ("allocated peak GiB", "max_memory_allocated", "peak GB")
 BESIDE = {"nvidia-smi GB, max node": 4.7 * 2**30}
-"""Bytes that a tool sees beside tensors: the driver's context, buffers of communicators, what the allocator holds."""
+"""Bytes that a tool counts beside tensors: the driver's context, communicator buffers, the allocator's reserve."""
 
 
 def run(quick: bool = False) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def counted(memory: LiveMemory) -> int:
 
 
 class Allocations(TorchDispatchMode):
-    """A mode that counts the memory allocated by operators of this thread, from allocation until the last reference ends."""
+    """A mode that counts memory allocated by operators of this thread, from allocation until it is released."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ UNEVEN = {
 SETTINGS = EVEN | UNEVEN
 WORLDS = (512, 2048, 8192)
 GROWTH = 0.01
-"""The folder of the most ranks may be larger than that of the fewest by this part: numbers have more digits."""
+"""Largest relative growth of the folder from the fewest ranks to the most: numbers have more digits."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _differs(case: Case, rank: int, folder: Path, alone: str) -> bool:
 
 def large_bytes(ranks: int, layers: int, folder: Path) -> int:
     """Return the size of the folder for a Llama whose layers are sharded over 8 ranks, with ZeRO-1 over the others."""
-    rope_table(4096, 128)  # a program holds a table that another one has made as a constant
+    rope_table(4096, 128)  # a cached table would be a constant of the program
     sizes = {"vocab": 32000, "hidden": 8192, "heads": 64, "kv_heads": 8, "feed_forward": 28672}
     with using_communicator(PeerlessCommunicator(0, ranks)):
         mesh = mw.ProcessMesh(torch.arange(ranks).reshape(1, -1, 8).tolist(), ["pp", "dp", "tp"])

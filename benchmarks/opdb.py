@@ -41,7 +41,7 @@ from benchmarks._samples import RANKS, Case, Entry, Variant
 
 CACHE = Path(__file__).parent / "rivals" / "dtensor_opdb.json"
 ENTRY_SECONDS = 120.0
-LOG = bool(os.environ.get("BENCHMARKS_LOG"))  # rows as they come, on standard error
+LOG = bool(os.environ.get("BENCHMARKS_LOG"))  # print each row at once to standard error
 FINE = "ended with code 0"
 STUCK = "the ranks wait for each other"
 STATUSES = ("right", "wrong", "raised", "left_out")

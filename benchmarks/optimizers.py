@@ -32,7 +32,7 @@ from ._samples import differ
 
 RANKS, STEPS = 4, 3
 BFLOAT16 = 100.0
-"""Slack for Muon, which orthogonalises in bfloat16, where sums in another order round otherwise."""
+"""Slack for Muon, which orthogonalises in bfloat16, where a different order of summation rounds differently."""
 ONE_DEVICES_OWN = ("parse", "view size is not compatible")
 """Texts of errors that only one device raises, for sparse gradients and channels-last parameters."""
 

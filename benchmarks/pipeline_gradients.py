@@ -130,7 +130,7 @@ class Work:
         self.expected: dict[int, dict[str, Tensor]] = {}
 
     def error(self, schedule: Schedule) -> tuple[float, float]:
-        """Return the largest relative difference of a gradient of this rank's parameters, and the chunks that it held."""
+        """Return the largest relative difference of a gradient of this rank's parameters, and the held chunks."""
         ways, m = self.ways[: len(schedule.ways)], schedule.sequences
         ways = with_epilogue(ways, joint_epilogue(ways, m))
         peak = Peak(ways)
@@ -188,7 +188,7 @@ def known_tables(p: int) -> Iterator[Schedule]:
                 try:
                     yield k.make(p, m, v) if v else k.make(p, m)
                 except ScheduleError:
-                    continue  # DualPipe and Chimera want enough microbatches
+                    continue  # DualPipe and Chimera need more microbatches
 
 
 def random_table(way: Way, rng: random.Random) -> Schedule:

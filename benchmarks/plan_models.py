@@ -30,7 +30,7 @@ LENGTH = 1024
 
 @dataclass(frozen=True)
 class Large:
-    """A model's class, its configuration, and the shapes of its batch after the rows; one row for a number of devices."""
+    """A model's class, its configuration, and the shapes of its batch after the rows; a row per so many devices."""
 
     model: str
     config: str

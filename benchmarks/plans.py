@@ -42,7 +42,7 @@ EXCUSED = {
     ("inf", "nn.functional.rrelu (in place)"): "on a tensor without elements torch checks bounds on no device but meta",
     ("nan", "linalg.norm"): "the norm of order NaN of no elements is 0 on one device, and NaN of no norms",
 }
-"""(value, first words of the entry) → why the numbers may differ."""
+"""(value, first words of the entry) → reason why the numbers may differ."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Functional:
         return getattr(F, self.name)(*args, **kwargs)
 
     def arguments(self) -> dict[str, Any] | None:
-        """Return a tensor for each argument without a default, and the defaults; trainable arguments require gradients."""
+        """Return a tensor for each argument without a default, and all defaults; some tensors require gradients."""
         rng = torch.Generator().manual_seed(0)
         given: dict[str, Any] = {}
         for name, parameter in inspect.signature(getattr(F, self.name)).parameters.items():

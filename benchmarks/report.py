@@ -53,7 +53,7 @@ ACTS = (
     ("summary", "e => e.checkVisibility()", ENTER, "e.parentElement.open"),
     (".wide", "e => e.checkVisibility() && e.scrollWidth > e.clientWidth + 40", RIGHT, "e.scrollLeft"),
 )
-"""What is tried, which of them, the key that is pressed there, and what it changes."""
+"""Kind of element, elements of that kind, the pressed key, and the expected change."""
 NAMED = {"table", "image", "region", "link", "navigation", "img", "graphics-document"}
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)

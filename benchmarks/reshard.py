@@ -2,8 +2,8 @@
 
 Every transition between {Replicate, Shard(0), Shard(1), Partial} per mesh axis is measured: all of them on one and two
 axes, a fixed sample on three, on even and uneven shapes. No clock and no network: our bytes and steps are those of the
-plan, which the tests compare with what a communicator counts. DTensor's are those of the collectives that `redistribute`
-issues on a fake process group, in the better of two runs: with and without flattened meshes.
+plan, which the tests compare with the count of a communicator. DTensor's are those of the collectives that
+`redistribute` issues on a fake process group, in the better of two runs: with and without flattened meshes.
 DTensor refuses Shard → Partial; only our figures exist for those transitions.
 
     python -m benchmarks.reshard            prints every transition where two of the three figures differ

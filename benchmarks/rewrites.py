@@ -78,7 +78,7 @@ def is_found(style: str, dtype: torch.dtype) -> bool:
 
 
 def beside_rivals(program: Program, quick: bool) -> dict[str, Any]:
-    """Return, for each rewriter and rule, lines to write, styles found (of the norm), seconds and steps on the program."""
+    """Return, for each rewriter and rule, lines to write, styles found (of the norm), seconds and steps."""
     rows: dict[str, Any] = {}
     for name, norm, linear, make in (
         ("meshwright", rivals.our_norm, rivals.our_linear, rivals.ours),

@@ -72,7 +72,7 @@ def trained(way: Sequence[int], mode: str) -> tuple[list[float], list[Tensor]]:
 
 
 def schedules() -> dict[str, Schedule]:
-    """Return every known schedule for two stages and 8 microbatches that computes one device's step on whole sequences."""
+    """Return every known schedule for two stages and 8 microbatches that computes one device's step."""
     found: dict[str, Schedule] = {}
     for name, k in KNOWN_SCHEDULES.items():
         if name in OTHER_MEANING or name in SLICED:

@@ -31,7 +31,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         python = str(environment / "bin" / "python")
         took = {"git clone": seconds(["git", "clone", "--quiet", str(ROOT), str(clone)], Path(folder))}
         took["empty environment"] = seconds([sys.executable, "-m", "venv", str(environment)], Path(folder))
-        pinned = {"PIP_CONSTRAINT": str(clone / "constraints.txt")}  # a build of torch without CUDA's gigabytes
+        pinned = {"PIP_CONSTRAINT": str(clone / "constraints.txt")}  # the CPU build of torch: CUDA adds gigabytes
         took[install] = seconds([python, "-m", *install.split()], clone, pinned)
         started = time.perf_counter()
         printed = subprocess.run([python, "-c", program], cwd=folder, capture_output=True, text=True, check=True).stdout

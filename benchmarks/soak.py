@@ -26,7 +26,7 @@ from benchmarks._soak_run import KEEP, LOAD, REMAKE, SAVE, SIZES
 
 STEPS, QUICK = 20_000, 1000
 GOAL = 6.0
-"""MB: entries that bounded caches still take, and the noise of the resident set."""
+"""MB: memory of entries that bounded caches still add, and the noise of resident memory."""
 PROCESSES = 2
 _HERE = "benchmarks._soak_run"
 _START, _PER_STEP = 300.0, 0.3

@@ -27,7 +27,7 @@ from meshwright.pipeline.partition.step_parts import PartPlace
 
 LENGTHS, WIDTH, ROWS, RANKS, MIDDLE = (8, 16, 32, 64), 64, 32, 3, 1
 LINEAR_GOAL = 1.25
-"""W of 64 blocks takes at most so many times what 8 times W of 8 blocks takes."""
+"""Maximum time of W for 64 blocks, relative to 8 times that for 8 blocks."""
 
 
 class Chunks(nn.Module):

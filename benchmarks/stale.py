@@ -195,7 +195,7 @@ def _eager(kind: Kind, factors: Sequence[float]) -> Numbers | str:
     try:
         wanted = mw.simulate(train, 1, kind, factors, [])[0]
         still = mw.simulate(train, 1, kind, [factors[0]] * len(factors), [])[0]
-    except Exception as error:  # of any kind: the outcome says so
+    except Exception as error:  # any error becomes an outcome
         return f"eager mode raises {_first_line(error)}"
     if wanted.difference(still)[0] < VISIBLE:
         return "eager numbers are those of a run without the change"
@@ -206,7 +206,7 @@ def _examine_on(ranks: int, kind: Kind, factors: Sequence[float], wanted: Number
     losses: list[list[float]] = [[] for _ in range(ranks)]
     try:
         found = mw.simulate(lambda: train(kind, factors, losses[current_communicator().rank], ranks, restarts), ranks)
-    except Exception as error:  # of any kind: the outcome says so
+    except Exception as error:  # any error becomes an outcome
         worst, where = max((Numbers(seen).difference(wanted.until(len(seen))) for seen in losses), key=itemgetter(0))
         if worst > CLOSE:
             return Finding(kind, STALE, f"{where}; later: {_first_line(error)}", ranks=ranks)

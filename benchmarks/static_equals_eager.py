@@ -31,7 +31,7 @@ from meshwright.comm import init_process, launch
 GOAL = 1e-5
 STEPS = 5
 TINY = 1e-6
-"""Differences are relative to the largest element of a tensor, or to this where it is smaller."""
+"""Lower bound of the scale: differences are relative to the largest element of a tensor."""
 
 PROCESSES = 4
 IN_PROCESSES = ("mlp dp=2 tp=2", "llama dp=2 tp=2 sequence", "cnn zero=4", "moe tp=4")

@@ -58,11 +58,11 @@ class Case:
     dp: int
     tp: int
     passes: bool = False
-    """Whether the static mode is measured with passes left out and put in, one by one."""
+    """True to measure the static mode with passes left out and added, one by one."""
     gloo: bool = False
     """Without shared memory: our collectives go through Gloo too."""
     nodes: bool = False
-    """The batch over two mesh axes, nodes and the ranks of each: dp ranks in two nodes, weights whole on each."""
+    """The batch over two mesh axes, nodes and the ranks of each: dp ranks in two nodes, replicated weights."""
 
     @property
     def ranks(self) -> int:
@@ -83,7 +83,7 @@ BESIDE = [
     Case("compute", 4, 1, nodes=True),
     *(Case(size, 1, 2, gloo=True) for size in SIZES),
 ]
-"""What is measured beside: passes one by one, and how much is the way that messages go."""
+"""Cases that the goal does not cover: passes one by one, a mesh with nodes, and messages through Gloo."""
 
 PLAIN: dict[str, Any] = {"compiler": "none"}
 MERGED: dict[str, Any] = {"enable": True, "k_steps": 2}
@@ -108,9 +108,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "with split products and schedule": {"passes": [{"name": "split_products"}, {"name": "schedule"}]},
     "with bfloat16": {"amp": {"enable": True}},
 }
-"""Settings of the static mode by name: every pass left out or put in, where nodes run one by one."""
+"""Settings of the static mode by name: every pass left out, or added if nodes run one by one."""
 OVER_NODES = {"with sums over nodes": {"passes": [{"name": "hierarchy", "inner": ["tp"], "outer": ["dp"]}]}}
-"""What takes a mesh that tells nodes: the axis dp is that of the nodes there, and tp that of the ranks in one."""
+"""Settings for a mesh with nodes: the axis dp is that of the nodes, and tp that of the ranks in a node."""
 
 
 # --- the contenders ----------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def model_of(stage: Stage) -> nn.Module:
 
 PARALLEL: dict[str, Callable[[Stage], nn.Module]] = {"dp": copies, "ZeRO-3": shards, "tp": cuts}
 PAIRS = (("eager", "torch"), ("static", "torch, compiled"))
-"""Whose time is divided by whose."""
+"""Pairs of contenders: the first one's time is divided by the second one's."""
 
 
 def contenders(kind: str) -> dict[str, Callable[[Stage], Step]]:

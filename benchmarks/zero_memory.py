@@ -98,9 +98,9 @@ class Case:
 
 
 STATES = Chain(blocks=12, width=1024, rows=8)
-"""Weights are all that counts."""
+"""A chain whose weights dominate."""
 ACTIVATIONS = Chain(blocks=24, width=256, rows=8192)
-"""Activations are all that counts."""
+"""A chain whose activations dominate."""
 
 CASES = {
     "dp": Case(STATES, "dp", mw.Parallelism(), lambda c: 4 * c.parameters, "weights, gradients, two states"),
@@ -157,7 +157,7 @@ def one_rank(name: str, folder: Path) -> None:
     torch.set_num_threads(1)
     mw.init_process()
     case = CASES[name]
-    step(case, *made(case, Chain(2, 64, case.chain.rows // 64)))  # what is imported and planned once
+    step(case, *made(case, Chain(2, 64, case.chain.rows // 64)))  # import and plan before the measurement
     gc.collect()
     before = anonymous()
     model, optimizer, x = made(case, case.chain)

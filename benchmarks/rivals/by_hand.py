@@ -23,7 +23,7 @@ from meshwright.models import Llama, LlamaConfig
 
 EPS = 1e-5
 SMALL = 2**16
-"""Gradients of fewer elements share one all-reduce; a larger one has its own, which starts in the backward pass."""
+"""Gradients of fewer elements share one all-reduce; larger ones have their own, which starts in the backward pass."""
 
 Step = Callable[[Tensor, Tensor], float]
 """This rank's part of tokens and targets [b, s] -> the mean loss over all parts."""
@@ -61,7 +61,7 @@ def one_graph(step: Callable[..., Tensor], cpp_wrapper: bool) -> Callable[..., T
         "alignment_asserts": False,
         "guard_filter_fn": lambda guards: [False] * len(guards),
     }
-    whole = not torch._dynamo.config.disable  # TORCH_COMPILE_DISABLE=1 leaves the step as it is
+    whole = not torch._dynamo.config.disable  # False under TORCH_COMPILE_DISABLE=1, which disables compilation
     return torch.compile(step, fullgraph=whole, dynamic=False, options=options)
 
 

@@ -1,9 +1,9 @@
 """The training step of a Llama-style model over torch's DTensor, compiled.
 
-Over the mesh axis "tp" weights are DTensors (`parallelize_module`). Forward pass, backward pass and AdamW are one graph,
-in which gradients are summed over "dp" as in the program by hand. Over "dp" alone there is no weight to shard: the
-module is compiled under `replicate`, with the fused AdamW. These were the fastest variants that work (torch 2.13, CPU).
-DTensors for every tensor on the axis "dp" sum each gradient alone.
+Over the mesh axis "tp" weights are DTensors (`parallelize_module`). Forward pass, backward pass and AdamW are one
+graph, in which gradients are summed over "dp" as in the program by hand. Over "dp" alone there is no weight to shard:
+the module is compiled under `replicate`, with the fused AdamW. These were the fastest variants that work (torch 2.13,
+CPU). DTensors for every tensor on the axis "dp" sum each gradient alone.
 
 Shapes: b batch, s sequence, d hidden, h heads, e head size, v vocabulary.
 """
@@ -31,7 +31,7 @@ from meshwright.models import Llama
 
 
 class Attention(nn.Module):
-    """Causal attention with its table of positions as an input: torch.compile would compute a cached one in each call."""
+    """Causal attention with its table of positions as an input: torch.compile would compute a cached one per call."""
 
     def __init__(self, whole: Any) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The parts of a whole model; `forward` returns the mean loss of predicting `targets` from `tokens`, both [b, s]."""
+    """The parts of a whole model; `forward` returns the mean loss of `targets` given `tokens`, both [b, s]."""
 
     def __init__(self, whole: Llama, rope: tuple[Tensor, Tensor]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _cut(model: Model, adamw: AdamW, dp: Axis) -> Step:
                 adamw.update(weight, grad, mean, square, count)
         return loss
 
-    compiled = one_graph(step, cpp_wrapper=False)  # it gathers the logits
+    compiled = one_graph(step, cpp_wrapper=False)  # C++ calls support all-reduce only, and this step gathers the logits
     return lambda tokens_bs, targets_bs: compiled(tokens_bs, targets_bs).item()
 
 
