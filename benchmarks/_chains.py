@@ -949,13 +949,13 @@ def _draft(seed: int, rng: random.Random) -> Chain | None:
     for _ in range(4 * wanted):
         if len(s.lines) == wanted:
             return Chain(seed, s.mesh, tuple(s.lines), twice=rng.random() < 0.1)
-        x = _recent(s)
+        x = _recent_value(s)
         op = _choose(rng, s.values[x])
         _extend(s, fill(op, s, x))
     return None
 
 
-def _recent(s: Draft) -> str:
+def _recent_value(s: Draft) -> str:
     """Return a random value with a preference for the last ones."""
     floats = [n for n, v in s.values.items() if v.dtype == torch.float64 and v.numel() > 0]
     return s.rng.choice(floats[-1:] * 2 + floats[-3:])
@@ -1022,7 +1022,7 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
 def shorter(chain: Chain) -> Iterable[Chain]:
     """Yield simpler programs with a value on one device: without a line, or with simpler layouts."""
     for k in reversed(range(len(chain.lines))):
-        for line in [*_instead(chain, k), None]:
+        for line in [*_replacements(chain, k), None]:
             lines = list(chain.lines)
             lines[k : k + 1] = [line] if line is not None else ["pass"]
             smaller = Chain(chain.seed, chain.mesh, tuple(lines), chain.twice)
@@ -1032,7 +1032,7 @@ def shorter(chain: Chain) -> Iterable[Chain]:
         yield Chain(chain.seed, chain.mesh, chain.lines)
 
 
-def _instead(chain: Chain, k: int) -> list[str]:
+def _replacements(chain: Chain, k: int) -> list[str]:
     """Return replacements for a line: one of its operands, or the same leaf replicated on one more axis."""
     line = chain.lines[k]
     if line.startswith(f"v{k} = leaf("):

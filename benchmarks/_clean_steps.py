@@ -69,7 +69,7 @@ def alarms(steps: int) -> list[str]:
     def look(run: Ranks) -> None:
         for rank in range(RANKS):
             path = run.folder / f"told.{rank}"
-            found.extend(json.loads(path.read_text()) if path.exists() else [f"rank {rank} has told nothing"])
+            found.extend(json.loads(path.read_text()) if path.exists() else [f"rank {rank} wrote no report"])
 
     ended = run_ranks(f"{_HERE}:train", RANKS, arguments=[str(steps)], limit=limit, also=look)
     return found + [f"rank {each.rank}: status {each.status}: {each.output[-500:]}" for each in ended if each.status]

@@ -94,7 +94,7 @@ SETTINGS = (
 SKIPS = ("dp backward", "dp step", "tp step")
 
 
-def _all_told(cases: Sequence[str], told: Callable[[Ended], bool]) -> Verdict:
+def _all_raised(cases: Sequence[str], told: Callable[[Ended], bool]) -> Verdict:
     """Return a verdict on cases in which both ranks should end with an error."""
     missed: list[str] = []
     times: list[float] = []
@@ -103,23 +103,23 @@ def _all_told(cases: Sequence[str], told: Callable[[Ended], bool]) -> Verdict:
         times += [e.seconds for e in ended]
         if not all(e.status != 0 and told(e) for e in ended):
             missed.append(case)
-    text = f"{len(cases) - len(missed)} of {len(cases)} told" + (f"; silent: {', '.join(missed)}" if missed else "")
+    text = f"{len(cases) - len(missed)} of {len(cases)} reported" + (f"; silent: {', '.join(missed)}" if missed else "")
     return Verdict(not missed, text, max(times))
 
 
 def another_plan() -> Verdict:
     """A rank runs another plan: an error is raised before a result of the other calls is used."""
-    return _all_told(CASES, lambda e: DISAGREES in e.output)
+    return _all_raised(CASES, lambda e: DISAGREES in e.output)
 
 
 def skipped() -> Verdict:
     """A rank skips one call, or one step: an error is raised within the step."""
-    return _all_told(SKIPS, lambda e: "Error" in e.output)
+    return _all_raised(SKIPS, lambda e: "Error" in e.output)
 
 
 def other_settings() -> Verdict:
     """Ranks have other versions, settings, seeds, rates, code, parameters or data: refused with a table."""
-    return _all_told(SETTINGS, lambda e: DISAGREES in e.output or "ReplicaError" in e.output)
+    return _all_raised(SETTINGS, lambda e: DISAGREES in e.output or "ReplicaError" in e.output)
 
 
 ROWS: dict[int, Callable[[], Verdict]] = {15: another_plan, 16: skipped, 21: other_settings}

@@ -96,8 +96,8 @@ def killed_in_forward() -> Verdict:
     words = ("DeadPeerError", "rank 1 is dead", "all_reduce(sum, float32, (4,))")
     verdicts = [phase(where, signal.SIGKILL) for where in ("in the memory", "while the backend opens")]
     for function, files in (("steps_of_pairs", ["ready"]), ("endless_steps", ["ready.0", "ready.1", "ready.2"])):
-        ended, records = _known(function, files, signal.SIGKILL)
-        verdicts.append(_told(ended, records, words, MOST_SECONDS))
+        ended, records = _ends_after_signal(function, files, signal.SIGKILL)
+        verdicts.append(_verdict_on(ended, records, words, MOST_SECONDS))
     return _all(verdicts)
 
 
@@ -106,9 +106,9 @@ def stopped() -> Verdict:
 
     A rank that holds the lock ends nothing.
     """
-    ended, records = _known("endless_steps", ["ready.0", "ready.1", "ready.2"], signal.SIGSTOP)
+    ended, records = _ends_after_signal("endless_steps", ["ready.0", "ready.1", "ready.2"], signal.SIGSTOP)
     words = ("NoAnswerError", "no answer from rank 1 for", "stopped", "all_reduce(sum, float32", "rank-")
-    told = _told(ended, records, words, _STOP_LIMIT + 1.0)
+    told = _verdict_on(ended, records, words, _STOP_LIMIT + 1.0)
     held = run_ranks(f"{_HERE}:one_rank_holds_the_lock", 3, arguments=["12"], each=lambda rank: _KNOWN_BY, limit=90)
     lives = all(each.status == 0 and each.output == "done\n" for each in held)
     found = f"{told.found}; holding the lock for 12 s {'passes' if lives else held}"
@@ -139,15 +139,15 @@ def raised_on_one_rank() -> Verdict:
     """An exception in user code on one rank ends all ranks within 5 s, and each names the rank that began."""
     with tempfile.TemporaryDirectory() as folder:
         ended = run_ranks(f"{_HERE}:raises_on_one", 3, each=lambda rank: {"MESHWRIGHT_RECORDS": folder}, limit=60)
-        written = _written(folder)
+        written = _records_in(folder)
     before, own, _ = ended[1].output.partition('KeyError: "the user\'s own mistake"')
     records = {name: (seconds - written["rank-1.json"][0], calls) for name, (seconds, calls) in written.items()}
     words = ("MissingCallError", "rank 1 ended with KeyError", "_faults_live.py")
-    told = _told(ended, records, words, MOST_SECONDS)
+    told = _verdict_on(ended, records, words, MOST_SECONDS)
     return Verdict(told.passed and bool(own) and "found:" not in before, told.found, told.seconds)
 
 
-def _known(function: str, files: list[str], number: signal.Signals) -> tuple[list[Ended], Records]:
+def _ends_after_signal(function: str, files: list[str], number: signal.Signals) -> tuple[list[Ended], Records]:
     """Return the end of three ranks and their records; rank 1 gets a signal as soon as the files exist."""
     at: list[float] = []
 
@@ -160,7 +160,7 @@ def _known(function: str, files: list[str], number: signal.Signals) -> tuple[lis
     with tempfile.TemporaryDirectory() as folder:
         env = {**_KNOWN_BY, "MESHWRIGHT_RECORDS": folder}
         ended = run_ranks(f"{_HERE}:{function}", 3, fault, each=lambda rank: env)
-        records = _written(folder)
+        records = _records_in(folder)
     return ended, {name: (written - at[0], calls) for name, (written, calls) in records.items()}
 
 
@@ -168,13 +168,13 @@ Records = dict[str, tuple[float, int]]
 """By file: time of writing, and number of calls."""
 
 
-def _written(folder: str) -> Records:
+def _records_in(folder: str) -> Records:
     """Return the records in a folder; a rank writes its record when it knows of the fault."""
     found = {path.name: json.loads(path.read_text()) for path in Path(folder).rglob("rank-*.json")}
     return {name: (each["written"], len(each["calls"])) for name, each in found.items()}
 
 
-def _told(ended: list[Ended], records: Records, words: tuple[str, ...], most: float) -> Verdict:
+def _verdict_on(ended: list[Ended], records: Records, words: tuple[str, ...], most: float) -> Verdict:
     """Return whether each living rank knew in time and failed, and the words that are missing on all of them."""
     living = [each for each in ended if each.rank != 1]
     times = [records.get(f"rank-{each.rank}.json", (math.inf, 0)) for each in living]

@@ -25,7 +25,7 @@ _LIMIT = 3.0
 _AT = "fault at "
 
 
-def _here(function: str) -> tuple[Any, str]:
+def _patched_function(function: str) -> tuple[Any, str]:
     """Return the object and the name of the function in which rank 1 ends."""
     from meshwright.comm import torch_hooks
     from meshwright.comm.checking.call_guard import Guard
@@ -68,7 +68,7 @@ def ends_in(folder: str, where: str, number: str) -> None:
 
 
 def _end_in(where: str, number: int) -> None:
-    owner, name = _here(where)
+    owner, name = _patched_function(where)
     real: Callable[..., Any] = getattr(owner, name)
 
     def ends(*args: Any, **more: Any) -> Any:

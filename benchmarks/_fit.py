@@ -66,18 +66,18 @@ def fitted(runs: Sequence[Run], start: Constants, rounds: int = 2) -> Constants:
     devices = sorted({run.cluster.device.name for run in runs})
     for _ in range(rounds):
         for move in moves:
-            best, least = _walked(best, least, move, runs, runs)
+            best, least = _best_step(best, least, move, runs, runs)
         for name in devices:
             own = [run for run in runs if run.cluster.device.name == name]
             for what in ("reach", "attention"):
-                best, least = _walked(best, least, _of_device(what, name), runs, own)
+                best, least = _best_step(best, least, _of_device(what, name), runs, own)
     return best
 
 
 Move = Callable[[Constants, float], Constants]
 
 
-def _walked(
+def _best_step(
     best: Constants, least: float, move: Move, runs: Sequence[Run], own: Sequence[Run]
 ) -> tuple[Constants, float]:
     """Return the best of a few steps along one constant, judged by `own`, the runs that the constant affects."""

@@ -99,10 +99,10 @@ class Run:
 def runs(path: Path = ROWS) -> list[Run]:
     """Return all measured rows of training from scratch."""
     rows = json.loads(path.read_text())["rows"]
-    return [run_of(row) for row in rows if is_told(row)]
+    return [run_of(row) for row in rows if is_usable(row)]
 
 
-def is_told(row: Mapping[str, Any]) -> bool:
+def is_usable(row: Mapping[str, Any]) -> bool:
     """True if a row is a measured training from scratch, and gives all parts of its plan that have no default."""
     p, t = row["parallel"], row["train"]
     known = all((p["tp"], p["pp"], p["cp"], p["dp"], t["global_batch"], t["seq"]))

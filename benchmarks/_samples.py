@@ -294,9 +294,9 @@ def seed_all(seed: int) -> None:
 
 def draw(entry: Entry, cap: int) -> list[Case]:
     """Return at most `cap` cases: half from torch's odd default sizes, half from even ones, most diverse first."""
-    odd = _pick(_samples(entry), (cap + 1) // 2)
+    odd = _most_diverse(_samples(entry), (cap + 1) // 2)
     with sizes(S=4, M=8, L=20):
-        even = _pick(_samples(entry), cap - len(odd))
+        even = _most_diverse(_samples(entry), cap - len(odd))
     cases = [_case(entry, sample, seed) for seed, sample in enumerate(odd + even)]
     return [case for case in cases if case is not None]
 
@@ -313,21 +313,21 @@ def _samples(entry: Entry) -> list[Any]:
     return found
 
 
-def _pick(samples: list[Any], count: int) -> list[Any]:
+def _most_diverse(samples: list[Any], count: int) -> list[Any]:
     """Return the samples with different descriptions first, then evenly spaced ones."""
     if len(samples) <= count:
         return samples
     spaced = [samples[i * len(samples) // count] for i in range(count)]
     kinds: dict[str, Any] = {}
     for sample in samples:
-        kinds.setdefault(_look(sample), sample)
+        kinds.setdefault(_description(sample), sample)
     distinct = list(kinds.values())
     if len(distinct) > count:
         return [distinct[i * len(distinct) // count] for i in range(count)]
     return (distinct + [s for s in spaced if not any(s is d for d in distinct)])[:count]
 
 
-def _look(sample: Any) -> str:
+def _description(sample: Any) -> str:
     """Return a coarse description: tensor ranks, emptiness, and the names and types of other arguments."""
     flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     parts = [(v.ndim, v.numel() == 0) if isinstance(v, torch.Tensor) else type(v).__name__ for v in flat]

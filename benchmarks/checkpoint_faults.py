@@ -49,7 +49,7 @@ def state_of(step: int, lay: bool) -> dict[str, Any]:
     return {**tensors, "step": step}
 
 
-def write_on(folder: Path, step: int, tell: int) -> None:
+def write_until_killed(folder: Path, step: int, tell: int) -> None:
     """Save step after step on four ranks until the process is killed; write each complete step to the pipe `tell`."""
 
     def program() -> None:
@@ -74,7 +74,7 @@ def killed(folder: Path, seed: int) -> dict[str, bool]:
     child = os.fork()
     if child == 0:
         os.close(hear)
-        write_on(folder, before, tell)
+        write_until_killed(folder, before, tell)
         os._exit(0)
     os.close(tell)
     told = int.from_bytes(os.read(hear, 8), "little")
@@ -85,10 +85,10 @@ def killed(folder: Path, seed: int) -> dict[str, bool]:
         told = int.from_bytes(more, "little")
     os.close(hear)
     inside = any(path.name.endswith(".writing") for path in folder.iterdir())
-    return {"inside": inside, "right": loads(folder, told)}
+    return {"inside": inside, "right": is_intact(folder, told)}
 
 
-def loads(folder: Path, told: int) -> bool:
+def is_intact(folder: Path, told: int) -> bool:
     """True if the latest complete step is `told` or a later one, and has the right numbers."""
     state = {name: torch.zeros_like(x) if isinstance(x, Tensor) else 0 for name, x in state_of(1, lay=False).items()}
     try:
@@ -113,7 +113,7 @@ def all_killed(count: int) -> dict[str, int]:
 # --- damaged -----------------------------------------------------------------------------------------------------
 
 
-def harms(folder: Path, flips: int, cuts: int) -> dict[str, Callable[[Path], Any]]:
+def damage_kinds(folder: Path, flips: int, cuts: int) -> dict[str, Callable[[Path], Any]]:
     """Return all damages by name, each a function of a folder like this one."""
     draw = random.Random(0)
     files = sorted(path.name for path in folder.iterdir())
@@ -140,7 +140,7 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def is_told(folder: Path) -> bool:
+def is_refused(folder: Path) -> bool:
     """True if two ranks refuse the checkpoint together, and have loaded nothing."""
     pair = mw.ProcessMesh([0, 1], ["x"])
     left: list[Tensor] = []
@@ -163,11 +163,11 @@ def all_damaged(flips: int, cuts: int) -> dict[str, Any]:
         good, bad = Path(place) / "good", Path(place) / "bad"
         mw.simulate(lambda: mw.save_state_dict(state_of(7, lay=True), good), 4)
         missed: list[str] = []
-        damages = harms(good, flips, cuts)
+        damages = damage_kinds(good, flips, cuts)
         for name, harm in damages.items():
             shutil.copytree(good, bad)
             harm(bad)
-            if not is_told(bad):
+            if not is_refused(bad):
                 missed.append(name)
             shutil.rmtree(bad)
     return {"damages": len(damages), "not told": len(missed), "which": missed}

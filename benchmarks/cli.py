@@ -227,7 +227,7 @@ def make_files(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-def wrong(line: Line, folder: Path) -> str:
+def fault_of(line: Line, folder: Path) -> str:
     """Return the fault of the response to a line, or ""."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -235,10 +235,10 @@ def wrong(line: Line, folder: Path) -> str:
             code = main([word.format(f=folder) for word in line.text.split()])
         except Exception as error:
             return f"{line.text}: raised {type(error).__name__}: {error}"
-    return judged(line, code, out.getvalue(), err.getvalue())
+    return first_fault(line, code, out.getvalue(), err.getvalue())
 
 
-def judged(line: Line, code: int, out: str, err: str) -> str:
+def first_fault(line: Line, code: int, out: str, err: str) -> str:
     """Return the first fault: exit code, traceback, missing words, no remedy, or more than one message."""
     said = out if line.code == OK else err
     faults = {
@@ -252,13 +252,13 @@ def judged(line: Line, code: int, out: str, err: str) -> str:
     return next((f"{line.text}: {fault}" for fault, found in faults.items() if found), "")
 
 
-def wrong_processes(folder: Path) -> Iterator[str]:
+def process_faults(folder: Path) -> Iterator[str]:
     """Yield the same faults for lines that run as processes of their own."""
     known = {line.text: line for line in LINES}
     for text in AS_PROCESSES:
         words = [word.format(f=folder) for word in text.split()]
         done = subprocess.run([sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, check=False)
-        fault = judged(known[text], done.returncode, done.stdout, done.stderr)
+        fault = first_fault(known[text], done.returncode, done.stdout, done.stderr)
         if fault:
             yield fault
 
@@ -268,8 +268,8 @@ def run(quick: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder)
-        found = [fault for line in LINES if (fault := wrong(line, folder))]
-        found += [] if quick else list(wrong_processes(folder))
+        found = [fault for line in LINES if (fault := fault_of(line, folder))]
+        found += [] if quick else list(process_faults(folder))
     tried = len(LINES) + (0 if quick else len(AS_PROCESSES))
     return {
         "name": "cli",

@@ -76,10 +76,10 @@ def run(quick: bool = False) -> dict[str, Any]:
     from benchmarks._clean_steps import false_alarms
 
     steps = CLEAN_STEPS_QUICK if quick else CLEAN_STEPS
-    return figure([_told(n, row) for n, row in rows().items()], false_alarms(steps), steps)
+    return figure([_judge_and_print(n, row) for n, row in rows().items()], false_alarms(steps), steps)
 
 
-def _told(number: int, row: Row) -> dict[str, Any]:
+def _judge_and_print(number: int, row: Row) -> dict[str, Any]:
     found = judge(number, row)
     print(_line(found), file=sys.stderr, flush=True)
     return found

@@ -100,7 +100,7 @@ def train(subject: Subject, setting: Setting | None, mode: str = EAGER, moved: b
     torch.manual_seed(0)
     model = subject.make()
     if moved:
-        move(model)
+        perturb(model)
     step, optimizer = made(model, subject, setting, mode)
     losses: list[float] = []
     gradients: list[Mapping[str, Tensor]] = []
@@ -112,7 +112,7 @@ def train(subject: Subject, setting: Setting | None, mode: str = EAGER, moved: b
 
 
 @torch.no_grad()
-def move(model: torch.nn.Module) -> None:
+def perturb(model: torch.nn.Module) -> None:
     """Move each weight by one rounding, up or down."""
     g = torch.Generator().manual_seed(1)
     for p in model.parameters():
@@ -308,8 +308,8 @@ def main() -> None:
     parser.add_argument("--setting", nargs="+", default=[], choices=tuple(SETTINGS))
     parser.add_argument("--mode", nargs="+", default=[], choices=MODES)
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds that a cell may take")
-    parser.add_argument("--kept", type=Path, help="a file of cells: those that are measured are put there")
-    parser.add_argument("--page", type=Path, help="where to write the table as a page")
+    parser.add_argument("--kept", type=Path, help="file of stored cells; measured cells are added to it")
+    parser.add_argument("--page", type=Path, help="path of the page to write the table to")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:

@@ -72,14 +72,14 @@ def measured(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Found]]:
                 *(word for cell in left for word in cell),
             ]
             launch(command, RANKS, {"OMP_NUM_THREADS": "1"}, timeout=PATIENCE * len(left))
-            told = [_told(Path(folder) / str(rank)) for rank in range(RANKS)]
+            told = [_results(Path(folder) / str(rank)) for rank in range(RANKS)]
         for ranks in zip(*told, strict=False):
             yield left.pop(0), max(ranks, key=lambda f: (f.verdict != "ok", f.worst or 0.0))
         if left:
             yield left.pop(0), Found("bug", "its processes ended, or were too slow")
 
 
-def _told(path: Path) -> list[Found]:
+def _results(path: Path) -> list[Found]:
     """Return the results that a rank wrote, in the order of the cells."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [Found(**json.loads(line)) for line in lines]

@@ -58,7 +58,7 @@ def run(quick: bool = False) -> dict[str, Any]:
             "mean": round(mean(every), 4),
             "median of the allocator's": round(median(exact), 4),
             "too low": low,
-            "sources": {s: _told(s, rows, errors) for s in {r.source: None for r in rows}},
+            "sources": {s: _summary(s, rows, errors) for s in {r.source: None for r in rows}},
             "here": {name: round(e, 4) for name, e in here.items()},
         },
     }
@@ -70,7 +70,7 @@ def in_use(run: Run) -> float:
     return float(np.asarray(hold(run.model, run.plan, run.software).nbytes)) + seen
 
 
-def _told(source: str, rows: Sequence[Run], errors: dict[str, float]) -> dict[str, Any]:
+def _summary(source: str, rows: Sequence[Run], errors: dict[str, float]) -> dict[str, Any]:
     own = [errors[r.name] for r in rows if r.source == source]
     return {"rows": len(own), "median": round(median(map(abs, own)), 4), "bias": round(mean(own), 4)}
 

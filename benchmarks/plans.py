@@ -163,7 +163,7 @@ def calls(entry: Entry, samples: int) -> Iterator[Call]:
     seen: set[str] = set()
     for sample in _samples._samples(entry):
         flat, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
-        look = _samples._look(sample)
+        look = _samples._description(sample)
         if look in seen or (entry.kind == "in place" and sample.broadcasts_input):
             continue
         seen.add(look)

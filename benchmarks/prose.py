@@ -32,7 +32,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     return {
         "name": "prose",
         "value": round(share, 4),
-        "goal": f"at most {MOST_LONG:.0%} of the sentences in pages have more than {MOST_WORDS} words; nothing else",
+        "goal": f"at most {MOST_LONG:.0%} of the sentences in pages have more than {MOST_WORDS} words; no offence",
         "ok": share <= MOST_LONG and not any(offences.values()),
         "details": {"sentences": len(sentences), "long": long, **offences},
     }

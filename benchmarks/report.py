@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import meshwright as mw
-from benchmarks._browser import Browser, browser, found
+from benchmarks._browser import Browser, browser, browser_path
 from meshwright.cli import main
 from meshwright.cost import cluster
 from meshwright.pipeline import one_f_one_b, simulate_schedule
@@ -81,7 +81,7 @@ def of_module() -> Account:
     return best.account(others)
 
 
-def trained(pipeline: bool) -> Any:
+def trained_model(pipeline: bool) -> Any:
     """Return a model after a training step on four simulated ranks, as on rank 0."""
 
     def train() -> Any:
@@ -103,7 +103,7 @@ def trained(pipeline: bool) -> Any:
     return mw.simulate(train, 4)[0]
 
 
-def evil() -> Account:
+def hostile_account() -> Account:
     """Return an account whose texts are all pieces of HTML, in one long word."""
     table = replace(one_f_one_b(2, 2), name=EVIL)
     return Account(
@@ -131,12 +131,12 @@ def evil() -> Account:
 ACCOUNTS: dict[str, Callable[[], Account]] = {
     "sizes": cache(of_sizes),
     "module": cache(of_module),
-    "program": cache(lambda: account_of(trained(False), "4xH100")),
-    "pipeline": cache(lambda: account_of(trained(True), cluster("4xH100"))),
+    "program": cache(lambda: account_of(trained_model(False), "4xH100")),
+    "pipeline": cache(lambda: account_of(trained_model(True), cluster("4xH100"))),
 }
 
 
-def written(folder: Path) -> dict[str, Path]:
+def written_pages(folder: Path) -> dict[str, Path]:
     """Return pages as files: one by the command line, and one per account, with and without measurements."""
     config, plan, report = folder / "config.json", folder / "plan.toml", folder / "report.html"
     config.write_text(json.dumps(CONFIG))
@@ -146,7 +146,7 @@ def written(folder: Path) -> dict[str, Path]:
         assert main([*words, "--json"]) == 0
     pages = {"command line": report}
     made = {name: page(make()) for name, make in ACCOUNTS.items()}
-    made |= {"measured": page(ACCOUNTS["sizes"](), MEASURED), "strange names": page(evil(), {EVIL: 1.0})}
+    made |= {"measured": page(ACCOUNTS["sizes"](), MEASURED), "strange names": page(hostile_account(), {EVIL: 1.0})}
     for name, text in made.items():
         pages[name] = folder / f"{name}.html"
         pages[name].write_text(text, encoding="utf-8")
@@ -156,14 +156,14 @@ def written(folder: Path) -> dict[str, Path]:
 def faults(b: Browser, path: Path, width: int, dark: bool) -> Iterator[str]:
     """Yield the faults of a page in a window of so many pixels."""
     b.open(path.as_uri(), width, dark)
-    yield from by_keys(b)
+    yield from keyboard_faults(b)
     b.value(OPEN_ALL)
     yield from b.value(CHECKS)
-    yield from heard(b)
-    yield from happened(b, path)
+    yield from unnamed_elements(b)
+    yield from browser_events(b, path)
 
 
-def happened(b: Browser, path: Path) -> Iterator[str]:
+def browser_events(b: Browser, path: Path) -> Iterator[str]:
     """Yield what the browser wrote into its console, and its requests beside the file."""
     for event in b.events:
         told = event["params"]
@@ -173,7 +173,7 @@ def happened(b: Browser, path: Path) -> Iterator[str]:
             yield f"a request: {told['request']['url']}"
 
 
-def by_keys(b: Browser) -> Iterator[str]:
+def keyboard_faults(b: Browser) -> Iterator[str]:
     """Yield the faults of the keyboard: Tab reaches everything from the top down; keys unfold and scroll elements."""
     there, seen = b.value(REACHABLE), list[int]()
     for _ in range(there):
@@ -191,9 +191,9 @@ def by_keys(b: Browser) -> Iterator[str]:
                 yield f"{keys[0]} does nothing at {b.value(FOCUS)}"
 
 
-def heard(b: Browser) -> Iterator[str]:
+def unnamed_elements(b: Browser) -> Iterator[str]:
     """Yield the elements without a name for a screen reader; all elements of these kinds need one."""
-    for node in b.tell("Accessibility.getFullAXTree")["nodes"]:
+    for node in b.send("Accessibility.getFullAXTree")["nodes"]:
         role = node.get("role", {}).get("value")
         if role in NAMED and not node["ignored"] and not node.get("name", {}).get("value", "").strip():
             yield f"a {role} without a name"
@@ -201,11 +201,11 @@ def heard(b: Browser) -> Iterator[str]:
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: the number of faults in all the pages."""
-    path = found()
+    path = browser_path()
     wrong, shown = list[str](), 0
     with tempfile.TemporaryDirectory() as name:
         if path is not None:
-            pages = written(Path(name))
+            pages = written_pages(Path(name))
             chosen = ["pipeline", "module"] if quick else pages
             with browser(path) as b:
                 for key in chosen:

@@ -159,9 +159,9 @@ def one_rank(name: str, folder: Path) -> None:
     case = CASES[name]
     step(case, *made(case, Chain(2, 64, case.chain.rows // 64)))  # import and plan before the measurement
     gc.collect()
-    before = anonymous()
+    before = anonymous_bytes()
     model, optimizer, x = made(case, case.chain)
-    with watched() as peak:
+    with memory_samples() as peak:
         for _ in range(STEPS):
             step(case, model, optimizer, x)
     taken_off = case.chain.parameters // RANKS if case.axis == "tp" else 0
@@ -182,14 +182,14 @@ def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tens
 
 
 @contextmanager
-def watched() -> Iterator[list[int]]:
+def memory_samples() -> Iterator[list[int]]:
     """Yield a list that gets the memory of this process every millisecond until the end of the context."""
     found: list[int] = []
     ended = threading.Event()
 
     def look() -> None:
         while not ended.wait(0.001):
-            found.append(anonymous())
+            found.append(anonymous_bytes())
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -200,7 +200,7 @@ def watched() -> Iterator[list[int]]:
         thread.join()
 
 
-def anonymous() -> int:
+def anonymous_bytes() -> int:
     """Return the bytes of anonymous resident memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):

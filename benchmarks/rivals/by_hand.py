@@ -83,13 +83,13 @@ class Axis(NamedTuple):
         return x.chunk(self.size, dim)[self.rank]
 
 
-def started(x: Tensor, group: str) -> Tensor:
+def start_sum(x: Tensor, group: str) -> Tensor:
     """Start the sum over the group; `carry.wait_tensor` must come before any other use of the result."""
     return carry.all_reduce(x.contiguous(), "sum", group)
 
 
-def summed(x: Tensor, group: str) -> Tensor:
-    return carry.wait_tensor(started(x, group))
+def sum_over_group(x: Tensor, group: str) -> Tensor:
+    return carry.wait_tensor(start_sum(x, group))
 
 
 class Leave(torch.autograd.Function):
@@ -97,7 +97,7 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return summed(x, group)
+        return sum_over_group(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -116,7 +116,7 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_bso: Tensor) -> Any:
         x_bsd, w_od = ctx.saved_tensors
-        travelling = started(grad_bso @ w_od, ctx.group)
+        travelling = start_sum(grad_bso @ w_od, ctx.group)
         grad_od = grad_bso.flatten(0, 1).t() @ x_bsd.flatten(0, 1)
         return carry.wait_tensor(travelling), grad_od, None
 
@@ -131,7 +131,7 @@ class StartSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return started(grad, ctx.group), None
+        return start_sum(grad, ctx.group), None
 
 
 class VocabularyLoss(torch.autograd.Function):
@@ -147,7 +147,7 @@ class VocabularyLoss(torch.autograd.Function):
         power_nv = (logits_nv - top_n[:, None]).exp()
         aim_n = torch.where(inside_n, logits_nv.gather(1, here_n[:, None])[:, 0], 0.0)
         own = (torch.arange(size) == rank)[:, None, None]
-        every = summed(torch.where(own, torch.stack([top_n, power_nv.sum(1), aim_n]), 0.0), group)
+        every = sum_over_group(torch.where(own, torch.stack([top_n, power_nv.sum(1), aim_n]), 0.0), group)
         peak_n = every[:, 0].amax(0)
         total_n = (every[:, 1] * (every[:, 0] - peak_n).exp()).sum(0)
         ctx.save_for_backward(power_nv * ((top_n - peak_n).exp() / total_n)[:, None], here_n, inside_n)
@@ -288,7 +288,7 @@ def averaged(loss: Tensor, grads: Sequence[Tensor], dp: Axis) -> tuple[Tensor, l
     if dp.size == 1:
         return loss, list(grads)
     small = [loss, *(grad for grad in grads if not travels_alone(grad, dp))]
-    bucket = started(torch.cat([x.reshape(-1) for x in small]), dp.group)
+    bucket = start_sum(torch.cat([x.reshape(-1) for x in small]), dp.group)
     large = [carry.wait_tensor(grad) / dp.size if travels_alone(grad, dp) else None for grad in grads]
     parts = (carry.wait_tensor(bucket) / dp.size).split([x.numel() for x in small])
     rest = iter([part.view_as(x) for part, x in zip(parts, small, strict=True)])

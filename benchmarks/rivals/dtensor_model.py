@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.rivals.by_hand import AdamW, Axis, Step, averaged, one_graph, rotate, started, travels_alone
+from benchmarks.rivals.by_hand import AdamW, Axis, Step, averaged, one_graph, rotate, start_sum, travels_alone
 from meshwright.models import Llama
 
 
@@ -124,7 +124,7 @@ def _cut(model: Model, adamw: AdamW, dp: Axis) -> Step:
 def _averaged(loss: Tensor, grads: Sequence[Tensor], dp: Axis) -> tuple[Tensor, list[Tensor]]:
     """Return the local parts of gradients over all parts of the batch, as DTensors again."""
     local = [x.to_local() if isinstance(x, DTensor) else x for x in grads]
-    loss, local = averaged(loss, [started(x, dp.group) if travels_alone(x, dp) else x for x in local], dp)
+    loss, local = averaged(loss, [start_sum(x, dp.group) if travels_alone(x, dp) else x for x in local], dp)
     return loss, [
         DTensor.from_local(part, grad.device_mesh, grad.placements, run_check=False)
         if isinstance(grad, DTensor)

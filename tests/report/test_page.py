@@ -14,8 +14,19 @@ import torch
 
 import meshwright as mw
 from benchmarks import report
-from benchmarks._browser import Browser, browser, found
-from benchmarks.report import ACCOUNTS, EVIL, LLAMA, MACHINES, MEASURED, MISSING, WIDTHS, evil, faults, of_module
+from benchmarks._browser import Browser, browser, browser_path
+from benchmarks.report import (
+    ACCOUNTS,
+    EVIL,
+    LLAMA,
+    MACHINES,
+    MEASURED,
+    MISSING,
+    WIDTHS,
+    faults,
+    hostile_account,
+    of_module,
+)
 from meshwright.cost import cluster
 from meshwright.engine import StaticError
 from meshwright.report import account_of, data, page, text
@@ -132,7 +143,7 @@ def test_a_pipelines_account_tells_each_parameter_once() -> None:
 
 
 def test_names_are_harmless() -> None:
-    made = page(evil(), {EVIL: 1.0})
+    made = page(hostile_account(), {EVIL: 1.0})
     found = Reader(made)
     assert not found.wrong
     assert not {tag for tag, _ in found.found} & {"script", "img"}
@@ -191,7 +202,7 @@ FAULTY = """<!DOCTYPE html><html lang="en"><title>faulty</title><h1>One</h1><h3>
 
 @pytest.fixture(scope="module")
 def shown() -> Iterator[Browser]:
-    path = found()
+    path = browser_path()
     if path is None:
         pytest.skip(MISSING)  # it says what to install; CI installs it
     with browser(path) as b:
@@ -200,7 +211,7 @@ def shown() -> Iterator[Browser]:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_browser_finds_no_fault(width: int, shown: Browser, tmp_path: Path) -> None:
-    pages = {"pipeline": page(ACCOUNTS["pipeline"](), MEASURED), "evil": page(evil(), {EVIL: 1.0})}
+    pages = {"pipeline": page(ACCOUNTS["pipeline"](), MEASURED), "evil": page(hostile_account(), {EVIL: 1.0})}
     for name, made in pages.items():
         (tmp_path / f"{name}.html").write_text(made, encoding="utf-8")
         for dark in (False, True):
