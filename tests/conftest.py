@@ -1,6 +1,6 @@
 """Settings for all tests: hypothesis profiles and one thread per process.
 
-`ci` asks few questions, always the same; `dev` asks new ones each time; `long` is for a night.
+`ci` draws few examples, always the same; `dev` draws new ones each time; `long` takes a night.
 Choose with `pytest --hypothesis-profile=NAME`; without it `dev` is used.
 """
 

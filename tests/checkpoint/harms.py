@@ -1,4 +1,4 @@
-"""Checkpoints of every form, and what can be done to each field of their files."""
+"""Checkpoints of every form, and all kinds of damage to the fields of their files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def saved(folder: Path, form: str) -> Path:
 
 
 def outcome(folder: Path) -> str:
-    """Load all tensors; return "loaded", or the error's text. Whatever is no CheckpointError passes."""
+    """Load all tensors; return "loaded", or the text of a CheckpointError. Other errors are raised."""
     state = {name: torch.zeros_like(x) for name, x in whole().items()}
     told: CheckpointError | None = None
     try:
@@ -78,7 +78,7 @@ def right(folder: Path) -> bool:
 
 
 def with_bytes(path: Path, data: bytes) -> Callable[[], None]:
-    """Write other bytes; return what puts the old ones back."""
+    """Write other bytes; return a function that restores the old ones."""
     old = path.read_bytes()
     path.write_bytes(data)
     return lambda: path.write_bytes(old) and None

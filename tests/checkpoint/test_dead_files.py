@@ -1,4 +1,4 @@
-"""A file system that does not answer costs a load no more than the time limit, whichever operation hangs."""
+"""Loads from a file system that does not answer end within the time limit, whichever operation hangs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Dead:
 
 
 def operations(folder: Path) -> int:
-    """Return how many operations a load makes."""
+    """Return the number of operations of a load."""
     with pytest.MonkeyPatch.context() as patch:
         dead = Dead(folder, 0, patch)
         assert right(folder)
@@ -60,7 +60,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("form", FORMS)
-def test_whichever_operation_hangs_the_load_ends_and_nothing_is_loaded(kept: dict[str, Path], form: str) -> None:
+def test_a_load_ends_without_effect_if_any_operation_hangs(kept: dict[str, Path], form: str) -> None:
     folder = kept[form]
     count = operations(folder)
     assert count > 10
@@ -93,7 +93,7 @@ def test_all_ranks_raise_when_one_read_hangs(kept: dict[str, Path]) -> None:
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("read", [open_checkpoint, verify, mw.latest_checkpoint])
-def test_every_reader_has_the_limit(kept: dict[str, Path], read: Callable[[Path], Any]) -> None:
+def test_every_reader_has_the_time_limit(kept: dict[str, Path], read: Callable[[Path], Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         dead = Dead(kept["meshwright"], 1, patch)
         with pytest.raises(ReadTimeoutError):
@@ -102,7 +102,7 @@ def test_every_reader_has_the_limit(kept: dict[str, Path], read: Callable[[Path]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_fifo_in_the_place_of_any_file_is_refused_by_name(kept: dict[str, Path], tmp_path: Path, form: str) -> None:
+def test_a_fifo_in_place_of_any_file_is_refused_by_name(kept: dict[str, Path], tmp_path: Path, form: str) -> None:
     folder = copied(kept[form], tmp_path / "copy", checksums=True)
     for file in sorted(folder.iterdir()):
         data = file.read_bytes()
@@ -121,7 +121,7 @@ def test_a_fifo_as_the_path_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
-def test_a_limit_that_is_none_is_refused(kept: dict[str, Path], monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_limit_is_refused(kept: dict[str, Path], monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MESHWRIGHT_READ_TIMEOUT", text)
     with pytest.raises(CheckpointError, match="MESHWRIGHT_READ_TIMEOUT"):
         open_checkpoint(kept["meshwright"])

@@ -1,4 +1,4 @@
-"""A file system that stops answering during a save ends the save within the time limit, on all ranks."""
+"""A save to a file system that stops answering ends within the time limit, on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS = ("meshwright", "safetensors", "dcp")
 
 
 class Dead:
-    """File operations of saves, of which the n-th never returns, and no later one either."""
+    """File operations of saves, all of which hang from the n-th one on."""
 
     def __init__(self, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.n, self.forever = 0, n, threading.Event()
@@ -45,7 +45,7 @@ def save(folder: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whichever_operation_hangs_all_ranks_raise_and_a_later_save_is_made(
+def test_all_ranks_raise_if_any_operation_hangs_and_a_later_save_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     monkeypatch.setenv("MESHWRIGHT_WRITE_TIMEOUT", "0.2")
@@ -70,7 +70,7 @@ def test_whichever_operation_hangs_all_ranks_raise_and_a_later_save_is_made(
     mw.simulate(save, 2, tmp_path / "later", form)
 
 
-def test_a_limit_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_non_numeric_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_WRITE_TIMEOUT", "soon")
     with pytest.raises(CheckpointError, match="MESHWRIGHT_WRITE_TIMEOUT"):
         mw.save_state_dict({"w": torch.ones(2)}, tmp_path / "x")

@@ -47,7 +47,9 @@ def test_an_account_is_printed(asked: list[str], capsys: pytest.CaptureFixture[s
         assert part in said
 
 
-def test_data_and_page_say_the_same(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_and_page_have_the_same_content(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, measured = tmp_path / "report.html", tmp_path / "measured.json"
     measured.write_text('{"seconds": 2, "bytes": 1e10}')
     assert main([*asked, "--json", "--html", str(out), "--measured", str(measured)]) == 0
@@ -64,14 +66,14 @@ def test_data_and_page_say_the_same(asked: list[str], tmp_path: Path, capsys: py
     assert all(row["how"] in made for row in told["instead"])
 
 
-def test_batch_and_sequence_can_be_named(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_and_sequence_can_be_given(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*asked, "--batch", "64", "--sequence", "1024", "--alone", "--json"]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (told["plan"]["batch"], told["plan"]["sequence"]) == (64, 1024)
     assert told["instead"] == []
 
 
-def test_the_plan_that_was_found_is_explained_by_what_limits_it(
+def test_a_plan_found_by_search_is_explained_by_its_bottleneck(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, config, _, *on = asked
@@ -94,14 +96,16 @@ def test_the_plan_that_was_found_is_explained_by_what_limits_it(
         (["--htlm", "x"], 2, "--html"),
     ],
 )
-def test_what_cannot_be_is_answered(
+def test_impossible_requests_give_a_message(
     more: list[str], code: int, said: str, asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*asked, "--alone", *more]) == code
     assert said in capsys.readouterr().err
 
 
-def test_a_runs_log_is_measured(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurements_are_read_from_the_log_of_a_run(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "log.jsonl"
     steps = [{"event": "step", "step": n, "seconds": s, "peak_memory": 5e9} for n, s in enumerate((9.0, 2.0, 4.0, 3.0))]
     log.write_text("\n".join(json.dumps(line) for line in [{"event": "start", "step": 0}, *steps]))
@@ -113,7 +117,7 @@ def test_a_runs_log_is_measured(asked: list[str], tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"seconds": "soon"}', '{"seconds": null}'])
-def test_measured_numbers_are_numbers(
+def test_measurements_that_are_not_numbers_are_refused(
     text: str, asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "measured.json"
@@ -122,7 +126,7 @@ def test_measured_numbers_are_numbers(
     assert "fix:" in capsys.readouterr().err
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     code = "import sys; from meshwright.cli import main; main(['explain', '--help']); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.endswith("False\n")

@@ -1,4 +1,4 @@
-"""`--json`: one object on one line of standard output, and nothing else there; nothing at all for a mistake."""
+"""`--json`: one object on one line of standard output and nothing else; no output for a mistake."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def refused(constant: str) -> NoReturn:
 
 
 @pytest.mark.parametrize("text", ASKED)
-def test_an_answer_is_one_object(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_is_one_object(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*text.format(f=folder).split(), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert isinstance(json.loads(line, parse_constant=refused), dict)
@@ -58,10 +58,10 @@ def test_an_answer_is_one_object(text: str, folder: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     "line", [line for line in TYPED if line.text.split()[0] in WITH_JSON], ids=lambda line: line.text
 )
-def test_a_mistake_is_answered_as_without_json(line: Line, folder: Path) -> None:
+def test_a_mistake_gives_the_same_message_as_without_json(line: Line, folder: Path) -> None:
     command, *words = line.text.split()
     assert wrong(replace(line, text=" ".join([command, "--json", *words])), folder) == ""
 
 
-def test_every_command_that_answers_has_it() -> None:
+def test_every_command_with_a_result_has_the_option() -> None:
     assert {text.split()[0] for text in ASKED} == set(WITH_JSON) == set(PARSERS) - {"run"}

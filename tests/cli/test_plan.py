@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_plan_is_found_and_told(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_found_and_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", config, *ASKED, "--given", "tp=4"]) == 0
     said = capsys.readouterr().out
     assert "tp                   4" in said
@@ -32,7 +32,7 @@ def test_a_plan_is_found_and_told(config: str, capsys: pytest.CaptureFixture[str
     assert "the next best:" in said
 
 
-def test_a_plan_that_was_written_is_predicted_alike(
+def test_a_written_plan_has_the_same_prediction(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "plan.toml")
@@ -74,16 +74,14 @@ def test_uneven_experts_take_longer(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--given", "zero=some"], 1, "zero = 'some'"),
     ],
 )
-def test_what_cannot_be_is_answered(
+def test_impossible_requests_give_a_message(
     more: list[str], code: int, said: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", config, *ASKED, *more]) == code
     assert said in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_read_are_answered(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_files_give_a_message(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tmp_path / "none.json"), *ASKED]) == 2
     assert "none.json" in capsys.readouterr().err
     bad = tmp_path / "bad.json"

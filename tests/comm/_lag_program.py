@@ -1,6 +1,6 @@
 """`python _lag_program.py FOLDER STORY`: one of two ranks whose calls are put into a queue, as on a device.
 
-The queue is played: a call of this program returns at once, and moves nothing.
+The queue is simulated: a call of this program returns at once, and moves no data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def wait_for(path: Path) -> None:
 
 
 def goes_on(folder: Path, here: ProcessCommunicator) -> None:
-    """Rank 0 makes ten calls before rank 1 makes its first one behind the link's; both make sixty in all."""
+    """Make ten calls on rank 0 before rank 1 makes its first one after that of the link; both make sixty in all."""
     here.all_reduce(torch.ones(3), "sum", (0, 1))
     if here.rank == 1:
         wait_for(folder / "ten")
@@ -56,7 +56,7 @@ def goes_on(folder: Path, here: ProcessCommunicator) -> None:
 
 
 def waits_elsewhere(folder: Path, here: ProcessCommunicator) -> None:
-    """Rank 0 waits for its device for ever after a call that rank 1 makes otherwise."""
+    """Wait on rank 0 for its device forever, after a call that rank 1 makes differently."""
     here.all_reduce(torch.ones(3), "sum", (0, 1))
     here.settle()
     if here.rank == 0:
@@ -115,7 +115,7 @@ CASES: tuple[Case, ...] = (
 
 
 def _gradient(other: bool) -> DistTensor:
-    """Return the sum of two tensors that came whole in another order on one rank."""
+    """Return the sum of two tensors that arrive in another order on one rank."""
     a, b = (_laid(mw.Shard(0)) for _ in range(2))
     first, second = (b, a) if other else (a, b)
     return mw.reshard(first, first.spec.mesh, [mw.Replicate()]) + mw.reshard(second, first.spec.mesh, [mw.Replicate()])
@@ -126,7 +126,7 @@ def _laid(placement: mw.Placement) -> DistTensor:
 
 
 def told(case: Case, here: ProcessCommunicator) -> dict[str, Any]:
-    """Return what became of one case: the error, and whether the parameter is what it was."""
+    """Return the outcome of one case: the error, and whether the parameter is unchanged."""
     w = nn.Parameter(_laid(mw.Replicate()))
     mw.check_steps(replicas=0)
     try:

@@ -1,4 +1,4 @@
-"""What a step gives back is there for the next one: counted in pages that the system had to hand out."""
+"""Memory released by a step is reused by the next one, as counted by page faults."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ print(pages() - before)
 
 
 def pages(setting: str) -> int:
-    """How many pages a step got, in a process of its own."""
+    """Return the number of pages that a step got from the system, in a process of its own."""
     env = {**os.environ, "MESHWRIGHT_KEEP_MEMORY": setting}
     ran = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, env=env)
     return int(ran.stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_a_step_gets_the_pages_of_the_last_one() -> None:
+def test_a_step_reuses_the_pages_of_the_last_one() -> None:
     assert pages("off") > 1000
     assert pages("on") < 100

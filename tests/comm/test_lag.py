@@ -1,4 +1,4 @@
-"""Comparisons that lag behind calls in a queue: nothing waits for them, and no wrong parameter is written."""
+"""Comparisons that lag behind queued calls: they delay no rank, and no wrong parameter is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.tensor.core.computation_numbers import _writes
 SCRIPT = str(Path(program.__file__))
 
 
-def test_a_rank_goes_on_before_its_peer_has_come(tmp_path: Path) -> None:
+def test_a_rank_does_not_wait_for_its_peer_at_a_comparison(tmp_path: Path) -> None:
     assert launch([SCRIPT, str(tmp_path), "goes on"], 2, timeout=100) == 0
 
 
@@ -40,7 +40,7 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in program.CASES])
-def test_no_result_of_another_call_reaches_a_parameter(updates: list[dict[str, Any]], case: str) -> None:
+def test_no_result_of_a_mismatched_call_reaches_a_parameter(updates: list[dict[str, Any]], case: str) -> None:
     for found in updates:
         assert found[case]["error"].startswith("DisagreementError")
         assert found[case]["is as before"]
@@ -50,7 +50,7 @@ WRITE_NOTHING = {"record_stream", "retain_grad"}
 """Methods whose schema says that they write, and which change no element."""
 
 
-def test_every_method_that_writes_in_place_is_known_to() -> None:
+def test_all_in_place_methods_are_known() -> None:
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::") and s.arguments]
     first = {s.name.removeprefix("aten::") for s in schemas if _is_written(s.arguments[0])}
     methods = [name for name in first - WRITE_NOTHING if hasattr(torch.Tensor, name)]

@@ -1,4 +1,4 @@
-"""What the system says of processes, and what a rank that waits makes of it."""
+"""The system's records of processes, and the conclusions of a waiting rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def awaited(identity: ProcessIdentity, life: ProcessState) -> bool:
     return identity.life is life
 
 
-def test_a_process_runs_is_stopped_goes_on_and_is_gone(process: subprocess.Popen[bytes]) -> None:
+def test_states_of_a_process_are_read(process: subprocess.Popen[bytes]) -> None:
     own = own_identity()
     identity = ProcessIdentity(own.system, process.pid, start_of(process.pid))
     assert own.life is ProcessState.RUNNING
@@ -55,7 +55,7 @@ def test_a_process_runs_is_stopped_goes_on_and_is_gone(process: subprocess.Popen
     assert identity.life is ProcessState.GONE
 
 
-def test_a_later_process_of_the_same_number_is_another_one() -> None:
+def test_a_later_process_with_the_same_pid_is_another_one() -> None:
     own = own_identity()
     assert own._replace(started=own.started - 1).life is ProcessState.GONE
     assert own._replace(system="another host").life is ProcessState.UNKNOWN
@@ -69,7 +69,7 @@ def test_marked_processes_are_found_and_ended(process: subprocess.Popen[bytes]) 
     assert process.wait(20) == -signal.SIGKILL
 
 
-def test_a_state_goes_from_rank_to_rank_and_nothing_else_is_read() -> None:
+def test_a_state_is_sent_between_ranks_and_other_data_is_refused() -> None:
     state = RankState("barrier()", (1, 2), 3, True, False, True, "all_reduce", "a.py:3", 0.5)
     text = json.dumps(state)
     assert read_state(json.loads(text)) == state
@@ -83,7 +83,7 @@ def test_a_state_goes_from_rank_to_rank_and_nothing_else_is_read() -> None:
             read_state(each)
 
 
-def test_a_silent_rank_says_why() -> None:
+def test_the_error_gives_the_reason_for_a_silent_rank() -> None:
     assert str(silent("its process is stopped", stopped=True)) == "does not answer: its process is stopped"
     assert str(RankState("", (), 2, last="barrier()", at="a.py:3")) == (
         "is in no collective after 2 calls, the last barrier(); it is at a.py:3"
@@ -97,7 +97,7 @@ class Clock:
         return self.now
 
 
-def test_time_in_which_a_rank_was_stopped_itself_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_the_waiting_rank_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(watches, "time", clock)
     watch = WaitTimer(limit=20.0, patience=100.0)
@@ -114,7 +114,7 @@ def test_time_in_which_a_rank_was_stopped_itself_does_not_count(monkeypatch: pyt
     assert watch.is_late()
 
 
-def test_a_process_counts_as_stopped_if_it_is_so_at_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_counts_as_stopped_after_two_observations(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(watches, "time", clock)
     watch = WaitTimer(limit=20.0, patience=100.0)

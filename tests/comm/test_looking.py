@@ -1,4 +1,4 @@
-"""Looking inside ranks: a debugger in one of them, and prints that tell whose they are."""
+"""Debugging ranks: a debugger in one of them, and prints with the number of their rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print("done")
 """
 
 
-def test_a_breakpoint_in_a_simulated_rank_is_a_prompt_and_the_others_wait(tmp_path: Path) -> None:
+def test_a_breakpoint_in_a_simulated_rank_opens_a_prompt_while_others_wait(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SIMULATED)
     typed = "p 'rank', mw.get_rank()\nnext\nc\n"
@@ -55,7 +55,7 @@ def test_a_breakpoint_in_a_simulated_rank_is_a_prompt_and_the_others_wait(tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-def test_a_process_in_a_debugger_is_waited_for_beyond_the_patience(tmp_path: Path) -> None:
+def test_other_ranks_wait_for_a_debugger_beyond_the_limit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROCESSES)
     started = [sys.executable, "-m", "meshwright", "run", "--ranks", "2", "--processes", str(script)]
@@ -75,7 +75,7 @@ def test_a_process_in_a_debugger_is_waited_for_beyond_the_patience(tmp_path: Pat
     assert "done" in out
 
 
-def test_a_rank_in_a_debugger_says_so() -> None:
+def test_a_rank_in_a_debugger_is_reported() -> None:
     assert not in_debugger()
     assert str(RankState("", (), 3, debugged=True)) == "is stopped in a debugger after 3 calls"
 
@@ -126,7 +126,7 @@ def test_a_script_runs_with_prefixes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.splitlines() == ["[0] here", "[1] here"]
 
 
-def test_what_the_first_rank_prints_appears_and_what_others_print_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_the_first_rank_is_shown_and_that_of_others_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     kept = KeptLines()
     with first_rank_prints(kept):
         simulate(lambda: print("here", current_communicator().rank), 2)

@@ -48,7 +48,7 @@ def test_exchanges_are_those_of_the_inner_communicator() -> None:
         assert expected == first == second
 
 
-def test_works_may_overtake_each_other() -> None:
+def test_works_may_run_in_another_order() -> None:
     """Rank 0 runs its works in another order than rank 1, and each message still reaches the right work."""
 
     def program() -> list[float]:
@@ -89,7 +89,7 @@ def test_collectives_are_those_of_the_inner_communicator() -> None:
 
 
 @pytest.mark.parametrize("work", [-1, 1 << 31])
-def test_numbers_of_works_have_an_end(work: int) -> None:
+def test_numbers_of_works_are_bounded(work: int) -> None:
     with (
         pytest.raises(CallError, match="not in 0 to 65535"),
         PostedCommunicator(PeerlessCommunicator(0, 1)).during(work),
@@ -97,7 +97,7 @@ def test_numbers_of_works_have_an_end(work: int) -> None:
         pass
 
 
-def test_backward_threads_talk_to_the_communicator_of_a_process() -> None:
+def test_backward_threads_use_the_communicator_of_the_process() -> None:
     everywhere = PeerlessCommunicator(0, 4)
     posted, seen = PostedCommunicator(everywhere), []
     install_communicator(everywhere)

@@ -1,4 +1,4 @@
-"""Flight records: whole JSON of the last calls, for the user alone, and only when a call fails."""
+"""Flight records: complete JSON of the last calls, readable by the user alone, written only if a call fails."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def test_the_folder_of_a_run_is_inside_that_of_all_records(run: str, tmp_path: P
     assert folder.name not in ("", ".", "..")
 
 
-def test_no_record_is_written_where_they_are_off_or_the_folder_is_bad(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_record_is_written_if_off_or_if_the_folder_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for folder in ("off", str(tmp_path / "file"), "/proc/none"):
         monkeypatch.setenv(VARIABLE, folder)

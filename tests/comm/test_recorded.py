@@ -1,4 +1,4 @@
-"""A communicator without peers gives the shapes and the counts that simulated ranks give."""
+"""A communicator without peers gives the shapes and the counts of simulated ranks."""
 
 from __future__ import annotations
 
