@@ -1,4 +1,4 @@
-"""What each process runs: a run that does not end by itself, and says when it is at step 3 and where it ended."""
+"""One process of a run that does not end by itself, and reports when it is at step 3 and where it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the door gives: names, meshes, layers, optimizers, data."""
+"""The public API: names, meshes, layers, optimizers, data."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_every_public_name_is_there_and_seen_by_type_checkers() -> None:
     assert set(mw.__all__) >= set(dir(mw))
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_a_missing_name_raises() -> None:
     with pytest.raises(AttributeError, match="shard_tensors"):
         _ = mw.shard_tensors
 
 
-def test_a_default_mesh_for_every_rank() -> None:
+def test_all_ranks_share_the_default_mesh() -> None:
     assert mw.get_mesh() is None
     mw.set_mesh(MESH)
     assert mw.simulate(lambda: mw.shard_tensor(torch.ones(4, 3), placements=ROWS).mesh is MESH, 4) == [True] * 4
@@ -64,7 +64,7 @@ def test_a_mesh_of_all_ranks(sizes: dict[str, int], ranks: int, shape: tuple[int
     assert (meshes[0].mesh.shape, meshes[0].process_ids) == (shape, tuple(range(ranks)))
 
 
-def test_shard_tensor_takes_what_torch_takes() -> None:
+def test_shard_tensor_accepts_the_inputs_of_torch_tensor() -> None:
     def go() -> tuple[Any, ...]:
         x = mw.shard_tensor([[1, 2], [3, 4]], MESH, ROWS, dtype=torch.float32, requires_grad=True)
         return x.dtype, x.requires_grad, x.is_leaf, x.to_local().shape, mw.unshard_dtensor(x).tolist()
@@ -144,7 +144,7 @@ def test_shard_layer_keeps_shared_tensors_shared(mark: Any) -> None:
     assert mw.simulate(go, 4) == [True] * 4
 
 
-def test_shard_layer_trains_shared_tensors_as_one_device_does() -> None:
+def test_shard_layer_trains_shared_tensors_like_one_device() -> None:
     tokens = torch.tensor([1, 7, 3, 0, 3])
 
     def go(on_mesh: bool) -> Tensor:
@@ -159,7 +159,7 @@ def test_shard_layer_trains_shared_tensors_as_one_device_does() -> None:
         torch.testing.assert_close(grad, go(False))
 
 
-def test_shard_layer_marks_what_goes_in_and_what_comes_out() -> None:
+def test_shard_layer_marks_inputs_and_outputs() -> None:
     def go() -> tuple[Any, ...]:
         layer = mw.shard_layer(
             nn.Linear(3, 4),
@@ -209,14 +209,16 @@ WHOLE = (mw.Replicate(), mw.Replicate())
     ("shard_fn", "first", "second"),
     [(None, WHOLE, WHOLE), (over_data, (mw.Shard(0), mw.Replicate()), WHOLE), (another_accumulator, *[tuple(CUT)] * 2)],
 )
-def test_accumulators_lie_as_asked_and_steps_are_those_of_one_device(shard_fn: Any, first: Any, second: Any) -> None:
+def test_optimizer_states_have_the_requested_layout_and_steps_equal_one_device(
+    shard_fn: Any, first: Any, second: Any
+) -> None:
     expected, _ = train(False)
     for found, where in mw.simulate(train, 4, True, shard_fn):
         assert (where["exp_avg"], where["exp_avg_sq"]) == (first, second)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_whole_states_that_are_loaded_are_laid_over_the_mesh() -> None:
+def test_loaded_whole_states_are_sharded_over_the_mesh() -> None:
     def go(plain: dict[str, Any]) -> tuple[Any, ...]:
         weight = mw.shard_tensor(nn.Parameter(torch.ones(4, 6)), MESH, CUT)
         optimizer = mw.shard_optimizer(torch.optim.Adam([weight]), over_data)
@@ -271,7 +273,7 @@ def laid(batch: Any) -> list[tuple[Any, ...]]:
     [lambda x, y: [x, y], lambda x, y: (x, y), Pair, lambda x, y: {"x": x, "y": y}],
     ids=["list", "tuple", "named", "dict"],
 )
-def test_batches_keep_their_form_and_their_numbers(kind: Any) -> None:
+def test_batches_keep_their_structure_and_their_numbers(kind: Any) -> None:
     def go() -> list[Any]:
         loader = mw.shard_dataloader(batches(kind), MESH, "dp")
         assert len(loader) == 3
@@ -297,7 +299,7 @@ def test_inputs_on_meshes_of_their_own() -> None:
     assert mw.simulate(go, 4) == [["kept", "f32[4@tp, 2]", first, "i64[4@tp]", last]] * 4
 
 
-def test_parts_that_are_split_already() -> None:
+def test_batches_that_are_already_split() -> None:
     def go() -> tuple[Any, ...]:
         mine = [torch.full((2, 1), float(mw.get_rank() // 2))]
         (x,) = mw.shard_dataloader(mine, MESH, "dp", is_dataset_splitted=True)

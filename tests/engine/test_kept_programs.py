@@ -1,4 +1,4 @@
-"""A later start finds the programs that an earlier one recorded, and none where anything was changed since."""
+"""A later start loads the programs that an earlier one recorded, but none after any change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def start(folder: Path, script: str = SCRIPT, helper: str = HELPER, lr: str = "0
     return recordings + "]", losses
 
 
-def test_a_second_start_records_nothing_until_something_changes(tmp_path: Path) -> None:
+def test_a_second_start_records_nothing_without_a_change(tmp_path: Path) -> None:
     first = start(tmp_path)
     assert first[0] == "[1, 1]"
     assert start(tmp_path) == ("[0, 0]", first[1])

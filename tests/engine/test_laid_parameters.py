@@ -1,4 +1,4 @@
-"""A parameter that is laid on a mesh keeps its hooks and its attributes."""
+"""A parameter keeps its hooks and its attributes when it is distributed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _laid(lays: list[str], mesh: mw.ProcessMesh) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("lays", [["replicated"], ["cut"], ["replicated", "cut"], ["cut", "cut"]])
-def test_a_laid_parameter_keeps_hooks_and_attributes(lays: list[str]) -> None:
+def test_a_distributed_parameter_keeps_hooks_and_attributes(lays: list[str]) -> None:
     mesh = mw.ProcessMesh([0, 1], ["tp"])
     wanted = True, "first", [(3, 4)], [[4.0] * 4] * 3
     assert mw.simulate(_laid, 2, lays, mesh) == [wanted, wanted]
@@ -39,7 +39,7 @@ def test_a_laid_parameter_keeps_hooks_and_attributes(lays: list[str]) -> None:
 @pytest.mark.parametrize("kind", ["parameter", "tensor"])
 @pytest.mark.parametrize("first", [[], [mw.Replicate()], [mw.Shard(1)]])
 @pytest.mark.parametrize("then", [[mw.Replicate()], [mw.Shard(0)]])
-def test_a_laid_tensor_keeps_its_gradient(kind: str, first: Any, then: Any) -> None:
+def test_a_distributed_tensor_keeps_its_gradient(kind: str, first: Any, then: Any) -> None:
     mesh = mw.ProcessMesh([0, 1], ["tp"])
 
     def on_rank() -> None:
@@ -58,7 +58,7 @@ def test_a_laid_tensor_keeps_its_gradient(kind: str, first: Any, then: Any) -> N
     mw.simulate(on_rank, 2)
 
 
-def test_a_laid_module_keeps_its_gradients() -> None:
+def test_a_distributed_module_keeps_its_gradients() -> None:
     mesh = mw.ProcessMesh([0, 1], ["tp"])
 
     def on_rank() -> None:

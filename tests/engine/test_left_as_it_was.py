@@ -1,4 +1,4 @@
-"""A call that is refused leaves the attributes of layers as they were, whatever code changed them."""
+"""A call that is refused leaves the attributes of layers unchanged, whatever code changed them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from meshwright.graph.guards import Comparison, check_repeatable
 
 
-def test_all_attributes_of_layers_are_put_back() -> None:
+def test_all_attributes_of_layers_are_restored() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     layer = vars(model[0])
     layer["state"], layer["gone"] = None, 1

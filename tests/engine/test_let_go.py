@@ -1,4 +1,4 @@
-"""What nobody needs any longer is let go: nothing waits for Python's collector, and sequences are gathered again."""
+"""Memory is released as soon as it is unused, without Python's garbage collector, and sequences are gathered again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def uncollected() -> Any:
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("plan", [TENSOR, SEQUENCE], ids=["tensor", "sequence"])
-def test_a_backward_pass_leaves_no_activation_behind(plan: Mapping[str, Any]) -> None:
+def test_a_backward_pass_releases_all_activations(plan: Mapping[str, Any]) -> None:
     def go() -> bool:
         made = block(plan)
         made(torch.ones(2, 4, 8)).square().mean().backward()
@@ -65,7 +65,7 @@ def test_a_backward_pass_leaves_no_activation_behind(plan: Mapping[str, Any]) ->
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_forward_pass_keeps_parts_of_sequences() -> None:
+def test_a_forward_pass_keeps_only_parts_of_sequences() -> None:
     def go() -> bool:
         made = block(SEQUENCE)
         loss = made(torch.ones(2, 4, 8)).square().mean()
@@ -76,7 +76,7 @@ def test_a_forward_pass_keeps_parts_of_sequences() -> None:
 
 @pytest.mark.parametrize("written", [False, True])
 def test_the_gradients_are_those_of_one_device(written: bool) -> None:
-    """Also where the module writes to what it is given: then that is kept."""
+    """Also if the module writes to its input, which is then kept."""
 
     def gradients(plan: Mapping[str, Any] | None) -> list[Tensor]:
         torch.manual_seed(0)

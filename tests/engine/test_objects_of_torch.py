@@ -1,4 +1,4 @@
-"""What a step reads of torch's own objects, such as rates, schedules and samplers: a change is seen, or refused."""
+"""Torch's own objects that a step reads, such as rates, schedules and samplers: a change is detected, or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .static_oracle import step_of
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A factor of the loss, and what is done after each step, which gets its number."""
+    """A factor of the loss, and a function that runs after each step with its number."""
 
     factor: Callable[[], Any]
     change: Callable[[int], Any]
@@ -98,12 +98,12 @@ def _trained(name: str, by_hook: bool, static: bool) -> list[float]:
 
 @pytest.mark.parametrize("by_hook", [False, True])
 @pytest.mark.parametrize("name", [name for name in READS if name != "distribution"])
-def test_a_change_is_seen(name: str, by_hook: bool) -> None:
+def test_a_change_is_detected(name: str, by_hook: bool) -> None:
     for found in mw.simulate(_trained, 2, name, by_hook, True):
         torch.testing.assert_close(found, _trained(name, by_hook, False), rtol=1e-5, atol=1e-6)
 
 
-def test_a_change_of_a_distribution_is_seen() -> None:
+def test_a_change_of_a_distribution_is_detected() -> None:
     found = mw.simulate(_trained, 2, "distribution", False, True)[1]
     torch.testing.assert_close(found, _trained("distribution", False, False), rtol=1e-5, atol=1e-6)
 

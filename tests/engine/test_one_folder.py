@@ -1,4 +1,4 @@
-"""One folder of programs serves all ranks: those with parts of the same shapes run the program of the first of them."""
+"""One folder of programs for all ranks: ranks with parts of the same shapes share one program."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer with a step of the user's."""
+    """An optimizer with a user-defined step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -91,17 +91,17 @@ def test_the_number_of_ranks_changes_no_file(tmp_path: Path) -> None:
     assert max(sizes) < 1.01 * sizes[0]
 
 
-def test_what_a_user_s_optimizer_did_is_not_saved(tmp_path: Path) -> None:
+def test_programs_of_a_user_defined_optimizer_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(StaticError, match="an optimizer of your own"):
         saved(tmp_path, 3, 9, Counting)
 
 
-def test_files_of_kinds_that_are_gone_are_removed(tmp_path: Path) -> None:
+def test_files_of_unused_kinds_are_removed(tmp_path: Path) -> None:
     assert len(saved(tmp_path, 4, 5)) == 6
     assert saved(tmp_path, 2, 8) == ["program-0", "programs"]
 
 
-def test_a_rank_of_another_kind_is_told(tmp_path: Path) -> None:
+def test_a_rank_of_another_kind_raises(tmp_path: Path) -> None:
     with using_communicator(PeerlessCommunicator(0, 3)):
         made = model(3, 8)
         made.compile(*BATCH)
@@ -113,7 +113,7 @@ def test_a_rank_of_another_kind_is_told(tmp_path: Path) -> None:
         model(3, 8).load(tmp_path)
 
 
-def test_what_the_first_call_changes_is_changed_by_the_call_that_finds_the_program(tmp_path: Path) -> None:
+def test_a_loaded_program_repeats_the_changes_of_the_first_call(tmp_path: Path) -> None:
     saved(tmp_path, 2, 8)
     with using_communicator(PeerlessCommunicator(0, 2)):
         loaded = model(2, 8).load(tmp_path)
@@ -125,7 +125,7 @@ def test_what_the_first_call_changes_is_changed_by_the_call_that_finds_the_progr
         assert (other.recordings, other.network.config.kind) == (1, "plain")
 
 
-def test_ranks_are_alike_by_meshes_and_shapes() -> None:
+def test_kinds_of_ranks_follow_from_meshes_and_shapes() -> None:
     one, both = mw.ProcessMesh([0], ["dp"]), mw.ProcessMesh([0, 1, 2], ["dp"])
     with using_communicator(PeerlessCommunicator(0, 3)):
         specs = [mw.shard_tensor(torch.ones(4), both, [mw.Shard(0)]).spec]
@@ -134,7 +134,7 @@ def test_ranks_are_alike_by_meshes_and_shapes() -> None:
         assert not are_alike([empty], 0, 1)  # both hold nothing, and one is in no mesh
 
 
-def test_specs_come_back_from_data() -> None:
+def test_specs_are_restored_from_data() -> None:
     with using_communicator(PeerlessCommunicator(0, 4)):
         specs = specs_in(model(4, 5).compile(*BATCH))
     assert read_specs(specs_data(specs)) == specs

@@ -1,4 +1,4 @@
-"""An operator of the user's own gets a rule in one line."""
+"""A user-defined operator gets a rule in one line."""
 
 from __future__ import annotations
 
@@ -80,23 +80,23 @@ def test_the_rule_keeps_cuts_without_communication() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_without_a_rule_it_runs_whole_and_is_told_by_name(style: str) -> None:
+def test_without_a_rule_it_runs_whole_and_the_warning_names_it(style: str) -> None:
     RAN_WHOLE.pop("twice", None)
     check(lambda lay: twice(lay(torch.randn(5, 6))), STYLES[style])
     assert [name for name in RAN_WHOLE if "twice" in name]
 
 
 def of_the_first_rank(call: Any, x: Tensor, *_: Any) -> Tensor:
-    """A form that asks Python which rank this is."""
+    """Return the form that reads the rank in Python."""
     return x * (3 if call.index(0, 0) == 0 else 2)
 
 
 def of_each_rank(call: Any, x: Tensor, *_: Any) -> Tensor:
-    """The same by tensors."""
+    """Return the form that reads the rank from a tensor."""
     return x * torch.where(torch.arange(1) - call.index(0, 0) == 0, 3, 2)
 
 
-def test_a_rule_counts_from_the_next_call_on() -> None:
+def test_a_rule_applies_from_the_next_call_on() -> None:
     from meshwright.spmd.rules.rule_table import RULES
 
     def spec() -> str:
@@ -112,7 +112,7 @@ def test_a_rule_counts_from_the_next_call_on() -> None:
 
 
 @pytest.mark.parametrize("form", [of_the_first_rank, of_each_rank], ids=lambda form: form.__name__)
-def test_a_program_goes_one_way_on_all_ranks(form: Any) -> None:
+def test_a_program_takes_the_same_branch_on_all_ranks(form: Any) -> None:
     from meshwright.graph import CaptureError
     from meshwright.spmd import Rule
     from meshwright.spmd.rules.rule_table import RULES

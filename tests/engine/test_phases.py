@@ -1,4 +1,4 @@
-"""What a terminal shows while a program is recorded."""
+"""The terminal output while a program is recorded."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def _recorded(out: StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     return out.getvalue()
 
 
-def test_one_rank_tells_the_phases_of_a_recording_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_prints_the_phases_of_a_recording_once(monkeypatch: pytest.MonkeyPatch) -> None:
     text = _recorded(_Terminal(), monkeypatch)
     assert text.count("train program of Linear made in") == 1
     assert all(phase in text for phase in ("capture", "complete layouts", "record", "passes"))
 
 
-def test_nothing_is_told_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_printed_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _recorded(StringIO(), monkeypatch) == ""
 
 
-def test_a_phase_that_comes_again_adds_its_seconds() -> None:
+def test_a_repeated_phase_adds_its_seconds() -> None:
     def twice() -> dict[str, float]:
         phases = RecordingPhases("program")
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Loss scaling for float16: torch's scaler on distributed gradients, whose ranks all make an update or none does."""
+"""Loss scaling for float16: torch's scaler on distributed gradients, whose ranks all make an update or all skip it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batch(step: int, overflow: bool) -> Tensor:
 def trained(
     net: nn.Module, optimizer: Any, overflow: bool, lay: Callable[[Tensor], Tensor], dtype: torch.dtype | None
 ) -> tuple[list[Told], list[list[Tensor]], dict[str, Any]]:
-    """What each step tells, the parameters behind each, and the scaler's state."""
+    """Return the scaler's report of each step, the parameters after it, and the scaler's state."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     told: list[Told] = []
     parameters: list[list[Tensor]] = []
@@ -57,7 +57,7 @@ def one_device(overflow: bool, dtype: torch.dtype | None) -> Any:
 
 
 def cut(overflow: bool, dtype: torch.dtype | None, stage: int = 0) -> Any:
-    """Data and tensor parallel, with a stage of ZeRO."""
+    """Return the results of data and tensor parallelism, with a stage of ZeRO."""
     net = network()
     for layer, dim in ((net[0], 0), (net[2], 1)):
         layer.weight = mw.shard_tensor(layer.weight, MESH, [mw.Replicate(), mw.Shard(dim)])
@@ -90,7 +90,7 @@ def test_numbers_are_those_of_one_device(overflow: bool, stage: int, dtype: torc
         compare(found, one, {None: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype])
 
 
-def test_what_overflows_on_one_rank_stops_the_update_of_all_and_halves_the_scale() -> None:
+def test_an_overflow_on_one_rank_stops_all_updates_and_halves_the_scale() -> None:
     found = mw.simulate(lambda: cut(overflow=True, dtype=torch.float16), 4)
     for told, parameters, _ in found:
         assert [scale for _, _, scale in told] == [1024.0, 512.0, 512.0, 1024.0]
@@ -101,7 +101,7 @@ def test_what_overflows_on_one_rank_stops_the_update_of_all_and_halves_the_scale
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("clipped", [False, True])
 def test_stages_of_a_pipeline_agree(stage: int, clipped: bool) -> None:
-    """One number overflows on one rank of one stage, and nowhere else."""
+    """One number overflows on one rank of one stage only."""
 
     def go() -> tuple[float, list[bool]]:
         torch.manual_seed(0)
@@ -124,9 +124,9 @@ def test_stages_of_a_pipeline_agree(stage: int, clipped: bool) -> None:
     assert mw.simulate(go, 4) == [(512.0, [True] * 4)] * 4
 
 
-def test_the_loop_leaves_updates_out_and_saves_the_scale(tmp_path: Path) -> None:
+def test_the_training_loop_skips_updates_and_saves_the_scale(tmp_path: Path) -> None:
     class Batches(list[Any]):
-        """All steps' batches, from the first that was not made on."""
+        """The batches of all steps, from the first one that is not done yet."""
 
         at = 0
 

@@ -1,4 +1,4 @@
-"""What was switched between two calls of a static model is seen: hooks too, and other hooks in their place."""
+"""Changes between two calls of a static model are detected, added and replaced hooks included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def story(static: bool) -> Iterator[float]:
-    """The losses of steps between which hooks come and go."""
+    """Yield the losses of steps between which hooks are added and removed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,7 +49,7 @@ def story(static: bool) -> Iterator[float]:
     yield step()
 
 
-def test_hooks_that_come_and_go_count() -> None:
+def test_added_and_removed_hooks_are_detected() -> None:
     static, eager = (mw.simulate(lambda s=s: list(story(s)), 1)[0] for s in (True, False))
     assert static == pytest.approx(eager, rel=1e-6)
 
@@ -59,7 +59,7 @@ FACTOR: Any = 1.0
 
 
 class Scaled:
-    """A loss with a setting of its own, and a method that is one too."""
+    """A loss with a setting of its own, and a method that is also a loss."""
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -118,7 +118,7 @@ READ = {
 
 @pytest.mark.parametrize("where", READ)
 @pytest.mark.parametrize("layer", [nn.Linear, Reads])
-def test_what_functions_read_from_around_them_counts(where: str, layer: type[nn.Linear]) -> None:
+def test_changes_of_globals_and_closures_are_detected(where: str, layer: type[nn.Linear]) -> None:
     x, y = torch.ones(3, 4), torch.zeros(3, 2)
 
     def go() -> tuple[list[float], list[float], int]:
@@ -158,14 +158,14 @@ def test_a_loss_that_counts_its_calls_is_refused() -> None:
 
 @dataclass
 class Options:
-    """A configuration as people write them."""
+    """A configuration as in typical scripts."""
 
     gamma: float = 1.0
     name: str = "none"
 
 
 class Trainer:
-    """What holds the loss of a model, and much that the loss does not read."""
+    """An object with the loss of a model, and many attributes that the loss does not read."""
 
     scale = 1.0
 
@@ -187,7 +187,7 @@ class Trainer:
 
 
 class Finer(Trainer):
-    """One that calls what it comes from."""
+    """A trainer that calls its base class."""
 
     def loss(self, out: Tensor, y: Tensor) -> Tensor:
         return super().loss(out, y) * 0.5
@@ -214,7 +214,7 @@ UNREAD: dict[str, Callable[[Trainer], None]] = {
 
 @pytest.fixture
 def trainers() -> Iterator[None]:
-    """Undoes what changes of classes and modules leave behind."""
+    """Restore classes and modules after the test."""
     yield
     for kind in (Trainer, Finer):
         if kind is Trainer or "scale" in vars(kind):
@@ -234,7 +234,7 @@ def told_by(trainer: Trainer, way: str) -> Any:
 @pytest.mark.parametrize("way", ["method", "lambda", "partial"])
 @pytest.mark.parametrize("kind", [Trainer, Finer])
 @pytest.mark.parametrize("change", CHANGES)
-def test_of_a_trainer_counts_what_its_loss_reads(change: str, kind: type[Trainer], way: str) -> None:
+def test_only_trainer_attributes_that_the_loss_reads_count(change: str, kind: type[Trainer], way: str) -> None:
     x, y = torch.ones(3, 4), torch.zeros(3, 2)
 
     def go() -> tuple[list[float], list[float], int]:
@@ -259,7 +259,7 @@ def test_of_a_trainer_counts_what_its_loss_reads(change: str, kind: type[Trainer
 
 
 class Keeps(Trainer):
-    """One that keeps what it saw, which a program would do once."""
+    """A trainer that stores its inputs, which a program would do only once."""
 
     def loss(self, out: Tensor, y: Tensor) -> Tensor:
         found = super().loss(out, y)
@@ -273,7 +273,7 @@ def kept(trainer: Any, found: Tensor) -> Tensor:
 
 
 class HandsOn(Trainer):
-    """One that hands itself on whole."""
+    """A trainer that passes itself to other code."""
 
     def loss(self, out: Tensor, y: Tensor) -> Tensor:
         return kept(self, super().loss(out, y))

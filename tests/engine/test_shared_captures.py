@@ -73,7 +73,7 @@ def _shared_wrongly(kind: Kind) -> tuple[bool, bool]:
 
 
 class Scaled(nn.Module):
-    """Multiplies by `scale()`, and by an attribute."""
+    """A model that multiplies by `scale()`, and by an attribute."""
 
     def __init__(self, scale: Callable[[], float], by: float = 1.0) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ RANKED: dict[str, Callable[[], Scaled]] = {
 
 
 @pytest.mark.parametrize("name", RANKED)
-def test_what_a_rank_reads_of_its_own_is_in_its_program(name: str) -> None:
+def test_values_of_one_rank_are_in_its_program(name: str) -> None:
     x = torch.ones(2, 4)
 
     def go() -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def test_what_a_rank_reads_of_its_own_is_in_its_program(name: str) -> None:
         torch.testing.assert_close(static, eager)
 
 
-def test_ranks_that_are_alike_capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_ranks_capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = list[int]()
     plain = program_builder.capture
 

@@ -1,4 +1,4 @@
-"""Models split into chunks without their code: where they are cut, and the numbers of one device."""
+"""Models split into chunks without changes of their code: the boundaries, and the numbers of one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.pipeline import StageError
 
 
 class Encoder(nn.Module):
-    """As its author wrote it: an embedding of words, one of places, layers that take a mask, a head."""
+    """An encoder as in a library: embeddings of words and of places, layers that take a mask, a head."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_numbers_are_those_of_one_device(stages: int, options: dict[str, Any] | 
     ("costs", "chunks", "starts"),
     [((1, 1, 1, 1), 2, [2]), ((5, 1, 1, 1), 2, [1]), ((1, 1, 1, 3), 3, [1, 3]), ((2, 2, 2), 3, [1, 2])],
 )
-def test_even_chunks(costs: Sequence[float], chunks: int, starts: Sequence[int]) -> None:
+def test_chunks_are_even(costs: Sequence[float], chunks: int, starts: Sequence[int]) -> None:
     layers = [f"l{n}" for n in range(len(costs))]
     found = even_starts(layers, dict(zip(layers, costs, strict=True)), chunks)
     parts = [0, *(layers.index(name) for name in found), len(costs)]
@@ -114,7 +114,7 @@ def test_costs_are_operations_of_an_example() -> None:
         ({"way": (0, 0)}, "stages"),
     ],
 )
-def test_what_does_not_fit_is_refused(split: dict[str, Any], says: str) -> None:
+def test_options_that_do_not_fit_are_refused(split: dict[str, Any], says: str) -> None:
     with pytest.raises(StageError, match=says):
         mw.simulate(lambda: losses(2, None, **split), 2)
 
@@ -146,14 +146,14 @@ def mean_square(out: Tensor, wanted: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 4), (4, 2)])
-def test_every_stage_draws_what_one_device_draws_there(stages: int, microbatches: int) -> None:
+def test_every_stage_draws_the_random_numbers_of_one_device(stages: int, microbatches: int) -> None:
     expected = drops(0, microbatches)
     for found in mw.simulate(lambda: drops(stages, microbatches), stages):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
 class Tower(nn.Module):
-    """A token that is put in and a scale of what comes out belong to no layer."""
+    """A model with a learned token at its input and a scale at its output, which belong to no layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Tower(nn.Module):
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_what_no_layer_holds_has_its_gradient_on_every_rank(static: bool) -> None:
+def test_parameters_outside_layers_have_gradients_on_every_rank(static: bool) -> None:
     def on_rank(split: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = Tower()
@@ -185,7 +185,7 @@ def test_what_no_layer_holds_has_its_gradient_on_every_rank(static: bool) -> Non
 
 
 def rows_apart(stages: int, **options: Any) -> list[float]:
-    """Losses of a chain whose inputs are cut over replicas and whose labels nobody marks."""
+    """Return losses of a chain whose inputs are sharded over replicas and whose labels have no mark."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     x, y = torch.randn(16, 8), torch.randn(16, 8)
@@ -197,7 +197,7 @@ def rows_apart(stages: int, **options: Any) -> list[float]:
     return [step(x, y).item() for _ in range(2)]
 
 
-def test_microbatches_of_replicas_have_the_rows_of_their_labels() -> None:
+def test_microbatches_of_replicas_match_rows_and_labels() -> None:
     wanted = mw.simulate(lambda: rows_apart(0), 1)[0]
     found = mw.simulate(lambda: rows_apart(2, pipeline={"enable": True, "accumulate_steps": 4}), 4)
     assert found[0] == pytest.approx(wanted, rel=1e-5)

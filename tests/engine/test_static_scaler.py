@@ -43,7 +43,7 @@ def whole(net: nn.Module) -> list[Tensor]:
 
 
 def eager(overflows: tuple[int, ...], make: Make = OPTIMIZERS["adamw"]) -> tuple[list[Told], list[list[Tensor]]]:
-    """Torch's scaler on one device."""
+    """Return the results of torch's scaler on one device."""
     net = network()
     optimizer = make(net.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -62,7 +62,7 @@ def eager(overflows: tuple[int, ...], make: Make = OPTIMIZERS["adamw"]) -> tuple
 
 
 def stepping(make: Make = OPTIMIZERS["adamw"], pipeline: bool = False, **options: Any) -> mw.DistModel:
-    """A static model on two axes, of which the first cuts the batch or the layers."""
+    """Return a static model on two axes, of which the first shards the batch or the layers."""
     net = network()
     if pipeline:
         mw.split_pipeline(net, mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"]), ["2"])
@@ -121,8 +121,8 @@ def test_numbers_are_those_of_torchs_scaler_on_one_device(overflows: tuple[int, 
             assert before is None or all(map(torch.equal, before, found[1][step])), "an update was left out"
 
 
-def test_it_goes_on_from_torchs_scaler_and_back() -> None:
-    """One step by programs, with the state of torch's scaler; which then goes on with theirs."""
+def test_it_continues_from_torchs_scaler_and_back() -> None:
+    """One step by programs starts with the state of torch's scaler, which then continues with their state."""
 
     def go() -> tuple[dict[str, Any], dict[str, Any]]:
         model = stepping()
@@ -191,8 +191,8 @@ def test_evaluation_has_no_scale_and_gradients_of_half_parameters_are_refused() 
     mw.simulate(go, 4)
 
 
-def test_small_gradients_survive_by_the_scale_alone() -> None:
-    """Below what float16 can hold: without the scale nothing would change."""
+def test_small_gradients_survive_only_with_the_scale() -> None:
+    """The gradients are too small for float16: without the scale nothing would change."""
 
     def moved(scale: float) -> float:
         torch.manual_seed(0)

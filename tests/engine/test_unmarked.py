@@ -1,4 +1,4 @@
-"""Scripts without a mark: modules are planned when they are called, and the numbers stay those of one device."""
+"""Scripts without a mark: modules are planned at their first call, with the numbers of one device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_one_device(ranks: int, capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err.count("Net on ") == 1
 
 
-def test_a_module_with_marks_is_left_alone() -> None:
+def test_a_module_with_marks_is_not_planned() -> None:
     def go() -> Any:
         model = mw.shard_layer(nn.Linear(4, 4), mw.ProcessMesh([0, 1], ["x"]))
         model(torch.ones(2, 4))
@@ -72,13 +72,13 @@ def test_a_script_for_one_device_runs_on_many(options: list[str]) -> None:
     assert lines("-m", "meshwright", "run", *options, script) == lines(script)
 
 
-def test_what_a_script_does_not_get_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_options_that_a_script_does_not_get_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with unmarked():
         mw.simulate(train, 2)
     assert "gets shardings only, without ZeRO" in capfd.readouterr().err
 
 
-def test_a_script_whose_cuts_do_not_fit_is_told_what_would_have_more() -> None:
+def test_a_script_that_does_not_fit_gets_a_suggestion() -> None:
     machines = cluster("2xH100")
     tiny = replace(machines, device=replace(machines.device, memory=4e3))
     with unmarked(tiny), pytest.raises(mw.MeshwrightError, match=r"shardings only.*\n.*mw\.auto\(model"):

@@ -1,4 +1,4 @@
-"""Tensors that Python holds and code of a step writes in place: each step writes them once, as on one device."""
+"""Tensors of Python objects that a step writes in place: each step writes them once, as on one device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Loss(nn.Module):
 
 
 class Rate(torch.optim.Optimizer):
-    """Gradient descent whose rate falls with a number of steps that is an attribute."""
+    """Gradient descent with a rate that falls with a step count in an attribute."""
 
     def __init__(self, parameters: Any, kept: Tensor) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -159,7 +159,7 @@ def _optimizer(net: nn.Module, how: Any) -> torch.optim.Optimizer:
 
 
 def _trained(place: str, mesh: mw.ProcessMesh | None) -> list[float]:
-    """Return the losses, and what is kept after each step; before the last one a program is recorded anew."""
+    """Return the losses, and the written tensors after each step; the last step is recorded again."""
     torch.manual_seed(0)
     kept, found = torch.ones(2), list[float]()
     net, loss, how = PLACES[place](kept)
@@ -177,7 +177,7 @@ def _trained(place: str, mesh: mw.ProcessMesh | None) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_each_step_writes_what_python_holds_once(place: str, ranks: int) -> None:
+def test_each_step_writes_tensors_of_python_objects_once(place: str, ranks: int) -> None:
     mesh = mw.ProcessMesh(list(range(ranks)), ["dp"])
     for found in mw.simulate(_trained, ranks, place, mesh):
         torch.testing.assert_close(found, _trained(place, None), rtol=1e-5, atol=1e-6)
@@ -191,7 +191,7 @@ def _saved(folder: str) -> None:
     step.save(folder)
 
 
-def test_no_file_holds_such_a_program(tmp_path: Any) -> None:
+def test_a_program_with_such_writes_is_not_saved(tmp_path: Any) -> None:
     with pytest.raises(mw.MeshwrightError, match="no program that holds a whole step"):
         mw.simulate(_saved, 1, str(tmp_path))
 
@@ -205,6 +205,6 @@ def _written_by_a_stage() -> None:
     step(*_batch())
 
 
-def test_a_stage_of_a_pipeline_cannot_write() -> None:
+def test_such_writes_in_a_pipeline_stage_are_refused() -> None:
     with pytest.raises(mw.MeshwrightError, match="a write to an outside tensor"):
         mw.simulate(_written_by_a_stage, 2)

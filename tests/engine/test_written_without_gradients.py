@@ -1,4 +1,4 @@
-"""Writes where no gradients are taken change numbers alone: the gradients of the tensor stay, as on one device."""
+"""Writes without gradients change numbers alone: the tensor's gradients stay, as on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static steps in two parts: every gradient is looked at before the update, and the numbers are those of one device."""
+"""Static steps in two parts: every gradient is checked before the update, and the numbers are those of one device."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _static(make: Callable[..., torch.optim.Optimizer], options: Mapping[str, An
 
 
 @pytest.fixture
-def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """Names of the gradients of each step, on simulated ranks that compare their calls."""
+def checked_gradients(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """Return the names of the gradients checked in each step, on simulated ranks that compare their calls."""
     seen, leaves_out = list[set[str]](), static.should_skip_update
 
     def look(tensors: Mapping[str, Tensor], *more: Any) -> bool:
@@ -90,8 +90,8 @@ CASES += [(name, options, True) for name in ("SGD", "AdamW") for options in OPTI
 
 
 @pytest.mark.parametrize(("name", "options", "clip"), CASES, ids=str)
-def test_every_gradient_of_every_step_is_looked_at(
-    looked_at: list[set[str]], name: str, options: Mapping[str, Any], clip: bool
+def test_every_gradient_of_every_step_is_checked(
+    checked_gradients: list[set[str]], name: str, options: Mapping[str, Any], clip: bool
 ) -> None:
     if name in REFUSED:
         with pytest.raises(CaptureError):
@@ -99,6 +99,6 @@ def test_every_gradient_of_every_step_is_looked_at(
         return
     right = copy.deepcopy(_one_device(MAKERS[name], options, clip))
     found = mw.simulate(lambda: _static(MAKERS[name], options, clip), 2)
-    assert looked_at == [{"0.weight", "0.bias", "2.weight", "2.bias"}] * (2 * STEPS)
+    assert checked_gradients == [{"0.weight", "0.bias", "2.weight", "2.bias"}] * (2 * STEPS)
     for each in found:
         torch.testing.assert_close(each, right)
