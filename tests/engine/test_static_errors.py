@@ -198,7 +198,7 @@ def state(module: Any) -> Any:
 
 
 def refused(between: Callable[[Any, Tensor], Any], kind: type[mw.MeshwrightError], match: str) -> mw.MeshwrightError:
-    """Return the error; check that the model is unchanged, and runs eagerly and, without the refused code, as a program."""
+    """Return the error; check that the model is unchanged, and runs eagerly and, without refused code, as a program."""
 
     def go() -> mw.MeshwrightError:
         KEPT[:] = [

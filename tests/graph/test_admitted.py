@@ -1,4 +1,4 @@
-"""Which of torch's operators a file may name: a law over all that are registered, and attacks by name."""
+"""Operators that a file may name: a law for all registered operators, and attacks by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HARMLESS = re.compile(
 
 
 def registered() -> Iterator[Operator]:
-    """Every operator that torch has, in every library."""
+    """Yield every operator that torch has, in every library."""
     for schema in torch._C._jit_get_all_schemas():
         library, name = schema.name.split("::")
         found: Any = getattr(getattr(torch.ops, library), name, None)
@@ -97,7 +97,7 @@ def program() -> Program:
 
 
 def with_operator(path: Path, name: str) -> None:
-    """Name another operator in the first node of a saved program, with checksums that are right."""
+    """Change the operator of the first node of a saved program, with checksums that are right."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     content = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["program"])

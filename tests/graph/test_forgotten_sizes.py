@@ -1,4 +1,4 @@
-"""What was recorded for a model ends with the model: symbolic sizes, programs, and the simulation itself."""
+"""Records of a model end with the model: symbolic sizes, programs, and the simulation itself."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshwright.graph.torch_hooks import ShapeEnv
 
 
 def computed() -> int:
-    """Return how many results torch remembers in every ShapeEnv that lives."""
+    """Return the number of results that torch caches in all living ShapeEnvs."""
     gc.collect()
     return sum(len(x.fake_tensor_cache) for x in gc.get_objects() if type(x) is ShapeEnv)
 
 
 def trained(mesh: mw.ProcessMesh) -> None:
-    """Train a model with two sizes; the second one makes a program with open sizes."""
+    """Train a model with two sizes; the second one makes a program with variable sizes."""
     net = mw.shard_layer(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)), mesh)
     step = mw.to_static(net, loss=F.mse_loss, optimizer=torch.optim.AdamW(net.parameters()))
     for rows in (4, 6, 8):
@@ -32,7 +32,7 @@ def trained(mesh: mw.ProcessMesh) -> None:
     assert step.recordings <= 3
 
 
-def test_recordings_of_models_that_are_gone_are_forgotten() -> None:
+def test_recordings_of_deleted_models_are_released() -> None:
     counts: list[int] = []
 
     def body() -> None:
@@ -45,7 +45,7 @@ def test_recordings_of_models_that_are_gone_are_forgotten() -> None:
     assert max(counts) <= 2 * counts[0], counts
 
 
-def test_a_simulation_is_gone_when_it_has_ended() -> None:
+def test_a_simulation_is_released_when_it_ends() -> None:
     worlds: list[Any] = []
 
     def body() -> None:
@@ -59,7 +59,7 @@ def test_a_simulation_is_gone_when_it_has_ended() -> None:
     assert [world() for world in worlds] == [None, None]
 
 
-def test_what_ranks_make_for_each_other_is_bounded() -> None:
+def test_caches_shared_by_ranks_are_bounded() -> None:
     def body() -> tuple[int, int]:
         mesh = mw.ProcessMesh([0, 1], ["dp"])
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""All-reduces write over what nobody reads any more, and over nothing else: node by node and in kernels."""
+"""All-reduces overwrite only operands that are not read again: node by node and in kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import meshwright as mw
 
 
 class ReadTwice(nn.Module):
-    """What is summed over ranks is read before and behind the sum, directly and through a view."""
+    """A sum over ranks whose operand is read before and after it, directly and through a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ def cut(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
 
 
 def trained(compiler: str) -> list[Tensor]:
-    """The losses of three steps and the parameters behind them; of the eager mode where `compiler` is empty."""
+    """Return the losses of three steps and the parameters after them; those of eager mode if `compiler` is empty."""
     torch.manual_seed(0)
     model = ReadTwice()
     mesh = mw.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
@@ -51,7 +51,7 @@ def trained(compiler: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("compiler", ["none", "inductor"])
-def test_a_step_whose_sums_are_written_over_is_the_eager_one(compiler: str) -> None:
+def test_a_step_with_overwritten_sums_equals_eager_mode(compiler: str) -> None:
     for found, expected in zip(
         mw.simulate(lambda: trained(compiler), 4), mw.simulate(lambda: trained(""), 4), strict=True
     ):

@@ -1,4 +1,4 @@
-"""Programs as kernels: numbers that change are tensors in them, and every optimizer steps as it does eagerly."""
+"""Programs as kernels: changing numbers are tensors in them, and every optimizer steps as in eager mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Made = tuple[list[float], list[Tensor]]
 
 
 def trained(make: Callable[[Any], torch.optim.Optimizer], strategy: mw.Strategy | None) -> Made:
-    """Losses of a few steps under a schedule, and everything that was trained."""
+    """Return the losses of a few steps under a schedule, and all trained tensors."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.BatchNorm1d(16), nn.Linear(16, 4))
     optimizer = make(model.parameters())
@@ -62,7 +62,7 @@ def test_kernels_update_as_the_optimizer_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_nothing_but_numbers_stays_outside_of_kernels(name: str) -> None:
+def test_only_numbers_stay_outside_of_kernels(name: str) -> None:
     def look() -> tuple[int, list[str]]:
         model = nn.Sequential(nn.Linear(4, 4))
         optimizer = OPTIMIZERS[name](model.parameters())
@@ -133,7 +133,7 @@ def test_matrices_are_multiplied_right_by_either_library(
 
 
 class Relative(nn.Module):
-    """A bias by distance, as in T5: the gradient is added to places that are computed from a count."""
+    """A bias by distance, as in T5: the gradient is added at computed indices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Relative(nn.Module):
         return (bias * x).softmax(-1)
 
 
-def test_what_is_added_to_computed_places_arrives_there() -> None:
+def test_additions_at_computed_indices_are_right() -> None:
     def rank(compiler: str) -> Tensor:
         torch.manual_seed(0)
         model, mesh = Relative(), mw.ProcessMesh([0, 1], ["dp"])
@@ -159,7 +159,7 @@ def test_what_is_added_to_computed_places_arrives_there() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_only_computed_places_need_plain_indices() -> None:
+def test_only_computed_indices_need_plain_tensors() -> None:
     def made(model: nn.Module, x: Tensor, y: Tensor) -> Program:
         step = mw.to_static(model, None, F.mse_loss, torch.optim.SGD(model.parameters(), lr=1.0))
         step(x, y)

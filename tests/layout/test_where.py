@@ -18,7 +18,7 @@ def line_here() -> str:
     return f"{__file__}:{frame.f_lineno}"
 
 
-def test_the_caller_is_the_users():
+def test_the_caller_is_a_line_of_the_user():
     assert user_frame() == line_here()
 
 
@@ -30,20 +30,20 @@ def test_frames_of_libraries_are_skipped():
 
 
 @pytest.mark.parametrize("name", ["torch", "torch.nn", "meshwright.tensor", "contextlib", "threading", "functools"])
-def test_no_line_of_a_library_is_the_users(name):
+def test_lines_of_libraries_are_not_the_users(name):
     namespace = {"__name__": name, "sys": sys}
     exec("def frame(): return sys._getframe()", namespace)
     assert user_frame(namespace["frame"]()) == line_here()  # the nearest caller in a file of the user
 
 
 @pytest.mark.parametrize("name", ["torchvision", "meshwright_extra", "meshwright.models.llama", "__main__"])
-def test_other_modules_are_the_users(name):
+def test_lines_of_other_modules_are_the_users(name):
     namespace = {"__name__": name, "sys": sys}
     exec(compile("def frame():\n    return sys._getframe()", "mine.py", "exec"), namespace)
     assert user_frame(namespace["frame"]()) == "mine.py:2"
 
 
-def test_generated_code_is_nobodys():
+def test_generated_code_has_no_line_of_the_user():
     namespace = {"__name__": "mine", "sys": sys}
     exec(compile("def frame(): return sys._getframe()", "<eval_with_key>.3", "exec"), namespace)
     assert user_frame(namespace["frame"]()) == line_here()
@@ -103,6 +103,6 @@ class Direct(nn.Module):
         return self.part.forward(x)
 
 
-def test_a_forward_that_is_called_itself() -> None:
+def test_a_direct_call_of_forward_is_found() -> None:
     assert Direct()(torch.zeros(())) == "part"
     assert Inner(module_path).forward(torch.zeros(())) == "Inner"

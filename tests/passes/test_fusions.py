@@ -1,4 +1,4 @@
-"""The fusing passes: every rule is right, known styles are found, what only looks alike is left alone."""
+"""Fusing passes: every rule is right, known styles are found, and similar patterns are ignored."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_a_rule_is_right(rule: Rewrite) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_set_of_rules_comes_to_an_end(name: str) -> None:
+def test_a_set_of_rules_terminates(name: str) -> None:
     rules = [rule for rule in registered_rewrites(name) if isinstance(rule, Rewrite)]
     assert not measure_of(rules).unproved
 
 
 def fused(fn: Callable[..., Any], given: tuple[Tensor, ...], *passes: Pass) -> dict[str, int]:
-    """How often each operator is called after the passes; the numbers are about those from before."""
+    """Return the calls of each operator after the passes; check that the numbers are about the same."""
     before = capture(nn.Identity(), fn, given).program
     after = apply_passes(before, [Tidy(), *passes, Tidy()], deep=True)
     close(after, before, given)
@@ -74,7 +74,7 @@ def test_rms_norm_is_found_in_each_style(style: str, dtype: torch.dtype) -> None
     assert dtype != torch.float32 or style == "Gemma" or set(found) == {"rms_norm"}
 
 
-def test_rounding_on_the_way_is_kept() -> None:
+def test_intermediate_rounding_is_kept() -> None:
     """In 16 bits the weight stays outside: it multiplies a rounded number, to the bit as before."""
     x, w = some((64, 32), (32,), dtype=torch.bfloat16)
     before = capture(nn.Identity(), STYLES["Llama in transformers"], (x, w)).program
@@ -111,7 +111,7 @@ NO_NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("style", NO_NORMS)
-def test_what_is_no_norm_stays(style: str) -> None:
+def test_other_patterns_than_norms_stay(style: str) -> None:
     found = fused(NO_NORMS[style], some((2, 3, 8), (8,)), FuseNorm())
     assert not {"rms_norm", "layer_norm"} & set(found)
 
@@ -139,7 +139,7 @@ def test_linear_is_found(fn: Callable[..., Tensor], left: dict[str, int]) -> Non
     assert fused(fn, some((2, 3, 8), (5, 8), (5,)), FuseActivation()) == left
 
 
-def test_linear_of_a_weight_that_is_not_turned() -> None:
+def test_linear_of_a_weight_that_is_not_transposed() -> None:
     assert fused(lambda x, w, b: x @ w + b, some((2, 3, 8), (8, 5), (5,)), FuseActivation()) == {"mT": 1, "linear": 1}
 
 
@@ -203,7 +203,7 @@ def test_attention_is_found(fn: Callable[..., Tensor], causal: bool, dtype: torc
     assert (node.args[5:] == (True,)) is causal
 
 
-def test_a_mask_that_is_given_is_passed_on() -> None:
+def test_a_given_mask_is_passed_on() -> None:
     def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return ((q @ k.mT) * 0.3).masked_fill(mask == 0, float("-inf")).softmax(-1) @ v
 
@@ -231,7 +231,7 @@ def test_a_mask_that_is_given_is_passed_on() -> None:
         lambda q, k, v: F.softmax(q @ k, -1) @ v,
     ],
 )
-def test_what_is_no_attention_stays(fn: Callable[..., Any]) -> None:
+def test_other_patterns_than_attention_stay(fn: Callable[..., Any]) -> None:
     found = fused(fn, some(*[(2, 3, 8, 8)] * 3), FuseAttention())
     weights = fn(*some(*[(2, 3, 8, 8)] * 3))
     assert "scaled_dot_product_attention" not in found or isinstance(weights, tuple)
@@ -273,7 +273,7 @@ def test_nll_of_log_softmax() -> None:
 
 
 class Block(nn.Module):
-    """A block whose every part is written by hand."""
+    """A block whose parts are all written by hand."""
 
     def __init__(self) -> None:
         super().__init__()

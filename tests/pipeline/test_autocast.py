@@ -29,7 +29,7 @@ def llama(shape: tuple[int, ...] | None) -> nn.Module:
 
 
 def stepped(model: nn.Module, dtype: torch.dtype, scaled: bool = False) -> tuple[list[float], list[Tensor]]:
-    """Losses of three steps, of which the second is without autocast, and gradients of the last."""
+    """Return the losses of three steps, the second without autocast, and the gradients of the last."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
     losses = list[float]()

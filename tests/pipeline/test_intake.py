@@ -1,4 +1,4 @@
-"""Batches that cannot be taken apart into microbatches are refused."""
+"""Batches that cannot be split into microbatches are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECS = ["f32[8@x, 4]", "f32[8@y, 4]", "f32[8, 4]", None]
 
 
 @pytest.mark.parametrize(("one", "other"), list(product(SPECS, SPECS)))
-def test_rows_that_lie_differently_are_refused(one, other):
+def test_rows_in_different_layouts_are_refused(one, other):
     given = [
         Input(Value("x", (8, 4), torch.float32), "batch", "x", text and parse_spec(text, MESH), at)
         for at, text in enumerate((one, other))

@@ -1,4 +1,4 @@
-"""Tables that are run with many times at once, beside the simulator that runs one."""
+"""Tables simulated with many times at once, compared with the simulator for one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def made(name: str) -> Schedule:
 
 
 @pytest.mark.parametrize("name", KNOWN_SCHEDULES)
-def test_many_at_once_take_what_each_takes(name: str) -> None:
+def test_many_times_at_once_equal_each_alone(name: str) -> None:
     table, draw = made(name), random.Random(0)
     rows = [[[draw.uniform(0.5, 2) for _ in range(CASES)] for _ in range(table.chunks)] for _ in range(5)]
     runs = BatchedSimulation(table)
@@ -41,7 +41,7 @@ def test_many_at_once_take_what_each_takes(name: str) -> None:
         assert held[:, n] == pytest.approx(peaks(table, Memory(held=each)))
 
 
-def test_a_rank_of_both_meshes_keeps_its_own_part_of_a_message() -> None:
+def test_a_rank_on_both_meshes_keeps_its_own_part_of_a_message() -> None:
     source, target = ProcessMesh([0, 1], ["x"]), ProcessMesh([1, 0], ["x"])
     spec, to = parse_spec("f32[6@x, 2]", source), parse_spec("f32[6, 2@x]", target)
     a, b = (Value(name, (6, 2), torch.float32) for name in "ab")

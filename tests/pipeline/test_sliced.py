@@ -1,4 +1,4 @@
-"""A captured forward pass in slices of its sequence: the same loss and gradients, and no slice looks ahead."""
+"""A captured forward pass in slices of its sequence: the same loss and gradients, and no slice uses later ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUTS = [(3, 3), (4, 2), (1, 2, 3)]
 
 
 class Model(nn.Module):
-    """Tokens to vectors, what a test does with them, and a loss."""
+    """A model with an embedding, the layers of a test, and a loss."""
 
     def __init__(self, body: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def run(program: Program, model: Model) -> list[Tensor]:
 
 @pytest.mark.parametrize("body", RIGHT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("lengths", CUTS, ids=str)
-def test_the_same_numbers(body: Callable[..., Tensor], lengths: tuple[int, ...]) -> None:
+def test_slices_have_the_same_numbers(body: Callable[..., Tensor], lengths: tuple[int, ...]) -> None:
     model, captured = made(body)
     program = slice_sequence(captured.program, lengths)
     for found, expected in zip(run(program, model), run(captured.program, model), strict=True):
@@ -159,7 +159,7 @@ def test_the_same_numbers(body: Callable[..., Tensor], lengths: tuple[int, ...])
 
 
 def test_slices_share_the_work() -> None:
-    """Each slice has its own products: none is left to the last one."""
+    """Each slice has its own products: none is left to the last slice."""
     _, captured = made(gpt)
     program = slice_sequence(captured.program, (3, 3))
     for op in ("aten.linear.default", "aten.scaled_dot_product_attention.default"):
@@ -200,7 +200,7 @@ def mixed(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def mixed_with_bias(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The bias counts once for the sum over all positions, not once for each slice."""
+    """Return values with a bias that counts once for the sum over all positions, not once for each slice."""
     return F.cross_entropy(m.exit(F.linear(x.mT, m.places.weight.t(), m.scale).mean(1)), labels[:, 0])
 
 
@@ -223,13 +223,13 @@ def backwards(m: Model, x: Tensor, tokens: Tensor, labels: Tensor) -> Tensor:
         (backwards, "flip"),
     ],
 )
-def test_what_looks_ahead_is_refused(body: Callable[..., Tensor], says: str) -> None:
+def test_models_that_read_later_positions_are_refused(body: Callable[..., Tensor], says: str) -> None:
     _, captured = made(body)
     with pytest.raises(StageError, match=says):
         slice_sequence(captured.program, (3, 3))
 
 
-def test_a_module_is_named() -> None:
+def test_the_error_names_the_module() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -250,7 +250,7 @@ def test_a_batch_without_sequences_is_refused() -> None:
         slice_sequence(captured.program, (3, 2))
 
 
-def test_buffers_that_a_batch_renews_are_refused() -> None:
+def test_buffers_that_a_batch_updates_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(WORDS, S), nn.BatchNorm1d(S), nn.Flatten(), nn.Linear(S * S, 1))
     captured = capture(model, lambda x: model(x).mean(), batch()[:1])
     with pytest.raises(StageError, match="updates"):
