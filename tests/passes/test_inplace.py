@@ -49,7 +49,7 @@ def _lain_otherwise(add: Any, x: Value, y: Value) -> Any:
 
 
 def _seen_twice(add: Any, x: Value, y: Value) -> Any:
-    """Return outputs and writes of a program: an operator reads other elements of the memory that it could overwrite."""
+    """Return outputs and writes of a program: an operator reads other elements of memory that it could overwrite."""
     new = add(aten.mm.default, x, y)
     return add(aten.add.Tensor, new, add(aten.t.default, new)), ()
 

@@ -1,4 +1,4 @@
-"""A page: complete without a network, harmless whatever is written into it, and readable by everybody."""
+"""The page of a report: complete without a network, safe for any text in it, and accessible."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Reader(HTMLParser):
         return (attributes for name, attributes in self.found if name == tag)
 
 
-def test_a_page_is_one_file_that_asks_for_nothing(told: Account) -> None:
+def test_a_page_is_one_file_without_requests(told: Account) -> None:
     found = Reader(page(told))
     assert not found.wrong
     assert not found.open
@@ -85,7 +85,7 @@ def test_a_page_is_one_file_that_asks_for_nothing(told: Account) -> None:
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page(told))
 
 
-def test_a_page_can_be_read_by_everybody(told: Account) -> None:
+def test_a_page_is_accessible(told: Account) -> None:
     found = Reader(page(told))
     assert next(found.all("html"))["lang"] == "en"
     assert {"width=device-width, initial-scale=1"} <= {a.get("content") for a in found.all("meta")}
@@ -102,7 +102,7 @@ def test_a_page_can_be_read_by_everybody(told: Account) -> None:
     assert "prefers-color-scheme: dark" in page(told)
 
 
-def test_a_page_says_what_the_account_says(told: Account) -> None:
+def test_a_page_has_the_contents_of_the_account(told: Account) -> None:
     words = html.unescape(" ".join(Reader(page(told)).words))
     for said in (told.what, told.how, told.where, *told.why, *(row.layout for row in told.laid)):
         assert said in words
@@ -116,7 +116,7 @@ def test_a_page_says_what_the_account_says(told: Account) -> None:
     assert ("The pipeline" in words) == (told.timeline is not None)
 
 
-def test_data_is_what_json_takes(told: Account) -> None:
+def test_data_can_be_written_as_json(told: Account) -> None:
     again = json.loads(json.dumps(data(told, {"seconds": 1.0})))
     assert again["seconds"] == told.seconds
     assert len(again["communications"]) == len(told.sent)
@@ -125,14 +125,14 @@ def test_data_is_what_json_takes(told: Account) -> None:
     assert ("timeline" in again) == (told.timeline is not None)
 
 
-def test_text_fits_what_it_says(told: Account) -> None:
+def test_text_has_the_titles_of_its_parts(told: Account) -> None:
     said = text(told)
     for title in ("layouts of tensors", "seconds of a step by part", "memory", "why"):
         assert f"\n{title}\n" in said
     assert all(line == line.rstrip() for line in said.splitlines())
 
 
-def test_a_pipelines_account_tells_each_parameter_once() -> None:
+def test_the_account_of_a_pipeline_lists_each_parameter_once() -> None:
     told = ACCOUNTS["pipeline"]()
     parameters = [f"{row.layer}.{row.name}" for row in told.laid if row.note == "parameter"]
     assert sorted(parameters) == sorted({f"{n}.{kind}" for n in range(4) for kind in ("weight", "bias")})
@@ -163,7 +163,7 @@ def test_a_module_with_a_script_for_a_name_is_harmless() -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in made
 
 
-def test_measured_stands_beside_predicted() -> None:
+def test_measurements_are_next_to_predictions() -> None:
     told = of_module()
     made = page(told, {"seconds": told.seconds / 2, "bytes": told.nbytes, "loss": 3.0})
     assert "+100.0 %" in made
@@ -172,7 +172,7 @@ def test_measured_stands_beside_predicted() -> None:
     assert "measured" not in page(told)
 
 
-def test_long_pipelines_are_drawn_from_their_beginning() -> None:
+def test_only_the_beginning_of_a_long_pipeline_is_drawn() -> None:
     plan = Plan(tp=4, pp=8, chunks=4, schedule="Interleaved 1F1B", batch=256, sequence=4096)
     told = account(LLAMA, plan, cluster("32xH100"))
     assert told.timeline is not None
@@ -182,7 +182,7 @@ def test_long_pipelines_are_drawn_from_their_beginning() -> None:
     assert "its beginning" in made
 
 
-def test_nothing_sent_is_said() -> None:
+def test_a_plan_without_communication_is_reported() -> None:
     told = account(LLAMA, Plan(batch=8), MACHINES)
     assert "No communication." in page(told)
     assert "no communication" in text(told)
@@ -238,7 +238,7 @@ def test_a_browser_finds_faults(shown: Browser, tmp_path: Path) -> None:
         assert fault in told
 
 
-def test_without_a_browser_the_figure_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_browser_the_figure_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "found", lambda: None)
     figure = report.run()
     assert (figure["value"], figure["ok"]) == (None, False)

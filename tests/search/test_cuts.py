@@ -1,4 +1,4 @@
-"""Cuts of operators: the best of all ways, as by looking at each; memory has a price; Megatron's cuts come out."""
+"""Shardings of operators: the best of all combinations; memory has a price; Megatron's shardings are found."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def captured(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_best_way_is_that_of_looking_at_all_of_them(seed: int) -> None:
+def test_the_best_choice_equals_that_of_exhaustive_search(seed: int) -> None:
     program = captured(seed)
     for name in CLUSTERS:
         prices = Prices(cluster_of(name), random.Random(seed).choice([2, 4]), 8)
@@ -76,7 +76,7 @@ def llama(layers: int = 2) -> Any:
 
 
 def dims(cuts: Shardings) -> dict[str, int | None]:
-    """The last word of a parameter's layer → the dim that is cut."""
+    """Return the last word of a parameter's layer → the dim that is sharded."""
     found = cuts.placements()
     return {name.split(".")[-2]: None if place is None else place.dim for name, place in found.items()}
 
@@ -89,13 +89,13 @@ agree within a thousandth.
 """
 
 
-def test_what_megatron_does_by_hand_comes_out() -> None:
+def test_the_search_finds_megatrons_sharding() -> None:
     found = best_shardings(llama(), BLACKWELL)
     rows, columns = dict.fromkeys(["embed", "q", "k", "v", "gate", "up", "head"], 0), dict.fromkeys(["o", "down"], 1)
     assert (rows | columns | {"embed": 1}).items() <= dims(found).items()
 
 
-def test_what_meets_is_told_and_is_what_megatron_has() -> None:
+def test_the_reported_conversions_are_those_of_megatron() -> None:
     found = best_shardings(llama(), BLACKWELL)
     large = [m for m in found.meetings if m.nbytes > 1e6]
     for block in ("blocks.0", "blocks.1"):
@@ -166,7 +166,7 @@ class Residual(nn.Module):
 
 
 def sums_of(layers: int, seen: pytest.MonkeyPatch) -> int:
-    """How many sums of tables are taken for a model of so many equal layers."""
+    """Return the number of sums of tables for a model of so many equal layers."""
     with torch.device("meta"):
         model = nn.Sequential(*(Residual() for _ in range(layers)))
     program = capture(model, lambda x: model(x).sum(), [torch.empty(8, 64, device="meta")]).program
@@ -183,7 +183,7 @@ def sums_of(layers: int, seen: pytest.MonkeyPatch) -> int:
     return count
 
 
-def test_layers_that_are_alike_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_layers_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = sums_of(6, monkeypatch), sums_of(26, monkeypatch)
     assert many - few <= 4 * 20, "a layer has sixteen choices"
 
@@ -200,7 +200,7 @@ def test_layers_that_are_alike_are_worked_out_once(monkeypatch: pytest.MonkeyPat
         (8, 8, 16, None, 0.1, 0),
     ],
 )
-def test_heads_in_the_place_of_a_sequence_are_an_option_where_they_fit(
+def test_sharding_by_heads_is_an_option_if_they_divide(
     heads: int, kv_heads: int, length: int, mask: tuple[int, ...] | None, dropout: float, count: int
 ) -> None:
     given = [torch.empty(1, n, length, 4, device="meta") for n in (heads, kv_heads, kv_heads)]
@@ -226,7 +226,7 @@ def test_heads_in_the_place_of_a_sequence_are_an_option_where_they_fit(
 
 
 def attention(kv_heads: int, causal: bool = True) -> ShardingProblem:
-    """Of one sequence, whose queries, keys and values have a gradient."""
+    """Return the problem of attention for one sequence, whose queries, keys and values have a gradient."""
     model = nn.ParameterDict(
         {name: torch.empty(1, n, 16, 8, device="meta") for name, n in (("q", 8), ("k", kv_heads), ("v", kv_heads))}
     )
@@ -241,7 +241,7 @@ def attention(kv_heads: int, causal: bool = True) -> ShardingProblem:
 
 
 def of_queries(problem: ShardingProblem) -> tuple[Any, Any]:
-    """Attention, and its option with queries alone cut along the sequence."""
+    """Return the attention, and its option in which queries alone are sharded along the sequence."""
     ((node, ways),) = ((n, w) for n, w in problem.options.items() if "attention" in str(n.op))
     (way,) = (w for w in ways if w.needs[0].kind == "cut" and w.needs[0].dim == 2 and w.needs[1].kind != "cut")
     return node, way
@@ -260,7 +260,7 @@ def test_keys_and_values_that_are_gathered_are_kept(kv_heads: int, causal: bool)
     assert problem.kept.made_at(node, way, together) == result
 
 
-def test_what_no_backward_pass_reads_is_not_kept() -> None:
+def test_values_without_a_backward_read_are_not_kept() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         program = capture(model, lambda x: (model(x) + 1.0).sum(), [torch.empty(4, 8)]).program
@@ -269,7 +269,7 @@ def test_what_no_backward_pass_reads_is_not_kept() -> None:
     assert sorted(names[v] for v in kept.late) == ["aten::gelu", "aten::linear"]
 
 
-def test_operators_that_begin_on_all_ranks_are_no_faster_for_that() -> None:
+def test_sharding_saves_no_launch_overhead() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         program = capture(model, lambda x: model(x).sum(), [torch.empty(4, 8)]).program

@@ -1,4 +1,4 @@
-"""A bar on a terminal, after a while; nothing for anybody else."""
+"""A progress bar on a terminal, after a while; no output otherwise."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_a_bar_is_shown_after_a_while() -> None:
     assert "plans for 8 ranks" in text_of(Terminal(), 0.05)
 
 
-def test_what_is_quick_is_not_shown() -> None:
+def test_a_quick_search_shows_no_bar() -> None:
     assert text_of(Terminal(), 60.0) == ""
 
 
-def test_nobody_is_told_who_does_not_watch() -> None:
+def test_no_bar_is_shown_without_a_terminal() -> None:
     assert text_of(io.StringIO(), 0.0) == ""
     assert text_of(Terminal(), 0.0, silent=True) == ""
 

@@ -1,7 +1,7 @@
 """Sample calls of every operator that has a rule, one line each: `operator: arguments`.
 
-`x` is normal, `f` too but of single precision, `p` lies between 0.1 and 0.9, `i(n, ...)` are integers below n, `b` is
-true or false, `c` complex, `ends(...)` are where groups end.
+`x` is normal, `f` the same in single precision, `p` is between 0.1 and 0.9, `i(n, ...)` are integers below n, `b` is
+true or false, `c` complex, `ends(...)` are the ends of groups.
 Sizes of 4 and 5 make uneven and empty pieces on three ranks.
 """
 
@@ -710,14 +710,14 @@ NAMES: dict[str, Any] = {
 
 
 def overload(name: str) -> Any:
-    """`add.Tensor`, or the first overload of `neg`."""
+    """Return an overload by its name, `add.Tensor`, or the first overload of `neg`."""
     packet, _, which = name.partition(".")
     found = getattr(torch.ops.aten, packet)
     return getattr(found, which or ("default" if "default" in found.overloads() else found.overloads()[0]))
 
 
 def lines() -> Iterator[tuple[str, str]]:
-    """Operator and arguments of every sample."""
+    """Yield operator and arguments of every sample."""
     for line in TABLE.strip().splitlines():
         name, _, arguments = line.partition(": ")
         yield name, arguments
@@ -747,7 +747,7 @@ GONE = {"cholesky", "qr"}
 
 
 def samples() -> list[tuple[str, str]]:
-    """Those of operators that this torch has."""
+    """Return the samples of operators that this torch has."""
     gone = {name for name in GONE if not hasattr(torch.ops.aten, name)}
     return [(name, arguments) for name, arguments in lines() if name not in gone]
 

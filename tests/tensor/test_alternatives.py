@@ -25,7 +25,7 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "length", "heads"), [("ring", 8, 3), ("ulysses", 7, 4), ("ring", 7, 3), ("gather", 8, 4)]
 )
-def test_attention_takes_the_named_form_where_it_fits(name: str, length: int, heads: int, causal: bool) -> None:
+def test_attention_takes_the_named_form_if_it_fits(name: str, length: int, heads: int, causal: bool) -> None:
     q, k, v, weight = (drawn(2, heads, length, 4) for _ in range(4))
     fits = {"ring": length % 4 == 0, "ulysses": heads % 2 == 0, "gather": False}[name]
 
@@ -52,7 +52,7 @@ def layouts(call: Callable[[], Tensor], ranks: int = 2) -> set[str]:
     return set(mw.simulate(lambda: repr(call().spec), ranks))
 
 
-def test_a_result_that_is_written_has_the_layout_of_its_place() -> None:
+def test_a_written_result_has_the_layout_of_its_target() -> None:
     """A call with `out=` and an in-place operator keep the layout of the tensor that they write to."""
     x, y = drawn(4, 4), drawn(4, 4)
 
@@ -67,7 +67,7 @@ def test_a_result_that_is_written_has_the_layout_of_its_place() -> None:
     assert layouts(lambda: written(mw.Replicate())) == {"f32[4, 4]"}
 
 
-def test_attributes_are_calls_by_their_names() -> None:
+def test_attributes_are_recorded_as_calls_with_their_names() -> None:
     def names() -> list[tuple[str, str]]:
         x = mw.shard_tensor(drawn(4, 4).to(torch.complex64), LINE, [mw.Shard(0)])
         return [(call.name, call.how) for call in mw.explain(lambda: (x.real, x.mT, x.T, x.imag, x.H)).calls]
@@ -113,7 +113,7 @@ def test_experts_stay_on_their_ranks() -> None:
         torch.testing.assert_close(found, torch._grouped_mm(x, w, ends))
 
 
-def test_hooks_are_given_by_keyword_too() -> None:
+def test_hooks_may_be_given_by_keyword() -> None:
     def work() -> tuple[Tensor, Tensor]:
         x = mw.shard_tensor(drawn(4), LINE, [mw.Shard(0)]).requires_grad_()
         seen: list[Tensor] = []
@@ -128,8 +128,8 @@ def test_hooks_are_given_by_keyword_too() -> None:
             torch.testing.assert_close(grad, 2 * drawn(4))
 
 
-def test_a_wish_for_the_result_counts_what_it_takes_to_fulfil_it() -> None:
-    """Between two ways that move as much, the one that gives what is wanted."""
+def test_the_cost_of_a_requested_result_includes_its_conversion() -> None:
+    """Between two choices that move as much, the one with the requested result is taken."""
     whole, cut = (parse_spec(text, LINE) for text in ("f32[4, 4]", "f32[4@cp, 4]"))
     call = describe(torch.ops.aten.add.Tensor, (torch.empty(4, 4, device="meta"),) * 2, {})
     assert call is not None

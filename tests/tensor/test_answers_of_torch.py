@@ -1,4 +1,4 @@
-"""Answers and refusals of torch that depend on a history, a mode or the other operand: as on one device."""
+"""Results and errors of torch that depend on a history, a mode or the other operand: the same as on one device."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_view_made_without_gradients_is_written_without_gradients(view: str) -
     check(run)
 
 
-def test_a_tensor_that_takes_its_own_memory_is_not_written() -> None:
+def test_setting_a_tensor_to_its_own_memory_is_no_write() -> None:
     """The ranks agreed on no write: their counters of the same memory began at different numbers."""
 
     def run(lay: Lay) -> Any:

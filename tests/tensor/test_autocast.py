@@ -14,7 +14,7 @@ from meshwright.tensor import RanWholeWarning
 
 
 def attended(q: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """As behind a rotary table in float32: queries and keys in another dtype than values."""
+    """Return attention as after a rotary table in float32: queries and keys in another dtype than values."""
     with torch.autocast("cpu", torch.bfloat16):
         x = F.scaled_dot_product_attention(q, q, F.linear(v, w))
         return F.linear(x, w).float().pow(2).sum()

@@ -1,4 +1,4 @@
-"""Calls in the forms that torch allows: results by `out=`, sizes as a tuple, devices by a context, scripts."""
+"""Forms of calls that torch permits: results by `out=`, sizes as a tuple, devices by a context, scripts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_results_are_written_to_out_in_its_own_layout() -> None:
     assert on_two(program) == [wanted] * 2
 
 
-def test_a_resize_to_the_same_shape_gives_the_tensor() -> None:
+def test_a_resize_to_the_same_shape_returns_the_tensor() -> None:
     def program() -> tuple[bool, ...]:
         x = _laid()
         return x.resize_((4, 3)) is x, x.resize_(4, 3) is x, x.resize_as_(VALUE) is x
@@ -47,7 +47,7 @@ def test_a_resize_to_the_same_shape_gives_the_tensor() -> None:
     assert on_two(program) == [(True,) * 3] * 2
 
 
-def test_as_array_with_a_wish_for_gradients() -> None:
+def test_asarray_with_requires_grad() -> None:
     assert on_two(lambda: torch.asarray(_laid(), requires_grad=True).requires_grad) == [True] * 2
 
 
@@ -64,7 +64,7 @@ def test_constructors_are_scripted() -> None:
     assert torch.jit.script(made)(torch.ones(2)).tolist() == [5.0, 6.0]
 
 
-def test_the_memory_of_a_tensor_without_numbers_is_without_numbers() -> None:
+def test_the_memory_of_a_meta_tensor_has_no_numbers() -> None:
     def program() -> tuple[str, int]:
         memory = _laid(torch.ones(4, 3, device="meta")).untyped_storage()
         return memory.device.type, memory.nbytes()
@@ -82,7 +82,7 @@ def test_a_view_with_arguments_by_name_has_the_memory_of_its_base() -> None:
 
 
 class _Names(TorchDispatchMode):
-    """Writes down the operators that it sees."""
+    """A mode that records the names of operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_sees_the_calls_whose_plan_is_known() -> None:
+def test_a_mode_gets_calls_whose_plan_is_known() -> None:
     def program() -> tuple[list[str], list[str]]:
         x, seen = _laid(), [_Names(), _Names()]
         for names in seen:
@@ -165,7 +165,7 @@ def test_no_result_is_written_if_one_does_not_fit() -> None:
     assert on_two(program) == [[0.0] * 4] * 2
 
 
-def test_a_trace_is_refused_though_the_plan_of_the_call_is_known() -> None:
+def test_a_trace_is_refused_even_if_the_plan_of_the_call_is_known() -> None:
     def program() -> None:
         x = _laid()
         _ = x.sin()

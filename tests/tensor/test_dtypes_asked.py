@@ -74,7 +74,7 @@ def values(dtype: torch.dtype) -> Tensor:
 
 
 def term(x: Tensor) -> Tensor:
-    """Return what a pending sum of `x` holds on the first rank; the second holds the rest, which may wrap around."""
+    """Return the part of a pending sum of `x` on the first rank; the second holds the rest, which may wrap around."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         return x - 4
     return torch.full_like(x, torch.iinfo(x.dtype).max - 3)
@@ -82,7 +82,7 @@ def term(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Lay:
-    """A mesh of one axis, and how a tensor is placed on it."""
+    """A mesh of one axis, and the placement of a tensor on it."""
 
     ranks: int
     placement: Any
@@ -113,7 +113,7 @@ def found(call: Callable[[Tensor], Any], x: Tensor) -> Found:
 
 
 def difference(mine: Found, goal: Found, rounding: float) -> str | None:
-    """Return how a call on a mesh differs from the call on one device; None if it does not.
+    """Return the difference of a call on a mesh from the call on one device, or None.
 
     A gradient of zeros equals none.
     """
@@ -184,7 +184,7 @@ OPERATORS = [op for op in operators() if not op._schema.name.split("::")[1].star
 
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name())
-def test_an_operator_gives_the_dtype_that_it_is_asked_for(op: Any) -> None:
+def test_an_operator_returns_the_requested_dtype(op: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrong = list(check(op))

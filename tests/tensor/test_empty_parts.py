@@ -1,4 +1,4 @@
-"""Gradients that arrive expanded, as that of `sum` does, on a rank whose part of a view has no elements.
+"""Expanded gradients, such as that of `sum`, on a rank whose part of a view has no elements.
 
 The views are those among torch's own samples. `contiguous()` leaves an expanded gradient without elements as it is,
 and some gradients need a memory order of their own.

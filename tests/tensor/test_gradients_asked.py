@@ -1,4 +1,4 @@
-"""Gradients and tangents as programs ask for them: by attribute, for a batch of seeds, forward, on fewer ranks."""
+"""Requests for gradients and tangents: by attribute, for a batch of seeds, in forward mode, on fewer ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _leaf(mesh: mw.ProcessMesh = MESH) -> Tensor:
     return mw.shard_tensor(VALUE, mesh, [mw.Shard(0)]).detach().requires_grad_()
 
 
-def test_the_gradient_is_one_tensor_however_often_it_is_read() -> None:
+def test_repeated_reads_give_the_same_gradient_tensor() -> None:
     def program() -> tuple[bool, bool]:
         x = _leaf()
         (x * x).sum().backward()
@@ -44,7 +44,7 @@ def test_a_batch_of_seeds_has_the_gradients_of_one_device() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_batch_of_no_seeds_is_refused() -> None:
+def test_an_empty_batch_of_seeds_is_refused() -> None:
     def program() -> Any:
         x = _leaf()
         return torch.autograd.grad((x * x).sum(), x, is_grads_batched=True)
@@ -53,7 +53,7 @@ def test_a_batch_of_no_seeds_is_refused() -> None:
         mw.simulate(program, 2)
 
 
-def test_a_rank_outside_of_the_mesh_has_the_whole_gradient_as_the_others() -> None:
+def test_a_rank_outside_the_mesh_has_the_whole_gradient() -> None:
     def program() -> tuple[Any, Any]:
         x = _leaf(mw.ProcessMesh([0, 2], ["x"]))
         (x * x).sum().backward()

@@ -1,4 +1,4 @@
-"""A gradient that the program keeps has memory of its own: `x.grad` is a copy of it, as on one device."""
+"""A gradient tensor that the program stores has memory of its own: `x.grad` is a copy of it, as on one device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def by_function(lay: Lay) -> Any:
     x, w, kept = leaf(lay), VALUE.clone().requires_grad_(), lay(VALUE * 5)
 
     class Kept(torch.autograd.Function):
-        """A function whose backward pass gives a tensor that the program keeps, also to a plain argument."""
+        """A function whose backward pass returns a tensor that the program stores, also to a plain argument."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_kept_gradient_has_memory_of_its_own(program: str, setting: str) -> None:
+def test_a_stored_gradient_has_memory_of_its_own(program: str, setting: str) -> None:
     size, placement = SETTINGS[setting]
     mesh = mw.ProcessMesh(range(size), ["a"])
     wanted = PROGRAMS[program](lambda t: t.clone())
@@ -115,7 +115,7 @@ def test_a_kept_gradient_has_memory_of_its_own(program: str, setting: str) -> No
     assert found == [wanted] * size
 
 
-def test_a_tensor_that_is_given_in_each_step_holds_one_gradient() -> None:
+def test_a_tensor_returned_in_each_step_holds_one_gradient() -> None:
     def run() -> int:
         kept = mw.shard_tensor(VALUE, mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)])
         for _ in range(3):

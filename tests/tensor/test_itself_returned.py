@@ -102,7 +102,7 @@ def _aliasing(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[Tensor], Any]
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("shape", "ranks", "placement"), LAYOUTS)
-def test_a_call_returns_its_argument_where_one_device_does(shape: tuple[int, ...], ranks: int, placement: Any) -> None:
+def test_a_call_returns_its_argument_if_one_device_does(shape: tuple[int, ...], ranks: int, placement: Any) -> None:
     known = _aliasing(shape)
     assert len(known) > 200
 

@@ -1,4 +1,4 @@
-"""Operators that return no tensor answer as on one device; only questions about memory are refused.
+"""Operators that return no tensor give one device's result; only questions about memory are refused.
 
 The operators come from torch's schemas: those of `torch.ops.aten` that take tensors and return none.
 """
@@ -43,7 +43,7 @@ def _answer(op: Any, types: list[str], x: Tensor) -> Any:
         return error
 
 
-def test_an_operator_without_tensors_answers_as_on_one_device() -> None:
+def test_an_operator_without_tensor_results_equals_one_device() -> None:
     asked = list(questions())
     assert len(asked) > 60
 
@@ -61,7 +61,7 @@ def _agree(op: Any, mine: Any, goal: Any) -> bool:
     return isinstance(mine, Exception) if isinstance(goal, Exception) else bool(mine == goal)
 
 
-def test_a_function_that_asks_for_a_dtype_runs() -> None:
+def test_a_function_that_reads_a_dtype_runs() -> None:
     x, y = torch.randn(4, 6), torch.randn(6)
     want = F.cosine_similarity(x, y, dim=1)
 

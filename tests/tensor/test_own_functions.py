@@ -1,4 +1,4 @@
-"""Users' autograd functions: they see whole tensors, forward and backward, whatever watches what they save."""
+"""User-defined autograd functions get whole tensors, forward and backward, also if saved-tensor hooks are active."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.oracle import STYLES, check
 
 
 class Product(torch.autograd.Function):
-    """A user's function that saves its arguments; its gradients are not those of its operators."""
+    """A user-defined function that saves its arguments; its gradients differ from those of its operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, scale: float) -> Tensor:
@@ -33,7 +33,7 @@ class Product(torch.autograd.Function):
 
 
 class Sums(torch.autograd.Function):
-    """A user's function of two results, with a setup of its own."""
+    """A user-defined function of two results, with a setup of its own."""
 
     @staticmethod
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,12 +58,12 @@ def of_own_functions(lay: Any) -> Any:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_users_function_has_the_gradients_of_one_device(style: str) -> None:
+def test_a_user_defined_function_has_the_gradients_of_one_device(style: str) -> None:
     check(of_own_functions, STYLES[style])
 
 
 class Exp(torch.autograd.Function):
-    """A user's function that saves its result, and nothing."""
+    """A user-defined function that saves only its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Exp(torch.autograd.Function):
 
 
 class Turns(torch.autograd.Function):
-    """A user's function that gives back its argument; the gradient has the other sign."""
+    """A user-defined function that returns its argument; the gradient has the other sign."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class TurnsInTwo(Turns):
 
 
 class Doubles(torch.autograd.Function):
-    """A user's function that writes to its argument."""
+    """A user-defined function that writes to its argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def checkpointed(fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -
 
 @pytest.mark.parametrize("watched", [saved_by_hooks, saved_elsewhere, checkpointed])
 @pytest.mark.parametrize("style", STYLES)
-def test_what_a_users_function_saves_may_be_watched(style: str, watched: Any) -> None:
+def test_saved_tensor_hooks_work_with_user_defined_functions(style: str, watched: Any) -> None:
     def go(lay: Any) -> Any:
         g = torch.Generator().manual_seed(0)
         x, w = lay(torch.randn(5, 6, generator=g), grad=True), lay(torch.randn(6, 4, generator=g), grad=True)
@@ -146,7 +146,7 @@ def test_what_a_users_function_saves_may_be_watched(style: str, watched: Any) ->
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_users_function_may_give_back_an_argument(style: str) -> None:
+def test_a_user_defined_function_may_return_an_argument(style: str) -> None:
     def go(lay: Any) -> Any:
         x = lay(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), grad=True)
         y = TurnsInTwo.apply(Turns.apply(x.sin()))
@@ -158,7 +158,7 @@ def test_a_users_function_may_give_back_an_argument(style: str) -> None:
 
 
 class SavesParts(torch.autograd.Function):
-    """A user's function that saves a plain tensor."""
+    """A user-defined function that saves a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class SavesParts(torch.autograd.Function):
 
 
 class GivesPlain(SavesParts):
-    """A user's function whose gradient is a plain tensor."""
+    """A user-defined function whose gradient is a plain tensor."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -181,7 +181,7 @@ class GivesPlain(SavesParts):
 
 @pytest.mark.parametrize("function", [SavesParts, GivesPlain])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_plain_tensor_in_a_users_backward_pass_is_refused(style: str, function: Any) -> None:
+def test_a_plain_tensor_in_a_user_defined_backward_pass_is_refused(style: str, function: Any) -> None:
     from meshwright.tensor import PlainInBackwardError
     from tests.engine.oracle import LayOut
 
@@ -194,7 +194,7 @@ def test_a_plain_tensor_in_a_users_backward_pass_is_refused(style: str, function
 
 
 class SavesArguments(torch.autograd.Function):
-    """A user's function of any tensors, whose backward pass reads its saved arguments."""
+    """A user-defined function of any tensors, whose backward pass reads its saved arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def test_a_saved_plain_argument_is_whole_in_the_backward_pass(style: str, plain:
 
 
 class Sorted(torch.autograd.Function):
-    """A user's function that is called in the backward pass of another one."""
+    """A user-defined function that is called in the backward pass of another one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class Sorted(torch.autograd.Function):
 
 
 class Reversible(torch.autograd.Function):
-    """A layer that computes its input again in the backward pass, with tables that are made there."""
+    """A layer that computes its input again in the backward pass, with tables that are computed there."""
 
     @staticmethod
     def _layer(x: Tensor, w: Tensor) -> Tensor:
@@ -335,13 +335,13 @@ assert w.grad.eq(6).all()
 """
 
 
-def test_a_users_function_may_have_its_name_before_the_library_is_there() -> None:
-    """Where torch has `apply` in C, no calls through that name are reported: they are refused."""
+def test_a_user_defined_function_may_exist_before_the_import_of_the_library() -> None:
+    """If torch has `apply` in C, no calls through that name are reported: they are refused."""
     subprocess.run([sys.executable, "-c", NAMED_BEFORE], check=True, timeout=300)
 
 
-def test_a_forward_function_tells_of_calls_that_nothing_told() -> None:
-    """Where torch has `apply` in C, `F.apply` itself tells, and a name from before does not."""
+def test_a_forward_function_reports_unreported_calls() -> None:
+    """If torch has `apply` in C, `F.apply` itself reports them, and an earlier name does not."""
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -357,7 +357,7 @@ def test_a_forward_function_tells_of_calls_that_nothing_told() -> None:
 
 
 class Checkpointed(torch.autograd.Function):
-    """A checkpoint as programs write it by hand: the backward pass runs the forward pass again."""
+    """A hand-written checkpoint: the backward pass runs the forward pass again."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
@@ -379,8 +379,8 @@ PLACEMENTS = [mw.Shard(0), mw.Shard(1), mw.Replicate(), mw.Partial()]
 
 @pytest.mark.parametrize("of_w", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("of_x", PLACEMENTS, ids=str)
-def test_a_backward_pass_may_ask_for_gradients(of_x: Any, of_w: Any) -> None:
-    """The outer pass keeps the terms of gradients until they are read; the inner one must give its gradients now."""
+def test_a_backward_pass_may_compute_gradients(of_x: Any, of_w: Any) -> None:
+    """The outer pass keeps the terms of gradients until they are read; the inner one must return its gradients now."""
 
     def run(lay: Callable[[Tensor, Any], Tensor]) -> Any:
         x, w = (lay(torch.arange(1.0, 13.0).view(s), p).requires_grad_() for s, p in (((3, 4), of_x), ((4, 3), of_w)))

@@ -397,7 +397,7 @@ def hooks_after_accumulation(lay: Lay) -> Any:
 
 
 class SquareOfParts(torch.autograd.Function):
-    """A user's function that saves local parts, in which a gradient's part means what it says."""
+    """A user-defined function that saves local parts, in which the local part of a gradient has its usual meaning."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

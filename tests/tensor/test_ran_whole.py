@@ -1,4 +1,4 @@
-"""The warning that a call runs on whole tensors says why in words of the user."""
+"""The warning that a call runs on whole tensors gives the reason in the user's terms."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def warned(call: Callable[[Tensor], Any], x: Tensor) -> list[str]:
 
 
 @pytest.mark.parametrize("op", list(shaped_by_values()), ids=lambda op: op.name())
-def test_an_operator_shaped_by_values_says_so(op: Any) -> None:
+def test_the_warning_names_value_dependent_shapes(op: Any) -> None:
     arguments = list(op._schema.arguments)[1:]
     x = torch.tensor([3, 1, 1, 0])
     x = x if any(word in op.name() for word in ("bincount", "repeat")) else x.unsqueeze(1).repeat(1, 2)

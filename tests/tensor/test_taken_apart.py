@@ -1,4 +1,4 @@
-"""Calls that are made of smaller operators: what torch makes of lists, and devices among the arguments."""
+"""Calls made of smaller operators: torch's conversions of lists, and devices among the arguments."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def loss_and_gradient(scores: Tensor, call: Callable[[Tensor], Tensor]) -> tuple
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("flat", [False, True], ids=["rows", "one dim"])
 @pytest.mark.parametrize("kind", LENGTHS)
-def test_lengths_of_ctc_are_given_in_any_way(kind: str, flat: bool, reduction: str) -> None:
-    """The composite operator makes a tensor of the list, which no operator fills."""
+def test_ctc_accepts_lengths_in_any_form(kind: str, flat: bool, reduction: str) -> None:
+    """The composite operator makes a tensor from the list, which no operator fills."""
     scores, rows = losses()
     targets = torch.cat([row[:n] for row, n in zip(rows, TARGETS, strict=True)]) if flat else rows
     inputs, lengths = LENGTHS[kind](INPUTS), LENGTHS[kind](TARGETS)
@@ -75,8 +75,8 @@ CONVOLUTIONS = [
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize(("convolve", "kernel"), CONVOLUTIONS, ids=lambda x: getattr(x, "__name__", None))
-def test_an_even_kernel_keeps_the_size_of_a_cut_dim(convolve: Any, kernel: tuple[int, ...]) -> None:
-    """One row more is looked at behind each position than before it."""
+def test_an_even_kernel_keeps_the_size_of_a_sharded_dim(convolve: Any, kernel: tuple[int, ...]) -> None:
+    """Each position needs one more row after it than before it."""
     torch.manual_seed(0)
     shapes = (2, 4, *[7, 5, 3][: len(kernel)]), (6, 4, *kernel), (6,)
     x, w, b = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
@@ -98,7 +98,7 @@ def capture_of(function: Callable[[Tensor], Any]) -> call_capture.Captured:
     return call_capture.capture(function, (torch.ones(3),), {}, lambda _: None)
 
 
-def test_memory_that_nobody_wrote_to_is_not_read_by_a_plan() -> None:
+def test_a_plan_does_not_read_uninitialised_memory() -> None:
     assert call_capture.reads_uninitialised(capture_of(lambda x: x + torch.empty(3, device="meta")))
     assert not call_capture.reads_uninitialised(capture_of(lambda x: torch.empty_like(x).copy_(x) + 1))
     assert not call_capture.reads_uninitialised(capture_of(torch.empty_like))
