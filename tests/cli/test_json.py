@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from benchmarks.cli import PLAN, TYPED, Line, make_files, wrong
+from benchmarks.cli import PLAN, TYPED, Line, fault_of, make_files
 from meshwright.cli import main
 from meshwright.cli.console.parser import PARSERS
 
@@ -60,7 +60,7 @@ def test_the_output_is_one_object(text: str, folder: Path, capsys: pytest.Captur
 )
 def test_a_mistake_gives_the_same_message_as_without_json(line: Line, folder: Path) -> None:
     command, *words = line.text.split()
-    assert wrong(replace(line, text=" ".join([command, "--json", *words])), folder) == ""
+    assert fault_of(replace(line, text=" ".join([command, "--json", *words])), folder) == ""
 
 
 def test_every_command_with_a_result_has_the_option() -> None:

@@ -239,7 +239,7 @@ def test_a_browser_finds_faults(shown: Browser, tmp_path: Path) -> None:
 
 
 def test_without_a_browser_the_figure_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "found", lambda: None)
+    monkeypatch.setattr(report, "browser_path", lambda: None)
     figure = report.run()
     assert (figure["value"], figure["ok"]) == (None, False)
     assert "install Chromium" in figure["goal"]
