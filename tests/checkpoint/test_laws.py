@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.checkpoint.formats.checksum_file import CHECKSUMS
 
-from .harms import (
+from .damage import (
     FORMS,
     HUGE,
     changed,

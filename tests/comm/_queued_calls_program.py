@@ -1,4 +1,4 @@
-"""`python _lag_program.py FOLDER STORY`: one of two ranks whose calls are put into a queue, as on a device.
+"""`python _queued_calls_program.py FOLDER STORY`: one of two ranks whose calls are put into a queue, as on a device.
 
 The queue is simulated: a call of this program returns at once, and moves no data.
 """

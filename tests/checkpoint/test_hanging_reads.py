@@ -14,7 +14,7 @@ import torch
 import meshwright as mw
 from meshwright.checkpoint import CheckpointError, CheckpointFileError, ReadTimeoutError, open_checkpoint, verify
 
-from .harms import FORMS, copied, right, saved, whole
+from .damage import FORMS, copied, right, saved, whole
 
 OPERATIONS = ("open", "fstat", "stat", "pread", "preadv", "scandir")
 """The functions of `os` through which files are read."""

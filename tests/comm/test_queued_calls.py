@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import _lag_program as program
+import _queued_calls_program as program
 
 from meshwright.comm import launch
 from meshwright.tensor.core.computation_numbers import _writes

@@ -3,7 +3,7 @@
 A rule that needlessly replicates operands still gives the right numbers, so the tests of the samples pass. It costs
 communication instead. After an intended change, write the table again, and read the difference:
 
-    python -m tests.spmd.test_what_may_be_cut
+    python -m tests.spmd.test_rule_table
 """
 
 from __future__ import annotations
