@@ -21,4 +21,4 @@ settings.register_profile("long", max_examples=2000, deadline=None, suppress_hea
 settings.load_profile("dev")
 
 torch.set_num_threads(1)
-os.environ["MESHWRIGHT_PROGRAMS"] = "off"  # what one test records is not what another one finds
+os.environ["MESHWRIGHT_PROGRAMS"] = "off"  # tests do not share recorded programs

@@ -95,7 +95,7 @@ def is_private_torch(name: str) -> bool:
 HOOKS = [Hooks(path) for path in sorted(PACKAGE.rglob("torch_hooks.py"))]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch's own modules do when they are imported
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # warnings of imports of torch's own modules
 @pytest.mark.parametrize(
     "name", [pytest.param(name, id=f"{hooks.package}-{name}") for hooks in HOOKS for name in sorted(hooks.private())]
 )

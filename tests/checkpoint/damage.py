@@ -29,7 +29,7 @@ HUGE: list[Any] = [
     *([], {}, [[]], [2**62, 2**62], ["rank_00000.safetensors"] * 9, "f32[1000000000 * 4@x]"),
     *("f32[99999999999999@x, 3]",),
 ]  # fmt: skip
-"""Values that are put in the place of each value of a JSON text."""
+"""Values that replace each value of a JSON text."""
 
 
 def whole() -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from meshwright.layout import MeshwrightError
 from .test_training import Data
 
 OBJECTS = ("data", "scheduler", "model._extra_state")
-"""Values that objects take, each on its rank."""
+"""Values that objects load, each on its rank."""
 BAD = [None, 7, "x", [], {}, {"other": 1}, [1, 2], {"at": "x", "last_epoch": None, "scale": "x"}]
 
 

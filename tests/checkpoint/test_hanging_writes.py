@@ -29,7 +29,7 @@ class Dead:
 
     def _operation(self, path: Path, call: Any, *args: Any) -> Any:
         with self._lock:
-            self.count += getattr(call, "__name__", "") != "exists"  # rank 0 asks as often as it waits
+            self.count += getattr(call, "__name__", "") != "exists"  # rank 0 polls while it waits
             is_dead = 0 < self.n <= self.count
         if is_dead:
             file_operations.write_operation(path, self.forever.wait, 60)

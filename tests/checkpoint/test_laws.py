@@ -196,7 +196,7 @@ def test_any_pickle_instruction_in_metadata_costs_little(kept: dict[str, Path], 
     at = [p or 0 for _, _, p in pickletools.genops(data)]
     codes = [ord(op.code) for op in pickletools.opcodes]
     texts = [data[:p] + bytes([codes[7 * n % len(codes)]]) + data[p + 1 :] for n, p in enumerate(at)]
-    texts += [data[:p] + b"r\xff\xff\xff\x7f" + data[p:] for p in at[::20]]  # a place of 2 GB in the memo
+    texts += [data[:p] + b"r\xff\xff\xff\x7f" + data[p:] for p in at[::20]]  # memo index of 2 GB
     texts += [data[:p] + b"\x8d" + b"\xff" * 7 + b"\x7f" + data[p:] for p in at[::20]]  # a text of 2**63 bytes
     texts += [data[:p] for p in at[::5]]
     _walk(folder, file, texts)

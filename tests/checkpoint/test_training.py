@@ -187,7 +187,7 @@ def test_random_generators_are_restored(tmp_path: Path) -> None:
 
     def run() -> None:
         if mw.get_rank():
-            torch.rand(mw.get_rank())  # each rank draws by itself
+            torch.rand(mw.get_rank())  # each rank has its own generator
         with mw.random_source("rank"):
             mw.save_checkpoint(tmp_path, 1, nn.Linear(2, 2))
             expected = torch.rand(3)
@@ -203,7 +203,7 @@ def test_random_generators_are_restored(tmp_path: Path) -> None:
             return torch.rand(1).item()
 
     assert len(set(mw.simulate(elsewhere, 3, "rank"))) == 3
-    assert len(set(mw.simulate(elsewhere, 3, "torch"))) == 1  # what they draw together is the same
+    assert len(set(mw.simulate(elsewhere, 3, "torch"))) == 1  # shared draws are the same
     random.seed(3)
     np.random.seed(4)
     mw.save_checkpoint(tmp_path, 2, nn.Linear(2, 2))

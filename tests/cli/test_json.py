@@ -32,7 +32,7 @@ ASKED = (
     "profile --dry-run",
     "doctor --no-check",
 )  # fmt: skip
-"""In this order: the checkpoint is that of the second."""
+"""The order matters: the second command writes the checkpoint."""
 WITH_JSON = [name for name, parser in PARSERS.items() if "--json" in parser().options]
 
 

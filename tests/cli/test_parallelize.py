@@ -61,7 +61,7 @@ def number():
 """
 
 HEAD = "self.head = nn.Linear(512, 50)"
-"""What has to be registered behind the layers, so that stages may begin in that order."""
+"""The module that must be registered after the layers, so that stages have the right order."""
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ def main() -> None:
     limit = 20.0 if story == "loss" and os.environ["RANK"] == "1" else 0.5
     communicator = init_process(check=Check(every=1, limit=limit))
     assert isinstance(communicator, ProcessCommunicator)
-    assert init_process() is communicator  # a script says so too, where `meshwright run` has done it
+    assert init_process() is communicator  # as a script does although `meshwright run` has done it
     found = story_of_three(directory) if story == "three" else story_of_loss(directory)
     torch.save(found, directory / f"{communicator.rank}.pt")
 

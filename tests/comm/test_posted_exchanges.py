@@ -41,7 +41,7 @@ def test_exchanges_are_those_of_the_inner_communicator() -> None:
             assert current_communicator() is posted
             first = exchanged(current_communicator(), 3)
         assert current_communicator() is inner
-        with posted.during(4):  # numbers begin anew
+        with posted.during(4):  # numbers start again
             return expected, first, exchanged(posted, 3)
 
     for expected, first, second in simulate(program, 3):

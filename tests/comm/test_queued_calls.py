@@ -47,7 +47,7 @@ def test_no_result_of_a_mismatched_call_reaches_a_parameter(updates: list[dict[s
 
 
 WRITE_NOTHING = {"record_stream", "retain_grad"}
-"""Methods whose schema says that they write, and which change no element."""
+"""Methods that write according to their schema, but change no element."""
 
 
 def test_all_in_place_methods_are_known() -> None:

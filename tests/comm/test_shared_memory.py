@@ -25,7 +25,7 @@ from meshwright.comm.transport.shared_memory import SharedMemoryTransport, open_
 
 SHORT = timedelta(seconds=20)
 SLOT = 3072
-"""Bytes in a slot here, so that messages take several rounds; a multiple of what a group of 2, 3 or 4 shares."""
+"""Bytes in a slot, so few that messages take several rounds; divisible among groups of 2, 3 or 4."""
 
 Ranks = list[SharedMemoryTransport]
 

@@ -11,7 +11,7 @@ from meshwright.comm import simulate, stragglers
 from meshwright.comm.communicators.stragglers import Straggler, Waits, is_slow
 
 Slowness = Callable[[int, int], float]
-"""Seconds that a rank takes more in a step."""
+"""Additional seconds of a rank in a step."""
 
 
 class Clock:

@@ -84,7 +84,7 @@ def eager(module: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> An
         loss = module(*batch)
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()  # a static step refuses gradients that are left
+        optimizer.zero_grad()  # a static step refuses existing gradients
         return loss.detach()
 
     return step

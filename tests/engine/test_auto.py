@@ -25,7 +25,7 @@ from tests.search.chains import ODD, Blocks
 
 STEPS = 3
 AGAIN = MemorySaving(0, ("layers.*",))
-"""Layers that are made again."""
+"""Layers that are recomputed."""
 
 
 def trained_alone(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> list[float]:
@@ -229,7 +229,7 @@ def test_all_tensors_of_a_batch_in_pieces_have_the_same_layout(saving: MemorySav
 
 
 def test_pieces_with_unequal_weight_are_neither_chosen_nor_accepted() -> None:
-    subject = SUBJECTS["llama"]  # whose batches have labels that are ignored
+    subject = SUBJECTS["llama"]  # its batches have ignored labels
     model, cluster = subject.make().eval(), machines(400e3)
     with pytest.raises(SearchError, match="number of ignored labels"):
         mw.plan(model, subject.batch(0), cluster=cluster, ranks=1)
@@ -357,7 +357,7 @@ def test_a_plan_by_the_user_is_used_unchanged() -> None:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert specs["0.weight"] == "f32[32@tp, 8]"
         assert specs["2.weight"] == "f32[8, 32@tp]"
-        assert specs["0.bias"] == "f32[32@tp]"  # what the plan leaves out follows from what it says
+        assert specs["0.bias"] == "f32[32@tp]"  # the plan omits fields that follow from others
 
 
 def test_a_found_plan_trains_after_it_is_written_and_read() -> None:

@@ -55,7 +55,7 @@ def test_added_and_removed_hooks_are_detected() -> None:
 
 
 FACTOR: Any = 1.0
-"""What functions here read as a global."""
+"""A global that functions of this file read."""
 
 
 class Scaled:

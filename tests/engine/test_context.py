@@ -146,7 +146,7 @@ def test_gradients_have_gradients(causal: bool) -> None:
         return list(torch.autograd.grad(sum(g.square().sum() for g in grads), qkv))
 
     given = tensors(8)
-    with sdpa_kernel(SDPBackend.MATH):  # one switch for all threads
+    with sdpa_kernel(SDPBackend.MATH):  # the setting is global for all threads
         goal = run(given)
         everyone = mw.simulate(lambda: told(lambda: run([cut(x, line(2)) for x in given]), "ring"), 2)
     for how, found in everyone:

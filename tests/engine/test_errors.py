@@ -206,7 +206,7 @@ CASES: list[Case] = [
      ReshardError, "reshape"),
     ("another dtype", lambda: plan(parse_spec("f32[4]", PAIR), parse_spec("f64[4]", PAIR)),
      ReshardError, "cast"),
-    # the door
+    # the public API
     ("inputs that lie otherwise", on_ranks(lambda: mw.local_map(lambda a: a, [ROWS], [ROWS])(x())),
      engine.LocalMapError, "reshard_inputs=True"),
     ("placements for other arguments", on_ranks(lambda: mw.local_map(lambda a: a, [ROWS], [ROWS] * 2)(x(at=ROWS))),

@@ -114,7 +114,7 @@ LAYOUTS: dict[str, tuple[mw.ProcessMesh, list[mw.Placement], list[mw.Placement],
     "dp × ep": (mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "ep"]), [ROWS, ROWS], [R, ROWS], [R, ROWS]),
     "ep × tp": (mw.ProcessMesh([[0, 1], [2, 3]], ["ep", "tp"]), [ROWS, R], [ROWS, DEEP], [ROWS, COLUMNS]),
 }
-"""Mesh, and how tokens, the first and the second matrices of the experts lie."""
+"""Mesh, and placements of the tokens and of the first and second matrices of the experts."""
 
 
 def laid(model: Mixture, case: str) -> Mixture:
@@ -298,7 +298,7 @@ GOLDEN = {
     "travel": [27910, 29958, 35078, 36102],
     "places": [94086, 94086, 94086, 94086],
 }
-"""Bytes that each of four ranks receives in a step of 64 tokens, by how rows and experts meet."""
+"""Bytes that each of four ranks receives in a step of 64 tokens, by method."""
 
 
 @pytest.mark.parametrize("way", figure.WAYS)

@@ -157,6 +157,6 @@ def test_only_rows_and_counts_are_sent() -> None:
     holder = given(12, 6)[1].softmax(-1).topk(CHOICES).indices // 2
     source = torch.arange(12).reshape(12, 1).expand(12, CHOICES) // 4
     for rank, (forward, calls, backward) in enumerate(mw.simulate(go, 3)):
-        away = int(((holder == rank) != (source == rank)).sum())  # come here, or come back
+        away = int(((holder == rank) != (source == rank)).sum())  # sent here, or sent back
         assert calls == {"all_gather": 1, "all_to_all": 4}
         assert (forward, backward) == (away * DIM * 4 + 2 * 6 * 8, away * DIM * 4)

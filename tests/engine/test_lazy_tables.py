@@ -135,7 +135,7 @@ def test_a_table_may_be_a_buffer() -> None:
 def test_a_stored_program_reads_the_current_tables(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_PROGRAMS", str(tmp_path))
     wanted = _trained(InADict, 0, (3, 3, 3), written=True)
-    for _ in range(2):  # the second model finds the first one's program
+    for _ in range(2):  # the second model loads the first one's program
         (found,) = mw.simulate(_trained, 1, InADict, 1, (3, 3, 3), written=True)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 

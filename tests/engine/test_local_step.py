@@ -38,7 +38,9 @@ def steps(kind: type, options: dict[str, Any], lay: bool) -> tuple[list[Tensor],
     on_parts: list[bool] = []
     optimizer.register_step_post_hook(lambda of, args, _: on_parts.append(args[0] is not of))
     for step in range(4):
-        loss = sum(((p - step) ** 2).mean() for p in parameters[: 3 if step == 1 else 4])  # one has no gradient once
+        loss = sum(
+            ((p - step) ** 2).mean() for p in parameters[: 3 if step == 1 else 4]
+        )  # one parameter has no gradient in one step
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -246,7 +246,7 @@ def test_models_of_transformers(kind: str) -> None:
     sizes = {} if kind in ("gpt2", "t5") else sizes
     config = cls.config_class(**{"vocab_size": 64, **sizes, **own})
     torch.manual_seed(3)
-    if kind in ("gpt2", "vit"):  # constructors that draw otherwise than by reset_parameters
+    if kind in ("gpt2", "vit"):  # constructors that do not draw in reset_parameters
         one = mw.materialize(on_meta(lambda: cls(config)))
     else:
         one = cls(config)

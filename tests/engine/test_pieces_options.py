@@ -171,7 +171,7 @@ def test_mixed_precision_applies_autocast_to_programs_and_python(ranks: int) -> 
     assert set(found.seen) == set(eager.seen) == {torch.bfloat16}
     assert {x.dtype for x in found.values.values() if x.is_floating_point()} == {torch.float32}
     products = {n.outs[0].dtype for p in found.programs for n in p.nodes if "mm" in str(n.op)}
-    assert products == {torch.bfloat16, torch.float32}  # the one without autocast stays what it is
+    assert products == {torch.bfloat16, torch.float32}  # the strategy without autocast is unchanged
 
 
 def test_calls_inside_autocast_are_not_cast_twice() -> None:
@@ -236,12 +236,12 @@ def test_options_that_need_the_whole_step_are_refused(options: dict[str, Any], a
         with pytest.raises(StaticError):
             dist_model(x)
         assert dist_model.pieces is None
-        with pytest.raises(StaticError) as caught:  # nothing is kept: the second call is refused as the first
+        with pytest.raises(StaticError) as caught:  # nothing is cached: the second call is refused like the first
             dist_model(x)
         assert dist_model.pieces is None
         assert lies == [getattr(p, "spec", None) for p in model.parameters()]
         assert all("forward" not in part.__dict__ for part in model.modules())
-        model(x).backward()  # goes on eagerly
+        model(x).backward()  # continues in eager mode
         return caught.value
 
     error: StaticError = mw.simulate(rank, 2)[0]

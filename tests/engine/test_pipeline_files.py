@@ -117,7 +117,7 @@ def test_slices_of_sequences(tmp_path: Path) -> None:
         dist = model().load(tmp_path)
         return [*losses(dist), dist.recordings]
 
-    mw.simulate(first, 2)  # makes the table of rotary positions, which later models find
+    mw.simulate(first, 2)  # computes the cached table of rotary positions
     expected = [[*found, 0] for found in mw.simulate(first, 2)]
     assert mw.simulate(again, 2) == expected
 

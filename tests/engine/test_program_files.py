@@ -166,7 +166,7 @@ def llama() -> Setup:
 )
 def test_loaded_programs_equal_saved_ones(tmp_path: Path, setup: Setup, batch: Any) -> None:
     if batch is tokens:
-        save(tmp_path, setup, batch=batch)  # makes the table of rotary positions, which later models find
+        save(tmp_path, setup, batch=batch)  # computes the cached table of rotary positions
     wanted = save(tmp_path, setup, batch=batch)
     for (found, recordings), before in zip(load(tmp_path, setup, batch=batch), wanted, strict=True):
         check_equal(found, before)

@@ -151,7 +151,7 @@ def test_a_prefetching_loader_has_the_position_of_its_last_batch() -> None:
         data = mw.shard_dataloader(loader, mw.ProcessMesh([0], ["dp"]))
         seen: list[int] = []
         before = torch.get_rng_state()
-        for n in (2, 4):  # a loop that is left, and one that goes on from there
+        for n in (2, 4):  # a loop that ends early, and one that resumes there
             for count, (at, _) in enumerate(data, 1):
                 seen += at.flatten().tolist()
                 assert data.state_dict()["taken"] == len(seen) % 12

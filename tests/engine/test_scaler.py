@@ -15,7 +15,7 @@ import meshwright as mw
 STEPS, OVERFLOW, ROW = 4, 1, 7
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 Told = tuple[float, float, float]
-"""Loss, gradient norm and scale behind a step."""
+"""Loss, gradient norm and scale after a step."""
 
 
 def network() -> nn.Sequential:
@@ -26,7 +26,7 @@ def network() -> nn.Sequential:
 def batch(step: int, overflow: bool) -> Tensor:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
     if overflow and step == OVERFLOW:
-        x[ROW] = 1e30  # a row that the last rank of "dp" has
+        x[ROW] = 1e30  # a row of the last rank of "dp"
     return x
 
 

@@ -46,7 +46,7 @@ def _copied(case: Case) -> Any:
     """Return a copy of what the training calls, as another rank has; None if Python cannot copy it."""
     try:
         return copy.deepcopy((case.model, case.loss))
-    except Exception:  # of any kind
+    except Exception:  # any error
         return None
 
 
@@ -160,7 +160,7 @@ SHARED = {
     "losses": 10, "methods": 16, "modules": 27, "objects": 40, "optimizers": 23, "process": 4, "strategies": 0,
     "tensors": 17, "torch_objects": 8, "values": 29,
 }  # fmt: skip
-"""Theme of `stale` → the least number of its models that two ranks share before a change."""
+"""Theme of `stale` → minimum number of its models that two ranks share before a change."""
 
 
 def test_every_theme_is_compared() -> None:

@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.config.kind = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.config.kind is None:  # what the first call alone changes, as models of transformers do
+        if self.config.kind is None:  # only the first call changes it, as in models of transformers
             self.config.kind = "squared"
         out = self.down(F.gelu(self.up(x)))
         return out.square() if self.config.kind == "squared" else out

@@ -240,7 +240,7 @@ def test_random_tables_give_the_same_gradients(lengths: tuple[int, ...]) -> None
         forward = [program for place, program in parts.programs.items() if place.part == "F"]
         joined = {v for f in forward for node in f.nodes if str(node.op) == "aten.cat.default" for v in node.outs}
         assert len(joined) == 2 * 2 * (slices - 1)  # keys and values of two blocks
-        assert not any(joined & {*f.outputs} for f in forward)  # which no backward pass keeps
+        assert not any(joined & {*f.outputs} for f in forward)  # no backward pass keeps them
         rng = random.Random(1)
         for _ in range(12):
             table = random_table(sequences, slices, rng)

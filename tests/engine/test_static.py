@@ -79,7 +79,7 @@ class Buffers(Base):
         return (x + self.rows.sum(0) * 0.01) * self.seen.clamp(max=2) + self.one * 0.01
 
 
-@job(exact=False)  # in eager mode the buffer lies as its new value does, in a program as it did
+@job(exact=False)  # eager mode gives the buffer the layout of its new value, a program keeps its layout
 class BuffersSetAnew(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class BuffersThatChangePlaces(Base):
         return x * self.one + self.two
 
 
-@job(exact=False)  # eager mode writes into parts that lie otherwise
+@job(exact=False)  # eager mode writes into parts in another layout
 class WrittenViews(Base):
     def between(self, x: Tensor) -> Tensor:
         y = x.tanh() * 1
@@ -125,7 +125,7 @@ class WrittenViews(Base):
         return z + y + right.sum()
 
 
-@job(exact=False)  # eager mode adds up gradients in another order
+@job(exact=False)  # eager mode accumulates gradients in another order
 class WrittenComplex(Base):
     """Slices of complex numbers are written, along dims counted from either end."""
 
@@ -168,7 +168,7 @@ class Autocast(Base):
         return z
 
 
-@job(exact=False)  # checkpoints add gradients up in another order
+@job(exact=False)  # checkpoints accumulate gradients in another order
 class Checkpointed(Base):
     def between(self, x: Tensor) -> Tensor:
         x = checkpoint(lambda y: F.dropout(self.b(y) @ self.b.weight, 0.5), x, use_reentrant=False)

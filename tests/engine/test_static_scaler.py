@@ -17,7 +17,7 @@ STEPS, ROW = 5, 7
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 SCALE = {"init_loss_scaling": 1024.0, "incr_every_n_steps": 2}
 Told = tuple[float, float]
-"""Loss, and scale behind the step."""
+"""Loss, and scale after the step."""
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
@@ -34,7 +34,7 @@ def network() -> nn.Sequential:
 def batch(step: int, overflows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
     if step in overflows:
-        x[ROW] = 1e30  # a row that the last ranks of "dp" have
+        x[ROW] = 1e30  # a row of the last ranks of "dp"
     return x, torch.zeros(8, 8)
 
 

@@ -128,8 +128,8 @@ class Mean(Scaled):
     ("sizes", "ranks"),
     [
         ([(8, 4), (5, 4), (7, 4), (3, 4), (12, 4), (16, 4)], 4),  # 5 rows are no multiple of the ranks
-        ([(8, 4), (1, 4), (5, 4), (6, 4)], 1),  # one row is no symbol
-        ([(8, 8), (6, 6), (6, 10), (10, 6), (4, 4)], 4),  # rows and columns that are as many once
+        ([(8, 4), (1, 4), (5, 4), (6, 4)], 1),  # a size of one is not symbolic
+        ([(8, 8), (6, 6), (6, 10), (10, 6), (4, 4)], 4),  # equal numbers of rows and columns in one batch
     ],
 )
 def test_a_program_runs_only_for_its_recorded_sizes(sizes: list[tuple[int, int]], ranks: int) -> None:

@@ -554,7 +554,7 @@ def test_unsupported_transforms_give_one_clear_error(row: str, style: str) -> No
         with pytest.raises(error, match="fix: "):
             mw.simulate(run, MESHES[style].ranks, program, LayOut(MESHES[style]))
         gc.collect()
-        assert time.process_time() - started < 10  # a search that does not end
+        assert time.process_time() - started < 10  # the search does not end
 
 
 def test_the_page_has_a_row_for_each_transform() -> None:

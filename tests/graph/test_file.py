@@ -414,7 +414,7 @@ def test_a_changed_byte_is_found(saved: Path) -> None:
         changed[at] ^= 1 << chance.randrange(8)
         saved.write_bytes(changed)
         try:
-            assert str(load_program(saved)) == wanted  # a byte that says nothing
+            assert str(load_program(saved)) == wanted  # a byte without meaning
             assert torch.equal(load_program(saved).inputs[1].source, small().inputs[1].source)
         except ProgramFileError:
             continue

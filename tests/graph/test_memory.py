@@ -65,7 +65,7 @@ def test_views_share_memory_and_keep_it_alive() -> None:
 def test_memory_lives_until_the_last_read_of_any_view() -> None:
     def build(add: Any, x: Value) -> Any:
         a = add(aten.exp.default, x)  # of an input
-        b = add(aten.sin.default, a)  # the view of `a` is read behind it
+        b = add(aten.sin.default, a)  # the view of `a` is read after it
         c = add(aten.slice.Tensor, a, 0, 0, 1)
         d = add(aten.cos.default, c)
         e = add(aten.tan.default, d)  # `d` is a result

@@ -71,7 +71,7 @@ SILU = Rewrite("silu", lambda x: x * torch.sigmoid(x), lambda x: F.silu(x))
 SCALED = Rewrite("scaled", lambda x, s=2.0: torch.relu(x) * s, lambda x, s=2.0: torch.relu(x * s) if s > 0 else -x)
 
 
-# what is found
+# patterns
 
 
 def test_operands_of_sums_and_products_come_in_any_order() -> None:
@@ -84,7 +84,7 @@ def test_a_name_stands_for_one_value() -> None:
     rule = Rewrite("gate", lambda x: torch.tanh(x) * torch.sigmoid(x), lambda x: x)
     assert ops(rewrite(program(lambda x, y: torch.tanh(x) * torch.sigmoid(x)), [rule])) == ""
     assert ops(rewrite(program(lambda x, y: torch.tanh(x) * torch.sigmoid(y)), [rule])) == "tanh sigmoid mul"
-    # ... or for two that are computed alike
+    # ... or for two with the same computation
     same = program(lambda x, y: torch.tanh(x + y) * torch.sigmoid(x + y))
     assert ops(rewrite(same, [rule])) == "add"
 
@@ -235,7 +235,7 @@ def test_a_rule_ignores_other_patterns(rule: Callable[[Tensor], Tensor], written
     assert "sin" not in ops(rewrite(program(lambda x: torch.cos(written(x)), X), [marker]))
 
 
-# what speaks against a match
+# reasons against a match
 
 
 def test_values_read_elsewhere_stay() -> None:
@@ -283,7 +283,7 @@ def test_several_results_are_replaced_together() -> None:
         first = x @ v
         return first.sum() * (x @ (w * first.sum()))
 
-    # the second needs the first: no place is behind what both need and before all that reads them
+    # the second needs the first: no position is after the inputs of both and before all their readers
     assert "cat" not in rewritten(late, rule, given=given)
 
 
@@ -319,7 +319,7 @@ def test_autocast_chooses_dtypes() -> None:
     assert ops(rewrite(p, [linear])) == "mT matmul add", "the sum is float32, a linear layer would give bfloat16"
 
 
-# what is put
+# replacements
 
 
 def test_new_nodes_have_the_origin_of_the_old_ones() -> None:
@@ -349,7 +349,7 @@ def test_an_operand_implied_by_a_pattern_is_computed() -> None:
     assert rewritten(lambda x, y: torch.where(x > 0, y, 0.0).relu(), rule) == "gt bitwise_not relu bitwise_not mul"
 
 
-# coming to an end
+# termination
 
 
 def test_each_rule_makes_the_program_lighter() -> None:

@@ -26,9 +26,9 @@ _CASES = _OPTIMIZERS | {
     "RMSprop centered": ("RMSprop", {"centered": True, "momentum": 0.5}),
 }
 REFUSED = {"LBFGS", "SparseAdam", "RAdam", "ASGD", "Rprop"}
-"""Optimizers whose step asks for numbers of tensors, or for sparse gradients; with Rprop, states depend on the rate."""
+"""Optimizers whose step reads tensor values, or needs sparse gradients; Rprop has states that depend on the rate."""
 OTHERWISE_FIRST = {"SGD", "SGD with momentum"}
-"""No states, or states whose first value is no number."""
+"""Optimizers without states, or with states whose first value is no number."""
 
 
 class _Net(nn.Module):

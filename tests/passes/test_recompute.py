@@ -51,7 +51,7 @@ def test_a_block_saves_only_its_inputs() -> None:
     (program,) = step.changed(Recompute(BLOCKS))
     saved = _SavedValues(program, Recompute(BLOCKS))
     inside = [root for root in saved.kept if saved.layers.get(root) is not None]
-    # the sum that ends the first block enters the second one, that of the second one the norm behind it
+    # the sum at the end of the first block is the input of the second one; that of the second one, of the norm after it
     assert sorted(map(str, (saved.layers[root] for root in inside))) == ["blocks.0", "blocks.1"]
     whole, less = (live_memory(p).peak_in("forward", "backward") for p in (step.programs[0], program))
     assert less < 0.8 * whole
@@ -109,7 +109,7 @@ def test_random_numbers_are_not_drawn_twice() -> None:
     second = step.run([program])
     assert all(torch.equal(a, b) for a, b in zip(first[0][1], second[0][1], strict=True))
     gelu = {k: n for k, n in count_ops(program.nodes).items() if "gelu." in k}
-    assert gelu == {"aten.gelu.default": 2}  # the last one's result is read by nothing else
+    assert gelu == {"aten.gelu.default": 2}  # the last one's result has no other reader
 
 
 @pytest.mark.parametrize("how", [{}, {"budget": 2.0}, {"budget": 0.5, "communication": True}])

@@ -43,7 +43,7 @@ def parted(between: Callable[..., Tensor], dim: int = 0, trains: bool = False) -
         (lambda a, b, c: a + b, 0, 0, 2),
         (lambda a, b, c: torch.tanh(a * 2) * b + c, 0, 0, 2),
         (lambda a, b, c: torch.tanh(a * 2) * b + 1, 1, 0, 2),
-        (lambda a, b, c: torch.tanh(a) + b + c, 1, 2, 0),  # the bias would have to be cut, too
+        (lambda a, b, c: torch.tanh(a) + b + c, 1, 2, 0),  # the bias would have to be sharded, too
         (lambda a, b, c: a * (b.sum() + 1), 0, 1, 1),
         (lambda a, b, c: a.softmax(0) + b.softmax(1), 0, 2, 0),
     ],

@@ -28,7 +28,7 @@ def test_each_piece_has_a_reduction_of_its_own() -> None:
     step = llama_step((1, 1, 2))
     before, after = step.programs[0], step.changed(ALL)[0]
     split = len([c for c in after.changes if c.by == "split_products"])
-    assert split >= 4  # two a block on the way forward
+    assert split >= 4  # two per block in the forward pass
     assert reductions(after) == reductions(before) + split
     made = [count_ops(p.nodes)["aten.mm.default"] for p in (before, after)]
     assert made[1] >= made[0] + split  # a sum of two products is two more

@@ -106,7 +106,7 @@ def test_a_rank_outside_knows_dtypes_and_layouts(name: str, dtype: torch.dtype, 
 
 
 Trained = tuple[list[float], list[Tensor], float]
-"""Losses, parameters, and the scale behind the last step."""
+"""Losses, parameters, and the scale after the last step."""
 
 
 def layers() -> nn.Sequential:

@@ -95,7 +95,7 @@ def test_a_page_is_accessible(told: Account) -> None:
     assert len([*found.all("summary")]) == len([*found.all("details")])
     wide = [a for a in found.all("div") if a.get("class") == "wide"]
     assert all(a["tabindex"] == "0" and a["role"] == "region" and a["aria-label"] for a in wide)
-    assert len([*found.all("title")]) > len([*found.all("svg")])  # each picture says what it shows
+    assert len([*found.all("title")]) > len([*found.all("svg")])  # each picture has a description
     ids = [a["id"] for _, a in found.found if "id" in a]
     assert len(ids) == len(set(ids))
     assert {a["href"] for a in found.all("a")} <= {f"#{i}" for i in ids}
@@ -139,7 +139,7 @@ def test_the_account_of_a_pipeline_lists_each_parameter_once() -> None:
     assert told.timeline is not None
     assert told.seconds == pytest.approx(sum(told.spent.values()))
     assert told.seconds > told.timeline.makespan
-    assert {row.count for row in told.sent} == {1, 4}  # behind the last microbatch, and in each
+    assert {row.count for row in told.sent} == {1, 4}  # after the last microbatch, and in each
 
 
 def test_names_are_harmless() -> None:
@@ -204,7 +204,7 @@ FAULTY = """<!DOCTYPE html><html lang="en"><title>faulty</title><h1>One</h1><h3>
 def shown() -> Iterator[Browser]:
     path = browser_path()
     if path is None:
-        pytest.skip(MISSING)  # it says what to install; CI installs it
+        pytest.skip(MISSING)  # the goal names the package to install; CI installs it
     with browser(path) as b:
         yield b
 

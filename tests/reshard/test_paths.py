@@ -49,7 +49,7 @@ GOLDEN = """
     2@x * 4, 4          -> 8@x, 4                 Relabel([@x, :])
     2@x * 4, 4          -> 8@x@y, 4               View(f32[2@x, 4, 4]) · Slice(y, dim 1) · View(f32[8@x@y, 4])
 """
-"""Conversions on a 2 × 2 mesh, and the paths they take."""
+"""Conversions on a 2 × 2 mesh, and their paths."""
 
 
 @pytest.mark.parametrize("line", GOLDEN.strip().splitlines(), ids=lambda line: " ".join(line.split()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 ODD = 999
-"""A size that no number of ranks divides here."""
+"""A size that none of the tested numbers of ranks divides."""
 
 
 class Block(nn.Module):

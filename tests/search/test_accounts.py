@@ -44,7 +44,7 @@ PLANS = {
 
 
 WITH_EXPERTS = {name: replace(plan, ep=4) for name, plan in PLANS.items() if plan.chunks == 1}
-"""12 layers are no 8 chunks."""
+"""Without the plans of 8 chunks, because 12 layers do not divide into them."""
 
 
 @pytest.mark.parametrize(

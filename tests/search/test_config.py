@@ -12,7 +12,7 @@ from meshwright.search import SearchError, transformer_of
 from meshwright.search.transformer_plans.families import GATED, PLAIN, TIED
 
 ELSEWHERE = frozenset({"kimi_k2"})
-"""Families whose code comes with their weights."""
+"""Families whose code is published with their weights."""
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
@@ -62,7 +62,7 @@ def test_sizes_define_a_model_of_a_known_family(family: str) -> None:
     with torch.device("meta"):
         held = sum(p.numel() for p in door.from_config(own).parameters())
     told = transformer_of(json.loads(own.to_json_string()))
-    assert told.parameters == pytest.approx(held, rel=0.015)  # without norms, biases, and positions that are learned
+    assert told.parameters == pytest.approx(held, rel=0.015)  # without norms, biases, and learned positions
     assert told.tied == (family in TIED)
 
 

@@ -357,7 +357,7 @@ def test_shardings_of_stages_take_the_least_memory_if_needed() -> None:
             beside.append(found.seconds / best)
             forms.add(repr([found.cuts.of(i.value) for i in program.inputs if i.role == "parameter"]))
     assert len(forms) > 1
-    # where the fastest cuts fit under a slower table, none that leave room for a faster one are looked for
+    # if the fastest shardings fit under a slower table, no smaller ones for a faster table are searched
     assert [ratio for ratio in beside if ratio > 1.006] == [pytest.approx(1.0125, abs=0.001)]
 
 

@@ -193,7 +193,7 @@ def test_equal_layers_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (8, 8, 16, None, 0.0, 1),
         (8, 4, 16, None, 0.0, 1),
-        (8, 2, 16, None, 0.0, 0),  # of keys there is half a head a rank
+        (8, 2, 16, None, 0.0, 0),  # half a head of keys per rank
         (8, 8, 18, None, 0.0, 0),  # a sequence that four ranks do not divide
         (8, 8, 16, (16, 16), 0.0, 1),
         (8, 8, 16, (1, 8, 16, 16), 0.0, 0),  # a mask with heads of its own

@@ -68,7 +68,7 @@ def test_the_solver_finds_the_best_of_all_tables(problem: Problem) -> None:
     assert problem.value(found.schedule) == found.value >= best * (1 - 1e-9)
     assert lower_bound(problem) <= best * (1 + 1e-9)
     assert found.bound <= best * (1 + 1e-9)
-    if not problem.times.overhead:  # which the solver does not count for W, because it may be part of BW
+    if not problem.times.overhead:  # the solver does not count it for W, because it may be part of BW
         assert found.value == pytest.approx(best, rel=1e-9)
         assert found.gap < 1e-4
         assert found.is_proved or problem.times == ODD
@@ -161,7 +161,7 @@ def optimum(problem: Problem) -> float:
         try:
             best = min(best, problem.value(schedule))
         except ScheduleError:
-            continue  # ranks wait for one another
+            continue  # ranks wait for each other
     return best
 
 

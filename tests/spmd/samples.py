@@ -32,7 +32,7 @@ CONSTANT = """copy detach_copy lift_fresh lift floor_divide heaviside igamma iga
     special_zeta linalg_eig _safe_softmax histc
     _weight_int8pack_mm _weight_int4pack_mm_for_cpu
     hardsigmoid_backward logit_backward mish_backward silu_backward""".split()
-"""Operators that torch has no derivative of."""
+"""Operators without a derivative in torch."""
 FIXED = {
     "cross_entropy_loss": (2,),
     "nll_loss": (2,),
@@ -45,7 +45,7 @@ FIXED = {
 }
 FIXED |= {"batch_norm": (3, 4)}
 FIXED |= {"binary_cross_entropy": (2,), "binary_cross_entropy_with_logits": (2, 3)}
-"""Operands that torch has no derivative for."""
+"""Operands without a derivative in torch."""
 POLYNOMIALS = ("special_chebyshev", "special_hermite", "special_laguerre", "special_legendre", "special_shifted")
 
 TABLE = """
@@ -743,7 +743,7 @@ def _tensor_overload(name: str) -> str:
 
 
 GONE = {"cholesky", "qr"}
-"""Operators that torch 2.15 has no longer."""
+"""Operators that torch 2.15 has removed."""
 
 
 def samples() -> list[tuple[str, str]]:

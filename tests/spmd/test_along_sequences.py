@@ -79,7 +79,7 @@ def test_heads_in_the_place_of_the_sequence(ranks: int, causal: bool) -> None:
 
 
 SEEN = torch.ones(6, 6, dtype=torch.bool).tril()
-SEEN[3] = False  # a row that sees nothing
+SEEN[3] = False  # a fully masked row
 BIAS = drawn(6, 6).masked_fill(drawn(6, 6) > 0.8, float("-inf"))
 MASKS = {
     "seen": SEEN, "bias": BIAS, "one for all heads": drawn(2, 1, 6, 6), "one for each head": drawn(2, 6, 6, 6),

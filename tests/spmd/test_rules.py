@@ -36,7 +36,7 @@ def test_a_rule_means_what_it_says(packet: str) -> None:
 
 
 UNSEEN = ("type_as", "batch_norm")
-"""Operators with an operand that the rule leaves out: one lends its dtype, one has statistics that the form keeps."""
+"""Operators with an operand that is not in the rule: one gives only its dtype, one has statistics of the form."""
 
 
 def test_every_operand_has_a_slot_in_its_rule() -> None:

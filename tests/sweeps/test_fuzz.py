@@ -10,7 +10,7 @@ from benchmarks.opdb import Ours
 
 CHAINS, PER_TEST = 200, 20
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of what the programs do on purpose
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of intended actions of the programs
 
 
 @pytest.mark.parametrize("first", range(0, CHAINS, PER_TEST))

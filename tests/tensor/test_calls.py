@@ -20,7 +20,7 @@ from meshwright.tensor.core.capture_marks import capturing
 from meshwright.tensor.planning.call_plan import _hinted
 
 MESH = mw.ProcessMesh([[0], [1]], ["dp", "tp"])
-"""The axis tp has one rank: what it cuts is whole."""
+"""The axis tp has one rank, so tensors sharded along it are whole."""
 
 
 class Operators(TorchDispatchMode):

@@ -84,7 +84,7 @@ def test_data_parallel_gradients_are_one_bucket() -> None:
             model(x).sum().backward()
         assert model[0].q.weight.grad is not None
 
-    assert counted(run) == {"all_reduce": 3 * (4 * 2 - 1) + 1}  # the first block's input wants no gradient
+    assert counted(run) == {"all_reduce": 3 * (4 * 2 - 1) + 1}  # the first block's input requires no gradient
 
 
 def test_a_loss_is_reduced_once_for_any_number_of_reads() -> None:

@@ -17,7 +17,7 @@ import meshwright as mw
 
 MESH = mw.ProcessMesh([0, 1], ["x"])
 INSTEAD = {"logits", "covariance_matrix", "precision_matrix"}
-"""Parameters in place of which another one is given."""
+"""Parameters that are replaced by equivalent ones."""
 RSAMPLED = [d for d in vars(D).values() if inspect.isclass(d) and getattr(d, "has_rsample", None) is True]
 KINDS = [kind for kind in RSAMPLED if isinstance(getattr(kind, "arg_constraints", None), dict)]
 KINDS = [kind for kind in KINDS if kind.__name__ not in ("Independent", "MixtureSameFamily", "TransformedDistribution")]

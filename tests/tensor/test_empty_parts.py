@@ -57,7 +57,7 @@ def view_calls() -> Iterator[Call]:
 def _is_view(entry: Any, sample: Any) -> bool:
     try:
         found = entry.op(sample.input, *sample.args, **sample.kwargs)
-    except Exception:  # torch refuses some of its own samples, in many ways
+    except Exception:  # torch refuses some of its own samples, with various errors
         return False
     return any(isinstance(y, Tensor) and y is not sample.input and y._base is sample.input for y in tree_leaves(found))
 

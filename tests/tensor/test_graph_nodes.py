@@ -207,7 +207,7 @@ OF_TENSORS: dict[str, list[Callable[[Lay], Any]]] = {
 }
 WITHOUT_TENSORS = {
     "Node", "GradientEdge", "disable_saved_tensors_hooks", "region_activation_memory_budget",
-    "saved_tensors_hooks",  # sees parts, as docs/concepts/transforms.md says
+    "saved_tensors_hooks",  # gets local parts (docs/concepts/transforms.md)
 }  # fmt: skip
 
 

@@ -154,7 +154,7 @@ UNLIKE = {
     "nn.functional.dropout": "distributed tensors have a dropout of their own; see the first test",
     "nn.functional.nll_loss": "the operator ignores its reduction; the function has rules for each",
 }
-"""Operators that one capture does not describe, each with the reason."""
+"""Operators with strides that one capture does not determine, each with the reason."""
 
 
 def test_index_fill_keeps_the_memory_order_of_its_operand() -> None:

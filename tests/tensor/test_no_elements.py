@@ -77,7 +77,7 @@ def check(entry: Any, samples: int = 3) -> Iterator[str]:
     for case in cases(entry, samples):
         try:
             accepted.append((case, case.run(True)))
-        except Exception:  # one device refuses such a call, in many ways
+        except Exception:  # one device refuses such a call, with various errors
             continue
     got = mw.simulate(lambda: [case.run(False) for case, _ in accepted], RANKS) if accepted else []
     for results in got:

@@ -39,7 +39,7 @@ def questions() -> Iterator[tuple[Any, list[str]]]:
 def _answer(op: Any, types: list[str], x: Tensor) -> Any:
     try:
         return op(*(x if name == "Tensor" else VALUES[name] for name in types))
-    except Exception as error:  # refused, in many ways
+    except Exception as error:  # refused, with various errors
         return error
 
 

@@ -105,7 +105,7 @@ HIDDEN: dict[str, Callable[[Tensor], Any]] = {
 def test_a_view_missing_in_its_schema_is_a_view_on_every_rank(name: str, layout: list[Any]) -> None:
     def written(lay: Callable[[Tensor], Tensor]) -> list[Tensor]:
         x = lay(torch.arange(16.0).view(4, 4)) * 1
-        rows = x.reshape(2, 8)  # read again after the write, on every rank or on none
+        rows = x.reshape(2, 8)  # updated after the write, on every rank or on none
         view = HIDDEN[name](x)
         if 0 not in view.stride():
             view.neg_()

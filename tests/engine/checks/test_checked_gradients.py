@@ -16,9 +16,9 @@ from meshwright.engine.static import program_builder as builder
 from meshwright.errors import CaptureError
 
 LEFT_OUT = {"LBFGS", "SparseAdam", "Muon"}
-"""Optimizers that ask for a closure, for sparse gradients, or for matrices alone."""
+"""Optimizers that need a closure, sparse gradients, or matrices."""
 REFUSED = {"ASGD", "RAdam"}
-"""Optimizers that decide in Python by the number of the step, which static mode refuses."""
+"""Optimizers with a branch in Python on the step number, which static mode refuses."""
 MAKERS = {
     name: found
     for name, found in vars(torch.optim).items()
