@@ -128,7 +128,7 @@ def perform(chain: Chain, machine: Machine) -> Outcome:
 
 
 def kernels(chain: Chain) -> AbstractContextManager[None]:
-    """Return a context in which every operator of the program has the derivatives that the program asks for."""
+    """Return a context in which every operator of the program has the derivatives that the program needs."""
     return sdpa_kernel(SDPBackend.MATH) if chain.twice else nullcontext()
 
 
@@ -193,7 +193,7 @@ def _square(x: Tensor) -> bool:
 
 
 def ops(codes: str, when: Callable[[Tensor], bool] = lambda x: True, weight: int = 1) -> list[Op]:
-    """Return one entry per line of text; `~` stands for the line break inside an entry."""
+    """Return one entry per line of text; `~` replaces the line break inside an entry."""
     return [Op(line.strip().replace(" ~ ", "\n"), when, weight) for line in codes.strip().splitlines()]
 
 

@@ -116,7 +116,7 @@ MISSING = object()
 
 
 class _Below(TorchDispatchMode):
-    """A mode that sees operators below autograd, where operators of gradients run."""
+    """A mode that records operators below autograd, where operators of gradients run."""
 
     def __init__(self, note: Callable[..., None]) -> None:
         super().__init__()

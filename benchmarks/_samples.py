@@ -525,7 +525,7 @@ def _at_worst(a: torch.Tensor, b: torch.Tensor) -> str:
 class Variant:
     """Layout of the tensors of a case: a mesh shape and, per tensor, one mark per mesh axis.
 
-    The marks: `R` replicated, `P` a pending sum, `S0`, `S1`, … cut along that dim.
+    The marks: `R` replicated, `P` a pending sum, `S0`, `S1`, … sharded along that dim.
     """
 
     name: str

@@ -69,7 +69,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Chain:
-    """One program: views of a base in one memory order, and a write; `grad` says whether autograd sees the write."""
+    """One program: views of a base in one memory order, and a write; `grad` is True if autograd records the write."""
 
     views: tuple[str, ...]
     shape: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Time of a checked all-reduce between two processes of one host, divided by that of unchecked Gloo.
 
-Both ways are in the same two processes and take turns in short blocks; each figure is the first quartile of its
-blocks. Ours goes through memory that the processes share; with MESHWRIGHT_SHARED_MEMORY=off it is Gloo's and a guard.
+Both run in the same two processes, in short blocks that alternate. Each figure is the first quartile of its blocks. Our
+all-reduce uses memory that the processes share; with MESHWRIGHT_SHARED_MEMORY=off it uses Gloo, with checks.
 """
 
 from __future__ import annotations

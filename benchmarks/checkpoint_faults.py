@@ -1,10 +1,11 @@
 """Checkpoints: writers killed at random moments, files damaged at random places, resumes on other meshes.
 
-*Killed*: a process of four simulated ranks saves one step after the other, synchronously and beside its work, and gets
-SIGKILL at a random moment. The latest complete checkpoint must be at least the one that `wait` had told of, and hold
-its numbers to the bit. *Damaged*: one bit of any file flipped, files cut short, missing, exchanged, of something else;
-each must be told as CheckpointError with nothing loaded. *Other meshes*: a Llama trained on dp 2 x tp 2 with AdamW
-goes on on the same mesh (equal losses), on 8 ranks with every weight cut over all, on 2 pipeline stages, on one device.
+*Killed*: a process of four simulated ranks saves one step after the other, synchronously and in the background, and
+gets SIGKILL at a random moment. The latest complete checkpoint must be at least the last one for which `wait` returned,
+and have the right numbers to the bit. *Damaged*: one bit of any file is flipped; files are truncated, missing,
+exchanged, or of another kind. Each damage must raise a CheckpointError, with nothing loaded. *Other meshes*: a Llama
+trained on dp 2 x tp 2 with AdamW resumes on the same mesh (equal losses), on 8 ranks with every weight sharded over all
+of them, on 2 pipeline stages, and on one device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Command lines with a mistake: answers without one clear message and the right exit code.
 
-Each line is carried out in this process; some are tried as processes too, where nothing is patched.
+Each line runs in this process. Some lines also run as processes of their own, without any patches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Cost model: median error of predicted collective times against published measurements.
 
-`measured_collectives.json` has a row per measurement, with its source: bandwidths as nccl-tests counts them (what a
-ring would have to move), of sizes from 32 KiB to 16 GiB. Its networks are links by name, or GB/s between two nodes.
+`measured_collectives.json` has a row per measurement, with its source: bandwidths as nccl-tests counts them (the bytes
+that a ring would have to move), for sizes from 32 KiB to 16 GiB. Its networks are links by name, or GB/s between two
+nodes.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 def cases(asked: Sequence[tuple[str, int, int]], repeats: int) -> list[dict[str, Any]]:
     """Return median and least seconds of several processes per case; cases alternate, so that they share slow moments.
 
-    Ratios are of the least: what else the machine does adds time and takes none away.
+    Ratios use the least seconds, because other work on the machine only adds time.
     """
     runs: list[list[dict[str, Any]]] = [[] for _ in asked]
     for _ in range(repeats):

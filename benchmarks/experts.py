@@ -1,10 +1,10 @@
 """Experts over four ranks: bytes that a rank receives in a training step, for each way to join rows and experts.
 
-Tokens are cut over the ranks that hold the experts. "gather" brings every expert to every rank, as it must where
-nothing is known of grouped products; "sums" is a model as it is, where each rank computes the rows of its own experts
-and sums wait; "travel" is `mw.dispatch_experts`, where rows go to the ranks that hold their experts, and "places" the
-same with a capacity of a quarter more than the mean, in a static program. Counted to the byte, on all ranks, for
-forward and backward pass, the reductions of the loss and of the two small gradients included.
+Tokens are sharded over the ranks that hold the experts. "gather" sends every expert to every rank, as is necessary
+without a rule for grouped products. "sums" is an unchanged model: each rank computes the rows of its own experts, and
+the sums stay pending. "travel" is `mw.dispatch_experts`, which sends rows to the ranks that hold their experts.
+"places" is the same with a capacity of a quarter more than the mean, in a static program. Bytes are exact, on all
+ranks, for forward and backward pass, the reductions of the loss and of the two small gradients included.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def checks(communicator: ProcessCommunicator, on: bool) -> Generator[None]:
 
 
 def made(static: bool) -> Callable[[], object]:
-    """Return a training step of a small model whose batch is cut over both ranks."""
+    """Return a training step of a small model whose batch is sharded over both ranks."""
     torch.manual_seed(0)
     mesh = mw.init_mesh(dp=2)
     net = Llama(LlamaConfig(layers=LAYERS))
@@ -92,7 +92,7 @@ def share_of(communicator: ProcessCommunicator, step: Callable[[], object], roun
 
 
 def call_times(communicator: ProcessCommunicator, elements: int, rounds: int) -> dict[str, float]:
-    """Return microseconds of one all-reduce under each way of comparing calls."""
+    """Return microseconds of one all-reduce for each method of comparing calls."""
     x = torch.ones(elements)
     found: dict[str, list[float]] = {check: [] for check in CALLS}
     for _ in range(rounds if elements < 2**18 else max(2, rounds // 4)):

@@ -83,7 +83,7 @@ def states_of(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def kept(x: Tensor) -> Tensor:
-    """Return a copy of the whole value, as this rank sees it, to be compared in single precision."""
+    """Return a copy of the whole value on this rank, in single precision for the comparison."""
     x = mw.unshard_dtensor(x) if isinstance(x, mw.DistTensor) else x
     return x.detach().to(torch.float32 if x.is_floating_point() else x.dtype, copy=True)
 

@@ -105,7 +105,7 @@ def laid(chunks: int, homes: Sequence[Any]) -> Chain:
 class Work:
     """One placement on one rank: the parts of its step, which every table runs; and gradients of one device.
 
-    With `slices`, sequences are cut into so many.
+    `slices` is the number of slices of a sequence.
     """
 
     def __init__(self, way: Way, slices: int) -> None:

@@ -3,10 +3,9 @@
     python -m benchmarks.plans                all entries of `op_db`, and all functions of `torch.nn.functional`
     python -m benchmarks.plans --op add       one entry, every failure
 
-Every sample of torch's `op_db`, and a call of every function of `torch.nn.functional`, is made with several values for
-each of its floats, its bools and its whole numbers, and each value makes the first plan once. Every call must give one
-device's numbers. The same holds for settings (autocast, the default dtype, and so on) that are on for every second
-call.
+Every sample of torch's `op_db`, and a call of every function of `torch.nn.functional`, runs with several values for
+each of its floats, bools and integers. Each value makes the first plan once. Every call must give one device's numbers.
+The same holds for settings (autocast, the default dtype, and so on) that are on for every second call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cost of a random operator per rank: dropout on a sharded tensor, for each source of randomness.
 
-Nothing is sent: this is one rank under the peerless communicator. Nanoseconds are per element of the rank's own part,
-in dropout's forward call; "plain" is torch's dropout on a plain tensor of that part's size.
+Nothing is sent: this is one rank under the peerless communicator. Times are nanoseconds per element of the rank's own
+part, in dropout's forward call; "plain" is torch's dropout on a plain tensor of that part's size.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def faults(b: Browser, path: Path, width: int, dark: bool) -> Iterator[str]:
 
 
 def browser_events(b: Browser, path: Path) -> Iterator[str]:
-    """Yield what the browser wrote into its console, and its requests beside the file."""
+    """Yield the browser's console messages, and its requests other than the file."""
     for event in b.events:
         told = event["params"]
         if event["method"] != "Network.requestWillBeSent":

@@ -39,7 +39,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def figure(steps: int) -> dict[str, Any]:
-    """Return the largest growth of a process in MB, with what each process held."""
+    """Return the largest growth of a process in MB, with the memory of each process."""
     on_processes = seen("on_processes", PROCESSES, steps)
     simulated = seen("on_simulated_ranks", 1, steps // 20)
     told = {f"process {rank}": about for rank, about in enumerate(on_processes)}

@@ -94,8 +94,8 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
 def train(kind: Kind, factors: Sequence[float], losses: list[float], ranks: int = 0, restarts: bool = False) -> Numbers:
     """Return the numbers of a training whose setting has a factor in each step: static on `ranks`, or eager if 0.
 
-    With `restarts` a new static model goes on after each change. Each step appends to `losses`, so that the caller has
-    the losses before an error.
+    With `restarts` a new static model continues after each change. Each step appends to `losses`, so that the caller
+    has the losses before an error.
     """
     mesh = mw.ProcessMesh(list(range(ranks)), ["dp"]) if ranks > 1 else None
     torch.manual_seed(0)

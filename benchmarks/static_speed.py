@@ -361,7 +361,7 @@ def difference(losses: list[float], reference: list[float]) -> float:
 def run(quick: bool = False, cases: Sequence[Case] = CASES) -> dict[str, Any]:
     """Return the figure: the worst ratio of our time to that of the program by hand; all cases are in the details.
 
-    Rows beside do not count for the value.
+    The additional cases do not count for the value.
     """
     beside = {str(case): measure(case, turns(SIZES[case.size], True)) for case in (() if quick else BESIDE)}
     rows = {str(case): measure(case, turns(SIZES[case.size], quick)) for case in cases}

@@ -36,7 +36,7 @@ def _stays(self: ProcessCommunicator, x: Tensor, shapes: Any, group: Any) -> lis
 
 
 def wait_for(path: Path) -> None:
-    """Return once the file is there."""
+    """Return as soon as the file exists."""
     end = time.monotonic() + LIMIT
     while not path.exists():
         assert time.monotonic() < end

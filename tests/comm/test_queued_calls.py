@@ -1,4 +1,4 @@
-"""Comparisons that lag behind queued calls: they delay no rank, and no wrong parameter is written."""
+"""Comparisons of queued calls that run later: they delay no rank, and no wrong parameter is written."""
 
 from __future__ import annotations
 

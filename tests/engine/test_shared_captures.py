@@ -28,7 +28,7 @@ OFF, ON = 1.0, 2.0
 
 
 def _captured(case: Case, model: nn.Module, loss: Any) -> Any:
-    """Return what a rank with this model and loss captures of its own; None for a model that is refused."""
+    """Return the values that a rank with this model and loss captures itself; None for a model that is refused."""
     batch = random_batch(0)
     if case.strategy is not None or case.batch is not random_batch:
         return None
@@ -43,7 +43,7 @@ def _roots(case: Case) -> dict[str, Any]:
 
 
 def _copied(case: Case) -> Any:
-    """Return a copy of what the training calls, as another rank has; None if Python cannot copy it."""
+    """Return a copy of the objects that the training calls, as on another rank; None if Python cannot copy them."""
     try:
         return copy.deepcopy((case.model, case.loss))
     except Exception:  # any error
@@ -164,7 +164,7 @@ SHARED = {
 
 
 def test_every_theme_is_compared() -> None:
-    """The state of torch is compared beside the capture, so its theme is left out."""
+    """The state of torch is compared separately from the capture, so its theme is left out."""
     assert {k.theme for k in KINDS.values()} == {*SHARED, "torch"}
 
 

@@ -41,7 +41,7 @@ def told(request: pytest.FixtureRequest) -> Account:
 
 
 class Reader(HTMLParser):
-    """Every element with its attributes, and whether what is opened is closed."""
+    """A parser that collects every element with its attributes, and checks that opened elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def pending_choices(bound: BoundRule, at: int) -> Iterator[Choice]:
 
 
 def part(x: Tensor | None, rank: int, is_pending: bool, held: AxisState, large: bool) -> Tensor | None:
-    """Return what a rank holds of an operand."""
+    """Return the part of an operand on a rank."""
     if x is None:
         return None
     if is_pending:

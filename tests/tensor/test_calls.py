@@ -138,7 +138,7 @@ def test_a_step_on_parts_reads_no_gradient() -> None:
 
 
 def test_a_mark_on_a_whole_tensor_is_recorded_in_a_capture() -> None:
-    """It looks like a view of the tensor then."""
+    """The mark looks like a view of the tensor in the capture."""
     x = torch.ones(4)
 
     def go() -> Any:

@@ -24,7 +24,7 @@ KINDS = [kind for kind in KINDS if kind.__name__ not in ("Independent", "Mixture
 
 
 def parameters(kind: Any) -> dict[str, Tensor]:
-    """Return a value for each parameter that meets its constraint."""
+    """Return a value for each parameter that satisfies its constraint."""
     torch.manual_seed(5)
     found: dict[str, Tensor] = {}
     for name, constraint in kind.arg_constraints.items():

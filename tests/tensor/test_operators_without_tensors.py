@@ -20,7 +20,7 @@ ABOUT_MEMORY = (
     "_debug_has_internal_overlap", "_fused_sdp_choice", "_version", "get_device", "output_nr", "storage_offset",
     "sym_storage_offset",
 )  # fmt: skip
-"""Operators that ask about this rank's memory, its device or autograd's graph."""
+"""Operators that return facts about this rank's memory, its device or autograd's graph."""
 
 
 def questions() -> Iterator[tuple[Any, list[str]]]:

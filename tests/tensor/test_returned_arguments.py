@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "two dims": lambda x: (0, -1),
     "same dim": lambda x: (0, 0),
 }
-"""Arguments that tell a call nothing new about the tensor."""
+"""Arguments with values that the tensor already has."""
 
 SKIPPED = ("backward", "share_memory_", "apply_", "map_", "map2_", "resize_", "set_", "index")
 """Methods that do not compute numbers, or that need a function."""

@@ -159,7 +159,7 @@ INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("view", INTEGERS)
 def test_a_leaf_is_written_through_integers(view: str) -> None:
-    """Autograd does not see a view as another dtype, so the leaf may require grad."""
+    """Autograd does not record a view as another dtype, so the leaf may require grad."""
 
     def run(lay: Lay) -> Any:
         x = lay(torch.arange(1.0, 17.0, dtype=torch.float64).view(4, 4).clone()).requires_grad_()

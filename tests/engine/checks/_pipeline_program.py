@@ -35,7 +35,7 @@ def batch(at: int) -> Tensor:
 
 
 def one_device(name: str) -> list[float]:
-    """Return the losses of one device, whose batch norm sees the same microbatches."""
+    """Return the losses of one device, whose batch norm gets the same microbatches."""
     net = model()
     optimizer, losses = OPTIMIZERS[name](net.parameters()), list[float]()
     for at in range(STEPS):
