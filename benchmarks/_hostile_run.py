@@ -68,7 +68,7 @@ def _batch(reader: Reader, seed: int, batch: Sequence[int]) -> tuple[int, list[B
         os._exit(0)
     os.close(tell)
     try:
-        return _heard(reader, batch, hear, child)
+        return _read_results(reader, batch, hear, child)
     finally:
         os.close(hear)
         with suppress(ProcessLookupError):
@@ -76,7 +76,7 @@ def _batch(reader: Reader, seed: int, batch: Sequence[int]) -> tuple[int, list[B
         os.waitpid(child, 0)
 
 
-def _heard(reader: Reader, batch: Sequence[int], hear: int, child: int) -> tuple[int, list[Bad]]:
+def _read_results(reader: Reader, batch: Sequence[int], hear: int, child: int) -> tuple[int, list[Bad]]:
     bad, buffer, change = list[Bad](), b"", "?"
     at, end = 0, time.monotonic() + LIMIT_S + 5
     while at < len(batch):
@@ -115,13 +115,13 @@ def _child(reader: Reader, seed: int, batch: Sequence[int], tell: int) -> None:
             change, act = reader.case(draw, place)
             os.write(tell, f"begin {change}\n".encode())
             touched.clear()
-            how, seen = _judged(act)
+            how, seen = _outcome(act)
             if touched or (Path(root) / OUTSIDE).read_bytes() != GUARD:
                 how, seen = "outside", " ".join(touched)[:200] or "the file outside was written"
             os.write(tell, f"{how} {seen[:400]}".replace("\n", " | ").encode("utf-8", "replace") + b"\n")
 
 
-def _judged(act: Any) -> tuple[str, str]:
+def _outcome(act: Any) -> tuple[str, str]:
     """Return `fine`, or the kind of failure and the observation."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory

@@ -68,10 +68,10 @@ def cases(asked: Sequence[tuple[str, int, int]], repeats: int) -> list[dict[str,
     for _ in range(repeats):
         for case, found in zip(asked, runs, strict=True):
             found.append(own_process("compile_scale", *case))
-    return [told(found) for found in runs]
+    return [summary(found) for found in runs]
 
 
-def told(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     seconds = [run["seconds"] for run in runs]
     return {**runs[0], "seconds": round(statistics.median(seconds), 2), "least": min(seconds)}
 

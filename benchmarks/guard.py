@@ -57,7 +57,7 @@ def checks(communicator: ProcessCommunicator, on: bool) -> Generator[None]:
         yield
 
 
-def made(static: bool) -> Callable[[], object]:
+def training_step(static: bool) -> Callable[[], object]:
     """Return a training step of a small model whose batch is sharded over both ranks."""
     torch.manual_seed(0)
     mesh = mw.init_mesh(dp=2)
@@ -111,7 +111,7 @@ def main(path: str, rounds: int) -> None:
     """Run one of the two processes."""
     communicator = init_process(backend="gloo")
     assert isinstance(communicator, ProcessCommunicator)
-    steps = {name: share_of(communicator, made(name == "static"), rounds) for name in ("eager", "static")}
+    steps = {name: share_of(communicator, training_step(name == "static"), rounds) for name in ("eager", "static")}
     calls = {f"{elements * 4} B": call_times(communicator, elements, rounds) for elements in ELEMENTS}
     if communicator.rank == 0:
         Path(path).write_text(json.dumps({"steps": steps, "calls": calls}))

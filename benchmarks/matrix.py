@@ -101,7 +101,7 @@ def train(subject: Subject, setting: Setting | None, mode: str = EAGER, moved: b
     model = subject.make()
     if moved:
         perturb(model)
-    step, optimizer = made(model, subject, setting, mode)
+    step, optimizer = step_and_optimizer(model, subject, setting, mode)
     losses: list[float] = []
     gradients: list[Mapping[str, Tensor]] = []
     for seed in range(STEPS):
@@ -119,7 +119,7 @@ def perturb(model: torch.nn.Module) -> None:
         p.mul_(1 + torch.finfo(p.dtype).eps * (2 * torch.randint(2, p.shape, generator=g) - 1))
 
 
-def made(model: torch.nn.Module, subject: Subject, setting: Setting | None, mode: str) -> Any:
+def step_and_optimizer(model: torch.nn.Module, subject: Subject, setting: Setting | None, mode: str) -> Any:
     """Return a function that makes a step with a batch, and the optimizer."""
     if setting is None:
         optimizer = optimizer_of(model)

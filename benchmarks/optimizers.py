@@ -72,7 +72,7 @@ def steps(kind: Any, options: dict[str, Any], setting: Setting, mesh: Any) -> Se
         else:
             closure()
             optimizer.step()
-        seen.append([kept(x) for x in (*params, *states_of(optimizer, params))])
+        seen.append([whole_copy(x) for x in (*params, *states_of(optimizer, params))])
     return seen
 
 
@@ -82,7 +82,7 @@ def states_of(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
     return [x for state in states for _, x in sorted(state.items()) if isinstance(x, Tensor)]
 
 
-def kept(x: Tensor) -> Tensor:
+def whole_copy(x: Tensor) -> Tensor:
     """Return a copy of the whole value on this rank, in single precision for the comparison."""
     x = mw.unshard_dtensor(x) if isinstance(x, mw.DistTensor) else x
     return x.detach().to(torch.float32 if x.is_floating_point() else x.dtype, copy=True)

@@ -40,8 +40,8 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 def figure(steps: int) -> dict[str, Any]:
     """Return the largest growth of a process in MB, with the memory of each process."""
-    on_processes = seen("on_processes", PROCESSES, steps)
-    simulated = seen("on_simulated_ranks", 1, steps // 20)
+    on_processes = samples_of_processes("on_processes", PROCESSES, steps)
+    simulated = samples_of_processes("on_simulated_ranks", 1, steps // 20)
     told = {f"process {rank}": about for rank, about in enumerate(on_processes)}
     told |= {f"4 simulated ranks in process {n}": about for n, about in enumerate(simulated)}
     value = max((about["growth_mb"] for about in on_processes), default=None)
@@ -59,7 +59,7 @@ def figure(steps: int) -> dict[str, Any]:
     }
 
 
-def seen(function: str, processes: int, steps: int) -> list[dict[str, Any]]:
+def samples_of_processes(function: str, processes: int, steps: int) -> list[dict[str, Any]]:
     """Return the samples of each process. RuntimeError if one of them failed."""
     found: list[dict[str, Any]] = []
 

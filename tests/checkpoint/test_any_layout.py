@@ -20,7 +20,7 @@ PAIR = ProcessMesh([0, 1], ["x"])
 SQUARE = ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
 
 
-def through(path: Path, x: torch.Tensor, src: Any, dst: Any, ranks: int, format: str) -> list[torch.Tensor]:
+def save_and_load(path: Path, x: torch.Tensor, src: Any, dst: Any, ranks: int, format: str) -> list[torch.Tensor]:
     """Return the parts of all ranks after saving under `src` and loading under `dst`."""
 
     def save() -> None:
@@ -42,7 +42,7 @@ def test_a_tensor_is_loaded_into_any_other_layout(format: str, journey: Any) -> 
     shape, src, dst = journey
     x = numbered(shape)
     with tempfile.TemporaryDirectory() as folder:
-        found = through(Path(folder) / "one", x, src, dst, 9, format)
+        found = save_and_load(Path(folder) / "one", x, src, dst, 9, format)
     assert all(torch.equal(got, x) for got in found)
 
 

@@ -30,7 +30,7 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+def locked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     """Yield a folder that another process has locked, and that process."""
     monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
     how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -41,8 +41,8 @@ def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
         process.kill()
 
 
-def test_a_second_job_is_refused_on_all_ranks_until_the_first_is_dead(taken: Any) -> None:
-    folder, first = taken
+def test_a_second_job_is_refused_on_all_ranks_until_the_first_is_dead(locked_folder: Any) -> None:
+    folder, first = locked_folder
 
     def save(step: int) -> str:
         try:
@@ -58,8 +58,8 @@ def test_a_second_job_is_refused_on_all_ranks_until_the_first_is_dead(taken: Any
     assert mw.simulate(save, 2, 2) == ["step_00000002"] * 2
 
 
-def test_reading_and_other_names_need_no_lock(taken: Any) -> None:
-    folder, _ = taken
+def test_reading_and_other_names_need_no_lock(locked_folder: Any) -> None:
+    folder, _ = locked_folder
     mw.save_state_dict({"x": torch.ones(2)}, folder / "one")
     state = {"x": torch.zeros(2)}
     mw.load_state_dict(state, folder / "one")

@@ -21,7 +21,7 @@ OPERATIONS = ("open", "fstat", "stat", "pread", "preadv", "scandir")
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {form: saved(tmp_path_factory.mktemp("saved"), form) for form in FORMS}
 
 
@@ -60,8 +60,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("form", FORMS)
-def test_a_load_ends_without_effect_if_any_operation_hangs(kept: dict[str, Path], form: str) -> None:
-    folder = kept[form]
+def test_a_load_ends_without_effect_if_any_operation_hangs(checkpoints: dict[str, Path], form: str) -> None:
+    folder = checkpoints[form]
     count = operations(folder)
     assert count > 10
     for n in range(1, count + 1, max(count // 12, 1)):
@@ -77,8 +77,8 @@ def test_a_load_ends_without_effect_if_any_operation_hangs(kept: dict[str, Path]
 
 
 @pytest.mark.usefixtures("soon")
-def test_all_ranks_raise_when_one_read_hangs(kept: dict[str, Path]) -> None:
-    folder = kept["meshwright"]
+def test_all_ranks_raise_when_one_read_hangs(checkpoints: dict[str, Path]) -> None:
+    folder = checkpoints["meshwright"]
 
     def load() -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -93,17 +93,19 @@ def test_all_ranks_raise_when_one_read_hangs(kept: dict[str, Path]) -> None:
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("read", [open_checkpoint, verify, mw.latest_checkpoint])
-def test_every_reader_has_the_time_limit(kept: dict[str, Path], read: Callable[[Path], Any]) -> None:
+def test_every_reader_has_the_time_limit(checkpoints: dict[str, Path], read: Callable[[Path], Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        dead = Dead(kept["meshwright"], 1, patch)
+        dead = Dead(checkpoints["meshwright"], 1, patch)
         with pytest.raises(ReadTimeoutError):
-            read(kept["meshwright"])
+            read(checkpoints["meshwright"])
         dead.forever.set()
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_fifo_in_place_of_any_file_is_refused_by_name(kept: dict[str, Path], tmp_path: Path, form: str) -> None:
-    folder = copied(kept[form], tmp_path / "copy", checksums=True)
+def test_a_fifo_in_place_of_any_file_is_refused_by_name(
+    checkpoints: dict[str, Path], tmp_path: Path, form: str
+) -> None:
+    folder = copied(checkpoints[form], tmp_path / "copy", checksums=True)
     for file in sorted(folder.iterdir()):
         data = file.read_bytes()
         file.unlink()
@@ -121,7 +123,7 @@ def test_a_fifo_as_the_path_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
-def test_an_invalid_limit_is_refused(kept: dict[str, Path], monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_limit_is_refused(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("MESHWRIGHT_READ_TIMEOUT", text)
     with pytest.raises(CheckpointError, match="MESHWRIGHT_READ_TIMEOUT"):
-        open_checkpoint(kept["meshwright"])
+        open_checkpoint(checkpoints["meshwright"])

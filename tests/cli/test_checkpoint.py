@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> Any:
+def json_output(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
@@ -44,7 +44,7 @@ def test_inspect_lists_the_contents(run: Path, capsys: pytest.CaptureFixture[str
     assert "f32[4@tp, 3]" in text
     assert "ProcessMesh([tp=2])" in text
     assert main(["checkpoint", "inspect", str(run / "step_00000001"), "--json"]) == 0
-    found = said(capsys)
+    found = json_output(capsys)
     assert found["tensors"]["model.w"]["shape"] == [4, 3]
     assert found["values"] == {"step": "1"}
     assert found["world"] == 2
@@ -56,7 +56,7 @@ def test_verify_reports_whether_the_checkpoint_is_intact(run: Path, capsys: pyte
     assert main(["checkpoint", "verify", str(step)]) == 0
     assert "complete; 2 tensors, checked by SHA-256" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(step), "--json"]) == 0
-    assert said(capsys)["ok"]
+    assert json_output(capsys)["ok"]
     file = step / "rank_00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x99")
     assert main(["checkpoint", "verify", str(step)]) == 1
@@ -72,7 +72,7 @@ def test_diff_names_the_differences(run: Path, capsys: pytest.CaptureFixture[str
     assert main(["checkpoint", "diff", one, two]) == 1
     assert capsys.readouterr().out == "model.w: 11 of 12 elements differ, by at most 11\nstep: 1 and 2\n"
     assert main(["checkpoint", "diff", one, two, "--tolerance", "11", "--json"]) == 1
-    assert said(capsys) == {"same": False, "differences": [{"name": "step", "what": "1 and 2"}]}
+    assert json_output(capsys) == {"same": False, "differences": [{"name": "step", "what": "1 and 2"}]}
 
 
 @pytest.mark.parametrize("prefix", ["model", "model."])
@@ -85,7 +85,7 @@ def test_convert_writes_another_form(
     found = load_file(hub / "model.safetensors")
     assert torch.equal(found["w"], torch.arange(12.0).reshape(4, 3) * 2)
     assert main(["checkpoint", "convert", str(run), str(tmp_path / "own"), "--json"]) == 0
-    told = said(capsys)
+    told = json_output(capsys)
     assert (told["format"], told["tensors"], told["left_out"]) == ("meshwright", 2, 0)
     assert main(["checkpoint", "diff", str(run), str(tmp_path / "own")]) == 0
 

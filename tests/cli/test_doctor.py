@@ -14,7 +14,7 @@ from meshwright.cli.commands import doctor
 from meshwright.cli.ranks import self_check
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> Mapping[str, Any]:
+def findings_of(capsys: pytest.CaptureFixture[str]) -> Mapping[str, Any]:
     return {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
 
 
@@ -42,7 +42,7 @@ def test_two_ranks_are_tested(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     started: list[list[str]] = []
     monkeypatch.setattr("meshwright.comm.launch", lambda argv, ranks, timeout: started.append(argv) or 3)
     assert main(["doctor", "--json"]) == 1
-    found = told(capsys)
+    found = findings_of(capsys)
     assert found["two simulated ranks"]["good"]
     assert "exit code 3" in found["two processes"]["found"]
     assert started == [["-m", "meshwright.cli.ranks.self_check"]]

@@ -20,7 +20,7 @@ def build():
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), [torch.ones(4, 8)]
 """
 TRAIN = "train --steps 1 --hidden 32 --layers 2 --batch 4 --seq 16 --mesh dp=2"
-ASKED = (
+GOOD_COMMANDS = (
     TRAIN,
     f"{TRAIN} --save {{f}}/run",
     "schedule 1F1B", "schedule list",
@@ -48,7 +48,7 @@ def refused(constant: str) -> NoReturn:
     raise ValueError(f"JSON has no {constant}")
 
 
-@pytest.mark.parametrize("text", ASKED)
+@pytest.mark.parametrize("text", GOOD_COMMANDS)
 def test_the_output_is_one_object(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*text.format(f=folder).split(), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -64,4 +64,4 @@ def test_a_mistake_gives_the_same_message_as_without_json(line: Line, folder: Pa
 
 
 def test_every_command_with_a_result_has_the_option() -> None:
-    assert {text.split()[0] for text in ASKED} == set(WITH_JSON) == set(PARSERS) - {"run"}
+    assert {text.split()[0] for text in GOOD_COMMANDS} == set(WITH_JSON) == set(PARSERS) - {"run"}

@@ -139,7 +139,7 @@ def wait_for_all(directory: Path, name: str) -> None:
         time.sleep(0.02)
 
 
-def heard_of(call: Callable[[], object]) -> list[str]:
+def warnings_of(call: Callable[[], object]) -> list[str]:
     """Return the warnings while `call` runs."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -158,7 +158,7 @@ def wrong(communicator: ProcessCommunicator, directory: Path) -> dict[str, Any]:
     if me == 1:
         told["shape"] = error_of(lambda: communicator.receive(0, 5, (3, 2), torch.float32, "cpu"))
         told["dtype"] = error_of(lambda: communicator.receive(0, 6, (2, 3), torch.int32, "cpu"))
-        told["late"] = heard_of(lambda: communicator.receive(0, 7, (1,), torch.float32, "cpu"))
+        told["late"] = warnings_of(lambda: communicator.receive(0, 7, (1,), torch.float32, "cpu"))
     wait_for_all(directory, "late")
     if me < 2:
         communicator.send(torch.ones(1), 1 - me, 11)
@@ -173,7 +173,7 @@ def wrong(communicator: ProcessCommunicator, directory: Path) -> dict[str, Any]:
     return told
 
 
-def lost(communicator: ProcessCommunicator) -> dict[str, Any]:
+def errors_after_losses(communicator: ProcessCommunicator) -> dict[str, Any]:
     """End rank 2, then kill rank 1; return the errors of waiting ranks, which come soon at any limit."""
     began = time.monotonic()
     peer = 2 if communicator.rank == 1 else 1
@@ -192,7 +192,7 @@ def main() -> None:
     if communicator.rank == 2:
         communicator.send(torch.full((LARGE,), 2.0), 0, 15)
     else:
-        found |= lost(communicator)
+        found |= errors_after_losses(communicator)
     if communicator.rank == 0:
         found["last words"] = communicator.receive(2, 15, (LARGE,), torch.float32, "cpu").sum().item()
         found["after the end"] = error_of(lambda: communicator.receive(2, 16, (1,), torch.float32, "cpu"))

@@ -129,7 +129,7 @@ def calls() -> list[Call]:
     return log
 
 
-def begun() -> Results:
+def started_conversions() -> Results:
     """Return conversions that start, with calls between them, and are waited for in another order."""
     communicator = current_communicator()
     mesh = ProcessMesh(range(communicator.size), ["dp"])
@@ -148,7 +148,7 @@ def begun() -> Results:
     }
 
 
-RIGHT: list[Callable[[], Results]] = [reductions, nans, movements, exchanges, pairs, begun]
+RIGHT: list[Callable[[], Results]] = [reductions, nans, movements, exchanges, pairs, started_conversions]
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -184,7 +184,7 @@ def disagreements() -> dict[str, str]:
     return told | {"group": error_of(lambda: ranks.barrier((1, 0) if me else pair))}
 
 
-def late() -> list[str]:
+def warnings_of_a_slow_rank() -> list[str]:
     """Return the warnings of a rank that waits for a slow one."""
     ranks = current_communicator()
     with warnings.catch_warnings(record=True) as heard:
@@ -212,7 +212,11 @@ def wait_for_all(directory: Path) -> None:
 def story_of_three(directory: Path) -> dict[str, object]:
     """Return the results of three processes: all right programs, then all wrong ones."""
     results = {program.__name__: program() for program in RIGHT}
-    errors = {"disagreements": disagreements(), "late": late(), "calls": [str(call) for call in calls()]}
+    errors = {
+        "disagreements": disagreements(),
+        "late": warnings_of_a_slow_rank(),
+        "calls": [str(call) for call in calls()],
+    }
     last = deadlock()
     wait_for_all(directory)
     return {"right": results, **errors, "deadlock": last}

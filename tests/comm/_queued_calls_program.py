@@ -125,7 +125,7 @@ def _laid(placement: mw.Placement) -> DistTensor:
     return mw.shard_tensor(torch.ones(4, 3), mw.init_mesh(tp=2), [placement])
 
 
-def told(case: Case, here: ProcessCommunicator) -> dict[str, Any]:
+def outcome_of(case: Case, here: ProcessCommunicator) -> dict[str, Any]:
     """Return the outcome of one case: the error, and whether the parameter is unchanged."""
     w = nn.Parameter(_laid(mw.Replicate()))
     mw.check_steps(replicas=0)
@@ -147,7 +147,7 @@ def main() -> None:
     if story != "updates":
         {"goes on": goes_on, "waits elsewhere": waits_elsewhere}[story](folder, here)
         return
-    found = {case.__name__: told(case, here) for case in CASES}
+    found = {case.__name__: outcome_of(case, here) for case in CASES}
     (folder / f"{here.rank}.json").write_text(json.dumps(found))
 
 

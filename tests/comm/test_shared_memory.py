@@ -48,7 +48,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_SHARED", 512)
 
 
-def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
     return values.to(dtype)
 
@@ -66,7 +66,7 @@ def test_a_reduction_has_the_bits_of_combining_in_order(
 ) -> None:
     if REDUCTIONS[op].refuses(dtype):
         return
-    terms = [drawn(length, dtype=dtype, seed=n) for n in range(size)]
+    terms = [random_tensor(length, dtype=dtype, seed=n) for n in range(size)]
 
     def call(n: int, rank: SharedMemoryTransport) -> Tensor:
         x = terms[n].clone()
@@ -81,7 +81,7 @@ def test_a_reduction_has_the_bits_of_combining_in_order(
 @many
 @given(size=sizes, dtype=dtypes, length=lengths)
 def test_gathers_and_scatters_give_every_rank_its_parts(size: int, dtype: torch.dtype, length: int) -> None:
-    terms = [drawn(size, length, dtype=dtype, seed=n) for n in range(size)]
+    terms = [random_tensor(size, length, dtype=dtype, seed=n) for n in range(size)]
 
     def call(n: int, rank: SharedMemoryTransport) -> tuple[Tensor, Tensor]:
         gathered, scattered = terms[0].new_empty(size * length), terms[0].new_empty(length)
@@ -100,7 +100,9 @@ def test_gathers_and_scatters_give_every_rank_its_parts(size: int, dtype: torch.
 @given(data=st.data(), size=sizes)
 def test_all_to_all_exchanges_pieces_of_any_length(data: st.DataObject, size: int) -> None:
     table = [[data.draw(st.integers(0, 3000)) for _ in range(size)] for _ in range(size)]
-    pieces = [[drawn(table[a][b], dtype=torch.uint8, seed=a * size + b) for b in range(size)] for a in range(size)]
+    pieces = [
+        [random_tensor(table[a][b], dtype=torch.uint8, seed=a * size + b) for b in range(size)] for a in range(size)
+    ]
 
     def call(n: int, rank: SharedMemoryTransport) -> tuple[Tensor, list[Tensor]]:
         arriving = [table[a][n] for a in range(size)]

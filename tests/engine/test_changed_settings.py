@@ -19,7 +19,7 @@ from meshwright.graph import CaptureError
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def story(static: bool) -> Iterator[float]:
+def losses_with_changing_hooks(static: bool) -> Iterator[float]:
     """Yield the losses of steps between which hooks are added and removed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -50,7 +50,7 @@ def story(static: bool) -> Iterator[float]:
 
 
 def test_added_and_removed_hooks_are_detected() -> None:
-    static, eager = (mw.simulate(lambda s=s: list(story(s)), 1)[0] for s in (True, False))
+    static, eager = (mw.simulate(lambda s=s: list(losses_with_changing_hooks(s)), 1)[0] for s in (True, False))
     assert static == pytest.approx(eager, rel=1e-6)
 
 

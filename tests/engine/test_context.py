@@ -67,7 +67,7 @@ def told(work: Callable[[], Tensors], name: Any) -> tuple[str, Tensors]:
     return how, whole(found.result)
 
 
-def both(ranks: int, name: str, given: Tensors, **options: Any) -> set[str]:
+def forms_of_all_ranks(ranks: int, name: str, given: Tensors, **options: Any) -> set[str]:
     """Return the forms that ran on these ranks, after a comparison of their numbers with one device."""
     goal = attended(given, **options)
 
@@ -92,7 +92,7 @@ def test_attention_has_the_numbers_of_one_device(name: str, causal: bool) -> Non
                     "ring": length % (ranks * (2 if causal else 1)) == 0,
                     "ulysses": HEADS % ranks == 0 and key_heads % ranks == 0,
                 }[name]
-                how = both(ranks, name, tensors(length, key_heads, 6), is_causal=causal)
+                how = forms_of_all_ranks(ranks, name, tensors(length, key_heads, 6), is_causal=causal)
                 assert how == {name if fits else "local"}, (ranks, length, key_heads)
 
 
@@ -102,18 +102,18 @@ def test_masks_scales_and_few_dims(name: str) -> None:
     seen = torch.rand(BATCH, 1, 12, 12, generator=g) > 0.5
     seen[..., 0] = True
     for mask in (seen, torch.randn(12, 12, generator=g), seen[:, :, :1], torch.randn(BATCH, 1, 1, 12, generator=g)):
-        assert both(2, name, tensors(12), attn_mask=mask) == {name}
-        assert both(3, "ring", tensors(12, 2), attn_mask=mask) == {"ring"}
+        assert forms_of_all_ranks(2, name, tensors(12), attn_mask=mask) == {name}
+        assert forms_of_all_ranks(3, "ring", tensors(12, 2), attn_mask=mask) == {"ring"}
     per_head = torch.randn(1, HEADS, 12, 12, generator=g)
-    assert both(2, name, tensors(12, 2), attn_mask=per_head) == {"ring" if name == "ring" else "local"}
-    assert both(2, name, tensors(12), scale=0.7) == {name}
-    assert both(2, name, tensors(12), is_causal=True, scale=0.7) == {name}
+    assert forms_of_all_ranks(2, name, tensors(12, 2), attn_mask=per_head) == {"ring" if name == "ring" else "local"}
+    assert forms_of_all_ranks(2, name, tensors(12), scale=0.7) == {name}
+    assert forms_of_all_ranks(2, name, tensors(12), is_causal=True, scale=0.7) == {name}
 
 
 def test_a_fully_masked_row_gives_zeros() -> None:
     seen = torch.ones(12, 12, dtype=torch.bool)
     seen[3] = False
-    assert both(2, "ring", tensors(12), attn_mask=seen) == {"ring"}
+    assert forms_of_all_ranks(2, "ring", tensors(12), attn_mask=seen) == {"ring"}
 
 
 @pytest.mark.parametrize("name", ["ring", "ulysses"])

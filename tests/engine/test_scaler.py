@@ -14,7 +14,7 @@ import meshwright as mw
 
 STEPS, OVERFLOW, ROW = 4, 1, 7
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
-Told = tuple[float, float, float]
+StepReport = tuple[float, float, float]
 """Loss, gradient norm and scale after a step."""
 
 
@@ -32,10 +32,10 @@ def batch(step: int, overflow: bool) -> Tensor:
 
 def trained(
     net: nn.Module, optimizer: Any, overflow: bool, lay: Callable[[Tensor], Tensor], dtype: torch.dtype | None
-) -> tuple[list[Told], list[list[Tensor]], dict[str, Any]]:
+) -> tuple[list[StepReport], list[list[Tensor]], dict[str, Any]]:
     """Return the scaler's report of each step, the parameters after it, and the scaler's state."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    told: list[Told] = []
+    told: list[StepReport] = []
     parameters: list[list[Tensor]] = []
     for step in range(STEPS):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):

@@ -77,7 +77,7 @@ def batch(step: int, rows: int, length: int) -> list[Tensor]:
     return [torch.randint(0, WORDS, (rows, length), generator=g) for _ in range(2)]
 
 
-def alone(model: nn.Module, microbatches: int, length: int) -> list[Any]:
+def train_on_one_device(model: nn.Module, microbatches: int, length: int) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[float] = []
     for step in range(STEPS):
@@ -122,7 +122,7 @@ def test_numbers_are_those_of_one_device(
         mesh = mw.ProcessMesh(list(range(p)), ["pp"])
         return piped(make(p), mesh, microbatches, length, schedule_mode=name, slices=slices)
 
-    expected = alone(make(p), microbatches, length)
+    expected = train_on_one_device(make(p), microbatches, length)
     for found in mw.simulate(train, p):
         compare(found, expected)
 
@@ -134,7 +134,7 @@ def test_slices_beside_data_parallelism() -> None:
         mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
         return piped(llama(2), mesh, 2, 6, schedule_mode="Seq1F1B", slices=2)
 
-    expected = alone(llama(2), 2, 6)
+    expected = train_on_one_device(llama(2), 2, 6)
     for found in mw.simulate(train, 4):
         compare(found, expected)
 
@@ -158,7 +158,7 @@ def test_slices_drop_the_same_elements_as_one_device(name: str, slices: Any) -> 
 
     model = Dropping(2)
     torch.manual_seed(7)
-    expected = [*alone(model, 2, 7), torch.rand(1).item()]
+    expected = [*train_on_one_device(model, 2, 7), torch.rand(1).item()]
     for found in mw.simulate(train, 2):
         compare(found, expected)
         assert found[2] == expected[2]
@@ -175,7 +175,7 @@ def test_a_table_in_text_has_its_slices() -> None:
         table = "\n".join(line.strip() for line in text.splitlines())
         return piped(GPT(2), mw.ProcessMesh([0, 1], ["pp"]), 1, 5, schedule_mode=table)
 
-    expected = alone(GPT(2), 1, 5)
+    expected = train_on_one_device(GPT(2), 1, 5)
     for found in mw.simulate(train, 2):
         compare(found, expected)
 

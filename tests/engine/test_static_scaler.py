@@ -16,7 +16,7 @@ import meshwright as mw
 STEPS, ROW = 5, 7
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 SCALE = {"init_loss_scaling": 1024.0, "incr_every_n_steps": 2}
-Told = tuple[float, float]
+StepReport = tuple[float, float]
 """Loss, and scale after the step."""
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -42,12 +42,12 @@ def whole(net: nn.Module) -> list[Tensor]:
     return [mw.unshard_dtensor(p.detach()).clone() for p in net.parameters()]
 
 
-def eager(overflows: tuple[int, ...], make: Make = OPTIMIZERS["adamw"]) -> tuple[list[Told], list[list[Tensor]]]:
+def eager(overflows: tuple[int, ...], make: Make = OPTIMIZERS["adamw"]) -> tuple[list[StepReport], list[list[Tensor]]]:
     """Return the results of torch's scaler on one device."""
     net = network()
     optimizer = make(net.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    told, parameters = list[Told](), list[list[Tensor]]()
+    told, parameters = list[StepReport](), list[list[Tensor]]()
     for step in range(STEPS):
         x, y = batch(step, overflows)
         with torch.autocast("cpu", torch.float16):
@@ -75,9 +75,9 @@ def stepping(make: Make = OPTIMIZERS["adamw"], pipeline: bool = False, **options
     return mw.to_static(net, None, F.mse_loss, make(net.parameters()), strategy)
 
 
-def static(overflows: tuple[int, ...], **options: Any) -> tuple[list[Told], list[list[Tensor]]]:
+def static(overflows: tuple[int, ...], **options: Any) -> tuple[list[StepReport], list[list[Tensor]]]:
     model = stepping(**options)
-    told, parameters = list[Told](), list[list[Tensor]]()
+    told, parameters = list[StepReport](), list[list[Tensor]]()
     stages = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
     homes = (stages["pp", 0], stages["pp", 1]) if options.get("pipeline") else (MESH, MESH)
     for step in range(STEPS):

@@ -36,7 +36,7 @@ class Result:
     def counts(self) -> dict[str, int]:
         return counted(self.program)
 
-    def told(self, by: str) -> list[Change]:
+    def changes_by(self, by: str) -> list[Change]:
         """Return the changes that a pass wrote into the record."""
         return [change for change in self.program.changes if change.by == by]
 
@@ -54,8 +54,8 @@ def kind(step: Any) -> str:
     """Return a step's name, axes and operation."""
     axes = [*getattr(step, "axes", ()), *(a for a, _ in getattr(step, "places", ()) if not hasattr(step, "axes"))]
     op = getattr(step, "op", "sum")
-    told = " ".join([*axes, *([] if op == "sum" else [op])])
-    return type(step).__name__ + (f"({told})" if told else "")
+    changes_by = " ".join([*axes, *([] if op == "sum" else [op])])
+    return type(step).__name__ + (f"({told})" if changes_by else "")
 
 
 def after(step: Step, *passes: Pass) -> Result:

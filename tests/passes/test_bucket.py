@@ -22,7 +22,7 @@ def test_gradients_are_one_bucket_and_the_same_bits() -> None:
     assert counted(mlp(dp=4).programs[0]) == {"AllReduce(dp)": 5}
     assert found.counts == {"AllReduce(dp)": 1}  # the loss is in the same bucket
     assert found.is_equal
-    assert [str(c) for c in found.told("bucket")] == [
+    assert [str(c) for c in found.changes_by("bucket")] == [
         "bucket: 5 × AllReduce(dp) merged into one of 852 bytes at backward (4 rounds)"
     ]
 

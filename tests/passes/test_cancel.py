@@ -78,7 +78,7 @@ def test_sums_along_two_axes_become_one() -> None:
     lost = {k: n - found.counts.get(k, 0) for k, n in counted(step.programs[0]).items() if n != found.counts.get(k, 0)}
     assert lost == {"AllReduce(tp)": 1, "AllReduce(dp)": 1, "AllReduce(dp tp)": -1}
     assert found.error <= 1e-6
-    assert "AllReduce(dp) · AllReduce(tp) is AllReduce(dp tp)" in found.told("cancel")[0].what
+    assert "AllReduce(dp) · AllReduce(tp) is AllReduce(dp tp)" in found.changes_by("cancel")[0].what
 
 
 def test_exchanges_with_other_stages_stay() -> None:

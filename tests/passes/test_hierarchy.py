@@ -50,7 +50,7 @@ def test_a_sum_crosses_nodes_in_pieces(width: int) -> None:
 
 def test_the_record_has_the_saved_bytes_between_nodes() -> None:
     """Of 256 bytes a ring over all four ranks sends 384 each; now half of them crosses once: 128."""
-    (change, *_) = [c for c in after(nodes(), SPLIT).told("hierarchy") if c.saved["bytes over outer axes"] == 256]
+    (change, *_) = [c for c in after(nodes(), SPLIT).changes_by("hierarchy") if c.saved["bytes over outer axes"] == 256]
     assert "is ReduceScatter(gpu, dim 0) · AllReduce(node) · AllGather(gpu, dim 0)" in change.what
 
 

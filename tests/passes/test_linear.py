@@ -76,7 +76,7 @@ def test_accumulated_gradients_are_reduced_at_the_end() -> None:
     found = after(step, Scatter(), Share(), Linear())
     assert found.counts == {"AllGather(dp)": 1, "ReduceScatter(dp)": 1, "AllReduce(dp)": 1}
     assert found.error <= CLOSE
-    told = found.told("linear")
+    told = found.changes_by("linear")
     assert [c.saved for c in told] == [{"bytes": 64, "rounds": 1}]
 
 

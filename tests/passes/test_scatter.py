@@ -59,7 +59,7 @@ def test_a_slice_moves_before_elementwise_operators(
     assert found.counts["AllReduce(tp)"] == 1 + sums
     assert found.error <= CLOSE * 10
     if scattered:
-        assert found.told("scatter")[0].saved["bytes"] > 0
+        assert found.changes_by("scatter")[0].saved["bytes"] > 0
 
 
 def test_values_needed_whole_in_the_backward_pass_stay_whole() -> None:

@@ -44,8 +44,8 @@ def test_a_tensor_is_gathered_once() -> None:
     found = after(step, Share())
     assert counted(found.program, "forward")["AllGather(dp)"] == 1
     assert found.is_equal
-    assert "AllGather(dp, dim 0) of f32[8@dp, 4] is shared" in found.told("share")[0].what
-    assert found.told("share")[0].saved == {"bytes": 64, "rounds": 1}
+    assert "AllGather(dp, dim 0) of f32[8@dp, 4] is shared" in found.changes_by("share")[0].what
+    assert found.changes_by("share")[0].saved == {"bytes": 64, "rounds": 1}
 
 
 def test_communication_steps_are_shared_even_if_local_work_is_not() -> None:

@@ -81,7 +81,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, 6, generator=g), torch.randn(8, 6, generator=g)) for _ in range(2)]
 
 
-def alone(names: tuple[str, ...], microbatches: int) -> list[Any]:
+def train_on_one_device(names: tuple[str, ...], microbatches: int) -> list[Any]:
     torch.manual_seed(1)
     net = Net(names)
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
@@ -137,7 +137,7 @@ CASES: list[tuple[tuple[str, ...], str, tuple[int, ...], int, int, dict[str, Any
 def test_numbers_are_those_of_one_device(
     names: tuple[str, ...], mode: str, way: tuple[int, ...], microbatches: int, replicas: int, strategy: dict[str, Any]
 ) -> None:
-    losses, state, drawn = alone(names, microbatches)
+    losses, state, drawn = train_on_one_device(names, microbatches)
     ranks = (max(way) + 1) * replicas
     for found in mw.simulate(lambda: piped(names, mode, way, microbatches, replicas, **strategy), ranks):
         assert found[0] == pytest.approx(losses, rel=1e-5)

@@ -10,7 +10,7 @@ import pytest
 from meshwright.search.sharding.variable_elimination import Table, least
 
 
-def some(seed: int) -> tuple[list[int], list[Table]]:
+def random_tables(seed: int) -> tuple[list[int], list[Table]]:
     """Return a few variables, and tables over up to three of them."""
     draw = random.Random(seed)
     numbers = np.random.default_rng(seed)
@@ -25,7 +25,7 @@ def some(seed: int) -> tuple[list[int], list[Table]]:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_the_minimum_is_that_of_all_combinations(seed: int) -> None:
-    sizes, tables = some(seed)
+    sizes, tables = random_tables(seed)
 
     def summed(values: tuple[int, ...]) -> float:
         return sum(float(t.costs[tuple(values[v] for v in t.variables)]) for t in tables)
@@ -39,7 +39,7 @@ def test_the_minimum_is_that_of_all_combinations(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(300))
 @pytest.mark.parametrize("most", [1, 6])
 def test_a_partial_search_gives_a_lower_bound(seed: int, most: int) -> None:
-    sizes, tables = some(seed)
+    sizes, tables = random_tables(seed)
 
     def summed(values: tuple[int, ...]) -> float:
         return sum(float(t.costs[tuple(values[v] for v in t.variables)]) for t in tables)

@@ -57,7 +57,7 @@ def machines(text: str, memory: float) -> Cluster:
     return replace(usual, device=replace(usual.device, memory=memory))
 
 
-def drawn(layers: int, seed: int, alike: bool = False) -> LayerCosts:
+def random_layers(layers: int, seed: int, alike: bool = False) -> LayerCosts:
     """Return random layer costs; with `alike`, all but the first and the last layer are equal."""
     draw = random.Random(seed)
 
@@ -103,7 +103,7 @@ def takes(layers: LayerCosts, table: Schedule, starts: tuple[int, ...], by: Link
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (3, 3), (3, 6), (4, 8)])
 def test_the_chosen_chunks_are_the_fastest(seed: int, stages: int, microbatches: int) -> None:
-    layers, count = drawn(8, seed, alike=seed == 4), 8
+    layers, count = random_layers(8, seed, alike=seed == 4), 8
     all_of_them = [
         (*takes(layers, table, starts, links()), chunks)
         for chunks in range(1, count // stages + 1)
@@ -126,7 +126,7 @@ def test_the_chosen_chunks_are_the_fastest(seed: int, stages: int, microbatches:
 
 @pytest.mark.parametrize("message", [0.0, 0.1])
 def test_the_lower_bound_of_a_step_is_valid(message: float) -> None:
-    layers, count, by = drawn(9, 0), 0, links(message)
+    layers, count, by = random_layers(9, 0), 0, links(message)
     for table in tables(3, 6):
         bounds = [*starts_by_bound(layers, table, inf, by)]
         assert [bound for bound, _, _ in bounds] == sorted(bound for bound, _, _ in bounds)
@@ -143,7 +143,7 @@ def test_the_lower_bound_of_a_step_is_valid(message: float) -> None:
 def test_local_search_of_chunks_comes_near_the_best(
     seed: int, stages: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = LayerSums(drawn(count, seed, alike=seed == 4), links())
+    layers = LayerSums(random_layers(count, seed, alike=seed == 4), links())
     every = [
         ChunkStarts(BatchedStepTime(layers, runs, inf)) for runs in several_chunk_tables(stages, 2 * stages, count)
     ]
@@ -163,7 +163,7 @@ def test_local_search_of_chunks_comes_near_the_best(
 @pytest.mark.parametrize("memory_limit", [inf, 90.0])
 def test_several_chunks_are_never_slower_than_one(memory_limit: float) -> None:
     for seed in range(4):
-        layers = drawn(30, seed)
+        layers = random_layers(30, seed)
         best = balance(layers, 3, 9, memory_limit, links())
         assert best is not None
         for runs in one_chunk_tables(3, 9):
@@ -175,7 +175,7 @@ def test_several_chunks_are_never_slower_than_one(memory_limit: float) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_memory_of_a_stage_is_the_sum_of_its_parts(seed: int) -> None:
-    layers = drawn(6, seed)
+    layers = random_layers(6, seed)
     found = balance(layers, 3, 6, inf, links(0.0))
     assert found is not None
     cuts, way = (0, *found.starts, 6), found.schedule.ways[0]

@@ -21,7 +21,7 @@ def seconds(plan: Plan, model: Transformer = LLAMA, **software: Any) -> float:
     return float(predict(model, plan, CLUSTER, replace(Software(), **software)).seconds)
 
 
-def shown(plan: Plan, what: str, model: Transformer = LLAMA, **software: Any) -> dict[str, float]:
+def bytes_by_collective(plan: Plan, what: str, model: Transformer = LLAMA, **software: Any) -> dict[str, float]:
     """Return bytes by collective, of the rows about one purpose."""
     rows = communications(model, plan, CLUSTER, replace(Software(), **software))
     return {f"{row.kind}, {row.where}": row.nbytes for row in rows if what in row.what}
@@ -32,8 +32,11 @@ def test_an_all_reduce_of_gradients_takes_longer_than_a_reduce_scatter() -> None
     assert seconds(plan, reduces_parts=False) > seconds(plan)
     assert seconds(replace(plan, zero=0), reduces_parts=False) == seconds(replace(plan, zero=0))
     assert seconds(replace(plan, zero=3), reduces_parts=False) == seconds(replace(plan, zero=3))
-    assert {kind.split(",")[0] for kind in shown(plan, "over dp", reduces_parts=False)} == {"all-reduce", "all-gather"}
-    assert {kind.split(",")[0] for kind in shown(plan, "over dp")} == {"reduce-scatter", "all-gather"}
+    assert {kind.split(",")[0] for kind in bytes_by_collective(plan, "over dp", reduces_parts=False)} == {
+        "all-reduce",
+        "all-gather",
+    }
+    assert {kind.split(",")[0] for kind in bytes_by_collective(plan, "over dp")} == {"reduce-scatter", "all-gather"}
 
 
 def test_gathers_without_prefetch_are_exposed() -> None:
@@ -68,7 +71,7 @@ def test_offloaded_states_cost_host_time_and_no_device_memory() -> None:
 
 def test_weights_cast_before_a_gather_are_sent_in_eight_bits() -> None:
     plan = Plan(tp=8, batch=8, sequence=8192, microbatch=4, sequence_parallel=True, precision="fp8")
-    early, late = (shown(plan, "over tp", casts_first=first) for first in (True, False))
+    early, late = (bytes_by_collective(plan, "over tp", casts_first=first) for first in (True, False))
     assert {kind: nbytes * 0.75 for kind, nbytes in late.items()} == early
     assert seconds(plan, casts_first=False) > seconds(plan)
     for other in (replace(plan, precision="bf16"), replace(plan, tp=1, sequence_parallel=False)):
@@ -79,7 +82,7 @@ def test_weights_cast_before_a_gather_are_sent_in_eight_bits() -> None:
 def test_a_tensor_parallel_group_divides_the_tokens_of_experts(tp: int) -> None:
     """Each rank of a group sends its own part of the tokens, and computes the tokens that its own experts receive."""
     alone, together = Plan(dp=8, ep=8, batch=64), Plan(dp=8 // tp, tp=tp, ep=8, batch=64 // tp)
-    one, several = (sum(shown(plan, "over ep", SPARSE).values()) for plan in (alone, together))
+    one, several = (sum(bytes_by_collective(plan, "over ep", SPARSE).values()) for plan in (alone, together))
     assert several == pytest.approx(one / tp)
     assert seconds(together, SPARSE) < seconds(alone, SPARSE)
 

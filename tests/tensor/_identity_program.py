@@ -111,7 +111,7 @@ def alike(rank: int) -> None:
     mw.init_process().barrier((0, 1))
 
 
-def told(case: Case, ranks: ProcessCommunicator) -> str:
+def error_of(case: Case, ranks: ProcessCommunicator) -> str:
     """Return the error of a case, or ""."""
     torch.manual_seed(0)
     try:
@@ -129,7 +129,7 @@ def main(folder: str) -> None:
     for case in CASES:
         case(False)
     alike(ranks.rank)
-    found = {case.__name__: told(case, ranks) for case in CASES}
+    found = {case.__name__: error_of(case, ranks) for case in CASES}
     (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(found))
 
 

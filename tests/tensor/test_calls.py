@@ -35,7 +35,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def again(fn: Callable[[], Tensor]) -> list[str]:
+def operators_of_known_call(fn: Callable[[], Tensor]) -> list[str]:
     """Return the operators of a call whose plan is known."""
     fn()
     with Operators() as seen:
@@ -67,7 +67,7 @@ def lookup() -> Tensor:
 )
 def test_whole_tensors_call_the_operator_itself(fn: Callable[[], Tensor], needless: set[str]) -> None:
     """Causal attention builds no mask if sequences are whole; an axis of one rank has no part in anything."""
-    for names in mw.simulate(again, 2, fn):
+    for names in mw.simulate(operators_of_known_call, 2, fn):
         assert not needless & set(names), names
 
 

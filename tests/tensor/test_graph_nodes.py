@@ -227,7 +227,7 @@ def of_walked_node(x: Tensor) -> Any:
     return torch.autograd.grad(y.sum(), GradientEdge(y.grad_fn.next_functions[0][0], 0))
 
 
-ASKED: dict[str, Callable[[Tensor], Any]] = {
+REFUSED_CALLS: dict[str, Callable[[Tensor], Any]] = {
     "backward from edges": lambda x: torch.autograd.backward([get_gradient_edge(x.exp())], [torch.ones(4)]),
     "backward from an edge": lambda x: torch.autograd.backward(get_gradient_edge(x.sum()), inputs=[x]),
     "grad of an edge": lambda x: torch.autograd.grad([get_gradient_edge(x.sum())], [x]),
@@ -235,7 +235,7 @@ ASKED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", REFUSED_CALLS)
 def test_an_edge_with_a_local_part_is_refused(asked: str) -> None:
     with pytest.raises(mw.MeshwrightError, match="fix:"):
-        on_mesh(lambda lay: ASKED[asked](leaf(lay)))
+        on_mesh(lambda lay: REFUSED_CALLS[asked](leaf(lay)))

@@ -391,7 +391,7 @@ def test_pending_terms_and_varying_axes_do_not_matter() -> None:
     assert torch.equal(a, b)
 
 
-def drawn(x: Tensor) -> list[Tensor]:
+def numbers_by_values(x: Tensor) -> list[Tensor]:
     """Return numbers whose distributions `x` decides, and a differentiable function of random numbers."""
     p = x.sigmoid()
     return [
@@ -422,7 +422,7 @@ def test_numbers_drawn_by_values_are_those_of_one_device(place: list[Any]) -> No
     def go(x: Tensor) -> list[Tensor]:
         torch.manual_seed(3)
         x = x.requires_grad_()
-        found = drawn(x)
+        found = numbers_by_values(x)
         found[-4].square().sum().backward()
         assert x.grad is not None
         return [*found, x.grad]

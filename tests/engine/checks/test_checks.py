@@ -20,7 +20,7 @@ from meshwright.errors import StrategyError
 from meshwright.layout import Spec, layout_of
 
 SCRIPT = Path(__file__).with_name("_program.py")
-TOLD = {
+ERRORS = {
     "bad gradient, whole": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
     "bad gradient, cut": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
     "bad numbers, static": ("NonFiniteGradientError", "the gradient of 0.weight", "non-finite numbers on rank 0, 1"),
@@ -41,11 +41,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("case", TOLD)
+@pytest.mark.parametrize("case", ERRORS)
 def test_a_fault_is_reported_on_both_ranks(two: list[dict[str, str]], case: str) -> None:
     for found in two:
-        assert found[case].startswith(TOLD[case][0])
-        assert all(word in found[case] for word in TOLD[case]), found[case]
+        assert found[case].startswith(ERRORS[case][0])
+        assert all(word in found[case] for word in ERRORS[case]), found[case]
 
 
 @pytest.mark.parametrize("case", ["clean", "left out", "written over"])
