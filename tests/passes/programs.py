@@ -54,8 +54,8 @@ def kind(step: Any) -> str:
     """Return a step's name, axes and operation."""
     axes = [*getattr(step, "axes", ()), *(a for a, _ in getattr(step, "places", ()) if not hasattr(step, "axes"))]
     op = getattr(step, "op", "sum")
-    changes_by = " ".join([*axes, *([] if op == "sum" else [op])])
-    return type(step).__name__ + (f"({told})" if changes_by else "")
+    told = " ".join([*axes, *([] if op == "sum" else [op])])
+    return type(step).__name__ + (f"({told})" if told else "")
 
 
 def after(step: Step, *passes: Pass) -> Result:

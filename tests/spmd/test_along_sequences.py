@@ -82,8 +82,8 @@ SEEN = torch.ones(6, 6, dtype=torch.bool).tril()
 SEEN[3] = False  # a fully masked row
 BIAS = random_tensor(6, 6).masked_fill(random_tensor(6, 6) > 0.8, float("-inf"))
 MASKS = {
-    "seen": SEEN, "bias": BIAS, "one for all heads": random_tensor(2, 1, 6, 6), "one for each head": random_tensor(2, 6, 6, 6),
-    "one for all rows": random_tensor(2, 1, 1, 6),
+    "seen": SEEN, "bias": BIAS, "one for all heads": random_tensor(2, 1, 6, 6),
+    "one for each head": random_tensor(2, 6, 6, 6), "one for all rows": random_tensor(2, 1, 1, 6),
 }  # fmt: skip
 
 
