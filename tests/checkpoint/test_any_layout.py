@@ -61,7 +61,7 @@ def test_a_tensor_is_loaded_into_any_other_layout(format: str, journey: Any) -> 
     ],
 )
 @pytest.mark.parametrize("format", ["meshwright", "dcp"])
-def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
+def test_every_dtype_is_restored(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
     x = numbered((5, 3)).to(dtype)
 
     def save() -> None:
@@ -124,7 +124,7 @@ def test_the_checkpoint_records_the_layout(tmp_path: Path) -> None:
     assert parse_spec(entry.lies, SQUARE).layout == parse_layout("[3 * 2@x, @y]")
 
 
-def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
+def test_values_of_every_kind_are_restored(tmp_path: Path) -> None:
     state: dict[str, Any] = {
         "step": 3,
         "name": "run",

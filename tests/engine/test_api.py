@@ -25,7 +25,7 @@ def no_default_mesh() -> Iterator[None]:
     mw.set_mesh(None)
 
 
-def test_every_public_name_is_there_and_seen_by_type_checkers() -> None:
+def test_every_public_name_exists_for_type_checkers() -> None:
     tree = ast.parse(Path(str(mw.__file__)).read_text())
     seen = {a.asname for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names if a.asname}
     assert seen == set(mw.__all__) - {"__version__"}

@@ -71,7 +71,7 @@ def test_a_sharded_run_equals_one_device(style: str) -> None:
 
 
 @pytest.mark.usefixtures("ruled")
-def test_the_rule_keeps_cuts_without_communication() -> None:
+def test_the_rule_keeps_shards_without_communication() -> None:
     def go() -> Any:
         lay = mw.shard_tensor(torch.ones(4, 6), mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(0)])
         return mw.explain(lambda: swiglu(lay, lay))

@@ -83,7 +83,7 @@ def test_an_error_in_a_step_keeps_tensors_distributed() -> None:
     assert mw.simulate(go, 4) == [(5, 3)] * 4
 
 
-def test_hooks_and_schedulers_see_the_optimizer() -> None:
+def test_hooks_and_schedulers_get_the_optimizer() -> None:
     def go() -> Any:
         parameters = make(True)
         optimizer = torch.optim.SGD(parameters, lr=0.1)

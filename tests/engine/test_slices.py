@@ -127,7 +127,7 @@ def test_numbers_are_those_of_one_device(
         compare(found, expected)
 
 
-def test_slices_beside_data_parallelism() -> None:
+def test_slices_with_data_parallelism() -> None:
     """Reductions over ranks stay after all microbatches, once for all slices."""
 
     def train() -> list[Any]:

@@ -54,7 +54,7 @@ def test_a_known_call_takes_one_pass() -> None:
 
 
 @pytest.mark.parametrize("other", [TEXT.replace("2", "3"), TEXT.replace('seen["shape"]', 'seen["size"]')])
-def test_other_code_or_another_program_takes_two(other: str) -> None:
+def test_other_code_or_another_program_takes_two_passes(other: str) -> None:
     known = set[str]()
     assert [_passes(net, known) for net in (Net(), Net(text=other))] == [2, 2]
 

@@ -80,7 +80,7 @@ def test_operands_of_sums_and_products_come_in_any_order() -> None:
     assert rewritten(lambda x, y: x - x * y, FMA) == "mul sub"
 
 
-def test_a_name_stands_for_one_value() -> None:
+def test_a_name_in_a_pattern_matches_one_value() -> None:
     rule = Rewrite("gate", lambda x: torch.tanh(x) * torch.sigmoid(x), lambda x: x)
     assert ops(rewrite(program(lambda x, y: torch.tanh(x) * torch.sigmoid(x)), [rule])) == ""
     assert ops(rewrite(program(lambda x, y: torch.tanh(x) * torch.sigmoid(y)), [rule])) == "tanh sigmoid mul"

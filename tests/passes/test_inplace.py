@@ -131,7 +131,7 @@ def test_every_optimizer_keeps_its_bits(optimizer: str, how: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("how", [(), (InPlace(),)])
-def test_training_goes_on_in_place(how: tuple[Any, ...]) -> None:
+def test_training_continues_in_place(how: tuple[Any, ...]) -> None:
     def train() -> list[float]:
         torch.manual_seed(0)
         m = Tied()

@@ -83,7 +83,7 @@ def test_whole_sums_stay_whole(step: Callable[[], Step]) -> None:
     assert after(step(), Scatter()).program is step().programs[0]
 
 
-def test_a_gathered_tensor_of_which_a_part_is_used_is_no_sum() -> None:
+def test_a_partly_used_gathered_tensor_is_not_reduce_scattered() -> None:
     class Gathered(Parted):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             x = mw.reshard(mw.reshard(x, MESH, placed(MESH, tp=0)).sin(), MESH, placed(MESH))

@@ -24,7 +24,7 @@ def one_thread() -> object:
 
 
 @pytest.mark.parametrize("packet", sorted({name.partition(".")[0] for name, _ in SAMPLES}))
-def test_a_rule_means_what_it_says(packet: str) -> None:
+def test_a_rule_gives_the_numbers_of_the_whole(packet: str) -> None:
     """On two ranks and on three, where pieces of four and five are uneven or empty."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

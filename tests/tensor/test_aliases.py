@@ -47,7 +47,7 @@ def on_four(program: Any, placements: list[Any], shape: tuple[int, ...] = (4, 3)
     return mw.simulate(lambda: program(mw.shard_tensor(torch.arange(count * 1.0).view(shape), mesh, placements)), 4)
 
 
-def test_a_contiguous_copy_of_a_slice_is_a_copy_where_the_local_slice_is_contiguous() -> None:
+def test_contiguous_copies_a_slice_even_if_the_local_slice_is_contiguous() -> None:
     def program(x: Tensor) -> list[list[float]]:
         x[:, :2].contiguous().zero_()
         x[:, 1:].reshape(-1).zero_()

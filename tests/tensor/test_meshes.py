@@ -50,7 +50,7 @@ def test_two_stages_give_the_numbers_of_one_device() -> None:
         torch.testing.assert_close(gb, pb.grad)
 
 
-def test_optimizers_step_where_the_parameters_are() -> None:
+def test_optimizers_update_parameters_on_their_ranks() -> None:
     def on_rank() -> Tensor:
         w = mw.shard_tensor(torch.nn.Parameter(torch.ones(4, 4)), SECOND, [mw.Shard(0)])
         optimizer = torch.optim.AdamW([w], lr=0.1)
