@@ -1,16 +1,16 @@
-"""The figures that this project promises, each measured by `python -m benchmarks NAME`.
+"""Benchmarks: each figure is measured by `python -m benchmarks NAME`.
 
 A benchmark is a module with `run(quick: bool = False) -> dict`. The dict has
 
-    value     what was measured: a number, or a dict of named numbers
-    goal      what was promised, in words
-    ok        whether the promise is kept
+    value     the measured number, or a dict of named numbers
+    goal      the goal, in words
+    ok        True if the goal is reached
     rival     optional: the rival's value from the same run, or {"name": ..., "value": ...}
     details   optional: anything else
 
-and its docstring's first line says what is measured.
+The first line of the module's docstring says what is measured.
 """
 
 import os
 
-os.environ.setdefault("MESHWRIGHT_PROGRAMS", "off")  # what an earlier run recorded is not what this one finds
+os.environ.setdefault("MESHWRIGHT_PROGRAMS", "off")  # do not load programs that an earlier run recorded

@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [--quick]` prints one JSON object; without a name, the names."""
+"""Print a benchmark's result as one JSON object: `python -m benchmarks NAME [--quick]`; without NAME, all names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ KEYS = ("name", "value", "goal", "ok")
 
 
 def names() -> list[str]:
-    """Every module of this folder that is a benchmark; one that starts with `_` belongs to another."""
+    """Return the names of all benchmarks: the modules of this folder whose names do not start with `_`."""
     files = Path(__file__).parent.glob("[!_]*.py")
     return sorted({path.stem for path in files} - NOT_BENCHMARKS)
 
 
 def measure(name: str, quick: bool = False) -> dict[str, Any]:
-    """What the benchmark found, under the keys that all of them share."""
+    """Return the result of the benchmark; KeyError if it lacks a key that all benchmarks share."""
     found = {"name": name, **importlib.import_module(f"benchmarks.{name}").run(quick=quick)}
     missing = [key for key in KEYS if key not in found]
     if missing:
@@ -29,7 +29,7 @@ def measure(name: str, quick: bool = False) -> dict[str, Any]:
 
 
 def main() -> int:
-    """0 when the goal is reached, 1 when not."""
+    """Return 0 if the goal is reached, 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure one of the project's figures.")
     parser.add_argument("name", nargs="?", choices=names())
     parser.add_argument("--quick", action="store_true", help="fewer cases, for a first look")

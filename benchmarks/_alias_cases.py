@@ -77,7 +77,7 @@ class ViewCall:
 
     @property
     def name(self) -> str:
-        """The operator's name as torch prints it, with the arguments."""
+        """Return the operator's name as torch prints it, with the arguments."""
         given = ", ".join(f"{k}={v}" for k, v in self.kwargs)
         return f"{self.op}({given})"
 
@@ -96,7 +96,7 @@ class ViewCall:
 
     @property
     def base(self) -> str:
-        """The operator's name without namespace and overload."""
+        """Return the operator's name without namespace and overload."""
         return self.op._schema.name.removeprefix("aten::")
 
 

@@ -1,4 +1,4 @@
-"""Timing of calls that take turns in short blocks: whatever else the machine does only ever adds."""
+"""Timing of calls that take turns in short blocks. The best block counts: other work on the machine only adds time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CALLS = 3
 
 
 def best_ms(calls: Mapping[str, Callable[[], Any]], blocks: int) -> dict[str, float]:
-    """Milliseconds of one call of each, in its best block."""
+    """Return milliseconds of one call of each function, in its best block."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(blocks):
         for name, call in calls.items():

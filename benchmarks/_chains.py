@@ -1,12 +1,12 @@
-"""Random programs in plain torch source, and the table they are drawn from.
+"""Random programs in plain torch source, and the table of operators that they are drawn from.
 
-A program is data: a mesh shape and lines of Python. The same lines run on plain tensors and on distributed ones; only
-the three names `leaf`, `reshard` and `plain` mean something else there. An entry of `OPS` is a line with holes:
-`{x}` is an earlier value, every other hole is drawn by the function of that name in `HOLES`, from left to right, and
-may look at what was drawn before. An entry with `{v}` is a statement that makes the new value `v` itself.
+A program is data: a mesh shape and lines of Python. The same lines run on plain tensors and on distributed ones. Only
+the three names `leaf`, `reshard` and `plain` have another meaning there. An entry of `OPS` is a line with placeholders.
+`{x}` is an earlier value. The function of the same name in `HOLES` fills every other placeholder, from left to right,
+and may use the values that were drawn before. An entry with `{v}` is a statement that makes the new value `v` itself.
 
-Programs whose single-device value is not finite, or jumps when the leaves move a little, are not drawn: near a kink
-(a tie, a zero under `relu`) two correct machines may differ.
+A program is rejected if its single-device value is not finite, or jumps when the leaves move a little. Near a kink
+(a tie, a zero under `relu`) two correct implementations may differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MESHES = (
     *((2,), (3,), (4,), (4,), (2, 2), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2)),
     *((1,), (1, 3), (4, 1), (1, 2, 2)),
 )
-LARGEST = 50.0  # values beyond are not drawn
+LARGEST = 50.0  # a program with larger values is rejected
 NUDGE = 1e-7
 
 
@@ -40,7 +40,7 @@ NUDGE = 1e-7
 
 @dataclass(frozen=True)
 class Chain:
-    """A program: one value per line, `pass` where one was dropped; `twice` asks for second derivatives."""
+    """A program with one value per line, `pass` for a dropped line; `twice` requests second derivatives."""
 
     seed: int
     mesh: tuple[int, ...]
@@ -64,12 +64,12 @@ ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Sequence[i
     "with gaps": (lambda x: torch.stack([x, x], -1).flatten(-2), lambda x, shape: x[..., ::2]),
     "expanded": (lambda x: x[:1].clone(), lambda x, shape: x.expand(shape)),
 }
-"""Memory formats of a leaf with two or more dims: how the leaf is made, and the value that the program has of it."""
+"""Memory formats of a leaf with two or more dims: a function that makes the leaf, and one that gives its value."""
 
 
 @dataclass
 class Machine:
-    """What the three names mean on one device; `lay` and `move` bring a library's meaning."""
+    """Meaning of the names in a program: by default one device; `lay` and `move` distribute with a library."""
 
     lay: Callable[[Tensor, str, int], Any] = lambda value, layout, seed: value
     move: Callable[[Any, str], Any] = lambda x, layout: x
@@ -90,7 +90,7 @@ class Machine:
 
 
 def plain(seed: int, *shape: int) -> Tensor:
-    """Numbers between 0.3 and 1.5 of both signs, no two alike."""
+    """Return different numbers of both signs, with magnitudes between 0.3 and 1.5."""
     rng = torch.Generator().manual_seed(seed)
     size = 0.3 + 1.2 * torch.rand(shape, generator=rng, dtype=torch.float64)
     return torch.where(torch.rand(shape, generator=rng) < 0.4, -size, size)
@@ -105,20 +105,20 @@ def mask(seed: int, *shape: int) -> Tensor:
 
 
 def order(seed: int, size: int, count: int) -> Tensor:
-    """`count` different numbers below `size`."""
+    """Return `count` different numbers below `size`."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:count]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The values that the lines made, by name, and the gradients of the leaves."""
+    """Values that the lines made, by name, and gradients of the leaves."""
 
     values: dict[str, Any]
     grads: list[Any]
 
 
 def perform(chain: Chain, machine: Machine) -> Outcome:
-    """The program's values and gradients on a machine."""
+    """Return the program's values and gradients on a machine."""
     names = machine.names()
     for line in chain.lines:
         exec(line, names)
@@ -128,7 +128,7 @@ def perform(chain: Chain, machine: Machine) -> Outcome:
 
 
 def kernels(chain: Chain) -> AbstractContextManager[None]:
-    """Return a context in which every operator of the program has the derivatives that the program asks for."""
+    """Return a context in which every operator of the program has the derivatives that the program needs."""
     return sdpa_kernel(SDPBackend.MATH) if chain.twice else nullcontext()
 
 
@@ -137,7 +137,7 @@ def results(chain: Chain) -> list[str]:
 
 
 def _loss(chain: Chain, values: dict[str, Any]) -> Any:
-    """A weighted sum of the values that no later line uses."""
+    """Return a weighted sum of the values that no later line uses."""
     total: Any = None
     for k, (name, value) in enumerate(values.items()):
         used = any(re.search(rf"\b{name}\b", line) for line in chain.lines[int(name[1:]) + 1 :])
@@ -167,7 +167,7 @@ def _gradients(chain: Chain, loss: Any, leaves: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Op:
-    """A line with holes, and for which values of x it makes sense."""
+    """A line with placeholders, and the condition on `x` under which the line makes sense."""
 
     code: str
     when: Callable[[Tensor], bool] = lambda x: True
@@ -179,7 +179,7 @@ def nd(low: int, high: int = 9) -> Callable[[Tensor], bool]:
 
 
 def distinct(x: Tensor) -> bool:
-    """No two elements alike, so that order is clear."""
+    """True if all elements differ, so that their order is defined."""
     ordered = x.detach().flatten().sort().values
     return x.ndim > 0 and bool((ordered.diff() > 1e-4).all())
 
@@ -193,7 +193,7 @@ def _square(x: Tensor) -> bool:
 
 
 def ops(codes: str, when: Callable[[Tensor], bool] = lambda x: True, weight: int = 1) -> list[Op]:
-    """One entry per line of text; `~` stands for the line break inside an entry."""
+    """Return one entry per line of text; `~` replaces the line break inside an entry."""
     return [Op(line.strip().replace(" ~ ", "\n"), when, weight) for line in codes.strip().splitlines()]
 
 
@@ -747,12 +747,12 @@ OPS: tuple[Op, ...] = tuple(
 )
 
 
-# --- filling holes -----------------------------------------------------------------------------------------------
+# --- filling placeholders ----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Draft:
-    """A program under way: its lines, their values on one device, and the hole being filled."""
+    """An unfinished program: its lines, their values on one device, and the placeholder that is being filled."""
 
     rng: random.Random
     mesh: tuple[int, ...]
@@ -768,25 +768,25 @@ class Draft:
         return self.rng.randrange(-self.x.ndim, self.x.ndim)
 
     def layout(self, ndim: int, pending: bool = True) -> str:
-        """One mark per mesh axis."""
+        """Return one mark per mesh axis."""
         marks = ["R", *(["P"] if pending else []), *(f"S{d}" for d in range(ndim))] + ["S0"] * (ndim > 0)
         return repr(" ".join(self.rng.choice(marks) for _ in self.mesh))
 
     def tensor(self, *shape: int) -> str:
-        """A further operand: a distributed leaf, or a plain tensor."""
+        """Return a new operand: a distributed leaf, or a plain tensor."""
         if self.rng.random() < 0.5:
             return f"plain({self.seed()}{''.join(f', {n}' for n in shape)})"
         return self.leaf(shape)
 
     def leaf(self, shape: Sequence[int]) -> str:
-        """Return a distributed leaf; about one of three has another memory order than the usual one."""
+        """Return a distributed leaf; about one third have an unusual memory order."""
         order = self.rng.choice([*ORDERS, *["usual"] * 7]) if len(shape) > 1 else "usual"
         given = "" if order == "usual" else f", {order!r}"
         return f"leaf({self.seed()}, {tuple(shape)}, {self.layout(len(shape))}{given})"
 
 
 def _partner(s: Draft, fits: Callable[[Tensor], bool], shape: Sequence[int]) -> str:
-    """An earlier value that fits, else a new tensor of the shape."""
+    """Return an earlier value for which `fits` is true, or else a new tensor of the shape."""
     names = [n for n, v in s.values.items() if v.dtype == torch.float64 and fits(v)]
     return s.rng.choice(names) if names and s.rng.random() < 0.6 else s.tensor(*shape)
 
@@ -808,7 +808,7 @@ def _slice(rng: random.Random, size: int) -> str:
 
 
 def _factored(rng: random.Random, numel: int) -> tuple[int, ...]:
-    """A random shape with so many elements."""
+    """Return a random shape with so many elements."""
     shape: list[int] = []
     while numel > 1 and len(shape) < 3:
         part = rng.choice([n for n in range(1, numel + 1) if numel % n == 0])
@@ -853,7 +853,7 @@ def _weight(s: Draft) -> str:
 
 
 def _mate(s: Draft) -> str:
-    """Like x but for the size of the dim `g`, which it draws."""
+    """Return a tensor with the shape of `x` except for the dim `g`, whose size is drawn."""
     shape = list(s.x.shape)
     shape[int(_g(s))] = s.rng.randint(1, 3)
     return s.tensor(*shape)
@@ -920,7 +920,7 @@ HOLES: dict[str, Callable[[Draft], str]] = {
 
 
 def fill(op: Op, s: Draft, x: str) -> str:
-    """The entry as a line of the program."""
+    """Return the entry as a line of the program."""
     s.x, s.got = s.values[x], {"x": x, "v": f"v{len(s.lines)}"}
     fixed = {"x", "v"}
     code = re.sub(r"\{(\w+)\}", lambda hole: s.got[hole[1]] if hole[1] in fixed else HOLES[hole[1]](s), op.code)
@@ -931,7 +931,7 @@ def fill(op: Op, s: Draft, x: str) -> str:
 
 
 def draw(seed: int) -> Chain:
-    """The program of a seed: always the same, always with a value on one device."""
+    """Return the program of a seed: always the same program, with a value on one device."""
     for attempt in range(100):
         chain = _draft(seed, random.Random(f"{seed}.{attempt}"))
         if chain is not None and settled(chain):
@@ -949,20 +949,20 @@ def _draft(seed: int, rng: random.Random) -> Chain | None:
     for _ in range(4 * wanted):
         if len(s.lines) == wanted:
             return Chain(seed, s.mesh, tuple(s.lines), twice=rng.random() < 0.1)
-        x = _recent(s)
+        x = _recent_value(s)
         op = _choose(rng, s.values[x])
         _extend(s, fill(op, s, x))
     return None
 
 
-def _recent(s: Draft) -> str:
-    """A value to work on, the last ones more often."""
+def _recent_value(s: Draft) -> str:
+    """Return a random value with a preference for the last ones."""
     floats = [n for n, v in s.values.items() if v.dtype == torch.float64 and v.numel() > 0]
     return s.rng.choice(floats[-1:] * 2 + floats[-3:])
 
 
 def _choose(rng: random.Random, x: Tensor) -> Op:
-    """An entry that makes sense for x."""
+    """Return a random entry whose condition holds for `x`."""
     while True:
         op = rng.choices(OPS, _WEIGHTS)[0]
         if op.when(x):
@@ -973,7 +973,7 @@ _WEIGHTS = [op.weight for op in OPS]
 
 
 def _extend(s: Draft, line: str) -> None:
-    """Adds the line if the program still has values worth comparing."""
+    """Add the line if all its values can be compared."""
     names = Machine().names()
     name = f"v{len(s.lines)}"
     try:
@@ -994,7 +994,7 @@ def _tame(value: Any) -> bool:
 
 
 def settled(chain: Chain) -> bool:
-    """Whether values and gradients are finite and move little when the leaves do."""
+    """True if values and gradients are finite, and change little when the leaves change little."""
     try:
         with kernels(chain):
             here, near = perform(chain, Machine()), perform(chain, Machine(nudge=NUDGE))
@@ -1020,9 +1020,9 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def shorter(chain: Chain) -> Iterable[Chain]:
-    """Simpler programs with a value on one device: without a line, or with simpler layouts."""
+    """Yield simpler programs with a value on one device: without a line, or with simpler layouts."""
     for k in reversed(range(len(chain.lines))):
-        for line in [*_instead(chain, k), None]:
+        for line in [*_replacements(chain, k), None]:
             lines = list(chain.lines)
             lines[k : k + 1] = [line] if line is not None else ["pass"]
             smaller = Chain(chain.seed, chain.mesh, tuple(lines), chain.twice)
@@ -1032,8 +1032,8 @@ def shorter(chain: Chain) -> Iterable[Chain]:
         yield Chain(chain.seed, chain.mesh, chain.lines)
 
 
-def _instead(chain: Chain, k: int) -> list[str]:
-    """What may stand for a line: one of its operands, or the same leaf replicated."""
+def _replacements(chain: Chain, k: int) -> list[str]:
+    """Return replacements for a line: one of its operands, or the same leaf replicated on one more axis."""
     line = chain.lines[k]
     if line.startswith(f"v{k} = leaf("):
         return [re.sub(r"'([RPS\d ]+)'", lambda m: repr(re.sub(r"[PS]\d*", "R", m[1], count=1)), line)]
@@ -1047,7 +1047,7 @@ def _runs(chain: Chain) -> bool:
 
 
 def shrink(chain: Chain, fails: Callable[[Chain], bool], patience: int = 200) -> Chain:
-    """The smallest program found by dropping lines greedily while it still fails."""
+    """Return the smallest program that still fails, found by dropping lines greedily."""
     for _ in range(patience):
         smaller = next((c for c in shorter(chain) if fails(c)), None)
         if smaller is None:

@@ -1,4 +1,4 @@
-"""Clean training steps on real processes with all checks on: what is warned of or refused there is a false alarm."""
+"""Clean training steps on real processes with all checks on: every warning or error is a false alarm."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _is_ours(warning: warnings.WarningMessage) -> bool:
 
 
 def false_alarms(steps: int) -> int:
-    """Return how many warnings and errors of ours clean steps of three processes give; a rank that fails counts too."""
+    """Return the number of our warnings and errors in clean steps of three processes; a failed rank counts, too."""
     return len(alarms(steps))
 
 
@@ -69,7 +69,7 @@ def alarms(steps: int) -> list[str]:
     def look(run: Ranks) -> None:
         for rank in range(RANKS):
             path = run.folder / f"told.{rank}"
-            found.extend(json.loads(path.read_text()) if path.exists() else [f"rank {rank} has told nothing"])
+            found.extend(json.loads(path.read_text()) if path.exists() else [f"rank {rank} wrote no report"])
 
     ended = run_ranks(f"{_HERE}:train", RANKS, arguments=[str(steps)], limit=limit, also=look)
     return found + [f"rank {each.rank}: status {each.status}: {each.output[-500:]}" for each in ended if each.status]

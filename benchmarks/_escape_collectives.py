@@ -87,7 +87,7 @@ def _tensors(name: str, lay: Lay) -> Any:
 
 
 _BLOCKING = ("send", "recv")
-"""Parts of names of functions that wait for another process; in a group of one process they are not called."""
+"""Parts of names of functions that wait for another process, and are not called in a group of one process."""
 
 
 def _called(function: Callable[..., Any], lay: Lay) -> Any:

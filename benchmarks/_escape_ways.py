@@ -1,9 +1,9 @@
-"""Every way to reach the memory of a tensor in torch, NumPy, safetensors and Python, found by walking their names.
+"""All calls that reach the memory of a tensor in torch, NumPy, safetensors and Python, found by walking their names.
 
-A way is a function of `lay`, which returns a tensor as it is on one device, and distributes it on a mesh. The result of
-a way and the tensors that it may have written to must be the same in both places, or the way must raise an error.
-Arguments come from a list of candidates, and those that one device accepts are kept. So a member that torch adds later
-becomes a way without a change here.
+A `Way` is a function of `lay`. `lay` returns a tensor unchanged on one device, and distributes it on a mesh. The result
+of a way and the tensors that it may have written to must be the same in both cases, or the way must raise an error.
+Arguments come from a list of candidates, and the candidates that one device accepts are kept. So a member that a later
+torch adds becomes a way without a change here.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def accepted(call: Callable[..., Any], candidates: list[tuple[Any, ...]]) -> Ite
         try:
             torch.manual_seed(0)
             call(*given(arguments, plainly))
-        except Exception:  # every kind of refusal
+        except Exception:  # the call may refuse with any error
             continue
         yield arguments
         found += 1
@@ -171,7 +171,7 @@ def _set(lay: Lay, name: str, x: str, y: str) -> Any:
 
 
 class _Asked(Exception):
-    """Signal that a function asked `__torch_function__`."""
+    """Signal that a function called `__torch_function__`."""
 
 
 class _Probe(Tensor):
@@ -189,7 +189,7 @@ def _asks(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
         function(*given(arguments, probe))
     except _Asked:
         return True
-    except Exception:  # the function raised an error of its own before it asked
+    except Exception:  # the function raised an error before it called `__torch_function__`
         return False
     return False
 
@@ -209,7 +209,7 @@ _NOT_CALLED = {
 
 
 def functions() -> Iterator[Way]:
-    """Yield functions of torch that never ask `__torch_function__` about one of their tensors."""
+    """Yield functions of torch that never call `__torch_function__` for one of their tensors."""
     for owner, module in _MODULES.items():
         for name, function in sorted(vars(module).items()):
             skipped = name.startswith(tuple(_NOT_CALLED)) or _is_undetermined(name) or inspect.isclass(function)
@@ -321,7 +321,7 @@ def _tied(x: Any) -> Any:
 
 
 def _distances(x: Any) -> Any:
-    """Return the distances of the addresses of views from that of `x`, which is asked last."""
+    """Return the distances of the addresses of views from that of `x`, whose address is read last."""
     views = (x.detach(), x.t(), x[:, 1], x[2:], x[1:][:, 1], x.view(-1)[3:], x.data)
     addresses = [view.data_ptr() for view in views]
     return [address - x.data_ptr() for address in addresses]
@@ -352,7 +352,7 @@ def _end(x: Any) -> Any:
 
 
 def _exchanged(x: Any) -> Any:
-    """Return the memory that C code would reach by `__dlpack_c_exchange_api__`; without one, it asks `__dlpack__`."""
+    """Return the memory that C code would reach by `__dlpack_c_exchange_api__`, or else by `__dlpack__`."""
     if type(x) is Tensor:
         return "the memory"
     return "the memory" if getattr(type(x), "__dlpack_c_exchange_api__", None) is None else "the part"

@@ -28,14 +28,14 @@ FAULT = "fault"
 
 
 def mark_fault(folder: str) -> None:
-    """Let the fault of this run be now; the first rank that says so counts."""
+    """Record the current time as the time of this run's fault; only the first rank's call counts."""
     with suppress(FileExistsError):
         (Path(folder) / FAULT).touch(exist_ok=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a rank ended: exit status (negative for a signal), all that it printed, seconds from the fault to its end."""
+    """The end of a rank: exit status (negative for a signal), all its output, and seconds from the fault to its end."""
 
     rank: int
     status: int
@@ -45,7 +45,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a row: passed or not, what was seen, and the longest time in seconds until a living rank knew."""
+    """The outcome of a row: passed or not, observations, and the seconds until the last living rank knew."""
 
     passed: bool
     found: str
@@ -54,7 +54,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class Ranks:
-    """The processes of one run, while they run; `folder` is for the files of the run."""
+    """The running processes of one run; `folder` is for the files of the run."""
 
     processes: list[subprocess.Popen[bytes]]
     folder: Path
@@ -62,7 +62,7 @@ class Ranks:
     is_marked: bool = False
 
     def wait_for(self, name: str, limit: float = LIMIT) -> Path:
-        """Return the file `name` in the folder, once a rank has made it; AssertionError after `limit` seconds."""
+        """Return the file `name` in the folder as soon as a rank has made it; AssertionError after `limit` seconds."""
         end = time.monotonic() + limit
         while not (self.folder / name).exists():
             assert time.monotonic() < end, f"no rank made {name} within {limit} s"
@@ -71,7 +71,7 @@ class Ranks:
         return self.folder / name
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank; the time of the fault is now."""
+        """Send a signal to a rank, and record the time of the fault."""
         self.fault_at = time.monotonic()
         self.processes[rank].send_signal(number)
 
@@ -134,7 +134,7 @@ def _variables(ranks: int, port: int) -> dict[str, str]:
 
 
 def _ends(run: Ranks, limit: float) -> list[Ended]:
-    """Wait for every rank, and note when each ended."""
+    """Wait for every rank, and return how each of them ended."""
     end, times = run.fault_at + limit, dict[int, float]()
     while len(times) < len(run.processes) and time.monotonic() < end:
         if (run.folder / FAULT).exists() and not run.is_marked:

@@ -1,4 +1,4 @@
-"""Rows 15, 16 and 21: ranks that make other calls than their peers, or make them of other values."""
+"""Rows 15, 16 and 21: ranks whose calls differ from those of their peers, or use other values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RIGHT, DISAGREES = "no fault was told", "DisagreementError"
 
 
 class Blocks(nn.Module):
-    """Four equal layers, which a rank may run in another order."""
+    """Four equal layers; a rank may run them in another order."""
 
     def __init__(self, order: Sequence[int], activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Blocks(nn.Module):
 
 
 def train(folder: str, case: str) -> None:
-    """One rank of a training run; `case` says what rank 1 does otherwise."""
+    """Train one rank; `case` selects the deviation of rank 1."""
     rank = mw.init_process().rank
     other = case if rank == 1 else ""
     if "version" in other:
@@ -76,7 +76,7 @@ def _loss(model: nn.Module, data: Tensor, other: str) -> Tensor:
 
 
 def _read(model: Blocks, other: str) -> None:
-    """Look at two gradients, one after the other."""
+    """Read two gradients, one after the other."""
     order = (1, 0) if "swapped" in other else (0, 1)
     for at in order:
         mw.unshard_dtensor([*model.parameters()][2 * at] * 2)
@@ -94,7 +94,7 @@ SETTINGS = (
 SKIPS = ("dp backward", "dp step", "tp step")
 
 
-def _all_told(cases: Sequence[str], told: Callable[[Ended], bool]) -> Verdict:
+def _all_raised(cases: Sequence[str], told: Callable[[Ended], bool]) -> Verdict:
     """Return a verdict on cases in which both ranks should end with an error."""
     missed: list[str] = []
     times: list[float] = []
@@ -103,23 +103,23 @@ def _all_told(cases: Sequence[str], told: Callable[[Ended], bool]) -> Verdict:
         times += [e.seconds for e in ended]
         if not all(e.status != 0 and told(e) for e in ended):
             missed.append(case)
-    text = f"{len(cases) - len(missed)} of {len(cases)} told" + (f"; silent: {', '.join(missed)}" if missed else "")
+    text = f"{len(cases) - len(missed)} of {len(cases)} reported" + (f"; silent: {', '.join(missed)}" if missed else "")
     return Verdict(not missed, text, max(times))
 
 
 def another_plan() -> Verdict:
-    """A rank runs another plan: told before a result of the other calls is used."""
-    return _all_told(CASES, lambda e: DISAGREES in e.output)
+    """A rank runs another plan: an error is raised before a result of the other calls is used."""
+    return _all_raised(CASES, lambda e: DISAGREES in e.output)
 
 
 def skipped() -> Verdict:
-    """A rank skips a call once, or a step: told within the step."""
-    return _all_told(SKIPS, lambda e: "Error" in e.output)
+    """A rank skips one call, or one step: an error is raised within the step."""
+    return _all_raised(SKIPS, lambda e: "Error" in e.output)
 
 
 def other_settings() -> Verdict:
     """Ranks have other versions, settings, seeds, rates, code, parameters or data: refused with a table."""
-    return _all_told(SETTINGS, lambda e: DISAGREES in e.output or "ReplicaError" in e.output)
+    return _all_raised(SETTINGS, lambda e: DISAGREES in e.output or "ReplicaError" in e.output)
 
 
 ROWS: dict[int, Callable[[], Verdict]] = {15: another_plan, 16: skipped, 21: other_settings}

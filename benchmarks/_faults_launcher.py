@@ -1,4 +1,4 @@
-"""Row 14 at the launcher: signals that come twice, and a launcher that is killed, leave no process behind."""
+"""Row 14 at the launcher: repeated signals, and a launcher that is killed, leave no process behind."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, Signals, int]] = {
 
 
 def launch_case(what: str, signals: Signals, expected: int) -> tuple[bool, str, float]:
-    """Return whether no process is left and what was to be saved is, what was seen, and the seconds until all ended."""
+    """Return whether all processes ended and the save is complete, observations, and the seconds until all ended."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "script.py").write_text(SCRIPT)
@@ -108,7 +108,7 @@ def _lives(pid: int) -> bool:
 
 
 def signals_to_the_launcher() -> Verdict:
-    """No process of a run is left 5 s after SIGTERM twice or SIGKILL of the launcher, and what was saved is whole."""
+    """No process of a run is left 5 s after SIGTERM twice or SIGKILL of the launcher, and the save is complete."""
     found = {name: launch_case(*case) for name, case in CASES.items()}
     worst = max(seconds for _, _, seconds in found.values())
     said = "; ".join(f"{name}: {text}, {seconds} s" for name, (_, text, seconds) in found.items())

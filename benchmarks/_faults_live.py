@@ -1,4 +1,4 @@
-"""Rows about ranks that die, stop, are slow, or raise: how soon every living rank knows, and what it is told."""
+"""Rows about ranks that die, stop, are slow, or raise: the delay until every living rank knows, and its error."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _KNOWN_BY = {"MESHWRIGHT_LIMIT": f"{_STOP_LIMIT:g}"}
 
 
 def hold_lock(seconds: float) -> None:
-    """Hold Python's global interpreter lock in one call that does not let go."""
+    """Hold Python's global interpreter lock in one call that does not release it."""
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(seconds * 1e6)))
 
 
 def steps_of_pairs(folder: str) -> None:
-    """Compute; rank 1 says that it is ready, and waits for its end; all others then meet it for the first time."""
+    """Compute; rank 1 reports that it is ready and waits for its end; then all other ranks communicate with it."""
     here, ready = init_process(backend="gloo"), Path(folder) / "ready"
     if here.rank == 1:
         ready.touch()
@@ -42,7 +42,7 @@ def steps_of_pairs(folder: str) -> None:
 
 
 def endless_steps(folder: str, size: str = "4") -> None:
-    """All-reduce until an error; every rank says once that it has begun."""
+    """All-reduce until an error; every rank reports once that it has begun."""
     here = init_process(backend="gloo")
     group, x = tuple(range(here.size)), torch.ones(int(size))
     for step in range(1_000_000):
@@ -53,7 +53,7 @@ def endless_steps(folder: str, size: str = "4") -> None:
 
 
 def one_rank_holds_the_lock(folder: str, seconds: str) -> None:
-    """Steps in the middle of which rank 1 answers nothing for a long time, though its process runs."""
+    """Run steps in the middle of which rank 1 does not respond for a long time, although its process runs."""
     here = init_process(backend="gloo")
     group = tuple(range(here.size))
     for step in range(6):
@@ -65,7 +65,7 @@ def one_rank_holds_the_lock(folder: str, seconds: str) -> None:
 
 
 def slow_steps(folder: str, turns: str) -> None:
-    """Steps in which rank 1 takes 200 ms more, or ranks 0 and 1 in turn; prints what the ranks say of each other."""
+    """Run steps in which rank 1, or ranks 0 and 1 in turn, take 200 ms more; print the ranks' reports of each other."""
     here = init_process(backend="gloo")
     group = tuple(range(here.size))
     with warnings.catch_warnings(record=True) as heard:
@@ -83,7 +83,7 @@ def slow_steps(folder: str, turns: str) -> None:
 
 
 def raises_on_one(folder: str) -> None:
-    """Steps of which one raises on rank 1."""
+    """Run steps of which one raises an error on rank 1."""
     here = init_process(backend="gloo")
     for step in range(20):
         if step == 5 and here.rank == 1:
@@ -92,12 +92,12 @@ def raises_on_one(folder: str) -> None:
 
 
 def killed_in_forward() -> Verdict:
-    """SIGKILL of a rank mid-forward is known on every living rank within 5 s, where the pair had never met too."""
+    """SIGKILL of a rank mid-forward is known on every living rank within 5 s, also without earlier communication."""
     words = ("DeadPeerError", "rank 1 is dead", "all_reduce(sum, float32, (4,))")
     verdicts = [phase(where, signal.SIGKILL) for where in ("in the memory", "while the backend opens")]
     for function, files in (("steps_of_pairs", ["ready"]), ("endless_steps", ["ready.0", "ready.1", "ready.2"])):
-        ended, records = _known(function, files, signal.SIGKILL)
-        verdicts.append(_told(ended, records, words, MOST_SECONDS))
+        ended, records = _ends_after_signal(function, files, signal.SIGKILL)
+        verdicts.append(_verdict_on(ended, records, words, MOST_SECONDS))
     return _all(verdicts)
 
 
@@ -106,9 +106,9 @@ def stopped() -> Verdict:
 
     A rank that holds the lock ends nothing.
     """
-    ended, records = _known("endless_steps", ["ready.0", "ready.1", "ready.2"], signal.SIGSTOP)
+    ended, records = _ends_after_signal("endless_steps", ["ready.0", "ready.1", "ready.2"], signal.SIGSTOP)
     words = ("NoAnswerError", "no answer from rank 1 for", "stopped", "all_reduce(sum, float32", "rank-")
-    told = _told(ended, records, words, _STOP_LIMIT + 1.0)
+    told = _verdict_on(ended, records, words, _STOP_LIMIT + 1.0)
     held = run_ranks(f"{_HERE}:one_rank_holds_the_lock", 3, arguments=["12"], each=lambda rank: _KNOWN_BY, limit=90)
     lives = all(each.status == 0 and each.output == "done\n" for each in held)
     found = f"{told.found}; holding the lock for 12 s {'passes' if lives else held}"
@@ -116,7 +116,7 @@ def stopped() -> Verdict:
 
 
 def slow_rank() -> Verdict:
-    """A rank that takes 200 ms more a step is named by a report, without failure; ranks that take turns are not."""
+    """A rank that takes 200 ms more per step is named by a report, without failure; ranks that take turns are not."""
     said: dict[str, dict[str, Any]] = {}
 
     def look(run: Ranks) -> None:
@@ -136,19 +136,19 @@ def slow_rank() -> Verdict:
 
 
 def raised_on_one_rank() -> Verdict:
-    """An exception in user code on one rank ends all ranks within 5 s, and each says which rank began."""
+    """An exception in user code on one rank ends all ranks within 5 s, and each names the rank that began."""
     with tempfile.TemporaryDirectory() as folder:
         ended = run_ranks(f"{_HERE}:raises_on_one", 3, each=lambda rank: {"MESHWRIGHT_RECORDS": folder}, limit=60)
-        written = _written(folder)
+        written = _records_in(folder)
     before, own, _ = ended[1].output.partition('KeyError: "the user\'s own mistake"')
     records = {name: (seconds - written["rank-1.json"][0], calls) for name, (seconds, calls) in written.items()}
     words = ("MissingCallError", "rank 1 ended with KeyError", "_faults_live.py")
-    told = _told(ended, records, words, MOST_SECONDS)
+    told = _verdict_on(ended, records, words, MOST_SECONDS)
     return Verdict(told.passed and bool(own) and "found:" not in before, told.found, told.seconds)
 
 
-def _known(function: str, files: list[str], number: signal.Signals) -> tuple[list[Ended], Records]:
-    """Return the end of three ranks of which rank 1 gets a signal once the files are there, and their records."""
+def _ends_after_signal(function: str, files: list[str], number: signal.Signals) -> tuple[list[Ended], Records]:
+    """Return the end of three ranks and their records; rank 1 gets a signal as soon as the files exist."""
     at: list[float] = []
 
     def fault(run: Ranks) -> None:
@@ -160,21 +160,21 @@ def _known(function: str, files: list[str], number: signal.Signals) -> tuple[lis
     with tempfile.TemporaryDirectory() as folder:
         env = {**_KNOWN_BY, "MESHWRIGHT_RECORDS": folder}
         ended = run_ranks(f"{_HERE}:{function}", 3, fault, each=lambda rank: env)
-        records = _written(folder)
+        records = _records_in(folder)
     return ended, {name: (written - at[0], calls) for name, (written, calls) in records.items()}
 
 
 Records = dict[str, tuple[float, int]]
-"""By file, when it was written, and how many calls it has."""
+"""By file: time of writing, and number of calls."""
 
 
-def _written(folder: str) -> Records:
-    """Return the records in a folder; a rank writes its own when it knows."""
+def _records_in(folder: str) -> Records:
+    """Return the records in a folder; a rank writes its record when it knows of the fault."""
     found = {path.name: json.loads(path.read_text()) for path in Path(folder).rglob("rank-*.json")}
     return {name: (each["written"], len(each["calls"])) for name, each in found.items()}
 
 
-def _told(ended: list[Ended], records: Records, words: tuple[str, ...], most: float) -> Verdict:
+def _verdict_on(ended: list[Ended], records: Records, words: tuple[str, ...], most: float) -> Verdict:
     """Return whether each living rank knew in time and failed, and the words that are missing on all of them."""
     living = [each for each in ended if each.rank != 1]
     times = [records.get(f"rank-{each.rank}.json", (math.inf, 0)) for each in living]

@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def run_out(folder: str) -> None:
-    """One rank of a training run, of which rank 1 may have no more memory than it has."""
+    """Train one rank; rank 1 may use no more memory than it has."""
     rank = mw.init_process().rank
     mesh = mw.init_mesh(dp=2)
     x = mw.shard_tensor(torch.ones(8, 8), mesh, [mw.Shard(0)])
@@ -35,7 +35,7 @@ def run_out(folder: str) -> None:
 
 
 def _refused() -> str:
-    """Return the error about a model that fits nowhere; "" if there is none."""
+    """Return the error about a model that does not fit on any plan; "" if there is none."""
     net = nn.Sequential(nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 4096))
     optimizer = torch.optim.AdamW(net.parameters())
     batch = torch.randn(8, 4096), torch.randn(8, 4096)

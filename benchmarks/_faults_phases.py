@@ -1,4 +1,4 @@
-"""Where in a collective a rank dies or stops: each phase, over shared memory and over Gloo.
+"""Phases of a collective in which a rank dies or stops: every phase, over shared memory and over Gloo.
 
 python -m benchmarks._faults_phases        every phase; rows 1 and 3 of the thirty faults have some of them
 """
@@ -25,8 +25,8 @@ _LIMIT = 3.0
 _AT = "fault at "
 
 
-def _here(function: str) -> tuple[Any, str]:
-    """The object and the name of the function in which rank 1 ends."""
+def _patched_function(function: str) -> tuple[Any, str]:
+    """Return the object and the name of the function in which rank 1 ends."""
     from meshwright.comm import torch_hooks
     from meshwright.comm.checking.call_guard import Guard
     from meshwright.comm.process import process_communicator
@@ -57,7 +57,7 @@ OVER_GLOO = ["while the backend opens", "in the backend"]
 
 
 def ends_in(folder: str, where: str, number: str) -> None:
-    """All-reduce twice; rank 1 sends itself a signal when it comes to a place for the first time."""
+    """All-reduce twice; rank 1 sends itself a signal when it first reaches a place."""
     here = init_process(backend="gloo")
     if here.rank == 1:
         _end_in(where, int(number))
@@ -68,7 +68,7 @@ def ends_in(folder: str, where: str, number: str) -> None:
 
 
 def _end_in(where: str, number: int) -> None:
-    owner, name = _here(where)
+    owner, name = _patched_function(where)
     real: Callable[..., Any] = getattr(owner, name)
 
     def ends(*args: Any, **more: Any) -> Any:
@@ -89,7 +89,7 @@ def _error(here: Communicator) -> str:
 
 
 def phase(where: str, number: signal.Signals) -> Verdict:
-    """Return what the other ranks say of a rank that gets a signal in one phase, and after how many seconds."""
+    """Return the other ranks' errors about a rank that gets a signal in one phase, and the delay in seconds."""
     memory = "on" if where in OVER_MEMORY else "off"
     with TemporaryDirectory() as folder:
         env: Mapping[str, str] = {
@@ -116,7 +116,7 @@ def _time(output: str) -> float:
 
 
 ROWS: dict[int, Row] = {}
-"""None: rows 1 and 3 take some of these phases."""
+"""No rows of its own: rows 1 and 3 run some of these phases."""
 
 
 def main() -> None:

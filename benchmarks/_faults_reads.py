@@ -1,4 +1,4 @@
-"""Rows 7, 8, 9 and 29: damaged, hostile, unfitting and unanswering files, read by two ranks."""
+"""Rows 7, 8, 9 and 29: files that are damaged, hostile, do not fit, or never return data, read by two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 import meshwright as mw
 from benchmarks._fault_runs import Ended, Verdict, run_ranks
-from benchmarks.checkpoint_faults import harms
+from benchmarks.checkpoint_faults import damage_kinds
 from meshwright.checkpoint import CheckpointError
 from meshwright.checkpoint.formats.checksum_file import CHECKSUMS
 
@@ -34,8 +34,8 @@ def _state(zero: bool) -> dict[str, Any]:
     return {"w": mw.shard_tensor(w, mesh, [mw.Shard(0)]), "b": b}
 
 
-def _tried(path: Path) -> CheckpointError | None:
-    """Load, and return the error; AssertionError where an error has no four parts, or something was loaded."""
+def _load_error(path: Path) -> CheckpointError | None:
+    """Load, and return the error; AssertionError if an error lacks one of the four parts, or something was loaded."""
     state, error = _state(zero=True), None
     try:
         mw.load_state_dict(state, path)
@@ -49,42 +49,42 @@ def _tried(path: Path) -> CheckpointError | None:
 
 
 def reads_damaged(folder: str) -> None:
-    """Load every form under every damage, which rank 0 makes; print those that nothing told of."""
+    """Load every form under every damage, which rank 0 makes; print the damages that raised no error."""
     rank = mw.init_process().rank
     count, silent = 0, list[str]()
     for form in FORMS:
         good, bad = Path(folder, form), Path(folder, "bad")
         mw.save_state_dict(_state(zero=False), good, format=form)
-        for name, harm in harms(good, FLIPS, CUTS).items():
+        for name, harm in damage_kinds(good, FLIPS, CUTS).items():
             if name == f"no {CHECKSUMS}":
-                continue  # then it is as the files of others, of which nothing is known
+                continue  # then the file is like a foreign one, without checksums
             if rank == 0:
                 shutil.rmtree(bad, ignore_errors=True)
                 shutil.copytree(good, bad)
                 harm(bad)
-            _meet()
+            _barrier()
             count += 1
-            if _tried(bad) is None:
+            if _load_error(bad) is None:
                 silent.append(f"{form}: {name}")
-            _meet()
+            _barrier()
     print(json.dumps({"count": count, "silent": silent}))
 
 
-def _meet() -> None:
+def _barrier() -> None:
     mesh = mw.ProcessMesh([0, 1], ["x"])
     mw.unshard_dtensor(mw.shard_tensor(torch.ones(2), mesh, [mw.Shard(0)]).sum()).item()
 
 
-def _said(ended: list[Ended]) -> Any:
-    """Return the JSON that rank 0 printed. AssertionError where a rank failed."""
+def _output_of_rank_0(ended: list[Ended]) -> Any:
+    """Return the JSON that rank 0 printed. AssertionError if a rank failed."""
     for one in ended:
         assert one.status == 0, one.output[-1500:]
     return json.loads(ended[0].output.splitlines()[-1])
 
 
 def damaged_files() -> Verdict:
-    """Flips, truncation, missing, exchanged and foreign files in all three forms: every one is told."""
-    told = _said(run_ranks("benchmarks._faults_reads:reads_damaged", 2, limit=LIMIT))
+    """Flips, truncation, missing, exchanged and foreign files in all three forms: every one is reported."""
+    told = _output_of_rank_0(run_ranks("benchmarks._faults_reads:reads_damaged", 2, limit=LIMIT))
     return Verdict(
         not told["silent"], f"{told['count'] - len(told['silent'])} of {told['count']}; {told['silent'][:3]}"
     )
@@ -96,7 +96,7 @@ class _Code:
 
 
 def _hostile() -> dict[str, Callable[[Path], object]]:
-    """Return what makes a folder hostile, by name."""
+    """Return every kind of hostile content of a folder, by name."""
     import pickle
 
     def put(name: str, data: bytes) -> Callable[[Path], object]:
@@ -124,11 +124,11 @@ def _hostile() -> dict[str, Callable[[Path], object]]:
 
 
 def reads_hostile(folder: str) -> None:
-    """Load every hostile folder; print the growth of memory, the longest time, and what was not refused."""
+    """Load every hostile folder; print the growth of memory, the longest time, and the folders that were accepted."""
     mw.init_process()
     worst, accepted, rank = 0.0, list[str](), mw.get_rank()
     places = {name: Path(folder, f"{rank}.{n}") for n, name in enumerate(_hostile())}
-    if os.fork() == 0:  # what the files are made of is not the reader's memory
+    if os.fork() == 0:  # the memory that makes the files does not count as the reader's
         for name, make in _hostile().items():
             places[name].mkdir()
             make(places[name])
@@ -137,14 +137,14 @@ def reads_hostile(folder: str) -> None:
     before = _peak()
     for name, place in places.items():
         start = time.perf_counter()
-        if _tried_alone(place) is None:
+        if _load_error_in_child(place) is None:
             accepted.append(name)
         worst = max(worst, time.perf_counter() - start)
     told = {"peak": _peak() - before, "worst": worst, "accepted": accepted}
     print(json.dumps(told | {"ran": os.path.exists("run_by_a_checkpoint")}))
 
 
-def _tried_alone(path: Path) -> CheckpointError | None:
+def _load_error_in_child(path: Path) -> CheckpointError | None:
     from meshwright.checkpoint import open_checkpoint
 
     try:
@@ -159,8 +159,8 @@ def _peak() -> int:
 
 
 def hostile_files() -> Verdict:
-    """Pickles with code, deep and wide JSON, huge sizes, links to devices: refused, below 100 MB, nothing is run."""
-    told = _said(run_ranks("benchmarks._faults_reads:reads_hostile", 1, limit=LIMIT))
+    """Pickles with code, deep and wide JSON, huge sizes, links to devices: refused, below 100 MB, no code is run."""
+    told = _output_of_rank_0(run_ranks("benchmarks._faults_reads:reads_hostile", 1, limit=LIMIT))
     good = not told["accepted"] and not told["ran"] and told["peak"] < LARGEST_PEAK
     return Verdict(
         good, f"{told['peak'] / 2**20:.0f} MiB at most, accepted {told['accepted']}", round(told["worst"], 2)
@@ -196,7 +196,7 @@ def reads_another(folder: str) -> None:
 
 def unfitting_states() -> Verdict:
     """Shape, dtype, renamed and missing keys are listed at once; strict=False reports them; AdamW is no SGD."""
-    told = _said(run_ranks("benchmarks._faults_reads:reads_another", 2, limit=LIMIT))
+    told = _output_of_rank_0(run_ranks("benchmarks._faults_reads:reads_another", 2, limit=LIMIT))
     wanted = {"b", "i", "old.bias", "new.bias"}
     listed = all(f"{name}: " in told["text"] for name in wanted) and "renamed?" in told["text"]
     other = "AdamW" in told["other"] and "SGD" in told["other"]
@@ -205,7 +205,7 @@ def unfitting_states() -> Verdict:
 
 
 def reads_dead(folder: str) -> None:
-    """Load from a file system on which rank 1 gets no answer to its third read; then from a FIFO."""
+    """Load from a file system whose third read never returns on rank 1; then from a FIFO."""
     rank = mw.init_process().rank
     path = Path(folder, "one")
     mw.save_state_dict(_state(zero=False), path)
@@ -213,21 +213,21 @@ def reads_dead(folder: str) -> None:
     if rank == 1:
         os.preadv = lambda *args: threading.Event().wait() if next(count) == 3 else real(*args)
     start = time.perf_counter()
-    first = _tried(path)
+    first = _load_error(path)
     seconds = time.perf_counter() - start
     os.preadv = real
     if rank == 0:
         (path / "rank_00001.safetensors").unlink()
         os.mkfifo(path / "rank_00001.safetensors")
-    _meet()
-    second = _tried(path)
+    _barrier()
+    second = _load_error(path)
     told = [type(first).__name__, str(path) in str(first), "a FIFO" in str(second) or "rank_00001" in str(second)]
     print(json.dumps({"told": told, "seconds": seconds}), flush=True)
     os._exit(0)
 
 
 def a_dead_file_system() -> Verdict:
-    """A read that never returns, on one rank: an error with the path on all ranks once the limit is over."""
+    """A read that never returns on one rank: an error with the path on all ranks as soon as the limit is over."""
     each = {"MESHWRIGHT_READ_TIMEOUT": f"{READ_LIMIT:g}"}
     ended = run_ranks("benchmarks._faults_reads:reads_dead", 2, each=lambda _: each, limit=LIMIT)
     told = [json.loads(e.output.splitlines()[-1]) for e in ended]

@@ -1,4 +1,4 @@
-"""Rows 2 and 10 to 14: runs that are killed or asked to stop, and go on, also on other meshes."""
+"""Rows 2 and 10 to 14: runs that are killed or asked to stop, and resume, also on other meshes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STOPPED = 128 + signal.SIGTERM
 
 
 class _Numbered(Dataset[Any]):
-    """Samples whose inputs follow from their number, which is the first of them."""
+    """Samples whose inputs follow from their number, which is the first input."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -53,7 +53,7 @@ def _model(way: str) -> tuple[nn.Module, mw.ProcessMesh | None]:
 
 
 def train(folder: str, run: str, way: str, steps: str, every: str = "1", seconds: str = "0") -> None:
-    """Train one rank's part in the folder `run`, and write what came of it into `folder`."""
+    """Train one rank with checkpoints in the folder `run`, and write its results into `folder`."""
     rank = mw.init_process().rank
     model, mesh = _model(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -95,7 +95,7 @@ def _run(
 
 
 def killed_and_restarted() -> Verdict:
-    """A rank is killed at a random moment of a step; the restarted run ends bitwise as the one without a fault."""
+    """A rank is killed at a random moment of a step; the resumed run ends bitwise as the one without a fault."""
     draw, right = random.Random(0), 0
     with tempfile.TemporaryDirectory() as place:
         _, expected = _run(Path(place, "whole"), 2, "whole", STEPS)
@@ -114,7 +114,7 @@ def killed_and_restarted() -> Verdict:
 
 
 def on_other_meshes() -> Verdict:
-    """Runs go on from 2 to 1, 1 to 2, 4 to 2 ranks and between cut and whole weights: equal weights, losses close."""
+    """Runs resume from 2 to 1, 1 to 2, 4 to 2 ranks, sharded or replicated weights: equal weights, losses close."""
     ways = [(2, "whole", 1, "whole"), (1, "whole", 2, "cut"), (4, "cut", 2, "whole"), (2, "cut", 2, "whole")]
     found: list[str] = []
     with tempfile.TemporaryDirectory() as place:
@@ -130,7 +130,7 @@ def on_other_meshes() -> Verdict:
 
 
 def bitwise_on_the_same_mesh() -> Verdict:
-    """Dropout, AdamW, schedule: a run that goes on after any step k ends bitwise as the one without a stop."""
+    """Dropout, AdamW, schedule: a run that resumes after any step k ends bitwise as the one without a stop."""
     equal: list[int] = []
     with tempfile.TemporaryDirectory() as place:
         _, expected = _run(Path(place, "whole"), 2, "whole", STEPS)
@@ -143,7 +143,7 @@ def bitwise_on_the_same_mesh() -> Verdict:
 
 
 def every_sample_once() -> Verdict:
-    """A run on 2 ranks goes on on 3: every sample of the epoch is seen exactly once."""
+    """A run on 2 ranks resumes on 3: every sample of the epoch is seen exactly once."""
     with tempfile.TemporaryDirectory() as place:
         _, first = _run(Path(place, "run"), 2, "whole", 2)
         _, then = _run(Path(place, "run"), 3, "whole", STEPS)
@@ -152,7 +152,7 @@ def every_sample_once() -> Verdict:
 
 
 def asked_to_stop(times: int = 1) -> Verdict:
-    """SIGTERM during a step: the step is saved, the exit code is 143, and the run goes on from there."""
+    """SIGTERM during a step: the step is saved, the exit code is 143, and the run resumes from there."""
     with tempfile.TemporaryDirectory() as place:
         where = Path(place, "run")
 

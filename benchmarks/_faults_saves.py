@@ -34,7 +34,7 @@ def _state(x: torch.Tensor) -> dict[str, Any]:
 
 
 class _Deadly:
-    """A file whose writer is killed once it has written so many bytes."""
+    """A file whose writing process is killed after so many bytes."""
 
     def __init__(self, file: Any, left: int) -> None:
         self._file, self._left = file, left
@@ -82,7 +82,7 @@ def _first_step_is_left(run: Path) -> bool:
 
 
 def killed_while_writing() -> Verdict:
-    """Both ranks are killed at ten offsets of their files: the complete step loads, the torn one is not listed."""
+    """Both ranks are killed at ten offsets of their files: the complete step loads, the partial one is not listed."""
     draw, right = random.Random(0), 0
     for _ in range(OFFSETS):
         with tempfile.TemporaryDirectory() as run:
@@ -117,7 +117,7 @@ def trains(folder: str, run: str, how: str, on_failed_save: str) -> None:
     def loss(out: Any, labels: Any) -> Any:
         step = next(steps)
         if step in (3, 6):
-            time.sleep(0.3)  # what was begun before is complete
+            time.sleep(0.3)  # saves that began before are complete
             _break(how, rank, step == 3)
         return F.cross_entropy(out, labels)
 
@@ -130,7 +130,7 @@ def trains(folder: str, run: str, how: str, on_failed_save: str) -> None:
 
 
 def _break(how: str, rank: int, broken: bool) -> None:
-    """Make saves fail, or well again."""
+    """Make saves fail, or succeed again."""
     if how == "full disk" and rank == 0:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES if broken else hard, hard))
@@ -151,7 +151,7 @@ class _Broken:
 
 
 def saves_that_fail() -> Verdict:
-    """ENOSPC, EIO or permission at some saves: told on all ranks, the run stops or goes on, later saves are made."""
+    """ENOSPC, EIO or permission at some saves: an error on all ranks, the run stops or continues, later saves work."""
     words = {
         "full disk": "File too large",
         "permission": "Permission denied",
@@ -214,7 +214,7 @@ def two_jobs() -> Verdict:
 
 _SAVES = "benchmarks._faults_saves:saves_on"
 _PATIENCE = 3
-"""Seconds after which a rank gives up a peer that never comes up: the second job's rank 0 cannot."""
+"""Seconds after which a rank gives up a peer that never starts: the second job's rank 0 cannot."""
 
 
 def _end_when_saved(run: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Rows 17 to 19, 22 and 23: numbers that go wrong on one rank, and layouts that cannot be."""
+"""Rows 17 to 19, 22 and 23: numbers that go wrong on one rank, and impossible layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN, BATCH, STEPS, FAULT_AT = 16, 8, 6, 3
 
 
 def train(folder: str, case: str) -> None:
-    """One rank of a training run in which something goes wrong on rank 1 at step 3."""
+    """Train one rank of a run in which rank 1 fails at step 3, as `case` says."""
     here = mw.init_process()
     torch.manual_seed(0)
     mesh = mw.init_mesh(tp=2) if case.startswith("tp") else mw.init_mesh(dp=2)
@@ -80,7 +80,7 @@ def _damage_sums(lasting: bool) -> None:
 
 
 def layouts(folder: str, case: str) -> None:
-    """One rank that asks for something that cannot be."""
+    """Request an impossible layout on one rank."""
     rank = mw.init_process().rank
     mesh = mw.init_mesh(dp=2)
     mark_fault(folder)
@@ -107,7 +107,7 @@ def layouts(folder: str, case: str) -> None:
         raise RuntimeError("fix: both are right")
 
 
-def _judged(function: str, cases: Sequence[str], told: Callable[[str, Ended], bool]) -> Verdict:
+def _verdict_on(function: str, cases: Sequence[str], told: Callable[[str, Ended], bool]) -> Verdict:
     missed: list[str] = []
     times: list[float] = []
     for case in cases:
@@ -124,7 +124,7 @@ FLIPS = ("dp flip", "dp static flip")
 SUMS = ("dp collective", "dp collective lasting", "dp static replay collective")
 
 
-def _bad_told(case: str, e: Ended) -> bool:
+def _names_the_tensor(case: str, e: Ended) -> bool:
     if "skip" in case:
         return e.status == 0 and "finished" in e.output and "nan" not in e.output.splitlines()[-1]
     return e.status != 0 and "NonFiniteGradientError" in e.output and "rank" in e.output
@@ -132,20 +132,22 @@ def _bad_told(case: str, e: Ended) -> bool:
 
 def bad_numbers() -> Verdict:
     """NaN in the gradients of one rank: all ranks stop or skip before the update, and name the tensor."""
-    return _judged("train", BAD, _bad_told)
+    return _verdict_on("train", BAD, _names_the_tensor)
 
 
 def flipped() -> Verdict:
     """A bit flips in one replica of a parameter: the next comparison names tensor and rank."""
-    return _judged("train", FLIPS, lambda _, e: e.status != 0 and "ReplicaError" in e.output and "0.weight" in e.output)
+    return _verdict_on(
+        "train", FLIPS, lambda _, e: e.status != 0 and "ReplicaError" in e.output and "0.weight" in e.output
+    )
 
 
 def corrupted() -> Verdict:
-    """A collective gives a wrong sum: found, and a transient fault is told from one that persists."""
-    return _judged("train", SUMS, _sum_told)
+    """A collective gives a wrong sum: found, and a transient fault is distinguished from one that persists."""
+    return _verdict_on("train", SUMS, _is_classified)
 
 
-def _sum_told(case: str, e: Ended) -> bool:
+def _is_classified(case: str, e: Ended) -> bool:
     return e.status != 0 and ("persists" if "lasting" in case else "transient") in e.output
 
 
@@ -154,13 +156,15 @@ LAYOUTS = ("parts", "parameter", "duplicate", "negative", "too many", "dim", "ov
 
 def wrong_sizes() -> Verdict:
     """Sizes that do not fit the mesh: an error before any collective, or the right uneven result."""
-    return _judged("layouts", ("parts", "too many", "dim", "uneven"), lambda _, e: e.status != 0 and "fix:" in e.output)
+    return _verdict_on(
+        "layouts", ("parts", "too many", "dim", "uneven"), lambda _, e: e.status != 0 and "fix:" in e.output
+    )
 
 
 def wrong_meshes() -> Verdict:
     """Duplicate ranks, negative ones, pending parameters, overlapping meshes: a clear error for each."""
     cases = ("parameter", "duplicate", "negative", "overlapping")
-    return _judged("layouts", cases, lambda _, e: e.status != 0 and "fix:" in e.output)
+    return _verdict_on("layouts", cases, lambda _, e: e.status != 0 and "fix:" in e.output)
 
 
 ROWS: dict[int, Callable[[], Verdict]] = {

@@ -24,7 +24,7 @@ _HELLO = 16 + 1 + 4 + 64
 
 
 def steps_with_a_pause(folder: str, seconds: str) -> None:
-    """Steps with a new pair of ranks after a pause of rank 1; a stranger finds the ranks' ports in the folder."""
+    """Run steps with a new pair of ranks after a pause of rank 1; the folder gets the ranks' ports."""
     here = init_process(backend="gloo")
     group, ready = tuple(range(here.size)), Path(folder) / f"ready.{here.rank}"
     here.all_reduce(torch.ones(4), "sum", group)
@@ -42,7 +42,7 @@ def steps_with_a_pause(folder: str, seconds: str) -> None:
 
 
 def _ports() -> str:
-    """The ports on which this process listens."""
+    """Return the ports on which this process listens."""
     inodes: set[str] = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -53,7 +53,7 @@ def _ports() -> str:
 
 @contextmanager
 def strangers(store: int, ports: list[int]) -> Generator[list[str]]:
-    """Inside, idle connections, wrong tokens and garbage are at every port, and wrong keys in the store."""
+    """Attack inside the context: idle connections, wrong tokens and garbage at every port, wrong keys in the store."""
     found: list[str] = []
     wires: list[socket.socket] = []
     for port in [store, *ports]:
@@ -81,7 +81,7 @@ def stray_clients() -> Verdict:
 
 
 def stray_run(pause: float) -> Verdict:
-    """Return what came of a run with strangers and a pause of one rank."""
+    """Return the outcome of a run with strangers and a pause of one rank."""
 
     def fault(run: Ranks) -> None:
         told = [run.wait_for(f"ready.{rank}").read_text().split() for rank in range(3)]
@@ -99,7 +99,7 @@ def stray_run(pause: float) -> Verdict:
 
 
 def _burst(ports: list[int]) -> None:
-    """More connections at once than a rank lets wait."""
+    """Open more connections at once than a rank queues."""
     wires: list[socket.socket] = []
     for port in ports:
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""The constants of the price model that published runs can say something about, found by going along one at a time.
+"""Constants of the cost model, fitted to published runs by coordinate descent.
 
-They are shares and delays of all devices (`Habits`) and, per device, the share of the peak that products and fused
-attention reach. Whoever judges a source by constants fits them without it.
+They are shares and delays of all devices (`Habits`) and, per device, the share of the peak that matrix products and
+fused attention reach. To evaluate a source, fit the constants without its runs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ._published import Run
 
 STEPS = (0.8, 0.9, 1.1, 1.25)
 OUTLIER = 0.25
-"""A run that is further off than this counts as if it were only so far: many sources have one."""
+"""Largest error that counts: most sources have one outlier."""
 NUMBERS = ("ramp", "emptiness", "ragged", "streamed", "grouped")
 TIMES = {"emptiness": 1.0, "ragged": 1.0, "streamed": 0.95}
-"""What a share cannot be more than."""
+"""Upper bounds of shares."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What may be fitted; a device that no run tells of stays as it is."""
+    """Fitted constants; a device without published runs keeps its values."""
 
     habits: Habits = field(default_factory=Habits)
     reach: tuple[tuple[str, float], ...] = ()
@@ -47,7 +47,7 @@ class Constants:
 
 
 def misfit(constants: Constants, runs: Sequence[Run]) -> float:
-    """The mean of what runs are off by, as a logarithm, each source counted by the root of its runs."""
+    """Return the mean absolute log error of the runs; a source weighs as the square root of its number of runs."""
     counted = {run.source: 0 for run in runs}
     for run in runs:
         counted[run.source] += 1
@@ -60,27 +60,27 @@ def misfit(constants: Constants, runs: Sequence[Run]) -> float:
 
 
 def fitted(runs: Sequence[Run], start: Constants, rounds: int = 2) -> Constants:
-    """The constants that fit best of those that are reached step by step."""
+    """Return the constants that fit best, found by coordinate descent from `start`."""
     best, least = start, misfit(start, runs)
     moves = [*map(_number, NUMBERS), _host]
     devices = sorted({run.cluster.device.name for run in runs})
     for _ in range(rounds):
         for move in moves:
-            best, least = _walked(best, least, move, runs, runs)
+            best, least = _best_step(best, least, move, runs, runs)
         for name in devices:
             own = [run for run in runs if run.cluster.device.name == name]
             for what in ("reach", "attention"):
-                best, least = _walked(best, least, _of_device(what, name), runs, own)
+                best, least = _best_step(best, least, _of_device(what, name), runs, own)
     return best
 
 
 Move = Callable[[Constants, float], Constants]
 
 
-def _walked(
+def _best_step(
     best: Constants, least: float, move: Move, runs: Sequence[Run], own: Sequence[Run]
 ) -> tuple[Constants, float]:
-    """The best of a few steps along one constant, seen by the runs that it touches."""
+    """Return the best of a few steps along one constant, judged by `own`, the runs that the constant affects."""
     base = misfit(best, own)
     tried = [(misfit(c, own), n, c) for n, c in enumerate(move(best, step) for step in STEPS)]
     value, _, found = min(tried, key=lambda t: t[:2])

@@ -1,6 +1,6 @@
 """Malformed and malicious inputs: bytes made from a good sample, values put into data, and files of odd kinds.
 
-Every input follows from a seed and a number, so that a finding can be made again.
+Every input follows from a seed and a number, so that a finding can be reproduced.
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ CHANGES: tuple[tuple[Change, int], ...] = (
 
 
 def spoiled(draw: random.Random, data: bytes) -> tuple[str, bytes]:
-    """Return the name of a change, and the sample after it."""
+    """Return the name of a change, and the changed sample."""
     change = draw.choices([c for c, _ in CHANGES], [n for _, n in CHANGES])[0]
     return change.__name__.strip("_"), change(draw, data)
 
 
 def spoiled_data(draw: random.Random, data: Any) -> Any:
-    """Return the JSON data with a hostile value in one random place, or a value that is gone, or twice."""
+    """Return the JSON data with one random change: a hostile value, a missing value, or one that occurs twice."""
     found = json.loads(json.dumps(data))
     places = list(_places(found))
     holder, key = draw.choice(places)

@@ -1,4 +1,4 @@
-"""Functions of the package that open a file or parse a text, found in its source, and those that no case covers."""
+"""Functions of the package that open a file or parse a text, found in its source, and those without a hostile case."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EXEMPT = {
     "engine.training.random_states:_set": "called after check_random",
     "engine.training.random_states:put_back_random": "called after check_random",
 }
-"""Modules, packages or functions whose openings are no readers of what others wrote, and why."""
+"""Modules, packages or functions that open files but read no foreign input, and why."""
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -1,4 +1,4 @@
-"""Every reader of files and texts, with a good sample of what it reads and how a case is made of it."""
+"""Readers of files and texts, each with a good sample of its input and a function that makes cases of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from benchmarks._hostile_inputs import ODD_KINDS, put_odd, spoiled, spoiled_data
 ODD = 0.12
 """Share of cases of a file in which the file is of an odd kind."""
 SEALED = 0.5
-"""Share of cases of sealed data in which a value is changed and the seal is made anew."""
+"""Share of cases of sealed data in which a value is changed and the seal is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Data in JSON inside a file: how to take it out, and how to put it in with checksums that are right."""
+    """JSON data inside a file, with functions that extract it and that insert it with correct checksums."""
 
     take: Callable[[bytes], Any]
     put: Callable[[Any, bytes], bytes]
@@ -46,7 +46,7 @@ class Reader:
     folder: bool = False
 
     def case(self, draw: random.Random, place: Path) -> tuple[str, Callable[[], Any]]:
-        """Put a spoiled copy into the folder `place`; return the name of the change and what reads it."""
+        """Put a spoiled copy into the folder `place`; return the name of the change and a function that reads it."""
         shutil.copytree(self.sample, place, dirs_exist_ok=True, symlinks=True)
         name = draw.choice(self.spoils)
         path = place / name

@@ -1,4 +1,4 @@
-"""Hostile cases in forked children: what each does is an error of ours, or it is counted with its reason."""
+"""Hostile cases in forked children: a case passes if it gives a result or one of our errors; others are counted."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from benchmarks._hostile_inputs import OUTSIDE
 from benchmarks._hostile_readers import Reader
 
 LIMIT_S, MOST_MB, ROOM_MB = 10.0, 256.0, 1500
-"""Seconds and peak megabytes of a case; address space that a child has beyond what it begins with."""
+"""Seconds and peak megabytes of a case; megabytes of address space that a child gets beyond its initial size."""
 BATCH = 25
 STARTS = frozenset({
     "pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect",
     "ctypes.dlopen",
 })  # fmt: skip
 CHANGES = frozenset({"os.rename", "os.remove", "os.mkdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"})
-"""Events of Python's audit hooks that start something, and that change files."""
+"""Events of Python's audit hooks for new processes, and for changes of files."""
 GUARD = b"nothing writes here\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A case that went wrong: which, how (crash, hang, outside or memory), and what was seen."""
+    """A failed case: its name, the kind of failure (crash, hang, outside or memory), and the observation."""
 
     reader: str
     number: int
@@ -44,7 +44,7 @@ class Bad:
 
 
 def run_reader(reader: Reader, seed: int, numbers: Sequence[int]) -> Iterator[Bad]:
-    """Yield the cases of the reader that went wrong."""
+    """Yield the failed cases of the reader."""
     left = list(numbers)
     while left:
         batch, left = left[:BATCH], left[BATCH:]
@@ -54,7 +54,7 @@ def run_reader(reader: Reader, seed: int, numbers: Sequence[int]) -> Iterator[Ba
 
 
 def _batch(reader: Reader, seed: int, batch: Sequence[int]) -> tuple[int, list[Bad]]:
-    """Return how many cases of the batch ran in a child, and those that went wrong."""
+    """Return how many cases of the batch ran in a child, and the failed ones."""
     sys.stdout.flush()
     sys.stderr.flush()
     hear, tell = os.pipe()
@@ -68,7 +68,7 @@ def _batch(reader: Reader, seed: int, batch: Sequence[int]) -> tuple[int, list[B
         os._exit(0)
     os.close(tell)
     try:
-        return _heard(reader, batch, hear, child)
+        return _read_results(reader, batch, hear, child)
     finally:
         os.close(hear)
         with suppress(ProcessLookupError):
@@ -76,7 +76,7 @@ def _batch(reader: Reader, seed: int, batch: Sequence[int]) -> tuple[int, list[B
         os.waitpid(child, 0)
 
 
-def _heard(reader: Reader, batch: Sequence[int], hear: int, child: int) -> tuple[int, list[Bad]]:
+def _read_results(reader: Reader, batch: Sequence[int], hear: int, child: int) -> tuple[int, list[Bad]]:
     bad, buffer, change = list[Bad](), b"", "?"
     at, end = 0, time.monotonic() + LIMIT_S + 5
     while at < len(batch):
@@ -99,7 +99,7 @@ def _heard(reader: Reader, batch: Sequence[int], hear: int, child: int) -> tuple
 
 
 def _child(reader: Reader, seed: int, batch: Sequence[int], tell: int) -> None:
-    """Run the cases, and tell of each when it begins and how it ended."""
+    """Run the cases, and report the beginning and the end of each."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
@@ -115,16 +115,16 @@ def _child(reader: Reader, seed: int, batch: Sequence[int], tell: int) -> None:
             change, act = reader.case(draw, place)
             os.write(tell, f"begin {change}\n".encode())
             touched.clear()
-            how, seen = _judged(act)
+            how, seen = _outcome(act)
             if touched or (Path(root) / OUTSIDE).read_bytes() != GUARD:
                 how, seen = "outside", " ".join(touched)[:200] or "the file outside was written"
             os.write(tell, f"{how} {seen[:400]}".replace("\n", " | ").encode("utf-8", "replace") + b"\n")
 
 
-def _judged(act: Any) -> tuple[str, str]:
-    """Return `fine`, or what went wrong and what was seen."""
+def _outcome(act: Any) -> tuple[str, str]:
+    """Return `fine`, or the kind of failure and the observation."""
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
     before = _status("VmRSS")
     how, seen = "fine", ""
     try:
@@ -137,7 +137,7 @@ def _judged(act: Any) -> tuple[str, str]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """True for an error with four parts, or one of the command line that says what to write."""
+    """True for an error with four parts, or an error of the command line with a remedy."""
     from meshwright.cli.console.parser import UsageError
     from meshwright.layout import MeshwrightError
 
@@ -152,13 +152,13 @@ def _place(error: BaseException) -> str:
 
 
 def _status(name: str) -> int:
-    """Return a number of kilobytes of this process."""
+    """Return a number of kilobytes from the status of this process."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(name))
 
 
 def _watch(root: Path) -> list[str]:
-    """Return a list that takes the names of what is written, started or unpickled outside `root`."""
+    """Return a list that takes the names of everything written, started or unpickled outside `root`."""
     touched = list[str]()
     inside, quiet = os.path.realpath(root), (f"/proc/{os.getpid()}/clear_refs", "/dev/null")
 

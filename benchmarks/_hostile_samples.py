@@ -1,4 +1,4 @@
-"""Good samples of everything that is read, and the functions that read it."""
+"""Good samples of every input that the package reads, and the functions that read them."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ TEXTS: dict[str, Row] = {
     "cluster": (cluster, ("cost._describe:cluster",), "64xA100-40GB, 8 per node, 200G", "8xH100 + 8xA100, EFA-400"),
     "random": (_read_random, ("engine.training.random_states:check_random",), written_random().decode()),
 }
-"""Reader of a text → the function, what it covers, and good texts."""
+"""Reader of a text → the function, the functions that it covers, and good texts."""
 
 
 def _configured(path: Path) -> Any:
@@ -197,7 +197,7 @@ FILES: dict[str, Row] = {
     "plan file": (lambda path: parse_plan(read_text(str(path))), PLAN_READERS, PLAN),
     "object": (lambda path: read_object(str(path), "pass JSON"), (), json.dumps(CONFIG)),
 }
-"""Reader of a file → the function, what it covers, and good contents."""
+"""Reader of a file → the function, the functions that it covers, and good contents."""
 
 
 def _static() -> Any:
@@ -225,7 +225,7 @@ def load_programs(place: Path) -> Any:
 
 
 def find_kept(place: Path) -> Any:
-    """Look for kept programs in a folder."""
+    """Look up stored programs in a folder."""
 
     def go() -> None:
         model = _static()._builder.model
@@ -294,4 +294,4 @@ CHECKPOINTS: tuple[tuple[str, Callable[[Path], Any], tuple[str, ...]], ...] = (
     ("dcp", _load, ("checkpoint.formats.dcp_reader:read_dcp", "checkpoint.formats.dcp_reader:_open")),
     (TRAINED, _resume, ()),
 )
-"""Form of a checkpoint, what loads it, and what that covers."""
+"""Form of a checkpoint, the function that loads it, and the functions that this covers."""

@@ -1,4 +1,4 @@
-"""Architectures with experts, and with states in place of attention."""
+"""Architectures with experts, and with recurrent states in place of attention."""
 
 from __future__ import annotations
 

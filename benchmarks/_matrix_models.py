@@ -1,4 +1,4 @@
-"""Every architecture of the matrix, by its name in the table."""
+"""All architectures of the matrix, by their names in the table."""
 
 from __future__ import annotations
 

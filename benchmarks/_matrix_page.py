@@ -24,7 +24,7 @@ SHOWN = {"ok": "yes", "n/a": "–"}
 
 
 def page(figure: Mapping[str, Any]) -> str:
-    """The page of a figure: one row a model, one column a setting and mode, and below what is not right."""
+    """Return the page of a figure: one row per model, one column per setting and mode, and the failures below."""
     details = figure["details"]
     table: Mapping[str, Mapping[str, Any]] = details["table"]
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
@@ -41,7 +41,7 @@ def _shown(found: Mapping[str, Any] | None) -> str:
 
 
 def _reasons(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each reason, with the cells that it is true of."""
+    """Return a line for each reason, with the cells that it applies to."""
     cells: dict[tuple[str, str], list[str]] = {}
     for name, row in table.items():
         for column, found in row.items():

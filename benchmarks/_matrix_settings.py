@@ -1,8 +1,8 @@
-"""Ways to run a model in parallel, put on a module that knows nothing of them: marks by one rule for all models.
+"""Kinds of parallelism for models that contain no parallel code: one rule shards the weights of all models.
 
-Along "tp" the weights of two dims and more are cut in turn along their first and their second dim, in the order of the
-modules; tables of embeddings along their first. That is Megatron's cut where layers come in pairs, and an unwise one
-elsewhere: unwise marks have to give the same numbers.
+Along "tp" the weights with two or more dims are sharded alternately along their first and their second dim, in the
+order of the modules. Embedding tables are sharded along their first dim. That is Megatron's sharding if layers come in
+pairs, and a poor one otherwise. Poor shardings have to give the same numbers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import meshwright as mw
 STATIC, EAGER = "static", "eager"
 MODES = (EAGER, STATIC)
 SMALL = 16
-"""Tensors of fewer elements are not cut by ZeRO."""
+"""ZeRO does not shard tensors of fewer elements."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A mesh, what its axes cut, and what else either mode is told.
+    """A mesh, the dims that its axes shard, and the options of both modes.
 
-    `rows` cut the batch, `positions` its inputs along their second dim, `weights` the parameters by the rule, `first`
-    each parameter along its first dim, `experts` those of three dims along theirs, `sequence` what comes into a block,
-    along its second dim. Layers go to `stages`. Where a static program is told by `options`, eager mode is told the
-    same by `zero`, a stage of ZeRO, or by marks.
+    `rows` shard the batch, `positions` its inputs along their second dim, `weights` the parameters by the rule, `first`
+    each parameter along its first dim, `experts` the 3-dim ones along their first dim, `sequence` the inputs of a block
+    along their second dim. Layers go to `stages`. Static programs get `options`; eager mode does the same by `zero`, a
+    stage of ZeRO, or by marks.
     """
 
     axes: Mapping[str, int]
@@ -56,11 +56,11 @@ class Setting:
         return mw.ProcessMesh(ids.tolist(), list(self.axes))
 
     def places(self, cuts: Mapping[str, int]) -> list[mw.Placement]:
-        """One placement per axis: cut along the dim that is named for it."""
+        """Return one placement per axis: sharded along the dim that `cuts` has for the axis, else replicated."""
         return [mw.Shard(cuts[a]) if a in cuts else mw.Replicate() for a in self.axes]
 
     def enter(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The batch laid over the mesh; stages take theirs themselves."""
+        """Return the batch, sharded over the mesh; pipeline stages take a plain batch."""
         if self.stages:
             return tuple(batch)
         rows = dict.fromkeys(self.rows, 0)
@@ -68,7 +68,7 @@ class Setting:
         return tuple(mw.shard_tensor(x, self.mesh, self.places(c)) for x, c in zip(batch, cuts, strict=True))
 
     def unfit(self, model: nn.Module, batch: Sequence[Tensor]) -> str:
-        """Why the setting is not for such a model, if it is not."""
+        """Return the reason why the setting does not apply to the model, or ""."""
         if self.positions and not any(map(is_sequence, batch)):
             return "the batch has no sequence"
         if self.stages and not any(len(part) > 1 for part in model.modules() if isinstance(part, nn.ModuleList)):
@@ -104,17 +104,17 @@ SETTINGS: dict[str, Setting] = {
 
 
 def is_sequence(x: Tensor) -> bool:
-    """An input of rows and positions."""
+    """True for an input of rows and positions."""
     return x.dim() == 2
 
 
 def is_experts(owner: nn.Module, p: Tensor) -> bool:
-    """A weight of several experts: a matrix for each, in a module that is none of torch's."""
+    """True for a weight with one matrix per expert, in a module that is not torch's."""
     return p.dim() == 3 and min(p.shape) > 1 and not type(owner).__module__.startswith("torch.")
 
 
 def mark(model: nn.Module, setting: Setting, mode: str) -> nn.Module:
-    """Lays parameters and buffers over the mesh; in eager mode also what static programs are told by options."""
+    """Shard parameters and buffers over the mesh; in eager mode also apply the marks that replace static options."""
     if setting.stages:
         return mw.parallelize(model, None, setting.mesh, mw.Parallelism(batch=setting.rows, pp=setting.stages))[0]
     turn = cycle((0, 1))
@@ -139,7 +139,7 @@ def mark(model: nn.Module, setting: Setting, mode: str) -> nn.Module:
 
 
 def _cut_sequences(model: nn.Module, setting: Setting) -> None:
-    """What comes into the members of a list of layers is cut along its second dim."""
+    """Shard the inputs of all members of layer lists along their second dim."""
     cuts = dict.fromkeys(setting.rows, 0) | dict.fromkeys(setting.sequence, 1)
     places = setting.places(cuts)
 
@@ -158,7 +158,7 @@ def _is_hidden(x: Any) -> bool:
 
 
 def shard_states(optimizer: torch.optim.Optimizer, model: nn.Module, setting: Setting) -> None:
-    """The stage of ZeRO that eager mode is told."""
+    """Apply the setting's stage of ZeRO in eager mode."""
     stages = {
         1: mw.ShardingStage1("dp", SMALL),
         2: mw.ShardingStage2("dp", model, SMALL),
@@ -169,7 +169,7 @@ def shard_states(optimizer: torch.optim.Optimizer, model: nn.Module, setting: Se
 
 
 def follow(model: nn.Module, plan: Mapping[str, Any]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
-    """Lays the model as a plan says, for eager mode; gives what lays a batch."""
+    """Shard the model as a plan says, for eager mode; return a function that shards a batch."""
     specs = {name: (spec.mesh, spec.placements) for name, spec in plan.items()}
     mesh = next(iter(specs.values()))[0]
 

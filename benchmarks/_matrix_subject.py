@@ -1,8 +1,8 @@
-"""Architectures of `transformers` and `diffusers` as data: a small configuration each, and how its batch is drawn.
+"""Architectures of `transformers` and `diffusers` as data: a small configuration each, and the inputs of a batch.
 
-No model has a line of code of its own here: each is built from its class, its configuration class and options, with
-random weights, and is called by the names of its inputs. What a configuration says about dropout stays as it is; only
-what draws in Python (dropped layers, masked time steps) is off, since a program has no such draws.
+No model has code of its own here. Each is built from its class, its configuration class and options, with random
+weights, and is called with its inputs by name. Dropout stays as the configuration sets it. Only random choices in
+Python (dropped layers, masked time steps) are off, because a program does not repeat them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS, LENGTH, WORDS, CLASSES = 8, 12, 48, 6
 
 @dataclass(frozen=True)
 class Numbers:
-    """Whole numbers below `below`, of this shape behind the batch."""
+    """Integers below `below`, with this shape for each sample."""
 
     below: int
     shape: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Noise:
-    """Normal numbers of this shape behind the batch."""
+    """Normally distributed numbers, with this shape for each sample."""
 
     shape: tuple[int, ...]
 
@@ -43,7 +43,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Ones:
-    """Ones of this shape behind the batch."""
+    """Ones, with this shape for each sample."""
 
     shape: tuple[int, ...]
 
@@ -53,7 +53,7 @@ class Ones:
 
 
 class Task(nn.Module):
-    """The loss of a model whose inputs have names; `wanted` is compared with what it gives first."""
+    """The loss of a model whose inputs have names; `wanted` is compared with the first output."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...], constants: Mapping[str, Any]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Task(nn.Module):
 
 @dataclass(frozen=True)
 class Subject:
-    """An architecture: class of the model, its options, the inputs of a batch, and what else it is called with."""
+    """An architecture: class of the model, its options, the inputs of a batch, and other arguments of its calls."""
 
     family: str
     model: str
@@ -79,14 +79,14 @@ class Subject:
     library: str = "transformers"
 
     def make(self) -> Task:
-        """The model with random weights, the same ones after the same seed."""
+        """Return the model with random weights, which depend on the seed only."""
         library = importlib.import_module(self.library)
         cls = getattr(library, self.model)
         made = cls(getattr(library, self.config)(**self.options)) if self.config else cls(**self.options)
         return Task(made.train(), tuple(self.batch), self.constants)
 
     def draw(self, seed: int) -> tuple[Tensor, ...]:
-        """A batch, in the order of the inputs' names."""
+        """Return a batch, in the order of the inputs' names."""
         g = torch.Generator().manual_seed(seed)
         return tuple(part.draw(g) for part in self.batch.values())
 
@@ -96,7 +96,7 @@ NO_CACHE = {"use_cache": False}
 
 
 def text(family: str, model: str, config: str, **options: Any) -> Subject:
-    """A model of words that gives the loss of labels."""
+    """Return a language model whose loss compares with labels."""
     return Subject(family, model, {"vocab_size": WORDS, **options}, TEXT, NO_CACHE, config)
 
 
@@ -105,7 +105,7 @@ def encoder(model: str, config: str, **options: Any) -> Subject:
 
 
 def vision(model: str, config: str, side: int = 16, **options: Any) -> Subject:
-    """A model of images that gives the loss of classes."""
+    """Return an image model whose loss compares with classes."""
     batch = {"pixel_values": Noise((3, side, side)), "labels": Numbers(CLASSES)}
     return Subject("vision", model, {"num_labels": CLASSES, **options}, batch, {}, config)
 
@@ -116,7 +116,7 @@ def seq2seq(model: str, config: str, **options: Any) -> Subject:
 
 
 def without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the options but these."""
+    """Return the options without the named ones."""
     return {key: value for key, value in options.items() if key not in names}
 
 

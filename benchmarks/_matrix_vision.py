@@ -1,4 +1,4 @@
-"""Architectures of images, alone or beside text."""
+"""Architectures of images, alone or with text."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from benchmarks._mutants import Mutant
 COPIED = ("src", "tests", "benchmarks", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md")
 OPTIONS = (
     *("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-profile=ci"),
-    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # the parent has imported pytest's plugins
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # the parent process has imported pytest's plugins
 )
 MEMORY = 12 * 2**30
 OWN_MODULES = ("meshwright", "tests", "benchmarks", "conftest", "__")

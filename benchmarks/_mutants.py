@@ -50,7 +50,7 @@ class Mutant:
 
     @property
     def diff(self) -> str:
-        """The change, as a unified diff without context."""
+        """Return the change as a unified diff without context."""
         old, new = self.before.splitlines(), self.after.splitlines()
         return "\n".join([*(f"- {line}" for line in old), *(f"+ {line}" for line in new)])
 

@@ -34,7 +34,7 @@ NO_TENSORS = "only TorchScript uses it: an operator of lists, dictionaries and g
 UNINITIALISED = "its result is uninitialised memory"
 ONE_DEVICE_REFUSES = "no sample, and one device refuses all arguments that were made from the schema"
 _UNINITIALISED = ("empty", "_ctc_loss", "_convert_indices")
-"""Parts of names of operators with such results; the last two leave some elements as they were."""
+"""Parts of names of operators with uninitialised results; the last two leave some elements unchanged."""
 LIMIT = 200_000  # elements of a recorded call
 PER_OPERATOR = 4
 
@@ -53,7 +53,7 @@ class Call:
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Names of the arguments that the schema marks as written."""
+        """Return the names of the arguments that the schema marks as written."""
         return tuple(a.name for a in self.op._schema.arguments if is_written(a))
 
     def fresh(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ MISSING = object()
 
 
 class _Below(TorchDispatchMode):
-    """A mode that sees operators below autograd, where operators of gradients run."""
+    """A mode that records operators below autograd, where operators of gradients run."""
 
     def __init__(self, note: Callable[..., None]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Published training runs as models, plans, clusters, and what the program that ran them is known to do.
+"""Published training runs as models, plans and clusters, with the known behaviour of the program that ran them.
 
-`published_runs.json` has one row per run, with its source. What rows do not say follows from their source's program,
-by the table below; nothing is chosen per row.
+`published_runs.json` has one row per run, with its source. Facts that a row lacks follow from the program of its
+source, by the table below. Nothing is chosen per row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEVICE = {
     "B200-SXM-180GB": "B200", "B300-SXM-288GB": "B300", "GB200-NVL72": "GB200", "GB300-NVL72": "GB300",
     "MI300X-192GB": "MI300X", "MI325X-256GB": "MI325X", "Ascend-910B-64GB": "Ascend-910B",
 }  # fmt: skip
-"""The rows' device → ours."""
+"""Device in the rows → our name."""
 SHORT = (
     "A100-PCIe",
     "A100",
@@ -58,18 +58,18 @@ SHORT = (
     "MI325X",
     "Ascend-910B",
 )
-"""How the names of rows begin, where they are written otherwise."""
+"""Prefixes of the device names in rows that are spelled differently."""
 PROGRAM: Mapping[str, Software] = {
     "bigscience-workshop/bigscience": DEEPSPEED,
     "2201.11990": DEEPSPEED,
     "deepspeedai/DeepSpeed": DEEPSPEED_ZERO,
-    "NVIDIA-NeMo/Megatron-Bridge": replace(MEGATRON, once=True),  # its recipes choose the dispatcher that does
+    "NVIDIA-NeMo/Megatron-Bridge": replace(MEGATRON, once=True),  # its recipes choose such a dispatcher
     "NVIDIA/NeMo-Framework-Launcher": replace(MEGATRON, fused_attention=False, tensor=1.0),
     "mosaicml/llm-foundry": replace(FSDP, attention=0.7),  # a kernel with a bias for distances
 }
-"""Source → its program, where that does not follow from precision and stage of ZeRO."""
+"""Source → its program, if that does not follow from precision and stage of ZeRO."""
 DIVIDES_SEQUENCES = frozenset({"NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/NeMo"})
-"""Sources whose recipes divide sequences wherever there is tensor parallelism, which their tables do not say."""
+"""Sources whose recipes always shard sequences under tensor parallelism, although their tables do not say so."""
 COMPILED = frozenset({"NVIDIA/JAX-Toolbox", "pytorch/torchtitan"})
 SCHEDULE = {
     None: "1F1B", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved 1F1B", "zb-1p": "ZB-1p", "zb-2p": "ZB-2p",
@@ -79,12 +79,12 @@ SCHEDULE = {
 
 @dataclass(frozen=True)
 class Run:
-    """A row, ready to be predicted; `seconds` are those of a measured step."""
+    """A row as arguments of the prediction; `seconds` is the measured time of a step."""
 
     name: str
     source: str
     group: str
-    """Runs of the same source that differ in nothing but their plan."""
+    """Runs of the same source that differ in their plan only."""
     model: Transformer
     plan: Plan
     cluster: Cluster
@@ -97,20 +97,20 @@ class Run:
 
 
 def runs(path: Path = ROWS) -> list[Run]:
-    """All rows that were measured, of training from scratch."""
+    """Return all measured rows of training from scratch."""
     rows = json.loads(path.read_text())["rows"]
-    return [run_of(row) for row in rows if is_told(row)]
+    return [run_of(row) for row in rows if is_usable(row)]
 
 
-def is_told(row: Mapping[str, Any]) -> bool:
-    """Whether a row is of a measured training from scratch, and says of its plan what no default could."""
+def is_usable(row: Mapping[str, Any]) -> bool:
+    """True if a row is a measured training from scratch, and gives all parts of its plan that have no default."""
     p, t = row["parallel"], row["train"]
     known = all((p["tp"], p["pp"], p["cp"], p["dp"], t["global_batch"], t["seq"]))
     return row["truth"] == "measured" and t["task"] == "pretrain" and known
 
 
 def run_of(row: Mapping[str, Any]) -> Run:
-    """One row."""
+    """Return one row as a run."""
     source = source_of(row)
     model, plan = model_of(row["model"]), plan_of(row)
     hardware, train = row["hardware"], row["train"]
@@ -177,7 +177,7 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
 
 
 def cluster_for(hardware: Mapping[str, Any]) -> Cluster:
-    """The device's usual cluster, with the row's nodes and network."""
+    """Return the device's usual cluster, with the row's nodes and network."""
     usual = usual_cluster(hardware)
     together = max(hardware["gpus_per_node"], usual.per_node if usual.per_node > NODE else 0)
     gigabits = hardware.get("inter_node_gbps_per_gpu") or 400
@@ -186,7 +186,7 @@ def cluster_for(hardware: Mapping[str, Any]) -> Cluster:
 
 
 def usual_cluster(hardware: Mapping[str, Any]) -> Cluster:
-    """That of the row's device; of one that is not in the table, of the known one whose peak is nearest, scaled."""
+    """Return the usual cluster of the row's device; an unknown device is a scaled known one with the nearest peak."""
     name = hardware["gpu"]
     known = DEVICE.get(name) or next((ours for ours in SHORT if name.lower().startswith(ours.lower())), None)
     if known is not None:
@@ -201,15 +201,15 @@ def usual_cluster(hardware: Mapping[str, Any]) -> Cluster:
 
 
 ROME = 2 * 8 * 25.6 * GIGA
-"""Bytes per second of the memory of a node with two EPYC 7V12: eight channels each of DDR4-3200, as the source says."""
+"""Bytes per second of the memory of a node with two EPYC 7V12, from the source: eight DDR4-3200 channels each."""
 SELECTIVE = {"kwai-partial(mlp act+norm)": 0.08, "minimal_flash": 0.15}
-"""What a source calls its selection of what is computed again → its part of a layer's forward pass."""
+"""A source's name for its selection of recomputed values → their share of a layer's forward pass."""
 ROWWISE = 4.0
-"""How many times as much it costs to find a scale per row as one per tensor."""
+"""Cost of a scale per row relative to a scale per tensor."""
 
 
 def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
-    """What the program does, by its source, and by what the row says of it."""
+    """Return the behaviour of the program, by its source and by the notes of the row."""
     base, train = program_of(source, plan), row["train"]
     if "overlap off" in (row.get("note") or ""):
         base = replace(base, exposed=1.0, tensor=1.0, messages=1.0)
@@ -228,7 +228,7 @@ def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
 
 
 def program_of(source: str, plan: Plan) -> Software:
-    """Half precision with loss scaling is the mark of programs before fused attention."""
+    """Return the program of a source; half precision with loss scaling indicates one from before fused attention."""
     if source in PROGRAM:
         return PROGRAM[source]
     if plan.zero == 3:
@@ -237,7 +237,7 @@ def program_of(source: str, plan: Plan) -> Software:
 
 
 def seconds_of(row: Mapping[str, Any]) -> float | None:
-    """Seconds of a step; from operations per second only where their formula is known (arXiv 2104.04473)."""
+    """Return seconds of a step; derived from operations per second only if the formula is known (arXiv 2104.04473)."""
     known = row["measured"].get("step_time_s") or row["derived"].get("step_time_s")
     m, t, devices = row["model"], row["train"], row["hardware"]["n_gpus"]
     if known or not str(t.get("tflops_convention", "")).startswith("hardware(4x"):
@@ -248,6 +248,6 @@ def seconds_of(row: Mapping[str, Any]) -> float | None:
 
 
 def memory_of(measured: Mapping[str, Any]) -> float | None:
-    """Bytes; the rows' kind says whether their numbers are GB or GiB."""
+    """Return bytes; the rows' kind says whether their numbers are GB or GiB."""
     amount, kind = measured.get("memory_gib"), measured.get("memory_kind") or ""
     return None if amount is None else amount * (GIGA if "GB" in kind else 2**30)

@@ -1,6 +1,6 @@
 """The same two rules, an RMS norm and a linear layer with its activation, for us and for the two rewriters in torch.
 
-What `lines` counts is the text of the functions below: what a user writes for a rule.
+`lines` counts the lines of the functions below: the code that a user writes for a rule.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fx_norm() -> tuple[Callable[..., Any], Callable[..., Any]]:
         return aten.mul.Tensor(aten.div.Tensor(x, root), w)
 
     def put(x: Any, w: Any, dims: Any, eps: Any) -> Any:
-        return rms_of_last_dim(x, w, eps)  # the shape is not known here: the operator needs a function of its own
+        return rms_of_last_dim(x, w, eps)  # the shape is unknown here, so the operator needs a function
 
     return find, put
 
@@ -87,12 +87,12 @@ def inductor_linear() -> tuple[Callable[..., Any], Callable[..., Any], list[Tens
 
 
 def lines(fn: Callable[..., Any]) -> int:
-    """Lines of code inside of a function."""
+    """Return the number of code lines in a function's body."""
     return sum(bool(line.strip()) for line in inspect.getsource(fn).splitlines()[1:])
 
 
 Apply = Callable[[Program], int]
-"""Rewrites a program; how often a rule applied."""
+"""A function that rewrites a program, and returns how often a rule applied."""
 
 
 def ours(rules: Sequence[Rewrite]) -> Apply:
@@ -107,7 +107,7 @@ def by_fx(rule: tuple[Callable[..., Any], Callable[..., Any]]) -> Apply:
 
 
 def by_inductor(rule: tuple[Callable[..., Any], Callable[..., Any], list[Tensor], dict[str, float]]) -> Apply:
-    """The rule is read once, by the first call of this function; applying it is what is measured."""
+    """Return a function that applies the rule; Inductor reads the rule here, outside of the measured time."""
     from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
 
     find, put, examples, numbers = rule
@@ -124,7 +124,7 @@ def by_inductor(rule: tuple[Callable[..., Any], Callable[..., Any], list[Tensor]
 
 
 def with_shapes(program: Program) -> fx.GraphModule:
-    """The program as Inductor sees it: traced below autograd, every node with its fake value."""
+    """Return the program in Inductor's form: traced below autograd, every node with its fake value."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.rewrites` measures on: norms in five styles, blocks written by hand, a hundred rules."""
+"""Inputs of `benchmarks.rewrites`: norms in five styles, blocks written by hand, a hundred rules."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ EPS = 1e-6
 
 
 def llama(x: Tensor, w: Tensor) -> Tensor:
-    """Meta's Llama: the norm in float32, cast back, times the weight."""
+    """Return the norm of Meta's Llama: in float32, cast back, times the weight."""
     h = x.float()
     return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).type_as(x) * w
 
 
 def llama_in_transformers(x: Tensor, w: Tensor) -> Tensor:
-    """Hugging Face's Llama and Mistral: the variance has a name, the weight comes first."""
+    """Return the norm of Hugging Face's Llama and Mistral: the variance has a name, the weight comes first."""
     h = x.to(torch.float32)
     variance = h.pow(2).mean(-1, keepdim=True)
     h = h * torch.rsqrt(variance + EPS)
@@ -31,21 +31,21 @@ def llama_in_transformers(x: Tensor, w: Tensor) -> Tensor:
 
 
 def t5(x: Tensor, w: Tensor) -> Tensor:
-    """T5: only the variance is taken in float32; the product promotes."""
+    """Return the norm of T5: only the variance is in float32; the product promotes."""
     variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
     h = x * torch.rsqrt(variance + EPS)
     return w * (h.to(w.dtype) if w.dtype in (torch.float16, torch.bfloat16) else h)
 
 
 def gemma(x: Tensor, w: Tensor) -> Tensor:
-    """Gemma: the weight is stored less one, and everything is cast back at the end."""
+    """Return the norm of Gemma: the stored weight is less by one, and the result is cast back at the end."""
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
     return (h * (1.0 + w.float())).type_as(x)
 
 
 def textbook(x: Tensor, w: Tensor) -> Tensor:
-    """As the paper has it: a quotient by the root of the mean of squares."""
+    """Return the norm as in its paper: a quotient by the root of the mean of squares."""
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + EPS) * w
 
 
@@ -59,7 +59,7 @@ STYLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def program_of(fn: Callable[..., Any], *given: Tensor) -> Program:
-    """The program of a function of tensors."""
+    """Return the program of a function of tensors."""
     return capture(torch.nn.Identity(), fn, given).program
 
 
@@ -72,7 +72,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def block(x: Tensor, g: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """A block whose every part is written by hand."""
+    """Return the output of a block whose parts are all written by hand."""
     h = textbook(x, g)
     q, k, v = (h @ w.t() + b for _ in range(3))
     x = x + (attention(q, k, v) @ w.t() + b)
@@ -82,7 +82,7 @@ def block(x: Tensor, g: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 def model(blocks: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """So many blocks with shared weights."""
+    """Return a function with so many blocks and shared weights."""
 
     def run(x: Tensor, g: Tensor, w: Tensor, b: Tensor) -> Tensor:
         for _ in range(blocks):
@@ -103,7 +103,7 @@ UNARY = (
 
 
 def hundred_rules() -> tuple[AnyRewrite, ...]:
-    """The rules of the passes, and more of the same kind: at products, sums and functions of one operand."""
+    """Return the rules of the passes, and more of the same kind: products, sums and functions of one operand."""
     sets = ("fuse_norm", "fuse_activation", "fuse_attention", "fuse_loss")
     found = [rule for name in sets for rule in registered_rewrites(name)]
     makers = (_squared, _doubled)

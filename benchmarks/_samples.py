@@ -1,8 +1,8 @@
-"""Torch's own operator samples, their single-device truth, and the layouts they are tried in.
+"""Torch's own operator samples, their expected results on one device, and the layouts to try.
 
-A `Case` is one sample of one `op_db` entry with what a single device makes of it: the outputs and the gradients
-of a weighted sum of them. A `Variant` says how every tensor argument of a case lies on a mesh. Nothing here knows
-which library is being tried; `opdb` brings the libraries.
+A `Case` is one sample of one `op_db` entry with its results on a single device: the outputs, and the gradients of a
+weighted sum of them. A `Variant` gives the layout of every tensor argument of a case on a mesh. This file is
+independent of the library under test; `opdb` adds the libraries.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Entry:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """float32 where the operator has it, else the first of a fixed list."""
+        """Return float32 if the operator supports it, else the first supported dtype of a fixed list."""
         return next((d for d in _DTYPES if self.op.supports_dtype(d, "cpu")), None)
 
     @property
@@ -79,7 +79,7 @@ class Entry:
         return self.kind != "infinities" and floating and dtype in self.op.supported_backward_dtypes("cpu")
 
     def call(self, values: Sequence[Any], spec: Any) -> Any:
-        """What the entry returns for flat arguments; an in-place entry returns the argument it wrote to as well."""
+        """Return the entry's result for flat arguments; an in-place entry also returns the argument it wrote to."""
         first, args, kwargs = tree_unflatten(list(values), spec)
         if self.kind not in ("in place", "view"):
             return self.op(first, *args, **kwargs)
@@ -102,7 +102,7 @@ def _write(view: Any) -> None:
 
 
 def shares_elements(value: torch.Tensor) -> bool:
-    """Return whether two elements of a strided tensor may lie at the same place in memory."""
+    """True if two elements of a strided tensor may have the same place in memory."""
     reached = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= reached:
@@ -112,7 +112,7 @@ def shares_elements(value: torch.Tensor) -> bool:
 
 
 def entries(kinds: Sequence[str] = ("function",)) -> list[Entry]:
-    """All entries of the given kinds, in `op_db`'s order."""
+    """Return all entries of the given kinds, in `op_db`'s order."""
     found: list[Entry] = []
     for op in op_samples.op_db:
         for kind in kinds:
@@ -199,12 +199,12 @@ def in_other_memory(value: Any, seed: int) -> Any:
 
 @dataclass
 class Case:
-    """One sample of an entry with its truth."""
+    """One sample of an entry with its expected results."""
 
     entry: Entry
     flat: list[Any]
     spec: Any
-    grads_of: Callable[[Any], Any]  # brings outputs that are only defined up to a phase into a definite form
+    grads_of: Callable[[Any], Any]  # normalises outputs that are only defined up to a phase
     seed: int
     is_random: bool = False
     outs: Any = None
@@ -214,7 +214,7 @@ class Case:
 
     @cached_property
     def tensors(self) -> list[int]:
-        """The flat positions of strided tensors: those that can be laid out."""
+        """Return the flat positions of strided tensors, which can be distributed."""
         return [i for i, v in enumerate(self.flat) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
 
     def terms(self, position: int, ranks: int) -> list[torch.Tensor]:
@@ -225,7 +225,7 @@ class Case:
 
     @cached_property
     def exact(self) -> tuple[Any, list[torch.Tensor | None]] | None:
-        """Outputs and gradients in double precision, where the entry has it."""
+        """Return outputs and gradients in double precision, or None if the entry does not support it."""
         try:
             return derive(self, [_doubled(v) for v in self.flat])
         except Exception:
@@ -233,7 +233,7 @@ class Case:
 
     @cached_property
     def truths(self) -> list[tuple[Any, list[torch.Tensor | None]]]:
-        """Outputs and gradients on one device; for tensors in other memory orders, those of contiguous copies as well.
+        """Return results and gradients on one device; other memory orders also give those of contiguous copies.
 
         Torch's kernels for the two may differ in rounding, and a part of a tensor is often contiguous.
         """
@@ -252,7 +252,7 @@ def _short(value: Any) -> str:
 
 
 def exact_terms(value: torch.Tensor, ranks: int, seed: int = 0) -> list[torch.Tensor]:
-    """Random terms whose sum is `value` to the last bit in any order.
+    """Return random terms whose sum is `value` to the last bit in any order.
 
     Every element is `c + (v - c)` on two random ranks and zero elsewhere, with c between v and 2 v: by Sterbenz's
     lemma the difference is exact. The terms differ in sign, so a function that is not linear shows.
@@ -275,7 +275,7 @@ def exact_terms(value: torch.Tensor, ranks: int, seed: int = 0) -> list[torch.Te
 
 @contextlib.contextmanager
 def sizes(**values: int) -> Iterator[None]:
-    """Torch's samples drawn with other values of their size constants (`S`, `M`, `L`)."""
+    """Draw torch's samples with other values of their size constants (`S`, `M`, `L`) inside the context."""
     before = {name: getattr(op_samples, name) for name in values}
     for name, value in values.items():
         setattr(op_samples, name, value)
@@ -293,10 +293,10 @@ def seed_all(seed: int) -> None:
 
 
 def draw(entry: Entry, cap: int) -> list[Case]:
-    """At most `cap` cases: half from samples of torch's odd default sizes, half from even ones, most diverse first."""
-    odd = _pick(_samples(entry), (cap + 1) // 2)
+    """Return at most `cap` cases: half from torch's odd default sizes, half from even ones, most diverse first."""
+    odd = _most_diverse(_samples(entry), (cap + 1) // 2)
     with sizes(S=4, M=8, L=20):
-        even = _pick(_samples(entry), cap - len(odd))
+        even = _most_diverse(_samples(entry), cap - len(odd))
     cases = [_case(entry, sample, seed) for seed, sample in enumerate(odd + even)]
     return [case for case in cases if case is not None]
 
@@ -305,7 +305,7 @@ def _samples(entry: Entry) -> list[Any]:
     seed_all(0)
     drawn = entry.op.sample_inputs("cpu", entry.dtype, requires_grad=entry.differentiable)
     found: list[Any] = []
-    with contextlib.suppress(Exception):  # some samplers do not stand other sizes: what came so far counts
+    with contextlib.suppress(Exception):  # some samplers fail with other sizes: keep the samples before the failure
         for sample in drawn:
             found.append(sample)
             if len(found) == 200:
@@ -313,29 +313,29 @@ def _samples(entry: Entry) -> list[Any]:
     return found
 
 
-def _pick(samples: list[Any], count: int) -> list[Any]:
-    """The samples that look different first, then evenly spaced ones."""
+def _most_diverse(samples: list[Any], count: int) -> list[Any]:
+    """Return the samples with different descriptions first, then evenly spaced ones."""
     if len(samples) <= count:
         return samples
     spaced = [samples[i * len(samples) // count] for i in range(count)]
     kinds: dict[str, Any] = {}
     for sample in samples:
-        kinds.setdefault(_look(sample), sample)
+        kinds.setdefault(_description(sample), sample)
     distinct = list(kinds.values())
     if len(distinct) > count:
         return [distinct[i * len(distinct) // count] for i in range(count)]
     return (distinct + [s for s in spaced if not any(s is d for d in distinct)])[:count]
 
 
-def _look(sample: Any) -> str:
-    """A coarse description: tensor ranks, emptiness, and the names and types of other arguments."""
+def _description(sample: Any) -> str:
+    """Return a coarse description: tensor ranks, emptiness, and the names and types of other arguments."""
     flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     parts = [(v.ndim, v.numel() == 0) if isinstance(v, torch.Tensor) else type(v).__name__ for v in flat]
     return f"{parts}{spec}"
 
 
 def _case(entry: Entry, sample: Any, seed: int) -> Case | None:
-    """The case with its truth, or None where a single device has no value."""
+    """Return the case with its results, or None if it has no value on a single device."""
     flat, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
     flat = [contiguous(v) for v in flat]
     if entry.kind == "memory":
@@ -395,7 +395,7 @@ def _truth(case: Case) -> tuple[Any, list[torch.Tensor | None]]:
 
 
 def derive(case: Case, leaves: Sequence[Any]) -> tuple[Any, list[torch.Tensor | None]]:
-    """The outputs, and the gradients of their weighted sum."""
+    """Return the outputs, and the gradients of their weighted sum."""
     raw, results = evaluate(case, leaves)
     if not any(w is not None for w in case.weights):
         return detached(raw), []
@@ -415,7 +415,7 @@ def _doubled(value: Any) -> Any:
 
 
 def as_exact_as(found: Any, wanted: Any, exact: Any) -> bool:
-    """Whether `found` is no further from the double-precision value than four times what one device's `wanted` is."""
+    """True if the error of `found` is at most four times that of `wanted`, compared with double precision."""
     flat = [tree_flatten(t)[0] for t in (found, wanted, exact)]
     if len({len(leaves) for leaves in flat}) > 1:
         return False
@@ -434,7 +434,7 @@ def _as_exact_as(found: Any, wanted: Any, exact: Any) -> bool:
 
 
 def evaluate(case: Case, values: Sequence[Any]) -> tuple[Any, Any]:
-    """The outputs, and what gradients are taken of."""
+    """Return the outputs, and the targets whose gradients are taken."""
     seed_all(case.seed)
     outs = case.entry.call(values, case.spec)
     return outs, case.grads_of(outs)
@@ -448,7 +448,7 @@ def _weights(out: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def weighted_sum(targets: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """The scalar whose gradients are compared."""
+    """Return the scalar whose gradients are compared."""
     total: Any = 0
     for target, weight in zip(targets, weights, strict=True):
         if weight is None:
@@ -469,7 +469,7 @@ _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float32: 1e-4, to
 
 
 def differ(found: Any, wanted: Any, slack: float = 1.0) -> str | None:
-    """The first difference in words, or None. Trees, tensors, numbers; NaN equals NaN."""
+    """Return the first difference in words, or None. Compares trees, tensors and numbers; NaN equals NaN."""
     found_flat, wanted_flat = tree_flatten(found)[0], tree_flatten(wanted)[0]
     if len(found_flat) != len(wanted_flat):
         return f"{len(found_flat)} results, wanted {len(wanted_flat)}"
@@ -494,7 +494,7 @@ def _differ_tensor(a: torch.Tensor, b: torch.Tensor, slack: float) -> str | None
     if a.dtype != b.dtype:
         return f"{a.dtype}, wanted {b.dtype}"
     a, b = a.detach(), b.detach()
-    if b.dtype is torch.complex32:  # too few operators on the CPU to be compared as it is
+    if b.dtype is torch.complex32:  # the CPU has too few operators to compare it directly
         return _differ_tensor(a.to(torch.complex64), b.to(torch.complex64), 50 * slack)
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return _differ_tensor(a.to_dense(), b.to_dense(), slack)
@@ -523,9 +523,9 @@ def _at_worst(a: torch.Tensor, b: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class Variant:
-    """How the tensors of a case lie: a mesh shape and, per tensor, one mark per mesh axis.
+    """Layout of the tensors of a case: a mesh shape and, per tensor, one mark per mesh axis.
 
-    The marks: `R` replicated, `P` a pending sum, `S0`, `S1`, … cut along that dim.
+    The marks: `R` replicated, `P` a pending sum, `S0`, `S1`, … sharded along that dim.
     """
 
     name: str
@@ -534,7 +534,7 @@ class Variant:
 
 
 def variants(case: Case) -> list[Variant]:
-    """The layouts a case is tried in; those that would repeat an earlier one are dropped."""
+    """Return the layouts for a case; layouts that would repeat an earlier one are dropped."""
     tensors = [case.flat[i] for i in case.tensors]
     line, square, flat, tall = (RANKS,), (2, 2), (1, RANKS), (RANKS, 1)
 
@@ -569,7 +569,7 @@ def _cut(t: torch.Tensor, dim: int) -> str:
 
 
 def _uneven(t: torch.Tensor) -> str:
-    """A dim that four ranks cannot share evenly, an inner one if there is a choice."""
+    """Return the mark of a dim that does not divide evenly over four ranks; an inner dim if there is a choice."""
     dims = [d for d in range(t.ndim) if t.shape[d] % RANKS]
     return f"S{dims[len(dims) // 2]}" if dims else "R"
 

@@ -1,4 +1,4 @@
-"""One rank of the figure `soak`: training steps with saves, loads and resizes, and what memory it holds meanwhile."""
+"""One rank of the figure `soak`: training steps with saves, loads and resizes, and its memory over time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARM = 0.2
 """Part of the run in which every size comes for the first time."""
 SIZES, ROWS, LENGTHS = 300, (2, 32), (2, 32)
 SAME, SAVE, LOAD, REMAKE, KEEP = 20, 100, 200, 7, 3
-"""Steps of one size, between saves, and between loads; loads between new models; checkpoints that are left."""
+"""Steps of one size, steps between saves, steps between loads, loads between new models, checkpoints that stay."""
 SAMPLES = 40
 VOCABULARY, WIDTH, HEADS = 64, 32, 2
 
@@ -43,7 +43,7 @@ class Sample:
 
 
 def sample(step: int) -> Sample:
-    """Return what this process holds once all that can be freed is freed."""
+    """Return the memory of this process after everything that can be freed is freed."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -53,7 +53,7 @@ def sample(step: int) -> Sample:
 
 
 def caches() -> dict[str, tuple[int, int]]:
-    """Return how many entries each bounded cache of the library has, and how many it may have."""
+    """Return the number of entries of each bounded cache of the library, and its bound."""
     found: dict[str, tuple[int, int]] = {}
     seen: set[int] = set()
     for name, module in sorted(sys.modules.items()):
@@ -128,7 +128,7 @@ class Trainer:
 
 
 def _cut(net: Net, mesh: mw.ProcessMesh) -> None:
-    """Cut the feed-forward layers over the axis `tp`."""
+    """Shard the feed-forward layers over the axis `tp`."""
     whole = mw.Replicate()
     for layer, name, dim in ((net.up, "weight", 0), (net.up, "bias", 0), (net.down, "weight", 1)):
         setattr(layer, name, mw.shard_tensor(getattr(layer, name), mesh, [whole, mw.Shard(dim)]))
@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def warm(self) -> int:
-        """The step from which on no size is new."""
+        """Return the step from which on no size is new."""
         return int(self.steps * WARM)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
@@ -161,13 +161,13 @@ class Plan:
             yield size
 
     def is_sampled(self, step: int) -> bool:
-        """True if memory is looked at after this step."""
+        """True if memory is sampled after this step."""
         every = max(1, self.steps // SAMPLES)
         return step >= self.warm and (step % every == 0 or step == self.steps)
 
 
 def soak(folder: Path, plan: Plan, mesh: mw.ProcessMesh, at_sample: Callable[[int], Any]) -> list[Any]:
-    """Return what `at_sample` gives at even distances, while blocks of eager and static steps alternate."""
+    """Return the results of `at_sample` at even distances, while blocks of eager and static steps alternate."""
     found: list[Any] = []
     trainers = [Trainer(mesh, static) for static in (False, True)]
     tokens, last = torch.empty(0), (0, 0)
@@ -178,7 +178,7 @@ def soak(folder: Path, plan: Plan, mesh: mw.ProcessMesh, at_sample: Callable[[in
             if plan.remake and block % plan.remake == 0:
                 trainers[static] = Trainer(mesh, static)
             trainers[static].load(folder)
-        full = -(-rows // mesh.size) * mesh.size if static else rows  # programs with open sizes have equal parts
+        full = -(-rows // mesh.size) * mesh.size if static else rows  # programs with variable sizes need equal parts
         if last != (full, length):
             last = full, length
             tokens = mw.shard_tensor(torch.randint(0, VOCABULARY, last), mesh, [mw.Shard(0)])
@@ -192,7 +192,7 @@ def soak(folder: Path, plan: Plan, mesh: mw.ProcessMesh, at_sample: Callable[[in
 
 
 def on_processes(folder: str, steps: str) -> None:
-    """Run as one of several processes; write what was seen."""
+    """Run as one of several processes; write the samples."""
     mw.init_process(backend="gloo")
     mesh = mw.init_mesh(dp=-1)
     begin = time.perf_counter()
@@ -201,7 +201,7 @@ def on_processes(folder: str, steps: str) -> None:
 
 
 def on_simulated_ranks(folder: str, steps: str) -> None:
-    """Run all ranks in this process, two by two; write what the process held."""
+    """Run all ranks in this process, two by two; write the samples of the process."""
 
     def train() -> list[Any]:
         mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
@@ -214,7 +214,7 @@ def on_simulated_ranks(folder: str, steps: str) -> None:
 
 
 def _nothing(_: int) -> None:
-    """Return None, as what a rank sees of memory that another rank looks at."""
+    """Return None: another rank of the same process samples the memory."""
 
 
 def _write(path: Path, found: list[Sample], begin: float) -> None:

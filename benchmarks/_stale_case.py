@@ -73,12 +73,12 @@ class Case:
 
     @property
     def read_from(self) -> Any:
-        """The object whose attributes the training reads."""
+        """Return the object whose attributes the training reads."""
         return self.model if self.owner is None else self.owner
 
     @property
     def trained_by(self) -> Optimizer | None:
-        """The optimizer of the training."""
+        """Return the optimizer of the training."""
         if not self.trains:
             return None
         return sgd(self.model) if self.optimizer is None else self.optimizer

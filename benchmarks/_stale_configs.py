@@ -17,7 +17,7 @@ from ._stale_case import Case, Run, attribute, by_loss_too, kind, kind_on_mesh, 
 
 @dataclasses.dataclass
 class Config:
-    """A configuration as training scripts have it."""
+    """A configuration as in typical training scripts."""
 
     scale: float = 1.0
     inner: Any = None

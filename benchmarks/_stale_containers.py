@@ -134,7 +134,7 @@ def typed_dict_value(run: Run) -> Case:
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose keys are attributes, as configuration libraries have it."""
+    """A dict whose keys are attributes, as in configuration libraries."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -148,7 +148,7 @@ def dict_with_attributes(run: Run) -> Case:
 
 
 class Defaults(dict[str, float]):
-    """A dict that computes what it lacks."""
+    """A dict that computes missing values."""
 
     default = 1.0
 

@@ -140,7 +140,7 @@ def attention_named_by_a_config(run: Run) -> Case:
 
 @kind
 def soft_cap_of_a_config(run: Run) -> Case:
-    """A whole model whose forward reads its configuration."""
+    """Return a whole model whose forward reads its configuration."""
     import transformers
 
     module: Any = transformers

@@ -138,7 +138,7 @@ def class_weights_replaced(run: Run) -> Case:
 
 @kind
 def weight_passed_with_the_batch(run: Run) -> Case:
-    """A Python number that is a part of the batch."""
+    """Return a training whose batch contains a Python number."""
     weight = [1.0]
 
     class Model(Net):
@@ -157,7 +157,7 @@ def weight_passed_with_the_batch(run: Run) -> Case:
 
 @kind
 def parameters_of_a_teacher(run: Run) -> Case:
-    """The loss compares with another model, whose parameters a moving average writes."""
+    """Return a training whose loss compares with another model, whose parameters a moving average writes."""
     model, teacher = Net(), Net().requires_grad_(False)
     inputs = torch.ones(4, 4)
 
@@ -196,7 +196,7 @@ def attribute_of_a_teacher(run: Run) -> Case:
 
 @kind_on_mesh
 def schedule_of_a_step_that_the_loop_counts(run: Run) -> Case:
-    """A Python function of a counter, as a warm-up of a loss weight is written."""
+    """Return a training with a Python function of a counter, as warm-ups of a loss weight are written."""
     state = SimpleNamespace(step=0)
 
     def weight() -> float:

@@ -98,7 +98,7 @@ def dim_of_a_softmax(run: Run) -> Case:
 
 @kind
 def inplace_flag_of_a_relu(run: Run) -> Case:
-    """In place, the values that are added again are those behind the ReLU."""
+    """Return a training with a ReLU in place: the values that are added again are those after the ReLU."""
     layer = nn.ReLU()
 
     def between(self: Any, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def flag_that_switches_a_branch(run: Run) -> Case:
 
 @kind
 def training_flag_read_by_the_model(run: Run) -> Case:
-    """The flag of the model itself, set to evaluation between training steps."""
+    """Return a training whose model reads its own flag, which is set to evaluation between training steps."""
     model = Net()
     model.scale = lambda: 1.0 if model.training else 2.0
     return Case(model, switch(True, False, model.train))

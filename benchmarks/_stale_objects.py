@@ -1,4 +1,4 @@
-"""Kinds of change: objects with methods of Python's own, attributes by computed names, weak references."""
+"""Kinds of change: objects with special methods, attributes by computed names, weak references."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._stale_case import Case, Net, Run, attribute, by_loss_too, calls, item, ki
 
 @dataclasses.dataclass
 class Config:
-    """A configuration as training scripts have it."""
+    """A configuration as in typical training scripts."""
 
     scale: float = 1.0
     inner: Any = None

@@ -1,4 +1,4 @@
-"""Kinds of change: the same settings where a model runs in pieces, in microbatches, or with recomputation."""
+"""Kinds of change: the same settings if a model runs in pieces, in microbatches, or with recomputation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Piece(nn.Module):
 
 
 class Asks(Net):
-    """A model that asks for a number, so that only its parts can be programs."""
+    """A model that reads a number of a tensor, so that only its parts can be programs."""
 
     def between(self, x: Tensor) -> Tensor:
         return self.piece(x if x.abs().max().item() < 100.0 else x / 100.0) * self.scale()

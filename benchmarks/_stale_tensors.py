@@ -103,7 +103,7 @@ def state_dict_loaded_by_assignment(run: Run) -> Case:
 
 @kind
 def dtype_of_the_parameters(run: Run) -> Case:
-    """The layers compute in the dtype of their parameters."""
+    """Return a training whose layers compute in the dtype of their parameters."""
 
     class Cast(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -129,14 +129,14 @@ def bias_added(run: Run) -> Case:
 
 @kind
 def gradient_left_by_the_user(run: Run) -> Case:
-    """The gradient of a parameter is not None before a step, so the step adds to it."""
+    """Return a training in which a gradient is not None before a step, so the step adds to it."""
     model = Net()
     return Case(model, lambda factor: setattr(model.b.weight, "grad", torch.full((3, 6), factor)))
 
 
 @kind
 def number_read_of_a_parameter(run: Run) -> Case:
-    """Python reads a frozen parameter, which the change writes."""
+    """Return a training in which Python reads a frozen parameter, which the change writes."""
     threshold = nn.Parameter(torch.ones(()), requires_grad=False)
 
     def change(factor: float) -> None:
@@ -196,7 +196,7 @@ def tensor_attribute_written_through_a_view(run: Run) -> Case:
 
 @kind
 def tensor_attribute_written_by_numpy(run: Run) -> Case:
-    """NumPy writes to the memory of a tensor without raising its version."""
+    """Return a training in which NumPy writes to the memory of a tensor without raising its version."""
     factors = torch.ones(1)
     return reads(run, lambda self: self.factors[0], item(factors.numpy(), 0), factors=factors)
 
@@ -315,7 +315,7 @@ def pruning_mask(run: Run) -> Case:
 
 @kind
 def functional_call_with_other_parameters(run: Run) -> Case:
-    """The model computes with tensors of a dict."""
+    """Return a training whose model computes with tensors of a dict."""
     inner = nn.Linear(6, 6)
     given = {"weight": torch.eye(6), "bias": torch.zeros(6)}
 

@@ -119,7 +119,7 @@ def saved_tensors_hooks_around_the_step(run: Run) -> Case:
 
 
 class Doubles(TorchFunctionMode):
-    """A mode that doubles what tanh returns."""
+    """A mode that doubles the result of tanh."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -127,7 +127,7 @@ class Doubles(TorchFunctionMode):
 
 
 class DoublesOperators(TorchDispatchMode):
-    """A mode that doubles what the operator tanh returns."""
+    """A mode that doubles the result of the operator tanh."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -189,7 +189,7 @@ def flag_of_a_backend(run: Run) -> Case:
 
 @kind
 def backend_of_attention(run: Run) -> Case:
-    """In bfloat16 the backends of attention round differently."""
+    """Return a training in bfloat16, where the backends of attention round differently."""
 
     def between(self: Any, x: Tensor) -> Tensor:
         spread = torch.arange(16.0).sin().view(1, 1, 16, 1) * 3.0

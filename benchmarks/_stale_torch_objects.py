@@ -18,7 +18,7 @@ def _zeros(number: int) -> Dataset[Any]:
 
 
 def _other() -> torch.optim.Optimizer:
-    """Return an optimizer of a parameter that the model has not."""
+    """Return an optimizer of a parameter that is not in the model."""
     return torch.optim.SGD([nn.Parameter(torch.zeros(1, dtype=torch.float32))], lr=1.0)
 
 

@@ -107,7 +107,7 @@ def number_that_is_an_attribute(run: Run) -> Case:
 @by_loss_too
 @kind
 def number_that_becomes_a_bool(run: Run) -> Case:
-    """1 and True are equal, and only their types differ."""
+    """Return a training with 1 or True, which are equal and differ only in type."""
     return replaces(
         run, lambda self: 1.0 if type(self.factor) is int else 2.0, "factor", lambda factor: 1 if factor == 1 else True
     )
@@ -137,7 +137,7 @@ def none_that_becomes_a_number(run: Run) -> Case:
 @by_loss_too
 @kind
 def sign_of_zero(run: Run) -> Case:
-    """0.0 and -0.0 are equal, and only their signs differ."""
+    """Return a training with 0.0 or -0.0, which are equal and differ only in sign."""
     return replaces(
         run, lambda self: 1.5 + np.copysign(0.5, self.zero), "zero", lambda factor: 0.0 if factor == 1 else -0.0
     )

@@ -1,4 +1,4 @@
-"""Models in plain PyTorch, each with the table by which its parts are cut, and the meshes that they are laid over.
+"""Models in plain PyTorch, each with a table of the dims that are sharded, and the meshes to try.
 
 Shapes: b batch, s sequence, d hidden, f feed-forward, e experts, v vocabulary, c channels.
 """
@@ -33,7 +33,7 @@ class Residual(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts: each position goes to the two that its gate likes best."""
+    """A mixture of experts: each position goes to the two experts with the highest scores."""
 
     def __init__(self, hidden: int, width: int, count: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Experts(nn.Module):
 
 
 class Bert(nn.Module):
-    """An encoder that fills in masked words; its output embedding is its input embedding."""
+    """An encoder that predicts masked words; its output embedding is its input embedding."""
 
     def __init__(self, vocab: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -108,13 +108,13 @@ def bert() -> nn.Module:
 
 
 def classes(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
-    """Eight samples of numbers, of six classes."""
+    """Return eight samples of numbers, and their classes, one of six."""
     g = torch.Generator().manual_seed(seed)
     return torch.randn(8, *shape, generator=g), torch.randint(6, (8,), generator=g)
 
 
 def words(seed: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Eight texts, and the words that belong there; a third of them is not asked for."""
+    """Return eight texts, and the words to predict; a third of the positions has no word."""
     g = torch.Generator().manual_seed(seed)
     tokens, wanted = torch.randint(vocab, (8, LENGTH), generator=g), torch.randint(vocab, (8, LENGTH), generator=g)
     return tokens, wanted.masked_fill(torch.rand(wanted.shape, generator=g) < 1 / 3, -100)
@@ -126,10 +126,10 @@ def of_words(logits_bsv: Tensor, wanted_bs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with its data and its loss (None: the model gives it), and where its parts are cut.
+    """A model with its data, its loss (None: the model returns it), and the dims that are sharded.
 
-    `cuts` maps the last word of a layer's name, or of a parameter's, to the dim that is cut; `blocks` are the layers
-    whose inputs are cut along their dim `along` in sequence parallelism.
+    `cuts` maps the last word of a layer's name, or of a parameter's, to the sharded dim. `blocks` are the layers whose
+    inputs are sharded along their dim `along` in sequence parallelism.
     """
 
     make: Callable[[], nn.Module]
@@ -163,10 +163,10 @@ SUBJECTS = {
 
 @dataclass(frozen=True)
 class Style:
-    """A mesh, and what its axes do.
+    """A mesh, and the use of its axes.
 
-    "dp" cuts the batch; "zero" cuts the batch, and every parameter along its first dim; "tp" cuts parameters by the
-    model's table, and with `sequence` activations between blocks, too.
+    "dp" shards the batch. "zero" shards the batch, and every parameter along its first dim. "tp" shards parameters by
+    the model's table, and with `sequence` also activations between blocks.
     """
 
     axes: tuple[str, ...]
@@ -186,7 +186,7 @@ class Style:
         return axes + (" sequence" if self.sequence else "")
 
     def places(self, **cuts: int) -> list[mw.Placement]:
-        """One placement per axis: cut along the dim that is named for it."""
+        """Return one placement per axis: sharded along the dim that `cuts` has for the axis, else replicated."""
         return [mw.Shard(cuts[a]) if a in cuts else mw.Replicate() for a in self.axes]
 
 
@@ -206,7 +206,7 @@ STYLES = [
 
 
 def mark(model: nn.Module, subject: Subject, style: Style) -> nn.Module:
-    """Lays the model over the mesh, and says how the batch comes in."""
+    """Shard the model over the mesh, and its batch with a hook."""
     mesh, batch = style.mesh, {"dp": 0, "zero": 0}
 
     def cut(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
@@ -236,5 +236,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01, eps=1e-2, amsgrad=True),
     "Adafactor": partial(torch.optim.Adafactor, lr=0.01, eps=(1e-2, 1e-3)),
 }
-"""Steps must not divide by numbers that are nothing but the error of a sum (the gradient of the keys' bias, of which
-softmax takes no notice): each has an epsilon far above that."""
+"""Optimizers with an epsilon far above rounding errors.
+
+Steps must not divide by numbers that are only the rounding error of a sum, such as the gradient of the keys' bias,
+which does not affect a softmax.
+"""

@@ -39,7 +39,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Collect the seconds; with pytest-xdist, reports reach the process that writes the file."""
+    """Collect the seconds; with pytest-xdist, reports arrive in the process that writes the file."""
     for name, value in report.user_properties:
         if name == _PROPERTY:
             _seconds[report.nodeid] = float(str(value))

@@ -69,7 +69,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Chain:
-    """One program: views of a base in one memory order, and a write; `grad` says whether autograd sees the write."""
+    """One program: views of a base in one memory order, and a write; `grad` is True if autograd records the write."""
 
     views: tuple[str, ...]
     shape: tuple[int, ...]
@@ -79,12 +79,12 @@ class Chain:
 
     @property
     def operator(self) -> str:
-        """The name under which a refused chain is counted."""
+        """Return the operator by which a refused chain is counted."""
         return "chain"
 
     @property
     def name(self) -> str:
-        """Description of the base, the views and the write."""
+        """Return a description of the base, the views and the write."""
         how = "" if self.grad else " without gradients"
         return f"{self.order} {self.shape}: x{''.join(self.views)}, {self.write}{how}"
 
@@ -96,7 +96,7 @@ class Chain:
         return value.permute([order.index(d) for d in range(len(order))])
 
     def run(self, leaf: Any) -> dict[str, Any]:
-        """Return the values that the program finds."""
+        """Return the values that the program computes."""
         base = leaf * 1 if self.grad else leaf.detach() * 1
         view = base
         for name in self.views:

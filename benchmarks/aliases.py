@@ -87,17 +87,17 @@ class Story:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the call's argument."""
+        """Return the shape of the call's argument."""
         return self.call.shape
 
     @property
     def operator(self) -> str:
-        """The name of the operator."""
+        """Return the name of the operator."""
         return self.call.base
 
     @property
     def name(self) -> str:
-        """Description of the call, the memory format and the write."""
+        """Return a description of the call, the memory format and the write."""
         how = "method " if self.method else ""
         return f"{how}{self.call.name} of a {self.format} tensor, write to the {self.write}"
 
@@ -109,7 +109,7 @@ class Story:
         return value * (1 + 0.5j) if value.is_complex() else value
 
     def run(self, leaf: Any) -> dict[str, Any]:
-        """Return the values, versions and strides that the program finds."""
+        """Return the values, versions and strides that the program computes."""
         base = leaf * 1
         source = FORMATS[self.format][1](base)
         out = self.call.as_method(source) if self.method else self.call(source)

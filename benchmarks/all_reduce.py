@@ -1,7 +1,7 @@
 """Time of a checked all-reduce between two processes of one host, divided by that of unchecked Gloo.
 
-Both ways are in the same two processes and take turns in short blocks; each figure is the first quartile of its
-blocks. Ours goes through memory that the processes share; with MESHWRIGHT_SHARED_MEMORY=off it is Gloo's and a guard.
+Both run in the same two processes, in short blocks that alternate. Each figure is the first quartile of its blocks. Our
+all-reduce uses memory that the processes share; with MESHWRIGHT_SHARED_MEMORY=off it uses Gloo, with checks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ GOAL = 1.0
 ELEMENTS = [1, 1024, 16 * 1024, 256 * 1024, 1024 * 1024]
 BLOCK = 20
 GRADIENTS, GRADIENT = 4, 8 * 1024 * 1024
-"""So many results of so many elements are kept at one time, as gradients in a training step."""
+"""Number and size of the results that are kept at one time, as gradients in a training step."""
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The worst ratio over all sizes of our time to Gloo's."""
+    """Return the figure: the worst ratio over all sizes of our time to Gloo's."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "figures.json"
         status = launch([__file__, str(path), "8" if quick else "40"], 2, timeout=300)
@@ -47,7 +47,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """µs of one call, for each of the ways, and our share of Gloo's."""
+    """Return µs of one call for each of the methods, and our share of Gloo's time."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -61,7 +61,7 @@ def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
 
 
 def results_kept(communicator: Communicator, rounds: int) -> dict[str, float]:
-    """µs of a call whose result is kept beside others: in new memory, and in that of its operand."""
+    """Return µs of a call whose result is kept: in new memory, and in the memory of its operand."""
     found: dict[str, list[float]] = {"in new memory": [], "over the operand": []}
     for _ in range(rounds):
         for name, times in found.items():
@@ -75,7 +75,7 @@ def results_kept(communicator: Communicator, rounds: int) -> dict[str, float]:
 
 
 def main(path: str, rounds: int) -> None:
-    """One of the two processes."""
+    """Run one of the two processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     communicator = init_process(backend="gloo")

@@ -1,7 +1,7 @@
 """Nodes of the syntax trees of `src/`, and the sizes of packages and subpackages.
 
-Nodes are the measure of the amount of code, because formatting does not change them. The values before are those of the
-tree at the beginning of the work on the architecture.
+Nodes are the measure of the amount of code, because formatting does not change them. `BEFORE` has the values at the
+beginning of the work on the architecture.
 """
 
 from __future__ import annotations

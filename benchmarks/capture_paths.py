@@ -1,7 +1,7 @@
 """Models with one difficulty each, captured by torch's ways and by ours: models captured wrong.
 
 Each pair has a process of its own. The model is captured and called twice; losses and gradients of both calls are
-compared with the model's own. A way that gives other numbers without a word is worse than one that refuses.
+compared with the model's own. A capture that silently gives other numbers is worse than one that is refused.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ ROOT = Path(__file__).parents[1]
 
 @functools.cache
 def table(length: int) -> Tensor:
-    """Angles that are made once; who captures must not leave its own tensors here."""
+    """Return angles that are computed once; a capture must not leave its own tensors in this cache."""
     return torch.outer(torch.arange(length), torch.arange(1, 9)).float().cos()
 
 
 class Cached(nn.Linear):
-    """Uses a table from a cache."""
+    """A model that uses a table from a cache."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * table(len(x))
 
 
 class Counting(nn.Linear):
-    """Counts its calls in Python."""
+    """A model that counts its calls in Python."""
 
     calls = 0
 
@@ -54,7 +54,7 @@ class Counting(nn.Linear):
 
 
 class Branching(nn.Linear):
-    """Does one of two things, by what a tensor holds."""
+    """A model with a branch that depends on the value of a tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -62,7 +62,7 @@ class Branching(nn.Linear):
 
 
 class Setting(nn.Linear):
-    """Keeps a running sum in a buffer that it sets anew."""
+    """A model with a running sum in a buffer, which it replaces."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__(width, out)
@@ -74,7 +74,7 @@ class Setting(nn.Linear):
 
 
 class Tenfold(torch.autograd.Function):
-    """x, with ten times its gradient."""
+    """A function that returns x, with ten times its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Tenfold(torch.autograd.Function):
 
 
 class OwnFunction(nn.Linear):
-    """Calls an autograd function of the user's."""
+    """A model that calls a user-defined autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Tenfold.apply(super().forward(x))
@@ -183,7 +183,7 @@ PATHS: dict[str, Callable[[nn.Module, Tensor], tuple[int, Step]]] = {
 
 
 def tried(path: str, name: str) -> dict[str, Any]:
-    """What became of one model on one path: "right", "wrong" or "refused"."""
+    """Return the outcome of one model on one path: "right", "wrong" or "refused"."""
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(4, 8)
     reference = copy.deepcopy(model)
@@ -203,7 +203,7 @@ def tried(path: str, name: str) -> dict[str, Any]:
 
 
 def same(found: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
-    """Whether losses and gradients of all calls are equal, up to rounding."""
+    """True if losses and gradients of all calls are equal, up to rounding."""
     pairs = [
         pair for a, b in zip(found, expected, strict=True) for pair in zip([a[0], *a[1]], [b[0], *b[1]], strict=True)
     ]
@@ -211,7 +211,7 @@ def same(found: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many models are captured into something else, without a word; every pair stands in the details."""
+    """Return the figure: the number of models that are silently captured wrong; every pair is in the details."""
     models = list(MODELS)[:3] if quick else list(MODELS)
     rows = {path: {name: measured(path, name) for name in models} for path in PATHS}
     wrong = {path: Counter(cell["is"] for cell in row.values()) for path, row in rows.items()}
@@ -226,7 +226,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def measured(path: str, name: str) -> dict[str, Any]:
-    """One pair, in a process of its own."""
+    """Return the outcome of one pair, from a process of its own."""
     words = [sys.executable, "-W", "ignore", "-m", "benchmarks.capture_paths", path, name]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     lines = done.stdout.splitlines()

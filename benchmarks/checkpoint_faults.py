@@ -1,10 +1,11 @@
 """Checkpoints: writers killed at random moments, files damaged at random places, resumes on other meshes.
 
-*Killed*: a process of four simulated ranks saves one step after the other, synchronously and beside its work, and gets
-SIGKILL at a random moment. The latest complete checkpoint must be at least the one that `wait` had told of, and hold
-its numbers to the bit. *Damaged*: one bit of any file flipped, files cut short, missing, exchanged, of something else;
-each must be told as CheckpointError with nothing loaded. *Other meshes*: a Llama trained on dp 2 x tp 2 with AdamW
-goes on on the same mesh (equal losses), on 8 ranks with every weight cut over all, on 2 pipeline stages, on one device.
+*Killed*: a process of four simulated ranks saves one step after the other, synchronously and in the background, and
+gets SIGKILL at a random moment. The latest complete checkpoint must be at least the last one for which `wait` returned,
+and have the right numbers to the bit. *Damaged*: one bit of any file is flipped; files are truncated, missing,
+exchanged, or of another kind. Each damage must raise a CheckpointError, with nothing loaded. *Other meshes*: a Llama
+trained on dp 2 x tp 2 with AdamW resumes on the same mesh (equal losses), on 8 ranks with every weight sharded over all
+of them, on 2 pipeline stages, and on one device.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CLOSE = 1e-6
 
 
 def state_of(step: int, lay: bool) -> dict[str, Any]:
-    """A state whose every number is known from its step."""
+    """Return a state whose numbers all follow from its step."""
     whole = {
         "w": torch.arange(40_000.0).reshape(200, 200) + step,
         "b": torch.full((1_001,), float(step)),
@@ -49,8 +50,8 @@ def state_of(step: int, lay: bool) -> dict[str, Any]:
     return {**tensors, "step": step}
 
 
-def write_on(folder: Path, step: int, tell: int) -> None:
-    """Four ranks save step after step until they are killed; `tell` hears of each that is complete."""
+def write_until_killed(folder: Path, step: int, tell: int) -> None:
+    """Save step after step on four ranks until the process is killed; write each complete step to the pipe `tell`."""
 
     def program() -> None:
         at = step
@@ -67,14 +68,14 @@ def write_on(folder: Path, step: int, tell: int) -> None:
 
 
 def killed(folder: Path, seed: int) -> dict[str, bool]:
-    """One writer's life and death, and what is there afterwards."""
+    """Start a writer, kill it, and return whether it died while writing and whether the checkpoint is right."""
     latest = mw.latest_checkpoint(folder)
     before = open_checkpoint(latest).values["step"] if latest else 0
     hear, tell = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(hear)
-        write_on(folder, before, tell)
+        write_until_killed(folder, before, tell)
         os._exit(0)
     os.close(tell)
     told = int.from_bytes(os.read(hear, 8), "little")
@@ -85,11 +86,11 @@ def killed(folder: Path, seed: int) -> dict[str, bool]:
         told = int.from_bytes(more, "little")
     os.close(hear)
     inside = any(path.name.endswith(".writing") for path in folder.iterdir())
-    return {"inside": inside, "right": loads(folder, told)}
+    return {"inside": inside, "right": is_intact(folder, told)}
 
 
-def loads(folder: Path, told: int) -> bool:
-    """Whether the latest complete step is one that was told of, or a later one, and holds its numbers."""
+def is_intact(folder: Path, told: int) -> bool:
+    """True if the latest complete step is `told` or a later one, and has the right numbers."""
     state = {name: torch.zeros_like(x) if isinstance(x, Tensor) else 0 for name, x in state_of(1, lay=False).items()}
     try:
         mw.load_state_dict(state, folder)
@@ -113,8 +114,8 @@ def all_killed(count: int) -> dict[str, int]:
 # --- damaged -----------------------------------------------------------------------------------------------------
 
 
-def harms(folder: Path, flips: int, cuts: int) -> dict[str, Callable[[Path], Any]]:
-    """Every damage by name, each of a folder like this one."""
+def damage_kinds(folder: Path, flips: int, cuts: int) -> dict[str, Callable[[Path], Any]]:
+    """Return all damages by name, each a function of a folder like this one."""
     draw = random.Random(0)
     files = sorted(path.name for path in folder.iterdir())
     found: dict[str, Callable[[Path], Any]] = {}
@@ -140,8 +141,8 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
-def is_told(folder: Path) -> bool:
-    """Whether two ranks refuse the checkpoint together, and have loaded nothing."""
+def is_refused(folder: Path) -> bool:
+    """True if two ranks refuse the checkpoint together, and have loaded nothing."""
     pair = mw.ProcessMesh([0, 1], ["x"])
     left: list[Tensor] = []
 
@@ -163,11 +164,11 @@ def all_damaged(flips: int, cuts: int) -> dict[str, Any]:
         good, bad = Path(place) / "good", Path(place) / "bad"
         mw.simulate(lambda: mw.save_state_dict(state_of(7, lay=True), good), 4)
         missed: list[str] = []
-        damages = harms(good, flips, cuts)
+        damages = damage_kinds(good, flips, cuts)
         for name, harm in damages.items():
             shutil.copytree(good, bad)
             harm(bad)
-            if not is_told(bad):
+            if not is_refused(bad):
                 missed.append(name)
             shutil.rmtree(bad)
     return {"damages": len(damages), "not told": len(missed), "which": missed}
@@ -199,7 +200,7 @@ def marked(way: str) -> Llama:
 
 
 def train(way: str, folder: Path, first: bool) -> list[float]:
-    """The losses after the checkpoint, by the run that wrote it or by one that goes on."""
+    """Return the losses after the checkpoint, of the run that wrote it or of one that resumes."""
     torch.manual_seed(0 if first else 99)
     model = marked(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -220,7 +221,7 @@ def train(way: str, folder: Path, first: bool) -> list[float]:
 
 
 def other_meshes() -> dict[str, float]:
-    """The largest relative difference of the next losses, by the mesh that goes on."""
+    """Return the largest relative difference of the next losses, by the mesh that resumes."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         expected = mw.simulate(train, 4, "dp x tp", folder, True)[0]
@@ -235,7 +236,7 @@ def other_meshes() -> dict[str, float]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many writers left nothing to load, and how many damages were not told; both must be none."""
+    """Return the figure: the writers that left nothing to load, and the undetected damages; both must be none."""
     torch.set_num_threads(1)
     dead = all_killed(20 if quick else KILLS)
     hurt = all_damaged(20 if quick else FLIPS, 10 if quick else CUTS)

@@ -1,6 +1,6 @@
 """Command lines with a mistake: answers without one clear message and the right exit code.
 
-Each line is carried out in this process; some are tried as processes too, where nothing is patched.
+Each line runs in this process. Some lines also run as processes of their own, without any patches.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ AS_PROCESSES = (
 
 @dataclass(frozen=True)
 class Line:
-    """A command line, its exit code, and words that the answer has."""
+    """A command line, its expected exit code, and words that the output must have."""
 
     text: str
     code: int
@@ -157,7 +157,7 @@ TYPED = [
     Line("parallelize {f}/mine.py:build --mesh dp=2,dp=2", 2, "AXIS=N"),
     Line("parallelize {f}/mine.py:build --mesh dp=2 --ranks 2", 2, "not allowed with"),
     Line("parallelize {f}/mine.py:build", 2, "the number of ranks is missing"),
-    # what is left out
+    # missing arguments
     Line("run", 2, "SCRIPT"),
     Line("schedule", 2, "NAME"),
     Line("plan", 2, "CONFIG"),
@@ -166,7 +166,7 @@ TYPED = [
     Line("explain", 2, "CONFIG"),
     Line("checkpoint", 2, "ACTION"),
     Line("parallelize", 2, "MODEL"),
-    # files that are missing, or are something else
+    # files that are missing, or of another kind
     Line("run {f}/none.py", 2, "no file"),
     Line("run --trace {f} {f}/script.py", 2, "Is a directory"),
     Line("run {f}/syntax.py", 1, "line 1"),
@@ -221,25 +221,25 @@ LINES = [*(Line(f"{name} --help", 0, "usage:") for name in COMMANDS), *TYPED]
 
 
 def make_files(folder: Path) -> None:
-    """The files that the lines speak of."""
+    """Write the files that the lines mention."""
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
 
 
-def wrong(line: Line, folder: Path) -> str:
-    """What is wrong with the answer to a line; nothing where all is as it should be."""
+def fault_of(line: Line, folder: Path) -> str:
+    """Return the fault of the response to a line, or ""."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
             code = main([word.format(f=folder) for word in line.text.split()])
         except Exception as error:
             return f"{line.text}: raised {type(error).__name__}: {error}"
-    return judged(line, code, out.getvalue(), err.getvalue())
+    return first_fault(line, code, out.getvalue(), err.getvalue())
 
 
-def judged(line: Line, code: int, out: str, err: str) -> str:
-    """The first fault of an answer: the code, a traceback, words that it lacks, no remedy, or more than one message."""
+def first_fault(line: Line, code: int, out: str, err: str) -> str:
+    """Return the first fault: exit code, traceback, missing words, no remedy, or more than one message."""
     said = out if line.code == OK else err
     faults = {
         f"exit code {code} instead of {line.code}": code != line.code,
@@ -252,24 +252,24 @@ def judged(line: Line, code: int, out: str, err: str) -> str:
     return next((f"{line.text}: {fault}" for fault, found in faults.items() if found), "")
 
 
-def wrong_processes(folder: Path) -> Iterator[str]:
-    """The same of lines that are processes of their own."""
+def process_faults(folder: Path) -> Iterator[str]:
+    """Yield the same faults for lines that run as processes of their own."""
     known = {line.text: line for line in LINES}
     for text in AS_PROCESSES:
         words = [word.format(f=folder) for word in text.split()]
         done = subprocess.run([sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, check=False)
-        fault = judged(known[text], done.returncode, done.stdout, done.stderr)
+        fault = first_fault(known[text], done.returncode, done.stdout, done.stderr)
         if fault:
             yield fault
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many lines get a wrong answer."""
+    """Return the figure: the number of lines with a wrong response."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder)
-        found = [fault for line in LINES if (fault := wrong(line, folder))]
-        found += [] if quick else list(wrong_processes(folder))
+        found = [fault for line in LINES if (fault := fault_of(line, folder))]
+        found += [] if quick else list(process_faults(folder))
     tried = len(LINES) + (0 if quick else len(AS_PROCESSES))
     return {
         "name": "cli",

@@ -45,7 +45,7 @@ PUBLISHED = {
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many closed forms and published bubbles do not come out; both counted per schedule."""
+    """Return the figure: the number of closed forms and published bubbles that differ, per schedule."""
     rows = {name: forms(k, 4 if quick else 8) for name, k in KNOWN_SCHEDULES.items()}
     bubbles = {f"{model}, m = {m}": published(model, m) for model, m in PROFILED}
     off = max(abs(row["published"] - row["ours"]) for found in bubbles.values() for row in found.values())
@@ -73,7 +73,7 @@ def shapes(k: KnownSchedule, most: int) -> Iterator[ScheduleSizes]:
 
 
 def forms(k: KnownSchedule, most: int) -> dict[str, Any]:
-    """How many tables were made and checked, how many forms held, and which did not."""
+    """Return how many tables were made and checked, how many forms hold, and which do not."""
     made = checked = 0
     wrong: list[str] = []
     for shape in shapes(k, most):
@@ -93,7 +93,7 @@ def forms(k: KnownSchedule, most: int) -> dict[str, Any]:
 def differences(
     k: KnownSchedule, schedule: Schedule, shape: ScheduleSizes, peaks: tuple[float, ...]
 ) -> dict[str, float]:
-    """What is found less what the forms say."""
+    """Return the simulated values less the values of the closed forms."""
     parts = schedule.chunks_per_rank * schedule.slices
     line = simulate_schedule(schedule, Times(1 / parts, 1 / parts, 1 / parts))
     found = {
@@ -105,7 +105,7 @@ def differences(
 
 
 def published(model: str, m: int) -> dict[str, dict[str, float]]:
-    """The bubbles of one column of the table, published and ours."""
+    """Return the bubbles of one column of the table, published and ours."""
     f, b, w, message = PROFILED[model, m]
     times = Times(f, b, w, transfer=message)
     found: dict[str, dict[str, float]] = {}

@@ -22,7 +22,7 @@ PUBLISHED = {"by hand": 1275, "Paddle's marks": 44}
 
 
 def code(path: Path) -> list[str]:
-    """The lines that say something."""
+    """Return the lines of code, without blank lines, comments and docstrings."""
     text = path.read_text()
     body = ast.parse(text).body
     start = body[0].end_lineno or 0 if isinstance(body[0], ast.Expr) else 0
@@ -31,19 +31,19 @@ def code(path: Path) -> list[str]:
 
 
 def added(path: Path) -> list[str]:
-    """The lines that the script for one device does not have."""
+    """Return the lines that the script for one device does not have."""
     return [line[2:] for line in difflib.ndiff(code(ONE), code(path)) if line.startswith("+ ")]
 
 
 def losses(script: Path, ranks: int, *options: str) -> list[float]:
-    """What all ranks print, step by step."""
+    """Return the printed losses of all ranks, step by step."""
     words = ["-m", "meshwright", "run", "--all-ranks", "--ranks", str(ranks), *options] if ranks > 1 else []
     found = subprocess.run([sys.executable, *words, str(script)], stdout=subprocess.PIPE, text=True, check=True)
     return [float(n) for n in re.findall(r"^(?:\[\d+\] )?loss ([\d.]+)$", found.stdout, re.MULTILINE)]
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many lines are added, and how far losses are apart."""
+    """Return the figure: the number of added lines, and the difference of the losses."""
     expected = losses(ONE, 1)
     apart = {
         "parallel": _apart(losses(PARALLEL, 8), expected * 8),
@@ -61,5 +61,5 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def _apart(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference; ranks print the same numbers, in any order."""
+    """Return the largest relative difference; ranks print the same numbers, in any order."""
     return max(abs(a - b) / b for a, b in zip(sorted(found), sorted(expected), strict=True))

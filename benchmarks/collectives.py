@@ -1,7 +1,8 @@
 """Cost model: median error of predicted collective times against published measurements.
 
-`measured_collectives.json` has a row per measurement, with its source: bandwidths as nccl-tests counts them (what a
-ring would have to move), of sizes from 32 KiB to 16 GiB. Its networks are links by name, or GB/s between two nodes.
+`measured_collectives.json` has a row per measurement, with its source: bandwidths as nccl-tests counts them (the bytes
+that a ring would have to move), for sizes from 32 KiB to 16 GiB. Its networks are links by name, or GB/s between two
+nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ GIGA = 1e9
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The median of how far off the prices are."""
+    """Return the figure: the median error of the predicted times."""
     rows = json.loads(ROWS.read_text())
     off = {named(row): priced(row) / row["bus_gbs"] - 1 for row in rows}
     large = [abs(off[named(row)]) for row in rows if row["bytes"] >= LARGE]
@@ -42,7 +43,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def priced(row: Mapping[str, Any]) -> float:
-    """GB/s as the price has it."""
+    """Return the predicted bandwidth in GB/s."""
     cluster, network, n = cluster_of(row["device"]), row.get("network"), row["ranks"]
     if isinstance(network, str):
         cluster = replace(cluster, outside=link_of(network))

@@ -1,8 +1,8 @@
 """Communication of static programs for the common kinds of parallelism: golden texts that hold.
 
-Programs are those that `to_static` makes without options, or with those that a text shows. A text tells its law and
-every collective of one training step in order, as rank 0 calls it (`golden/*.txt`). It holds when the program still
-reads so, and when one more layer adds what the law says and nothing else. To write them anew, for a person to read:
+Programs come from `to_static` without options, or with the options that a text shows. A text gives its law and every
+collective of one training step in order, as rank 0 calls it (`golden/*.txt`). It holds if the program still has this
+text, and one more layer adds exactly the collectives of the law. To write the texts again for review, run:
 `python -c "from benchmarks.communications import write; write()"`.
 """
 
@@ -35,7 +35,7 @@ Growth = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """A program and its law: `per_layer` tells, by phase, which collectives each further layer adds."""
+    """A program and its law: `per_layer` has, by phase, the collectives that each further layer adds."""
 
     name: str
     law: str
@@ -60,13 +60,13 @@ class Case:
         return f"# {self.name}: {mesh}{options}\n# {self.law}\n\n{body}\n"
 
     def holds(self) -> bool:
-        """True when the text is the golden one, and one more layer adds what the law says."""
+        """True if the text equals the golden one, and one more layer adds the collectives of the law."""
         path = GOLDEN / f"{self.name}.txt"
         same = path.exists() and path.read_text() == self.text()
         return same and (self.per_layer is None or self.growth() == self.per_layer)
 
     def growth(self) -> Growth:
-        """What each further layer adds, by phase; ValueError where the second adds something else than the third."""
+        """Return the collectives that each further layer adds, by phase; ValueError if the third layer adds others."""
         one, two, three = (dict(counted(self.recorded(n))) for n in (1, 2, 3))
         found = [
             {p: dict(b[p] - a.get(p, Counter())) for p in b if b[p] != a.get(p)} for a, b in pairwise([one, two, three])
@@ -77,13 +77,13 @@ class Case:
 
 
 def counted(program: Program) -> Iterator[tuple[str, Counter[str]]]:
-    """Phase and its collectives by kind."""
+    """Yield each phase and its number of collectives by kind."""
     for phase in ("forward", "backward", "update"):
         yield phase, Counter(repr(node.op).split(",")[0].rstrip(")") + ")" for node in communication(program, phase))
 
 
 def recorded(model: nn.Module, batch: tuple[Any, ...], strategy: mw.Strategy, trains: bool = True) -> Program:
-    """The program of one step, as the caller's communicator records it."""
+    """Return the program of one step, recorded for the caller's communicator."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if trains else None
     static = mw.to_static(model, None, None, optimizer, strategy=strategy)
     static(*batch)
@@ -95,7 +95,7 @@ def mesh_of(axes: Mapping[str, int]) -> mw.ProcessMesh:
 
 
 def llama(case: Case, layers: int, micro_batches: int = 1) -> Program:
-    """A Llama with `layers` blocks on the case's mesh, under its strategy."""
+    """Return the program of a Llama with `layers` blocks on the case's mesh, under its strategy."""
     config = LlamaConfig(vocab=64, hidden=32, layers=layers, heads=4, kv_heads=4, feed_forward=48)
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     with using_communicator(PeerlessCommunicator(0, prod(case.axes.values()))):
@@ -118,7 +118,7 @@ class Accumulated(nn.Module):
 
 
 def over_nodes(case: Case, layers: int) -> Program:
-    """Linear layers, their batch cut over nodes and over the ranks of each."""
+    """Return the program of linear layers with a batch that is sharded over nodes and over the ranks of each."""
     mesh = mesh_of(case.axes)
 
     class Layers(nn.Sequential):
@@ -132,7 +132,7 @@ def over_nodes(case: Case, layers: int) -> Program:
 
 
 def seed(case: Case, layers: int) -> Program:
-    """`relu(a @ b)` with b cut by rows: a product whose sum runs over the ranks."""
+    """Return the program of `relu(a @ b)` with b sharded by rows: the product has a pending sum over the ranks."""
     mesh = mesh_of(case.axes)
 
     class Product(nn.Module):
@@ -210,14 +210,14 @@ CASES = (
 
 
 def write() -> None:
-    """Writes every golden text anew."""
+    """Write every golden text again."""
     GOLDEN.mkdir(exist_ok=True)
     for case in CASES:
         (GOLDEN / f"{case.name}.txt").write_text(case.text())
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many golden texts hold."""
+    """Return the figure: the number of golden texts that hold."""
     cases = CASES[::4] if quick else CASES
     held = {case.name: case.holds() for case in cases}
     return {

@@ -34,7 +34,7 @@ NOISE = 1.25
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Seconds for the larger of the two models; the whole table stands in the details."""
+    """Return the figure: seconds for the larger of the two models; the whole table is in the details."""
     repeats = 1 if quick else 3
     rows = {f"{name} on {ranks} ranks": cases([(name, ranks, 0)], repeats)[0] for name, ranks in GOALS}
     ends = dict(zip(ENDS, cases([("8b" if quick else "70b", ranks, 0) for ranks in ENDS], repeats), strict=True))
@@ -60,24 +60,24 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def cases(asked: Sequence[tuple[str, int, int]], repeats: int) -> list[dict[str, Any]]:
-    """Median and least seconds of some processes for each case, in turns, so that all see the machine's slow moments.
+    """Return median and least seconds of several processes per case; cases alternate, so that they share slow moments.
 
-    Ratios are of the least: what else the machine does adds time and takes none away.
+    Ratios use the least seconds, because other work on the machine only adds time.
     """
     runs: list[list[dict[str, Any]]] = [[] for _ in asked]
     for _ in range(repeats):
         for case, found in zip(asked, runs, strict=True):
             found.append(own_process("compile_scale", *case))
-    return [told(found) for found in runs]
+    return [summary(found) for found in runs]
 
 
-def told(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     seconds = [run["seconds"] for run in runs]
     return {**runs[0], "seconds": round(statistics.median(seconds), 2), "least": min(seconds)}
 
 
 def record(name: str, ranks: int, layers: int) -> dict[str, Any]:
-    """One case, in this process."""
+    """Return the seconds and the memory of one case, in this process."""
     sizes = SIZES[name] | ({"layers": layers} if layers else {})
     stages, data, _ = shape = MESHES[ranks]
     with using_communicator(PeerlessCommunicator(rank=0, size=ranks)):
@@ -97,7 +97,7 @@ def record(name: str, ranks: int, layers: int) -> dict[str, Any]:
 
 
 def mark(model: Llama, mesh: mw.ProcessMesh) -> None:
-    """Megatron's cuts of the weights; everything else follows from them and from how the batch lies."""
+    """Shard the weights as Megatron does; all other layouts follow from them and from the layout of the batch."""
     replicated = [mw.Replicate(), mw.Replicate()]
     for name, part in model.named_modules():
         cut = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "o": 1, "down": 1}.get(name.split(".")[-1])

@@ -1,8 +1,8 @@
 """Attention along a sequence that is sharded over four ranks: peak memory and received bytes of each method.
 
-A training step of one causal attention is recorded for the last rank and run there with nobody beside it. The peak is
-what the recorded program says; received is what arrives in the step, gradients and loss included. Kernels' own
-workspace does not count: tiles of "ring" are values of the program, torch's fused attention in "ulysses" holds none.
+A training step of one causal attention is recorded for the last rank, and run there without any other rank. The peak is
+that of the recorded program. Received bytes are those of the step, gradients and loss included. The workspace of
+kernels does not count: the tiles of "ring" are values of the program, torch's fused attention in "ulysses" holds none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = ("gather", "ring", "ulysses")
 
 
 class Attention(nn.Module):
-    """The mean square of what attention gives for queries, keys and values that are its input times a number."""
+    """The mean square of the attention whose queries, keys and values are its input times a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 def step(name: Any, length: int) -> dict[str, int]:
-    """Bytes that live at the peak of a step, and that arrive in it."""
+    """Return the bytes in memory at the peak of a step, and the bytes that it receives."""
     import meshwright as mw
     from meshwright.comm import PeerlessCommunicator, using_communicator
     from meshwright.graph import live_memory
@@ -49,7 +49,7 @@ def step(name: Any, length: int) -> dict[str, int]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: how many times less than by gathering the longest sequence takes at the peak."""
+    """Return the figure: peak memory by gathering divided by that of each method, for the longest sequence."""
     lengths = (256, 512) if quick else (512, 1024, 2048, 4096)
     found = {length: {name: step(name, length) for name in NAMES} for length in lengths}
     last = found[lengths[-1]]

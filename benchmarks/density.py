@@ -58,7 +58,7 @@ def docstring_lines(tree: ast.AST) -> Iterator[int]:
 
 
 def decisions(tree: ast.AST) -> int:
-    """Return the number of places below a node where a run can go two ways.
+    """Return the number of branches below a node.
 
     Branches and loops count once, so does each clause and each condition of a comprehension, and each operand of `and`
     and `or` but the first.

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 from urllib.parse import unquote
 
-from benchmarks._browser import Browser, browser, found
+from benchmarks._browser import Browser, browser, browser_path
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (390, 768, 1280)
@@ -38,7 +38,7 @@ MISSING = "there is no browser on this machine; install Chromium (on Debian: apt
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Return the number of faults of all pages at all widths; with `quick`, of the pages beside the start page."""
-    program = found()
+    program = browser_path()
     if program is None:
         return {"name": "docs", "value": None, "goal": "0 faults", "ok": False, "details": {"missing": MISSING}}
     with tempfile.TemporaryDirectory() as folder:

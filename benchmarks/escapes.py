@@ -96,9 +96,9 @@ def examine(way: Way, setting: Setting) -> Finding | None:
         return None
     try:
         found = mw.simulate(lambda: _result(way, setting.lay), setting.ranks)
-    except Exception as error:  # of one rank, or of the simulation
+    except Exception as error:  # from one rank, or from the simulation
         found = [error]
-    return Finding(way, setting, *_judged(found, wanted))
+    return Finding(way, setting, *_compared(found, wanted))
 
 
 def _result(way: Way, lay: Lay) -> Any:
@@ -111,7 +111,7 @@ def _result(way: Way, lay: Lay) -> Any:
             return error
 
 
-def _judged(found: Sequence[Any], wanted: Any) -> tuple[str, str]:
+def _compared(found: Sequence[Any], wanted: Any) -> tuple[str, str]:
     """Return the outcome, and the first error or the first result that differs from that of one device."""
     errors = [f for f in found if isinstance(f, Exception)]
     if errors and all(isinstance(e, mw.MeshwrightError) or _is_read_only(e) for e in errors):

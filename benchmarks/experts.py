@@ -1,10 +1,10 @@
 """Experts over four ranks: bytes that a rank receives in a training step, for each way to join rows and experts.
 
-Tokens are cut over the ranks that hold the experts. "gather" brings every expert to every rank, as it must where
-nothing is known of grouped products; "sums" is a model as it is, where each rank computes the rows of its own experts
-and sums wait; "travel" is `mw.dispatch_experts`, where rows go to the ranks that hold their experts, and "places" the
-same with a capacity of a quarter more than the mean, in a static program. Counted to the byte, on all ranks, for
-forward and backward pass, the reductions of the loss and of the two small gradients included.
+Tokens are sharded over the ranks that hold the experts. "gather" sends every expert to every rank, as is necessary
+without a rule for grouped products. "sums" is an unchanged model: each rank computes the rows of its own experts, and
+the sums stay pending. "travel" is `mw.dispatch_experts`, which sends rows to the ranks that hold their experts.
+"places" is the same with a capacity of a quarter more than the mean, in a static program. Bytes are exact, on all
+ranks, for forward and backward pass, the reductions of the loss and of the two small gradients included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FACTOR = 1.25
 
 
 class Mixture(nn.Module):
-    """A router, and experts of two matrices each."""
+    """A router, and experts with two matrices each."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def places(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor
 
 
 def received(way: str, tokens: int) -> list[int]:
-    """Bytes that each rank receives in a step."""
+    """Return the bytes that each rank receives in a step."""
     import meshwright as mw
     from meshwright.comm import current_communicator
 
@@ -103,7 +103,7 @@ def received(way: str, tokens: int) -> list[int]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: how many times the bytes of rows that travel the other ways move, at the busiest rank."""
+    """Return the figure: bytes of the other methods divided by those of travelling rows, at the busiest rank."""
     sizes = (64, 256) if quick else (64, 256, 1024, 4096)
     found = {tokens: {way: received(way, tokens) for way in WAYS} for tokens in sizes}
     busiest = {tokens: {way: max(each) for way, each in ways.items()} for tokens, ways in found.items()}

@@ -1,10 +1,10 @@
 """Thirty faults and bad inputs, each on real processes: how many end as they should, and how soon every rank knows.
 
     python -m benchmarks faults                       every row
-    python -m benchmarks.faults --row 3 --row 21      these rows, with what was seen
+    python -m benchmarks.faults --row 3 --row 21      these rows, with their observations
     python -m benchmarks.faults --clean 5000          false alarms over 5,000 clean steps
 
-A row passes if its condition holds; the conditions stand in the functions' docstrings. Rows 25 and 26 are about
+A row passes if its condition holds. The docstring of its function states the condition. Rows 25 and 26 are about
 generation.
 """
 
@@ -37,7 +37,7 @@ def rows() -> dict[int, Row]:
 
 
 def judge(number: int, row: Row) -> dict[str, Any]:
-    """Return what came of a row; an exception of the row itself is a failure."""
+    """Return the outcome of a row; an exception of the row itself is a failure."""
     begin = time.perf_counter()
     try:
         verdict = row()
@@ -76,10 +76,10 @@ def run(quick: bool = False) -> dict[str, Any]:
     from benchmarks._clean_steps import false_alarms
 
     steps = CLEAN_STEPS_QUICK if quick else CLEAN_STEPS
-    return figure([_told(n, row) for n, row in rows().items()], false_alarms(steps), steps)
+    return figure([_judge_and_print(n, row) for n, row in rows().items()], false_alarms(steps), steps)
 
 
-def _told(number: int, row: Row) -> dict[str, Any]:
+def _judge_and_print(number: int, row: Row) -> dict[str, Any]:
     found = judge(number, row)
     print(_line(found), file=sys.stderr, flush=True)
     return found

@@ -2,10 +2,10 @@
 
     python -m benchmarks first_static_step
 
-The first step captures, records and runs a training step with AdamW, and keeps the program in a folder. The second step
-may take at most 1.2 times as long as later ones (the median of ten). The restart makes a step with a new model, which
-finds the kept program: nothing may be recorded. Processor time is the process's, over all threads; building the models
-is not counted.
+The first step captures, records and runs a training step with AdamW, and stores the program in a folder. The second
+step may take at most 1.2 times as long as later ones (the median of ten). The restart makes a step with a new model,
+which loads the stored program: nothing may be recorded. Processor time is that of the process, over all threads. The
+time to build the models is not counted.
 """
 
 from __future__ import annotations

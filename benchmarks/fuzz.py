@@ -2,9 +2,9 @@
 
     python -m benchmarks.fuzz                          10,000 programs
     python -m benchmarks.fuzz --seed 500 --chains 100  programs 500 to 599
-    python -m benchmarks.fuzz --only 512               one program: printed, run, and cut down if it fails
+    python -m benchmarks.fuzz --only 512               one program: printed, run, and reduced if it fails
 
-The programs are those of `_chains`: values and gradients of every one must be the single device's.
+The programs are those of `_chains`. Values and gradients of every program must equal those of a single device.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FULL, QUICK = 10_000, 300
 
 @dataclass(frozen=True)
 class Failure:
-    """A program that does not give the single device's numbers."""
+    """A program whose numbers differ from those of a single device."""
 
     chain: Chain
     message: str
 
 
 def machine(library: Ours, mesh: tuple[int, ...]) -> Machine:
-    """The program's names on simulated ranks."""
+    """Return the meaning of the program's names on simulated ranks."""
 
     def lay(value: torch.Tensor, layout: str, seed: int) -> Any:
         whole = value.detach()
@@ -45,7 +45,7 @@ def machine(library: Ours, mesh: tuple[int, ...]) -> Machine:
 
 
 def check(library: Ours, chain: Chain) -> Failure | None:
-    """None where every rank's values and gradients are the single device's."""
+    """Return None if every rank's values and gradients are those of a single device, else the failure."""
     try:
         with _chains.kernels(chain):
             wanted = _chains.perform(chain, Machine())
@@ -68,7 +68,7 @@ def _on_rank(library: Ours, chain: Chain, wanted: Outcome) -> str | None:
 
 
 def _differ_grad(found: torch.Tensor | None, wanted: torch.Tensor | None) -> str | None:
-    """A gradient of zeros counts as none."""
+    """Return the difference of two gradients, or None; a gradient of zeros equals None."""
     if found is None or wanted is None:
         some = found if wanted is None else wanted
         return None if some is None or not some.count_nonzero() else "missing" if found is None else "not wanted"
@@ -76,7 +76,7 @@ def _differ_grad(found: torch.Tensor | None, wanted: torch.Tensor | None) -> str
 
 
 def cut_down(library: Ours, failure: Failure) -> Failure:
-    """The failure of the smallest failing program; a wrong number stays a wrong number."""
+    """Return the failure of the smallest failing program; a wrong number stays a wrong number."""
     raised = "Error" in failure.message.split(":")[0]
 
     def fails(chain: Chain) -> bool:
@@ -88,7 +88,7 @@ def cut_down(library: Ours, failure: Failure) -> Failure:
 
 
 def fuzz(seed: int, chains: int, library: Ours | None = None, progress: bool = False) -> list[Failure]:
-    """The failures among programs `seed` to `seed + chains - 1`."""
+    """Return the failures among programs `seed` to `seed + chains - 1`."""
     library = library or Ours()
     failures: list[Failure] = []
     for k in range(seed, seed + chains):
@@ -103,7 +103,7 @@ def fuzz(seed: int, chains: int, library: Ours | None = None, progress: bool = F
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: how many programs fail."""
+    """Return the figure: the number of programs that fail."""
     torch.set_num_threads(1)
     start, chains = time.perf_counter(), QUICK if quick else FULL
     library = Ours()

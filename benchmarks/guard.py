@@ -1,9 +1,9 @@
 """Cost of the checks between ranks: share of a small training step, and time of single all-reduces.
 
-Two real processes make training steps of a Llama (2 layers of 256, 4 rows of 64 tokens a rank, AdamW) with all checks
-and without any, in short blocks that alternate in one run, so that both see the same machine. The checks are the
-comparison of calls and of what they are for, of replicas, and of gradients for numbers that are not finite. Each figure
-is the first quartile of its blocks, since whatever else the machine does only ever adds.
+Two real processes make training steps of a Llama (2 layers of 256, 4 rows of 64 tokens a rank, AdamW), with all checks
+and without any. Short blocks of both alternate in one run, so that both see the same machine. The checks compare calls
+and their purposes, compare replicas, and test gradients for numbers that are not finite. Each figure is the first
+quartile of its blocks, because other work on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def checks(communicator: ProcessCommunicator, on: bool) -> Generator[None]:
-    """Make all checks inside, or none."""
+    """Turn all checks on, or all off, inside the context."""
     follow(on)
     mw.check_steps("stop" if on else "off", replicas=None if on else 0)
     with communicator.checking("every" if on else "off"):
         yield
 
 
-def made(static: bool) -> Callable[[], object]:
-    """Return a training step of a small model whose batch is cut over both ranks."""
+def training_step(static: bool) -> Callable[[], object]:
+    """Return a training step of a small model whose batch is sharded over both ranks."""
     torch.manual_seed(0)
     mesh = mw.init_mesh(dp=2)
     net = Llama(LlamaConfig(layers=LAYERS))
@@ -92,7 +92,7 @@ def share_of(communicator: ProcessCommunicator, step: Callable[[], object], roun
 
 
 def call_times(communicator: ProcessCommunicator, elements: int, rounds: int) -> dict[str, float]:
-    """Return microseconds of one all-reduce under each way of comparing calls."""
+    """Return microseconds of one all-reduce for each method of comparing calls."""
     x = torch.ones(elements)
     found: dict[str, list[float]] = {check: [] for check in CALLS}
     for _ in range(rounds if elements < 2**18 else max(2, rounds // 4)):
@@ -108,10 +108,10 @@ def call_times(communicator: ProcessCommunicator, elements: int, rounds: int) ->
 
 
 def main(path: str, rounds: int) -> None:
-    """One of the two processes."""
+    """Run one of the two processes."""
     communicator = init_process(backend="gloo")
     assert isinstance(communicator, ProcessCommunicator)
-    steps = {name: share_of(communicator, made(name == "static"), rounds) for name in ("eager", "static")}
+    steps = {name: share_of(communicator, training_step(name == "static"), rounds) for name in ("eager", "static")}
     calls = {f"{elements * 4} B": call_times(communicator, elements, rounds) for elements in ELEMENTS}
     if communicator.rank == 0:
         Path(path).write_text(json.dumps({"steps": steps, "calls": calls}))

@@ -26,7 +26,7 @@ SHOWN = 40
 
 
 def hostile(cases: int, seed: int, chosen: Iterable[str] = (), numbers: Sequence[int] = ()) -> dict[str, Any]:
-    """Return how many inputs ran for each reader, and what went wrong."""
+    """Return how many inputs ran for each reader, and the failures."""
     counts, found = dict[str, int](), list[Bad]()
     with tempfile.TemporaryDirectory() as folder:
         every = readers(Path(folder))

@@ -24,7 +24,7 @@ SIZES = {"small": (256, 4, 64), "large": (1024, 2, 256)}
 
 
 class Step(nn.Module):
-    """A block with a loss behind it."""
+    """A block followed by a loss."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Step(nn.Module):
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Eager / ours, the least over sizes and both kinds of step."""
+    """Return the figure: eager / ours, the least over sizes and both kinds of step."""
     names = ["small"] if quick else list(SIZES)
     rows = {name: mw.simulate(lambda n=name: case(*SIZES[n], 4 if quick else 12), 1)[0] for name in names}
     value = min(row[kind] for row in rows.values() for kind in ("inference", "training"))
@@ -50,7 +50,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def case(hidden: int, batch: int, sequence: int, blocks: int) -> dict[str, float]:
-    """Milliseconds and ratios for one size."""
+    """Return milliseconds and ratios for one size."""
     torch.manual_seed(0)
     eager, static = Step(hidden), Step(hidden)
     static.load_state_dict(eager.state_dict())

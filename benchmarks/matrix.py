@@ -1,13 +1,13 @@
-"""Models that others wrote, unmodified, under every kind of parallelism, eager and static, beside one device.
+"""Models that others wrote, unmodified, under every kind of parallelism, eager and static, compared with one device.
 
     python -m benchmarks.matrix                                   every cell
     python -m benchmarks.matrix --model Llama --setting tp        some of them
     python -m benchmarks.matrix --page docs/matrix.md             the table as a page, too
-    python -m benchmarks.matrix --kept cells.json --model Llama   beside the cells that other runs kept in that file
+    python -m benchmarks.matrix --kept cells.json --model Llama   in addition to the cells in that file
 
-A cell is three steps of AdamW on simulated ranks. Losses and the gradients of each step are compared with one device's:
-it is right, not applicable for a reason, a named bug, or wrong. Each model runs in a process of its own, and a cell
-that takes too long ends it and is named.
+A cell is three steps of AdamW on simulated ranks. Losses and the gradients of each step are compared with those of one
+device. The verdict of a cell is right, not applicable for a reason, a named bug, or wrong. Each model runs in a process
+of its own. A cell that takes too long is ended and reported.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from benchmarks._matrix_settings import EAGER, MODES, SETTINGS, STATIC, Setting,
 GOAL = 1e-5
 STEPS = 3
 ROUNDINGS = 4
-"""Where a model multiplies roundings, no sum in another order is closer than this times what one rounding does."""
+"""Allowed error, as a multiple of the error that one rounding of the weights causes."""
 FLOOR = 1e-3
-"""A gradient is relative to its own norm, or to this part of the norm of all gradients where its own is smaller."""
+"""Lower bound of the scale of a gradient, as a share of the norm of all gradients."""
 PATIENCE = 150
 """Seconds that a cell may take."""
 WITHOUT_NUMBERS = "Python needs a tensor's numbers there"
-"""What is said of a forward pass that cannot be one program."""
+"""Verdict about a forward pass that cannot be one program."""
 QUICK = ("GPT-2", "T5", "ViT", "Mixtral"), ("dp", "dp×tp")
 
 Cell = tuple[str, str]
@@ -55,7 +55,7 @@ Table = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training gave: losses, and by step the gradients by name."""
+    """The results of a training: losses, and by step the gradients by name."""
 
     losses: Tensor
     gradients: tuple[Mapping[str, Tensor], ...]
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Found:
-    """A cell: its verdict, why, the distance from one device, and the seconds.
+    """The result of a cell: its verdict, the reason, the distance from one device, and the seconds.
 
     Verdicts are "ok", "n/a", "wrong", "slow", "refused" (an error of Meshwright's own) and "bug" (any other error).
     """
@@ -75,9 +75,9 @@ class Found:
 
 
 def optimizer_of(model: torch.nn.Module, begun: bool = True) -> torch.optim.Optimizer:
-    """AdamW that keeps each gradient among its states; steps must not divide by what is only the error of a sum.
+    """Return AdamW with its gradients among the states, and an eps that is larger than the rounding errors of sums.
 
-    Where it has `begun`, all states are there before the first step, so that one program makes all steps.
+    With `begun`, all states exist before the first step, so that one program makes all steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
     optimizer.register_step_post_hook(_keep_gradients)
@@ -96,12 +96,12 @@ def _keep_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def train(subject: Subject, setting: Setting | None, mode: str = EAGER, moved: bool = False) -> Outcome:
-    """Three steps; without a setting on one device. With `moved` each weight is a rounding away from where it was."""
+    """Return the results of three steps, on one device if `setting` is None; `moved` starts one rounding away."""
     torch.manual_seed(0)
     model = subject.make()
     if moved:
-        move(model)
-    step, optimizer = made(model, subject, setting, mode)
+        perturb(model)
+    step, optimizer = step_and_optimizer(model, subject, setting, mode)
     losses: list[float] = []
     gradients: list[Mapping[str, Tensor]] = []
     for seed in range(STEPS):
@@ -112,15 +112,15 @@ def train(subject: Subject, setting: Setting | None, mode: str = EAGER, moved: b
 
 
 @torch.no_grad()
-def move(model: torch.nn.Module) -> None:
-    """Moves each weight by one rounding, up or down."""
+def perturb(model: torch.nn.Module) -> None:
+    """Move each weight by one rounding, up or down."""
     g = torch.Generator().manual_seed(1)
     for p in model.parameters():
         p.mul_(1 + torch.finfo(p.dtype).eps * (2 * torch.randint(2, p.shape, generator=g) - 1))
 
 
-def made(model: torch.nn.Module, subject: Subject, setting: Setting | None, mode: str) -> Any:
-    """What makes a step with a batch, and the optimizer."""
+def step_and_optimizer(model: torch.nn.Module, subject: Subject, setting: Setting | None, mode: str) -> Any:
+    """Return a function that makes a step with a batch, and the optimizer."""
     if setting is None:
         optimizer = optimizer_of(model)
         return eagerly(model, optimizer, tuple), optimizer
@@ -137,7 +137,7 @@ def made(model: torch.nn.Module, subject: Subject, setting: Setting | None, mode
 
 
 def _chosen(model: torch.nn.Module, subject: Subject, mode: str) -> Any:
-    """Nothing is marked: the static step is `auto`'s, and eager mode lies as the best plan says."""
+    """Return the same for a model without marks: `auto`'s static step, or eager mode with its best plan's layouts."""
     optimizer = optimizer_of(model)
     static = mw.auto(model, [subject.draw(0)], optimizer=optimizer)
     if mode == STATIC:
@@ -159,13 +159,13 @@ def eagerly(model: torch.nn.Module, optimizer: torch.optim.Optimizer, enter: Any
 
 
 def difference(found: Outcome, wanted: Outcome) -> tuple[float, str]:
-    """The largest relative difference, and where it is."""
+    """Return the largest relative difference, and its place."""
     far = (found.losses - wanted.losses).abs() / wanted.losses.abs()
     worst = [(_number(far[s]), f"loss {s}") for s in range(STEPS)]
     for s, (have, want) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
         floor = FLOOR * float(torch.stack([g.double().norm() for g in want.values()]).norm())
         for name in want.keys() | have.keys():
-            g, h = (x.get(name, torch.zeros(())).double() for x in (want, have))  # a missing one is zero
+            g, h = (x.get(name, torch.zeros(())).double() for x in (want, have))  # a missing gradient counts as zero
             worst.append((_number((h - g).norm() / max(float(g.norm()), floor)), f"gradient {s} of {name}"))
     return max(worst)
 
@@ -175,7 +175,7 @@ def _number(x: Tensor) -> float:
 
 
 def check(subject: Subject, wanted: Outcome, close: float, cell: Cell) -> Found:
-    """The worst of all simulated ranks; right where it is no further than `close` from one device."""
+    """Return the worst result of all simulated ranks; right if its distance from one device is at most `close`."""
     setting, mode = SETTINGS[cell[0]], cell[1]
     unfit = setting.unfit(subject.make(), subject.draw(0))
     if unfit:
@@ -192,7 +192,7 @@ def check(subject: Subject, wanted: Outcome, close: float, cell: Cell) -> Found:
 
 
 def _refusal(error: Exception) -> tuple[str, str]:
-    """Return the verdict of a cell that raised, and why."""
+    """Return the verdict of a cell that raised an error, and the reason."""
     if WITHOUT_NUMBERS in str(error):
         return "n/a", "the forward pass asks a tensor's numbers"
     return "refused" if isinstance(error, mw.MeshwrightError) else "bug", _first_line(error)
@@ -205,7 +205,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def child(model: str, cells: Sequence[Cell]) -> None:
-    """Prints a line of JSON per cell: this process is one model's."""
+    """Print a line of JSON per cell: this process runs one model."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     subject = MODELS[model]
@@ -217,7 +217,7 @@ def child(model: str, cells: Sequence[Cell]) -> None:
 
 
 def measured(model: str, cells: Sequence[Cell], patience: float) -> Iterator[tuple[Cell, Found]]:
-    """Each cell of a model; a process that hangs or dies is replaced by another one for the cells that are left."""
+    """Yield each cell of a model; a process that hangs or dies is replaced for the remaining cells."""
     left = list(cells)
     while left:
         with _Child(model, left, patience) as child:
@@ -233,7 +233,7 @@ def measured(model: str, cells: Sequence[Cell], patience: float) -> Iterator[tup
 
 
 class _Child:
-    """A process for cells of a model, and what it prints."""
+    """A process for cells of a model, and its output."""
 
     def __init__(self, model: str, cells: Sequence[Cell], patience: float) -> None:
         words = [word for cell in cells for word in cell]
@@ -258,7 +258,7 @@ class _Child:
         self.lines.put(None)
 
     def next(self) -> dict[str, Any] | str | None:
-        """What it prints next; "slow" where that takes too long, None where it has ended."""
+        """Return the next result; "slow" if it takes too long, None if the process ended."""
         try:
             line = self.lines.get(timeout=self.patience)
         except Empty:
@@ -274,7 +274,7 @@ def run(
     patience: float = PATIENCE,
     kept: Path | None = None,
 ) -> dict[str, Any]:
-    """The figure: how many cells are neither right nor not applicable, among these and those that a file has `kept`."""
+    """Return the figure: cells that are neither right nor not applicable, of these and of those in the file `kept`."""
     models = models or (QUICK[0] if quick else tuple(MODELS))
     settings = settings or (QUICK[1] if quick else tuple(SETTINGS))
     cells = [(s, m) for s in settings for m in modes or MODES]
@@ -290,7 +290,7 @@ def run(
 
 
 def figure_of(table: Table) -> dict[str, Any]:
-    """The figure of a table, whose rows and columns it puts in order."""
+    """Return the figure of a table, with sorted rows and columns."""
     names = [f"{setting} {mode}" for setting in SETTINGS for mode in MODES]
     table = {model: {n: table[model][n] for n in names if n in table[model]} for model in MODELS if model in table}
     found = [cell for row in table.values() for cell in row.values()]
@@ -308,8 +308,8 @@ def main() -> None:
     parser.add_argument("--setting", nargs="+", default=[], choices=tuple(SETTINGS))
     parser.add_argument("--mode", nargs="+", default=[], choices=MODES)
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds that a cell may take")
-    parser.add_argument("--kept", type=Path, help="a file of cells: those that are measured are put there")
-    parser.add_argument("--page", type=Path, help="where to write the table as a page")
+    parser.add_argument("--kept", type=Path, help="file of stored cells; measured cells are added to it")
+    parser.add_argument("--page", type=Path, help="path of the page to write the table to")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:

@@ -3,8 +3,8 @@
     python -m benchmarks matrix_processes                       twelve cells: six kinds of models, eager and static
     python -m benchmarks.matrix_processes --cell Llama pp static
 
-A cell is what it is in `benchmarks.matrix`, carried by Gloo between four processes of this machine. All cells are run
-by the same processes; where one ends them, it is named, and others go on with the cells that are left.
+A cell is the same as in `benchmarks.matrix`, with Gloo between four processes of this machine. The same processes run
+all cells. If a cell ends them, it is reported, and new processes run the remaining cells.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUICK = CELLS[0], CELLS[4]
 
 
 def run(quick: bool = False, cells: Sequence[Cell] = ()) -> dict[str, Any]:
-    """How many of the cells are not right on every rank."""
+    """Return the figure: the number of cells that are not right on every rank."""
     start = time.perf_counter()
     found = dict(measured(cells or (QUICK if quick else CELLS)))
     wrong = sum(cell.verdict != "ok" for cell in found.values())
@@ -60,7 +60,7 @@ def run(quick: bool = False, cells: Sequence[Cell] = ()) -> dict[str, Any]:
 
 
 def measured(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Found]]:
-    """Each cell; what the processes did not get to is run by others."""
+    """Yield each cell; if the processes end early, new ones run the remaining cells."""
     left = list(cells)
     while left:
         with tempfile.TemporaryDirectory() as folder:
@@ -72,21 +72,21 @@ def measured(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Found]]:
                 *(word for cell in left for word in cell),
             ]
             launch(command, RANKS, {"OMP_NUM_THREADS": "1"}, timeout=PATIENCE * len(left))
-            told = [_told(Path(folder) / str(rank)) for rank in range(RANKS)]
+            told = [_results(Path(folder) / str(rank)) for rank in range(RANKS)]
         for ranks in zip(*told, strict=False):
             yield left.pop(0), max(ranks, key=lambda f: (f.verdict != "ok", f.worst or 0.0))
         if left:
             yield left.pop(0), Found("bug", "its processes ended, or were too slow")
 
 
-def _told(path: Path) -> list[Found]:
-    """What a rank wrote down, in the order of the cells."""
+def _results(path: Path) -> list[Found]:
+    """Return the results that a rank wrote, in the order of the cells."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [Found(**json.loads(line)) for line in lines]
 
 
 def one_rank(folder: Path, cells: Sequence[Cell]) -> None:
-    """Runs the cells, and writes down a line of JSON for each."""
+    """Run the cells on one rank, and write a line of JSON for each."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     mw.init_process()

@@ -1,8 +1,8 @@
 """Cost model: median error of predicted peak memory, against published runs and this machine's allocator.
 
-Published: complete rows that say how much memory a device had in use; those of the allocator's own peak apart from
-those of other tools. Here: programs of small models on processes, predicted by counting what lives at each node before
-they run, measured by what operators take and give back.
+Published: complete rows that give the memory in use on a device. Rows with the allocator's own peak are counted apart
+from rows of other tools. Here: programs of small models on processes. The prediction counts the values in memory at
+each node before they run. The measurement counts what operators allocate and free.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ._static_models import OPTIMIZERS, STYLES, SUBJECTS, Style, Subject, mark
 EXACT, ALL, LOW, HERE = 0.03, 0.08, 0.03, 0.03
 ALLOCATED = ("allocated peak GiB", "max_memory_allocated", "peak GB")
 BESIDE = {"nvidia-smi GB, max node": 4.7 * 2**30}
-"""Bytes that a tool sees beside tensors: the driver's context, buffers of communicators, what the allocator holds."""
+"""Bytes that a tool counts beside tensors: the driver's context, communicator buffers, the allocator's reserve."""
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The median error over all complete rows."""
+    """Return the figure: the median error over all complete rows."""
     rows = [r for r in runs() if r.memory and r.is_complete]
     errors = {r.name: in_use(r) / (r.memory or 1.0) - 1 for r in rows}
     exact = [abs(errors[r.name]) for r in rows if r.row["measured"]["memory_kind"] in ALLOCATED]
@@ -58,25 +58,25 @@ def run(quick: bool = False) -> dict[str, Any]:
             "mean": round(mean(every), 4),
             "median of the allocator's": round(median(exact), 4),
             "too low": low,
-            "sources": {s: _told(s, rows, errors) for s in {r.source: None for r in rows}},
+            "sources": {s: _summary(s, rows, errors) for s in {r.source: None for r in rows}},
             "here": {name: round(e, 4) for name, e in here.items()},
         },
     }
 
 
 def in_use(run: Run) -> float:
-    """Bytes that the row's tool should have seen."""
+    """Return the predicted bytes in use, as the row's tool counts them."""
     seen = BESIDE.get(run.row["measured"]["memory_kind"], 0.0)
     return float(np.asarray(hold(run.model, run.plan, run.software).nbytes)) + seen
 
 
-def _told(source: str, rows: Sequence[Run], errors: dict[str, float]) -> dict[str, Any]:
+def _summary(source: str, rows: Sequence[Run], errors: dict[str, float]) -> dict[str, Any]:
     own = [errors[r.name] for r in rows if r.source == source]
     return {"rows": len(own), "median": round(median(map(abs, own)), 4), "bias": round(mean(own), 4)}
 
 
 def small_plans(count: int) -> Iterator[tuple[str, int, int]]:
-    """A Llama on meshes, on real processes: a name, the bytes of rank 0 as counted, and as measured."""
+    """Yield a name, the counted and the measured bytes of rank 0, for a Llama on several meshes of real processes."""
     cases = [(width, at) for width in (128, 192) for at in range(len(STYLES))][:count]
     sizes = sorted({STYLES[at].ranks for _, at in cases})
     with tempfile.TemporaryDirectory() as directory:
@@ -88,7 +88,7 @@ def small_plans(count: int) -> Iterator[tuple[str, int, int]]:
 
 
 def process(path: str, cases: Sequence[str]) -> None:
-    """One of the processes."""
+    """Run one of the processes."""
     torch.set_num_threads(1)
     communicator = init_process(backend="gloo")
     found: list[tuple[str, int, int]] = []
@@ -100,7 +100,7 @@ def process(path: str, cases: Sequence[str]) -> None:
 
 
 def llama(width: int) -> Subject:
-    """Two layers, texts of 48 words."""
+    """Return a Llama with two layers and texts of 48 words."""
 
     def batch(seed: int) -> tuple[Tensor, Tensor]:
         g = torch.Generator().manual_seed(seed)
@@ -111,7 +111,7 @@ def llama(width: int) -> Subject:
 
 
 def counted_and_measured(subject: Subject, style: Style) -> tuple[int, int]:
-    """Bytes at the peak of a training step, as its program says before it runs, and as they were."""
+    """Return the bytes at the peak of a training step, as counted from its program and as measured."""
     torch.manual_seed(0)
     model = subject.make()
     mark(model, subject, style)
@@ -125,7 +125,7 @@ def counted_and_measured(subject: Subject, style: Style) -> tuple[int, int]:
 
 
 def counted(memory: LiveMemory) -> int:
-    """The peak, with the flat copy that a collective other than an all-reduce makes while it runs."""
+    """Return the peak, with the flat copy that a collective other than an all-reduce makes while it runs."""
 
     def copied(node: Node) -> int:
         op = node.op
@@ -137,7 +137,7 @@ def counted(memory: LiveMemory) -> int:
 
 
 class Allocations(TorchDispatchMode):
-    """The memory that operators of this thread take, from when they give it to when nobody has it any more."""
+    """A mode that counts memory allocated by operators of this thread, from allocation until it is released."""
 
     def __init__(self) -> None:
         super().__init__()

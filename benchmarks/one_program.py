@@ -1,12 +1,12 @@
-"""Programs from one folder beside programs that each rank records alone: how many differ.
+"""Programs loaded from one folder compared with programs that each rank records alone: how many differ.
 
     python -m benchmarks one_program            twelve models, sixteen settings, and a model of 70 billion parameters
     python -m benchmarks one_program --quick    three models, and a smaller one at the end
 
 For each model and setting each rank records its training step alone, and all of them save into one folder. Then each
-rank loads from that folder, and what it gets is compared with what it recorded: operators, shapes, layouts, inputs and
-constants. At the end the step of a Llama of 70 billion parameters is recorded for three numbers of ranks, on no device:
-the size of the folder must not grow with the ranks.
+rank loads from that folder. The loaded program is compared with the recorded one: operators, shapes, layouts, inputs
+and constants. At the end the step of a Llama of 70 billion parameters is recorded for three numbers of ranks, on the
+meta device. The size of the folder must not grow with the ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ UNEVEN = {
 SETTINGS = EVEN | UNEVEN
 WORLDS = (512, 2048, 8192)
 GROWTH = 0.01
-"""The folder of the most ranks may be larger than that of the fewest by this part: numbers have more digits."""
+"""Largest relative growth of the folder from the fewest ranks to the most: numbers have more digits."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Case:
 
 
 def differences(case: Case, folder: Path) -> dict[str, int]:
-    """Return how many ranks get another program from the folder than they record, of how many, and its files."""
+    """Return how many ranks load another program than they record, the number of ranks, and the folder's files."""
     ranks = case.setting.ranks
     alone: list[str] = []
     for rank in range(ranks):
@@ -110,8 +110,8 @@ def _differs(case: Case, rank: int, folder: Path, alone: str) -> bool:
 
 
 def large_bytes(ranks: int, layers: int, folder: Path) -> int:
-    """Return the size of the folder for a Llama whose layers lie on 8 ranks each, with ZeRO-1 over the other ranks."""
-    rope_table(4096, 128)  # a program holds a table that another one has made as a constant
+    """Return the size of the folder for a Llama whose layers are sharded over 8 ranks, with ZeRO-1 over the others."""
+    rope_table(4096, 128)  # a cached table would be a constant of the program
     sizes = {"vocab": 32000, "hidden": 8192, "heads": 64, "kv_heads": 8, "feed_forward": 28672}
     with using_communicator(PeerlessCommunicator(0, ranks)):
         mesh = mw.ProcessMesh(torch.arange(ranks).reshape(1, -1, 8).tolist(), ["pp", "dp", "tp"])
@@ -135,7 +135,7 @@ def _cases(quick: bool) -> Iterator[tuple[str, Case]]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Return the number of ranks whose program from the folder is another one, or was not there."""
+    """Return the figure: the number of ranks whose program from the folder differs or is missing."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found: dict[str, dict[str, int]] = {}

@@ -1,15 +1,15 @@
 """Operator samples of torch on distributed tensors over four simulated ranks: right results.
 
 Every entry of `op_db` is called on its samples under every layout of `_samples.variants`, forward and backward. An
-entry is `right` if no sample under no layout gave another number or raised, `wrong` if one gave another number,
-`raised` if none was wrong but one raised. Torch's DTensor goes through the same samples and layouts.
+entry is `right` if no sample under any layout gave another number or raised, `wrong` if one gave another number,
+`raised` if none was wrong but one raised. Torch's DTensor runs the same samples and layouts.
 
-    python -m benchmarks.opdb                       the figure, beside the rival's kept table
-    python -m benchmarks.opdb --rival measured      the figure, with the rival measured anew
+    python -m benchmarks.opdb                       the figure, with the rival's stored table
+    python -m benchmarks.opdb --rival measured      the figure, with a new measurement of the rival
     python -m benchmarks.opdb --op cumsum --verbose one entry, every failure
     python -m benchmarks.opdb --json out.json       every entry's row
 
-A library is tried in a child process, so that a crash or a hang costs one entry and not the sweep.
+A library runs in a child process, so that a crash or a hang costs one entry and not the sweep.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks._samples import RANKS, Case, Entry, Variant
 
 CACHE = Path(__file__).parent / "rivals" / "dtensor_opdb.json"
 ENTRY_SECONDS = 600.0
-LOG = bool(os.environ.get("BENCHMARKS_LOG"))  # rows as they come, on standard error
+LOG = bool(os.environ.get("BENCHMARKS_LOG"))  # print each row at once to standard error
 FINE = "ended with code 0"
 STUCK = "the ranks wait for each other"
 STATUSES = ("right", "wrong", "raised", "left_out")
@@ -49,7 +49,7 @@ STATUSES = ("right", "wrong", "raised", "left_out")
 
 @dataclass(frozen=True)
 class Failure:
-    """The first thing that went wrong in one variant."""
+    """The first failure in one variant."""
 
     status: str  # "wrong" or "raised"
     message: str
@@ -57,7 +57,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one entry."""
+    """The outcome of one entry."""
 
     name: str
     status: str
@@ -78,7 +78,7 @@ Terms = Callable[[int], list[torch.Tensor]]  # the value as a sum of so many ter
 
 
 class Library(Protocol):
-    """What the sweep needs of a library. `place`, `whole` and `backward` are called on every rank."""
+    """Interface of a library in the sweep. `place`, `whole` and `backward` are called on every rank."""
 
     name: str
 
@@ -89,7 +89,7 @@ class Library(Protocol):
 
 
 class Plain:
-    """One device, pretending: what the sweep itself gets wrong shows here."""
+    """One device in place of a library, which shows errors of the sweep itself."""
 
     name = "plain"
 
@@ -120,7 +120,7 @@ class Ours:
         self.mw = meshwright
 
     def run(self, jobs: Sequence[Job]) -> list[Failure | None]:
-        """All jobs in one simulation; one by one if they cannot be finished together."""
+        """Run all jobs in one simulation; run them one by one if they cannot be finished together."""
         try:
             per_rank = self.mw.simulate(lambda: [_guarded(job) for job in jobs], RANKS)
         except Exception as error:
@@ -195,7 +195,7 @@ class DTensorRival:
         return x.full_tensor() if isinstance(x, self.tensor.DTensor) else x
 
     def backward(self, targets: Sequence[Any], weights: Sequence[Any]) -> None:
-        """The weighted sum is taken of the gathered values, so only the entry's own gradient is at stake."""
+        """Compute gradients of the weighted sum of gathered values, so that only the entry's own gradient is tested."""
         _samples.weighted_sum([self.whole(t) for t in targets], weights).backward()
 
 
@@ -222,7 +222,7 @@ def _index(at: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _chunk(local: torch.Tensor, mark: str, ranks: int, at: int) -> torch.Tensor:
-    """The piece of a tensor cut as `torch.chunk` cuts; empty past the end."""
+    """Return the part of a tensor sharded as by `torch.chunk`; empty past the end."""
     if not mark.startswith("S"):
         return local
     dim = int(mark[1:])
@@ -243,17 +243,17 @@ def _raised(error: BaseException) -> Failure:
 
 
 def _worst(found: Sequence[Failure | None]) -> Failure | None:
-    """Of what the ranks found: a wrong number first, then an error that is a rank's own."""
+    """Return the worst result of the ranks: a wrong number first, then a rank's own error."""
     failures = [f for f in found if f is not None]
     return min(failures, key=lambda f: (f.status != "wrong", "SystemExit" in f.message), default=None)
 
 
 class Stuck(BaseException):
-    """Ranks wait for each other and cannot be woken: the process is lost."""
+    """Ranks wait for each other and cannot be interrupted: the process is lost."""
 
 
 class _ThreadedRanks:
-    """Threads that stay, one per rank, each with torch's threaded process group."""
+    """Permanent threads, one per rank, each with torch's threaded process group."""
 
     def __init__(self, size: int, patience: float = 4.0) -> None:
         from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -290,7 +290,7 @@ class _ThreadedRanks:
             self.answers.put((rank, answer))
 
     def _wake(self) -> None:
-        """Ends every wait for a rank that will not come."""
+        """End every wait for a rank that will not arrive."""
         with self.group._coll_lock:
             self.group._terminate.set()
             under_way = list(self.group._cur_coll_on_pgs.values())
@@ -323,7 +323,7 @@ class _ThreadedRanks:
 
 
 def attempt(library: Library, case: Case, variant: Variant) -> Failure | None:
-    """One rank's view of one case in one layout."""
+    """Return one rank's result of one case in one layout."""
     marks = _samples.marks_by_position(case, variant)
     with contextlib.nullcontext() if case.grads else torch.no_grad():
         values = [
@@ -345,7 +345,7 @@ def attempt(library: Library, case: Case, variant: Variant) -> Failure | None:
 
 
 def _as_exact(case: Case, found: Any, part: Callable[[Any], Any]) -> bool:
-    """Return whether a part of the results has no more rounding than one device's."""
+    """True if a part of the results has no more rounding than that of one device."""
     exact = case.exact
     return exact is not None and any(_samples.as_exact_as(found, part(t), part(exact)) for t in case.truths)
 
@@ -364,7 +364,7 @@ def _compare_grads(library: Library, case: Case, values: Sequence[Any]) -> Failu
 
 
 def try_entry(library: Library, entry: Entry, cap: int, verbose: bool = False) -> Row:
-    """The entry's row. Stops at the first wrong case; goes on after one that raised."""
+    """Return the entry's row. Stops at the first wrong case; continues after a case that raised."""
     if reason := _left_out(entry):
         return Row(entry.name, "left_out", message=reason)
     start = time.perf_counter()
@@ -399,7 +399,7 @@ def _left_out(entry: Entry) -> str | None:
 
 
 def _fold(row: Row, case: Case, variant: Variant, failure: Failure | None) -> Row:
-    """The row after one more case: the worst so far, and of equals the first."""
+    """Return the row after one more case: the worst so far, and the first among equals."""
     if failure is None or STATUSES.index(failure.status) * (row.status != "wrong") == 0:
         return row
     if row.status == failure.status:
@@ -412,7 +412,7 @@ def _fold(row: Row, case: Case, variant: Variant, failure: Failure | None) -> Ro
 
 
 def work(library_name: str, names: Sequence[str] | None, first: int, cap: int, kinds: Sequence[str]) -> None:
-    """The child's part: one JSON line per entry on its standard output."""
+    """Print one JSON line per entry in the child process."""
     torch.set_num_threads(1)
     library = LIBRARIES[library_name]()
     chosen = _chosen(names, kinds)
@@ -439,7 +439,7 @@ def _chosen(names: Sequence[str] | None, kinds: Sequence[str]) -> list[Entry]:
 def sweep(
     library: str, cap: int, kinds: Sequence[str] = ("function",), names: Sequence[str] | None = None
 ) -> list[Row]:
-    """Every entry's row, from as many child processes as crashes and hangs make necessary."""
+    """Return every entry's row, from as many child processes as crashes and hangs require."""
     chosen = [e.name for e in _chosen(names, kinds)]
     rows: list[Row] = []
     while len(rows) < len(chosen):
@@ -451,7 +451,7 @@ def sweep(
 
 
 def _run_child(library: str, cap: int, kinds: Sequence[str], names: Sequence[str] | None, rows: list[Row]) -> str:
-    """Adds rows until the child ends or is silent for too long; says which."""
+    """Add rows until the child ends or is silent for too long; return the reason."""
     command = [sys.executable, "-m", "benchmarks.opdb", "--worker", library, "--first", str(len(rows))]
     command += ["--cap", str(cap), "--kinds", ",".join(kinds)]
     if names is not None:
@@ -487,7 +487,7 @@ def counts(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def rival_counts(rows: Sequence[Row]) -> dict[str, int]:
-    """The rival's counts. Its threads share one random generator, so a wrong random number is not held against it."""
+    """Return the rival's counts. Its threads share a random generator, so wrong random numbers do not count."""
     fair = [row for row in rows if not (row.random and row.status == "wrong")]
     return {**counts(fair), "random_not_counted": len(rows) - len(fair)}
 
@@ -501,7 +501,7 @@ def _by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def rival_rows(cap: int, kinds: Sequence[str], cached: bool) -> tuple[list[Row], dict[str, Any]]:
-    """The rival's rows and where they come from; measured rows are kept for later runs."""
+    """Return the rival's rows and their origin; measured rows are stored for later runs."""
     if cached and CACHE.exists():
         table = json.loads(CACHE.read_text())
         if table["torch"] == torch.__version__:
@@ -519,7 +519,7 @@ def _brief(row: Row) -> dict[str, Any]:
 
 
 def run(quick: bool = False, rival: str = "cached") -> dict[str, Any]:
-    """The figure. The rival's kept table is used where it was made with this torch, unless `rival` is "measured"."""
+    """Return the figure. The rival's stored table is used if it was made with this torch and `rival` is "cached"."""
     cap, kinds = (2, ("function",)) if quick else (8, _samples.KINDS)
     start = time.perf_counter()
     ours = sweep("meshwright", cap, kinds)

@@ -2,8 +2,8 @@
 
 Each class of `torch.optim` makes steps with every implementation (foreach, fused, capturable, differentiable) and
 every choice of its constructor, on parameters and gradients in various layouts. Parameters and states are compared on
-every rank after every step, so that replicas that drift apart are found. If one device raises an error, the mesh must
-raise the same error. `_optimizer_company` adds programs around an optimizer's step.
+every rank after every step, so that diverging replicas are found. If one device raises an error, the mesh must raise
+the same error. `_optimizer_company` adds programs around an optimizer's step.
 
     python -m benchmarks.optimizers                    the figure
     python -m benchmarks.optimizers --class Adam       the failures of one class
@@ -32,7 +32,7 @@ from ._samples import differ
 
 RANKS, STEPS = 4, 3
 BFLOAT16 = 100.0
-"""Slack for Muon, which orthogonalises in bfloat16, where sums in another order round otherwise."""
+"""Slack for Muon, which orthogonalises in bfloat16, where a different order of summation rounds differently."""
 ONE_DEVICES_OWN = ("parse", "view size is not compatible")
 """Texts of errors that only one device raises, for sparse gradients and channels-last parameters."""
 
@@ -72,7 +72,7 @@ def steps(kind: Any, options: dict[str, Any], setting: Setting, mesh: Any) -> Se
         else:
             closure()
             optimizer.step()
-        seen.append([kept(x) for x in (*params, *states_of(optimizer, params))])
+        seen.append([whole_copy(x) for x in (*params, *states_of(optimizer, params))])
     return seen
 
 
@@ -82,8 +82,8 @@ def states_of(optimizer: Any, params: Sequence[Tensor]) -> list[Tensor]:
     return [x for state in states for _, x in sorted(state.items()) if isinstance(x, Tensor)]
 
 
-def kept(x: Tensor) -> Tensor:
-    """Return a copy of the whole value, as this rank sees it, to be compared in single precision."""
+def whole_copy(x: Tensor) -> Tensor:
+    """Return a copy of the whole value on this rank, in single precision for the comparison."""
     x = mw.unshard_dtensor(x) if isinstance(x, mw.DistTensor) else x
     return x.detach().to(torch.float32 if x.is_floating_point() else x.dtype, copy=True)
 

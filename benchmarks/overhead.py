@@ -1,8 +1,8 @@
 """Eager mode on the CPU: time of a small block divided by that of plain tensors, with torch's DTensor beside.
 
 Nothing is sent: Meshwright runs one rank of four under its peerless communicator, DTensor under torch's fake process
-group. A transformer block so small that only the cost of calls counts is run forward and backward, in turns; what is
-compared is the median of the ratios of each turn. `first` is the first call of a signature that was not seen before.
+group. The transformer block is so small that only the cost of calls counts. Forward and backward run in turns. The
+figure is the median of the ratios of each turn. `first` is the first call of a signature that was not seen before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORLD = 2 ** max(AXES)
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; `share` of its heads and of its inner width, for the size one rank has."""
+    """A pre-norm transformer block; `share` scales its heads and its inner width to the size of one rank."""
 
     def __init__(self, share: int = 1, fused: bool = True) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class Block(nn.Module):
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same attention in separate operators, for a library that has no rule for the fused one on the CPU."""
+    """Return the attention from separate operators, for a library without a rule for the fused one on the CPU."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     return scores.softmax(-1) @ v
 
 
 def weight_cuts(block: Block) -> dict[str, int]:
-    """The dim each weight is cut along: columns into the block's inner width, rows out of it."""
+    """Return the sharded dim of each weight: columns into the block's inner width, rows out of it."""
     return {"q": 0, "k": 0, "v": 0, "up": 0, "o": 1, "down": 1}
 
 
@@ -106,7 +106,7 @@ def plain_block(share: int = 1, fused: bool = True) -> tuple[Block, Tensor]:
 
 
 def step(made: tuple[Block, Tensor]) -> Callable[[], None]:
-    """One forward and backward pass."""
+    """Return a function that runs one forward and backward pass."""
     block, x = made
     parameters = list(block.parameters())
 
@@ -126,7 +126,7 @@ def _device_mesh(shape: Sequence[int]) -> Any:
 
 @contextmanager
 def libraries() -> Iterator[None]:
-    """Both libraries as rank 0 of a world in which nothing is sent."""
+    """Set both libraries up as rank 0 of a world in which nothing is sent, inside the context."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from meshwright.comm import PeerlessCommunicator, using_communicator
@@ -156,7 +156,7 @@ def _no_gc() -> Iterator[None]:
 
 
 def in_turns(candidates: dict[str, Callable[[], Any]], turns: int, calls: int) -> dict[str, list[float]]:
-    """Seconds per call of each candidate in each turn; every turn tries all of them."""
+    """Return seconds per call of each candidate in each turn; every turn tries all of them."""
     for fn in candidates.values():
         for _ in range(3):
             fn()
@@ -177,12 +177,12 @@ def _seconds(fn: Callable[[], Any], calls: int) -> float:
 
 
 def ratio(times: dict[str, list[float]], a: str, b: str) -> float:
-    """The median over turns of a's time over b's."""
+    """Return the median over turns of a's time divided by b's."""
     return round(statistics.median(x / y for x, y in zip(times[a], times[b], strict=True)), 3)
 
 
 def block_times(quick: bool) -> tuple[dict[str, list[float]], bool]:
-    """Times of the block, and whether DTensor could run it with fused attention."""
+    """Return times of the block, and whether DTensor can run it with fused attention."""
     fused = _works(step(dtensor_block(fused=True)))
     candidates = {
         "plain": step(plain_block()),
@@ -246,7 +246,7 @@ def question_ratios(quick: bool) -> dict[str, dict[str, float]]:
 
 
 def signatures(axes: int, count: int) -> Iterator[tuple[Callable[[Any, Any], Any], list[Any], list[Any]]]:
-    """Calls that were not seen before: new shapes, random cuts. A cut is a dim, or None for replicated."""
+    """Yield calls with new shapes and random layouts; a layout is a dim, or None for replicated."""
     rng = random.Random(axes)
     calls = [torch.add, torch.mul, F.linear]
     for k in range(count):
@@ -257,7 +257,7 @@ def signatures(axes: int, count: int) -> Iterator[tuple[Callable[[Any, Any], Any
 
 
 def first_calls(axes: int, count: int, place: Callable[[Tensor, Any, list[Any]], Any], mesh: Any) -> float:
-    """Median microseconds of the first call of a signature."""
+    """Return median microseconds of the first call of a signature."""
     times: list[float] = []
     with _no_gc(), torch.no_grad():
         for fn, (shape_a, cuts_a), (shape_b, cuts_b) in signatures(axes, count):
@@ -292,13 +292,13 @@ def first_by_axes(quick: bool) -> dict[str, dict[int, float]]:
 
 
 def is_linear(by_axes: dict[int, float], slack: float = 1.3) -> bool:
-    """Whether every further axis costs about what one did, and not a multiple of all before."""
+    """True if every further axis costs about as much as the first, not a multiple of all before."""
     steps = [b - a for a, b in itertools.pairwise(by_axes.values())]
     return all(cost <= slack * by_axes[1] * axes for axes, cost in by_axes.items()) and max(steps) <= by_axes[1] * 2
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: the block's time over the plain block's."""
+    """Return the figure: the block's time over the plain block's."""
     with libraries():
         first = first_by_axes(quick)
         block, fused = block_times(quick)

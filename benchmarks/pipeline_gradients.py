@@ -2,7 +2,8 @@
 
 Every known schedule that keeps the optimizer's meaning, for p in {2, 4} stages, m in {p, 2p} microbatches and v in
 {1, 2} chunks, or slices of a sequence, on simulated ranks and on processes (Gloo). The model has a skip connection over
-all stages, a mask, and an embedding tied to its last layer. Valid tables come of a random walk; broken ones of damage.
+all stages, a mask, and an embedding tied to its last layer. Valid tables come from a random walk; damage to valid
+tables gives broken ones.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ OTHER_MEANING = ("PipeDream", "PipeDream-2BW")
 
 
 class Chain(nn.Module):
-    """Blocks of an encoder, one per chunk; the first one's input joins again before the last layer."""
+    """Blocks of an encoder, one per chunk; the input of the first block is added again before the last layer."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ def laid(chunks: int, homes: Sequence[Any]) -> Chain:
 class Work:
     """One placement on one rank: the parts of its step, which every table runs; and gradients of one device.
 
-    With `slices`, sequences are cut into so many.
+    `slices` is the number of slices of a sequence.
     """
 
     def __init__(self, way: Way, slices: int) -> None:
@@ -129,7 +130,7 @@ class Work:
         self.expected: dict[int, dict[str, Tensor]] = {}
 
     def error(self, schedule: Schedule) -> tuple[float, float]:
-        """The largest relative difference of a gradient of this rank's parameters; and how many chunks it held."""
+        """Return the largest relative difference of a gradient of this rank's parameters, and the held chunks."""
         ways, m = self.ways[: len(schedule.ways)], schedule.sequences
         ways = with_epilogue(ways, joint_epilogue(ways, m))
         peak = Peak(ways)
@@ -153,7 +154,7 @@ class Work:
 
 
 class Peak:
-    """Counts the chunks of microbatches of which something is held that a forward made for a backward."""
+    """A counter of the microbatch chunks with values in memory that a forward made for a backward."""
 
     def __init__(self, ways: Sequence[Any]) -> None:
         self.most = 0
@@ -178,7 +179,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def known_tables(p: int) -> Iterator[Schedule]:
-    """Every known schedule that runs one device's step."""
+    """Yield every known schedule that runs one device's step."""
     for name, k in KNOWN_SCHEDULES.items():
         if name in OTHER_MEANING:
             continue
@@ -187,11 +188,11 @@ def known_tables(p: int) -> Iterator[Schedule]:
                 try:
                     yield k.make(p, m, v) if v else k.make(p, m)
                 except ScheduleError:
-                    continue  # DualPipe and Chimera want enough microbatches
+                    continue  # DualPipe and Chimera need more microbatches
 
 
 def random_table(way: Way, rng: random.Random) -> Schedule:
-    """A random walk through a pipeline: any rank runs anything that it can by then."""
+    """Return a schedule from a random walk: each rank runs any action whose inputs exist by then."""
     m, chunks = rng.randint(1, 4), len(way)
     done: set[tuple[ActionKind, int, int]] = set()
     rows: list[list[Action]] = [[] for _ in range(max(way) + 1)]
@@ -215,7 +216,7 @@ def random_table(way: Way, rng: random.Random) -> Schedule:
 
 
 def broken_table(schedule: Schedule, rng: random.Random) -> Schedule:
-    """A table with an action left out, twice, on another rank, of no microbatch, or before what it needs."""
+    """Return a table with an action that is missing, doubled, on another rank, of no microbatch, or too early."""
     rows = [list(row) for row in schedule.rows]
     rank = rng.choice([r for r, row in enumerate(rows) if row])
     place = rng.randrange(len(rows[rank]))
@@ -254,14 +255,14 @@ def ways_of(p: int) -> tuple[Way, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one world of p ranks does: every known table, and so many random ones."""
+    """The task of one world of p ranks: every known table, and a number of random ones."""
 
     p: int
     known: bool
     fuzz: int
 
     def run(self) -> list[dict[str, Any]]:
-        """A row per table, the same list on every rank: name, error, what was held and what was to be."""
+        """Return a row per table, the same list on every rank: name, error, held chunks and expected ones."""
         works: dict[tuple[Way, int], Work] = {}
         rows: list[dict[str, Any]] = []
         for table in self.tables():
@@ -290,7 +291,7 @@ class Task:
 
 
 def main(path: str, p: str, known: str, fuzz: str) -> None:
-    """One rank of real processes; each writes its rows."""
+    """Run one rank of real processes, and write its rows."""
     torch.set_num_threads(1)
     init_process(backend="gloo")
     rows = Task(int(p), known == "1", int(fuzz)).run()
@@ -309,7 +310,7 @@ def on_processes(task: Task) -> list[list[dict[str, Any]]]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The largest relative difference of any gradient under any table."""
+    """Return the figure: the largest relative difference of any gradient under any table."""
     fuzz = (20 if quick else FUZZ) // 2
     found: dict[str, list[list[dict[str, Any]]]] = {}
     for p in (2, 4):

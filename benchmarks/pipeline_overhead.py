@@ -1,8 +1,8 @@
 """Pipelines: cost of an action on its host, and a step beside torch.distributed.pipelining.
 
-The cost of an action is that of a row with tensors of a few numbers, on one rank for which nothing is sent, divided by
-its actions. Steps are those of one model under one schedule on two processes (Gloo, one thread each), forward,
-backward and update; both libraries take turns in the same processes. A ratio is the median over the turns.
+The cost of an action is that of a row with small tensors, on one rank for which nothing is sent, divided by its
+actions. Steps are those of one model under one schedule on two processes (Gloo, one thread each), forward, backward
+and update. Both libraries take turns in the same processes. A ratio is the median over the turns.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def our_step(size: Size, schedule: str, microbatches: int = MICROBATCHES, ranks:
 
 
 def torch_step(size: Size, schedule: str) -> Step:
-    """The same by torch.distributed.pipelining; gives the loss on the rank that has it."""
+    """Return the same step with torch.distributed.pipelining; it returns the loss on the rank that has it."""
     from torch.distributed import pipelining
 
     way, kind = SCHEDULES[schedule]
@@ -130,7 +130,7 @@ def batch(size: Size, number: int) -> tuple[Tensor, Tensor]:
 
 
 def main(path: str, name: str, schedule: str, turns: str) -> None:
-    """One rank: the first steps of both, then turns; the rank with the loss compares, rank 0 writes."""
+    """Run one rank: the first steps of both, then turns; the rank with the loss compares, rank 0 writes."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     init_process(backend="gloo")
@@ -160,7 +160,7 @@ def main(path: str, name: str, schedule: str, turns: str) -> None:
 
 
 def in_turns(steps: dict[str, Step], size: Size, turns: int) -> dict[str, list[float]]:
-    """Milliseconds per step of each in each turn; each turn begins with the other one."""
+    """Return milliseconds per step of each in each turn; the first one alternates."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     gc.disable()
     for turn in range(turns):
@@ -181,7 +181,7 @@ def in_turns(steps: dict[str, Step], size: Size, turns: int) -> dict[str, list[f
 
 
 def action_us(quick: bool) -> float:
-    """Microseconds of an action of 1F1B, for the first of four ranks, none of which sends."""
+    """Return microseconds of an action of 1F1B, for the first of four ranks, none of which sends."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     microbatches, size = 32, Size(8, 1, 1, 0, 0)
@@ -212,7 +212,7 @@ def measure(name: str, schedule: str, quick: bool) -> dict[str, Any]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Microseconds per action; and the largest ratios, for zero-bubble tables and for 1F1B."""
+    """Return the figure: microseconds per action, and the largest ratios for zero-bubble tables and for 1F1B."""
     action = action_us(quick)
     rows = {f"{name}, {s}": measure(name, s, quick) for name in SIZES for s in SCHEDULES}
     ratios = {where: row.get("ratio", float("inf")) for where, row in rows.items()}

@@ -30,7 +30,7 @@ LENGTH = 1024
 
 @dataclass(frozen=True)
 class Large:
-    """A model's class, its configuration, the shapes of its batch behind the rows: one for each of so many devices."""
+    """A model's class, its configuration, and the shapes of its batch after the rows; a row per so many devices."""
 
     model: str
     config: str
@@ -40,14 +40,14 @@ class Large:
     ranks: int = 64
 
     def make(self) -> Task:
-        """The model on the meta device, with its loss."""
+        """Return the model on the meta device, with its loss."""
         library = importlib.import_module("transformers")
         config = getattr(library, self.config)(**self.options)
         with torch.device("meta"):
             return Task(getattr(library, self.model)(config).train(), tuple(self.batch), self.constants)
 
     def draw(self) -> list[torch.Tensor]:
-        """A batch without numbers: whole ones, but for images."""
+        """Return a batch without values: integers, except for images."""
         return [
             torch.empty(self.ranks, *shape, device="meta", dtype=torch.float32 if len(shape) == 3 else torch.long)
             for shape in self.batch.values()
@@ -86,7 +86,7 @@ MODELS = {
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Seconds of the slowest model; each stands in the details."""
+    """Return the figure: seconds of the slowest model; each model is in the details."""
     found = {name: own_process("plan_models", name) for name in ([*MODELS][:2] if quick else MODELS)}
     slowest = max(case["seconds"] for case in found.values())
     return {
@@ -99,7 +99,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def case(name: str) -> dict[str, Any]:
-    """One model, in this process: planned, or refused where its forward pass is a long loop in Python."""
+    """Return the result of one model, in this process: a plan, or a refusal if its forward is a long Python loop."""
     model, batch = MODELS[name].make(), MODELS[name].draw()
     billions = sum(p.numel() for p in model.parameters()) / 1e9
     begin, used = time.perf_counter(), time.process_time()

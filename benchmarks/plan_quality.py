@@ -1,8 +1,8 @@
 """Search: faults in the quality of its plans.
 
-Small models on clusters: cuts against every combination of ways and forms. Published runs: for each group that differs
-in the plan only, the search's own plan against the authors' best one, both predicted. And the numbers: models without
-marks on simulated ranks against one device.
+Small models on clusters: the chosen shardings against every combination of choices. Published runs: for each group
+that differs in the plan only, the search's own plan against the authors' best one, both predicted. Numbers: models
+without marks on simulated ranks against one device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE = 1e-4
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many cases fall short of the best, of the authors, or of one device."""
+    """Return the figure: the number of cases worse than the best, than the authors', or with other numbers."""
     warnings.simplefilter("ignore")
     small = [name for name in range(24 if quick else CASES) if not is_best(name)]
     groups = [found for own in grouped() if (found := beside_authors(own)) is not None]
@@ -79,7 +79,7 @@ class Random(nn.Module):
 
 
 def is_best(seed: int) -> bool:
-    """Whether the cuts of a random model on a random cluster are the best of all."""
+    """True if the shardings chosen for a random model on a random cluster are the best of all."""
     draw = np.random.default_rng(seed)
     model = Random(draw)
     program = capture(model, model, [torch.empty(model.rows, model.width, device="meta")]).program
@@ -92,7 +92,7 @@ def is_best(seed: int) -> bool:
 
 
 def grouped() -> list[list[Run]]:
-    """Complete runs that differ in their plan only."""
+    """Return groups of complete runs that differ in their plan only."""
     found: dict[str, list[Run]] = defaultdict(list)
     for r in runs():
         if r.seconds and r.is_complete and not r.is_noisy:
@@ -101,7 +101,7 @@ def grouped() -> list[list[Run]]:
 
 
 def beside_authors(own: list[Run]) -> tuple[str, float] | None:
-    """The predicted seconds of the plan that the search finds, beside the best of a group's; both run as tables."""
+    """Return predicted seconds of the search's plan, relative to the best of a group; both run as tables."""
     first = own[0]
     software = replace(first.software, tensor=1.0) if first.software.tensor < 1 else first.software
     best = min(simulate_step(r.model, r.plan, r.cluster, software) for r in own)
@@ -121,7 +121,7 @@ def beside_authors(own: list[Run]) -> tuple[str, float] | None:
 
 
 def apart(name: str, ranks: int) -> float:
-    """How far the losses of a model whose mesh and cuts were chosen are from those of one device."""
+    """Return the difference of the losses from one device, for a model with a chosen mesh and chosen shardings."""
     subject = SUBJECTS[name]
 
     def train(distributed: bool) -> list[float]:

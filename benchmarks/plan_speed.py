@@ -1,8 +1,8 @@
 """Search: seconds from a module, or from the sizes of a model, to the best plan, without a device.
 
-Llama-3-8B as a module on the meta device: captured, every operator's cut chosen, on every mesh of 64 ranks. And models
-that are trained on thousands of devices, by their sizes: degrees, schedule, chunks, microbatch, ZeRO, recompute. Each
-case runs in a process of its own, whose peak memory is read at the end.
+Llama-3-8B as a module on the meta device: captured, and every operator's sharding chosen, on every mesh of 64 ranks.
+And models that are trained on thousands of devices, by their sizes: degrees, schedule, chunks, microbatch, ZeRO,
+recompute. Each case runs in a process of its own, whose peak memory is read at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = {
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Seconds for the module; the others stand in the details."""
+    """Return the figure: seconds for the module; the others are in the details."""
     found = {name: own_process("plan_speed", name) for name in (MODULE, *SIZES)}
     module = found[MODULE]
     reached = module["seconds"] <= SECONDS and module["GiB"] <= GIBIBYTES
@@ -46,7 +46,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def case(name: str) -> dict[str, Any]:
-    """One case, in this process."""
+    """Return the result of one case, in this process."""
     begin = time.perf_counter()
     found = of_module() if name == MODULE else of_sizes(name)
     seconds = time.perf_counter() - begin
@@ -54,7 +54,7 @@ def case(name: str) -> dict[str, Any]:
 
 
 def of_module() -> dict[str, Any]:
-    """The best meshes for 64 sequences of 1,024 tokens."""
+    """Return the best meshes for 64 sequences of 1,024 tokens."""
     with torch.device("meta"):
         model = Llama(LlamaConfig(vocab=128256, hidden=4096, layers=32, heads=32, kv_heads=8, feed_forward=14336))
         batch = [torch.empty(64, 1024, dtype=torch.long) for _ in range(2)]
@@ -63,7 +63,7 @@ def of_module() -> dict[str, Any]:
 
 
 def of_sizes(name: str) -> dict[str, Any]:
-    """The best plan of those that were looked at."""
+    """Return the best of the plans that were compared."""
     model, machines, batch, sequence = SIZES[name]
     there = cluster(machines)
     found = choose(model, there, there.devices or 1, batch, sequence)

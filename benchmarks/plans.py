@@ -3,10 +3,9 @@
     python -m benchmarks.plans                all entries of `op_db`, and all functions of `torch.nn.functional`
     python -m benchmarks.plans --op add       one entry, every failure
 
-Every sample of torch's `op_db`, and a call of every function of `torch.nn.functional`, is made with several values for
-each of its floats, its bools and its whole numbers, and each value makes the first plan once. Every call must give one
-device's numbers. The same holds for settings (autocast, the default dtype, and so on) that are on for every second
-call.
+Every sample of torch's `op_db`, and a call of every function of `torch.nn.functional`, runs with several values for
+each of its floats, bools and integers. Each value makes the first plan once. Every call must give one device's numbers.
+The same holds for settings (autocast, the default dtype, and so on) that are on for every second call.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ EXCUSED = {
     ("inf", "nn.functional.rrelu (in place)"): "on a tensor without elements torch checks bounds on no device but meta",
     ("nan", "linalg.norm"): "the norm of order NaN of no elements is 0 on one device, and NaN of no norms",
 }
-"""(value, first words of the entry) → why the numbers may differ."""
+"""(value, first words of the entry) → reason why the numbers may differ."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Call:
         return Call(self.entry, (*self.flat[:at], value, *self.flat[at + 1 :]), self.spec)
 
     def truth(self) -> Any:
-        """Return what one device gives, or the exception that it raises."""
+        """Return the result of one device, or the exception that it raises."""
         return self.perform([_samples.fresh(v) for v in self.flat])
 
     def perform(self, values: Sequence[Any]) -> Any:
@@ -78,12 +77,12 @@ class Call:
             return error
 
     def on_rank(self, mark: str) -> Any:
-        """Return what the call gives for distributed arguments, as whole tensors."""
+        """Return the result for distributed arguments, as whole tensors."""
         return tree_map(_whole, self.perform([_laid(v, mark, at) for at, v in enumerate(self.flat)]))
 
 
 def forget() -> None:
-    """Drop all plans, and what is known of their signatures."""
+    """Drop all plans, and all records of their signatures."""
     PLANS.clear()
     _VALUED.clear()
 
@@ -116,7 +115,7 @@ def _differ(found: Any, wanted: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Functional:
-    """A function of `torch.nn.functional`, with arguments that its signature tells."""
+    """A function of `torch.nn.functional`, with arguments that follow from its signature."""
 
     name: str
     variant_test_name = ""
@@ -125,7 +124,7 @@ class Functional:
         return getattr(F, self.name)(*args, **kwargs)
 
     def arguments(self) -> dict[str, Any] | None:
-        """Return a tensor for each argument that has no default, and the defaults; what trains, trains."""
+        """Return a tensor for each argument without a default, and all defaults; some tensors require gradients."""
         rng = torch.Generator().manual_seed(0)
         given: dict[str, Any] = {}
         for name, parameter in inspect.signature(getattr(F, self.name)).parameters.items():
@@ -141,7 +140,7 @@ class Functional:
 
 
 def functionals() -> list[Entry]:
-    """All Python functions of `torch.nn.functional` that have a value for such arguments on one device."""
+    """Return all Python functions of `torch.nn.functional` that have a value for such arguments on one device."""
     names = [n for n, f in vars(F).items() if inspect.isfunction(f) and not n.startswith("_")]
     found = [Entry(Functional(name)) for name in sorted(names)]
     with warnings.catch_warnings():
@@ -152,7 +151,7 @@ def functionals() -> list[Entry]:
 
 
 def calls(entry: Entry, samples: int) -> Iterator[Call]:
-    """Yield calls of the entry that look different, without gradients."""
+    """Yield calls of the entry with different descriptions, without gradients."""
     if isinstance(entry.op, Functional):
         given = entry.op.arguments()
         if given is not None:
@@ -163,7 +162,7 @@ def calls(entry: Entry, samples: int) -> Iterator[Call]:
     seen: set[str] = set()
     for sample in _samples._samples(entry):
         flat, spec = tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
-        look = _samples._look(sample)
+        look = _samples._description(sample)
         if look in seen or (entry.kind == "in place" and sample.broadcasts_input):
             continue
         seen.add(look)
@@ -282,7 +281,7 @@ def _under_setting(call: Call, setting: Setting | None, wanted: Any) -> str | No
 
 
 def _is_noise(call: Call, name: str, on: bool) -> bool:
-    """True if a call without an earlier plan differs as well: this is no matter of plans."""
+    """True if a call without an earlier plan differs as well, so that plans are not the cause."""
     forget()
     with SETTINGS[name]():
         special = call.truth()
@@ -307,7 +306,7 @@ def failures_of(entry: Entry, quick: bool = False) -> list[Failure]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Return the figure: how many calls get another call's plan."""
+    """Return the figure: the number of calls that get another call's plan."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     chosen = [*functionals(), *entries()[:: 10 if quick else 1]]

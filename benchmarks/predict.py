@@ -24,7 +24,7 @@ PEAK = {"fp8": "peak_tflops_fp8", "mxfp8": "peak_tflops_fp8", "nvfp4": "peak_tfl
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The median error over all complete rows."""
+    """Return the figure: the median error over all complete rows."""
     rows = [r for r in runs() if r.seconds]
     complete = [r for r in rows if r.is_complete]
     errors = {r.name: error(r, Constants().seconds(r)) for r in rows}
@@ -58,7 +58,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def error(run: Run, seconds: float) -> float:
-    """How much longer than measured the prediction is, as a part of what was measured."""
+    """Return the relative error of the prediction: positive if it is longer than measured."""
     return seconds / (run.seconds or 1.0) - 1
 
 
@@ -85,7 +85,7 @@ def _source(own: Sequence[Run], errors: dict[str, float], guesses: dict[str, flo
 
 
 def constant_share(rows: Sequence[Run]) -> list[float]:
-    """Errors of the guess that all runs reach one share of the peak: that which fits all of them best."""
+    """Return the errors of the guess that all runs reach one share of the peak, the best share for all of them."""
     ideal = [float(np.asarray(model_flops(r.model, r.plan))) / peak(r) for r in rows]
     shares = [t / (r.seconds or 1.0) for t, r in zip(ideal, rows, strict=True)]
     best = min(sorted(shares)[:: max(1, len(shares) // 64)], key=lambda s: mean(abs(x / s - 1) for x in shares))
@@ -93,7 +93,7 @@ def constant_share(rows: Sequence[Run]) -> list[float]:
 
 
 def peak(run: Run) -> float:
-    """Operations per second of all devices, in the precision of the run."""
+    """Return the operations per second of all devices, in the precision of the run."""
     hardware = run.row["hardware"]
     rate = hardware[PEAK.get(run.plan.precision, "peak_tflops_bf16")] or hardware["peak_tflops_bf16"]
     return rate * 1e12 * hardware["n_gpus"]

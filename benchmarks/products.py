@@ -19,7 +19,7 @@ GOAL = 1.0
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The geometric mean over shapes of torch.mm / ours."""
+    """Return the figure: the geometric mean over shapes of torch.mm / ours."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = [row(*shape, turned, 5 if quick else 25) for shape in SHAPES for turned in (True, False)]
@@ -36,7 +36,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def row(m: int, k: int, n: int, turned: bool, blocks: int) -> dict[str, Any]:
-    """Milliseconds of both for one shape; `turned` where the second matrix is the transpose of a weight."""
+    """Return milliseconds of both for one shape; `turned` if the second matrix is the transpose of a weight."""
     x = torch.randn(m, k)
     y = torch.randn(n, k).t() if turned else torch.randn(k, n)
     torch.testing.assert_close(matmul(x, y), x @ y, rtol=1e-3, atol=1e-2)

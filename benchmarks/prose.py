@@ -14,7 +14,7 @@ QUESTIONS = re.compile(r"(What|How|Where|Who|Which|Those|Whether|When|Why)\b")
 PRIVATE = re.compile(r"\b(house|houses|floors|door|doors|tells? of|told of|lies|lie)\b", re.IGNORECASE)
 """Metaphors that only this project would understand (LANGUAGE.md, rule 3)."""
 MOST_WORDS, MOST_LONG = 35, 0.02
-"""Words of a sentence that is not long, and the share of sentences that may be long."""
+"""Maximum words of a sentence that is not long, and maximum share of long sentences."""
 
 
 def run(quick: bool = False) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     return {
         "name": "prose",
         "value": round(share, 4),
-        "goal": f"at most {MOST_LONG:.0%} of the sentences in pages have more than {MOST_WORDS} words; nothing else",
+        "goal": f"at most {MOST_LONG:.0%} of the sentences in pages have more than {MOST_WORDS} words; no offence",
         "ok": share <= MOST_LONG and not any(offences.values()),
         "details": {"sentences": len(sentences), "long": long, **offences},
     }

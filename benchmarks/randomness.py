@@ -1,7 +1,7 @@
 """Cost of a random operator per rank: dropout on a sharded tensor, for each source of randomness.
 
-Nothing is sent: this is one rank under the peerless communicator. Nanoseconds are per element of the rank's own part,
-in dropout's forward call; "plain" is torch's dropout on a plain tensor of that part's size.
+Nothing is sent: this is one rank under the peerless communicator. Times are nanoseconds per element of the rank's own
+part, in dropout's forward call; "plain" is torch's dropout on a plain tensor of that part's size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SOURCES = ("torch", "counter", "rank")
 
 
 def drops(ranks: int) -> dict[str, Callable[[], Any]]:
-    """Dropout by each source on rank 0's part of the tensor, and on a plain tensor of its size."""
+    """Return dropout by each source on rank 0's part of the tensor, and on a plain tensor of its size."""
     import meshwright as mw
 
     rows = -(-SHAPE[0] // ranks)
@@ -39,7 +39,7 @@ def drops(ranks: int) -> dict[str, Callable[[], Any]]:
 
 
 def nanoseconds(ranks: int, turns: int) -> dict[str, float]:
-    """Median nanoseconds per element of the part that one of `ranks` ranks holds."""
+    """Return median nanoseconds per element of the part of one of `ranks` ranks."""
     from meshwright.comm import PeerlessCommunicator, using_communicator
 
     elements = SHAPE[0] // ranks * SHAPE[1]
@@ -49,7 +49,7 @@ def nanoseconds(ranks: int, turns: int) -> dict[str, float]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: nanoseconds per element on each of 8 ranks, by source."""
+    """Return the figure: nanoseconds per element on each of 8 ranks, by source."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -19,7 +19,7 @@ APART = 0.02
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The share of pairs in the right order."""
+    """Return the figure: the share of pairs in the right order."""
     groups: dict[str, list[tuple[Run, float]]] = defaultdict(list)
     for r in runs():
         if r.seconds and r.is_complete and not r.is_noisy:
@@ -45,7 +45,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def in_order(group: Sequence[tuple[Run, float]]) -> list[bool]:
-    """For every pair that is apart, whether the prediction has it in the order of the measurement."""
+    """Return, for every pair that is apart, whether the prediction has the order of the measurement."""
     found: list[bool] = []
     for (a, x), (b, y) in combinations(group, 2):
         s, t = a.seconds or 1.0, b.seconds or 1.0
@@ -55,6 +55,6 @@ def in_order(group: Sequence[tuple[Run, float]]) -> list[bool]:
 
 
 def regret(group: Sequence[tuple[Run, float]]) -> float:
-    """How much longer the plan that is predicted best takes than the best one."""
+    """Return the extra time of the plan that is predicted best, relative to the best one."""
     chosen = min(group, key=lambda pair: pair[1])[0]
     return (chosen.seconds or 1.0) / min(r.seconds or 1.0 for r, _ in group) - 1

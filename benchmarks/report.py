@@ -1,8 +1,8 @@
 """The report of a plan in a real browser, by width, colour scheme, keyboard and screen reader: faults.
 
-Every page is opened from a file, as `meshwright explain --html` writes it. A fault is a line in the console, a request
-to anywhere, a page that scrolls sideways, a table or a picture without words, something that keys do not reach, or
-letters that are small, or do not stand out from what is behind them.
+Every page is opened from a file, as `meshwright explain --html` writes it. These are faults: a line in the console, a
+request to any address, a page that scrolls sideways, a table or a picture without words, an element that keys do not
+reach, and letters that are small or have too little contrast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import meshwright as mw
-from benchmarks._browser import Browser, browser, found
+from benchmarks._browser import Browser, browser, browser_path
 from meshwright.cli import main
 from meshwright.cost import cluster
 from meshwright.pipeline import one_f_one_b, simulate_schedule
@@ -53,7 +53,7 @@ ACTS = (
     ("summary", "e => e.checkVisibility()", ENTER, "e.parentElement.open"),
     (".wide", "e => e.checkVisibility() && e.scrollWidth > e.clientWidth + 40", RIGHT, "e.scrollLeft"),
 )
-"""What is tried, which of them, the key that is pressed there, and what it changes."""
+"""Kind of element, elements of that kind, the pressed key, and the expected change."""
 NAMED = {"table", "image", "region", "link", "navigation", "img", "graphics-document"}
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
@@ -81,8 +81,8 @@ def of_module() -> Account:
     return best.account(others)
 
 
-def trained(pipeline: bool) -> Any:
-    """A model that was trained for a step on four simulated ranks, as rank 0 has it."""
+def trained_model(pipeline: bool) -> Any:
+    """Return a model after a training step on four simulated ranks, as on rank 0."""
 
     def train() -> Any:
         torch.manual_seed(0)
@@ -103,8 +103,8 @@ def trained(pipeline: bool) -> Any:
     return mw.simulate(train, 4)[0]
 
 
-def evil() -> Account:
-    """Every text is a piece of a page, in one long word."""
+def hostile_account() -> Account:
+    """Return an account whose texts are all pieces of HTML, in one long word."""
     table = replace(one_f_one_b(2, 2), name=EVIL)
     return Account(
         EVIL,
@@ -131,13 +131,13 @@ def evil() -> Account:
 ACCOUNTS: dict[str, Callable[[], Account]] = {
     "sizes": cache(of_sizes),
     "module": cache(of_module),
-    "program": cache(lambda: account_of(trained(False), "4xH100")),
-    "pipeline": cache(lambda: account_of(trained(True), cluster("4xH100"))),
+    "program": cache(lambda: account_of(trained_model(False), "4xH100")),
+    "pipeline": cache(lambda: account_of(trained_model(True), cluster("4xH100"))),
 }
 
 
-def written(folder: Path) -> dict[str, Path]:
-    """Pages as files: one by the command line, and one of each account, with and without what was measured."""
+def written_pages(folder: Path) -> dict[str, Path]:
+    """Return pages as files: one by the command line, and one per account, with and without measurements."""
     config, plan, report = folder / "config.json", folder / "plan.toml", folder / "report.html"
     config.write_text(json.dumps(CONFIG))
     plan.write_text(PLAN)
@@ -146,7 +146,7 @@ def written(folder: Path) -> dict[str, Path]:
         assert main([*words, "--json"]) == 0
     pages = {"command line": report}
     made = {name: page(make()) for name, make in ACCOUNTS.items()}
-    made |= {"measured": page(ACCOUNTS["sizes"](), MEASURED), "strange names": page(evil(), {EVIL: 1.0})}
+    made |= {"measured": page(ACCOUNTS["sizes"](), MEASURED), "strange names": page(hostile_account(), {EVIL: 1.0})}
     for name, text in made.items():
         pages[name] = folder / f"{name}.html"
         pages[name].write_text(text, encoding="utf-8")
@@ -154,17 +154,17 @@ def written(folder: Path) -> dict[str, Path]:
 
 
 def faults(b: Browser, path: Path, width: int, dark: bool) -> Iterator[str]:
-    """What is wrong with a page in a window of so many pixels."""
+    """Yield the faults of a page in a window of so many pixels."""
     b.open(path.as_uri(), width, dark)
-    yield from by_keys(b)
+    yield from keyboard_faults(b)
     b.value(OPEN_ALL)
     yield from b.value(CHECKS)
-    yield from heard(b)
-    yield from happened(b, path)
+    yield from unnamed_elements(b)
+    yield from browser_events(b, path)
 
 
-def happened(b: Browser, path: Path) -> Iterator[str]:
-    """What the browser wrote into its console, and what it asked for beside the file."""
+def browser_events(b: Browser, path: Path) -> Iterator[str]:
+    """Yield the browser's console messages, and its requests other than the file."""
     for event in b.events:
         told = event["params"]
         if event["method"] != "Network.requestWillBeSent":
@@ -173,8 +173,8 @@ def happened(b: Browser, path: Path) -> Iterator[str]:
             yield f"a request: {told['request']['url']}"
 
 
-def by_keys(b: Browser) -> Iterator[str]:
-    """Tab goes through all that there is, from the top down; keys open what is folded, and scroll what is wide."""
+def keyboard_faults(b: Browser) -> Iterator[str]:
+    """Yield the faults of the keyboard: Tab reaches everything from the top down; keys unfold and scroll elements."""
     there, seen = b.value(REACHABLE), list[int]()
     for _ in range(there):
         b.press(*TAB)
@@ -191,21 +191,21 @@ def by_keys(b: Browser) -> Iterator[str]:
                 yield f"{keys[0]} does nothing at {b.value(FOCUS)}"
 
 
-def heard(b: Browser) -> Iterator[str]:
-    """What a screen reader is told: everything of these kinds has a name."""
-    for node in b.tell("Accessibility.getFullAXTree")["nodes"]:
+def unnamed_elements(b: Browser) -> Iterator[str]:
+    """Yield the elements without a name for a screen reader; all elements of these kinds need one."""
+    for node in b.send("Accessibility.getFullAXTree")["nodes"]:
         role = node.get("role", {}).get("value")
         if role in NAMED and not node["ignored"] and not node.get("name", {}).get("value", "").strip():
             yield f"a {role} without a name"
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many faults a browser finds in all the pages."""
-    path = found()
+    """Return the figure: the number of faults in all the pages."""
+    path = browser_path()
     wrong, shown = list[str](), 0
     with tempfile.TemporaryDirectory() as name:
         if path is not None:
-            pages = written(Path(name))
+            pages = written_pages(Path(name))
             chosen = ["pipeline", "module"] if quick else pages
             with browser(path) as b:
                 for key in chosen:

@@ -2,9 +2,9 @@
 
 Every transition between {Replicate, Shard(0), Shard(1), Partial} per mesh axis is measured: all of them on one and two
 axes, a fixed sample on three, on even and uneven shapes. No clock and no network: our bytes and steps are those of the
-plan (the tests compare them with what a communicator counts), DTensor's of the collectives that `redistribute`
-issues on a fake process group, in the better of two runs for it: with and without flattened meshes to fuse on.
-DTensor refuses Shard → Partial; those transitions are ours alone.
+plan, which the tests compare with the count of a communicator. DTensor's are those of the collectives that
+`redistribute` issues on a fake process group, in the better of two runs: with and without flattened meshes.
+DTensor refuses Shard → Partial; only our figures exist for those transitions.
 
     python -m benchmarks.reshard            prints every transition where two of the three figures differ
 """
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One transition measured: bytes received by the busiest rank, and steps in which ranks communicate."""
+    """Result of one transition: bytes received by the busiest rank, and steps in which ranks communicate."""
 
     case: str
     path: str
@@ -62,7 +62,7 @@ class Row:
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Every transition on one and two axes, and a sample on three."""
+    """Yield every transition on one and two axes, and a sample on three."""
     chooser = random.Random(0)
     for axes, meshes in MESHES.items():
         pairs = [(a, b) for a, b in product(product(PLACEMENTS, repeat=axes), repeat=2) if a != b]
@@ -73,10 +73,10 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def is_reachable(made: Plan) -> bool:
-    """Whether collectives can meet the bound: it lets the ranks share the joining of terms in any way.
+    """True if collectives can reach the bound, which lets the ranks share the summation in any way.
 
-    A reduce-scatter shares it as the layout cuts, which is not evenly where pieces are uneven, and not the best way
-    where a piece must be moved afterwards.
+    A reduce-scatter shares it by the layout. That is not even if the parts are uneven, and not the best way if a part
+    must be moved afterwards.
     """
     kinds = {type(step) for step in made.steps}
     if not kinds & {ReduceScatter, AllReduce}:
@@ -85,7 +85,7 @@ def is_reachable(made: Plan) -> bool:
 
 
 def measure(case: Case, rival: Rival) -> Row:
-    """Our plan and the rival's collectives for one transition."""
+    """Return the row of one transition: our plan and the rival's collectives."""
     made = case.plan()
     theirs = rival.cost(case)
     return Row(
@@ -106,7 +106,7 @@ def _text(placements: Sequence[Placement]) -> str:
 
 
 class Rival:
-    """DTensor on a fake process group and the meta device, whose collectives are read off as they are issued."""
+    """DTensor on a fake process group and the meta device, whose collectives are recorded as they are issued."""
 
     def __init__(self, size: int) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -118,7 +118,7 @@ class Rival:
         torch.distributed.destroy_process_group()
 
     def cost(self, case: Case) -> tuple[int, int] | None:
-        """Bytes received by the busiest rank, and collectives; None where DTensor refuses."""
+        """Return bytes received by the busiest rank, and collectives; None if DTensor refuses."""
         if any(isinstance(a, Shard) and isinstance(b, Partial) for a, b in zip(case.src, case.dst, strict=True)):
             return None
         runs = [self._run(case, flatten) for flatten in ((False, True) if len(case.mesh) > 1 else (False,))]
@@ -161,7 +161,7 @@ def _theirs(placement: Placement, dt: Any) -> Any:
 
 
 class _Collectives(torch.utils._python_dispatch.TorchDispatchMode):
-    """Adds up what the collectives in its scope bring to a rank (the padding that they carry included)."""
+    """A mode that counts the bytes that collectives bring to a rank, padding included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def _group_size(group: Any) -> int:
 
 
 def measure_all(quick: bool = False) -> list[Row]:
-    """Every transition, one process group per number of ranks."""
+    """Return the rows of all transitions, with one process group per number of ranks."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     rows: list[Row] = []
     wanted = sorted(cases(quick), key=lambda case: prod(case.mesh))
@@ -214,7 +214,7 @@ def measure_all(quick: bool = False) -> list[Row]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The figure: our bytes over the bound, and how often DTensor was better (never, we hope)."""
+    """Return the figure: our bytes over the bound, and how often DTensor was better, which should be never."""
     rows = measure_all(quick)
     both = [r for r in rows if r.dtensor is not None]
     moved = [r for r in both if r.bound]

@@ -1,9 +1,8 @@
 """Seconds for a hundred rules on a program of 5,000 operators; RMS norms found in five ways to write them.
 
-Beside us stand torch.fx's `subgraph_rewriter` and Inductor's `pattern_matcher`, each with the same two rules written
-in its way: how many lines that takes, in how many styles the norm is found, and how long one rule takes on the same
-program.
-Times are seconds of one core, the best of several: whatever else the machine does only ever adds.
+torch.fx's `subgraph_rewriter` and Inductor's `pattern_matcher` are measured with the same two rules, each in its own
+form: lines of a rule, styles in which the norm is found, and the time of one rule on the same program.
+Times are seconds of one core, the best of several, because other work on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ OPERATORS = 5000
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The best time of several, and everything else in the details."""
+    """Return the figure: the best time of several; all else is in the details."""
     program = large_program(OPERATORS)
     rules = hundred_rules()
     cold = seconds(lambda: [rule.patterns for rule in rules if isinstance(rule, Rewrite)])
@@ -72,14 +71,14 @@ def seconds(fn: Callable[[], Any]) -> float:
 
 
 def is_found(style: str, dtype: torch.dtype) -> bool:
-    """Whether the norm of a style is one operator after the pass."""
+    """True if the norm of a style is one operator after the pass."""
     program = program_of(STYLES[style], torch.randn(2, 3, 8).to(dtype), torch.ones(8, dtype=dtype))
     counts = count_ops(apply_passes(program, [FuseNorm()]).nodes)
     return counts.get("aten.rms_norm.default") == 1 and "aten.mean.dim" not in counts
 
 
 def beside_rivals(program: Program, quick: bool) -> dict[str, Any]:
-    """For each rewriter and rule: lines to write, styles found (of the norm), seconds and steps on the program."""
+    """Return, for each rewriter and rule, lines to write, styles found (of the norm), seconds and steps."""
     rows: dict[str, Any] = {}
     for name, norm, linear, make in (
         ("meshwright", rivals.our_norm, rivals.our_linear, rivals.ours),
@@ -97,7 +96,7 @@ def beside_rivals(program: Program, quick: bool) -> dict[str, Any]:
 
 
 def finds(apply: Callable[[Program], int], style: str) -> bool:
-    """Whether a rule is right for a style: in float32, since rivals do not tell what a cast changes."""
+    """True if a rule is right for a style in float32, because other rewriters do not handle casts."""
     program = program_of(STYLES[style], torch.randn(2, 16, 32), torch.ones(32))
     return apply(program) > 0
 

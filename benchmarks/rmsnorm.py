@@ -1,7 +1,7 @@
 """RMSNorm in plain operators, forward and backward: eager time divided by that of our compiled program.
 
-All three run in turn in one process, in short blocks that alternate; each figure is the best of its blocks, since
-whatever else the machine does only ever adds. `ours` is the composed function, captured, recorded and compiled.
+All three run in one process, in short blocks that alternate. Each figure is the best of its blocks, because other work
+on the machine only adds time. `ours` is the composed function, captured, recorded and compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPS = 1e-6
 
 
 class Norm(nn.Module):
-    """The norm of a parameter, so that both gradients are wanted; `g` is the gradient of the result."""
+    """The norm of a parameter, so that both gradients are needed; `g` is the gradient of the result."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, of: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 
 def composed(x: Tensor, weight: Tensor) -> Tensor:
-    """As models write it."""
+    """Return the norm from plain operators, as models write it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
@@ -49,7 +49,7 @@ def own(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The geometric mean over shapes of composed eager / ours, in both dtypes."""
+    """Return the figure: the geometric mean over shapes of composed eager / ours, in both dtypes."""
     shapes = SHAPES[:2] if quick else SHAPES
     rows = [mw.simulate(lambda s=s, d=d: case(*s, d, 5 if quick else 15), 1)[0] for d in DTYPES for s in shapes]
     means = {name: {d: _mean([r[name] for r in rows if r["dtype"] == d]) for d in ("f32", "bf16")} for name in GOALS}
@@ -68,7 +68,7 @@ def _mean(values: list[float]) -> float:
 
 
 def case(rows: int, width: int, dtype: torch.dtype, blocks: int) -> dict[str, Any]:
-    """Milliseconds of a forward and a backward pass, and the ratios."""
+    """Return milliseconds of a forward and a backward pass, and the ratios."""
     torch.manual_seed(0)
     by_hand, ready = Norm(rows, width, dtype, composed), Norm(rows, width, dtype, own)
     ready.load_state_dict(by_hand.state_dict())
@@ -99,7 +99,7 @@ def _ours(model: Norm, g: Tensor) -> Callable[[], list[Tensor]]:
 
 
 def _check(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) -> None:
-    """Both gradients agree to a few roundings."""
+    """Check that both gradients agree up to a few roundings."""
     tolerance = 1e-4 if dtype is torch.float32 else 5e-2
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance * b.float().abs().max().item())

@@ -1,9 +1,9 @@
 """Pipelines: schedule search on instances with a best known value, and quality of its proofs.
 
 `schedule_optima.json` holds instances of scheduling with memory caps (equal and unequal stages; linear, looped
-and V placements), with the best value that others found and whether they proved it. A chunk's times and memory are
-those of a rank, over the chunks that it has. The large ones with m = 24 are of the same source, which does not name
-the times of its other large ones.
+and V placements). Each has the best value that others found, and says whether they proved it. A chunk's times and
+memory are those of a rank, divided by its chunks. The large instances with m = 24 are from the same source, which does
+not give the times of its other large ones.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LARGE = (
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How many instances end above the best known value, or above a known schedule that fits into the memory."""
+    """Return the figure: instances that end above the best known value, or above a known schedule that fits."""
     instances: list[dict[str, Any]] = json.loads(INSTANCES.read_text())
     rows = [row(i) for i in (instances[::8] if quick else instances)]
     large = [] if quick else [row(i) for i in large_instances()]
@@ -83,7 +83,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def large_instances() -> Iterator[dict[str, Any]]:
-    """Instances with eight ranks, written as those of the file."""
+    """Yield instances with eight ranks, in the format of the file."""
     for placement, m, v, times, capacity, objective, best in LARGE:
         f, b, w, message = TIMES[times]
         kept = 1.0 if v > 1 else 0.5
@@ -107,7 +107,7 @@ def large_instances() -> Iterator[dict[str, Any]]:
 
 
 def problem_of(i: dict[str, Any]) -> Problem:
-    """An instance as a problem."""
+    """Return an instance as a problem."""
     v = i["v"]
     return Problem(
         WAYS[i["placement"]](i["p"], v)[0],
@@ -124,7 +124,7 @@ def _each(x: Any) -> Any:
 
 
 def row(i: dict[str, Any]) -> dict[str, Any]:
-    """What the search finds; `known` is the best value of others and of every known table that fits."""
+    """Return the result of the search; `known` is the best value of others and of every known table that fits."""
     problem, unequal = problem_of(i), isinstance(i["F"], list)
     found = find_schedule(problem, SECONDS_LARGE if i["set"] == "large" else SECONDS_UNEQUAL if unequal else SECONDS)
     check_schedule(found.schedule, memory=problem.memory, capacity=problem.limits)
@@ -148,7 +148,7 @@ def row(i: dict[str, Any]) -> dict[str, Any]:
 
 
 def generated(problem: Problem) -> Iterator[Schedule]:
-    """The tables of all generators, for the problem's ranks and microbatches."""
+    """Yield the tables of all generators, for the problem's ranks and microbatches."""
     p, m = problem.ranks, problem.microbatches
     for k in KNOWN_SCHEDULES.values():
         try:

@@ -1,8 +1,9 @@
 """Pipelines: an example across two meshes under every schedule, with the marks of eager mode.
 
-Eight ranks, meshes [[0, 1], [2, 3]] and [[4, 5], [6, 7]], matmuls in pairs: data cut along axis 0, weights by columns
-and by rows along axis 1, what lies between moved across the meshes; 8 microbatches. Losses and updated weights of the
-static mode beside the eager mode and one device. Placements of two chunks per stage have two pairs for each.
+Eight ranks, meshes [[0, 1], [2, 3]] and [[4, 5], [6, 7]], matmuls in pairs. Data are sharded along axis 0, weights by
+columns and by rows along axis 1, and values between the stages move across the meshes; 8 microbatches. Losses and
+updated weights of static mode are compared with eager mode and one device. Placements with two chunks per stage have
+two pairs for each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DATA, COLUMNS, ROWS = [mw.Shard(0)], [mw.Replicate(), mw.Shard(1)], [mw.Replicat
 
 
 class Pairs(nn.Module):
-    """A pair of matmuls per chunk, a nonlinear function between."""
+    """A pair of matmuls per chunk, with a nonlinear function between them."""
 
     def __init__(self, chunks: int, homes: Sequence[Any]) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ def batch(step: int) -> Tensor:
 
 
 def trained(way: Sequence[int], mode: str) -> tuple[list[float], list[Tensor]]:
-    """Losses and weights after a few steps: of one device, of the eager mode, or of a schedule."""
+    """Return losses and weights after a few steps: of one device, of eager mode, or of a schedule."""
     homes = [mw.ProcessMesh([[4 * s, 4 * s + 1], [4 * s + 2, 4 * s + 3]], ["x", "y"]) for s in range(2)]
     model = Pairs(len(way), [] if mode == "one device" else [homes[s] for s in way])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -71,7 +72,7 @@ def trained(way: Sequence[int], mode: str) -> tuple[list[float], list[Tensor]]:
 
 
 def schedules() -> dict[str, Schedule]:
-    """Every known schedule for two stages and 8 microbatches that means one device's step and takes whole sequences."""
+    """Return every known schedule for two stages and 8 microbatches that computes one device's step."""
     found: dict[str, Schedule] = {}
     for name, k in KNOWN_SCHEDULES.items():
         if name in OTHER_MEANING or name in SLICED:
@@ -90,7 +91,7 @@ def difference(found: tuple[list[float], list[Tensor]], expected: tuple[list[flo
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The largest relative difference of any loss or weight from one device's, under any schedule and eagerly."""
+    """Return the figure: the largest relative difference of any loss or weight from one device's."""
     tables = schedules()
     expected = {len(t.ways[0]): trained(t.ways[0], "one device") for t in tables.values()}
     jobs = {name: (t.ways[0], name) for name, t in tables.items()} | {"eager": ((0, 1), "eager")}

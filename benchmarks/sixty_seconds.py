@@ -1,7 +1,7 @@
-"""Seconds of a newcomer's first steps in an empty environment: the README's installation, its lines and its commands.
+"""Seconds of a newcomer's first steps in an empty environment: installation, lines and commands of the README.
 
-The repository is cloned, and each step is taken as the README prints it; there are no others. pip may use its cache.
-The time limit applies to what comes before the two commands of developers.
+The repository is cloned, and each step is made as the README prints it, without any other step. pip may use its cache.
+The time limit applies to the steps before the two commands for developers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINES = re.compile(r"```python\n(.*?)```\s+```text\n(.*?)```", re.DOTALL)
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """Return the seconds until the README's lines have printed what it says; `quick` leaves out `make test`."""
+    """Return the figure: the seconds until the README's lines print its output; `quick` leaves out `make test`."""
     readme = (ROOT / "README.md").read_text()
     install, train, test = (command.strip() for command in CONSOLE.findall(readme))
     program, expected = LINES.findall(readme)[0]
@@ -31,7 +31,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         python = str(environment / "bin" / "python")
         took = {"git clone": seconds(["git", "clone", "--quiet", str(ROOT), str(clone)], Path(folder))}
         took["empty environment"] = seconds([sys.executable, "-m", "venv", str(environment)], Path(folder))
-        pinned = {"PIP_CONSTRAINT": str(clone / "constraints.txt")}  # a build of torch without CUDA's gigabytes
+        pinned = {"PIP_CONSTRAINT": str(clone / "constraints.txt")}  # the CPU build of torch: CUDA adds gigabytes
         took[install] = seconds([python, "-m", *install.split()], clone, pinned)
         started = time.perf_counter()
         printed = subprocess.run([python, "-c", program], cwd=folder, capture_output=True, text=True, check=True).stdout

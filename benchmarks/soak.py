@@ -3,13 +3,13 @@
     python -m benchmarks soak              20,000 steps on two processes, then 1,000 on four simulated ranks
     python -m benchmarks.soak 2000         so many steps on processes, and a twentieth of them on simulated ranks
 
-Blocks of eager and static steps alternate, and each block starts from the checkpoint that the other one wrote. Some
-hundreds of batch and sequence sizes come and go; in the first fifth of a run each of them comes once, which fills the
-caches. The growth is that of a straight line through the resident sets afterwards, each taken after a full garbage
+Blocks of eager and static steps alternate. Each block starts from the checkpoint that the other one wrote. There are
+some hundreds of batch and sequence sizes. Each of them comes once in the first fifth of a run, which fills the caches.
+The growth is that of a straight line through the later samples of resident memory, each taken after a full garbage
 collection.
 
-The figure is that of the processes. The run on simulated ranks also makes a new model every few loads; its growth, in
-the details, includes what outlives a model, and caches that new models of the short run still fill.
+The figure is that of the processes. The run on simulated ranks also makes a new model every few loads. Its growth is
+in the details; it includes memory that outlives a model, and caches that new models of the short run still fill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks._soak_run import KEEP, LOAD, REMAKE, SAVE, SIZES
 
 STEPS, QUICK = 20_000, 1000
 GOAL = 6.0
-"""MB: entries that bounded caches still take, and the noise of the resident set."""
+"""MB: memory of entries that bounded caches still add, and the noise of resident memory."""
 PROCESSES = 2
 _HERE = "benchmarks._soak_run"
 _START, _PER_STEP = 300.0, 0.3
@@ -39,9 +39,9 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def figure(steps: int) -> dict[str, Any]:
-    """Return the largest growth of a process in MB, with what each process held."""
-    on_processes = seen("on_processes", PROCESSES, steps)
-    simulated = seen("on_simulated_ranks", 1, steps // 20)
+    """Return the largest growth of a process in MB, with the memory of each process."""
+    on_processes = samples_of_processes("on_processes", PROCESSES, steps)
+    simulated = samples_of_processes("on_simulated_ranks", 1, steps // 20)
     told = {f"process {rank}": about for rank, about in enumerate(on_processes)}
     told |= {f"4 simulated ranks in process {n}": about for n, about in enumerate(simulated)}
     value = max((about["growth_mb"] for about in on_processes), default=None)
@@ -59,8 +59,8 @@ def figure(steps: int) -> dict[str, Any]:
     }
 
 
-def seen(function: str, processes: int, steps: int) -> list[dict[str, Any]]:
-    """Return what each process saw. RuntimeError where one of them failed."""
+def samples_of_processes(function: str, processes: int, steps: int) -> list[dict[str, Any]]:
+    """Return the samples of each process. RuntimeError if one of them failed."""
     found: list[dict[str, Any]] = []
 
     def read(run: Any) -> None:
@@ -76,7 +76,7 @@ def seen(function: str, processes: int, steps: int) -> list[dict[str, Any]]:
 
 
 def summary(told: dict[str, Any]) -> dict[str, Any]:
-    """Return the growth of one process, its first and last sample, and the caches that hold anything."""
+    """Return the growth of one process, its first and last sample, and the caches that are not empty."""
     samples: list[dict[str, Any]] = told["samples"]
     used = {name: f"{n} of {most}" for name, (n, most) in told["caches"].items() if n}
     blocks = growth(samples, "blocks")

@@ -2,8 +2,8 @@
 
 A chunk in the middle of three stages, of 8 to 64 blocks (linear, tanh, linear; fewer would fit into the first caches),
 on one rank, for which nothing is sent.
-Counted: what is held between B and W beside what the products of W read, and how often each block is computed again
-under recompute. Timed, in turns: W and B of ours and of `torch.distributed.pipelining`.
+Counted: bytes in memory between B and W compared with the bytes that the products of W read, and how often each block
+is computed again under recompute. Timed, in turns: W and B of ours and of `torch.distributed.pipelining`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.pipeline.partition.step_parts import PartPlace
 
 LENGTHS, WIDTH, ROWS, RANKS, MIDDLE = (8, 16, 32, 64), 64, 32, 3, 1
 LINEAR_GOAL = 1.25
-"""W of 64 blocks takes at most so many times what 8 times W of 8 blocks takes."""
+"""Maximum time of W for 64 blocks, relative to 8 times that for 8 blocks."""
 
 
 class Chunks(nn.Module):
@@ -51,7 +51,7 @@ def block() -> nn.Module:
 
 
 class Middle:
-    """The parts of the chunk in the middle, with numbers to run them on."""
+    """The parts of the chunk in the middle, with values to run them on."""
 
     def __init__(self, length: int, recompute: bool = False) -> None:
         torch.manual_seed(0)
@@ -74,7 +74,7 @@ class Middle:
                 self.run(place)
 
     def run(self, place: PartPlace) -> Callable[[], Any]:
-        """The part as a function; what it gives is known from now on."""
+        """Return the part as a function; its results are known from now on."""
         program = self.parts.programs[place]
         run, args = runner(program), [self.known[i.value] for i in program.inputs]
         out, _ = run(*args)
@@ -85,7 +85,7 @@ class Middle:
         return self.run(PartPlace(part, MIDDLE))
 
     def held(self) -> tuple[int, int]:
-        """Bytes that W reads of what was computed; and those of the operands of its products."""
+        """Return the bytes of computed values that W reads, and the bytes of the operands of its products."""
         program = self.parts.programs[PartPlace("W", MIDDLE)]
         found = alias_classes(self.step)
         size = {found.of(v): v.nbytes for v in (*self.step.producers, *(i.value for i in self.step.inputs))}
@@ -94,7 +94,7 @@ class Middle:
         return sum(size[root] for root in given), sum(size[root] for root in needed)
 
     def recomputed(self) -> float:
-        """How often a tanh of the forward pass is computed again."""
+        """Return how often a tanh of the forward pass is computed again."""
         phases = [n.origin.phase for n in self.step.nodes if str(n.op) == "aten.tanh.default"]
         return phases.count("backward") / phases.count("forward")
 
@@ -111,7 +111,7 @@ class Torchs:
         self.x, self.grad = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(ROWS, WIDTH)
 
     def times(self) -> tuple[float, float]:
-        """Seconds of B and of W."""
+        """Return seconds of B and of W."""
         out = self.chunk(self.x)
         begin = time.perf_counter()
         _, groups = self.backward.stage_backward_input([out], [self.grad], [self.x], self.chunk.parameters())
@@ -123,7 +123,7 @@ class Torchs:
 
 
 def timed(length: int, turns: int) -> dict[str, float]:
-    """Milliseconds of both, in turns."""
+    """Return milliseconds of both, measured in turns."""
     ours, theirs = Middle(length), Torchs(length)
     b, w = ours.of("B"), ours.of("W")
     found: dict[str, list[float]] = {name: [] for name in ("B", "W", "torch B", "torch W")}
@@ -138,7 +138,7 @@ def timed(length: int, turns: int) -> dict[str, float]:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """How much more W of 64 blocks takes than 8 times W of 8."""
+    """Return the figure: the time of W for 64 blocks over 8 times that for 8."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with using_communicator(PeerlessCommunicator(MIDDLE, RANKS)):

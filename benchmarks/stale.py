@@ -4,8 +4,8 @@
     python -m benchmarks.stale --only dict hook      kinds of these themes, or with these words in their names
 
 Every kind is trained eagerly on one device, and statically on one simulated rank; some also statically on two ranks
-with a sharded batch. Two more trainings keep programs on disk: one makes a new static model after each change, and the
-next one has a single static model. Both load programs that were kept before. Losses, parameters and buffers must be
+with a sharded batch. Two more trainings store programs on disk: one makes a new static model after each change, and the
+next one has a single static model. Both load programs that were stored before. Losses, parameters and buffers must be
 equal. A kind may be refused by a MeshwrightError instead.
 `_stale_kinds` has the table of kinds. A kind that does not change the eager numbers is an error of the kind.
 """
@@ -94,8 +94,8 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
 def train(kind: Kind, factors: Sequence[float], losses: list[float], ranks: int = 0, restarts: bool = False) -> Numbers:
     """Return the numbers of a training whose setting has a factor in each step: static on `ranks`, or eager if 0.
 
-    With `restarts` a new static model goes on after each change. Each step appends to `losses`, so that the caller has
-    the losses before an error.
+    With `restarts` a new static model continues after each change. Each step appends to `losses`, so that the caller
+    has the losses before an error.
     """
     mesh = mw.ProcessMesh(list(range(ranks)), ["dp"]) if ranks > 1 else None
     torch.manual_seed(0)
@@ -180,7 +180,7 @@ def examine(kind: Kind, factors: Sequence[float] = FACTORS) -> Finding:
 
 @contextmanager
 def programs_kept() -> Generator[None]:
-    """Keep recorded programs in a folder inside the context."""
+    """Store recorded programs in a folder inside the context."""
     before = os.environ["MESHWRIGHT_PROGRAMS"]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MESHWRIGHT_PROGRAMS"] = folder
@@ -195,7 +195,7 @@ def _eager(kind: Kind, factors: Sequence[float]) -> Numbers | str:
     try:
         wanted = mw.simulate(train, 1, kind, factors, [])[0]
         still = mw.simulate(train, 1, kind, [factors[0]] * len(factors), [])[0]
-    except Exception as error:  # of any kind: the outcome says so
+    except Exception as error:  # any error becomes an outcome
         return f"eager mode raises {_first_line(error)}"
     if wanted.difference(still)[0] < VISIBLE:
         return "eager numbers are those of a run without the change"
@@ -206,7 +206,7 @@ def _examine_on(ranks: int, kind: Kind, factors: Sequence[float], wanted: Number
     losses: list[list[float]] = [[] for _ in range(ranks)]
     try:
         found = mw.simulate(lambda: train(kind, factors, losses[current_communicator().rank], ranks, restarts), ranks)
-    except Exception as error:  # of any kind: the outcome says so
+    except Exception as error:  # any error becomes an outcome
         worst, where = max((Numbers(seen).difference(wanted.until(len(seen))) for seen in losses), key=itemgetter(0))
         if worst > CLOSE:
             return Finding(kind, STALE, f"{where}; later: {_first_line(error)}", ranks=ranks)
@@ -220,7 +220,7 @@ def _outcome_of(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the class and the first line of an error, and of a MeshwrightError also what was found."""
+    """Return the class and the first line of an error, and the "found" part of a MeshwrightError."""
     lines = str(error).splitlines() or [""]
     if isinstance(error, mw.MeshwrightError):
         return f"{lines[0]}, found: {error.found}"[:200]
@@ -238,7 +238,7 @@ HIDDEN, BATCH, LENGTH, LAYERS = 256, 4, 8, 2
 
 
 class Block(nn.Module):
-    """A transformer block that reads a setting, as models do."""
+    """A transformer block that reads a setting, as typical models do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,8 @@
     python -m benchmarks.static_equals_eager --only moe tp=2  cases whose names have these words
 
 Each case makes five training steps three times: on one device, eagerly on simulated ranks, and as a static program.
-Losses, gradients, states, parameters and buffers are compared whole with one device's, part by part with each other.
+Losses, gradients, states, parameters and buffers are compared with one device as whole tensors, and between static and
+eager part by part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from meshwright.comm import init_process, launch
 GOAL = 1e-5
 STEPS = 5
 TINY = 1e-6
-"""Differences are relative to the largest element of a tensor, or to this where it is smaller."""
+"""Lower bound of the scale: differences are relative to the largest element of a tensor."""
 
 PROCESSES = 4
 IN_PROCESSES = ("mlp dp=2 tp=2", "llama dp=2 tp=2 sequence", "cnn zero=4", "moe tp=4")
@@ -53,7 +54,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every model in every style; optimizers in turn, so that each model meets all of them."""
+    """Return every model in every style; optimizers alternate, so that each model is trained with all of them."""
     kinds = list(OPTIMIZERS)
     return [
         Case(model, style, kinds[(i + j) % len(kinds)])
@@ -66,7 +67,7 @@ Outcome = dict[str, Any]
 
 
 def train(case: Case, how: str) -> Outcome:
-    """Losses, and by name the last gradients, the states, the parameters and the buffers after five steps."""
+    """Return losses, and by name the last gradients, states, parameters and buffers after five steps."""
     torch.manual_seed(0)
     subject = case.subject
     model = subject.make()
@@ -82,7 +83,7 @@ def train(case: Case, how: str) -> Outcome:
 
 
 def _keep_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Each parameter's last gradient becomes one of its states, so that it is to be seen."""
+    """Store each parameter's last gradient among its states, so that it can be compared."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
@@ -102,7 +103,7 @@ def _eager(model: torch.nn.Module, subject: Subject, optimizer: torch.optim.Opti
 
 @dataclass(frozen=True)
 class Found:
-    """How far a case is from one device, where, and whether static and eager are equal to the bit."""
+    """Distance of a case from one device, its place, and whether static and eager are equal to the bit."""
 
     worst: float
     where: str
@@ -110,7 +111,7 @@ class Found:
 
 
 def compare(case: Case, wanted: Outcome) -> Found:
-    """What one rank finds; every rank has to call it."""
+    """Return the comparison of one rank; every rank has to call it."""
     eager, static = train(case, "eager"), train(case, "static")
     if list(eager) != list(static):
         raise KeyError(f"eager has {sorted(set(eager) ^ set(static))} or static has")
@@ -138,14 +139,14 @@ def _difference(found: Any, wanted: Any) -> float:
 
 
 def check(case: Case) -> Found:
-    """The worst of all simulated ranks."""
+    """Return the worst comparison of all simulated ranks."""
     found = mw.simulate(compare, case.style.ranks, case, train(case, "one device"))
     worst = max(found, key=lambda f: f.worst)
     return Found(worst.worst, worst.where, all(f.same for f in found))
 
 
 def in_processes(chosen: Sequence[Case]) -> dict[str, Any]:
-    """The same on real processes: name → what rank 0 found."""
+    """Return the same on real processes: name → result of rank 0."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "found.json"
         status = launch(
@@ -157,7 +158,7 @@ def in_processes(chosen: Sequence[Case]) -> dict[str, Any]:
 
 
 def process(path: str, names: Sequence[str]) -> None:
-    """One of the processes."""
+    """Run one of the processes."""
     communicator = init_process(backend="gloo")
     found: dict[str, Any] = {}
     for case in cases():
@@ -169,7 +170,7 @@ def process(path: str, names: Sequence[str]) -> None:
 
 
 def sweep(chosen: Sequence[Case], progress: bool = False) -> Iterator[tuple[str, Found | str]]:
-    """Each case's name, and what was found or the error."""
+    """Yield each case's name, and its result or the error."""
     for case in chosen:
         start = time.perf_counter()
         try:
@@ -182,7 +183,7 @@ def sweep(chosen: Sequence[Case], progress: bool = False) -> Iterator[tuple[str,
 
 
 def run(quick: bool = False, words: Sequence[str] = (), progress: bool = False) -> dict[str, Any]:
-    """The figure: how many cases are right."""
+    """Return the figure: the number of cases that are right."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     start = time.perf_counter()

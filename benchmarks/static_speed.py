@@ -1,9 +1,9 @@
 """Static training step on processes: time divided by that of a program written by hand and compiled.
 
-A Llama-style model in two sizes, one in which computing dominates and one in which everything else does, on 2 and 4
-processes with one thread each. All contenders live in the same processes, keep the same layout, start with the same
-weights and give the loss of each step as a number; they take turns, in blocks of a few steps. A ratio is the median,
-over the turns, of the ratio of two blocks of one turn.
+A Llama-style model in two sizes, one dominated by computation and one by everything else, on 2 and 4 processes with one
+thread each. All contenders run in the same processes, keep the same layout, start with the same weights and return the
+loss of each step as a number. They take turns, in blocks of a few steps. A ratio is the median, over the turns, of the
+ratio of two blocks of one turn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Step = Callable[[Tensor, Tensor], float]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model, its batch, and how a turn is taken."""
+    """A model, its batch, and the steps of a turn."""
 
     model: LlamaConfig
     batch: int
@@ -52,17 +52,17 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One size on one mesh, as it stands in the table and on a command line."""
+    """One size on one mesh, with its name in the table and on a command line."""
 
     size: str
     dp: int
     tp: int
     passes: bool = False
-    """Whether the static mode is measured with passes left out and put in, one by one."""
+    """True to measure the static mode with passes left out and added, one by one."""
     gloo: bool = False
     """Without shared memory: our collectives go through Gloo too."""
     nodes: bool = False
-    """The batch over two mesh axes, nodes and the ranks of each: dp ranks in two nodes, weights whole on each."""
+    """The batch over two mesh axes, nodes and the ranks of each: dp ranks in two nodes, replicated weights."""
 
     @property
     def ranks(self) -> int:
@@ -83,7 +83,7 @@ BESIDE = [
     Case("compute", 4, 1, nodes=True),
     *(Case(size, 1, 2, gloo=True) for size in SIZES),
 ]
-"""What is measured beside: passes one by one, and how much is the way that messages go."""
+"""Cases that the goal does not cover: passes one by one, a mesh with nodes, and messages through Gloo."""
 
 PLAIN: dict[str, Any] = {"compiler": "none"}
 MERGED: dict[str, Any] = {"enable": True, "k_steps": 2}
@@ -108,9 +108,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "with split products and schedule": {"passes": [{"name": "split_products"}, {"name": "schedule"}]},
     "with bfloat16": {"amp": {"enable": True}},
 }
-"""Settings of the static mode by name: every pass left out or put in, where nodes run one by one."""
+"""Settings of the static mode by name: every pass left out, or added if nodes run one by one."""
 OVER_NODES = {"with sums over nodes": {"passes": [{"name": "hierarchy", "inner": ["tp"], "outer": ["dp"]}]}}
-"""What takes a mesh that tells nodes: the axis dp is that of the nodes there, and tp that of the ranks in one."""
+"""Settings for a mesh with nodes: the axis dp is that of the nodes, and tp that of the ranks in a node."""
 
 
 # --- the contenders ----------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ OVER_NODES = {"with sums over nodes": {"passes": [{"name": "hierarchy", "inner":
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What every contender is built from: the case, its size, both libraries' meshes and the batches."""
+    """The input of every contender: the case, its size, both libraries' meshes and the batches."""
 
     case: Case
     size: Size
@@ -127,13 +127,13 @@ class Stage:
     batches: Sequence[Batch]
 
     def whole(self) -> Any:
-        """A new model with the same weights each time."""
+        """Return a new model, with the same weights each time."""
         from meshwright.models import Llama
 
         return Llama(self.size.model)
 
     def own(self, batch: Batch) -> Batch:
-        """This rank's part of a batch."""
+        """Return this rank's part of a batch."""
         tokens, targets = (x.chunk(self.case.dp)[self.torch_mesh["dp"].get_local_rank()] for x in batch)
         return tokens, targets
 
@@ -141,12 +141,12 @@ class Stage:
 def ours(
     model: nn.Module, loader: Iterable[Batch], loss: Any, optimizer: torch.optim.Optimizer, strategy: dict[str, Any]
 ) -> mw.DistModel:
-    """The static mode."""
+    """Return the model in static mode."""
     return mw.to_static(model, loader, loss, optimizer, mw.Strategy.of(**strategy))
 
 
 class Eager:
-    """The eager mode with the manner of a `DistModel`: one step a call."""
+    """Eager mode with the interface of a `DistModel`: one step per call."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -174,7 +174,7 @@ def our_step(stage: Stage, make: Callable[..., Any]) -> Step:
 
 
 def cut_batch(model: Any, mesh: mw.ProcessMesh) -> None:
-    """Weights whole on each rank, and the batch cut over both axes of the mesh."""
+    """Replicate the weights, and shard the batch over both axes of the mesh."""
     both = [mw.Replicate(), mw.Shard(0), mw.Shard(0)]
     mw.shard_layer(model, mesh, input_fn=lambda inputs, mesh: tuple(mw.reshard(x, mesh, both) for x in inputs))
 
@@ -218,7 +218,7 @@ NODES = {name: static_step({**PLAIN, **settings}) for name, settings in ({"node 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A contender after its first steps: what it takes from then on, or why it cannot."""
+    """A contender after its first steps: its step function, or the reason why it fails."""
 
     step: Step | None
     losses: list[float]
@@ -227,7 +227,7 @@ class Start:
 
 
 def main(path: str, size: str, dp: str, tp: str, passes: str, nodes: str, turns: str, caches: str) -> None:
-    """One rank: every contender's first steps, then all in turns; rank 0 writes what was found."""
+    """Run one rank: every contender's first steps, then all in turns; rank 0 writes the results."""
     case = Case(size, int(dp), int(tp), passes == "1", nodes=nodes == "1")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/nobody"
     stage = set_up(case)
@@ -241,7 +241,7 @@ def main(path: str, size: str, dp: str, tp: str, passes: str, nodes: str, turns:
 
 
 def set_up(case: Case) -> Stage:
-    """Both libraries on the processes of one run; torch.compile is loaded, so that nobody pays for that."""
+    """Set up both libraries on the processes of one run; load torch.compile, so that no contender pays for that."""
     import meshwright as mw
 
     torch.set_num_threads(1)
@@ -259,7 +259,7 @@ def set_up(case: Case) -> Stage:
 
 
 def start(stage: Stage, build: Callable[[Stage], Step], cache: str) -> Start:
-    """A contender's first steps, compiled without anything that another one has left; all ranks agree on failure."""
+    """Run a contender's first steps, compiled without the caches of others; all ranks agree on failure."""
     from torch._inductor.utils import clear_caches
 
     clear_caches()
@@ -285,14 +285,14 @@ def batch_of(stage: Stage, number: int) -> Batch:
 
 
 def one_device(stage: Stage) -> list[float]:
-    """The losses of the same steps in plain torch."""
+    """Return the losses of the same steps in plain torch."""
     model = stage.whole()
     plain = Eager(model, torch.optim.AdamW(model.parameters(), **ADAMW))
     return [plain(*batch_of(stage, number)).item() for number in range(CHECKED_STEPS)]
 
 
 def in_turns(steps: dict[str, Step], stage: Stage, turns: int) -> dict[str, list[float]]:
-    """Milliseconds per step of each contender in each turn; each turn begins with another one."""
+    """Return milliseconds per step of each contender in each turn; each turn begins with another one."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     gc.disable()
@@ -319,7 +319,7 @@ def slowest_rank(times: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def row(starts: dict[str, Start], times: dict[str, list[float]], losses: list[float]) -> dict[str, Any]:
-    """What one case has shown."""
+    """Return the results of one case."""
     good = {name: found.losses for name, found in starts.items() if name in times}
     return {
         "ms": {name: spread(found) for name, found in times.items()},
@@ -343,25 +343,25 @@ def ratios(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def compared(times: dict[str, list[float]]) -> dict[str, float]:
-    """Each strategy's time over that of the first: above 1 a pass left out tells what it gains, one put in its cost."""
+    """Return each strategy's time over that of the first: the gain of a pass left out, or the cost of one put in."""
     first, *others = STRATEGIES | OVER_NODES
     return {name: ratio(times[name], times[first]) for name in others if name in times}
 
 
 def ratio(a: list[float], b: list[float]) -> float:
-    """The median over turns of a's time over b's."""
+    """Return the median over turns of a's time divided by b's."""
     return round(statistics.median(x / y for x, y in zip(a, b, strict=True)), 3)
 
 
 def difference(losses: list[float], reference: list[float]) -> float:
-    """The largest relative difference."""
+    """Return the largest relative difference."""
     return float(f"{max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)):.1e}")
 
 
 def run(quick: bool = False, cases: Sequence[Case] = CASES) -> dict[str, Any]:
-    """The worst ratio of our time to that of the program by hand; every case stands in the details.
+    """Return the figure: the worst ratio of our time to that of the program by hand; all cases are in the details.
 
-    Rows beside do not count for the value.
+    The additional cases do not count for the value.
     """
     beside = {str(case): measure(case, turns(SIZES[case.size], True)) for case in (() if quick else BESIDE)}
     rows = {str(case): measure(case, turns(SIZES[case.size], quick)) for case in cases}
@@ -381,7 +381,7 @@ def run(quick: bool = False, cases: Sequence[Case] = CASES) -> dict[str, Any]:
 
 
 def measure(case: Case, turns: int, env: dict[str, str] | None = None) -> dict[str, Any]:
-    """The row of one case, from processes of its own."""
+    """Return the row of one case, from processes of its own."""
     print(f"{case} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "row.json"
@@ -400,18 +400,18 @@ def turns(size: Size, quick: bool) -> int:
 
 
 def python_path() -> str:
-    """This folder's parent first, so that the processes find the benchmarks from anywhere."""
+    """Return PYTHONPATH with this folder's parent first, so that the processes find the benchmarks from anywhere."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
 def worst(rows: dict[str, dict[str, Any]], pair: str) -> float | None:
-    """The largest ratio; None where a case has none."""
+    """Return the largest ratio; None if no case has one."""
     found = [row.get("ratios", {}).get(pair) for row in rows.values()]
     return None if None in found else max(found)
 
 
 def agree(row: dict[str, Any]) -> bool:
-    """Whether nobody failed and all contenders gave the losses of one device."""
+    """True if no contender failed and all of them gave the losses of one device."""
     return not row["failed"] and all(value <= LOSS_GOAL for value in row["loss_difference"].values())
 
 

@@ -1,9 +1,9 @@
 """Training step on processes: time divided by that of torch's own parallelism, eager and compiled.
 
-The Llama of `static_speed` in its two sizes: the batch cut (DistributedDataParallel), parameters cut and gathered at
-use (`fully_shard`), weights cut (`parallelize_module` with DTensor). All contenders of a case live in the same
-processes, start with the same weights, use the AdamW of torch with the same options and give the loss of each step as
-a number; they take turns.
+The Llama of `static_speed` in its two sizes: the batch sharded (DistributedDataParallel), parameters sharded and
+gathered at use (`fully_shard`), weights sharded (`parallelize_module` with DTensor). All contenders of a case run in
+the same processes, start with the same weights, use the AdamW of torch with the same options and return the loss of
+each step as a number. They take turns.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CASES = [Case(size, kind, 2) for size in SIZES for kind in ("dp", "ZeRO-3", "tp"
 
 
 def ours(kind: str, static: bool) -> Callable[[Stage], Step]:
-    """Our step: the model as it is marked by hand, and cut by a stage of ZeRO where that is asked for."""
+    """Return our step: the model with its marks, and sharded by a stage of ZeRO if the kind requires it."""
 
     def build(stage: Stage) -> Step:
         sharding = {"sharding": {"enable": True, "stage": 3}} if kind == "ZeRO-3" else {}
@@ -74,7 +74,7 @@ def zero_3(model: nn.Module, loader: object, loss: object, optimizer: torch.opti
 
 
 def torchs(kind: str, compiled: bool) -> Callable[[Stage], Step]:
-    """torch's own way for a kind of parallelism."""
+    """Return the step of torch's own implementation of a kind of parallelism."""
     if kind == "tp" and compiled:
         return speed.dtensor_step
 
@@ -121,7 +121,7 @@ def model_of(stage: Stage) -> nn.Module:
 
 PARALLEL: dict[str, Callable[[Stage], nn.Module]] = {"dp": copies, "ZeRO-3": shards, "tp": cuts}
 PAIRS = (("eager", "torch"), ("static", "torch, compiled"))
-"""Whose time is divided by whose."""
+"""Pairs of contenders: the first one's time is divided by the second one's."""
 
 
 def contenders(kind: str) -> dict[str, Callable[[Stage], Step]]:
@@ -137,7 +137,7 @@ def contenders(kind: str) -> dict[str, Callable[[Stage], Step]]:
 
 
 def main(path: str, size: str, kind: str, ranks: str, turns: str, caches: str) -> None:
-    """One rank: every contender's first steps, then all in turns; rank 0 writes what was found."""
+    """Run one rank: every contender's first steps, then all in turns; rank 0 writes the results."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/nobody"
     stage = speed.set_up(Case(size, kind, int(ranks)).mesh)
     starts = {name: speed.start(stage, build, f"{caches}/{name}") for name, build in contenders(kind).items()}
@@ -149,7 +149,7 @@ def main(path: str, size: str, kind: str, ranks: str, turns: str, caches: str) -
 
 
 def row(starts: dict[str, Start], times: dict[str, list[float]], losses: Sequence[float]) -> dict[str, Any]:
-    """What one case has shown."""
+    """Return the results of one case."""
     assert len(losses) == CHECKED_STEPS
     return {
         "ms": {name: speed.spread(found) for name, found in times.items()},
@@ -160,7 +160,7 @@ def row(starts: dict[str, Start], times: dict[str, list[float]], losses: Sequenc
 
 
 def measure(case: Case, turns: int) -> dict[str, Any]:
-    """The row of one case, from processes of its own."""
+    """Return the row of one case, from processes of its own."""
     print(f"{case} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "row.json"
@@ -172,7 +172,7 @@ def measure(case: Case, turns: int) -> dict[str, Any]:
 
 
 def run(quick: bool = False, cases: Sequence[Case] = CASES) -> dict[str, Any]:
-    """The worst ratio of our time to that of torch's own way, where both are eager and where both are compiled."""
+    """Return the figure: the worst ratio of our time to torch's, both eager or both compiled."""
     rows = {str(case): measure(case, speed.turns(SIZES[case.size], quick)) for case in cases}
     found = [ratio for row in rows.values() for ratio in row.get("ratios", {}).values()]
     right = all(value <= speed.LOSS_GOAL for row in rows.values() for value in row.get("loss_difference", {}).values())

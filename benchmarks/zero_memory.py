@@ -1,8 +1,8 @@
 """Memory of a rank under ZeRO and sequence parallelism: error of the formula against real processes.
 
-A chain of feed-forward blocks is trained by AdamW on 4 processes. What one holds is its anonymous resident memory:
-mapped files and shared memory are none of it. A thread looks every millisecond; what was held before is taken off, and
-freed memory goes back to the system (MESHWRIGHT_KEEP_MEMORY=off), so that the most that was seen is what was needed.
+A chain of feed-forward blocks is trained by AdamW on 4 processes. The memory of a process is its anonymous resident
+memory, without mapped files and shared memory. A thread reads it every millisecond, and the memory before the step is
+subtracted. Freed memory goes back to the system (MESHWRIGHT_KEEP_MEMORY=off), so that the peak is the required memory.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Chain:
 
     @property
     def parameters(self) -> int:
-        """Bytes of all weights."""
+        """Return the bytes of all weights."""
         return self.blocks * 2 * self.weight
 
     @property
     def weight(self) -> int:
-        """Bytes of one weight."""
+        """Return the bytes of one weight."""
         return 4 * 4 * self.width**2
 
     @property
     def stream(self) -> int:
-        """Bytes of what goes from block to block."""
+        """Return the bytes of the values between two blocks."""
         return 4 * self.rows * self.width
 
     def make(self) -> nn.Module:
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """How the chain is parallel, and the bytes that follow from it."""
+    """The parallelism of the chain, and the bytes that follow from it."""
 
     chain: Chain
     axis: str
@@ -98,9 +98,9 @@ class Case:
 
 
 STATES = Chain(blocks=12, width=1024, rows=8)
-"""Weights are all that counts."""
+"""A chain whose weights dominate."""
 ACTIVATIONS = Chain(blocks=24, width=256, rows=8192)
-"""Activations are all that counts."""
+"""A chain whose activations dominate."""
 
 CASES = {
     "dp": Case(STATES, "dp", mw.Parallelism(), lambda c: 4 * c.parameters, "weights, gradients, two states"),
@@ -127,7 +127,7 @@ CASES = {
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """The largest relative distance between what was held and what the formula says."""
+    """Return the figure: the largest relative distance between measured memory and the formula."""
     del quick
     rows = {name: measured(name) for name in CASES}
     worst = max(abs(row["ratio"] - 1) for row in rows.values())
@@ -141,7 +141,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """MiB that the fullest rank held, and those that the formula says."""
+    """Return the MiB of the fullest rank, measured and by the formula."""
     with tempfile.TemporaryDirectory() as folder:
         if launch([__file__, name, folder], RANKS, ENVIRONMENT, timeout=300) != 0:
             raise RuntimeError(f"the processes of {name} failed")
@@ -153,15 +153,15 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def one_rank(name: str, folder: Path) -> None:
-    """Trains, and writes the most that this process held, in bytes."""
+    """Train one rank, and write the peak memory of this process, in bytes."""
     torch.set_num_threads(1)
     mw.init_process()
     case = CASES[name]
-    step(case, *made(case, Chain(2, 64, case.chain.rows // 64)))  # what is imported and planned once
+    step(case, *made(case, Chain(2, 64, case.chain.rows // 64)))  # import and plan before the measurement
     gc.collect()
-    before = anonymous()
+    before = anonymous_bytes()
     model, optimizer, x = made(case, case.chain)
-    with watched() as peak:
+    with memory_samples() as peak:
         for _ in range(STEPS):
             step(case, model, optimizer, x)
     taken_off = case.chain.parameters // RANKS if case.axis == "tp" else 0
@@ -182,14 +182,14 @@ def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tens
 
 
 @contextmanager
-def watched() -> Iterator[list[int]]:
-    """What this process holds, looked at every millisecond until the end."""
+def memory_samples() -> Iterator[list[int]]:
+    """Yield a list that gets the memory of this process every millisecond until the end of the context."""
     found: list[int] = []
     ended = threading.Event()
 
     def look() -> None:
         while not ended.wait(0.001):
-            found.append(anonymous())
+            found.append(anonymous_bytes())
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -200,8 +200,8 @@ def watched() -> Iterator[list[int]]:
         thread.join()
 
 
-def anonymous() -> int:
-    """Bytes of anonymous resident memory of this process."""
+def anonymous_bytes() -> int:
+    """Return the bytes of anonymous resident memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024

@@ -1,6 +1,6 @@
 """Settings for all tests: hypothesis profiles and one thread per process.
 
-`ci` asks few questions, always the same; `dev` asks new ones each time; `long` is for a night.
+`ci` draws few examples, always the same; `dev` draws new ones each time; `long` takes a night.
 Choose with `pytest --hypothesis-profile=NAME`; without it `dev` is used.
 """
 
@@ -21,4 +21,4 @@ settings.register_profile("long", max_examples=2000, deadline=None, suppress_hea
 settings.load_profile("dev")
 
 torch.set_num_threads(1)
-os.environ["MESHWRIGHT_PROGRAMS"] = "off"  # what one test records is not what another one finds
+os.environ["MESHWRIGHT_PROGRAMS"] = "off"  # tests do not share recorded programs

@@ -82,7 +82,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def assigned(node: ast.stmt) -> tuple[str, ast.expr] | None:
-    """Name and value of an assignment to one name."""
+    """Return name and value of an assignment to one name."""
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
         return node.target.id, node.value
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -99,7 +99,7 @@ def is_container(value: ast.expr) -> bool:
 
 
 def grown(function: ast.AST) -> set[str]:
-    """Names of what the function stores into."""
+    """Return the names of the containers that the function fills."""
     found = set[str]()
     for node in ast.walk(function):
         if isinstance(node, (ast.Assign, ast.AugAssign)):
@@ -116,7 +116,7 @@ def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef | as
 
 
 def growing_containers() -> Iterator[str]:
-    """Module globals that functions fill, and locals that functions inside fill after the call may have ended."""
+    """Yield module globals that functions fill, and locals that inner functions fill after the call may have ended."""
     trees = dict(modules())
     filled = {name for tree in trees.values() for function in functions(tree) for name in grown(function)}
     for module, tree in trees.items():
@@ -131,7 +131,7 @@ def growing_containers() -> Iterator[str]:
 
 
 def endless_caches() -> Iterator[str]:
-    """Functions with arguments whose results are kept without a bound."""
+    """Yield functions with arguments whose results are cached without a bound."""
     for module, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (node.args.args or node.args.kwonlyargs):

@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say, and prints on its ranks what it prints on one device."""
+"""Every example runs as its first lines describe, and prints on its ranks the output of one device."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def ranks_of(example: Path) -> int:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_it_is_short(example: Path) -> None:
+def test_an_example_is_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) < LONGEST
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("example", PARALLEL, ids=lambda path: path.stem)
-def test_it_prints_on_ranks_what_it_prints_on_one_device(
+def test_an_example_prints_on_ranks_the_output_of_one_device(
     example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for library in re.findall(r"^from (transformers|diffusers)", example.read_text(), re.MULTILINE):
@@ -53,7 +53,7 @@ def test_it_prints_on_ranks_what_it_prints_on_one_device(
 
 
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path not in PARALLEL or path.stem == PLAIN])
-def test_plain_python_is_one_device(example: Path) -> None:
+def test_plain_python_runs_on_one_device(example: Path) -> None:
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout

@@ -61,7 +61,7 @@ BLIND_TO = {"layout": "torch.distributed", "spmd": "torch.distributed", "reshard
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, and the names taken from it; `inside` tells that a function body holds it."""
+    """One imported module, and the names taken from it; `inside` is True in a function body."""
 
     module: str
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Import:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Every dotted name that the statement may load: `from a import b` may be module `a.b`."""
+        """Return every dotted name that the statement may load: `from a import b` may be module `a.b`."""
         return (self.module, *(f"{self.module}.{name}" for name in self.names))
 
 
@@ -83,12 +83,12 @@ class Source:
 
     @property
     def package(self) -> str:
-        """The package of the file; "" for the files beside the packages."""
+        """Return the package of the file; "" for the files beside the packages."""
         return self.path.split("/")[0] if "/" in self.path else ""
 
     @property
     def subpackage(self) -> str:
-        """The subpackage of the file; "" for the files beside the subpackages."""
+        """Return the subpackage of the file; "" for the files beside the subpackages."""
         parts = self.path.split("/")
         return parts[1] if len(parts) > 2 else ""
 
@@ -120,7 +120,7 @@ class Source:
 
     @cached_property
     def packages(self) -> tuple[tuple[str, str, Import], ...]:
-        """(package or "" for the API, module inside it, import) of each import from this library."""
+        """Return (package or "" for the API, module inside it, import) of each import from this library."""
         found: list[tuple[str, str, Import]] = []
         for item in self.imports:
             head, _, rest = item.module.partition(".")
@@ -152,7 +152,7 @@ def imports_from_the_api(source: Source) -> Iterator[str]:
 
 
 def imports_downwards_inside(source: Source) -> Iterator[str]:
-    """A subpackage imports subpackages before it in the table, and modules beside them no subpackage at all."""
+    """Yield imports that are not of earlier subpackages; modules beside subpackages may import none of them."""
     order = SUBPACKAGES.get(source.package, [])
     if not order or source.path == f"{source.package}/__init__.py":
         return
@@ -216,7 +216,7 @@ LAWS: list[Law] = [
 
 
 def is_private_torch(name: str) -> bool:
-    """Whether the last part of a dotted name below torch is private; operator names (`torch.ops…`) are data."""
+    """True if the last part of a dotted name below torch is private; operator names (`torch.ops…`) are data."""
     parts = name.split(".")
     if parts[0] != "torch" or parts[:2] == ["torch", "ops"]:
         return False
@@ -224,7 +224,7 @@ def is_private_torch(name: str) -> bool:
 
 
 def count_code_lines(source: Source) -> int:
-    """Lines that hold a token other than a comment or a docstring."""
+    """Return the number of lines that hold a token other than a comment or a docstring."""
     texts = {
         line
         for node in ast.walk(source.tree)
@@ -249,7 +249,7 @@ def test_the_package_keeps_the_law(law: Law) -> None:
 
 
 def folders() -> list[Path]:
-    """Every package and subpackage."""
+    """Return every package and subpackage."""
     return sorted(path.parent for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE)
 
 
@@ -271,7 +271,7 @@ def test_a_package_is_small_enough_to_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", folders(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_the_docstring_of_a_package_is_a_map(folder: Path) -> None:
+def test_the_docstring_of_a_package_lists_its_parts(folder: Path) -> None:
     """Subpackages are named in the docstring of their package, and modules in that of their subpackage."""
     modules = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")} - {"torch_hooks"}
     inside = {path.parent.name for path in folder.glob("*/__init__.py")} or modules
@@ -303,7 +303,7 @@ def test_the_docstring_of_a_package_is_a_map(folder: Path) -> None:
         (knows_no_more_of_torch, "layout/_mesh.py", "from torch import distributed"),
     ],
 )
-def test_a_law_sees_an_offence(law: Law, path: str, text: str) -> None:
+def test_a_law_finds_an_offence(law: Law, path: str, text: str) -> None:
     assert list(law(Source(path, text)))
 
 
@@ -321,5 +321,5 @@ def test_a_law_sees_an_offence(law: Law, path: str, text: str) -> None:
         ("tensor/_dist.py", '"""Text."""\n' + "# note\n\n" * 600 + "x = 1"),
     ],
 )
-def test_the_laws_leave_good_code_alone(path: str, text: str) -> None:
+def test_the_laws_accept_good_code(path: str, text: str) -> None:
     assert not [offence for law in LAWS for offence in law(Source(path, text))]

@@ -1,4 +1,4 @@
-"""Laws of the project's English hold: how docstrings begin, and words that docstrings and pages do not use."""
+"""Laws of the project's English: openings of docstrings and messages, and words that the project does not use."""
 
 from __future__ import annotations
 

@@ -37,25 +37,25 @@ class Hooks:
         return ast.parse(self.text)
 
     def defined(self) -> Iterator[tuple[str, ast.stmt]]:
-        """(name, statement) of each public name that the file defines."""
+        """Yield (name, statement) of each public name that the file defines."""
         for node in self.tree.body:
             yield from ((name, node) for name in defined(node) if not name.startswith("_"))
 
     def imported(self) -> Iterator[tuple[str, ast.stmt]]:
-        """(name, statement) of each private name that the file imports from torch."""
+        """Yield (name, statement) of each private name that the file imports from torch."""
         for node in self.tree.body:
             if isinstance(node, ast.ImportFrom):
                 full = ((alias, f"{node.module}.{alias.name}") for alias in node.names)
                 yield from ((alias.asname or alias.name, node) for alias, name in full if is_private_torch(name))
 
     def users(self, name: str) -> Iterator[ast.stmt]:
-        """The definitions that use an imported name: what they say of themselves explains it as well."""
+        """Yield the definitions that use an imported name: their explanations count for it, too."""
         for node in self.tree.body:
             if defined(node) and any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node)):
                 yield node
 
     def private(self) -> set[str]:
-        """Every private dotted name below torch that the file imports or writes out."""
+        """Return every private dotted name below torch that the file imports or writes out."""
         names: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -67,7 +67,7 @@ class Hooks:
         return {name for name in names if is_private_torch(name)}
 
     def explains(self, name: str, node: ast.stmt) -> bool:
-        """By a docstring, a string below it, a comment beside or above it, or in the file's own docstring."""
+        """True if a docstring, a string below it, a comment beside or above it, or the file's docstring explains it."""
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
             return True
         if f"`{name}`" in (ast.get_docstring(self.tree) or ""):
@@ -95,7 +95,7 @@ def is_private_torch(name: str) -> bool:
 HOOKS = [Hooks(path) for path in sorted(PACKAGE.rglob("torch_hooks.py"))]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch's own modules do when they are imported
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # warnings of imports of torch's own modules
 @pytest.mark.parametrize(
     "name", [pytest.param(name, id=f"{hooks.package}-{name}") for hooks in HOOKS for name in sorted(hooks.private())]
 )

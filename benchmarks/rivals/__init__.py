@@ -1,1 +1,1 @@
-"""What Meshwright is measured beside: other libraries, and programs written by hand."""
+"""Comparisons for Meshwright: other libraries, and programs written by hand."""

@@ -1,8 +1,8 @@
 """One rank's training step of a Llama-style model, written by hand with torch.distributed and torch.compile.
 
-The cuts are Megatron's (Shoeybi et al. 2019): over the mesh axis "tp" the matrices into a branch are cut by columns,
-those out of it by rows, embedding and loss by vocabulary; over "dp" the batch is cut. Forward pass, backward pass,
-sums of gradients and AdamW are one compiled graph. q, k and v are one matrix, gate and up another.
+The shardings are Megatron's (Shoeybi et al. 2019). Over the mesh axis "tp", matrices into a branch are sharded by
+columns, matrices out of it by rows, embedding and loss by vocabulary. Over "dp" the batch is sharded. Forward pass,
+backward pass, sums of gradients and AdamW are one compiled graph. q, k and v are one matrix, gate and up another.
 
 Shapes: b batch, s sequence, d hidden, h heads, k key-value heads, e head size, o any output, v the rank's vocabulary,
 n = b s.
@@ -23,7 +23,7 @@ from meshwright.models import Llama, LlamaConfig
 
 EPS = 1e-5
 SMALL = 2**16
-"""Gradients of fewer elements share one all-reduce; a larger one has its own, which starts in the backward pass."""
+"""Gradients of fewer elements share one all-reduce; larger ones have their own, which starts in the backward pass."""
 
 Step = Callable[[Tensor, Tensor], float]
 """This rank's part of tokens and targets [b, s] -> the mean loss over all parts."""
@@ -33,7 +33,7 @@ carry = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """Numbers of the optimizer, as torch.optim.AdamW names them."""
+    """Parameters of the optimizer, with the names of torch.optim.AdamW."""
 
     lr: float
     betas: tuple[float, float]
@@ -41,7 +41,7 @@ class AdamW:
     weight_decay: float
 
     def update(self, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: Tensor) -> None:
-        """One step in place (Loshchilov and Hutter 2019); `step` counts from 1."""
+        """Update the weight in place by one step (Loshchilov and Hutter 2019); `step` counts from 1."""
         one, two = self.betas
         mean.lerp_(grad, 1 - one)
         square.mul_(two).addcmul_(grad, grad, value=1 - two)
@@ -50,7 +50,7 @@ class AdamW:
 
 
 def one_graph(step: Callable[..., Tensor], cpp_wrapper: bool) -> Callable[..., Tensor]:
-    """`step`, with the backward pass inside it, as one graph without guards and without checks of sizes.
+    """Return `step`, with the backward pass inside it, as one graph without guards and without checks of sizes.
 
     With `cpp_wrapper` it is called from C++; Inductor can do so where all-reduce is the only collective (torch 2.13).
     """
@@ -61,7 +61,7 @@ def one_graph(step: Callable[..., Tensor], cpp_wrapper: bool) -> Callable[..., T
         "alignment_asserts": False,
         "guard_filter_fn": lambda guards: [False] * len(guards),
     }
-    whole = not torch._dynamo.config.disable  # TORCH_COMPILE_DISABLE=1 leaves the step as it is
+    whole = not torch._dynamo.config.disable  # False under TORCH_COMPILE_DISABLE=1, which disables compilation
     return torch.compile(step, fullgraph=whole, dynamic=False, options=options)
 
 
@@ -69,7 +69,7 @@ def one_graph(step: Callable[..., Tensor], cpp_wrapper: bool) -> Callable[..., T
 
 
 class Axis(NamedTuple):
-    """One mesh axis, as this rank sees it."""
+    """One mesh axis from the view of this rank."""
 
     group: str
     size: int
@@ -83,21 +83,21 @@ class Axis(NamedTuple):
         return x.chunk(self.size, dim)[self.rank]
 
 
-def started(x: Tensor, group: str) -> Tensor:
-    """The sum over the group, on its way: `carry.wait_tensor` must see it before anything else does."""
+def start_sum(x: Tensor, group: str) -> Tensor:
+    """Start the sum over the group; `carry.wait_tensor` must come before any other use of the result."""
     return carry.all_reduce(x.contiguous(), "sum", group)
 
 
-def summed(x: Tensor, group: str) -> Tensor:
-    return carry.wait_tensor(started(x, group))
+def sum_over_group(x: Tensor, group: str) -> Tensor:
+    return carry.wait_tensor(start_sum(x, group))
 
 
 class Leave(torch.autograd.Function):
-    """The end of a cut branch: forward the sum over the ranks, backward nothing."""
+    """The end of a sharded branch: forward the sum over the ranks, backward the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return summed(x, group)
+        return sum_over_group(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -105,7 +105,7 @@ class Leave(torch.autograd.Function):
 
 
 class ColumnLinear(torch.autograd.Function):
-    """The start of a cut branch: backward, the input's gradient travels while the weight's is computed."""
+    """The start of a sharded branch: in backward, the input's gradient is sent while the weight's is computed."""
 
     @staticmethod
     def forward(ctx: Any, x_bsd: Tensor, w_od: Tensor, group: str) -> Tensor:
@@ -116,13 +116,13 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_bso: Tensor) -> Any:
         x_bsd, w_od = ctx.saved_tensors
-        travelling = started(grad_bso @ w_od, ctx.group)
+        travelling = start_sum(grad_bso @ w_od, ctx.group)
         grad_od = grad_bso.flatten(0, 1).t() @ x_bsd.flatten(0, 1)
         return carry.wait_tensor(travelling), grad_od, None
 
 
 class StartSum(torch.autograd.Function):
-    """Forward nothing, backward the sum over the ranks, started and not awaited."""
+    """Forward the identity, backward the sum over the ranks, started and not awaited."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, group: str) -> Tensor:
@@ -131,11 +131,11 @@ class StartSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return started(grad, ctx.group), None
+        return start_sum(grad, ctx.group), None
 
 
 class VocabularyLoss(torch.autograd.Function):
-    """Mean cross entropy of logits that are cut by vocabulary, with one exchange of three numbers a token."""
+    """Mean cross entropy of logits that are sharded by vocabulary, with one exchange of three numbers per token."""
 
     @staticmethod
     def forward(ctx: Any, logits_nv: Tensor, targets_n: Tensor, group: str, size: int, rank: int) -> Tensor:
@@ -147,7 +147,7 @@ class VocabularyLoss(torch.autograd.Function):
         power_nv = (logits_nv - top_n[:, None]).exp()
         aim_n = torch.where(inside_n, logits_nv.gather(1, here_n[:, None])[:, 0], 0.0)
         own = (torch.arange(size) == rank)[:, None, None]
-        every = summed(torch.where(own, torch.stack([top_n, power_nv.sum(1), aim_n]), 0.0), group)
+        every = sum_over_group(torch.where(own, torch.stack([top_n, power_nv.sum(1), aim_n]), 0.0), group)
         peak_n = every[:, 0].amax(0)
         total_n = (every[:, 1] * (every[:, 0] - peak_n).exp()).sum(0)
         ctx.save_for_backward(power_nv * ((top_n - peak_n).exp() / total_n)[:, None], here_n, inside_n)
@@ -164,7 +164,7 @@ class VocabularyLoss(torch.autograd.Function):
 
 
 class BlockWeights(NamedTuple):
-    """A rank's part of one layer; the norms are whole."""
+    """A rank's part of one layer; the norms are replicated."""
 
     norm1: Tensor
     qkv: Tensor
@@ -187,7 +187,7 @@ class Weights(NamedTuple):
 
 
 def cut(model: Llama, tp: Axis) -> Weights:
-    """This rank's part of the weights of a whole model."""
+    """Return this rank's part of the weights of a whole model."""
 
     def columns(*linears: Any) -> Tensor:
         return _parameter(torch.cat([tp.part(linear.weight) for linear in linears]))
@@ -263,7 +263,7 @@ class RankLlama:
         return x_bsd if self.tp.size == 1 else Leave.apply(x_bsd, self.tp.group)
 
     def use(self, weight: Tensor) -> Tensor:
-        """The weight; a large one's gradient starts on its way to the other parts of the batch at once."""
+        """Return the weight; the sum of a large weight's gradient over "dp" starts as soon as the gradient exists."""
         return StartSum.apply(weight, self.dp.group) if travels_alone(weight, self.dp) else weight
 
 
@@ -284,11 +284,11 @@ def travels_alone(weight: Tensor, dp: Axis) -> bool:
 
 
 def averaged(loss: Tensor, grads: Sequence[Tensor], dp: Axis) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients over all parts of the batch; large gradients are on their way already."""
+    """Return loss and gradients over all parts of the batch; the sums of large gradients have started already."""
     if dp.size == 1:
         return loss, list(grads)
     small = [loss, *(grad for grad in grads if not travels_alone(grad, dp))]
-    bucket = started(torch.cat([x.reshape(-1) for x in small]), dp.group)
+    bucket = start_sum(torch.cat([x.reshape(-1) for x in small]), dp.group)
     large = [carry.wait_tensor(grad) / dp.size if travels_alone(grad, dp) else None for grad in grads]
     parts = (carry.wait_tensor(bucket) / dp.size).split([x.numel() for x in small])
     rest = iter([part.view_as(x) for part, x in zip(parts, small, strict=True)])
@@ -298,7 +298,7 @@ def averaged(loss: Tensor, grads: Sequence[Tensor], dp: Axis) -> tuple[Tensor, l
 def training_step(
     whole: Llama, config: LlamaConfig, rope: tuple[Tensor, Tensor], adamw: AdamW, mesh: DeviceMesh
 ) -> Step:
-    """A step of the model that starts with the weights of `whole`; `rope` is cosine and sine [s, e / 2]."""
+    """Return a step of the model that starts with the weights of `whole`; `rope` is cosine and sine [s, e / 2]."""
     rank = RankLlama(config, Axis.of(mesh, "dp"), Axis.of(mesh, "tp"), *rope)
     weights = cut(whole, rank.tp)
     flat = weights.flat()

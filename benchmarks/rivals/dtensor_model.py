@@ -1,9 +1,9 @@
 """The training step of a Llama-style model over torch's DTensor, compiled.
 
-Over the mesh axis "tp" weights are DTensors (`parallelize_module`), and forward pass, backward pass and AdamW are one
-graph, in which gradients are summed over "dp" as in the program by hand. Over "dp" alone there is no weight to cut:
-the module is compiled under `replicate`, with the fused AdamW. Of what works (torch 2.13, CPU), these were the
-fastest; DTensors for every tensor on the axis "dp" sum each gradient alone.
+Over the mesh axis "tp" weights are DTensors (`parallelize_module`). Forward pass, backward pass and AdamW are one
+graph, in which gradients are summed over "dp" as in the program by hand. Over "dp" alone there is no weight to shard:
+the module is compiled under `replicate`, with the fused AdamW. These were the fastest variants that work (torch 2.13,
+CPU). DTensors for every tensor on the axis "dp" sum each gradient alone.
 
 Shapes: b batch, s sequence, d hidden, h heads, e head size, v vocabulary.
 """
@@ -26,12 +26,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.rivals.by_hand import AdamW, Axis, Step, averaged, one_graph, rotate, started, travels_alone
+from benchmarks.rivals.by_hand import AdamW, Axis, Step, averaged, one_graph, rotate, start_sum, travels_alone
 from meshwright.models import Llama
 
 
 class Attention(nn.Module):
-    """Causal attention whose table of positions is an input: torch.compile would compute a cached one in each call."""
+    """Causal attention with its table of positions as an input: torch.compile would compute a cached one per call."""
 
     def __init__(self, whole: Any) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The parts of a whole model; `forward` gives the mean loss of predicting `targets` from `tokens`, both [b, s]."""
+    """The parts of a whole model; `forward` returns the mean loss of `targets` given `tokens`, both [b, s]."""
 
     def __init__(self, whole: Llama, rope: tuple[Tensor, Tensor]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Model(nn.Module):
 
 
 def plan(layers: int) -> dict[str, Any]:
-    """Megatron's cuts. Each branch takes its input once, so that its gradient is summed once."""
+    """Return Megatron's shardings. Each branch takes its input once, so that its gradient is summed once."""
     same = Replicate()
     found: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=same),
@@ -94,7 +94,7 @@ def plan(layers: int) -> dict[str, Any]:
 
 
 def training_step(whole: Llama, rope: tuple[Tensor, Tensor], adamw: AdamW, mesh: DeviceMesh) -> Step:
-    """A step of the model that starts with the weights of `whole`, which it takes over."""
+    """Return a step of the model that starts with the weights of `whole`, and takes them over."""
     model = Model(whole, rope)
     if mesh["tp"].size() == 1:
         return _replicated(model, adamw, mesh["dp"])
@@ -117,14 +117,14 @@ def _cut(model: Model, adamw: AdamW, dp: Axis) -> Step:
                 adamw.update(weight, grad, mean, square, count)
         return loss
 
-    compiled = one_graph(step, cpp_wrapper=False)  # it gathers the logits
+    compiled = one_graph(step, cpp_wrapper=False)  # C++ calls support all-reduce only, and this step gathers the logits
     return lambda tokens_bs, targets_bs: compiled(tokens_bs, targets_bs).item()
 
 
 def _averaged(loss: Tensor, grads: Sequence[Tensor], dp: Axis) -> tuple[Tensor, list[Tensor]]:
-    """The local parts of gradients over all parts of the batch, as DTensors again."""
+    """Return the local parts of gradients over all parts of the batch, as DTensors again."""
     local = [x.to_local() if isinstance(x, DTensor) else x for x in grads]
-    loss, local = averaged(loss, [started(x, dp.group) if travels_alone(x, dp) else x for x in local], dp)
+    loss, local = averaged(loss, [start_sum(x, dp.group) if travels_alone(x, dp) else x for x in local], dp)
     return loss, [
         DTensor.from_local(part, grad.device_mesh, grad.placements, run_check=False)
         if isinstance(grad, DTensor)

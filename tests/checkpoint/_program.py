@@ -1,4 +1,4 @@
-"""What each process runs: `_program.py FOLDER all|killed`."""
+"""One process of the tests: `_program.py FOLDER all|killed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random meshes and layouts, and tensors that lie in them."""
+"""Random meshes and layouts, and tensors in these layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AXES = ("x", "y", "z")
 
 @st.composite
 def meshes(draw: st.DrawFn) -> ProcessMesh:
-    """Up to 8 ranks of a world of 9, in any order."""
+    """Draw a mesh of up to 8 ranks from a world of 9, in any order."""
     shape = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]))
     ranks = draw(st.permutations(range(9)))[: prod(shape)]
     return ProcessMesh(np.array(ranks).reshape(shape), AXES[: len(shape)])
@@ -28,7 +28,7 @@ def meshes(draw: st.DrawFn) -> ProcessMesh:
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: ProcessMesh) -> Layout:
-    """Any cuts, several of one dim and in any order among them, and dims that are products."""
+    """Draw a layout with any shardings: several axes on one dim in any order, and product dims."""
     homes: dict[int, list[str]] = {}
     for axis in draw(st.permutations(mesh.dim_names)):
         homes.setdefault(draw(st.integers(0, len(shape))), []).append(axis)
@@ -45,7 +45,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: ProcessMesh) -> Layou
 
 @st.composite
 def journeys(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[ProcessMesh, Layout], tuple[ProcessMesh, Layout]]:
-    """A shape, and how a tensor of it lies when it is saved and when it is loaded."""
+    """Draw a shape, and the meshes and layouts of a tensor when it is saved and when it is loaded."""
     shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 12]), max_size=3)))
     one, other = draw(meshes()), draw(meshes())
     return shape, (one, draw(layouts(shape, one))), (other, draw(layouts(shape, other)))
@@ -60,5 +60,5 @@ def laid(x: Tensor, where: tuple[ProcessMesh, Layout]) -> Any:
 
 
 def saved(path: Path, state: dict[str, Any], **how: Any) -> Path:
-    """The state of one device as a checkpoint."""
+    """Save the state of one device, and return the path of the checkpoint."""
     return mw.save_state_dict(state, path, **how).path

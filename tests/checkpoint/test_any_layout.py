@@ -1,4 +1,4 @@
-"""What was saved from one layout is loaded into any other, on any mesh, to the bit."""
+"""Loading a tensor into any other layout on any other mesh, to the bit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PAIR = ProcessMesh([0, 1], ["x"])
 SQUARE = ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
 
 
-def through(path: Path, x: torch.Tensor, src: Any, dst: Any, ranks: int, format: str) -> list[torch.Tensor]:
-    """What every rank has after saving under `src` and loading under `dst`."""
+def save_and_load(path: Path, x: torch.Tensor, src: Any, dst: Any, ranks: int, format: str) -> list[torch.Tensor]:
+    """Return the parts of all ranks after saving under `src` and loading under `dst`."""
 
     def save() -> None:
         mw.save_state_dict({"x": laid(x.clone(), src)}, path, format=format)
@@ -38,11 +38,11 @@ def through(path: Path, x: torch.Tensor, src: Any, dst: Any, ranks: int, format:
 @pytest.mark.parametrize("format", ["meshwright", "safetensors"])
 @settings(max_examples=40)
 @given(journeys())
-def test_any_layout_is_loaded_into_any_other(format: str, journey: Any) -> None:
+def test_a_tensor_is_loaded_into_any_other_layout(format: str, journey: Any) -> None:
     shape, src, dst = journey
     x = numbered(shape)
     with tempfile.TemporaryDirectory() as folder:
-        found = through(Path(folder) / "one", x, src, dst, 9, format)
+        found = save_and_load(Path(folder) / "one", x, src, dst, 9, format)
     assert all(torch.equal(got, x) for got in found)
 
 
@@ -61,7 +61,7 @@ def test_any_layout_is_loaded_into_any_other(format: str, journey: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("format", ["meshwright", "dcp"])
-def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
+def test_every_dtype_is_restored(tmp_path: Path, dtype: torch.dtype, format: str) -> None:
     x = numbered((5, 3)).to(dtype)
 
     def save() -> None:
@@ -74,7 +74,7 @@ def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype, format: str)
     assert torch.equal(state["x"].view(torch.uint8), x.view(torch.uint8))
 
 
-def test_a_wider_dtype_takes_the_numbers_and_a_narrower_one_does_not(tmp_path: Path) -> None:
+def test_loading_converts_to_a_wider_dtype_and_refuses_a_narrower_one(tmp_path: Path) -> None:
     mw.save_state_dict({"x": numbered((3,), torch.bfloat16)}, tmp_path / "one")
     wide = torch.zeros(3)
     mw.load_state_dict({"x": wide}, tmp_path / "one")
@@ -83,7 +83,7 @@ def test_a_wider_dtype_takes_the_numbers_and_a_narrower_one_does_not(tmp_path: P
         mw.load_state_dict({"x": torch.zeros(3, dtype=torch.float16)}, tmp_path / "one")
 
 
-def test_terms_that_are_not_joined_are_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_saving_a_pending_sum_is_refused_on_all_ranks(tmp_path: Path) -> None:
     def save(load: bool) -> str:
         x = mw.dtensor_from_local(torch.ones(2), PAIR, [mw.Partial()])
         with pytest.raises(CheckpointError, match="Partial first") as caught:
@@ -96,7 +96,7 @@ def test_terms_that_are_not_joined_are_refused_on_all_ranks(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-def test_a_copy_that_several_ranks_have_is_written_once_and_work_is_shared(tmp_path: Path) -> None:
+def test_replicated_data_is_written_once_and_writes_are_balanced(tmp_path: Path) -> None:
     def save() -> None:
         state = {
             f"{n}": laid(numbered((8, 8)), (SQUARE, parse_layout(text)))
@@ -112,7 +112,7 @@ def test_a_copy_that_several_ranks_have_is_written_once_and_work_is_shared(tmp_p
     assert sum(sizes[1]) < 20 * 256 + 8000
 
 
-def test_how_a_tensor_lay_is_written_down(tmp_path: Path) -> None:
+def test_the_checkpoint_records_the_layout(tmp_path: Path) -> None:
     mw.simulate(
         lambda: mw.save_state_dict(
             {"x": laid(numbered((6, 4)), (SQUARE, parse_layout("[3 * 2@x, @y]")))}, tmp_path / "one"
@@ -124,7 +124,7 @@ def test_how_a_tensor_lay_is_written_down(tmp_path: Path) -> None:
     assert parse_spec(entry.lies, SQUARE).layout == parse_layout("[3 * 2@x, @y]")
 
 
-def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
+def test_values_of_every_kind_are_restored(tmp_path: Path) -> None:
     state: dict[str, Any] = {
         "step": 3,
         "name": "run",
@@ -172,7 +172,7 @@ def test_a_part_of_a_state_can_be_loaded(tmp_path: Path) -> None:
         ({"x": torch.ones(2, dtype=torch.int64)}, "in its dtype"),
     ],
 )
-def test_what_was_not_saved_is_named_and_nothing_is_loaded(tmp_path: Path, state: Any, words: str) -> None:
+def test_a_missing_key_is_named_and_nothing_is_loaded(tmp_path: Path, state: Any, words: str) -> None:
     mw.save_state_dict({"x": torch.zeros(2)}, tmp_path / "one")
     before = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     with pytest.raises(CheckpointError, match=words):
@@ -189,13 +189,13 @@ def test_what_was_not_saved_is_named_and_nothing_is_loaded(tmp_path: Path, state
         ({"x": torch.ones(2).to_sparse()}, "sparse"),
     ],
 )
-def test_what_no_file_can_hold_is_refused(tmp_path: Path, state: Any, words: str) -> None:
+def test_a_value_that_cannot_be_saved_is_refused(tmp_path: Path, state: Any, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         mw.save_state_dict(state, tmp_path / "one")
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_that_say_different_things_are_named(tmp_path: Path) -> None:
+def test_ranks_with_different_states_are_named(tmp_path: Path) -> None:
     def save() -> None:
         mw.save_state_dict({"step": mw.get_rank()}, tmp_path / "one")
 
@@ -203,7 +203,7 @@ def test_ranks_that_say_different_things_are_named(tmp_path: Path) -> None:
         mw.simulate(save, 2)
 
 
-def test_ranks_of_a_pipeline_bring_what_they_have(tmp_path: Path) -> None:
+def test_each_pipeline_rank_saves_its_own_parameters(tmp_path: Path) -> None:
     stages = [ProcessMesh([0], ["x"]), ProcessMesh([1], ["x"])]
 
     def save() -> None:

@@ -1,4 +1,4 @@
-"""A bad value in any part of a training checkpoint: an error, and then nothing at all is loaded, on any rank."""
+"""A bad value in any part of a training checkpoint raises an error on all ranks, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from meshwright.layout import MeshwrightError
 from .test_training import Data
 
 OBJECTS = ("data", "scheduler", "model._extra_state")
-"""Values that objects take, each on its rank."""
+"""Values that objects load, each on its rank."""
 BAD = [None, 7, "x", [], {}, {"other": 1}, [1, 2], {"at": "x", "last_epoch": None, "scale": "x"}]
 
 
 class Counting(nn.Linear):
-    """A layer that keeps a number beside its tensors."""
+    """A layer that has a number beside its tensors."""
 
     count = 0
 
@@ -59,7 +59,7 @@ class Run:
         mw.load_checkpoint(folder, self.net, self.optimizer, self.scheduler, data=self.data)
 
     def held(self) -> list[Any]:
-        """Return a copy of everything."""
+        """Return a copy of the whole state."""
         scheduler = {k: v for k, v in vars(self.scheduler).items() if not callable(v) and k != "optimizer"}
         states = [self.optimizer.state[p] for p in self.net.parameters()]
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
@@ -79,7 +79,7 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_bad_value_in_any_part_is_refused_before_anything_is_changed(
+def test_a_bad_value_is_refused_before_anything_is_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     Run(3).save(tmp_path)
@@ -99,7 +99,7 @@ def test_a_bad_value_in_any_part_is_refused_before_anything_is_changed(
         return False
 
     def loaded(name: str, bad: Any) -> list[bool]:
-        """Return for each rank whether it was refused; what an object takes is bad on the last rank alone."""
+        """Return for each rank whether it refused the load; on the last rank alone, an object refuses its value."""
 
         def opened(path: Any) -> Any:
             found = real(path)

@@ -30,8 +30,8 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """A folder that another process has locked, and that process."""
+def locked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """Yield a folder that another process has locked, and that process."""
     monkeypatch.setattr(folder_lock, "PATIENCE", 0.1)
     how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], **how) as process:
@@ -41,8 +41,8 @@ def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
         process.kill()
 
 
-def test_a_second_job_is_refused_on_all_ranks_until_the_first_is_dead(taken: Any) -> None:
-    folder, first = taken
+def test_a_second_job_is_refused_on_all_ranks_until_the_first_is_dead(locked_folder: Any) -> None:
+    folder, first = locked_folder
 
     def save(step: int) -> str:
         try:
@@ -58,8 +58,8 @@ def test_a_second_job_is_refused_on_all_ranks_until_the_first_is_dead(taken: Any
     assert mw.simulate(save, 2, 2) == ["step_00000002"] * 2
 
 
-def test_reading_and_other_names_need_no_lock(taken: Any) -> None:
-    folder, _ = taken
+def test_reading_and_other_names_need_no_lock(locked_folder: Any) -> None:
+    folder, _ = locked_folder
     mw.save_state_dict({"x": torch.ones(2)}, folder / "one")
     state = {"x": torch.zeros(2)}
     mw.load_state_dict(state, folder / "one")
@@ -75,7 +75,9 @@ def test_a_lock_ends_with_its_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_file_system_without_locks_gives_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def flock(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -84,7 +86,7 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
         mw.simulate(lambda: mw.save_checkpoint(tmp_path, 1, nn.Linear(2, 2)), 1)
 
 
-def test_a_folder_that_cannot_be_locked_has_a_file_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_replaces_the_lock_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fcntl.flock
 
     def flock(descriptor: int, how: int) -> None:
@@ -99,7 +101,7 @@ def test_a_folder_that_cannot_be_locked_has_a_file_that_is(tmp_path: Path, monke
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_failed_save_is_told_once_and_the_next_is_made(
+def test_a_failed_save_is_reported_once_and_the_next_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, background: bool
 ) -> None:
     real, broken = safetensors_file.os.fsync, [True]
@@ -124,7 +126,7 @@ def test_a_failed_save_is_told_once_and_the_next_is_made(
 
 
 @pytest.mark.parametrize("choice", ["stop", "continue"])
-def test_a_run_stops_or_goes_on_as_configured(choice: str) -> None:
+def test_a_run_stops_or_continues_after_a_failed_save_as_configured(choice: str) -> None:
     said: list[Any] = []
     saves = BackgroundSaves(choice)
 
@@ -150,7 +152,7 @@ mw.save_state_dict({"x": torch.ones(300, 300)}, sys.argv[1], async_save=True)
 
 
 @pytest.mark.parametrize("how", ["well", "fails"])
-def test_a_save_that_nobody_waits_for_is_completed_or_told_at_the_end(tmp_path: Path, how: str) -> None:
+def test_a_background_save_completes_or_reports_at_exit(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "one"), how]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (tmp_path / "one" / "manifest.json").exists() == (how == "well")

@@ -1,4 +1,4 @@
-"""What is wrong with a file is told, by file and tensor, on all ranks, and nothing is loaded."""
+"""Faults of files are reported by file and tensor on all ranks, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def put(name: str, data: bytes) -> Harm:
     return lambda folder: (folder / name).write_bytes(data)
 
 
-def told(change: Callable[[Any], Any]) -> Harm:
-    """Another manifest, with the right SHA-256."""
+def edit(change: Callable[[Any], Any]) -> Harm:
+    """Return a damage that changes the manifest and updates its SHA-256."""
 
     def harm(folder: Path) -> None:
         content = json.loads((folder / "manifest.json").read_text())
@@ -75,18 +75,18 @@ FAULTS: dict[str, tuple[Harm, str]] = {
     "a manifest of something else": (put("manifest.json", b"{}"), "JSON of something else"),
     "an empty manifest": (put("manifest.json", b""), "not JSON"),
     "a manifest of bytes": (put("manifest.json", b"\xff\xfe"), "not JSON"),
-    "a manifest of a later format": (told(lambda c: c.update(format=2)), "format 2"),
-    "a path that leads elsewhere": (told(moved_out), r"'\.\./secret'"),
-    "an absolute path": (told(lambda c: c["files"].update({"/etc/passwd": {"bytes": 1, "sha256": ""}})), "passwd"),
-    "a part without a file": (told(lambda c: c["tensors"]["a"]["files"].pop()), "an unknown form"),
-    "a part too many": (told(lambda c: c["tensors"]["b"]["files"].append(FIRST)), "an unknown form"),
-    "a part elsewhere": (told(lambda c: c["tensors"]["b"].update(files=[SECOND])), f"{SECOND}\n.*no tensor b"),
-    "a tensor of another shape": (told(lambda c: c["tensors"]["b"].update(spec="f32[41]")), "the saved name and shape"),
-    "a part of another shape": (told(lambda c: c["tensors"]["a"].update(spec="f32[4, 3@x]")), f"{FIRST}\n.*tensor a"),
-    "a tensor of another dtype": (told(lambda c: c["tensors"]["a"].update(spec="i32[4@x, 3]")), "in its dtype"),
-    "a spec that is none": (told(lambda c: c["tensors"]["a"].update(spec="rows")), "an unknown form"),
-    "a mesh that is none": (told(lambda c: c["meshes"][0].update(ranks=[0, 0])), "an unknown form"),
-    "values that are none": (told(lambda c: c["values"].update(step={"code": "x"})), "an unknown form"),
+    "a manifest of a later format": (edit(lambda c: c.update(format=2)), "format 2"),
+    "a path that leads elsewhere": (edit(moved_out), r"'\.\./secret'"),
+    "an absolute path": (edit(lambda c: c["files"].update({"/etc/passwd": {"bytes": 1, "sha256": ""}})), "passwd"),
+    "a part without a file": (edit(lambda c: c["tensors"]["a"]["files"].pop()), "an unknown form"),
+    "a part too many": (edit(lambda c: c["tensors"]["b"]["files"].append(FIRST)), "an unknown form"),
+    "a part elsewhere": (edit(lambda c: c["tensors"]["b"].update(files=[SECOND])), f"{SECOND}\n.*no tensor b"),
+    "a tensor of another shape": (edit(lambda c: c["tensors"]["b"].update(spec="f32[41]")), "the saved name and shape"),
+    "a part of another shape": (edit(lambda c: c["tensors"]["a"].update(spec="f32[4, 3@x]")), f"{FIRST}\n.*tensor a"),
+    "a tensor of another dtype": (edit(lambda c: c["tensors"]["a"].update(spec="i32[4@x, 3]")), "in its dtype"),
+    "a spec that is none": (edit(lambda c: c["tensors"]["a"].update(spec="rows")), "an unknown form"),
+    "a mesh that is none": (edit(lambda c: c["meshes"][0].update(ranks=[0, 0])), "an unknown form"),
+    "values that are none": (edit(lambda c: c["values"].update(step={"code": "x"})), "an unknown form"),
 }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("harm", "words"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_is_told_and_nothing_is_loaded(folder: Path, harm: Harm, words: str) -> None:
+def test_a_fault_is_reported_and_nothing_is_loaded(folder: Path, harm: Harm, words: str) -> None:
     harm(folder)
     left: list[Any] = []
 
@@ -122,15 +122,15 @@ def test_a_fault_is_told_and_nothing_is_loaded(folder: Path, harm: Harm, words: 
 @pytest.mark.parametrize(
     ("harm", "words"), [FAULTS[n] for n in ("a bit of a tensor", "a file cut short", "no manifest")]
 )
-def test_verify_finds_it_too(folder: Path, harm: Harm, words: str) -> None:
+def test_verify_finds_the_same_faults(folder: Path, harm: Harm, words: str) -> None:
     assert verify(folder).kind == "meshwright"
     harm(folder)
     with pytest.raises(CheckpointFileError, match=f"(?s){words}"):
         verify(folder)
 
 
-def test_a_fault_that_one_rank_meets_is_told_by_all(folder: Path) -> None:
-    """Only rank 1 asks for a tensor that is not there: the others must not wait for it."""
+def test_a_fault_on_one_rank_is_reported_by_all(folder: Path) -> None:
+    """Only rank 1 requests a tensor that is missing: the others must not wait for it."""
 
     def load() -> str:
         with pytest.raises(CheckpointError, match="no such tensor") as caught:
@@ -140,7 +140,7 @@ def test_a_fault_that_one_rank_meets_is_told_by_all(folder: Path) -> None:
     assert mw.simulate(load, 3) == ["raised on rank 1", "", "raised on rank 1"]
 
 
-def test_nothing_is_written_over(folder: Path) -> None:
+def test_an_existing_checkpoint_is_not_overwritten(folder: Path) -> None:
     before = sorted(path.name for path in folder.iterdir())
     with pytest.raises(CheckpointError, match="never overwritten"):
         mw.save_state_dict({"x": torch.ones(2)}, folder)
@@ -201,7 +201,7 @@ def test_metadata_of_torch_that_names_anything_else_is_refused(tmp_path: Path, d
     assert not Path("/tmp/never").exists()
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointFileError, match=r"no manifest\.json"):
             open_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Laws of reading, each walked over all forms, files and fields: damage is found, hostile input is refused cheaply."""
+"""Laws of reading for all forms, files and fields: damage is found, and hostile input is refused at low cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.checkpoint.formats.checksum_file import CHECKSUMS
 
-from .harms import (
+from .damage import (
     FORMS,
     HUGE,
     changed,
@@ -65,7 +65,7 @@ LARGEST_PEAK = 100 << 20
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {form: saved(tmp_path_factory.mktemp("saved"), form) for form in FORMS}
 
 
@@ -74,15 +74,15 @@ def files_of(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_was_saved_is_right(kept: dict[str, Path], form: str) -> None:
-    assert right(kept[form])
+def test_undamaged_checkpoints_load(checkpoints: dict[str, Path], form: str) -> None:
+    assert right(checkpoints[form])
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_flip_in_any_field_of_any_file_is_found_and_names_the_file(
-    kept: dict[str, Path], tmp_path: Path, form: str
+    checkpoints: dict[str, Path], tmp_path: Path, form: str
 ) -> None:
-    folder = copied(kept[form], tmp_path / "copy", checksums=True)
+    folder = copied(checkpoints[form], tmp_path / "copy", checksums=True)
     for file in files_of(folder):
         data = file.read_bytes()
         for n, at in enumerate(fields(file)[:: 3 if form == "dcp" else 1]):
@@ -95,10 +95,10 @@ def test_a_flip_in_any_field_of_any_file_is_found_and_names_the_file(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_files_that_are_short_missing_extra_or_swapped_are_found(
-    kept: dict[str, Path], tmp_path: Path, form: str
+def test_short_missing_extra_and_swapped_files_are_found(
+    checkpoints: dict[str, Path], tmp_path: Path, form: str
 ) -> None:
-    folder = copied(kept[form], tmp_path / "copy", checksums=True)
+    folder = copied(checkpoints[form], tmp_path / "copy", checksums=True)
     files = [f for f in files_of(folder) if f.name != CHECKSUMS]
     for file, other in zip(files, [*files[1:], files[0]], strict=True):
         data = file.read_bytes()
@@ -121,8 +121,8 @@ def test_files_that_are_short_missing_extra_or_swapped_are_found(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_changed_tensor_is_named(kept: dict[str, Path], tmp_path: Path, form: str) -> None:
-    folder = copied(kept[form], tmp_path / "copy", checksums=True)
+def test_a_changed_tensor_is_named(checkpoints: dict[str, Path], tmp_path: Path, form: str) -> None:
+    folder = copied(checkpoints[form], tmp_path / "copy", checksums=True)
     named = set[str]()
     for file in files_of(folder):
         if file.suffix not in (".safetensors", ".distcp"):
@@ -137,8 +137,10 @@ def test_a_changed_tensor_is_named(kept: dict[str, Path], tmp_path: Path, form: 
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_without_checksums_every_flip_is_refused_or_read(kept: dict[str, Path], tmp_path: Path, form: str) -> None:
-    folder = copied(kept[form], tmp_path / "copy", checksums=False)
+def test_without_checksums_every_flip_is_refused_or_read(
+    checkpoints: dict[str, Path], tmp_path: Path, form: str
+) -> None:
+    folder = copied(checkpoints[form], tmp_path / "copy", checksums=False)
     assert right(folder)
     for file in files_of(folder):
         data = file.read_bytes()
@@ -148,21 +150,21 @@ def test_without_checksums_every_flip_is_refused_or_read(kept: dict[str, Path], 
             back()
 
 
-def test_hostile_values_in_any_place_of_a_manifest_cost_little(kept: dict[str, Path], tmp_path: Path) -> None:
-    folder = copied(kept["meshwright"], tmp_path / "copy", checksums=True)
+def test_hostile_values_in_a_manifest_cost_little(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(checkpoints["meshwright"], tmp_path / "copy", checksums=True)
     _walk_json(folder, folder / "manifest.json", resealed, 3)
 
 
-def test_hostile_values_in_any_place_of_checksums_cost_little(kept: dict[str, Path], tmp_path: Path) -> None:
+def test_hostile_values_in_checksums_cost_little(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     for form in FORMS[1:]:
-        folder = copied(kept[form], tmp_path / form, checksums=True)
+        folder = copied(checkpoints[form], tmp_path / form, checksums=True)
         _walk_json(folder, folder / CHECKSUMS, resealed, 7)
 
 
-def test_hostile_values_in_any_place_of_an_index_or_a_header_cost_little(kept: dict[str, Path], tmp_path: Path) -> None:
-    folder = copied(kept["index"], tmp_path / "index", checksums=False)
+def test_hostile_values_in_an_index_or_a_header_cost_little(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(checkpoints["index"], tmp_path / "index", checksums=False)
     _walk_json(folder, folder / "model.safetensors.index.json", lambda c: json.dumps(c).encode())
-    folder = copied(kept["safetensors"], tmp_path / "one", checksums=False)
+    folder = copied(checkpoints["safetensors"], tmp_path / "one", checksums=False)
     file = folder / "model.safetensors"
     data = file.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -176,7 +178,7 @@ def _walk_json(folder: Path, file: Path, text: Any, stride: int = 1) -> None:
 
 
 def _walk(folder: Path, file: Path, texts: list[bytes]) -> None:
-    """Load with each text; only a CheckpointError may come of it, at little cost."""
+    """Load with each text; check that it ends cheaply, in success or in a CheckpointError."""
     assert len(texts) > 50
     outcome(folder)
     tracemalloc.start()
@@ -191,14 +193,14 @@ def _walk(folder: Path, file: Path, texts: list[bytes]) -> None:
     assert right(folder)
 
 
-def test_any_instruction_in_any_place_of_metadata_costs_little(kept: dict[str, Path], tmp_path: Path) -> None:
-    folder = copied(kept["dcp"], tmp_path / "copy", checksums=False)
+def test_any_pickle_instruction_in_metadata_costs_little(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(checkpoints["dcp"], tmp_path / "copy", checksums=False)
     file = folder / ".metadata"
     data = file.read_bytes()
     at = [p or 0 for _, _, p in pickletools.genops(data)]
     codes = [ord(op.code) for op in pickletools.opcodes]
     texts = [data[:p] + bytes([codes[7 * n % len(codes)]]) + data[p + 1 :] for n, p in enumerate(at)]
-    texts += [data[:p] + b"r\xff\xff\xff\x7f" + data[p:] for p in at[::20]]  # a place of 2 GB in the memo
+    texts += [data[:p] + b"r\xff\xff\xff\x7f" + data[p:] for p in at[::20]]  # memo index of 2 GB
     texts += [data[:p] + b"\x8d" + b"\xff" * 7 + b"\x7f" + data[p:] for p in at[::20]]  # a text of 2**63 bytes
     texts += [data[:p] for p in at[::5]]
     _walk(folder, file, texts)
@@ -235,10 +237,12 @@ TEXTS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors.index.json", "model.safetensors", CHECKSUMS])
-def test_a_hostile_text_takes_little_memory(kept: dict[str, Path], tmp_path: Path, name: str, text: bytes) -> None:
+def test_a_hostile_text_takes_little_memory(
+    checkpoints: dict[str, Path], tmp_path: Path, name: str, text: bytes
+) -> None:
     folder = tmp_path
     if name == CHECKSUMS:
-        folder = copied(kept["safetensors"], tmp_path / "copy", checksums=False)
+        folder = copied(checkpoints["safetensors"], tmp_path / "copy", checksums=False)
     header = len(text).to_bytes(8, "little") if name == "model.safetensors" else b""
     (folder / name).write_bytes(header + text)
     _refused_cheaply(folder)
@@ -254,9 +258,9 @@ def _refused_cheaply(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_files_that_never_end_are_refused(kept: dict[str, Path], tmp_path: Path, form: str) -> None:
+def test_files_that_never_end_are_refused(checkpoints: dict[str, Path], tmp_path: Path, form: str) -> None:
     """Each file in turn is a FIFO, a device, a folder, a link to a device, and a file of a terabyte of holes."""
-    folder = copied(kept[form], tmp_path / "copy", checksums=True)
+    folder = copied(checkpoints[form], tmp_path / "copy", checksums=True)
     for file in files_of(folder):
         data = file.read_bytes()
         for make in (os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p), lambda p: p.touch()):

@@ -1,4 +1,4 @@
-"""Safetensors files of a hub, and torch's distributed checkpoints: read, written, and refused where damaged."""
+"""Safetensors files of a hub, and torch's distributed checkpoints: read, written, and refused if damaged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_whole(state: dict[str, Any]) -> None:
 
 
 def hub_folder(folder: Path) -> Path:
-    """Two files and an index, as model hubs have them."""
+    """Write two files and an index, in the format of model hubs, and return the folder."""
     folder.mkdir()
     whole = model()
     files = {
@@ -86,7 +86,7 @@ def test_files_of_a_hub_are_read_in_slices(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("largest", [1 << 30, 100, 1])
-def test_files_for_a_hub_are_whole_tensors_that_anybody_reads(tmp_path: Path, largest: int) -> None:
+def test_files_for_a_hub_hold_whole_tensors_in_safetensors_format(tmp_path: Path, largest: int) -> None:
 
     def save() -> None:
         tensors = {name: mw.engine.training.state_checkpoint.held(x) for name, x in model(cut).items()}
@@ -114,7 +114,7 @@ def _save(path: Path, tensors: Any, format: Any) -> None:
     save(path, tensors, {}, format).wait()
 
 
-def test_values_are_refused_where_files_hold_tensors_alone(tmp_path: Path) -> None:
+def test_non_tensor_values_are_refused_for_safetensors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="only tensors"):
         mw.save_state_dict({"w": torch.ones(2), "step": 1}, tmp_path / "one", format="safetensors")
     with pytest.raises(CheckpointError, match="one of meshwright, safetensors, dcp"):
@@ -147,7 +147,7 @@ SECOND = "model-00002-of-00002.safetensors"
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "not an index"),
     ],
 )
-def test_damaged_files_of_a_hub_are_told(tmp_path: Path, harm: Callable[[Path], Any], words: str) -> None:
+def test_damaged_files_of_a_hub_are_reported(tmp_path: Path, harm: Callable[[Path], Any], words: str) -> None:
     folder = hub_folder(tmp_path / "hub")
     harm(folder)
     state = {name: torch.zeros_like(x) for name, x in model().items()}
@@ -158,7 +158,7 @@ def test_damaged_files_of_a_hub_are_told(tmp_path: Path, harm: Callable[[Path], 
 
 @pytest.fixture(scope="module")
 def torch_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What torch itself writes."""
+    """Return a checkpoint that torch itself wrote."""
     import torch.distributed.checkpoint as dcp
 
     path = tmp_path_factory.mktemp("torch") / "dcp"
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_torch_is_read_on_any_mesh(torch_folder: Path) -> None:
 
 
 @quiet
-def test_torch_reads_what_is_written_for_it(tmp_path: Path) -> None:
+def test_torch_reads_our_distributed_checkpoint(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     mw.simulate(lambda: mw.save_state_dict({"model": model(cut), "step": 7}, tmp_path / "dcp", format="dcp"), 3)
@@ -212,7 +212,7 @@ def damaged(at: float) -> Callable[[Path], None]:
         *[damaged(at / 40) for at in range(1, 40, 6)],
     ],
 )
-def test_a_damaged_checkpoint_of_torch_is_told_or_read_right(
+def test_a_damaged_checkpoint_of_torch_is_reported_or_read_right(
     torch_folder: Path, tmp_path: Path, harm: Callable[[Path], Any]
 ) -> None:
     folder = Path(shutil.copytree(torch_folder, tmp_path / "copy"))
@@ -229,7 +229,7 @@ def test_a_damaged_checkpoint_of_torch_is_told_or_read_right(
 @quiet
 @pytest.mark.parametrize("to", ["meshwright", "safetensors", "dcp"])
 @pytest.mark.parametrize("source", ["meshwright", "safetensors", "dcp"])
-def test_every_form_becomes_every_other(tmp_path: Path, source: str, to: str) -> None:
+def test_every_form_converts_to_every_other(tmp_path: Path, source: str, to: str) -> None:
     mw.simulate(lambda: mw.save_state_dict(model(cut), tmp_path / "from", format=source), 3)
     written = convert(open_checkpoint(tmp_path / "from"), tmp_path / "to", format_of(to))
     assert verify(written).kind == to
@@ -238,7 +238,7 @@ def test_every_form_becomes_every_other(tmp_path: Path, source: str, to: str) ->
     assert_whole(state)
 
 
-def test_a_part_becomes_files_for_a_hub(tmp_path: Path) -> None:
+def test_part_of_a_state_converts_to_files_for_a_hub(tmp_path: Path) -> None:
     mw.save_state_dict({"model": model(), "step": 3}, tmp_path / "from")
     source = open_checkpoint(tmp_path / "from")
     assert load_file(

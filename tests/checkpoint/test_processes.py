@@ -1,4 +1,4 @@
-"""Real processes save and load together, and a killed one costs no checkpoint. Two launches of three processes."""
+"""Real processes save and load together, and a killed process loses no checkpoint. Two launches of three processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_processes_save_and_load_together(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_killed_process_costs_no_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_process_loses_no_checkpoint(tmp_path: Path) -> None:
     assert launch([SCRIPT, str(tmp_path), "killed"], 3, timeout=90) not in (0, 124)
     assert mw.latest_checkpoint(tmp_path) == tmp_path / "step_00000001"
     state = {"w": torch.zeros(7, 10), "step": 0}

@@ -1,4 +1,4 @@
-"""Saving beside the training, folders of steps, and what is left when a writer is killed."""
+"""Saving in the background, folders of steps, and files left by a killed writer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .oracle import laid, numbered
 PAIR = ProcessMesh([0, 1], ["x"])
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Files are written once the event is set."""
+def delay_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Delay all writes of files until the returned event is set."""
     real, go = format_interface.write_file, threading.Event()
 
     def write(*args: Any) -> Any:
@@ -32,7 +32,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_tensors_may_change_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = held_up(monkeypatch)
+    go = delay_writes(monkeypatch)
 
     def save() -> bool:
         x, plain = laid(numbered((4, 3)), (PAIR, parse_layout("[@x, :]"))), torch.ones(3)
@@ -52,17 +52,17 @@ def test_tensors_may_change_while_they_are_written(tmp_path: Path, monkeypatch: 
     assert state["plain"].tolist() == [1, 1, 1]
 
 
-def test_a_checkpoint_is_complete_also_where_nobody_waits(tmp_path: Path) -> None:
+def test_a_checkpoint_completes_without_a_wait(tmp_path: Path) -> None:
     saving = mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "one", async_save=True)
     while not saving.done:
         pass
     assert open_checkpoint(tmp_path / "one").entries.keys() == {"x"}
 
 
-def test_a_second_save_waits_for_the_first_tells_what_went_wrong_and_is_made(
+def test_a_second_save_waits_for_the_first_and_reports_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = held_up(monkeypatch)
+    go = delay_writes(monkeypatch)
     mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "one", async_save=True)
     (tmp_path / "one").mkdir()
     go.set()
@@ -71,7 +71,7 @@ def test_a_second_save_waits_for_the_first_tells_what_went_wrong_and_is_made(
     assert mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "three").path.is_dir()
 
 
-def test_loading_waits_for_what_is_being_written(tmp_path: Path) -> None:
+def test_loading_waits_for_a_background_save(tmp_path: Path) -> None:
     state = {"x": torch.ones(3)}
     mw.save_state_dict(state, tmp_path / "one", async_save=True)
     state["x"].zero_()
@@ -101,7 +101,7 @@ def test_the_latest_complete_step_is_found(tmp_path: Path) -> None:
     assert state["step"] == 2
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_save_of_that_name(tmp_path: Path) -> None:
+def test_the_next_save_removes_files_of_a_killed_writer(tmp_path: Path) -> None:
     left = tmp_path / ".step_00000004.0123.writing"
     (left / "reports").mkdir(parents=True)
     mw.save_state_dict({"step": 4}, tmp_path / "step_00000004")

@@ -1,4 +1,4 @@
-"""Training goes on from a checkpoint: to the bit on the same mesh, and as one device would on any other."""
+"""Training resumes from a checkpoint: to the bit on the same mesh, and like one device on any other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class Data:
-    """A place in the data."""
+    """A data set whose state is its position."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -55,7 +55,7 @@ def parts(layer: nn.Module, mesh: mw.ProcessMesh, *dims: int) -> None:
 
 
 def lay(net: Net, way: str) -> None:
-    """The marks of each way to train."""
+    """Apply the marks of each kind of training."""
     if way in ("dp x tp", "zero optimizer"):
         mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
         parts(net.up, mesh, 0, 0)
@@ -133,7 +133,7 @@ NAMES = [f"{way}{', static' if static else ''}" for way, static in WAYS]
 
 
 @pytest.mark.parametrize(("way", "static"), WAYS, ids=NAMES)
-def test_training_goes_on(tmp_path: Path, way: str, static: bool) -> None:
+def test_training_resumes(tmp_path: Path, way: str, static: bool) -> None:
     expected = on(way, first, way, static, tmp_path)
     assert on(way, then, way, static, tmp_path) == expected
     eager = [(other, False) for other in RANKS]
@@ -145,8 +145,8 @@ def test_training_goes_on(tmp_path: Path, way: str, static: bool) -> None:
 ZERO = {f"stage {n}": mw.Strategy.of(sharding={"enable": True, "stage": n, "least": 1}) for n in (1, 2, 3)}
 
 
-def test_every_stage_of_zero_goes_on_from_every_other(tmp_path: Path) -> None:
-    """Also where states are loaded before the model is a program, which cuts them otherwise."""
+def test_every_stage_of_zero_resumes_from_every_other(tmp_path: Path) -> None:
+    """States may also be loaded before the model is a program, which shards them otherwise."""
     for name, strategy in ZERO.items():
         expected = on("dp x tp", first, "dp x tp", strategy, tmp_path / name)
         for other in ZERO.values():
@@ -156,15 +156,15 @@ def test_every_stage_of_zero_goes_on_from_every_other(tmp_path: Path) -> None:
         )
 
 
-def test_a_pipeline_of_microbatches_goes_on(tmp_path: Path) -> None:
-    """Its stages draw for themselves, so each rank takes its own state of the generator."""
+def test_a_pipeline_with_microbatches_resumes(tmp_path: Path) -> None:
+    """The stages draw random numbers on their own, so each rank takes its own state of the generator."""
     strategy = mw.Strategy.of(pipeline={"enable": True, "accumulate_steps": 2})
     expected = on("pipeline", first, "pipeline", strategy, tmp_path)
     assert on("pipeline", then, "pipeline", strategy, tmp_path) == expected
 
 
-def test_a_run_that_goes_back_starts_from_there(tmp_path: Path) -> None:
-    """States that are there already are filled in place, and lie as before."""
+def test_a_run_can_return_to_an_earlier_checkpoint(tmp_path: Path) -> None:
+    """Existing states are filled in place, and keep their layouts."""
 
     def back() -> None:
         run = Run("zero optimizer")
@@ -181,13 +181,13 @@ def test_a_run_that_goes_back_starts_from_there(tmp_path: Path) -> None:
     mw.simulate(back, 4)
 
 
-def test_generators_are_where_they_were(tmp_path: Path) -> None:
+def test_random_generators_are_restored(tmp_path: Path) -> None:
     def draws() -> tuple[Any, ...]:
         return torch.rand(2).tolist(), random.random(), np.random.rand()
 
     def run() -> None:
         if mw.get_rank():
-            torch.rand(mw.get_rank())  # each rank draws by itself
+            torch.rand(mw.get_rank())  # each rank has its own generator
         with mw.random_source("rank"):
             mw.save_checkpoint(tmp_path, 1, nn.Linear(2, 2))
             expected = torch.rand(3)
@@ -203,7 +203,7 @@ def test_generators_are_where_they_were(tmp_path: Path) -> None:
             return torch.rand(1).item()
 
     assert len(set(mw.simulate(elsewhere, 3, "rank"))) == 3
-    assert len(set(mw.simulate(elsewhere, 3, "torch"))) == 1  # what they draw together is the same
+    assert len(set(mw.simulate(elsewhere, 3, "torch"))) == 1  # shared draws are the same
     random.seed(3)
     np.random.seed(4)
     mw.save_checkpoint(tmp_path, 2, nn.Linear(2, 2))
@@ -213,13 +213,13 @@ def test_generators_are_where_they_were(tmp_path: Path) -> None:
     assert draws() == expected
 
 
-def test_a_state_alone_is_no_run(tmp_path: Path) -> None:
+def test_a_model_state_alone_is_not_a_training_checkpoint(tmp_path: Path) -> None:
     mw.save_state_dict({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "one")
     with pytest.raises(CheckpointError, match="save_checkpoint"):
         mw.load_checkpoint(tmp_path / "one", nn.Linear(2, 2))
 
 
-def test_an_optimizer_of_other_groups_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+def test_an_optimizer_with_other_groups_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     mw.save_checkpoint(tmp_path, 1, net, torch.optim.SGD(net.parameters(), lr=0.1))
     groups = [{"params": [net.weight]}, {"params": [net.bias]}]
@@ -230,7 +230,7 @@ def test_an_optimizer_of_other_groups_is_refused_before_anything_is_changed(tmp_
     assert not net.weight.any()
 
 
-def test_options_and_rates_come_back(tmp_path: Path) -> None:
+def test_options_and_learning_rates_are_restored(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     one = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.5), betas=(0.5, 0.6), weight_decay=0.3)
     mw.save_checkpoint(tmp_path, 1, net, one)

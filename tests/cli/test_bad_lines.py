@@ -1,4 +1,4 @@
-"""Every command with a mistake: the right exit code, one message with what to write instead, and no traceback."""
+"""Every command with a mistake: the right exit code, one message with a remedy, and no traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cli import LINES, Line, make_files, wrong, wrong_processes
+from benchmarks.cli import LINES, Line, fault_of, make_files, process_faults
 from meshwright.cli.console.parser import COMMANDS
 
 FEWEST = 60
@@ -20,19 +20,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.text)
-def test_each_line_is_answered(line: Line, folder: Path) -> None:
+def test_each_line_gets_one_clear_message(line: Line, folder: Path) -> None:
     before = sorted(path.name for path in folder.iterdir())
-    assert wrong(line, folder) == ""
+    assert fault_of(line, folder) == ""
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
         name for name in before if name != "__pycache__"
     ]
 
 
-def test_lines_as_processes_are_answered_alike(folder: Path) -> None:
-    assert list(wrong_processes(folder)) == []
+def test_lines_as_processes_get_the_same_messages(folder: Path) -> None:
+    assert list(process_faults(folder)) == []
 
 
-def test_every_command_has_lines() -> None:
+def test_every_command_has_bad_lines() -> None:
     assert len(LINES) >= FEWEST
     for command in COMMANDS:
         assert sum(line.text.split()[0] == command for line in LINES) >= 3, command

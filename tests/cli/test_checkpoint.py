@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: inspect, verify, diff and convert, and what they say where something is wrong."""
+"""`meshwright checkpoint`: inspect, verify, diff and convert, and their messages about faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAIR = mw.ProcessMesh([0, 1], ["tp"])
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A folder with two steps, saved by two ranks."""
+    """Return a folder with two steps, saved by two ranks."""
 
     def save() -> None:
         for step in (1, 2):
@@ -33,30 +33,30 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> Any:
+def json_output(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_inspect_says_what_is_in_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_the_contents(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(run)]) == 0
     text = capsys.readouterr().out
     assert "step_00000002: meshwright, 2 tensors, 60 bytes, 2 files" in text
     assert "f32[4@tp, 3]" in text
     assert "ProcessMesh([tp=2])" in text
     assert main(["checkpoint", "inspect", str(run / "step_00000001"), "--json"]) == 0
-    found = said(capsys)
+    found = json_output(capsys)
     assert found["tensors"]["model.w"]["shape"] == [4, 3]
     assert found["values"] == {"step": "1"}
     assert found["world"] == 2
     assert found["versions"].keys() == {"meshwright", "torch"}
 
 
-def test_verify_says_whether_it_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_whether_the_checkpoint_is_intact(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = run / "step_00000002"
     assert main(["checkpoint", "verify", str(step)]) == 0
     assert "complete; 2 tensors, checked by SHA-256" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(step), "--json"]) == 0
-    assert said(capsys)["ok"]
+    assert json_output(capsys)["ok"]
     file = step / "rank_00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x99")
     assert main(["checkpoint", "verify", str(step)]) == 1
@@ -65,14 +65,14 @@ def test_verify_says_whether_it_is_whole(run: Path, capsys: pytest.CaptureFixtur
     assert "Traceback" not in error
 
 
-def test_diff_names_what_is_not_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_names_the_differences(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = str(run / "step_00000001"), str(run / "step_00000002")
     assert main(["checkpoint", "diff", one, one]) == 0
     assert capsys.readouterr().out == "the same\n"
     assert main(["checkpoint", "diff", one, two]) == 1
     assert capsys.readouterr().out == "model.w: 11 of 12 elements differ, by at most 11\nstep: 1 and 2\n"
     assert main(["checkpoint", "diff", one, two, "--tolerance", "11", "--json"]) == 1
-    assert said(capsys) == {"same": False, "differences": [{"name": "step", "what": "1 and 2"}]}
+    assert json_output(capsys) == {"same": False, "differences": [{"name": "step", "what": "1 and 2"}]}
 
 
 @pytest.mark.parametrize("prefix", ["model", "model."])
@@ -85,7 +85,7 @@ def test_convert_writes_another_form(
     found = load_file(hub / "model.safetensors")
     assert torch.equal(found["w"], torch.arange(12.0).reshape(4, 3) * 2)
     assert main(["checkpoint", "convert", str(run), str(tmp_path / "own"), "--json"]) == 0
-    told = said(capsys)
+    told = json_output(capsys)
     assert (told["format"], told["tensors"], told["left_out"]) == ("meshwright", 2, 0)
     assert main(["checkpoint", "diff", str(run), str(tmp_path / "own")]) == 0
 
@@ -107,7 +107,7 @@ def test_convert_writes_another_form(
         (["inspect", "a", "--jsn"], 2, "--json"),
     ],
 )
-def test_bad_input_is_told_in_one_message(
+def test_bad_input_gives_one_message(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, told: str
 ) -> None:
     known = {"RUN": str(run), "NEW": str(tmp_path / "new")}
@@ -118,7 +118,7 @@ def test_bad_input_is_told_in_one_message(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_file_that_may_not_be_read_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_read_permission_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if os.geteuid() == 0:
         (run / "step_00000002" / "manifest.json").unlink()
         (run / "step_00000002" / "manifest.json").mkdir()
@@ -128,7 +128,7 @@ def test_a_file_that_may_not_be_read_is_told(run: Path, capsys: pytest.CaptureFi
     assert "manifest.json" in capsys.readouterr().err
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     program = "import sys; from meshwright.cli import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program, "checkpoint", "--help"], capture_output=True, text=True, check=False

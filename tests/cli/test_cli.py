@@ -1,4 +1,4 @@
-"""The command line: what it understands, what it answers to the rest, and its exit codes."""
+"""The command line: its options, its messages about mistakes, and its exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ assert "torch" not in sys.modules
 """
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     found = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert all(word in found.stdout for word in ("train", "run", "schedule", "exit codes", "--processes"))
@@ -60,19 +60,19 @@ def test_help_does_not_wait_for_torch() -> None:
         ("--steps 3", "--steps"),
     ],
 )
-def test_what_is_not_understood_is_answered(line: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_arguments_give_a_message(line: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     error = capsys.readouterr().err
     assert answer in error
     assert "fix:" in error
 
 
-def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "commands:" in capsys.readouterr().out
 
 
-def test_the_defaults_are_those_of_the_job() -> None:
+def test_the_defaults_of_train_are_those_of_the_main_job() -> None:
     settings = parse(["train"])
     model = LlamaConfig.of_width(settings.hidden, settings.layers)
     assert Job(model, Job().mesh, settings.steps, settings.batch, settings.seq, settings.seed) == Job()
@@ -92,7 +92,7 @@ def test_a_script_runs_on_each_rank(tmp_path: Path, capfd: pytest.CaptureFixture
     assert capfd.readouterr().out.splitlines() == [f"[{rank}] {rank} ['--ranks', 'x'] here" for rank in range(3)]
 
 
-def test_rank_0_prints_or_all_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_is_that_of_rank_0_or_of_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')")
     for communicator in ([], ["--processes"]):
@@ -146,7 +146,7 @@ def test_training_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("x = (", 1, "SyntaxError"),
     ],
 )
-def test_the_exit_code_is_the_scripts(
+def test_the_exit_code_is_that_of_the_script(
     text: str, code: int, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
@@ -156,7 +156,7 @@ def test_the_exit_code_is_the_scripts(
 
 
 def test_processes_run_the_same_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is started is this command again; the processes themselves are tried in the tests of `comm`."""
+    """The command starts itself again; the tests of `comm` run the processes themselves."""
     started: list[tuple[list[str], int]] = []
     monkeypatch.setattr(meshwright.comm, "launch", lambda argv, ranks, **_: started.append((argv, ranks)) or 7)
     script = tmp_path / "script.py"
@@ -173,7 +173,7 @@ def test_train_prints_both_losses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "largest relative difference over 3 steps" in out
 
 
-def test_train_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--mesh", "dp=2,tp=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["mesh"] == {"pp": 1, "dp": 2, "tp": 2}
@@ -181,7 +181,7 @@ def test_train_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["largest_relative_difference"] <= 1e-4
 
 
-def test_a_run_that_is_kept_goes_on_with_the_numbers_of_the_main_job(
+def test_a_checkpointed_run_resumes_with_the_numbers_of_the_main_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*TINY, "--mesh", "dp=2", "--json"]) == 0
@@ -204,7 +204,7 @@ def test_a_run_that_is_kept_goes_on_with_the_numbers_of_the_main_job(
     assert "no step after 3" in capsys.readouterr().out
 
 
-def test_sigterm_ends_a_run_that_is_kept(tmp_path: Path) -> None:
+def test_sigterm_ends_a_checkpointed_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "meshwright", *TINY[:1], "--steps", "100000", *TINY[3:]]
     log = tmp_path / "log.jsonl"
     with subprocess.Popen([*command, "--mesh", "dp=2", "--save", str(tmp_path)], stdout=subprocess.PIPE) as process:
@@ -224,7 +224,7 @@ def test_a_difference_above_the_tolerance_fails(capsys: pytest.CaptureFixture[st
     assert (report(apart, settings), report(alike, settings)) == (1, 0)
 
 
-def test_progress_and_table_say_what_they_should() -> None:
+def test_progress_and_table_have_the_expected_text() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with progress("8 ranks", 2, 1000, console) as on_step:
         on_step(0, 5.5)
@@ -262,7 +262,7 @@ def test_a_schedule_that_cannot_run_is_refused(tmp_path: Path, capsys: pytest.Ca
     ("line", "answer"),
     [("{folder}/no_text", "the byte 0xff at 0"), ("1F1B --svg {folder}/missing/a.svg", "No such folder")],
 )
-def test_files_of_schedules_that_cannot_be_read_or_written_are_answered(
+def test_unreadable_or_unwritable_schedule_files_give_a_message(
     line: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "no_text").write_bytes(b"\xff")
@@ -273,7 +273,7 @@ def test_files_of_schedules_that_cannot_be_read_or_written_are_answered(
     assert [path.name for path in tmp_path.iterdir()] == ["no_text"]
 
 
-def test_the_picture_of_a_schedule_replaces_the_file_as_a_whole(
+def test_the_picture_of_a_schedule_replaces_the_file_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "a.svg"

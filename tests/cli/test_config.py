@@ -1,4 +1,4 @@
-"""`--config`: the options of a command from TOML or from a function; the line goes before, and nothing is unknown."""
+"""`--config`: options of a command from TOML or from a function; the command line overrides them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_file_gives_the_options_and_the_line_goes_before(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_options_of_a_file(tmp_path: Path) -> None:
     file = written(tmp_path, "steps = 7\nsave-every = 2\ntolerance = 0.5\nprocesses = true\nmesh = {dp=2, tp=2}")
     settings = parse(["train", "--config", file])
     assert (settings.steps, settings.save_every, settings.tolerance, settings.mesh) == (7, 2, 0.5, (1, 2, 2))
@@ -55,7 +55,7 @@ def test_a_file_gives_the_options_and_the_line_goes_before(tmp_path: Path) -> No
     assert (settings.steps, settings.processes, settings.mesh, settings.ranks) == (3, False, None, 2)
 
 
-def test_required_options_and_arguments_may_stand_in_the_file(tmp_path: Path) -> None:
+def test_the_file_may_have_required_options_and_arguments(tmp_path: Path) -> None:
     file = written(
         tmp_path, 'model = "config.json"\ncluster = "8xH100"\nbatch = 8\nsequence = 64\n[given]\ntp = 2\nzero = 1\n'
     )
@@ -67,7 +67,7 @@ def test_required_options_and_arguments_may_stand_in_the_file(tmp_path: Path) ->
         parse(["plan", "--config", written(tmp_path, 'model = "c"\ncluster = "8xH100"\nbatch = 8\n')])
 
 
-def test_a_function_gives_a_dataclass_or_a_mapping(tmp_path: Path) -> None:
+def test_a_function_returns_a_dataclass_or_a_mapping(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(MODULE)
     settings = parse(["train", "--config", f"{path}:mine"])
@@ -94,7 +94,7 @@ def test_a_function_gives_a_dataclass_or_a_mapping(tmp_path: Path) -> None:
         ('config = "b.toml"', "there is no option config"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_answered(
+def test_mistakes_in_a_file_give_a_message(
     text: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "--config", written(tmp_path, text)]) == 2
@@ -115,7 +115,7 @@ def test_what_is_wrong_in_a_file_is_answered(
         ("{path}:fails", 1, "raised ZeroDivisionError at {path}:24"),
     ],
 )
-def test_a_source_that_gives_nothing_is_answered(
+def test_a_source_without_options_gives_a_message(
     source: str, code: int, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.py"

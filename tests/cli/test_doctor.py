@@ -1,4 +1,4 @@
-"""`meshwright doctor`: what is missing is told with what to install, and two ranks are tried."""
+"""`meshwright doctor`: missing packages are reported with the command that installs them, and two ranks are tested."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from meshwright.cli.commands import doctor
 from meshwright.cli.ranks import self_check
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> Mapping[str, Any]:
+def findings_of(capsys: pytest.CaptureFixture[str]) -> Mapping[str, Any]:
     return {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
 
 
-def test_a_whole_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_installation_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--no-check"]) == 0
     out = capsys.readouterr().out
     assert "ready" in out
     assert all(word in out for word in ("torch", "numpy", "safetensors", "rich", "gloo", "devices", "C++ compiler"))
 
 
-def test_what_is_needed_and_missing_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_requirement_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     versions = {"torch": "2.9.1+cpu", "rich": None, "ortools": None}
     monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, "99"))
     assert main(["doctor"]) == 1
@@ -40,17 +38,17 @@ def test_what_is_needed_and_missing_is_an_error(
     assert "simulated" not in out
 
 
-def test_two_ranks_are_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_are_tested(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr("meshwright.comm.launch", lambda argv, ranks, timeout: started.append(argv) or 3)
     assert main(["doctor", "--json"]) == 1
-    found = told(capsys)
+    found = findings_of(capsys)
     assert found["two simulated ranks"]["good"]
     assert "exit code 3" in found["two processes"]["found"]
     assert started == [["-m", "meshwright.cli.ranks.self_check"]]
 
 
-def test_a_wrong_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_matrix_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right, seen = self_check._step, []
 
     def wrong(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -20,15 +20,15 @@ ON = ["--cluster", "8xA100, 4 per node, 100G"]
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> list[str]:
+def explain_arguments(tmp_path: Path) -> list[str]:
     config, plan = tmp_path / "config.json", tmp_path / "plan.toml"
     config.write_text(json.dumps(LLAMA))
     plan.write_text("dp = 2\ntp = 2\npp = 2\nsequence_parallel = true\nbatch = 32\nsequence = 2048\n")
     return ["explain", str(config), str(plan), *ON]
 
 
-def test_an_account_is_printed(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(asked) == 0
+def test_an_account_is_printed(explain_arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(explain_arguments) == 0
     said = capsys.readouterr().out
     for part in (
         "layouts of tensors",
@@ -47,10 +47,12 @@ def test_an_account_is_printed(asked: list[str], capsys: pytest.CaptureFixture[s
         assert part in said
 
 
-def test_data_and_page_say_the_same(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_and_page_have_the_same_content(
+    explain_arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, measured = tmp_path / "report.html", tmp_path / "measured.json"
     measured.write_text('{"seconds": 2, "bytes": 1e10}')
-    assert main([*asked, "--json", "--html", str(out), "--measured", str(measured)]) == 0
+    assert main([*explain_arguments, "--json", "--html", str(out), "--measured", str(measured)]) == 0
     streams = capsys.readouterr()
     told: dict[str, Any] = json.loads(streams.out)
     assert streams.err == ""
@@ -64,17 +66,17 @@ def test_data_and_page_say_the_same(asked: list[str], tmp_path: Path, capsys: py
     assert all(row["how"] in made for row in told["instead"])
 
 
-def test_batch_and_sequence_can_be_named(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*asked, "--batch", "64", "--sequence", "1024", "--alone", "--json"]) == 0
+def test_batch_and_sequence_can_be_given(explain_arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*explain_arguments, "--batch", "64", "--sequence", "1024", "--alone", "--json"]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (told["plan"]["batch"], told["plan"]["sequence"]) == (64, 1024)
     assert told["instead"] == []
 
 
-def test_the_plan_that_was_found_is_explained_by_what_limits_it(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_plan_found_by_search_is_explained_by_its_bottleneck(
+    explain_arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, config, _, *on = asked
+    _, config, _, *on = explain_arguments
     out = str(tmp_path / "best.toml")
     assert main(["plan", config, *on, "--batch", "32", "--sequence", "2048", "--out", out]) == 0
     assert capsys.readouterr().err == ""
@@ -94,35 +96,37 @@ def test_the_plan_that_was_found_is_explained_by_what_limits_it(
         (["--htlm", "x"], 2, "--html"),
     ],
 )
-def test_what_cannot_be_is_answered(
-    more: list[str], code: int, said: str, asked: list[str], capsys: pytest.CaptureFixture[str]
+def test_impossible_requests_give_a_message(
+    more: list[str], code: int, said: str, explain_arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*asked, "--alone", *more]) == code
+    assert main([*explain_arguments, "--alone", *more]) == code
     assert said in capsys.readouterr().err
 
 
-def test_a_runs_log_is_measured(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurements_are_read_from_the_log_of_a_run(
+    explain_arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "log.jsonl"
     steps = [{"event": "step", "step": n, "seconds": s, "peak_memory": 5e9} for n, s in enumerate((9.0, 2.0, 4.0, 3.0))]
     log.write_text("\n".join(json.dumps(line) for line in [{"event": "start", "step": 0}, *steps]))
-    assert main([*asked, "--alone", "--json", "--measured", str(log)]) == 0
+    assert main([*explain_arguments, "--alone", "--json", "--measured", str(log)]) == 0
     assert json.loads(capsys.readouterr().out)["measured"] == {"seconds": 3.0, "bytes": 5e9}
     log.write_text('{"event": "start", "step": 0}')
-    assert main([*asked, "--alone", "--measured", str(log)]) == 2
+    assert main([*explain_arguments, "--alone", "--measured", str(log)]) == 2
     assert "the log has no step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"seconds": "soon"}', '{"seconds": null}'])
-def test_measured_numbers_are_numbers(
-    text: str, asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_measurements_that_are_not_numbers_are_refused(
+    text: str, explain_arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "measured.json"
     path.write_text(text)
-    assert main([*asked, "--alone", "--measured", str(path)]) == 2
+    assert main([*explain_arguments, "--alone", "--measured", str(path)]) == 2
     assert "fix:" in capsys.readouterr().err
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     code = "import sys; from meshwright.cli import main; main(['explain', '--help']); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.endswith("False\n")

@@ -1,4 +1,4 @@
-"""`--json`: one object on one line of standard output, and nothing else there; nothing at all for a mistake."""
+"""`--json`: one object on one line of standard output and nothing else; no output for a mistake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from benchmarks.cli import PLAN, TYPED, Line, make_files, wrong
+from benchmarks.cli import PLAN, TYPED, Line, fault_of, make_files
 from meshwright.cli import main
 from meshwright.cli.console.parser import PARSERS
 
@@ -20,7 +20,7 @@ def build():
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), [torch.ones(4, 8)]
 """
 TRAIN = "train --steps 1 --hidden 32 --layers 2 --batch 4 --seq 16 --mesh dp=2"
-ASKED = (
+GOOD_COMMANDS = (
     TRAIN,
     f"{TRAIN} --save {{f}}/run",
     "schedule 1F1B", "schedule list",
@@ -32,7 +32,7 @@ ASKED = (
     "profile --dry-run",
     "doctor --no-check",
 )  # fmt: skip
-"""In this order: the checkpoint is that of the second."""
+"""The order matters: the second command writes the checkpoint."""
 WITH_JSON = [name for name, parser in PARSERS.items() if "--json" in parser().options]
 
 
@@ -48,8 +48,8 @@ def refused(constant: str) -> NoReturn:
     raise ValueError(f"JSON has no {constant}")
 
 
-@pytest.mark.parametrize("text", ASKED)
-def test_an_answer_is_one_object(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", GOOD_COMMANDS)
+def test_the_output_is_one_object(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*text.format(f=folder).split(), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert isinstance(json.loads(line, parse_constant=refused), dict)
@@ -58,10 +58,10 @@ def test_an_answer_is_one_object(text: str, folder: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     "line", [line for line in TYPED if line.text.split()[0] in WITH_JSON], ids=lambda line: line.text
 )
-def test_a_mistake_is_answered_as_without_json(line: Line, folder: Path) -> None:
+def test_a_mistake_gives_the_same_message_as_without_json(line: Line, folder: Path) -> None:
     command, *words = line.text.split()
-    assert wrong(replace(line, text=" ".join([command, "--json", *words])), folder) == ""
+    assert fault_of(replace(line, text=" ".join([command, "--json", *words])), folder) == ""
 
 
-def test_every_command_that_answers_has_it() -> None:
-    assert {text.split()[0] for text in ASKED} == set(WITH_JSON) == set(PARSERS) - {"run"}
+def test_every_command_with_a_result_has_the_option() -> None:
+    assert {text.split()[0] for text in GOOD_COMMANDS} == set(WITH_JSON) == set(PARSERS) - {"run"}

@@ -1,4 +1,4 @@
-"""Standard output that cannot be written: its reader has gone, or the disk is full."""
+"""Standard output that cannot be written: a closed pipe, or a full disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_full_disk_is_told_in_a_line(line: str, folder: Path) -> None:
+def test_a_full_disk_gives_one_line(line: str, folder: Path) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "meshwright", *line.split()]
         done = subprocess.run(command, cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -30,7 +30,7 @@ def test_a_full_disk_is_told_in_a_line(line: str, folder: Path) -> None:
     assert done.stderr.count("fix:") == 1
 
 
-def test_a_reader_that_has_seen_enough_ends_a_script(folder: Path) -> None:
+def test_a_closed_output_pipe_ends_the_script(folder: Path) -> None:
     command = [sys.executable, "-m", "meshwright", "run", "many.py"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -41,7 +41,7 @@ def test_a_reader_that_has_seen_enough_ends_a_script(folder: Path) -> None:
     assert process.returncode == 1
 
 
-def test_errors_of_the_system_in_a_script_are_told_as_they_are(folder: Path) -> None:
+def test_os_errors_of_a_script_are_shown_unchanged(folder: Path) -> None:
     (folder / "fails.py").write_text("raise BrokenPipeError(32, 'of the script')\n")
     command = [sys.executable, "-m", "meshwright", "run", "fails.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -49,7 +49,7 @@ def test_errors_of_the_system_in_a_script_are_told_as_they_are(folder: Path) -> 
     assert "of the script" in done.stderr
 
 
-def test_a_checkpoint_whose_reader_has_gone_ends_without_a_message(tmp_path: Path) -> None:
+def test_checkpoint_commands_end_silently_on_a_closed_pipe(tmp_path: Path) -> None:
     save_file({f"layer.{number}.weight": torch.zeros(1) for number in range(5000)}, tmp_path / "model.safetensors")
     command = [sys.executable, "-m", "meshwright", "checkpoint", "inspect", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""`meshwright parallelize`: the lines that it prints run, and give the numbers of one device."""
+"""`meshwright parallelize`: the printed lines run, and give the numbers of one device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def number():
 """
 
 HEAD = "self.head = nn.Linear(512, 50)"
-"""What has to be registered behind the layers, so that stages may begin in that order."""
+"""The module that must be registered after the layers, so that stages have the right order."""
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_it_prints_runs_and_is_right(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_code_runs_and_is_right(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = mine.parent / "lines.py"
     assert main(["parallelize", f"{mine}:build", "--mesh", "dp=2,tp=2", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_stages_are_written_by_names(mine: Path, capsys: pytest.CaptureFixture[s
     assert mw.simulate(on_rank, 2)[0] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_it_answers_in_json(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_json(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parallelize", f"{mine}:build", "--ranks", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["mesh"]["dp"] * told["mesh"]["tp"] == 2
@@ -144,7 +144,7 @@ def test_names_of_a_config_are_those_of_its_code(tmp_path: Path, capsys: pytest.
     assert '"model.layers.*.self_attn.q_proj": mw.ColwiseParallel(),' in capsys.readouterr().out
 
 
-def test_what_styles_cannot_say_is_left_out() -> None:
+def test_layouts_without_a_style_are_left_out() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ def test_what_styles_cannot_say_is_left_out() -> None:
         ("nowhere.json --ranks 2", 2, "No such file"),
     ],
 )
-def test_bad_lines_are_answered(
+def test_bad_lines_give_a_message(
     line: str, code: int, answer: str, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["parallelize", *line.format(mine=mine).split()]) == code
@@ -182,8 +182,8 @@ def test_bad_lines_are_answered(
     assert "Traceback" not in error
 
 
-def test_what_saves_memory_is_written_or_told() -> None:
-    """ZeRO is a level of the configuration; layers made again and pieces of a batch are the step's."""
+def test_memory_saving_options_are_written_or_reported() -> None:
+    """ZeRO is a level of the configuration; recomputed layers and pieces of a batch belong to the step."""
     subject = SUBJECTS["llama"]
     model, (x, y) = subject.make().eval(), subject.batch(0)
     usual = cluster_of("cpu core")

@@ -14,7 +14,7 @@ LLAMA = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "intermediate_size": 14336, "vocab_size": 128256, "hidden_act": "silu",
 }  # fmt: skip
-ASKED = ["--cluster", "64xH100, 8 per node, 400G", "--batch", "256", "--sequence", "8192"]
+OPTIONS = ["--cluster", "64xH100, 8 per node, 400G", "--batch", "256", "--sequence", "8192"]
 
 
 @pytest.fixture
@@ -24,19 +24,19 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_plan_is_found_and_told(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", config, *ASKED, "--given", "tp=4"]) == 0
+def test_a_plan_is_found_and_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, *OPTIONS, "--given", "tp=4"]) == 0
     said = capsys.readouterr().out
     assert "tp                   4" in said
     assert "s per step" in said
     assert "the next best:" in said
 
 
-def test_a_plan_that_was_written_is_predicted_alike(
+def test_a_written_plan_has_the_same_prediction(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "plan.toml")
-    assert main(["plan", config, *ASKED, "--json", "--out", out]) == 0
+    assert main(["plan", config, *OPTIONS, "--json", "--out", out]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert main(["predict", config, out, "--cluster", "64xH100, 8 per node, 400G", "--json"]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -74,23 +74,21 @@ def test_uneven_experts_take_longer(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--given", "zero=some"], 1, "zero = 'some'"),
     ],
 )
-def test_what_cannot_be_is_answered(
+def test_impossible_requests_give_a_message(
     more: list[str], code: int, said: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", config, *ASKED, *more]) == code
+    assert main(["plan", config, *OPTIONS, *more]) == code
     assert said in capsys.readouterr().err
 
 
-def test_files_that_cannot_be_read_are_answered(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", str(tmp_path / "none.json"), *ASKED]) == 2
+def test_unreadable_files_give_a_message(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path / "none.json"), *OPTIONS]) == 2
     assert "none.json" in capsys.readouterr().err
     bad = tmp_path / "bad.json"
     bad.write_text("{")
-    assert main(["plan", str(bad), *ASKED]) == 2
+    assert main(["plan", str(bad), *OPTIONS]) == 2
     bad.write_text('{"hidden_size": 64}')
-    assert main(["plan", str(bad), *ASKED]) == 1
+    assert main(["plan", str(bad), *OPTIONS]) == 1
     assert "num_hidden_layers" in capsys.readouterr().err
     plan = tmp_path / "plan.toml"
     plan.write_text("dp = 0\n")

@@ -1,4 +1,4 @@
-"""`meshwright profile`: what was measured becomes a cluster that `plan` reads."""
+"""`meshwright profile`: measurements become a cluster file that `plan` reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.cost import cluster
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks in this process, and small tasks."""
+    """Use ranks in this process, and small tasks."""
 
     def launch(argv: Sequence[str], ranks: int) -> int:
         cpu = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_a_cluster_file_is_written_and_read(tmp_path: Path, capsys: pytest.Captu
     assert main(["plan", str(config), "--cluster", str(out), "--batch", "4", "--sequence", "16"]) == 0
 
 
-def test_it_answers_in_json_and_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_json_and_runs_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--ranks", "1", "--seconds", "0.001", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [m["what"] for m in told["measurements"]] == ["product"] * 6 + ["copy", "overhead"]

@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""The commands that the README shows exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.cli import main
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
-def test_the_commands_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
     for command in set(re.findall(r"`meshwright (\w+)", README)):
         assert main([command, "--help"]) == 0
     assert main(["train", "--processes", "--help"]) == 0

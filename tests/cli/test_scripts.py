@@ -1,4 +1,4 @@
-"""`meshwright run`: a script finds what it finds under plain Python, and a rank that fails says what it printed."""
+"""`meshwright run`: a script has the same environment as under plain Python, and a failed rank shows its output."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def script_of(folder: Path, text: str) -> str:
     ("how", "code", "said"),
     [("raise KeyError('lost')", 1, "KeyError: 'lost'"), ("sys.exit('enough')", 1, "enough"), ("sys.exit(7)", 7, "")],
 )
-def test_a_rank_that_fails_says_what_it_printed(
+def test_a_failed_rank_shows_its_output(
     how: str, code: int, said: str, communicator: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "--ranks", "3", *communicator, script_of(tmp_path, FAILS.format(how))]) == code
@@ -87,14 +87,12 @@ def test_a_rank_that_fails_says_what_it_printed(
     assert communicator or "[2]" not in found.err
 
 
-def test_the_trace_of_an_error_begins_in_the_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_traceback_of_an_error_begins_in_the_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", script_of(tmp_path, FAILS.format("raise KeyError('lost')"))]) == 1
     assert "_simulated.py" not in capfd.readouterr().err
 
 
-def test_of_ranks_that_wait_for_ever_all_say_what_they_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_ranks_of_a_deadlock_show_their_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     alone = "mw.shard_tensor(__import__('torch').ones(4), mesh, [mw.Shard(0)]).sum().item()"
     assert main(["run", "--ranks", "3", script_of(tmp_path, FAILS.format(alone))]) == 1
     error = capfd.readouterr().err
@@ -105,7 +103,7 @@ def test_of_ranks_that_wait_for_ever_all_say_what_they_printed(
 
 
 @pytest.mark.parametrize("communicator", COMMUNICATORS)
-def test_a_script_is_its_main_module(
+def test_a_script_is_the_main_module(
     communicator: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = sys.modules["__main__"]

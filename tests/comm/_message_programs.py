@@ -1,6 +1,6 @@
 """Programs with messages that run the same on simulated ranks and on processes; `python … DIR` is one process of three.
 
-Rank 2 never sends to rank 1: there a rank that waits has no connection that could end.
+Rank 2 never sends to rank 1, so rank 1 has no connection to rank 2 whose end it could notice.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LARGE = 2**20
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Always the same for the same seed."""
+    """Return numbers that depend on the seed only."""
     numbers = (torch.arange(torch.Size(shape).numel()) + seed) % 7
     return (numbers % 2 if dtype == torch.bool else numbers).to(dtype).reshape(shape)
 
 
 def kinds() -> Results:
-    """Every dtype and shape from rank 0 to the others, received in the opposite order."""
+    """Send every dtype and shape from rank 0 to the others, which receive them in the opposite order."""
     ranks = current_communicator()
     cases = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
     if ranks.rank == 0:
@@ -48,7 +48,7 @@ def kinds() -> Results:
 
 
 def forms() -> Results:
-    """Operands that do not lie in order, are lazy, have a history, or are written to afterwards."""
+    """Send operands that are not contiguous, are lazy, have a history, or are written to afterwards."""
     ranks = current_communicator()
     if ranks.rank == 0:
         x = values((4, 3), torch.float32, 1)
@@ -66,7 +66,7 @@ def forms() -> Results:
 
 
 def crossed() -> Results:
-    """Two ranks send each other much before either receives anything, and receive it in another order."""
+    """Send much between two ranks before either receives anything, and receive it in another order."""
     ranks = current_communicator()
     if ranks.rank == 2:
         return {}
@@ -82,7 +82,7 @@ def crossed() -> Results:
 
 
 def same_tag() -> Results:
-    """What is sent with one tag is received in the order sent, to another rank and to oneself."""
+    """Send several messages with one tag, to another rank and to oneself; they arrive in order."""
     ranks = current_communicator()
     targets = {0: (0, 1, 2), 1: (1, 2), 2: (0, 2)}
     for peer in targets[ranks.rank]:
@@ -93,7 +93,7 @@ def same_tag() -> Results:
 
 
 def ring() -> Results:
-    """Round a ring, with collectives between."""
+    """Send messages round a ring, with collectives between them."""
     ranks = current_communicator()
     following, previous = (ranks.rank + 1) % 3, (ranks.rank - 1) % 3
     x = torch.tensor([float(ranks.rank)])
@@ -109,7 +109,7 @@ RIGHT: list[Callable[[], Results]] = [kinds, forms, crossed, same_tag, ring]
 
 
 def counts() -> tuple[list[str], dict[str, int], dict[str, int]]:
-    """What the communicator noted of two programs."""
+    """Return the communicator's records of two programs."""
     ranks = current_communicator()
     calls, received = dict(ranks.seen.calls), dict(ranks.seen.received)
     with ranks.seen.record_calls() as log:
@@ -123,7 +123,7 @@ def counts() -> tuple[list[str], dict[str, int], dict[str, int]]:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """The text of the error that `call` raises."""
+    """Return the text of the error that `call` raises."""
     try:
         call()
     except CommError as error:
@@ -132,15 +132,15 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def wait_for_all(directory: Path, name: str) -> None:
-    """Returns once all three processes have called it, without a collective."""
+    """Return as soon as all three processes have called this, without a collective."""
     (directory / f"{current_communicator().rank}.{name}").touch()
     end = time.monotonic() + 30
     while len(list(directory.glob(f"*.{name}"))) < 3 and time.monotonic() < end:
         time.sleep(0.02)
 
 
-def heard_of(call: Callable[[], object]) -> list[str]:
-    """The warnings while `call` runs."""
+def warnings_of(call: Callable[[], object]) -> list[str]:
+    """Return the warnings while `call` runs."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         call()
@@ -148,7 +148,7 @@ def heard_of(call: Callable[[], object]) -> list[str]:
 
 
 def wrong(communicator: ProcessCommunicator, directory: Path) -> dict[str, Any]:
-    """What ranks 0 and 1 are told; rank 2 looks on."""
+    """Return the errors of ranks 0 and 1; rank 2 is idle."""
     me, told = communicator.rank, {}
     if me == 0:
         communicator.send(torch.ones(2, 3), 1, 5)
@@ -158,7 +158,7 @@ def wrong(communicator: ProcessCommunicator, directory: Path) -> dict[str, Any]:
     if me == 1:
         told["shape"] = error_of(lambda: communicator.receive(0, 5, (3, 2), torch.float32, "cpu"))
         told["dtype"] = error_of(lambda: communicator.receive(0, 6, (2, 3), torch.int32, "cpu"))
-        told["late"] = heard_of(lambda: communicator.receive(0, 7, (1,), torch.float32, "cpu"))
+        told["late"] = warnings_of(lambda: communicator.receive(0, 7, (1,), torch.float32, "cpu"))
     wait_for_all(directory, "late")
     if me < 2:
         communicator.send(torch.ones(1), 1 - me, 11)
@@ -173,8 +173,8 @@ def wrong(communicator: ProcessCommunicator, directory: Path) -> dict[str, Any]:
     return told
 
 
-def lost(communicator: ProcessCommunicator) -> dict[str, Any]:
-    """Rank 2 ends, then rank 1 is killed; who waits for them is told soon, whatever the limit is."""
+def errors_after_losses(communicator: ProcessCommunicator) -> dict[str, Any]:
+    """End rank 2, then kill rank 1; return the errors of waiting ranks, which come soon at any limit."""
     began = time.monotonic()
     peer = 2 if communicator.rank == 1 else 1
     with communicator.checking(Check(limit=60.0)):
@@ -183,7 +183,7 @@ def lost(communicator: ProcessCommunicator) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One process; what it found is saved under its rank."""
+    """Run one process; save its results under its rank."""
     directory = Path(sys.argv[1])
     communicator = init_process(check=Check(every=1, limit=0.5))
     found: dict[str, Any] = {program.__name__: program() for program in RIGHT}
@@ -192,7 +192,7 @@ def main() -> None:
     if communicator.rank == 2:
         communicator.send(torch.full((LARGE,), 2.0), 0, 15)
     else:
-        found |= lost(communicator)
+        found |= errors_after_losses(communicator)
     if communicator.rank == 0:
         found["last words"] = communicator.receive(2, 15, (LARGE,), torch.float32, "cpu").sum().item()
         found["after the end"] = error_of(lambda: communicator.receive(2, 16, (1,), torch.float32, "cpu"))

@@ -31,7 +31,7 @@ Results = dict[str, list[Tensor]]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, *seed: int) -> Tensor:
-    """Small whole numbers, so that no order of adding them matters; always the same for the same seed."""
+    """Return small integers that depend on the seed only; any order of summation gives the same sum."""
     start = 1 + sum(7**place * part for place, part in enumerate(seed))
     count = torch.Size(shape).numel()
     whole = (torch.arange(start, start + count) * 5 % 4).reshape(shape)
@@ -39,7 +39,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, *seed: int) -> Tensor:
 
 
 def reductions() -> Results:
-    """Every reduction in every dtype, of one tensor and of uneven pieces, one of them empty."""
+    """Return every reduction in every dtype, of one tensor and of uneven parts, one of them empty."""
     ranks = current_communicator()
     group = tuple(range(ranks.size))
     found: Results = {}
@@ -58,7 +58,7 @@ def reductions() -> Results:
 
 
 def nans() -> Results:
-    """NaN of one rank reaches every rank through max, min and sum."""
+    """Return max, min and sum of tensors with a NaN on one rank, which reaches every rank."""
     ranks = current_communicator()
     group = tuple(range(ranks.size))
     x = torch.tensor([float("nan"), 1.0, 2.0]).roll(ranks.rank)
@@ -69,7 +69,7 @@ def nans() -> Results:
 
 
 def movements() -> Results:
-    """Gathers, all-to-alls and exchanges, even, uneven and empty, in several dtypes and group orders."""
+    """Return gathers, all-to-alls and exchanges: even, uneven and empty, in several dtypes and group orders."""
     ranks = current_communicator()
     found: Results = {}
     for dtype in (torch.float32, torch.bool, torch.int16, torch.complex64, torch.bfloat16):
@@ -91,7 +91,7 @@ def movements() -> Results:
 
 
 def exchanges() -> Results:
-    """Several messages between two ranks keep their order; one to oneself, empty ones and idle ranks are fine."""
+    """Return exchanges with several messages in order, one to oneself, empty ones and idle ranks."""
     ranks = current_communicator()
     group, me, cpu = tuple(range(ranks.size)), ranks.rank, torch.device("cpu")
     following, previous = (me + 1) % ranks.size, (me - 1) % ranks.size
@@ -110,7 +110,7 @@ def exchanges() -> Results:
 
 
 def pairs() -> Results:
-    """Groups that each rank meets in another order."""
+    """Return results in groups that each rank first uses in another order."""
     ranks = current_communicator()
     found: Results = {}
     for pair in [(0, 1), (1, 2), (2, 0), (1, 0), (0, 1, 2), (0, 2)]:
@@ -121,7 +121,7 @@ def pairs() -> Results:
 
 
 def calls() -> list[Call]:
-    """What the communicator noted of one exchange and one all-reduce."""
+    """Return the communicator's record of one exchange and one all-reduce."""
     ranks = current_communicator()
     with ranks.seen.record_calls() as log:
         exchanges()
@@ -129,8 +129,8 @@ def calls() -> list[Call]:
     return log
 
 
-def begun() -> Results:
-    """Conversions that are begun, with calls between them, and waited for in another order."""
+def started_conversions() -> Results:
+    """Return conversions that start, with calls between them, and are waited for in another order."""
     communicator = current_communicator()
     mesh = ProcessMesh(range(communicator.size), ["dp"])
     whole, cut, pending = (parse_spec(f"f32[{spec}", mesh) for spec in ("6, 2]", "6@dp, 2]", "6, 2] +dp"))
@@ -148,11 +148,11 @@ def begun() -> Results:
     }
 
 
-RIGHT: list[Callable[[], Results]] = [reductions, nans, movements, exchanges, pairs, begun]
+RIGHT: list[Callable[[], Results]] = [reductions, nans, movements, exchanges, pairs, started_conversions]
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """The text of the error that `call` raises."""
+    """Return the text of the error that `call` raises."""
     try:
         call()
     except CommError as error:
@@ -161,7 +161,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def disagreements() -> dict[str, str]:
-    """What ranks 0 and 1 are told when their calls differ."""
+    """Return the errors of ranks 0 and 1 if their calls differ."""
     ranks = current_communicator()
     me, pair, x = ranks.rank, (0, 1), torch.ones(4)
     if me not in pair:
@@ -184,8 +184,8 @@ def disagreements() -> dict[str, str]:
     return told | {"group": error_of(lambda: ranks.barrier((1, 0) if me else pair))}
 
 
-def late() -> list[str]:
-    """The warnings of a rank that waits for one that only takes its time."""
+def warnings_of_a_slow_rank() -> list[str]:
+    """Return the warnings of a rank that waits for a slow one."""
     ranks = current_communicator()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -196,13 +196,13 @@ def late() -> list[str]:
 
 
 def deadlock() -> str:
-    """What each rank is told when all wait in a ring."""
+    """Return the error of each rank if all wait in a ring."""
     pair = {0: (0, 1), 1: (1, 2), 2: (0, 2)}[current_communicator().rank]
     return error_of(lambda: current_communicator().barrier(pair))
 
 
 def wait_for_all(directory: Path) -> None:
-    """Returns once all three processes have called it, without a collective."""
+    """Return as soon as all three processes have called this, without a collective."""
     (directory / f"{current_communicator().rank}.here").touch()
     end = time.monotonic() + 30
     while len(list(directory.glob("*.here"))) < 3 and time.monotonic() < end:
@@ -210,16 +210,20 @@ def wait_for_all(directory: Path) -> None:
 
 
 def story_of_three(directory: Path) -> dict[str, object]:
-    """Three processes: everything that is right, then everything that is wrong."""
+    """Return the results of three processes: all right programs, then all wrong ones."""
     results = {program.__name__: program() for program in RIGHT}
-    errors = {"disagreements": disagreements(), "late": late(), "calls": [str(call) for call in calls()]}
+    errors = {
+        "disagreements": disagreements(),
+        "late": warnings_of_a_slow_rank(),
+        "calls": [str(call) for call in calls()],
+    }
     last = deadlock()
     wait_for_all(directory)
     return {"right": results, **errors, "deadlock": last}
 
 
 def story_of_loss(directory: Path) -> dict[str, object]:
-    """Three processes: rank 2 ends early, rank 1 is killed; rank 0 tells."""
+    """Return the errors of rank 0 after rank 2 ends early and rank 1 is killed."""
     ranks = current_communicator()
     if ranks.rank == 2:
         return {}
@@ -234,12 +238,12 @@ def story_of_loss(directory: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """One process of a story; what it found is saved under its rank."""
+    """Run one process of a story; save its results under its rank."""
     directory, story = Path(sys.argv[1]), sys.argv[2]
     limit = 20.0 if story == "loss" and os.environ["RANK"] == "1" else 0.5
     communicator = init_process(check=Check(every=1, limit=limit))
     assert isinstance(communicator, ProcessCommunicator)
-    assert init_process() is communicator  # a script says so too, where `meshwright run` has done it
+    assert init_process() is communicator  # as a script does although `meshwright run` has done it
     found = story_of_three(directory) if story == "three" else story_of_loss(directory)
     torch.save(found, directory / f"{communicator.rank}.pt")
 

@@ -1,4 +1,4 @@
-"""The launcher of local processes: its exit status, and signals that every rank receives."""
+"""The launcher of local processes: its exit status, and signals that it forwards to every rank."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ time.sleep(60)
 """
 
 
-def test_a_run_that_takes_too_long_has_the_status_of_timeout() -> None:
+def test_a_run_beyond_its_limit_has_the_status_of_timeout() -> None:
     assert launch(["-c", "import time; time.sleep(60)"], 2, timeout=0.5) == 124
 
 
-def test_a_run_that_ends_has_status_0_and_one_that_fails_the_status_of_its_rank() -> None:
+def test_the_status_is_0_or_that_of_the_failed_rank() -> None:
     assert launch(["-c", "pass"], 2, timeout=30) == 0
     assert launch(["-c", "import os, sys; sys.exit(7 if os.environ['RANK'] == '1' else 0)"], 2, timeout=30) == 7
 

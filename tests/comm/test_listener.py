@@ -1,4 +1,4 @@
-"""The port of a rank and the secret of a run: strangers are refused quietly, and delay no rank."""
+"""The port of a rank and the secret of a run: strangers are refused silently, and delay no rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELLO = Hello(b"L", 1, "a-name").packed(TOKEN)
 
 
 class Taken:
-    """What a listener gave away."""
+    """The connections that a listener handed over."""
 
     def __init__(self) -> None:
         self.found: list[Hello] = []
@@ -58,7 +58,7 @@ def answer(wire: socket.socket) -> bytes:
             return b""
 
 
-def test_every_wrong_bit_of_the_token_and_every_rank_that_is_none_is_refused(listener: Listener, taken: Taken) -> None:
+def test_wrong_tokens_and_invalid_ranks_are_refused(listener: Listener, taken: Taken) -> None:
     wrong = [HELLO[:at] + bytes([HELLO[at] ^ 1 << bit]) + HELLO[at + 1 :] for at in range(16) for bit in range(8)]
     wrong += [Hello(b"L", rank).packed(TOKEN) for rank in (2, 3, 2**31, 2**32 - 1)]
     assert all(answer(connect(listener, data)) == b"" for data in wrong)
@@ -67,7 +67,7 @@ def test_every_wrong_bit_of_the_token_and_every_rank_that_is_none_is_refused(lis
     assert taken.found == [Hello(b"L", 1, "a-name")]
 
 
-def test_a_hello_that_stops_at_any_byte_delays_nobody_and_ends(listener: Listener, taken: Taken) -> None:
+def test_an_incomplete_hello_delays_nobody_and_is_closed(listener: Listener, taken: Taken) -> None:
     begun = [connect(listener, HELLO[:length]) for length in range(len(HELLO))]
     assert len(begun) > MOST_WAITING
     assert answer(connect(listener, HELLO)) == b"+"
@@ -75,7 +75,7 @@ def test_a_hello_that_stops_at_any_byte_delays_nobody_and_ends(listener: Listene
     assert taken.found == [Hello(b"L", 1, "a-name")]
 
 
-def test_a_hello_may_come_byte_by_byte(listener: Listener) -> None:
+def test_a_hello_may_arrive_byte_by_byte(listener: Listener) -> None:
     wire = connect(listener, b"")
     for at in range(len(HELLO)):
         wire.sendall(HELLO[at : at + 1])
@@ -93,7 +93,7 @@ def test_garbage_is_refused(listener: Listener, taken: Taken) -> None:
     assert answer(connect(listener, HELLO)) == b"+"
 
 
-def test_a_listener_ends_at_once_with_connections_that_wait(taken: Taken) -> None:
+def test_a_listener_ends_at_once_with_waiting_connections(taken: Taken) -> None:
     found = Listener("127.0.0.1", TOKEN, 2, taken)
     wires = [connect(found, b"") for _ in range(5)]
     begin = time.monotonic()
@@ -102,7 +102,7 @@ def test_a_listener_ends_at_once_with_connections_that_wait(taken: Taken) -> Non
     assert all(answer(wire) == b"" for wire in wires)
 
 
-def test_a_value_with_any_byte_changed_or_of_another_key_is_refused() -> None:
+def test_changed_values_and_values_of_another_key_are_refused() -> None:
     text = sealed(TOKEN, "at/1", '["127.0.0.1", 5]').encode()
     assert unsealed(TOKEN, "at/1", text) == '["127.0.0.1", 5]'
     others = [("at/1", text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :]) for at in range(len(text))]
@@ -128,7 +128,7 @@ def test_the_secret_is_not_in_the_store_of_one_machine_and_leaves_no_file() -> N
     assert not file.exists()
 
 
-def test_the_secret_of_a_launcher_comes_by_the_environment() -> None:
+def test_the_launcher_passes_the_secret_in_the_environment() -> None:
     store = host_store("127.0.0.1", 0, 1, timedelta(seconds=20))
     assert run_token(place(0, 1, store.port), store, {VARIABLE: TOKEN.hex()}) == TOKEN
     assert not store.check(["token"])
@@ -140,7 +140,7 @@ def test_the_secret_of_a_launcher_comes_by_the_environment() -> None:
 @pytest.mark.parametrize(
     "name", ["/etc/passwd", "../etc/passwd", "meshwright-token-../x", "meshwright-token-absent", ""]
 )
-def test_a_stranger_cannot_name_another_file(name: str) -> None:
+def test_a_stranger_cannot_choose_the_file_of_the_secret(name: str) -> None:
     store = host_store("127.0.0.1", 0, 2, timedelta(seconds=20))
     store.set("token", name)
     with pytest.raises(NoCommunicatorError, match="in the file that the store names"):

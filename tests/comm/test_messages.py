@@ -1,4 +1,4 @@
-"""Messages on simulated ranks, then one launch of three processes, then the communicators without others."""
+"""Messages on simulated ranks, then one launch of three processes, then the communicators without peers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def by_rank(*programs: Callable[[], object]) -> Callable[[], object]:
     return program
 
 
-def test_what_is_received_is_what_was_sent() -> None:
+def test_received_messages_equal_sent_ones() -> None:
     sent, first, second = simulate(programs.kinds, 3)
     assert sent == {}
     cases = [(dtype, shape) for dtype in programs.DTYPES for shape in programs.SHAPES]
@@ -54,7 +54,7 @@ def test_what_is_received_is_what_was_sent() -> None:
         torch.testing.assert_close(found["received"], expected[::-1], rtol=0, atol=0)
 
 
-def test_an_operand_may_be_of_any_form_and_is_not_kept() -> None:
+def test_an_operand_may_have_any_form_and_is_copied() -> None:
     x = programs.values((4, 3), torch.float32, 1)
     found = simulate(programs.forms, 3)[1]["received"]
     for got, expected in zip(found[:2] + found[3:], [x.t(), x[::2, 1:], 2 * x, x], strict=True):
@@ -63,7 +63,7 @@ def test_an_operand_may_be_of_any_form_and_is_not_kept() -> None:
         assert not got.requires_grad
 
 
-def test_what_is_received_belongs_to_the_receiver() -> None:
+def test_received_tensors_share_no_memory_with_the_sender() -> None:
     def program() -> Tensor:
         ranks = current_communicator()
         x = torch.ones(2)
@@ -93,7 +93,7 @@ def test_messages_go_round_a_ring_between_collectives() -> None:
 
 
 @given(st.data())
-def test_messages_in_any_order_that_has_sends_first_all_arrive(data: st.DataObject) -> None:
+def test_messages_arrive_in_any_order_with_sends_first(data: st.DataObject) -> None:
     rank, tag = st.integers(0, 2), st.integers(0, 2)
     messages = data.draw(st.lists(st.tuples(rank, rank, tag), max_size=10))
     events = data.draw(st.permutations([*range(len(messages))] * 2))
@@ -172,7 +172,7 @@ def test_a_message_that_a_collective_waits_for_is_named() -> None:
     assert "rank 1 waits in barrier() on ranks 0, 1" in str(caught.value)
 
 
-def test_a_rank_that_waits_for_itself_is_told_so() -> None:
+def test_a_rank_that_waits_for_itself_raises() -> None:
     with pytest.raises(DeadlockError, match="has not sent itself this message"):
         simulate(lambda: receive(current_communicator().rank, 3), 2)
 
@@ -209,7 +209,7 @@ def test_an_error_stops_ranks_that_wait_for_messages() -> None:
 
 @pytest.mark.parametrize("target", [0, 1])
 @pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, dtype=torch.float64)])
-def test_a_message_that_is_not_what_is_expected_is_refused(x: Tensor, target: int) -> None:
+def test_an_unexpected_message_is_refused(x: Tensor, target: int) -> None:
     program = by_rank(lambda: current_communicator().send(x, target, 2), lambda: None)
     with pytest.raises(DisagreementError) as caught:
         simulate(lambda: (program(), receive(0, 2) if current_communicator().rank == target else None), 2)
@@ -227,13 +227,13 @@ def test_a_message_that_is_not_what_is_expected_is_refused(x: Tensor, target: in
         (lambda: receive(1, 2**31), "tag 2147483648"),
     ],
 )
-def test_a_message_that_no_rank_could_send_is_refused(call: Callable[[], object], words: str) -> None:
+def test_an_invalid_message_is_refused(call: Callable[[], object], words: str) -> None:
     with pytest.raises(CallError) as caught:
         simulate(call, 2)
     assert words in str(caught.value)
 
 
-def test_messages_are_counted_where_they_are_received() -> None:
+def test_messages_are_counted_by_the_receiver() -> None:
     log, calls, received = simulate(programs.counts, 3)[2]
     assert calls == {"send": 10, "receive": 13, "all_reduce": 1}
     assert received == {"send": 0, "receive": 2 * 3 * 24 + 4 * 4, "all_reduce": 6}
@@ -249,7 +249,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("program", programs.RIGHT, ids=lambda program: program.__name__)
-def test_processes_give_what_simulated_ranks_give(processes: list[dict[str, Any]], program: Any) -> None:
+def test_processes_give_the_results_of_simulated_ranks(processes: list[dict[str, Any]], program: Any) -> None:
     for rank, expected in enumerate(simulate(program, 3)):
         found = processes[rank][program.__name__]
         assert found.keys() == expected.keys()
@@ -257,11 +257,11 @@ def test_processes_give_what_simulated_ranks_give(processes: list[dict[str, Any]
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
 
 
-def test_processes_count_what_simulated_ranks_count(processes: list[dict[str, Any]]) -> None:
+def test_processes_count_the_calls_of_simulated_ranks(processes: list[dict[str, Any]]) -> None:
     assert [found["counts"] for found in processes] == simulate(programs.counts, 3)
 
 
-def test_processes_refuse_what_is_not_expected(processes: list[dict[str, Any]]) -> None:
+def test_processes_refuse_unexpected_messages(processes: list[dict[str, Any]]) -> None:
     for case, expected in [("shape", "float32, (3, 2), tag 5"), ("dtype", "int32, (2, 3), tag 6")]:
         told = processes[1][case]
         assert told.startswith("DisagreementError")
@@ -270,13 +270,13 @@ def test_processes_refuse_what_is_not_expected(processes: list[dict[str, Any]]) 
     assert "send(x.cpu(), peer, tag)" in processes[0]["cuda"]
 
 
-def test_a_slow_sender_is_a_warning(processes: list[dict[str, Any]]) -> None:
+def test_a_slow_sender_gives_a_warning(processes: list[dict[str, Any]]) -> None:
     (told,) = processes[1]["late"]
     assert "receive(float32, (1,), tag 7) from rank 0" in told
     assert "rank 0 is in no collective" in told
 
 
-def test_processes_that_wait_for_each_other_are_a_deadlock(processes: list[dict[str, Any]]) -> None:
+def test_processes_that_wait_for_each_other_raise_a_deadlock(processes: list[dict[str, Any]]) -> None:
     for rank in (0, 1):
         told = processes[rank]["deadlock"]
         assert told.startswith("DeadlockError")
@@ -303,7 +303,7 @@ def test_the_last_message_of_a_rank_outlives_it(processes: list[dict[str, Any]])
     assert "rank 2 ended normally" in processes[0]["after the end"]
 
 
-def test_a_communicator_without_others_receives_zeros_and_what_it_sent_itself() -> None:
+def test_a_communicator_without_peers_receives_zeros_and_its_own_messages() -> None:
     ranks = PeerlessCommunicator(1, 4)
     ranks.send(X, 3, 0)
     ranks.send(X, 1, 0)
@@ -314,7 +314,7 @@ def test_a_communicator_without_others_receives_zeros_and_what_it_sent_itself() 
     assert ranks.seen.received == {"send": 0, "receive": 8 + 16}
 
 
-def test_a_delayed_message_is_there_so_long_after_it_was_sent() -> None:
+def test_a_delayed_message_arrives_after_the_delay() -> None:
     latency = 0.1
 
     def program() -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""Processes give what simulated ranks give, and say what went wrong. Two launches of three processes in all."""
+"""Processes give the results of simulated ranks, and report errors. Two launches of three processes in all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("program", programs.RIGHT, ids=lambda program: program.__name__)
-def test_processes_give_what_simulated_ranks_give(three: list[dict[str, Any]], program: Any) -> None:
+def test_processes_give_the_results_of_simulated_ranks(three: list[dict[str, Any]], program: Any) -> None:
     for rank, expected in enumerate(simulate(program, 3)):
         found = three[rank]["right"][program.__name__]
         assert found.keys() == expected.keys()
@@ -41,7 +41,7 @@ def test_processes_give_what_simulated_ranks_give(three: list[dict[str, Any]], p
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-def test_processes_count_what_simulated_ranks_count(three: list[dict[str, Any]]) -> None:
+def test_processes_count_the_calls_of_simulated_ranks(three: list[dict[str, Any]]) -> None:
     assert [found["calls"] for found in three] == [[str(call) for call in log] for log in simulate(programs.calls, 3)]
 
 
@@ -68,13 +68,13 @@ def test_calls_that_differ_are_named_on_both_ranks(
     assert three[0]["disagreements"]["after"] == "[2.0, 2.0, 2.0, 2.0]"
 
 
-def test_a_slow_rank_is_a_warning(three: list[dict[str, Any]]) -> None:
+def test_a_slow_rank_gives_a_warning(three: list[dict[str, Any]]) -> None:
     (told,) = three[0]["late"]
     assert "rank 1 is in no collective" in told
     assert three[1]["late"] == []
 
 
-def test_a_ring_of_waiting_ranks_is_a_deadlock(three: list[dict[str, Any]]) -> None:
+def test_a_ring_of_waiting_ranks_raises_a_deadlock(three: list[dict[str, Any]]) -> None:
     for found in three:
         assert found["deadlock"].startswith("DeadlockError")
     assert "rank 1 is in barrier() on ranks 1, 2, waiting for 2" in three[0]["deadlock"]
@@ -94,7 +94,7 @@ def test_an_ended_and_a_killed_rank_are_named(tmp_path: Path, capfd: pytest.Capt
     ("variable", "told"),
     [("RANK", "no WORLD_SIZE, MASTER_ADDR"), ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS is 8")],
 )
-def test_a_process_that_knows_of_others_and_not_where_is_told_so(
+def test_a_process_without_the_address_of_its_peers_raises(
     monkeypatch: pytest.MonkeyPatch, variable: str, told: str
 ) -> None:
     monkeypatch.setenv(variable, "8")
@@ -102,7 +102,7 @@ def test_a_process_that_knows_of_others_and_not_where_is_told_so(
         init_process()
 
 
-def test_a_process_started_by_itself_is_the_only_rank() -> None:
+def test_a_process_started_alone_is_the_only_rank() -> None:
     code = (
         "import torch, meshwright as mw; x = mw.shard_tensor(torch.ones(2), mw.init_mesh(dp=4)); print(x.sum().item())"
     )

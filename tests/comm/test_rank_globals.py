@@ -1,4 +1,4 @@
-"""Each simulated rank has its own values of assigned globals and class attributes, as each process has."""
+"""Each simulated rank has its own values of assigned globals and class attributes, like a process."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def step() -> int:
     return STEP
 
 
-def test_globals_are_each_ranks_own() -> None:
+def test_each_rank_has_its_own_globals() -> None:
     assert simulate(lambda: [step() for _ in range(3)], 2) == [[1, 2, 3]] * 2
     assert STEP == 3
 
 
-def test_class_attributes_are_each_ranks_own() -> None:
+def test_each_rank_has_its_own_class_attributes() -> None:
     def go() -> list[int]:
         found = []
         for _ in range(3):
@@ -59,7 +59,7 @@ def test_class_attributes_are_each_ranks_own() -> None:
     Counter.total = 0
 
 
-def test_the_state_of_all_instances_is_each_ranks_own() -> None:
+def test_each_rank_has_its_own_shared_state_of_instances() -> None:
     def go() -> Any:
         Shared().rank = current_communicator().rank
         meet()
@@ -79,7 +79,7 @@ def test_results_are_collected_in_one_list() -> None:
     assert sorted(SEEN) == [0, 1]
 
 
-def test_a_failure_leaves_no_other_ranks_values() -> None:
+def test_a_failure_leaves_no_values_of_other_ranks() -> None:
     before = STEP
 
     def go() -> None:

@@ -1,4 +1,4 @@
-"""Memory that ranks share carries what they would have combined themselves; threads stand for the processes."""
+"""Reductions and transfers through memory that ranks share; threads take the place of processes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from meshwright.comm.transport.shared_memory import SharedMemoryTransport, open_
 
 SHORT = timedelta(seconds=20)
 SLOT = 3072
-"""Bytes in a slot here, so that messages take several rounds; a multiple of what a group of 2, 3 or 4 shares."""
+"""Bytes in a slot, so few that messages take several rounds; divisible among groups of 2, 3 or 4."""
 
 Ranks = list[SharedMemoryTransport]
 
 
 def group_of(size: int, limit: timedelta = SHORT) -> Ranks:
-    """The members of one group, in one process."""
+    """Return the members of one group, in one process."""
     memory = mmap.mmap(-1, size * (64 + 2 * shared_memory.SLOT))
     return [SharedMemoryTransport(memory, place, size, limit) for place in range(size)]
 
 
 def on_all(ranks: Ranks, call: Callable[[int, SharedMemoryTransport], Any]) -> list[Any]:
-    """What every member gives, when all call at once."""
+    """Return the results of all members when all call at once."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         return [found.result(60) for found in [threads.submit(call, n, rank) for n, rank in enumerate(ranks)]]
 
@@ -48,7 +48,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_SHARED", 512)
 
 
-def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
     return values.to(dtype)
 
@@ -66,7 +66,7 @@ def test_a_reduction_has_the_bits_of_combining_in_order(
 ) -> None:
     if REDUCTIONS[op].refuses(dtype):
         return
-    terms = [drawn(length, dtype=dtype, seed=n) for n in range(size)]
+    terms = [random_tensor(length, dtype=dtype, seed=n) for n in range(size)]
 
     def call(n: int, rank: SharedMemoryTransport) -> Tensor:
         x = terms[n].clone()
@@ -80,8 +80,8 @@ def test_a_reduction_has_the_bits_of_combining_in_order(
 
 @many
 @given(size=sizes, dtype=dtypes, length=lengths)
-def test_gathered_and_scattered_parts_are_everyones(size: int, dtype: torch.dtype, length: int) -> None:
-    terms = [drawn(size, length, dtype=dtype, seed=n) for n in range(size)]
+def test_gathers_and_scatters_give_every_rank_its_parts(size: int, dtype: torch.dtype, length: int) -> None:
+    terms = [random_tensor(size, length, dtype=dtype, seed=n) for n in range(size)]
 
     def call(n: int, rank: SharedMemoryTransport) -> tuple[Tensor, Tensor]:
         gathered, scattered = terms[0].new_empty(size * length), terms[0].new_empty(length)
@@ -98,9 +98,11 @@ def test_gathered_and_scattered_parts_are_everyones(size: int, dtype: torch.dtyp
 
 @many
 @given(data=st.data(), size=sizes)
-def test_pieces_of_any_lengths_change_places(data: st.DataObject, size: int) -> None:
+def test_all_to_all_exchanges_pieces_of_any_length(data: st.DataObject, size: int) -> None:
     table = [[data.draw(st.integers(0, 3000)) for _ in range(size)] for _ in range(size)]
-    pieces = [[drawn(table[a][b], dtype=torch.uint8, seed=a * size + b) for b in range(size)] for a in range(size)]
+    pieces = [
+        [random_tensor(table[a][b], dtype=torch.uint8, seed=a * size + b) for b in range(size)] for a in range(size)
+    ]
 
     def call(n: int, rank: SharedMemoryTransport) -> tuple[Tensor, list[Tensor]]:
         arriving = [table[a][n] for a in range(size)]
@@ -118,7 +120,7 @@ def test_pieces_of_any_lengths_change_places(data: st.DataObject, size: int) -> 
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_ranks_that_send_different_amounts_are_told() -> None:
+def test_different_amounts_raise_an_error() -> None:
     def call(n: int, rank: SharedMemoryTransport) -> str:
         with pytest.raises(RuntimeError, match=r"ranks send \[3, 4\] elements"):
             rank.all_reduce(torch.ones(3 + n), "sum")
@@ -127,7 +129,7 @@ def test_ranks_that_send_different_amounts_are_told() -> None:
     assert on_all(group_of(2), call) == ["told", "told"]
 
 
-def test_who_ended_is_not_waited_for() -> None:
+def test_nobody_waits_for_an_ended_rank() -> None:
     first, second = group_of(2)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
@@ -136,7 +138,7 @@ def test_who_ended_is_not_waited_for() -> None:
         first.barrier()
 
 
-def test_who_does_not_come_is_waited_for_until_the_limit() -> None:
+def test_ranks_wait_for_a_missing_rank_until_the_limit() -> None:
     with pytest.raises(RuntimeError, match=r"the rank at index 1 did not join the call within 0\.01 s"):
         group_of(2, timedelta(seconds=0.01))[0].barrier()
 
@@ -160,24 +162,24 @@ def test_opening_leaves_no_file_behind() -> None:
     on_all(ranks, lambda n, rank: rank.barrier())
 
 
-def test_nobody_shares_where_one_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_shares_if_one_rank_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_SHARED_MEMORY", "off")
     assert opened(2) == [None, None]
 
 
-def test_nobody_shares_where_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_shares_without_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "create_region", lambda size: None)
     assert opened(2) == [None, None]
 
 
 @pytest.mark.parametrize("name", ["", "meshwright-", "meshwright-../x", "other", "meshwright-0123"])
-def test_memory_of_a_bad_name_is_none(name: str) -> None:
+def test_shared_memory_with_a_bad_name_is_refused(name: str) -> None:
     assert shared_region.attach_region(name, 64) is None
 
 
 @many
 @given(messages=st.lists(st.binary(min_size=1, max_size=3000), max_size=60))
-def test_a_ring_keeps_bytes_in_their_order(messages: list[bytes]) -> None:
+def test_a_ring_buffer_keeps_the_order_of_bytes(messages: list[bytes]) -> None:
     memory, (here, there) = mmap.mmap(-1, 2 * RING), socket.socketpair()
     with here, there, ThreadPoolExecutor(1) as other:
         first, second = Ring(memory, first=True), Ring(memory, first=False)
@@ -190,7 +192,7 @@ def test_a_ring_keeps_bytes_in_their_order(messages: list[bytes]) -> None:
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=RING // 4), st.booleans()), max_size=20))
-def test_awaited_bytes_are_read_and_no_others(messages: list[tuple[bytes, bool]]) -> None:
+def test_only_awaited_bytes_are_read(messages: list[tuple[bytes, bool]]) -> None:
     memory, (here, there) = mmap.mmap(-1, 2 * RING), socket.socketpair()
     with here, there:
         first, second = Ring(memory, first=True), Ring(memory, first=False)
@@ -203,7 +205,7 @@ def test_awaited_bytes_are_read_and_no_others(messages: list[tuple[bytes, bool]]
             assert not second.has_read(data, waits=False)
 
 
-def test_the_end_of_a_ring_is_told_after_what_was_written() -> None:
+def test_the_end_of_a_ring_buffer_comes_after_its_data() -> None:
     memory, (here, there) = mmap.mmap(-1, 2 * RING), socket.socketpair()
     first, second = Ring(memory, first=True), Ring(memory, first=False)
     first.send(b"last", here)
@@ -215,7 +217,7 @@ def test_the_end_of_a_ring_is_told_after_what_was_written() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "looks"), [("", 400), ("2", 400), ("3", 50), ("x", 400)])
-def test_who_shares_a_processor_looks_seldom(ranks: str, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_a_shared_processor_poll_rarely(ranks: str, looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert shared_region.checks_before_sleep.__wrapped__()[0] == looks

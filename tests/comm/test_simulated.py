@@ -1,4 +1,4 @@
-"""Simulated ranks against the definition of every collective, and every way to get one wrong."""
+"""Simulated ranks against the definition of every collective, and all kinds of wrong calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def values(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("op", MEANING)
 @pytest.mark.parametrize("shape", [(3, 4), (), (0, 2)])
-def test_a_reduction_is_what_it_says(op: str, shape: tuple[int, ...]) -> None:
+def test_a_reduction_equals_its_definition(op: str, shape: tuple[int, ...]) -> None:
     whole = values(3, 3, *shape).round()  # rank, piece, shape
 
     def program() -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def test_a_reduction_is_what_it_says(op: str, shape: tuple[int, ...]) -> None:
     lengths=st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=3, max_size=3),
     group=st.permutations([0, 1, 2]),
 )
-def test_pieces_of_any_length_arrive_where_they_should(lengths: list[list[int]], group: list[int]) -> None:
+def test_pieces_of_any_length_arrive_at_the_right_rank(lengths: list[list[int]], group: list[int]) -> None:
     order = tuple(group)
     cuts = [list(accumulate([0, *row])) for row in lengths]
     whole = [values(cuts[rank][-1], 2, seed=rank) for rank in range(3)]
@@ -106,7 +106,7 @@ def test_messages_between_two_ranks_keep_their_order() -> None:
     assert simulate(program, 2) == [[], [0.0, 1.0, 2.0]]
 
 
-def test_outputs_are_fresh_and_contiguous_and_inputs_stay() -> None:
+def test_outputs_are_new_and_contiguous_and_inputs_unchanged() -> None:
     def program() -> None:
         ranks, group = current_communicator(), world()
         x = torch.ones(3, 2).t()
@@ -155,7 +155,7 @@ def test_one_rank_runs_at_a_time_in_rank_order() -> None:
     assert trace == [(0, "a"), (1, "a"), (2, "a"), (2, "b"), (0, "b"), (1, "b")]
 
 
-def test_every_rank_has_its_own_random_numbers_from_the_same_start() -> None:
+def test_every_rank_has_its_own_generator_with_the_same_seed() -> None:
     def program() -> list[float]:
         first = torch.rand(1).item()
         if current_communicator().rank == 1:
@@ -173,7 +173,7 @@ def test_every_rank_has_its_own_random_numbers_from_the_same_start() -> None:
     assert torch.rand(1).item() == alone[2]
 
 
-def test_ranks_take_over_the_modes_of_the_caller() -> None:
+def test_ranks_inherit_the_modes_of_the_caller() -> None:
     def modes() -> tuple[bool, bool, bool, str]:
         return (
             torch.is_grad_enabled(),
@@ -218,7 +218,7 @@ def test_the_first_error_is_raised_with_its_rank() -> None:
     assert cleaned == [1, 0] or cleaned == [1, 2, 0]
 
 
-def test_an_interrupt_stops_ranks_that_only_compute() -> None:
+def test_an_interrupt_stops_computing_ranks() -> None:
     def program() -> None:
         while True:
             sum(range(100))
@@ -291,7 +291,7 @@ def test_calls_that_differ_are_named(first: Callable[[], object], second: Callab
     assert words in re.sub(r" at [^;\n]+:\d+", "", str(caught.value))
 
 
-def test_a_ring_of_waiting_ranks_is_a_deadlock() -> None:
+def test_a_ring_of_waiting_ranks_raises_a_deadlock() -> None:
     with pytest.raises(DeadlockError) as caught:
         simulate(lambda: current_communicator().barrier(((0, 1), (1, 2), (0, 2))[current_communicator().rank]), 3)
     for words in ("rank 0 waits in barrier() on ranks 0, 1", "rank 2 waits in barrier() on ranks 0, 2"):
@@ -322,20 +322,20 @@ def test_a_rank_that_ends_early_is_named() -> None:
         (lambda: current_communicator().exchange([(2, X)], [], (0, 1)), "ranks [2]"),
     ],
 )
-def test_a_call_that_no_rank_could_make_is_refused(call: Callable[[], object], words: str) -> None:
+def test_an_invalid_call_is_refused(call: Callable[[], object], words: str) -> None:
     with pytest.raises(CallError) as caught:
         simulate(call, 2)
     assert words in str(caught.value)
 
 
-def test_there_is_no_simulation_inside_a_rank() -> None:
+def test_a_simulation_inside_a_rank_is_refused() -> None:
     with pytest.raises(NestedSimulationError):
         simulate(lambda: simulate(current_communicator, 2), 2)
     with pytest.raises(CallError):
         simulate(current_communicator, 0)
 
 
-def test_a_thread_talks_to_its_own_communicator_else_to_the_process() -> None:
+def test_a_thread_uses_its_own_communicator_or_that_of_the_process() -> None:
     with pytest.raises(NoCommunicatorError, match=r"mw\.simulate"):
         current_communicator()
     everywhere, here = PeerlessCommunicator(0, 4), PeerlessCommunicator(1, 4)

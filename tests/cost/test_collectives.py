@@ -1,4 +1,4 @@
-"""Collectives: bounds that every way keeps, and the ways that are fastest where they were measured to be."""
+"""Prices of collectives: bounds that every algorithm keeps, and the algorithms that were measured to be fastest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def seconds(cluster: Cluster, kind: CollectiveKind, nbytes: float, ranks: int, t
     st.integers(1, 8),
     st.floats(1, 10),
 )
-def test_more_bytes_take_longer_and_no_link_is_outrun(
+def test_more_bytes_take_longer_and_no_link_exceeds_its_bandwidth(
     device: str, kind: CollectiveKind, nbytes: float, ranks: int, together: int, more: float
 ) -> None:
     cluster = cluster_of(device)
@@ -39,7 +39,7 @@ def test_more_bytes_take_longer_and_no_link_is_outrun(
 
 
 @given(st.sampled_from(DEVICES), st.floats(1, 1e11), st.integers(2, 4096), st.integers(1, 8))
-def test_a_sum_takes_no_longer_than_its_parts_and_their_gather(
+def test_an_all_reduce_takes_no_longer_than_reduce_scatter_and_all_gather(
     device: str, nbytes: float, ranks: int, together: int
 ) -> None:
     whole, parts, gathered = (seconds(cluster_of(device), kind, nbytes, ranks, together) for kind in KINDS[:3])
@@ -47,7 +47,7 @@ def test_a_sum_takes_no_longer_than_its_parts_and_their_gather(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_groups_are_priced_as_one_by_one(kind: CollectiveKind) -> None:
+def test_many_groups_have_the_price_of_each_alone(kind: CollectiveKind) -> None:
     cluster = cluster_of("B200")
     ranks, together = np.array([1, 2, 8, 16, 64, 1000]), np.array([1, 2, 8, 1, 8, 4])
     nbytes = np.array([1e3, 1e9, 1e7, 1e5, 1e10, 1e8])
@@ -56,8 +56,8 @@ def test_many_groups_are_priced_as_one_by_one(kind: CollectiveKind) -> None:
         assert found == pytest.approx(float(cluster.meeting(kind, nbytes[n], int(ranks[n]), int(together[n]))))
 
 
-def test_switches_add_up_for_many_ranks_and_large_messages() -> None:
-    """As published of H200: four ranks have a ring, eight 473 GB/s where a ring has 366."""
+def test_switches_reduce_for_many_ranks_and_large_messages() -> None:
+    """As published for H200: four ranks have a ring; eight reach 473 GB/s, where a ring has 366."""
     hopper = cluster_of("H200")
     ring = replace(hopper, inside=replace(hopper.inside, switched=0.0))
     for nbytes, ranks, helps in ((8e9, 4, False), (8e9, 8, True), (1e6, 8, False)):
@@ -66,8 +66,8 @@ def test_switches_add_up_for_many_ranks_and_large_messages() -> None:
     assert seconds(hopper, "all-gather", 8e9, 8, 8) == seconds(ring, "all-gather", 8e9, 8, 8)
 
 
-def test_between_nodes_each_rank_carries_its_part_of_what_its_node_added_up() -> None:
-    """As published of 32 B200 on a network of 400 Gb/s each, 74 % of it usable: 382 GB/s."""
+def test_each_rank_sends_its_part_of_the_sum_of_its_node() -> None:
+    """As published for 32 B200 on a network of 400 Gb/s each, 74 % of it usable: 382 GB/s."""
     cluster = replace(cluster_of("B200"), outside=link_of("EFA-400"))
     bus = 2 * 2**34 * 31 / 32 / seconds(cluster, "all-reduce", 2**34, 32, 8) / 1e9
     assert bus == pytest.approx(381.8, rel=0.02)

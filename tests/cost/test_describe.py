@@ -1,4 +1,4 @@
-"""Clusters in a line and in a file."""
+"""Descriptions of clusters in a line and in a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from meshwright.cost import NARROWEST, CostError, Kernels, cluster, cluster_of, device_of, link_of
 
 
-def test_a_line_says_devices_nodes_and_network() -> None:
+def test_a_line_gives_devices_nodes_and_network() -> None:
     found = cluster("64xA100-40G, 4 per node, 100G")
     assert (found.devices, found.device.name, found.per_node) == (64, "A100-40GB", 4)
     assert found.outside is not None
@@ -42,7 +42,7 @@ def test_names_of_data_sheets_are_known(text: str, name: str, gigabytes: float) 
 
 
 @pytest.mark.parametrize("text", ["400G", "400 G", "400Gb/s", "400 Gbps", "400Gbit/s", "50GB/s", "0.4T", "0.4 Tb/s"])
-def test_a_network_is_written_as_people_do(text: str) -> None:
+def test_a_network_has_several_spellings(text: str) -> None:
     found = cluster(f"64xH100, 4/node, {text}")
     assert found.outside is not None
     assert (found.per_node, found.outside.bandwidth) == (4, pytest.approx(50e9))
@@ -66,13 +66,13 @@ def test_a_network_is_written_as_people_do(text: str) -> None:
         "8xSXM",
     ],
 )
-def test_a_line_that_says_something_else_is_refused(text: str) -> None:
+def test_an_invalid_line_is_refused(text: str) -> None:
     with pytest.raises(CostError) as caught:
         cluster(text)
     assert all((caught.value.asked, caught.value.found, caught.value.why, caught.value.write))
 
 
-def test_several_kinds_are_as_fast_as_the_slowest() -> None:
+def test_mixed_devices_have_the_speed_of_the_slowest() -> None:
     mixed, h100, a100 = cluster("8xH100 + 8xA100, 4 per node"), cluster_of("H100"), cluster_of("A100")
     assert (mixed.devices, mixed.per_node, mixed.device.name) == (16, 4, "H100 + A100")
     assert mixed.device.memory == min(h100.device.memory, a100.device.memory)
@@ -99,7 +99,7 @@ latency = 10
 """
 
 
-def test_a_file_says_more(tmp_path: Path) -> None:
+def test_a_file_gives_more_details(tmp_path: Path) -> None:
     path = tmp_path / "machines.toml"
     path.write_text(FILE)
     found = cluster(str(path))
@@ -110,15 +110,15 @@ def test_a_file_says_more(tmp_path: Path) -> None:
     assert found.outside.latency == pytest.approx(10e-6)
 
 
-def test_a_link_between_nodes_is_known_by_its_name() -> None:
+def test_a_link_between_nodes_has_a_name() -> None:
     found = cluster("32xB200, 8 per node, EFA-400")
     assert found.outside is link_of("EFA-400")
     with pytest.raises(CostError, match="only one"):
         cluster("32xB200, EFA-400, 400G")
 
 
-def test_what_a_file_says_of_messages_holds_for_all_of_them(tmp_path: Path) -> None:
-    """The preset's own lines with flags would be faster than what was measured."""
+def test_message_speeds_of_a_file_hold_for_all_messages(tmp_path: Path) -> None:
+    """The preset's own lines with flags would be faster than the measurement."""
     path = tmp_path / "machines.toml"
     path.write_text('cluster = "16xH100"\n[inside]\nlatency = 500\nswitched = 0\nfewer = [[2, 0.5]]\n')
     found = cluster(str(path))
@@ -140,14 +140,14 @@ def test_what_a_file_says_of_messages_holds_for_all_of_them(tmp_path: Path) -> N
         'cluster = "machines.toml"',
     ],
 )
-def test_a_file_that_is_wrong_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "machines.toml"
     path.write_text(text)
     with pytest.raises(CostError):
         cluster(str(path))
 
 
-def test_a_group_over_nodes_has_a_share_of_the_network_per_rank_of_a_node() -> None:
+def test_a_group_over_nodes_shares_the_network_among_the_ranks_of_a_node() -> None:
     machines = cluster("64xA100, 8 per node, 100G")
     alone, eight = (float(machines.bandwidth(16, together)) for together in (1, 8))
     assert eight == pytest.approx(8 * alone)
@@ -157,7 +157,7 @@ def test_a_group_over_nodes_has_a_share_of_the_network_per_rank_of_a_node() -> N
     assert gather < reduce < 2.1 * gather
 
 
-def test_products_lose_by_being_short_ragged_or_few() -> None:
+def test_short_ragged_and_few_products_are_less_efficient() -> None:
     kernels = Kernels(device_of("A100"))
 
     def rate(m: int, n: int, k: int) -> float:

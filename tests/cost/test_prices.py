@@ -1,4 +1,4 @@
-"""Prices: rooflines, rings, and clusters whose groups reach over nodes."""
+"""Prices: rooflines, rings, and clusters whose groups extend over nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_an_operator_takes_the_longer_of_work_and_traffic(flops: float, nbytes: 
     assert TOY.seconds(flops, nbytes) == pytest.approx(seconds)
 
 
-def test_a_ring_has_a_hop_per_other_rank_and_the_bytes_that_are_received() -> None:
+def test_a_ring_costs_a_hop_per_other_rank_and_the_received_bytes() -> None:
     mesh = ProcessMesh(range(4), ["tp"])
     cluster = Cluster(TOY, WIRE)
     pending, cut = parse_spec("f32[1000] +tp", mesh), parse_spec("f32[1000@tp]", mesh)
@@ -54,7 +54,7 @@ def test_a_cluster_prices_the_steps_of_a_plan() -> None:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_every_known_device_has_a_cluster_and_says_what_it_is(name: str) -> None:
+def test_every_known_device_has_a_cluster_with_its_name(name: str) -> None:
     cluster = cluster_of(name)
     assert name in repr(cluster)
     assert cluster.device.source
@@ -72,14 +72,14 @@ def test_every_known_device_has_a_cluster_and_says_what_it_is(name: str) -> None
         lambda: Cluster(TOY, WIRE, per_node=0),
     ],
 )
-def test_what_cannot_be_is_refused(act: Any) -> None:
+def test_impossible_clusters_are_refused(act: Any) -> None:
     with pytest.raises(CostError) as caught:
         act()
     assert all((caught.value.asked, caught.value.found, caught.value.why, caught.value.write))
 
 
-def test_a_group_in_a_full_mesh_has_a_part_of_the_ways() -> None:
-    """Eight devices with a way to each other: a pair has one, all of them seven; a switch gives all to any group."""
+def test_a_group_in_a_full_mesh_has_part_of_the_links() -> None:
+    """Eight devices with a link to each other: a pair has one, all of them seven; a switch gives all to any group."""
     mesh, switch = cluster_of("MI300X"), cluster_of("H100")
     for few, times in ((2, 7.0), (4, 7 / 3)):
         assert float(mesh.bandwidth(8, 8)) == pytest.approx(times * float(mesh.bandwidth(few, few)))
@@ -89,13 +89,13 @@ def test_a_group_in_a_full_mesh_has_a_part_of_the_ways() -> None:
     assert float(mesh.bandwidth(64, 1)) == float(switch.bandwidth(64, 1))
 
 
-def test_an_all_reduce_over_pcie_reaches_what_was_measured() -> None:
-    """Bus bandwidths of eight A100 that were published: 12.5 GB/s (SimuMax), 229 GB/s (vTrain)."""
+def test_an_all_reduce_over_pcie_has_the_measured_bandwidth() -> None:
+    """Published bus bandwidths of eight A100: 12.5 GB/s (SimuMax), 229 GB/s (vTrain)."""
     assert float(cluster_of("A100-PCIe").bandwidth(8, 8)) == pytest.approx(12.5e9, rel=0.05)
     assert float(cluster_of("A100").bandwidth(8, 8)) == pytest.approx(229e9, rel=0.05)
 
 
-def test_a_device_without_a_rate_for_four_bits_computes_with_eight() -> None:
+def test_a_device_without_a_four_bit_rate_uses_eight_bits() -> None:
     hopper, blackwell = device_of("H100"), device_of("B200")
     assert hopper.rate(NARROWEST) == hopper.rate(torch.float8_e4m3fn) > hopper.rate(torch.bfloat16)
     assert blackwell.rate(NARROWEST) > blackwell.rate(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Pages as programs: the fenced blocks of a page, and what they print."""
+"""Pages as programs: the fenced blocks of a page, and the output of its code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = re.compile(r"^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block; `line` is where its text begins."""
+    """One fenced block; `line` is that of the first line of its text."""
 
     kind: str
     text: str
@@ -29,7 +29,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run(page: Path) -> Iterator[tuple[Block, str, str]]:
-    """(block, what it printed, what the page says) of each python block that a text block follows; all blocks run."""
+    """Yield (block, printed output, output on the page) of each python block before a text block; all blocks run."""
     names: dict[str, Any] = {"__name__": page.stem}
     found = [b for b in blocks(page) if b.kind in ("python", "text")]
     for at, block in enumerate(found):

@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: the diagram shows the layers, names exist, and walks are in the order of the calls."""
+"""docs/architecture.md is true: the diagram shows the layers, names exist, and walks have the order of the calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def walks() -> dict[str, str]:
 
 
 def found(name: str) -> Any:
-    """Return what has this name below `meshwright`: a module, class, function or table, or an attribute as stored.
+    """Return the object of this name below `meshwright`: a module, class, function or table, or an attribute as stored.
 
     Raises:
         AttributeError: there is none.
@@ -173,13 +173,13 @@ def test_a_walk_is_in_the_order_of_the_calls(
     assert not list(not_in_order(steps, seen))
 
 
-def test_another_order_is_seen() -> None:
+def test_a_wrong_order_is_found() -> None:
     codes = [code_of(name) for name in ("reshard.plan", "reshard.execute")]
     assert not list(not_in_order(["reshard.plan", "reshard.execute"], codes))
     assert list(not_in_order(["reshard.execute", "reshard.plan"], codes)) == ["2. reshard.plan is not called here"]
 
 
-def test_a_missing_name_is_seen() -> None:
+def test_a_missing_name_is_found() -> None:
     for name in ("graph.nowhere.capture", "tensor.core.dist_tensor.DistTensor.nowhere", "spmd.rules.nowhere"):
         with pytest.raises(AttributeError):
             found(name)

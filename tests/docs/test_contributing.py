@@ -1,4 +1,4 @@
-"""The first change of CONTRIBUTING.md is one that can be made, and goes as it is told there."""
+"""The tutorial of CONTRIBUTING.md works: its change is possible and has the described effect."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PAGE = ROOT / "CONTRIBUTING.md"
 OPERATOR = "aten.multi_margin_loss"
 
 
-def told(start: str) -> list[str]:
-    """The blocks of the page that begin so."""
+def blocks_of_the_page(start: str) -> list[str]:
+    """Return the blocks of the page that begin with `start`."""
     return [block.text.strip() for block in blocks(PAGE) if block.text.strip().startswith(start)]
 
 
@@ -31,9 +31,9 @@ def test_the_operator_runs_on_whole_tensors() -> None:
 
 
 def test_the_line_is_wrong_and_the_function_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = told(f'"{OPERATOR}"')
-    (samples,) = told("multi_margin_loss:")
-    (source,) = told("def margin_rule")
+    (line,) = blocks_of_the_page(f'"{OPERATOR}"')
+    (samples,) = blocks_of_the_page("multi_margin_loss:")
+    (source,) = blocks_of_the_page("def margin_rule")
     names = {"Tensor": Tensor}
     exec(source, names)
     calls = [build(*text.split(": ", 1)) for text in samples.splitlines()]

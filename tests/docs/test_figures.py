@@ -1,4 +1,4 @@
-"""The tables of figures are those that the stored results give."""
+"""The tables of figures agree with the stored results."""
 
 from __future__ import annotations
 

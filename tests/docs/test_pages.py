@@ -1,4 +1,4 @@
-"""Every page says the truth: its code runs, its outputs are those shown, its links and names exist."""
+"""Every page is true: its code runs, its outputs are those shown, its links and names exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONGEST_README_PROGRAM = 10
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_shows_is_what_happens(page: Path) -> None:
+def test_a_page_shows_the_output_of_its_code(page: Path) -> None:
     for name in OTHERS.get(f"{page.parent.name}/{page.name}", ()):
         pytest.importorskip(name)
     for block, printed, shown in run(page):
@@ -102,7 +102,7 @@ def test_words_quoted_from_messages_are_in_messages() -> None:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 

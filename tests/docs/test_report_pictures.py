@@ -1,4 +1,4 @@
-"""The pictures of the report are of pages as they are written now: `make pictures` makes them, in Chromium."""
+"""The pictures of the report are of current pages: `make pictures` makes them, in Chromium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of all schedules, and its pictures, are what `make pictures` writes."""
+"""The page of all schedules and its pictures equal the output of `make pictures`."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def test_a_page_is_current(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == FILES[path], "make pictures writes it anew"
 
 
-def test_there_are_no_others() -> None:
+def test_there_are_no_other_pictures() -> None:
     assert {*schedule_pages.PICTURES.glob("*.svg")} == DRAWN_BY_HAND | {path for path in FILES if path.suffix == ".svg"}

@@ -1,4 +1,4 @@
-"""The site: built strictly, complete, and nothing on it comes from a network."""
+"""The site: built strictly, complete, and without anything from a network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """What a page loads, and where its links lead."""
+    """The resources of a page, and the targets of its links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One rank of two: a pipeline that saves its programs, or loads them, and writes its losses down."""
+"""One rank of two: a pipeline that saves its programs, or loads them, and writes its losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process runs: a run that does not end by itself, and says when it is at step 3 and where it ended."""
+"""One process of a run that does not end by itself, and reports when it is at step 3 and where it ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Loss(nn.Linear):
         return super().forward(input).square().mean()
 
 
-def told(event: Any) -> None:
+def report(event: Any) -> None:
     if event["event"] == "step" and event["step"] == 3:
         print("step 3", flush=True)
     if event["event"] == "end":
@@ -32,4 +32,4 @@ if __name__ == "__main__":
     loader = DataLoader(torch.ones(16, 4), batch_sampler=mw.GlobalSampler(16, 4))
     data = mw.shard_dataloader(loader, mesh, "dp")
     training = mw.Training(10**9, sys.argv[1], show=False)
-    sys.exit(mw.train(net, torch.optim.SGD(net.parameters(), lr=1e-3), data, training, tell=told).exit_code)
+    sys.exit(mw.train(net, torch.optim.SGD(net.parameters(), lr=1e-3), data, training, tell=report).exit_code)

@@ -1,7 +1,7 @@
-"""One oracle: a program on a mesh gives, on every rank, what it gives on one device.
+"""One oracle: a program on a mesh has, on every rank, the results of one device.
 
-A program takes a `Lay`: on one device it gives a tensor back as it is, on a mesh it lays it as the style says. So
-the same lines run both times. Results are trees of tensors and Python values.
+A program takes a `Lay`. On one device it returns a tensor unchanged, on a mesh it distributes the tensor in the style's
+layout. So the same lines run in both cases. Results are trees of tensors and Python values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.tensor import DistTensor
 
 @dataclass(frozen=True)
 class Style:
-    """A mesh, and how the tensors of a program lie on it."""
+    """A mesh, and the layout of a program's tensors on it."""
 
     shape: tuple[int, ...]
     placements: tuple[mw.Placement, ...]
@@ -46,7 +46,7 @@ STYLES = {
 
 
 class Lay:
-    """Gives tensors back as they are."""
+    """A function that returns tensors unchanged."""
 
     style: Style | None = None
 
@@ -58,7 +58,7 @@ class Lay:
 
 
 class LayOut(Lay):
-    """Lays tensors over the mesh; one without dims, and what cannot be cut, is repeated."""
+    """A function that distributes tensors over the mesh; tensors without dims, or indivisible ones, are replicated."""
 
     def __init__(self, style: Style) -> None:
         self.style: Style = style
@@ -68,7 +68,7 @@ class LayOut(Lay):
         return mw.shard_tensor(x, self.style.mesh, placements, requires_grad=grad)
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Parameters of two dims lie as the style says, terms excepted; the others are repeated."""
+        """Distribute parameters of two dims in the style's layout, without pending sums; replicate the others."""
 
         def cut(name: str, layer: torch.nn.Module, mesh: mw.ProcessMesh) -> None:
             for key, value in list(layer.named_parameters(recurse=False)):
@@ -82,7 +82,7 @@ Program = Callable[[Lay], Any]
 
 
 def whole(tree: Any) -> Any:
-    """`tree` with every distributed tensor whole and plain; None and Python values as they are."""
+    """Return `tree` with every distributed tensor gathered; None and Python values stay."""
     if isinstance(tree, Tensor):
         assert type(tree) is not DistTensor or tree.mesh.size <= current_communicator().size
         return mw.unshard_dtensor(tree).detach().clone() if isinstance(tree, DistTensor) else tree.detach().clone()
@@ -99,7 +99,7 @@ def run(program: Program, lay: Lay) -> Any:
 
 
 def check(program: Program, style: Style, **close: float) -> None:
-    """Every rank has the values, shapes and dtypes of one device."""
+    """Check that every rank has the values, shapes and dtypes of one device."""
     expected = run(program, Lay())
     for found in mw.simulate(run, style.ranks, program, LayOut(style)):
         compare(found, expected, close)

@@ -18,7 +18,7 @@ Batch = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A module whose output is the loss, its batches, and how close it comes to one device, and to eager mode."""
+    """A module whose output is the loss, its batches, and its tolerances to one device and to eager mode."""
 
     module: Callable[[], nn.Module]
     batch: Batch
@@ -31,7 +31,7 @@ def numbers(seed: int, rows: int = 6) -> tuple[Tensor, ...]:
 
 
 class Base(nn.Module):
-    """Two linear layers with something between them."""
+    """Two linear layers with an operation between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Base(nn.Module):
 
 
 def laid(module: nn.Module, style: Style) -> nn.Module:
-    """Matrices lie as the style says, and batches are cut along the first axis."""
+    """Distribute matrices in the style's layout, and batches along the first axis."""
 
     def cut(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
         for key, value in list(layer.named_parameters(recurse=False)):
@@ -67,7 +67,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def trained(work: Job, how: str, style: Style, make: Make = sgd, steps: int = 3) -> Any:
-    """Losses, parameters, buffers and states after some steps, and what torch's generator gives next."""
+    """Return losses, parameters, buffers and states after some steps, and the next number of torch's generator."""
     torch.manual_seed(3)
     module = work.module()
     if how != "one device":
@@ -84,7 +84,7 @@ def eager(module: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> An
         loss = module(*batch)
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()  # a static step refuses gradients that are left
+        optimizer.zero_grad()  # a static step refuses existing gradients
         return loss.detach()
 
     return step
@@ -119,7 +119,7 @@ def same_as_eager(work: Job, style: Style = STYLES["rows"], make: Make = sgd, so
 
 
 def normed(seed: int) -> tuple[Tensor, ...]:
-    """A batch for BatchNorm."""
+    """Return a batch for BatchNorm."""
     return (torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)),)
 
 

@@ -1,4 +1,4 @@
-"""A model without a mark: the mesh and the cuts are found, and the numbers are those of one device."""
+"""A model without a mark: mesh and shardings are chosen, and the numbers are those of one device."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.search.chains import ODD, Blocks
 
 STEPS = 3
 AGAIN = MemorySaving(0, ("layers.*",))
-"""Layers that are made again."""
+"""Layers that are recomputed."""
 
 
 def trained_alone(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> list[float]:
-    """The losses of steps on one device."""
+    """Return the losses of steps on one device."""
     losses: list[float] = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -41,7 +41,7 @@ def trained_alone(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) 
 
 
 def alone(subject: Subject) -> list[float]:
-    """The losses of one device."""
+    """Return the losses of one device."""
     torch.manual_seed(0)
     model, batches = subject.make().eval(), map(subject.batch, count())
 
@@ -53,7 +53,7 @@ def alone(subject: Subject) -> list[float]:
 
 
 def machines(memory: float) -> Cluster:
-    """Cores with so many bytes each."""
+    """Return a cluster of cores with so many bytes each."""
     usual = cluster_of("cpu core")
     return replace(usual, device=replace(usual.device, memory=memory))
 
@@ -79,7 +79,7 @@ def test_the_chosen_plan_gives_the_numbers_of_one_device(name: str, ranks: int) 
         assert losses == pytest.approx(wanted, rel=1e-4)
 
 
-def test_little_memory_shares_a_model_out() -> None:
+def test_a_model_is_sharded_if_memory_is_small() -> None:
     def on_rank() -> tuple[list[float], MeshPlan, list[int]]:
         torch.manual_seed(0)
         subject = SUBJECTS["llama"]
@@ -100,13 +100,13 @@ def test_little_memory_shares_a_model_out() -> None:
 
 
 def labelled(seed: int, subject: Subject) -> tuple[Tensor, Tensor]:
-    """A batch in which no label is ignored."""
+    """Return a batch in which no label is ignored."""
     inputs, wanted = subject.batch(seed)
     return inputs, wanted.clamp(min=0)
 
 
 def adam(subject: Subject, step_of: Any) -> list[float]:
-    """Losses of steps that `step_of(model, optimizer)` gives."""
+    """Return the losses of the steps from `step_of(model, optimizer)`."""
     torch.manual_seed(0)
     model = subject.make().eval()
     step = step_of(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -126,7 +126,7 @@ def one_device(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def trained_as(plan: MeshPlan, subject: Subject, ranks: int) -> Any:
-    """Losses of each rank, and its step."""
+    """Return the losses of each rank, and its step."""
 
     def on_rank() -> tuple[list[float], Any]:
         found: list[Any] = []
@@ -154,7 +154,7 @@ def wanted() -> list[float]:
         (1, 400e3, MemorySaving(0, ("blocks.*",), 4)),
     ],
 )
-def test_what_saves_memory_is_chosen_and_done(
+def test_memory_saving_options_are_chosen_and_applied(
     ranks: int, memory: float, saving: MemorySaving, wanted: list[float]
 ) -> None:
     subject = SUBJECTS["llama"]
@@ -177,7 +177,7 @@ def test_what_saves_memory_is_chosen_and_done(
         assert max(live_memory(step.program).live) <= 1.03 * plan.nbytes
 
 
-def test_what_a_person_saves_beside_a_plan_is_done(wanted: list[float]) -> None:
+def test_memory_saving_options_of_the_user_are_added_to_a_plan(wanted: list[float]) -> None:
     subject, saving = SUBJECTS["llama"], MemorySaving(3, ("blocks.*",))
     plan = mw.plan(subject.make().eval(), labelled(0, subject), cluster=machines(250e3), ranks=4, stages=1)[0]
     for losses, step in trained_as(replace(plan, saving=saving), subject, 4):
@@ -188,7 +188,7 @@ def test_what_a_person_saves_beside_a_plan_is_done(wanted: list[float]) -> None:
 
 
 @pytest.mark.parametrize("saving", [True, False])
-def test_the_memory_that_an_error_names_is_enough_and_less_is_not(saving: bool) -> None:
+def test_the_error_names_the_least_memory_that_suffices(saving: bool) -> None:
     model, batch = nn.Sequential(*(nn.Linear(96, 96) for _ in range(3))), [torch.empty(8, 96, device="meta")]
     program = capture(model, lambda x: model(x).square().mean(), batch).program
     with pytest.raises(SearchError) as caught:
@@ -201,7 +201,7 @@ def test_the_memory_that_an_error_names_is_enough_and_less_is_not(saving: bool) 
         plan_mesh(program, machines(0.99 * named), 4, saving=saving, stages=1)
 
 
-def test_a_sequence_that_is_cut_takes_no_more_than_is_predicted() -> None:
+def test_a_sharded_sequence_takes_no_more_memory_than_predicted() -> None:
     def made() -> Llama:
         torch.manual_seed(0)
         return Llama(LlamaConfig(vocab=512, hidden=64, layers=2, heads=1, kv_heads=1, feed_forward=256))
@@ -220,7 +220,7 @@ def test_a_sequence_that_is_cut_takes_no_more_than_is_predicted() -> None:
 
 
 @pytest.mark.parametrize("saving", [MemorySaving(0, ("blocks.0",), 2), MemorySaving(1, (), 2)])
-def test_a_batch_in_pieces_lies_the_same_in_all_its_tensors(saving: MemorySaving, wanted: list[float]) -> None:
+def test_all_tensors_of_a_batch_in_pieces_have_the_same_layout(saving: MemorySaving, wanted: list[float]) -> None:
     subject = SUBJECTS["llama"]
     found = mw.plan(subject.make().eval(), labelled(0, subject), cluster=machines(4e9), ranks=4)
     plan = next(p for p in found if (p.dp, p.tp) == (2, 2))
@@ -228,8 +228,8 @@ def test_a_batch_in_pieces_lies_the_same_in_all_its_tensors(saving: MemorySaving
         assert losses == pytest.approx(wanted, rel=1e-4)
 
 
-def test_pieces_that_would_count_unlike_are_neither_chosen_nor_taken() -> None:
-    subject = SUBJECTS["llama"]  # whose batches have labels that are ignored
+def test_pieces_with_unequal_weight_are_neither_chosen_nor_accepted() -> None:
+    subject = SUBJECTS["llama"]  # its batches have ignored labels
     model, cluster = subject.make().eval(), machines(400e3)
     with pytest.raises(SearchError, match="number of ignored labels"):
         mw.plan(model, subject.batch(0), cluster=cluster, ranks=1)
@@ -246,7 +246,7 @@ def test_pieces_that_would_count_unlike_are_neither_chosen_nor_taken() -> None:
 
 
 class Recurrent(nn.Module):
-    """Two states that all steps of a sequence go through."""
+    """Two states that all steps of a sequence use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Recurrent(nn.Module):
         return self.out(h + c)
 
 
-def test_a_module_that_is_too_wide_for_a_proof_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_too_wide_for_a_proof_still_gets_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = torch.randn(8, 4, 8), torch.randn(8, 8)
 
     def losses(plan: MeshPlan | None) -> list[float]:
@@ -312,7 +312,7 @@ def test_a_plan_needs_no_devices() -> None:
         mw.plan(model, batch, cluster="1xV100-1G")
 
 
-def test_a_batch_that_nothing_divides_is_refused() -> None:
+def test_an_indivisible_batch_is_refused() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -349,7 +349,7 @@ def losses_under(plan: MeshPlan | None) -> tuple[list[float], dict[str, Any], Me
     )
 
 
-def test_a_plan_that_a_person_wrote_is_taken_as_it_is() -> None:
+def test_a_plan_by_the_user_is_used_unchanged() -> None:
     plan = parse_mesh_plan(WRITTEN)
     wanted = mw.simulate(lambda: losses_under(None), 1)[0][0]
     for losses, specs, taken in mw.simulate(lambda: losses_under(plan), 4):
@@ -357,10 +357,10 @@ def test_a_plan_that_a_person_wrote_is_taken_as_it_is() -> None:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert specs["0.weight"] == "f32[32@tp, 8]"
         assert specs["2.weight"] == "f32[8, 32@tp]"
-        assert specs["0.bias"] == "f32[32@tp]"  # what the plan leaves out follows from what it says
+        assert specs["0.bias"] == "f32[32@tp]"  # the plan omits fields that follow from others
 
 
-def test_a_plan_that_was_found_trains_after_it_was_written_and_read() -> None:
+def test_a_found_plan_trains_after_it_is_written_and_read() -> None:
     def found() -> MeshPlan:
         model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
         batch = torch.randn(16, 8), torch.randn(16, 8)
@@ -394,7 +394,7 @@ def test_a_plan_for_something_else_is_refused(text: str, ranks: int, said: str) 
     ],
 )
 def test_a_plan_counts_the_states_of_the_optimizer(kind: Any, states: float) -> None:
-    """Parameters of 4 MB, a gradient, the states, and what an update makes for a moment."""
+    """Parameters of 4 MB, a gradient, the states, and the temporary memory of an update."""
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
     batch = [torch.ones(1, 1024), torch.ones(1, 1024)]
     plan = mw.plan(model, batch, nn.functional.mse_loss, kind(model.parameters()), cluster="1xH100")[0]
@@ -403,7 +403,7 @@ def test_a_plan_counts_the_states_of_the_optimizer(kind: Any, states: float) -> 
     assert held["parameters, gradients, optimizer"] / 2**22 == pytest.approx(3 + states, rel=0.01)
 
 
-def test_an_optimizer_that_is_made_in_another_way_is_taken_for_adam() -> None:
+def test_an_unknown_optimizer_counts_as_adam() -> None:
     class Odd(torch.optim.Optimizer):
         def __init__(self, params: Any, needed: int) -> None:
             super().__init__(params, {})
@@ -416,7 +416,7 @@ def test_an_optimizer_that_is_made_in_another_way_is_taken_for_adam() -> None:
     ("layers", "memory", "ranks", "way"),
     [(4, 26e6, 4, ()), (4, 45e6, 2, (0, 1, 1, 0)), (8, 90e6, 2, (0, 1, 0, 1, 0, 1))],
 )
-def test_a_model_that_fits_no_other_way_trains_in_stages(
+def test_a_model_that_fits_only_in_stages_trains_in_stages(
     layers: int, memory: float, ranks: int, way: tuple[int, ...]
 ) -> None:
     small = machines(memory)
@@ -446,7 +446,7 @@ def test_a_model_that_fits_no_other_way_trains_in_stages(
             torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_stages_whose_weights_are_cut_where_nothing_else_fits_train_as_one_device() -> None:
+def test_stages_with_sharded_weights_train_like_one_device() -> None:
     x, y = torch.randn(1024, 998, generator=torch.Generator().manual_seed(1)), torch.zeros(1024, 998)
     loss = nn.functional.mse_loss
     torch.manual_seed(0)
@@ -480,7 +480,7 @@ LAYERS = "layers.1", "layers.2", "layers.3"
         (Pipelining(LAYERS, "V-Min", 4, (0, 1, 1, 0)), MemorySaving(1)),
     ],
 )
-def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving: MemorySaving) -> None:
+def test_a_pipeline_changed_by_the_user_is_used(how: Pipelining, saving: MemorySaving) -> None:
     x, y = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 12)
     loss = nn.functional.mse_loss
     torch.manual_seed(0)
@@ -500,7 +500,7 @@ def test_a_pipeline_that_a_person_changed_is_carried_out(how: Pipelining, saving
     assert mw.simulate(on_rank, 4)[0] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_suggestion_names_the_stages_of_chunks_and_parallelize_lays_them_there() -> None:
+def test_a_suggested_placement_of_chunks_is_used_by_parallelize() -> None:
     x, y = torch.ones(4, ODD), torch.zeros(4, ODD)
     found = suggest(Blocks(), (x, y), nn.functional.mse_loss, ranks=2, cluster=machines(45e6))
     assert (found.config.split, found.config.way) == (LAYERS, (0, 1, 1, 0))
@@ -528,8 +528,8 @@ batch_1 = "f32[16@dp, 64]"
 """
 
 
-def test_stages_add_up_whole_gradients_and_gather_weights_once_whatever_zero_is() -> None:
-    """Why the search ends at stage 1 of ZeRO there: 2 is the same program, and 3 holds whole weights and a part."""
+def test_stages_accumulate_whole_gradients_and_gather_weights_once_under_zero() -> None:
+    """The search ends at stage 1 of ZeRO: 2 is the same program, and 3 holds whole weights and a part."""
     x, y = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)), torch.zeros(16, 64)
     loss = nn.functional.mse_loss
     torch.manual_seed(0)
@@ -555,7 +555,7 @@ def test_stages_add_up_whole_gradients_and_gather_weights_once_whatever_zero_is(
     assert ("AllGather(dp, dim 0)", "forward", ALWAYS) in found[3][1]
 
 
-def test_a_schedule_whose_chunks_are_elsewhere_is_refused() -> None:
+def test_a_schedule_with_another_placement_of_chunks_is_refused() -> None:
     x, y = torch.ones(8, 12), torch.zeros(8, 12)
     plan = mw.plan(Blocks(4, 12), (x, y), nn.functional.mse_loss, ranks=2, stages=2)[0]
     wrong = replace(plan, pipeline=Pipelining(LAYERS, "ZB-V", 4, (0, 1, 0, 1)), saving=MemorySaving())
@@ -584,7 +584,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("wide", ["f32[8, 8@tp]", "f32[8@tp, 8]", "f32[8, 8]"])
-def test_a_weight_around_layers_lies_on_its_stage_as_the_plan_says(wide: str) -> None:
+def test_a_weight_outside_the_layers_is_on_the_stage_of_the_plan(wide: str) -> None:
     plan = parse_mesh_plan(
         f"""
         split = ["layers.2"]

@@ -1,4 +1,4 @@
-"""Kernels of Inductor: the numbers of eager mode, a program per size, up to the bound."""
+"""Kernels of Inductor: the numbers of eager mode, and a program per size, up to the bound."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = (6, 4, 6)
 
 
 def trained(wrap: Callable[[nn.Module, torch.optim.Optimizer], Callable[[Tensor, Tensor], Tensor]]) -> list[float]:
-    """The losses of a few steps, with batches of several sizes."""
+    """Return the losses of a few steps, with batches of several sizes."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.LayerNorm(16), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -44,7 +44,7 @@ def test_kernels_have_the_numbers_of_eager_mode_for_every_size() -> None:
 
 
 def compare() -> None:
-    """The test itself, on one rank."""
+    """Run the test on one rank."""
     made: list[mw.DistModel] = []
 
     def static(model: nn.Module, optimizer: torch.optim.Optimizer) -> mw.DistModel:
@@ -58,7 +58,7 @@ def compare() -> None:
         made[0](torch.randn(2, 8), torch.randint(4, (2,)))
 
 
-def test_conversions_that_are_begun_early_are_waited_for_in_kernels() -> None:
+def test_kernels_wait_for_conversions_that_start_early() -> None:
     def losses(strategy: mw.Strategy) -> list[float]:
         mesh = mw.ProcessMesh([0, 1], ["dp"])
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Context parallelism: attention along a sequence that is cut, by each name, with the numbers of one device."""
+"""Context parallelism: attention along a sharded sequence, by each name, with the numbers of one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH, HEADS, CHANNELS = 2, 4, 8
 
 
 def tensors(length: int, key_heads: int = HEADS, out: int = CHANNELS) -> Tensors:
-    """Queries, keys, values, and what the result is multiplied by to get a loss."""
+    """Return queries, keys, values, and the factor of the result in the loss."""
     g = torch.Generator().manual_seed(0)
     shapes = [(HEADS, CHANNELS), (key_heads, CHANNELS), (key_heads, out), (HEADS, out)]
     return [torch.randn(BATCH, heads, length, channels, generator=g) for heads, channels in shapes]
@@ -42,7 +42,7 @@ def cut(x: Tensor, mesh: mw.ProcessMesh) -> Tensor:
 
 
 def attended(given: Tensors, **options: Any) -> Tensors:
-    """The result, and the gradients of queries, keys and values."""
+    """Return the result, and the gradients of queries, keys and values."""
     *qkv, weight = given
     qkv = [x.detach().requires_grad_() for x in qkv]
     out = F.scaled_dot_product_attention(*qkv, enable_gqa=qkv[0].shape[1] != qkv[1].shape[1], **options)
@@ -60,15 +60,15 @@ def close(found: Tensors, wanted: Tensors) -> None:
 
 
 def told(work: Callable[[], Tensors], name: Any) -> tuple[str, Tensors]:
-    """How attention went, and what came of it."""
+    """Return the form of attention that ran, and its results."""
     with mw.context_parallel(name):
         found = mw.explain(work)
     (how,) = [call.how for call in found.calls if "attention" in call.name]
     return how, whole(found.result)
 
 
-def both(ranks: int, name: str, given: Tensors, **options: Any) -> set[str]:
-    """How attention went on these ranks; its numbers are those of one device."""
+def forms_of_all_ranks(ranks: int, name: str, given: Tensors, **options: Any) -> set[str]:
+    """Return the forms that ran on these ranks, after a comparison of their numbers with one device."""
     goal = attended(given, **options)
 
     def go() -> str:
@@ -83,7 +83,7 @@ def both(ranks: int, name: str, given: Tensors, **options: Any) -> set[str]:
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_has_the_numbers_of_one_device(name: str, causal: bool) -> None:
-    """On two to four ranks; with heads that share a key; where a name does not fit, the call goes as it always did."""
+    """On two to four ranks; with heads that share a key; if a name does not fit, the call runs in its usual form."""
     for ranks in (2, 3, 4):
         for length in (24, 20, 18, 13):
             for key_heads in (HEADS, 2):
@@ -92,7 +92,7 @@ def test_attention_has_the_numbers_of_one_device(name: str, causal: bool) -> Non
                     "ring": length % (ranks * (2 if causal else 1)) == 0,
                     "ulysses": HEADS % ranks == 0 and key_heads % ranks == 0,
                 }[name]
-                how = both(ranks, name, tensors(length, key_heads, 6), is_causal=causal)
+                how = forms_of_all_ranks(ranks, name, tensors(length, key_heads, 6), is_causal=causal)
                 assert how == {name if fits else "local"}, (ranks, length, key_heads)
 
 
@@ -102,18 +102,18 @@ def test_masks_scales_and_few_dims(name: str) -> None:
     seen = torch.rand(BATCH, 1, 12, 12, generator=g) > 0.5
     seen[..., 0] = True
     for mask in (seen, torch.randn(12, 12, generator=g), seen[:, :, :1], torch.randn(BATCH, 1, 1, 12, generator=g)):
-        assert both(2, name, tensors(12), attn_mask=mask) == {name}
-        assert both(3, "ring", tensors(12, 2), attn_mask=mask) == {"ring"}
+        assert forms_of_all_ranks(2, name, tensors(12), attn_mask=mask) == {name}
+        assert forms_of_all_ranks(3, "ring", tensors(12, 2), attn_mask=mask) == {"ring"}
     per_head = torch.randn(1, HEADS, 12, 12, generator=g)
-    assert both(2, name, tensors(12, 2), attn_mask=per_head) == {"ring" if name == "ring" else "local"}
-    assert both(2, name, tensors(12), scale=0.7) == {name}
-    assert both(2, name, tensors(12), is_causal=True, scale=0.7) == {name}
+    assert forms_of_all_ranks(2, name, tensors(12, 2), attn_mask=per_head) == {"ring" if name == "ring" else "local"}
+    assert forms_of_all_ranks(2, name, tensors(12), scale=0.7) == {name}
+    assert forms_of_all_ranks(2, name, tensors(12), is_causal=True, scale=0.7) == {name}
 
 
-def test_a_row_that_sees_nothing_gives_nothing() -> None:
+def test_a_fully_masked_row_gives_zeros() -> None:
     seen = torch.ones(12, 12, dtype=torch.bool)
     seen[3] = False
-    assert both(2, "ring", tensors(12), attn_mask=seen) == {"ring"}
+    assert forms_of_all_ranks(2, "ring", tensors(12), attn_mask=seen) == {"ring"}
 
 
 @pytest.mark.parametrize("name", ["ring", "ulysses"])
@@ -146,7 +146,7 @@ def test_gradients_have_gradients(causal: bool) -> None:
         return list(torch.autograd.grad(sum(g.square().sum() for g in grads), qkv))
 
     given = tensors(8)
-    with sdpa_kernel(SDPBackend.MATH):  # one switch for all threads
+    with sdpa_kernel(SDPBackend.MATH):  # the setting is global for all threads
         goal = run(given)
         everyone = mw.simulate(lambda: told(lambda: run([cut(x, line(2)) for x in given]), "ring"), 2)
     for how, found in everyone:
@@ -154,8 +154,8 @@ def test_gradients_have_gradients(causal: bool) -> None:
         close(found, goal)
 
 
-def test_a_known_call_goes_by_the_name_of_the_moment() -> None:
-    """Plans are remembered by signature, and all ranks share them."""
+def test_a_cached_call_uses_the_current_name() -> None:
+    """Plans are cached by signature, and all ranks share them."""
     given = tensors(16)
 
     def sent(name: Any) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def test_a_known_call_goes_by_the_name_of_the_moment() -> None:
 
 
 def received(name: str, ranks: int, causal: bool) -> list[tuple[int, int]]:
-    """Bytes that each rank receives in a forward and in a backward pass, none of them by gathering."""
+    """Return the bytes that each rank receives in a forward and in a backward pass, none of them by gathering."""
 
     def go() -> tuple[int, int]:
         qkv = [cut(x, line(ranks)).detach().requires_grad_() for x in tensors(48)[:3]]
@@ -191,8 +191,8 @@ def received(name: str, ranks: int, causal: bool) -> list[tuple[int, int]]:
     return mw.simulate(go, ranks)
 
 
-def test_what_a_ring_sends() -> None:
-    """Keys and values p - 1 times, back with their gradients; chunks that are not at home, there and back."""
+def test_a_ring_sends_the_expected_bytes() -> None:
+    """Keys and values p - 1 times, their gradients back; remote chunks there and back."""
     one = tensors(48)[0].nbytes
     for ranks in (2, 3, 4):
         part = one // ranks
@@ -214,7 +214,7 @@ def tokens(seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Published(nn.Module):
-    """A model that others wrote."""
+    """A model from a library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Published(nn.Module):
 
 
 class Checkpointed(Llama):
-    """Blocks whose forward passes run again in the backward pass, outside of the model's."""
+    """Blocks whose forward passes run again in the backward pass, outside of the model's forward."""
 
     def forward(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
         x = self.entry(tokens_bs)
@@ -246,7 +246,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def losses(model: nn.Module, config: mw.Parallelism | None = None, static: bool = False) -> tuple[list[float], Any]:
-    """Of three steps, and what the ranks called."""
+    """Return the losses of three steps, and the calls of the ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     if config is not None:
         mw.parallelize(model, optimizer, mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "cp"]), config)
@@ -273,7 +273,7 @@ def test_training_has_the_losses_of_one_device(model: str, name: Any, static: bo
         assert ("exchange" if name == "ring" else "all_to_all") in seen
 
 
-def test_checkpoints_run_again_by_the_same_name() -> None:
+def test_checkpoints_recompute_with_the_same_name() -> None:
     goal, _ = losses(MODELS["checkpointed"]())
     for found, seen in mw.simulate(lambda: losses(MODELS["checkpointed"](), mw.Parallelism(context="ring")), 4):
         assert found == pytest.approx(goal, rel=1e-5)
@@ -281,7 +281,7 @@ def test_checkpoints_run_again_by_the_same_name() -> None:
 
 
 class Attend(nn.Module):
-    """Attention alone, of a sequence that is long beside everything else."""
+    """Attention alone, of a long sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,8 +292,8 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True).square().mean()
 
 
-def test_a_ring_holds_less() -> None:
-    """Bytes that live at the peak of a step, as its program tells: scores of two parts at a time."""
+def test_a_ring_uses_less_memory() -> None:
+    """Bytes at the peak of a step, from its program: scores of two parts at a time."""
 
     def peak(name: Any) -> int:
         net = Attend()
@@ -308,8 +308,8 @@ def test_a_ring_holds_less() -> None:
     assert 3 * ring < gathered
 
 
-def test_a_static_model_keeps_what_held_when_it_was_captured() -> None:
-    """Another name is another setting, for which a program is recorded anew; a known one is used again."""
+def test_a_static_model_keeps_the_name_of_its_capture() -> None:
+    """Another name is another setting, for which a new program is recorded; a known one is reused."""
 
     def go() -> list[bool]:
         net = Attend()
@@ -326,7 +326,7 @@ def test_a_static_model_keeps_what_held_when_it_was_captured() -> None:
 
 
 def slow(text: str) -> Cluster:
-    """So slow that it is worth while to divide what a test computes."""
+    """Return a cluster so slow that it is worth while to divide the computation of a test."""
     usual = cluster(text)
     device = replace(
         usual.device,
@@ -347,7 +347,7 @@ CLUSTER = slow("4xA100-40GB, 1 per node, 25G")
 @pytest.mark.parametrize(
     ("kv_heads", "context", "said"), [(4, "ulysses", "all-to-all shards heads"), (2, "gather", "queries are sharded")]
 )
-def test_one_long_sequence_is_cut_along_its_length(kv_heads: int, context: str, said: str) -> None:
+def test_one_long_sequence_is_sharded_along_its_length(kv_heads: int, context: str, said: str) -> None:
     tokens = torch.randint(0, 32, (1, 256), generator=torch.Generator().manual_seed(0))
 
     def train(plan: MeshPlan | None = None) -> tuple[list[float], str]:

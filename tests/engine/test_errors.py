@@ -1,4 +1,4 @@
-"""Bad input gets an error of four parts: what was asked, what was found, why not, and what to write instead."""
+"""Bad input gets an error of four parts: request, observation, reason, and remedy."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def leaves_early() -> None:
 
 
 class TwoResults(mw.LocalLayer):
-    """Says one result and gives two."""
+    """An operator that declares one result and returns two."""
 
     def __init__(self) -> None:
         super().__init__([(MESH, ROWS)])
@@ -82,7 +82,7 @@ class TwoResults(mw.LocalLayer):
 
 
 class Asks(torch.nn.Linear):
-    """Takes a branch by a tensor's numbers."""
+    """A model with a branch that depends on a tensor's value."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input).sum()
@@ -90,7 +90,7 @@ class Asks(torch.nn.Linear):
 
 
 class Counts(torch.nn.Linear):
-    """Counts its calls in Python."""
+    """A model that counts its calls in Python."""
 
     calls = 0
 
@@ -206,7 +206,7 @@ CASES: list[Case] = [
      ReshardError, "reshape"),
     ("another dtype", lambda: plan(parse_spec("f32[4]", PAIR), parse_spec("f64[4]", PAIR)),
      ReshardError, "cast"),
-    # the door
+    # the public API
     ("inputs that lie otherwise", on_ranks(lambda: mw.local_map(lambda a: a, [ROWS], [ROWS])(x())),
      engine.LocalMapError, "reshard_inputs=True"),
     ("placements for other arguments", on_ranks(lambda: mw.local_map(lambda a: a, [ROWS], [ROWS] * 2)(x(at=ROWS))),
@@ -332,7 +332,9 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(("act", "kind", "remedy"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_bad_input_is_told_in_four_parts(act: Callable[[], Any], kind: type[mw.MeshwrightError], remedy: str) -> None:
+def test_bad_input_gives_an_error_of_four_parts(
+    act: Callable[[], Any], kind: type[mw.MeshwrightError], remedy: str
+) -> None:
     with pytest.raises(kind) as caught:
         act()
     error = caught.value
@@ -364,7 +366,7 @@ ELSEWHERE = {
 }
 
 
-def test_every_class_has_a_case() -> None:
+def test_every_error_class_has_a_case() -> None:
     def below(root: type[Exception]) -> set[str]:
         own = [c for c in root.__subclasses__() if c.__module__.startswith("meshwright.")]
         return {c.__name__ for c in own}.union(*(below(c) for c in own))
@@ -386,7 +388,7 @@ def test_the_module_is_named_too() -> None:
     assert caught.value.__notes__[0].endswith(" in 1.0")
 
 
-def test_ranks_that_disagree_or_wait_are_told_with_their_lines() -> None:
+def test_errors_of_disagreeing_or_waiting_ranks_name_their_lines() -> None:
     for act, kind, ranks in [(other_calls, comm.DisagreementError, 2), (leaves_early, comm.MissingCallError, 2)]:
         with pytest.raises(kind, match=rf"ranks 0, 1 at {__file__}:\d+; rank 1"):
             mw.simulate(act, ranks)

@@ -1,4 +1,4 @@
-"""Models with experts: grouped, batched and looped; routers, their losses, and experts that everybody shares."""
+"""Models with experts: grouped, batched and looped; routers, their losses, and shared experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERTS, DIM, HIDDEN, CHOICES, TOKENS = 5, 8, 12, 2, 13
 
 
 def grouped(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """As most models do it now: rows are sorted, and products are grouped."""
+    """Return the output as most models compute it now: rows are sorted, and products are grouped."""
     ids, order = indices.reshape(-1).sort()
     rows = x[order // CHOICES]
     ends = torch.histc(ids.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
@@ -30,14 +30,14 @@ def grouped(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tenso
 
 
 def batched(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Each row with a copy of its expert's matrices."""
+    """Return the output with a copy of its expert's matrices for each row."""
     ids, rows = indices.reshape(-1), x.repeat_interleave(CHOICES, 0).unsqueeze(1)
     made = torch.bmm(F.silu(torch.bmm(rows, up[ids])), down[ids]).squeeze(1)
     return (made * weights.reshape(-1, 1)).view(-1, CHOICES, DIM).sum(1)
 
 
 def looped(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """One expert after the other takes its rows."""
+    """Return the output with one expert after the other."""
     out = torch.zeros_like(x)
     chosen = F.one_hot(indices, EXPERTS).permute(2, 1, 0)
     for n in chosen.sum((-1, -2)).nonzero().flatten().tolist():
@@ -48,7 +48,7 @@ def looped(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor
 
 
 def dense(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Each expert computes each row."""
+    """Return the output with each expert computing each row."""
     share = torch.zeros(x.shape[0], EXPERTS).to(x.dtype).scatter(1, indices, weights)
     made = torch.einsum("teh,ehd->ted", F.silu(torch.einsum("td,edh->teh", x, up)), down)
     return torch.einsum("te,ted->td", share, made)
@@ -74,7 +74,7 @@ STYLES: dict[str, Callable[..., Tensor]] = {
 
 
 class Mixture(nn.Module):
-    """A router, experts, one that all tokens go to, and what the router is told by its losses."""
+    """A router, experts, a shared expert for all tokens, and the losses of the router."""
 
     def __init__(self, style: str) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ class Mixture(nn.Module):
 
 
 def balance(chances: Tensor, indices: Tensor) -> Tensor:
-    """Shares of the tokens, times mean chances (Fedus et al., Switch Transformers, 2021)."""
+    """Return shares of the tokens times mean chances (Fedus et al., Switch Transformers, 2021)."""
     share = F.one_hot(indices, EXPERTS).to(chances.dtype).mean((0, 1))
     return EXPERTS * (share * chances.mean(0)).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Zoph et al., ST-MoE, 2022."""
+    """Return the z-loss of Zoph et al., ST-MoE, 2022."""
     return logits.logsumexp(-1).square().mean()
 
 
@@ -114,7 +114,7 @@ LAYOUTS: dict[str, tuple[mw.ProcessMesh, list[mw.Placement], list[mw.Placement],
     "dp × ep": (mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "ep"]), [ROWS, ROWS], [R, ROWS], [R, ROWS]),
     "ep × tp": (mw.ProcessMesh([[0, 1], [2, 3]], ["ep", "tp"]), [ROWS, R], [ROWS, DEEP], [ROWS, COLUMNS]),
 }
-"""Mesh, and how tokens, the first and the second matrices of the experts lie."""
+"""Mesh, and placements of the tokens and of the first and second matrices of the experts."""
 
 
 def laid(model: Mixture, case: str) -> Mixture:
@@ -134,7 +134,7 @@ def batch(seed: int, case: str | None) -> Tensors:
 
 
 def gradients(style: str, case: str | None) -> dict[str, Tensor]:
-    """The losses, and all gradients; those of the losses of the router by themselves too."""
+    """Return the losses and all gradients; also the gradients of the router's losses alone."""
     model = Mixture(style) if case is None else laid(Mixture(style), case)
     x, goal = batch(0, case)
     x.requires_grad_()
@@ -221,8 +221,8 @@ def test_sizes_may_change(style: str) -> None:
         torch.testing.assert_close(found, go(None), rtol=1e-4, atol=1e-5)
 
 
-def moved(style: str, case: str) -> list[tuple[str, Any]]:
-    """What each collective of a forward and a backward pass is about, without the reduction of gradients."""
+def communicated_tensors(style: str, case: str) -> list[tuple[str, Any]]:
+    """Return the tensor of each collective of a forward and a backward pass, without the reduction of gradients."""
     model = laid(Mixture(style), case)
     x, _ = batch(0, case)
     with current_communicator().seen.record_calls() as calls:
@@ -233,9 +233,9 @@ def moved(style: str, case: str) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("case", ["ep", "ep, tokens whole", "dp × ep", "ep × tp"])
 @pytest.mark.parametrize("style", ["grouped", "dispatched"])
-def test_experts_stay_where_they_are(style: str, case: str) -> None:
-    """Nothing of three dims is gathered or scattered: only matrices of experts have as many."""
-    for calls in mw.simulate(moved, LAYOUTS[case][0].size, style, case):
+def test_experts_stay_on_their_ranks(style: str, case: str) -> None:
+    """No tensor of three dims is gathered or scattered: only matrices of experts have as many."""
+    for calls in mw.simulate(communicated_tensors, LAYOUTS[case][0].size, style, case):
         assert calls
         assert not [c for c in calls if c[0] in ("all_gather", "reduce_scatter") and any(len(s) == 3 for s in c[1])]
 
@@ -298,9 +298,9 @@ GOLDEN = {
     "travel": [27910, 29958, 35078, 36102],
     "places": [94086, 94086, 94086, 94086],
 }
-"""Bytes that each of four ranks receives in a step of 64 tokens, by how rows and experts meet."""
+"""Bytes that each of four ranks receives in a step of 64 tokens, by method."""
 
 
 @pytest.mark.parametrize("way", figure.WAYS)
-def test_bytes_of_a_step_are_as_written_down(way: str) -> None:
+def test_bytes_of_a_step_equal_the_stored_ones(way: str) -> None:
     assert figure.received(way, 64) == GOLDEN[way]

@@ -1,4 +1,4 @@
-"""Experts: the numbers of one device, values and gradients, wherever tokens and experts lie."""
+"""Experts: values and gradients of one device, in all layouts of tokens and experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def feed_forward(rows: Tensor, ends: Tensor, up: Tensor, down: Tensor) -> Tensor
 
 
 def given(tokens: int = 13, experts: int = EXPERTS) -> Tensors:
-    """Tokens, what a router says of them, and weights of experts."""
+    """Return tokens, a router's choices for them, and weights of experts."""
     g = torch.Generator().manual_seed(0)
     scores = torch.randn(tokens, experts, generator=g)
     up, down = (torch.randn(experts, *shape, generator=g) / 3 for shape in ((DIM, HIDDEN), (HIDDEN, DIM)))
@@ -35,7 +35,7 @@ def given(tokens: int = 13, experts: int = EXPERTS) -> Tensors:
 
 
 def run(given: Sequence[Tensor], capacity: int | None = None, experts: Any = feed_forward) -> Tensors:
-    """The result, and the gradients of everything that it is made of."""
+    """Return the result, and the gradients of all its inputs."""
     given = [x.detach().requires_grad_() for x in given]
     x, scores, *parameters = given
     weights, indices = scores.softmax(-1).topk(CHOICES)
@@ -74,8 +74,8 @@ def test_dispatch_has_the_numbers_of_one_device(case: str, capacity: int | None)
             torch.testing.assert_close(found, goal, rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_of_sequences_that_is_cut_along_both() -> None:
-    """Its rows, one after the other, are in no rank's hands in one piece."""
+def test_a_batch_sharded_along_rows_and_sequence() -> None:
+    """No rank holds the rows in one piece."""
     mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["ep", "cp"])
     for capacity in (None, 4):
 
@@ -90,7 +90,7 @@ def test_a_batch_of_sequences_that_is_cut_along_both() -> None:
             torch.testing.assert_close(found, go(False), rtol=1e-4, atol=1e-5)
 
 
-def test_indices_of_no_expert_add_nothing() -> None:
+def test_indices_without_an_expert_add_nothing() -> None:
     def go(places: Any) -> Tensor:
         x, _, *parameters = given()
         indices = torch.arange(26).reshape(13, 2) % (EXPERTS + 2) - 1
@@ -141,8 +141,8 @@ def test_gradients_have_gradients() -> None:
         torch.testing.assert_close(found, go(False), rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_sent() -> None:
-    """Rows that go elsewhere, there and back, in both passes; how many they are, once; nothing of the experts."""
+def test_only_rows_and_counts_are_sent() -> None:
+    """Rows for other ranks, there and back, in both passes; their numbers once; no weights of experts."""
 
     def go() -> tuple[int, dict[str, int], int]:
         x, scores, up, down = laid(given(12, 6), LINE, [ROWS], [ROWS], [ROWS], [ROWS])
@@ -157,6 +157,6 @@ def test_what_is_sent() -> None:
     holder = given(12, 6)[1].softmax(-1).topk(CHOICES).indices // 2
     source = torch.arange(12).reshape(12, 1).expand(12, CHOICES) // 4
     for rank, (forward, calls, backward) in enumerate(mw.simulate(go, 3)):
-        away = int(((holder == rank) != (source == rank)).sum())  # come here, or come back
+        away = int(((holder == rank) != (source == rank)).sum())  # sent here, or sent back
         assert calls == {"all_gather": 1, "all_to_all": 4}
         assert (forward, backward) == (away * DIM * 4 + 2 * 6 * 8, away * DIM * 4)

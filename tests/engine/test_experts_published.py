@@ -1,4 +1,4 @@
-"""Models with experts that others wrote, by each of the ways that they know and by ours, beside one device."""
+"""Models with experts from a library, by each of their implementations and by ours, compared with one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTING = {
 
 
 def dispatched(module: Any, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """What docs/how-to/experts.md registers."""
+    """Return the output by the function that docs/how-to/experts.md registers."""
     up = module.gate_up_proj if module.has_gate else module.up_proj
 
     def experts(rows: Tensor, ends: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def dispatched(module: Any, tokens: Tensor, indices: Tensor, weights: Tensor) ->
 
 @dataclass(frozen=True)
 class By(Subject):
-    """A model whose experts go by the way that is named, with the loss of its router where it has one."""
+    """A model whose experts use the named implementation, with the loss of its router if it has one."""
 
     way: str = "grouped_mm"
 
@@ -71,7 +71,7 @@ CELLS = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "way", "setting", "mode"), CELLS, ids=[" ".join(c) for c in CELLS])
-def test_a_published_model_has_the_numbers_of_one_device(name: str, way: str, setting: str, mode: str) -> None:
+def test_a_library_model_has_the_numbers_of_one_device(name: str, way: str, setting: str, mode: str) -> None:
     wanted, given = train(subject(name, "grouped_mm"), None), SETTING[setting]
     for worst, where in mw.simulate(lambda: difference(train(subject(name, way), given, mode), wanted), given.ranks):
         assert worst < GOAL, where

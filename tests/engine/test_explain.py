@@ -1,4 +1,4 @@
-"""What `explain` prints, as golden texts."""
+"""The output of `explain`, as golden texts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def block() -> torch.Tensor:
     return F.linear(F.gelu(F.linear(x, up)), down)
 
 
-def test_a_tensor_parallel_block_waits_with_its_sum() -> None:
+def test_a_tensor_parallel_block_keeps_its_sum_pending() -> None:
     assert str(mw.explain(block)) == BLOCK
 
 
-def test_a_reshard_that_was_asked_for_stands_in_the_table() -> None:
+def test_an_explicit_reshard_is_in_the_table() -> None:
     there = mw.ProcessMesh([4, 5], ["x"])
 
     def program() -> None:
@@ -74,8 +74,8 @@ def test_a_plain_operand_and_one_without_a_rule_are_named() -> None:
     assert "Slice(dp, dim 1)" in text
 
 
-def test_each_rank_explains_for_itself_and_nothing_is_missed() -> None:
-    """A rank that is done must not teach the others plans before they have explained theirs."""
+def test_each_rank_explains_all_its_own_plans() -> None:
+    """A rank that is done must not give the others plans before they have explained theirs."""
 
     def go() -> list[str]:
         x = mw.shard_tensor(torch.ones(4, 8), MESH, [mw.Shard(0), mw.Partial()])
@@ -86,7 +86,7 @@ def test_each_rank_explains_for_itself_and_nothing_is_missed() -> None:
     assert mw.simulate(go, 4) == [["relu", "exp", "sum"]] * 4
 
 
-def test_sixteen_thousand_ranks_on_a_laptop() -> None:
+def test_a_mesh_of_sixteen_thousand_ranks_is_explained() -> None:
     def program() -> torch.Tensor:
         mesh = mw.ProcessMesh(torch.arange(16384).reshape(2048, 8).numpy(), ["dp", "tp"])
         x = mw.shard_tensor(torch.empty(2048, 8, device="meta"), mesh, [mw.Shard(0), mw.Shard(1)])
@@ -96,7 +96,7 @@ def test_sixteen_thousand_ranks_on_a_laptop() -> None:
     assert str(mw.explain(program).calls[1].moves[0][1].plan) == "AllReduce(tp)"
 
 
-def test_of_two_operands_that_lie_alike_the_one_that_moves_is_shown() -> None:
+def test_the_operand_that_is_resharded_is_shown() -> None:
     def program() -> torch.Tensor:
         a, b = (mw.shard_tensor(torch.ones(2, 4, 8), MESH, [mw.Shard(1)]) for _ in range(2))
         return torch.einsum("bsd,btd->bst", a, b)

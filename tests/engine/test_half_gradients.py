@@ -1,4 +1,4 @@
-"""Gradients in half precision, clipped and added up under every stage of ZeRO: as near to float64 as one device."""
+"""Gradients in half precision, clipped and accumulated under every stage of ZeRO: as near to float64 as one device."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ def test_clipping(
     ranks: int,
     ours: bool,
 ) -> None:
-    """The norm, and what is left of the gradients, beside the same in float64; a norm that float16 cannot hold is
-    infinite on one device, too."""
+    """The norm and the clipped gradients, compared with float64.
+
+    A norm that float16 cannot hold is infinite on one device, too.
+    """
     exact = [g.double() for g in numbers(shapes, scale, dtype, seed)]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, kind) for g in exact]), kind)
     eps = torch.finfo(dtype).eps
@@ -92,7 +94,7 @@ def test_clipping(
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("rows", [8, 7])
 def test_accumulation(number: int, dtype: torch.dtype, rows: int) -> None:
-    """Gradients of four backward passes, added up: their error is that of some roundings of the sum's terms."""
+    """Gradients of four backward passes are accumulated: their error is that of a few roundings of the sum's terms."""
 
     def made(dtype: torch.dtype) -> nn.Sequential:
         torch.manual_seed(0)

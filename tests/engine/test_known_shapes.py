@@ -1,4 +1,4 @@
-"""Shapes that depend on values are known in a program where the values are constants: places of a mask, say."""
+"""Shapes that depend on values are known in a program if the values are constants, such as the places of a mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZED = {
 
 
 class Chosen(nn.Module):
-    """Rows at places that a mask of constants says."""
+    """Rows selected by a mask of constants."""
 
     def __init__(self, places: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ class Result(Net):
 
 
 @pytest.mark.parametrize("kind", [Parameter, RowOfAParameter, Buffer, Attribute, Activation, Result])
-def test_a_write_that_a_backward_pass_would_read_is_refused(kind: type[Net]) -> None:
+def test_a_write_to_a_saved_tensor_is_refused(kind: type[Net]) -> None:
     with pytest.raises(mw.errors.CaptureError, match=r"a write through .data or detach\(\)"):
         mw.simulate(_trained, 1, kind, True)
 
@@ -85,7 +85,7 @@ class Before(Net):
 
 
 class Unread(Net):
-    """The backward pass of an addition reads no operand, and an argmax has no backward pass."""
+    """A model whose backward pass reads no operand: an addition needs none, and an argmax has no backward pass."""
 
     def between(self, x: Tensor) -> Tensor:
         out = x + self.gate + (x @ self.b.weight).argmax(-1, keepdim=True)
@@ -112,6 +112,6 @@ class Assigned(Net):
         return x * self.gate
 
 
-def test_an_assignment_of_data_says_what_to_write() -> None:
+def test_the_error_of_an_assignment_to_data_gives_the_remedy() -> None:
     with pytest.raises(mw.errors.CaptureError, match=r"an assignment x.data = y(.|\n)*x.copy_\(y\)"):
         mw.simulate(_trained, 1, Assigned, True)

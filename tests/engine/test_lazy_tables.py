@@ -1,4 +1,4 @@
-"""Tables that a forward pass computes once and keeps, in a dict, an attribute, a global or a buffer."""
+"""Tables that a forward pass computes once and stores in a dict, an attribute, a global or a buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLES: dict[int, Tensor] = {}
 
 
 class Net(nn.Module):
-    """A linear layer, and a mask that `mask` computes or finds."""
+    """A linear layer, and a mask that `mask` computes or looks up."""
 
     mask: Any
 
@@ -72,7 +72,7 @@ class InABuffer(Net):
 
 
 class OfABuffer(Net):
-    """Tables of angles, made of a buffer of frequencies."""
+    """Tables of angles, computed from a buffer of frequencies."""
 
     rates: Tensor
 
@@ -132,10 +132,10 @@ def test_a_table_may_be_a_buffer() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_kept_program_reads_the_tables_of_now(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_program_reads_the_current_tables(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_PROGRAMS", str(tmp_path))
     wanted = _trained(InADict, 0, (3, 3, 3), written=True)
-    for _ in range(2):  # the second model finds the first one's program
+    for _ in range(2):  # the second model loads the first one's program
         (found,) = mw.simulate(_trained, 1, InADict, 1, (3, 3, 3), written=True)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -156,7 +156,7 @@ class OfTheBatch(Net):
 
 
 @pytest.mark.parametrize("kind", [FirstCallApart, OfTheBatch])
-def test_other_first_calls_are_refused(kind: type[Net]) -> None:
+def test_a_first_call_with_another_result_is_refused(kind: type[Net]) -> None:
     def go() -> Any:
         net = kind()
         with pytest.raises(mw.errors.CaptureError, match=r"one was (None|'another')"):
@@ -168,7 +168,7 @@ def test_other_first_calls_are_refused(kind: type[Net]) -> None:
     assert mw.simulate(go, 1) == [None]
 
 
-def test_programs_of_many_lengths_count_once() -> None:
+def test_programs_for_variable_lengths_count_once() -> None:
     lengths = (*range(2, 9), *range(2, 9))
 
     def go() -> list[float]:
@@ -182,7 +182,7 @@ def test_programs_of_many_lengths_count_once() -> None:
 
 
 class Outer(nn.Module):
-    """A module that asks for a number, so that the module in it is a piece."""
+    """A module that reads a tensor's value, so that the module in it is a piece."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Outer(nn.Module):
         return y * 2 if y.mean().item() > 100 else y
 
 
-def test_a_piece_may_keep_tables() -> None:
+def test_a_piece_may_store_tables() -> None:
     lengths = (3, 5, 3, 5, 4, 3)
 
     def go(static: bool) -> list[float]:

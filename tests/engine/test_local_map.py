@@ -1,4 +1,4 @@
-"""Functions of local parts: the numbers and gradients of one device, whatever lies how."""
+"""Functions of local parts: the numbers and gradients of one device, in all layouts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gradients_are_those_of_one_device(case: str) -> None:
         torch.testing.assert_close(found, go(False))
 
 
-def test_a_repeated_result_beside_a_cut_one_counts_once() -> None:
+def test_a_replicated_result_next_to_a_sharded_one_counts_once() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(4, 3), torch.randn(3)
 
@@ -66,7 +66,7 @@ def test_a_repeated_result_beside_a_cut_one_counts_once() -> None:
         torch.testing.assert_close(found, go(False))
 
 
-def test_inputs_are_brought_where_they_are_wanted() -> None:
+def test_inputs_are_resharded_as_requested() -> None:
     def go() -> tuple[Any, ...]:
         x = mw.shard_tensor(torch.arange(8.0), MESH, [R, ROWS])
         seen: list[Any] = []
@@ -76,7 +76,7 @@ def test_inputs_are_brought_where_they_are_wanted() -> None:
     assert mw.simulate(go, 4) == [([0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0], Tensor, (4,))] * 4
 
 
-def test_some_results_are_no_tensors() -> None:
+def test_results_may_be_other_than_tensors() -> None:
     def go() -> tuple[Any, ...]:
         x = mw.shard_tensor(torch.arange(5.0), MESH, [ROWS])
         y, n = mw.local_map(lambda a: (a * 2, len(a)), [[ROWS], None], out_shapes=[(5,), None])(x)

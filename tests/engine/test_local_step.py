@@ -1,4 +1,4 @@
-"""A step on parts is the step of one device; where it cannot be one, it goes operator by operator."""
+"""An optimizer step on local parts equals that of one device; if it is impossible, it runs operator by operator."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def make(lay: bool) -> list[Tensor]:
 
 
 def steps(kind: type, options: dict[str, Any], lay: bool) -> tuple[list[Tensor], list[bool]]:
-    """Parameters after four steps, and whether each step was made on parts."""
+    """Return the parameters after four steps, and whether each step used local parts."""
     parameters = make(lay)
     optimizer = kind(parameters, **options)
     on_parts: list[bool] = []
     optimizer.register_step_post_hook(lambda of, args, _: on_parts.append(args[0] is not of))
     for step in range(4):
-        loss = sum(((p - step) ** 2).mean() for p in parameters[: 3 if step == 1 else 4])  # one has no gradient once
+        loss = sum(
+            ((p - step) ** 2).mean() for p in parameters[: 3 if step == 1 else 4]
+        )  # one parameter has no gradient in one step
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -56,11 +58,11 @@ def test_it_is_the_step_of_one_device(kind: type) -> None:
 
 
 class Other(torch.optim.SGD):
-    """It might do anything."""
+    """An optimizer with an unknown step."""
 
 
 @pytest.mark.parametrize(("kind", "options"), [(Other, {"lr": 0.1}), (torch.optim.ASGD, {})])
-def test_others_go_operator_by_operator(kind: type, options: dict[str, Any]) -> None:
+def test_other_optimizers_run_operator_by_operator(kind: type, options: dict[str, Any]) -> None:
     one, _ = steps(kind, options, False)
     for found, on_parts in mw.simulate(steps, 4, kind, options, True):
         assert not any(on_parts)
@@ -68,7 +70,7 @@ def test_others_go_operator_by_operator(kind: type, options: dict[str, Any]) -> 
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_an_error_in_a_step_leaves_tensors_what_they_are() -> None:
+def test_an_error_in_a_step_keeps_tensors_distributed() -> None:
     def go() -> Any:
         parameters = make(True)
         optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -81,7 +83,7 @@ def test_an_error_in_a_step_leaves_tensors_what_they_are() -> None:
     assert mw.simulate(go, 4) == [(5, 3)] * 4
 
 
-def test_hooks_and_schedulers_see_the_optimizer() -> None:
+def test_hooks_and_schedulers_get_the_optimizer() -> None:
     def go() -> Any:
         parameters = make(True)
         optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -100,7 +102,7 @@ def test_hooks_and_schedulers_see_the_optimizer() -> None:
     assert rates == pytest.approx([0.001])
 
 
-def test_a_program_that_was_recorded_stays_the_one_behind_eager_steps() -> None:
+def test_a_recorded_program_is_reused_after_eager_steps() -> None:
     def go() -> int:
         net = mw.shard_layer(nn.Linear(4, 4), MESH)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

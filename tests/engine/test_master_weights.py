@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def network(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    """A norm in float32 between layers in half precision, a frozen layer."""
+    """Return layers in half precision with a norm in float32 between them, and a frozen layer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 35), nn.GELU(), nn.Linear(35, 35), nn.Linear(35, 6)).to(dtype)
     net[3].requires_grad_(False)
@@ -36,7 +36,7 @@ def network(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
 
 
 def gradients(net: nn.Module, step: int) -> None:
-    """The same gradients everywhere, in the dtype of each parameter, whatever the order of sums is."""
+    """Set the same gradients everywhere, in the dtype of each parameter, independent of the order of sums."""
     for at, p in enumerate(net.parameters()):
         if p.requires_grad:
             seeded = torch.Generator().manual_seed(100 * step + at)
@@ -74,7 +74,7 @@ def trained(net: nn.Module, optimizer: torch.optim.Optimizer, begin: int = 0) ->
 
 
 def by_hand(make: Make) -> list[Tensor]:
-    """The well-known recipe on one device: an optimizer of float32 copies."""
+    """Return the results of the well-known recipe on one device: an optimizer of float32 copies."""
     net = network()
     copies = [p.detach().float().clone() for p in net.parameters()]
     optimizer = make([c for c, p in zip(copies, net.parameters(), strict=True) if p.requires_grad])
@@ -90,7 +90,7 @@ def by_hand(make: Make) -> list[Tensor]:
 
 
 class Far(HostStorage):
-    """Counts what goes where; what was kept is no longer to be read where it was."""
+    """A memory that counts transfers; moved data can no longer be read at its old place."""
 
     def __init__(self) -> None:
         self.kept = self.brought = self.here = self.most = 0
@@ -138,7 +138,7 @@ def test_numbers_are_those_of_one_device(name: str, number: int, offload: bool) 
 
 
 def test_small_updates_are_not_lost() -> None:
-    """Each is below what bfloat16 can add to 1."""
+    """Each update is below the precision of bfloat16 at 1."""
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     without = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizers = [
@@ -153,7 +153,7 @@ def test_small_updates_are_not_lost() -> None:
     assert p[0].item() == pytest.approx(0.9, rel=4e-3)
 
 
-def test_what_others_write_to_a_parameter_counts() -> None:
+def test_writes_to_a_parameter_from_outside_count() -> None:
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = mw.shard_optimizer(torch.optim.SGD([p], lr=1e-3), master_weights=True)
     p.grad = torch.ones_like(p)
@@ -167,7 +167,7 @@ def test_what_others_write_to_a_parameter_counts() -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 @pytest.mark.parametrize("how", ["checkpoint", "state_dict"])
-def test_a_run_that_stopped_goes_on(tmp_path: Path, number: int, how: str) -> None:
+def test_a_stopped_run_resumes(tmp_path: Path, number: int, how: str) -> None:
     make = OPTIMIZERS["adamw"]
 
     def made() -> Any:
@@ -197,8 +197,8 @@ def test_a_run_that_stopped_goes_on(tmp_path: Path, number: int, how: str) -> No
         assert all(map(torch.equal, states, found[1]))
 
 
-def test_states_come_bucket_by_bucket() -> None:
-    """Never are more of them on the device than those of a bucket, and of the parameter that fills it."""
+def test_states_are_transferred_bucket_by_bucket() -> None:
+    """The device never holds more of them than those of a bucket, and of the parameter that fills it."""
     net = network(torch.float32)
     optimizer = mw.shard_optimizer(torch.optim.AdamW(net.parameters(), lr=0.01), offload=True)
     far = _STEP_WORK[optimizer].memory = Far()
@@ -219,7 +219,7 @@ class Fails(torch.optim.SGD):
         raise ArithmeticError
 
 
-def test_a_step_that_failed_is_told() -> None:
+def test_a_step_after_a_failed_one_raises() -> None:
     p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = mw.shard_optimizer(Fails([p], lr=0.1), master_weights=True)
     p.grad = torch.ones_like(p)
@@ -229,7 +229,7 @@ def test_a_step_that_failed_is_told() -> None:
         optimizer.step()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_options_are_refused() -> None:
     net = network()
     optimizer = mw.shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), master_weights=True)
     with pytest.raises(StrategyError, match="closure"):

@@ -17,7 +17,7 @@ from meshwright.tensor import local_parts
 
 
 class Net(nn.Module):
-    """Sizes that no mesh cuts evenly, a tied weight, a frozen layer, buffers with and without values of their own."""
+    """Sizes that no mesh divides evenly, a tied weight, a frozen layer, buffers with and without their own values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_one_device_and_other_sources_of_randomness() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_it_trains_like_one_device_with_an_optimizer_that_was_there(zero: int) -> None:
+def test_it_trains_like_one_device_with_an_existing_optimizer(zero: int) -> None:
     def made() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 70), nn.GELU(), nn.Linear(70, 3))
 
@@ -143,7 +143,7 @@ def test_stages_of_a_pipeline() -> None:
 
 
 class Peak(TorchDispatchMode):
-    """The bytes that operators of this thread hold at most."""
+    """A mode that measures the peak of the bytes held by operators of this thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize(("source", "wholes"), [("torch", 1.0), ("rank", 0.5)])
 def test_a_rank_holds_its_share_and_one_parameter(source: Any, wholes: float) -> None:
-    """16 weights, of which a rank has a quarter each: the whole model is 4 times its share."""
+    """16 weights, of which a rank has a quarter each: the whole model is 4 times its part."""
     one = 256 * 256 * 4
 
     def go() -> tuple[int, int]:
@@ -187,14 +187,14 @@ def test_a_rank_holds_its_share_and_one_parameter(source: Any, wholes: float) ->
 
 
 class Scaled(nn.Module):
-    """A parameter that no `reset_parameters` knows."""
+    """A module with a parameter that `reset_parameters` does not initialise."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.gain = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
 
 
-def test_what_nothing_gives_values_to_is_named() -> None:
+def test_parameters_without_initial_values_are_named() -> None:
     def fill(module: nn.Module) -> None:
         if isinstance(module, Scaled):
             nn.init.ones_(module.gain)
@@ -221,7 +221,7 @@ def test_what_nothing_gives_values_to_is_named() -> None:
         mw.materialize(on_meta(Whole))
 
 
-def test_what_has_values_keeps_them() -> None:
+def test_tensors_with_values_keep_them() -> None:
     net = nn.Sequential(nn.Linear(3, 3), on_meta(lambda: nn.Linear(3, 3)))
     before = net[0].weight.detach().clone()
     mw.materialize(net)
@@ -246,7 +246,7 @@ def test_models_of_transformers(kind: str) -> None:
     sizes = {} if kind in ("gpt2", "t5") else sizes
     config = cls.config_class(**{"vocab_size": 64, **sizes, **own})
     torch.manual_seed(3)
-    if kind in ("gpt2", "vit"):  # constructors that draw otherwise than by reset_parameters
+    if kind in ("gpt2", "vit"):  # constructors that do not draw in reset_parameters
         one = mw.materialize(on_meta(lambda: cls(config)))
     else:
         one = cls(config)

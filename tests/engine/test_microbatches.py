@@ -1,4 +1,4 @@
-"""Microbatches in the eager mode: the numbers of one device in the order of a table, and what is refused."""
+"""Microbatches in eager mode: the numbers of one device in the order of a table, and refused schedules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLES = ["GPipe", "1F1B", "Eager 1F1B", "ZB-H1", "ZB-2p"]
 
 
 def stepped(chunks: int, schedule: str, microbatches: int, rows: int, ranks_per_stage: int = 1) -> list[Any]:
-    """What this rank finds: losses, and parameters behind the last step."""
+    """Return the losses of this rank, and its parameters after the last step."""
     torch.manual_seed(1)
     model = laid(Chain(chunks, tied=True), range(chunks), ranks_per_stage)
     ranks = torch.arange(chunks * ranks_per_stage).reshape(chunks, ranks_per_stage).numpy()
@@ -51,8 +51,8 @@ def test_stages_of_several_ranks_and_a_table_as_text() -> None:
         compare(found, alone(2, 4, 8, tied=True))
 
 
-def test_a_rank_holds_what_the_table_says() -> None:
-    """Of six microbatches the first of two ranks has two under way, and GPipe has all."""
+def test_a_rank_holds_the_activations_of_the_table() -> None:
+    """Of six microbatches the first of two ranks has two in flight, and GPipe has all."""
 
     def most(schedule: str) -> int:
         under_way, most = [0], [0]
@@ -111,7 +111,7 @@ class Mean(torch.nn.Module):
         ("R: 1 microbatch\nway: 0 1\n0: F0.0 R0.0 BW0.0\n1: F0.1 BW0.1\n", StageError, "checkpoint"),
     ],
 )
-def test_what_cannot_run_eagerly_is_refused(schedule: str, error: type[Exception], says: str) -> None:
+def test_schedules_that_cannot_run_eagerly_are_refused(schedule: str, error: type[Exception], says: str) -> None:
     mesh = mw.ProcessMesh([0, 1], ["pp"])
     with pytest.raises(error, match=says):
         mw.microbatched(torch.nn.Linear(2, 2), None, mesh, 4 if "\n" not in schedule else 1, schedule)

@@ -1,4 +1,4 @@
-"""Tensors of a module that share memory: they still share it after the module is laid, or an error is raised."""
+"""Tensors of a module that share memory still share it after the module is distributed, or an error is raised."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def steps(make: Callable[[], nn.Module], lay: Callable[[nn.Module], Any] | None)
 
 @pytest.mark.parametrize("lay", LAYS)
 @pytest.mark.parametrize("make", KEPT, ids=lambda m: m.__name__)
-def test_a_laid_module_trains_as_on_one_device(make: Callable[[], nn.Module], lay: str) -> None:
+def test_a_distributed_module_trains_like_one_device(make: Callable[[], nn.Module], lay: str) -> None:
     losses, tensors = steps(make, None)
     for found_losses, found in mw.simulate(lambda: steps(make, LAYS[lay]), 2):
         assert found_losses == pytest.approx(losses, rel=1e-4)
@@ -195,7 +195,7 @@ PARTLY = [view_of_a_buffer, half_of_a_weight, transposed, computed]
 
 
 @pytest.mark.parametrize("make", PARTLY, ids=lambda m: m.__name__)
-def test_memory_that_parts_cannot_share_is_refused(make: Callable[[], nn.Module]) -> None:
+def test_shared_memory_that_parts_cannot_share_is_refused(make: Callable[[], nn.Module]) -> None:
     def on_rank() -> None:
         net = make()
         before = [dict(m._parameters) for m in net.modules()]
@@ -238,7 +238,7 @@ def test_zero_and_master_weights_refuse_parameters_on_one_memory() -> None:
     mw.simulate(on_rank, 2)
 
 
-def test_tensors_without_memory_are_laid() -> None:
+def test_meta_tensors_are_distributed() -> None:
     def on_rank() -> None:
         with torch.device("meta"):
             net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -1,4 +1,4 @@
-"""Modules, optimizers and torch's tools around them do on a mesh what they do on one device."""
+"""Modules, optimizers and torch's tools for them have the results of one device on a mesh."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def a_recurrent_layer(lay: Lay) -> Any:
 
 @program
 def recurrent_layers_with_dropout_between(lay: Lay) -> Any:
-    """Made of smaller operators, that write in place to pieces of one tensor."""
+    """Return the output of layers made of smaller operators that write in place to pieces of one tensor."""
     model = lay.module(nn.LSTM(6, 5, num_layers=2, dropout=1e-9))
     out, (h, c) = model(lay(torch.randn(3, 4, 6)))
     (out.sum() + h.sum() + c.sum()).backward()
@@ -296,7 +296,7 @@ def modules_with_dropout(lay: Lay) -> Any:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_it_does_what_one_device_does(name: str, style: str) -> None:
+def test_it_has_the_results_of_one_device(name: str, style: str) -> None:
     check(PROGRAMS[name], STYLES[style], rtol=2e-4, atol=2e-5)
 
 
@@ -351,7 +351,7 @@ def test_a_distributed_tensor_can_be_printed_after_its_ranks_have_ended() -> Non
     assert "f32[3@x, 2]" in repr(tensors)
 
 
-def test_a_faster_generator_by_choice() -> None:
+def test_a_faster_generator_can_be_chosen() -> None:
     def go(mesh: mw.ProcessMesh) -> Tensor:
         x = mw.shard_tensor(torch.zeros(4, 6), mesh, [mw.Shard(0)])
         torch.manual_seed(0)
@@ -365,8 +365,8 @@ def test_a_faster_generator_by_choice() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("cut", [0, 1])
-def test_gradients_that_leave_rows_out_become_dense(kind: Any, cut: int) -> None:
-    """`sparse=True`: the gradient of a table that is cut has all its rows, since parts of it are added up."""
+def test_sparse_gradients_become_dense(kind: Any, cut: int) -> None:
+    """`sparse=True`: the gradient of a sharded table has all its rows, because the parts are summed."""
     mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 
     def go(on_mesh: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Hooks of optimizers in static steps: what they do to the parameters that they know is part of the program."""
+"""Hooks of optimizers in static steps: their changes to known parameters are part of the program."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def trained(hook: str, strategy: str | None) -> Any:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("hook", [*BEFORE, *AFTER])
-def test_a_hook_does_in_a_program_what_it_does_in_eager_mode(hook: str, strategy: str) -> None:
+def test_a_hook_has_the_same_effect_in_a_program_as_in_eager_mode(hook: str, strategy: str) -> None:
     wanted = trained(hook, None)
     mw.simulate(lambda: compare(trained(hook, strategy), wanted, {"rtol": 1e-4, "atol": 1e-6}), 3)

@@ -1,4 +1,4 @@
-"""Plans by module names: the numbers of one device on every mesh, with an optimizer that was there before."""
+"""Plans by module names: the numbers of one device on every mesh, with an existing optimizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A decoder whose head is its embedding, and which takes its loss itself."""
+    """A decoder whose head is its embedding, and which computes its loss itself."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_stages_take_microbatches(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["sp", "cp", "pp × dp, ZeRO-3"])
-def test_the_same_in_the_static_mode(case: str) -> None:
+def test_static_mode_has_the_same_numbers(case: str) -> None:
     expected = train(None, clip=False)
     for found in mw.simulate(lambda: train(case, static=True), torch.Size(CASES[case][0]).numel()):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
@@ -153,14 +153,14 @@ def test_a_weight_of_two_stages_is_one_parameter() -> None:
     assert all(mw.simulate(go, 2))
 
 
-def test_what_no_module_has_is_refused() -> None:
+def test_unknown_module_names_are_refused() -> None:
     with pytest.raises(StrategyError, match="blocks"):
         mw.parallelize(Model(), None, mw.ProcessMesh([0], ["tp"]), mw.Parallelism({"block.*.up": mw.ColwiseParallel()}))
     with pytest.raises(StrategyError, match="zero = 4"):
         mw.Parallelism(zero=4)
 
 
-def test_an_axis_that_is_not_there_is_refused() -> None:
+def test_an_unknown_axis_is_refused() -> None:
     def go() -> None:
         mw.parallelize(Model(), None, mw.ProcessMesh([0, 1], ["dp"]), mw.Parallelism(TENSOR))
 

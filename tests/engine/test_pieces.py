@@ -1,4 +1,4 @@
-"""`full_graph=False`: what cannot be captured runs as Python, between programs, with eager mode's numbers."""
+"""`full_graph=False`: code that cannot be captured runs as Python between programs, with the numbers of eager mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PIECES = mw.Strategy(full_graph=False)
 
 
 class Asking(nn.Module):
-    """Asks a tensor in Python which way to go."""
+    """A model with a branch in Python that depends on a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ def test_pieces_have_the_numbers_of_eager_mode(on: Any, ranks: int) -> None:
     assert not static[4]
 
 
-def test_the_full_graph_is_demanded_by_default() -> None:
+def test_the_full_graph_is_required_by_default() -> None:
     with pytest.raises(CaptureError, match=r"test_pieces\.py"):
         mw.simulate(lambda: train(True, full_graph=True), 4)
 
 
 class Around(nn.Module):
-    """Python around one part."""
+    """Python code around one part."""
 
     def __init__(self, part: nn.Module, use: Callable[[Any, Tensor], Any] = lambda part, x: part(x)) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ Between = Callable[[Any, int], None]
 
 
 def steps(make: Callable[[], nn.Module], static: bool, ranks: int, between: Between | None = None) -> Any:
-    """Losses and the state after four steps, of two sizes; what ran as programs, what as Python."""
+    """Return losses and the state after four steps of two sizes, parts that ran as programs, and those in Python."""
     mesh = mw.ProcessMesh(list(range(ranks)), ["dp"])
 
     def rank() -> Any:
@@ -145,7 +145,7 @@ def steps(make: Callable[[], nn.Module], static: bool, ranks: int, between: Betw
 
 
 def check(make: Callable[[], nn.Module], ranks: int, between: Between | None = None, exact: bool = True) -> Any:
-    """Pieces give what eager mode gives; gives the pieces."""
+    """Check that pieces give the numbers of eager mode, and return the pieces."""
     eager, static = (steps(make, how, ranks, between) for how in (False, True))
     close = 0.0 if exact else 1e-5
     torch.testing.assert_close(static[:2], eager[:2], rtol=close, atol=close)
@@ -153,7 +153,7 @@ def check(make: Callable[[], nn.Module], ranks: int, between: Between | None = N
 
 
 class Moving(nn.Module):
-    """Renews its buffers, after what the backward pass needs was computed of them."""
+    """A part that replaces its buffers after the values for the backward pass were computed from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Pair(NamedTuple):
 
 
 class Tree(nn.Module):
-    """Gives a tree: tensors twice, views, its argument, and what is no tensor."""
+    """A part that returns a tree: tensors twice, views, its argument, and other objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,12 +206,12 @@ def ignoring_the_result(part: Any, x: Tensor) -> Tensor:
 
 
 def in_other_orders(part: Any, x: Tensor) -> Tensor:
-    """Neither what goes in nor the gradient of what comes out is contiguous."""
+    """Return a part's result; neither the input nor the gradient of the output is contiguous."""
     return part(x.view(-1, 2, 4).transpose(0, 1)).transpose(1, 2).contiguous()
 
 
 class Asked(nn.Module):
-    """A module that is a part of two."""
+    """A module that belongs to two parents."""
 
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Twice(Around):
 
 
 class Counting(nn.Module):
-    """Gives a size, which is another in other calls."""
+    """A part that returns a size, which differs in other calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def own_forward() -> nn.Module:
         "orders",
     ],
 )
-def test_whatever_a_part_takes_and_gives(make: Any, compiled: set[str], exact: bool, ranks: int) -> None:
+def test_parts_may_have_any_inputs_and_outputs(make: Any, compiled: set[str], exact: bool, ranks: int) -> None:
     pieces = check(make, ranks, exact=exact)
     assert set(pieces.compiled) - {"first"} == compiled
     assert all(pieces.eager.values())
@@ -400,12 +400,12 @@ def freezes_all(model: Any, step: int) -> None:
         freezes_all,
     ],
 )
-def test_what_a_piece_takes_for_granted_may_change(between: Between, ranks: int) -> None:
+def test_assumptions_of_a_piece_may_change(between: Between, ranks: int) -> None:
     pieces = check(lambda: Around(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.GELU())), ranks, between)
     assert "first" in pieces.compiled
 
 
-def test_a_piece_runs_again_where_nothing_changed() -> None:
+def test_a_piece_is_reused_if_nothing_changed() -> None:
     def go() -> Any:
         model = Around(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
         dist_model = mw.to_static(model, None, None, torch.optim.SGD(model.parameters(), lr=0.1), PIECES)
@@ -433,7 +433,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         steps(lambda: Around(nn.Tanh(), gradients_of_gradients), True, 1)
 
 
-def test_there_are_at_most_so_many_programs() -> None:
+def test_the_number_of_programs_is_bounded() -> None:
     def go() -> None:
         dropout = nn.Dropout(0.3)
         model = Around(nn.Sequential(nn.Linear(8, 8), dropout))

@@ -1,4 +1,4 @@
-"""Options where a model runs in pieces: each has its effect on the pieces, or is refused with the line that is why."""
+"""Options of a model that runs in pieces: each affects the pieces, or is refused with the line that is the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEEN: list[torch.dtype] = []
 
 
 class Norm(nn.Module):
-    """An RMS norm written out, between matrices."""
+    """An RMS norm in plain operators, between matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Steps:
-    """What three steps gave."""
+    """The results of three steps."""
 
     losses: list[float]
     values: dict[str, Tensor]
@@ -74,7 +74,7 @@ class Steps:
 
 
 def run(strategy: mw.Strategy | None, ranks: int = 1, autocast: bool = False, kind: type[Model] = Model) -> Steps:
-    """Steps with a strategy; eager steps without one."""
+    """Return the results of steps with a strategy, or of eager steps without one."""
 
     def rank() -> Any:
         torch.manual_seed(0)
@@ -110,7 +110,7 @@ def same(a: Steps, b: Steps, rtol: float = 0, atol: float = 0) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_fused_operators_stand_in_the_piece(ranks: int) -> None:
+def test_fused_operators_are_in_the_piece(ranks: int) -> None:
     found = run(mw.Strategy.of(fused_passes={"enable": True}, **PIECES), ranks)
     same(found, run(None, ranks), rtol=1e-5, atol=1e-5)
     assert "fuse_norm" in found.changed_by
@@ -119,7 +119,7 @@ def test_fused_operators_stand_in_the_piece(ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Tanh(Pass):
-    """Another activation, before gradients are recorded."""
+    """A rewrite to another activation, before gradients are recorded."""
 
     name: ClassVar[str] = "tanh"
     on: ClassVar[Literal["captured", "recorded"]] = "captured"
@@ -142,13 +142,13 @@ class Smooth(Model):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_own_passes_change_what_was_captured(ranks: int) -> None:
+def test_user_defined_passes_change_the_captured_program(ranks: int) -> None:
     found = run(mw.Strategy(passes=(Tanh(),), full_graph=False), ranks)
     same(found, run(None, ranks, kind=Smooth), rtol=1e-5, atol=1e-5)
     assert "tanh" in found.changed_by
 
 
-def test_own_passes_change_what_was_recorded() -> None:
+def test_user_defined_passes_change_the_recorded_program() -> None:
     off = {"dp_optimization": {"enable": False}, **PIECES}
     plain, own = run(mw.Strategy.of(**off), 2), run(mw.Strategy.of(passes=(Bucket(bytes=4096),), **off), 2)
     same(own, plain)
@@ -165,16 +165,16 @@ def test_options_of_the_programs_have_their_effect() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mixed_precision_is_autocast_around_programs_and_python(ranks: int) -> None:
+def test_mixed_precision_applies_autocast_to_programs_and_python(ranks: int) -> None:
     found, eager = (run(s, ranks, True) for s in (mw.Strategy.of(amp={"enable": True}, **PIECES), None))
     same(found, eager)
     assert set(found.seen) == set(eager.seen) == {torch.bfloat16}
     assert {x.dtype for x in found.values.values() if x.is_floating_point()} == {torch.float32}
     products = {n.outs[0].dtype for p in found.programs for n in p.nodes if "mm" in str(n.op)}
-    assert products == {torch.bfloat16, torch.float32}  # the one without autocast stays what it is
+    assert products == {torch.bfloat16, torch.float32}  # the strategy without autocast is unchanged
 
 
-def test_what_runs_inside_autocast_is_not_cast_twice() -> None:
+def test_calls_inside_autocast_are_not_cast_twice() -> None:
     def rank() -> Any:
         torch.manual_seed(0)
         model = Model()
@@ -225,7 +225,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("options", "asked", "write"), REFUSED)
-def test_what_needs_the_whole_step_is_refused(options: dict[str, Any], asked: str, write: str) -> None:
+def test_options_that_need_the_whole_step_are_refused(options: dict[str, Any], asked: str, write: str) -> None:
     def rank() -> Any:
         torch.manual_seed(0)
         model = mw.shard_layer(Model(), MESH)
@@ -236,12 +236,12 @@ def test_what_needs_the_whole_step_is_refused(options: dict[str, Any], asked: st
         with pytest.raises(StaticError):
             dist_model(x)
         assert dist_model.pieces is None
-        with pytest.raises(StaticError) as caught:  # nothing is kept: the second call is refused as the first
+        with pytest.raises(StaticError) as caught:  # nothing is cached: the second call is refused like the first
             dist_model(x)
         assert dist_model.pieces is None
         assert lies == [getattr(p, "spec", None) for p in model.parameters()]
         assert all("forward" not in part.__dict__ for part in model.modules())
-        model(x).backward()  # goes on eagerly
+        model(x).backward()  # continues in eager mode
         return caught.value
 
     error: StaticError = mw.simulate(rank, 2)[0]
@@ -254,7 +254,7 @@ def test_what_needs_the_whole_step_is_refused(options: dict[str, Any], asked: st
 
 
 @pytest.mark.parametrize("options", [case[0] for case in REFUSED if "layouts" not in case[0]])
-def test_a_model_that_is_one_program_may_ask_for_them(options: dict[str, Any]) -> None:
+def test_a_model_that_is_one_program_may_use_these_options(options: dict[str, Any]) -> None:
     def rank() -> Any:
         model = mw.shard_layer(Norm(), MESH)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

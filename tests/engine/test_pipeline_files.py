@@ -1,4 +1,4 @@
-"""A pipeline that loads its programs makes the steps of the one that saved them, and records nothing."""
+"""A pipeline that loads its programs makes the same steps as the one that saved them, and records nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loss(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def steps(model: DistModel) -> list[Any]:
-    """Losses, of batches as a whole and of microbatches one by one; parameters, buffers and states afterwards."""
+    """Return losses of whole batches and of separate microbatches, and parameters, buffers and states afterwards."""
     found: list[Any] = [model(*batch(n, ROWS * 2)) for n in range(STEPS)]
     count = model.strategy.pipeline.accumulate_steps
     found.append(model.accumulate([batch(n, 2 + n % 2, 3 + n % 2) for n in range(count)]))
@@ -72,7 +72,7 @@ CASES: dict[str, Callable[[], DistModel]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_loaded_is_what_was_saved(case: str, tmp_path: Path) -> None:
+def test_loaded_programs_equal_saved_ones(case: str, tmp_path: Path) -> None:
     def first() -> list[Any]:
         model = CASES[case]()
         found = steps(model)
@@ -117,7 +117,7 @@ def test_slices_of_sequences(tmp_path: Path) -> None:
         dist = model().load(tmp_path)
         return [*losses(dist), dist.recordings]
 
-    mw.simulate(first, 2)  # makes the table of rotary positions, which later models find
+    mw.simulate(first, 2)  # computes the cached table of rotary positions
     expected = [[*found, 0] for found in mw.simulate(first, 2)]
     assert mw.simulate(again, 2) == expected
 
@@ -169,8 +169,8 @@ def no_value(table: Any) -> None:
 
 
 @pytest.mark.parametrize("damage", [no_such_part, fewer_nodes, no_table, stuck, no_value])
-def test_a_table_that_is_none_is_refused(folder: Path, tmp_path: Path, damage: Callable[[Any], None]) -> None:
-    """Even where its checksum is right."""
+def test_an_invalid_table_is_refused(folder: Path, tmp_path: Path, damage: Callable[[Any], None]) -> None:
+    """Also if its checksum is right."""
     place = Path(copytree(folder, tmp_path / "damaged"))
     for path in place.glob("programs-*.json"):
         index = json.loads(json.loads(path.read_text())["index"])

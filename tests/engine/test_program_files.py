@@ -1,4 +1,4 @@
-"""A model that loads programs makes the steps of the one that saved them, and records nothing."""
+"""A model that loads programs makes the same steps as the one that saved them, and records nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STAGES = [mw.ProcessMesh([0, 1], ["tp"]), mw.ProcessMesh([2, 3], ["tp"])]
 
 
 class Staged(Mlp):
-    """Its second layer lies on other ranks than its first."""
+    """A model whose second layer is on other ranks than its first."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.up(mw.reshard(x, STAGES[0], [mw.Replicate()])))
@@ -79,7 +79,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is made."""
+    """The arguments that make a model."""
 
     module: Callable[[], Any] = Mlp
     marks: Callable[[Any], Any] = cut
@@ -107,7 +107,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def steps(model: Any, batch: Callable[[int], Any] = rows, sizes: Any = (8,) * STEPS) -> list[Any]:
-    """Losses, and parameters and states afterwards."""
+    """Return the losses, and parameters and states afterwards."""
     found: list[Any] = []
     for n in sizes:
         torch.manual_seed(n)
@@ -164,9 +164,9 @@ def llama() -> Setup:
     ],
     ids=["mlp", "mlp cut like ZeRO 3", "llama", "two stages"],
 )
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path, setup: Setup, batch: Any) -> None:
+def test_loaded_programs_equal_saved_ones(tmp_path: Path, setup: Setup, batch: Any) -> None:
     if batch is tokens:
-        save(tmp_path, setup, batch=batch)  # makes the table of rotary positions, which later models find
+        save(tmp_path, setup, batch=batch)  # computes the cached table of rotary positions
     wanted = save(tmp_path, setup, batch=batch)
     for (found, recordings), before in zip(load(tmp_path, setup, batch=batch), wanted, strict=True):
         check_equal(found, before)
@@ -183,7 +183,7 @@ def test_programs_for_any_batch_size_are_loaded(tmp_path: Path) -> None:
         assert recordings == 0
 
 
-def test_what_is_new_is_recorded(saved: Path) -> None:
+def test_a_new_size_is_recorded(saved: Path) -> None:
     def go() -> list[int]:
         model = Setup().model().load(saved)
         counts: list[int] = []
@@ -217,7 +217,7 @@ def test_every_mode_is_saved_and_saved_again(tmp_path: Path) -> None:
     mw.simulate(go, 4)
 
 
-def test_a_loaded_model_goes_on_with_states(tmp_path: Path) -> None:
+def test_a_loaded_model_continues_with_states(tmp_path: Path) -> None:
     def go() -> None:
         first = Setup().model()
         steps(first, sizes=(8, 8))
@@ -236,7 +236,7 @@ def test_a_loaded_model_goes_on_with_states(tmp_path: Path) -> None:
     mw.simulate(go, 4)
 
 
-def test_kernels_are_taken_from_the_file_or_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_loaded_or_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(marks=lambda model: model, strategy=mw.Strategy(compiler="inductor"))
 
     def go() -> list[Any]:
@@ -275,7 +275,7 @@ def other_marks(model: Mlp) -> Mlp:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two programs: for a batch size, and for others."""
+    """Return a folder with two programs: for one batch size, and for others."""
     place = tmp_path_factory.mktemp("saved")
     save(place, Setup(), sizes=(8, 12))
     return place
@@ -283,7 +283,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(folder: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Return a copy of the folder that a test may damage."""
     return Path(copytree(folder, tmp_path / "saved"))
 
 
@@ -305,12 +305,12 @@ def test_programs_of_another_model_are_refused(saved: Path, setup: Setup, ranks:
         load(saved, setup, ranks)
 
 
-def test_files_of_other_ranks_are_missed(tmp_path: Path) -> None:
+def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProgramFileError, match="no index of programs"):
         load(tmp_path, Setup())
 
 
-def test_nothing_is_changed_where_a_file_is_damaged(saved: Path) -> None:
+def test_a_damaged_file_changes_nothing(saved: Path) -> None:
     second = sorted(saved.glob("program-*"))[1]
     second.write_bytes(second.read_bytes()[:-7] + b"0000000")
 
@@ -343,7 +343,7 @@ def test_a_damaged_index_is_refused(saved: Path, damage: Callable[[str], str]) -
         load(saved, Setup())
 
 
-def test_programs_that_are_gone_are_removed(saved: Path) -> None:
+def test_files_of_dropped_programs_are_removed(saved: Path) -> None:
     before = {p.name for p in saved.glob("*")}
     save(saved, Setup(), sizes=(12,))
     after = {p.name for p in saved.glob("*")}
@@ -351,6 +351,6 @@ def test_programs_that_are_gone_are_removed(saved: Path) -> None:
     assert before & after == {"programs-0.json"}
 
 
-def test_what_was_not_recorded_is_not_saved(tmp_path: Path) -> None:
+def test_a_model_without_a_recording_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(StaticError, match=r"dist_model\.compile"):
         mw.simulate(lambda: Setup().model().save(tmp_path), 4)

@@ -1,4 +1,4 @@
-"""What a caller of `load` trusts: kernels and operators of other libraries only where an argument says so."""
+"""Trust in `load`: kernels and operators of other libraries are loaded only if an argument permits it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_operators_of_another_library_are_named_by_the_caller(tmp_path: Path) ->
         assert "twice" in load_program(path, operators=[name]).text()
 
 
-def test_kernels_are_loaded_by_an_argument_and_a_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_need_an_argument_and_a_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Path] = []
     monkeypatch.setattr(files, "current_communicator", lambda: None)
     monkeypatch.setattr(files, "machine", lambda: "here")
@@ -82,13 +82,13 @@ def test_kernels_are_loaded_by_an_argument_and_a_checksum(tmp_path: Path, monkey
 
 
 def renamed(path: Path, old: str, new: str) -> None:
-    """Name another file in an index, with a checksum that is right."""
+    """Change the name of a file in an index, with a checksum that is right."""
     text = json.loads(path.read_text())["index"].replace(old, new)
     path.write_text(json.dumps({"sha256": files.sha256(text.encode()).hexdigest(), "index": text}))
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "link"])
-def test_a_program_is_in_its_folder(name: str, saved: Path) -> None:
+def test_a_program_outside_its_folder_is_refused(name: str, saved: Path) -> None:
     program = next(saved.glob("program-*.safetensors"))
     program.rename(saved.parent / "moved.safetensors")
     if name == "link":

@@ -1,4 +1,4 @@
-"""A program runs where a kernel gives its result in another memory order than torch said while it was recorded."""
+"""A program runs even if a kernel returns another memory order than torch predicted during recording."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import meshwright as mw
 
 
 class Turned(nn.Module):
-    """A layer along the second dim: the loss has a gradient in another memory order than the layer's result."""
+    """A layer along the second dim: the gradient of its result has another memory order than the result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plain inputs of a parallel model have to be the whole batch on every rank."""
+"""Plain inputs of a parallel model must be the whole batch on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_inputs_that_differ_are_refused() -> None:
         mw.simulate(lambda: model()(torch.full((4, 2), float(mw.get_rank()))), 2)
 
 
-def test_inputs_are_compared_again_later() -> None:
+def test_later_inputs_are_compared_again() -> None:
     def go() -> None:
         net = model()
         for call in range(1, 10):

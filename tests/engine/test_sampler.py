@@ -1,4 +1,4 @@
-"""Samples by global index: each once per epoch, whatever happens to the run between two steps."""
+"""Samples by global index: each once per epoch, however a run is stopped and resumed between two steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Legs = list[tuple[int, int, int]]
 
 
 class Numbers(Dataset[tuple[torch.Tensor, int]]):
-    """Sample i is (i, 2 i); knows what was read of it."""
+    """A data set whose sample i is (i, 2 i), and which records the indices that were read."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -55,7 +55,7 @@ legs = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(1, 9
 
 
 def epochs_of(length: int, legs: Legs, seed: int, split: bool) -> list[list[int]]:
-    """The samples of each epoch, in order; the last leg goes to the end of an epoch."""
+    """Return the samples of each epoch, in order; the last leg runs to the end of an epoch."""
     epochs: dict[int, list[int]] = {}
     state: list[Any] = [None]
 
@@ -89,10 +89,8 @@ def epochs_of(length: int, legs: Legs, seed: int, split: bool) -> list[list[int]
 
 
 @given(st.integers(1, 40), legs, st.integers(0, 2), st.booleans())
-def test_every_sample_is_seen_once_however_often_the_run_begins_anew(
-    length: int, legs: Legs, seed: int, split: bool
-) -> None:
-    """Also in the same order: the order is that of the epoch, and batches are cuts of it."""
+def test_every_sample_is_seen_once_across_restarts(length: int, legs: Legs, seed: int, split: bool) -> None:
+    """The order is also the same: it depends on the epoch, and batches are slices of it."""
     epochs = epochs_of(length, legs, seed, split)
     for epoch, seen in enumerate(epochs):
         plain = mw.GlobalSampler(length, length, seed=seed)
@@ -100,7 +98,7 @@ def test_every_sample_is_seen_once_however_often_the_run_begins_anew(
         assert [seen] == list(plain)
 
 
-def test_a_rank_reads_its_own_rows_only_and_one_where_it_has_none() -> None:
+def test_a_rank_reads_only_its_own_rows_or_one_if_it_has_none() -> None:
     def go() -> tuple[list[int], list[Any]]:
         numbers = Numbers(9)
         sampler = mw.GlobalSampler(numbers, 4, shuffle=False, mesh=mesh, axis="dp")
@@ -133,7 +131,7 @@ def test_rows_along_two_axes_and_stages_of_a_pipeline() -> None:
         assert staged == [list(range(8)), list(range(0, 16, 2)), MESH["dp", 0], MESH["dp", 1]]
 
 
-def test_a_data_set_that_takes_many_indices_at_once() -> None:
+def test_a_data_set_may_take_many_indices_at_once() -> None:
     def go() -> list[Any]:
         sampler = mw.GlobalSampler(6, 4, shuffle=False, mesh=MESH, axis="dp")
         loader = DataLoader(TensorDataset(torch.arange(6)), sampler=sampler, batch_size=None)
@@ -145,7 +143,7 @@ def test_a_data_set_that_takes_many_indices_at_once() -> None:
     assert mw.simulate(go, 4)[3] == last
 
 
-def test_a_loader_that_fetches_ahead_has_the_place_of_what_it_gave() -> None:
+def test_a_prefetching_loader_has_the_position_of_its_last_batch() -> None:
     sampler = mw.GlobalSampler(12, 2, seed=3)
     loader = DataLoader(Numbers(12), batch_sampler=sampler, num_workers=1, prefetch_factor=2)
 
@@ -153,7 +151,7 @@ def test_a_loader_that_fetches_ahead_has_the_place_of_what_it_gave() -> None:
         data = mw.shard_dataloader(loader, mw.ProcessMesh([0], ["dp"]))
         seen: list[int] = []
         before = torch.get_rng_state()
-        for n in (2, 4):  # a loop that is left, and one that goes on from there
+        for n in (2, 4):  # a loop that ends early, and one that resumes there
             for count, (at, _) in enumerate(data, 1):
                 seen += at.flatten().tolist()
                 assert data.state_dict()["taken"] == len(seen) % 12
@@ -166,7 +164,7 @@ def test_a_loader_that_fetches_ahead_has_the_place_of_what_it_gave() -> None:
     assert [seen] == list(mw.GlobalSampler(12, 12, seed=3))
 
 
-def test_what_is_left_is_dropped_where_that_was_asked() -> None:
+def test_the_last_partial_batch_is_dropped_on_request() -> None:
     sampler = mw.GlobalSampler(10, 4, shuffle=False, drop_last=True)
     assert (len(sampler), list(sampler), sampler.place.epoch) == (2, [[0, 1, 2, 3], [4, 5, 6, 7]], 1)
     later = mw.GlobalSampler(10, 8, drop_last=True)
@@ -175,7 +173,7 @@ def test_what_is_left_is_dropped_where_that_was_asked() -> None:
 
 
 class Stream(IterableDataset[int]):
-    """A data set of parts that counts by itself."""
+    """A data set of parts that keeps its own position."""
 
     def __init__(self) -> None:
         self.at = mw.get_rank() // 2 * 100
@@ -192,7 +190,7 @@ class Stream(IterableDataset[int]):
         (self.at,) = state["at"]
 
 
-def test_parts_with_places_of_their_own_go_on_in_as_many_parts(tmp_path: Path) -> None:
+def test_parts_with_positions_resume_with_as_many_parts(tmp_path: Path) -> None:
     def go(ranks: Any, steps: int) -> Any:
         mesh = mw.ProcessMesh(ranks, ["dp", "tp"])
         data = mw.shard_dataloader(Stream(), mesh, "dp", is_dataset_splitted=True)
@@ -216,7 +214,7 @@ def test_parts_with_places_of_their_own_go_on_in_as_many_parts(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("axis", "dims", "split"), [(None, "dp", True), ("dp", "tp", False), ("dp", None, False), ("tp", "dp", True)]
 )
-def test_a_sampler_that_gives_other_rows_is_refused(axis: Any, dims: Any, split: bool) -> None:
+def test_a_sampler_with_other_rows_is_refused(axis: Any, dims: Any, split: bool) -> None:
     def go() -> None:
         sampler = mw.GlobalSampler(8, 4, mesh=MESH, axis=axis)
         mw.shard_dataloader(DataLoader(Numbers(8), batch_sampler=sampler), MESH, dims, is_dataset_splitted=split)

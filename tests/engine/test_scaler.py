@@ -1,4 +1,4 @@
-"""Loss scaling for float16: torch's scaler on distributed gradients, whose ranks all make an update or none does."""
+"""Loss scaling for float16: torch's scaler on distributed gradients, whose ranks all make an update or all skip it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import meshwright as mw
 
 STEPS, OVERFLOW, ROW = 4, 1, 7
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
-Told = tuple[float, float, float]
-"""Loss, gradient norm and scale behind a step."""
+StepReport = tuple[float, float, float]
+"""Loss, gradient norm and scale after a step."""
 
 
 def network() -> nn.Sequential:
@@ -26,16 +26,16 @@ def network() -> nn.Sequential:
 def batch(step: int, overflow: bool) -> Tensor:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
     if overflow and step == OVERFLOW:
-        x[ROW] = 1e30  # a row that the last rank of "dp" has
+        x[ROW] = 1e30  # a row of the last rank of "dp"
     return x
 
 
 def trained(
     net: nn.Module, optimizer: Any, overflow: bool, lay: Callable[[Tensor], Tensor], dtype: torch.dtype | None
-) -> tuple[list[Told], list[list[Tensor]], dict[str, Any]]:
-    """What each step tells, the parameters behind each, and the scaler's state."""
+) -> tuple[list[StepReport], list[list[Tensor]], dict[str, Any]]:
+    """Return the scaler's report of each step, the parameters after it, and the scaler's state."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    told: list[Told] = []
+    told: list[StepReport] = []
     parameters: list[list[Tensor]] = []
     for step in range(STEPS):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -57,7 +57,7 @@ def one_device(overflow: bool, dtype: torch.dtype | None) -> Any:
 
 
 def cut(overflow: bool, dtype: torch.dtype | None, stage: int = 0) -> Any:
-    """Data and tensor parallel, with a stage of ZeRO."""
+    """Return the results of data and tensor parallelism, with a stage of ZeRO."""
     net = network()
     for layer, dim in ((net[0], 0), (net[2], 1)):
         layer.weight = mw.shard_tensor(layer.weight, MESH, [mw.Replicate(), mw.Shard(dim)])
@@ -90,7 +90,7 @@ def test_numbers_are_those_of_one_device(overflow: bool, stage: int, dtype: torc
         compare(found, one, {None: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype])
 
 
-def test_what_overflows_on_one_rank_stops_the_update_of_all_and_halves_the_scale() -> None:
+def test_an_overflow_on_one_rank_stops_all_updates_and_halves_the_scale() -> None:
     found = mw.simulate(lambda: cut(overflow=True, dtype=torch.float16), 4)
     for told, parameters, _ in found:
         assert [scale for _, _, scale in told] == [1024.0, 512.0, 512.0, 1024.0]
@@ -101,7 +101,7 @@ def test_what_overflows_on_one_rank_stops_the_update_of_all_and_halves_the_scale
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("clipped", [False, True])
 def test_stages_of_a_pipeline_agree(stage: int, clipped: bool) -> None:
-    """One number overflows on one rank of one stage, and nowhere else."""
+    """One number overflows on one rank of one stage only."""
 
     def go() -> tuple[float, list[bool]]:
         torch.manual_seed(0)
@@ -124,9 +124,9 @@ def test_stages_of_a_pipeline_agree(stage: int, clipped: bool) -> None:
     assert mw.simulate(go, 4) == [(512.0, [True] * 4)] * 4
 
 
-def test_the_loop_leaves_updates_out_and_saves_the_scale(tmp_path: Path) -> None:
+def test_the_training_loop_skips_updates_and_saves_the_scale(tmp_path: Path) -> None:
     class Batches(list[Any]):
-        """All steps' batches, from the first that was not made on."""
+        """The batches of all steps, from the first one that is not done yet."""
 
         at = 0
 

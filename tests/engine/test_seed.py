@@ -16,7 +16,7 @@ relu    f32[4, 6] +tp  f32[4, 6]     AllReduce(tp)        96  f32[4, 6]
 rank 0: 1 all_reduce, 96 bytes received"""
 
 
-def test_a_two_cuts_give_each_of_six_ranks_a_piece_of_2_1() -> None:
+def test_a_two_shardings_give_each_of_six_ranks_a_part_of_2_1() -> None:
     mesh = mw.ProcessMesh([[0, 1, 2], [3, 4, 5]], ["x", "y"])
     whole = torch.arange(12.0).reshape(4, 3)
     parts = mw.simulate(lambda: mw.shard_tensor(whole, mesh, [mw.Shard(0), mw.Shard(1)]).to_local(), 6)
@@ -26,7 +26,7 @@ def test_a_two_cuts_give_each_of_six_ranks_a_piece_of_2_1() -> None:
         assert torch.equal(part, whole[2 * row : 2 * row + 2, column : column + 1])
 
 
-def test_b_repeated_on_two_ranks_becomes_cut_on_two_others() -> None:
+def test_b_replicated_on_two_ranks_becomes_sharded_on_two_others() -> None:
     left, right = mw.ProcessMesh([0, 1], ["x"]), mw.ProcessMesh([2, 3], ["x"])
     whole = torch.arange(12.0).reshape(4, 3)
 
@@ -50,7 +50,7 @@ def rows_cut() -> DistTensor:
     return torch.relu(c)
 
 
-def test_c_a_is_cut_unasked_and_relu_waits_for_the_sum() -> None:
+def test_c_a_is_sharded_automatically_and_relu_reduces_the_sum() -> None:
     texts = mw.simulate(lambda: str(mw.explain(rows_cut)), 2)
     assert texts == [COLUMNS_UNASKED, COLUMNS_UNASKED.replace("rank 0", "rank 1")]
 
@@ -66,7 +66,7 @@ def test_c_is_explained_without_any_ranks() -> None:
 
 
 def two_matmuls(x: Tensor, first: Tensor, second: Tensor, across: bool) -> tuple[Tensor, ...]:
-    """Loss and gradients of relu(x @ first) @ second."""
+    """Return loss and gradients of relu(x @ first) @ second."""
     here, there = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"]), mw.ProcessMesh([[4, 5], [6, 7]], ["dp", "tp"])
     if across:
         x = mw.shard_tensor(x, here, [mw.Shard(0), mw.Replicate()])

@@ -1,4 +1,4 @@
-"""ZeRO in the eager mode: every stage gives the numbers of one device, and holds what it says."""
+"""ZeRO in eager mode: every stage has the numbers of one device, and the memory of its definition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESHES = {
 
 
 class Net(nn.Module):
-    """Sizes that no mesh cuts evenly, a tied weight, a frozen layer, a checkpointed part."""
+    """Sizes that no mesh divides evenly, a tied weight, a frozen layer, a checkpointed part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_numbers_are_those_of_one_device(name: str, number: int, optimizer: str)
         torch.testing.assert_close(found[:2], expected[:2], rtol=2e-5, atol=2e-6)
 
 
-def test_states_are_cut() -> None:
+def test_states_are_sharded() -> None:
     mesh = mw.ProcessMesh([0, 1], ["dp"])
     for number in (1, 2, 3):
         for *_, where in mw.simulate(lambda n=number: train(n, mesh, "dp", OPTIMIZERS["AdamW"]), 2):
@@ -105,8 +105,8 @@ def test_states_are_cut() -> None:
 
 
 @pytest.mark.parametrize(("number", "saved"), [(2, 64 * 64), (3, 0)])
-def test_what_is_saved_for_the_backward_pass(number: int, saved: int) -> None:
-    """Of a gathered weight, stage 3 saves nothing."""
+def test_stage_3_saves_no_gathered_weight_for_the_backward_pass(number: int, saved: int) -> None:
+    """Stage 3 saves no gathered weight."""
 
     def go() -> int:
         model = nn.Linear(64, 64, bias=False)
@@ -125,7 +125,7 @@ def test_what_is_saved_for_the_backward_pass(number: int, saved: int) -> None:
 
 
 class Views(nn.Module):
-    """What is saved reads a parameter's memory otherwise: as complex numbers, as conjugates, with the other sign."""
+    """A model that saves other views of a parameter's memory: complex, conjugated, or with the other sign."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Views(nn.Module):
         return (x / z * self.waves.conj()).abs().mean() + (x * self.waves.conj().imag).square().mean()
 
 
-def test_what_is_saved_may_read_memory_otherwise() -> None:
+def test_saved_tensors_may_be_other_views_of_memory() -> None:
     mesh, x = mw.ProcessMesh([0, 1], ["dp"]), torch.randn(6, 20, generator=torch.Generator().manual_seed(2))
 
     def gradients(laid: bool) -> list[Tensor]:
@@ -154,7 +154,7 @@ def test_what_is_saved_may_read_memory_otherwise() -> None:
 
 
 def saved_by(node: Any) -> list[Tensor]:
-    """The tensors that a node, and those behind it, hold as they are."""
+    """Return the tensors that a node and its inputs hold unmodified."""
     found: list[Tensor] = []
     while node is not None:
         raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
@@ -163,7 +163,7 @@ def saved_by(node: Any) -> list[Tensor]:
     return found
 
 
-def test_a_static_program_goes_on_from_any_stage() -> None:
+def test_a_static_program_continues_from_any_stage() -> None:
     def go(number: int) -> list[float]:
         model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
         torch.manual_seed(0)
@@ -188,7 +188,7 @@ def test_a_static_program_goes_on_from_any_stage() -> None:
         assert mw.simulate(go, 2, number)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_parameters_that_cannot_be_sharded_are_refused() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(MeshError, match="on no mesh"):

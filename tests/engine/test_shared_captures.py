@@ -28,7 +28,7 @@ OFF, ON = 1.0, 2.0
 
 
 def _captured(case: Case, model: nn.Module, loss: Any) -> Any:
-    """Return what a rank with this model and loss captures of its own; None for a model that is refused."""
+    """Return the values that a rank with this model and loss captures itself; None for a model that is refused."""
     batch = random_batch(0)
     if case.strategy is not None or case.batch is not random_batch:
         return None
@@ -43,10 +43,10 @@ def _roots(case: Case) -> dict[str, Any]:
 
 
 def _copied(case: Case) -> Any:
-    """Return a copy of what the training calls, as another rank has; None if Python cannot copy it."""
+    """Return a copy of the objects that the training calls, as on another rank; None if Python cannot copy them."""
     try:
         return copy.deepcopy((case.model, case.loss))
-    except Exception:  # of any kind
+    except Exception:  # any error
         return None
 
 
@@ -73,7 +73,7 @@ def _shared_wrongly(kind: Kind) -> tuple[bool, bool]:
 
 
 class Scaled(nn.Module):
-    """Multiplies by `scale()`, and by an attribute."""
+    """A model that multiplies by `scale()`, and by an attribute."""
 
     def __init__(self, scale: Callable[[], float], by: float = 1.0) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ RANKED: dict[str, Callable[[], Scaled]] = {
 
 
 @pytest.mark.parametrize("name", RANKED)
-def test_what_a_rank_reads_of_its_own_is_in_its_program(name: str) -> None:
+def test_values_of_one_rank_are_in_its_program(name: str) -> None:
     x = torch.ones(2, 4)
 
     def go() -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def test_what_a_rank_reads_of_its_own_is_in_its_program(name: str) -> None:
         torch.testing.assert_close(static, eager)
 
 
-def test_ranks_that_are_alike_capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_ranks_capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = list[int]()
     plain = program_builder.capture
 
@@ -160,11 +160,11 @@ SHARED = {
     "losses": 10, "methods": 16, "modules": 27, "objects": 40, "optimizers": 23, "process": 4, "strategies": 0,
     "tensors": 17, "torch_objects": 8, "values": 29,
 }  # fmt: skip
-"""Theme of `stale` → the least number of its models that two ranks share before a change."""
+"""Theme of `stale` → minimum number of its models that two ranks share before a change."""
 
 
 def test_every_theme_is_compared() -> None:
-    """The state of torch is compared beside the capture, so its theme is left out."""
+    """The state of torch is compared separately from the capture, so its theme is left out."""
     assert {k.theme for k in KINDS.values()} == {*SHARED, "torch"}
 
 

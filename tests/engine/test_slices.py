@@ -1,4 +1,4 @@
-"""Slices of sequences in a pipeline: the numbers of one device under every table, and what a rank holds meanwhile."""
+"""Slices of sequences in a pipeline: the numbers of one device under every table, and the memory of a rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Learned positions, one tied table at both ends, and a loss that some labels are left out of."""
+    """Learned positions, one tied table at both ends, and a loss that ignores some labels."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def batch(step: int, rows: int, length: int) -> list[Tensor]:
     return [torch.randint(0, WORDS, (rows, length), generator=g) for _ in range(2)]
 
 
-def alone(model: nn.Module, microbatches: int, length: int) -> list[Any]:
+def train_on_one_device(model: nn.Module, microbatches: int, length: int) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[float] = []
     for step in range(STEPS):
@@ -122,25 +122,25 @@ def test_numbers_are_those_of_one_device(
         mesh = mw.ProcessMesh(list(range(p)), ["pp"])
         return piped(make(p), mesh, microbatches, length, schedule_mode=name, slices=slices)
 
-    expected = alone(make(p), microbatches, length)
+    expected = train_on_one_device(make(p), microbatches, length)
     for found in mw.simulate(train, p):
         compare(found, expected)
 
 
-def test_slices_beside_data_parallelism() -> None:
-    """Reductions over ranks stay behind all microbatches, once for all slices."""
+def test_slices_with_data_parallelism() -> None:
+    """Reductions over ranks stay after all microbatches, once for all slices."""
 
     def train() -> list[Any]:
         mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
         return piped(llama(2), mesh, 2, 6, schedule_mode="Seq1F1B", slices=2)
 
-    expected = alone(llama(2), 2, 6)
+    expected = train_on_one_device(llama(2), 2, 6)
     for found in mw.simulate(train, 4):
         compare(found, expected)
 
 
 class Dropping(GPT):
-    """Drops behind the embedding and behind each block."""
+    """A model with dropout after the embedding and after each block."""
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = F.dropout(self.words(tokens) + self.places(torch.arange(tokens.shape[1])), 0.2)
@@ -150,7 +150,7 @@ class Dropping(GPT):
 
 
 @pytest.mark.parametrize(("name", "slices"), [("Seq1F1B", 3), ("TeraPipe", (4, 3))])
-def test_slices_drop_what_one_device_drops(name: str, slices: Any) -> None:
+def test_slices_drop_the_same_elements_as_one_device(name: str, slices: Any) -> None:
     def train() -> list[Any]:
         model, mesh = Dropping(2), mw.ProcessMesh([0, 1], ["pp"])
         torch.manual_seed(7)
@@ -158,7 +158,7 @@ def test_slices_drop_what_one_device_drops(name: str, slices: Any) -> None:
 
     model = Dropping(2)
     torch.manual_seed(7)
-    expected = [*alone(model, 2, 7), torch.rand(1).item()]
+    expected = [*train_on_one_device(model, 2, 7), torch.rand(1).item()]
     for found in mw.simulate(train, 2):
         compare(found, expected)
         assert found[2] == expected[2]
@@ -175,13 +175,13 @@ def test_a_table_in_text_has_its_slices() -> None:
         table = "\n".join(line.strip() for line in text.splitlines())
         return piped(GPT(2), mw.ProcessMesh([0, 1], ["pp"]), 1, 5, schedule_mode=table)
 
-    expected = alone(GPT(2), 1, 5)
+    expected = train_on_one_device(GPT(2), 1, 5)
     for found in mw.simulate(train, 2):
         compare(found, expected)
 
 
 def random_table(sequences: int, slices: int, rng: random.Random) -> Schedule:
-    """A random walk through a V of four chunks on two ranks: any rank runs anything that it can by then."""
+    """Return a schedule from a random walk through a V of four chunks on two ranks; ranks run any possible action."""
     way, m = (0, 1, 1, 0), sequences * slices
     done: set[tuple[ActionKind, int, int]] = set()
     rows: list[list[Action]] = [[], []]
@@ -205,7 +205,7 @@ def random_table(sequences: int, slices: int, rng: random.Random) -> Schedule:
 
 
 class Peak:
-    """The most slices in chunks of which something is held that a forward made for a backward."""
+    """A counter of the slices in chunks with values in memory that a forward made for a backward."""
 
     def __init__(self, parts: Any) -> None:
         self.most = 0
@@ -218,8 +218,8 @@ class Peak:
 
 
 @pytest.mark.parametrize("lengths", [(3, 3, 1), (7,)], ids=str)
-def test_tables_at_random(lengths: tuple[int, ...]) -> None:
-    """Any order that the checker takes gives the same gradients, W in any order too, and holds what is predicted.
+def test_random_tables_give_the_same_gradients(lengths: tuple[int, ...]) -> None:
+    """Any order that the checker accepts gives the same gradients and the predicted memory, also with W in any order.
 
     The tied table is in two chunks of one rank, whose Ws come in any order.
     """
@@ -240,7 +240,7 @@ def test_tables_at_random(lengths: tuple[int, ...]) -> None:
         forward = [program for place, program in parts.programs.items() if place.part == "F"]
         joined = {v for f in forward for node in f.nodes if str(node.op) == "aten.cat.default" for v in node.outs}
         assert len(joined) == 2 * 2 * (slices - 1)  # keys and values of two blocks
-        assert not any(joined & {*f.outputs} for f in forward)  # which no backward pass keeps
+        assert not any(joined & {*f.outputs} for f in forward)  # no backward pass keeps them
         rng = random.Random(1)
         for _ in range(12):
             table = random_table(sequences, slices, rng)
@@ -274,7 +274,7 @@ def test_tables_at_random(lengths: tuple[int, ...]) -> None:
         ({"schedule_mode": "Seq1F1B", "slices": 0}, StrategyError, "below one"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         mw.simulate(lambda: piped(GPT(2), mw.ProcessMesh([0, 1], ["pp"]), 1, 5, **options), 2)
 

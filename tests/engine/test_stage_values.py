@@ -1,4 +1,4 @@
-"""Values that one stage makes and later ones read, in models that nobody wrote for a pipeline."""
+"""Values that one stage makes and later ones read, in models that were not written for a pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class SkipConnections(Net):
-    """What the first half makes, the second half adds in the reverse order, as a U-Net does."""
+    """A U-Net: the second half adds the values of the first half in reverse order."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x, skips = self.entry(x), list[Tensor]()
@@ -62,7 +62,7 @@ class EarlyLosses(Net):
 
 
 class Box:
-    """An object that no library looks into."""
+    """An object that no library inspects."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -74,7 +74,7 @@ class Boxed(Layer):
 
 
 class InAnObject(Net):
-    """A mask of the batch alone, and a value with a gradient, reach the layers in objects."""
+    """A model that passes a mask and a value with a gradient to its layers in objects."""
 
     layer = Boxed
 
@@ -117,7 +117,7 @@ class Collecting(Layer):
 
 
 class CollectedInLists(Net):
-    """Layers append to a list and write into a dict of their caller's."""
+    """Layers append to a list and write into a dict of their caller."""
 
     layer = Collecting
 
@@ -130,7 +130,7 @@ class CollectedInLists(Net):
 
 
 class RootParameters(Net):
-    """Parameters and a buffer of the outermost module, which all stages read and the last one renews."""
+    """Parameters and a buffer of the outermost module, which all stages read and the last one updates."""
 
     mean: Tensor
 
@@ -170,7 +170,7 @@ class BackAndForth(Net):
 
 
 class DroppedTable(Net):
-    """A table of positions that no parameter is part of, with dropout, which the layers of all stages read."""
+    """A table of positions that depends on no parameter, with dropout, which the layers of all stages read."""
 
     layer = Boxed
 
@@ -195,7 +195,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(kind: Callable[[], nn.Module], static: bool, mesh: Any = None, **options: Any) -> list[Any]:
-    """Losses of two steps, and the parameters and buffers behind them."""
+    """Return the losses of two steps, and the parameters and buffers after them."""
     torch.manual_seed(0)
     model = kind()
     if mesh is not None:
@@ -230,7 +230,7 @@ def test_rows_stay_on_their_replicas(static: bool) -> None:
 
 
 class Routed(Layer):
-    """Each of two experts sees the rows that are chosen for it: how many there are, only the stage's ranks know."""
+    """A model with two experts and rows chosen for each: only the stage's ranks know their numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Experts(Net):
         return F.mse_loss(self.head(x), y)
 
 
-def test_sizes_that_depend_on_values_are_told_to_other_stages() -> None:
+def test_sizes_that_depend_on_values_are_sent_to_other_stages() -> None:
     for found in mw.simulate(lambda: trained(Experts, False, ([0, 1], ["pp"])), 2):
         torch.testing.assert_close(found, trained(Experts, False), rtol=1e-5, atol=1e-6)
 
@@ -275,7 +275,7 @@ class OneMask(Net):
 
 
 def test_a_value_is_sent_to_a_stage_once() -> None:
-    """The chain's value and the box go over once each, whoever reads them, and so do their gradients."""
+    """The chain's value and the box are sent once each, for any number of readers; so are their gradients."""
 
     def go() -> tuple[int, int]:
         model = mw.split_pipeline(OneMask(), mw.ProcessMesh([0, 1], ["pp"]), at=["layers.2"])
@@ -289,7 +289,7 @@ def test_a_value_is_sent_to_a_stage_once() -> None:
     assert mw.simulate(go, 2) == [(2, 2), (2, 2)]
 
 
-def test_meshes_that_are_no_stages_are_not_mixed() -> None:
+def test_meshes_that_are_no_stages_are_refused() -> None:
     def go() -> None:
         one, other = (mw.shard_tensor(torch.ones(2), mw.ProcessMesh([n], ["x"])) for n in range(2))
         with pytest.raises(MixedMeshError):

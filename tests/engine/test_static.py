@@ -1,4 +1,4 @@
-"""A static program does what eager mode does, and what one device does."""
+"""A static program has the results of eager mode and of one device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Dropouts(Base):
 
 @job()
 class Buffers(Base):
-    """One buffer is written to by parts, two are moved along by foreach."""
+    """One buffer is written in parts, two are updated by foreach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Buffers(Base):
         return (x + self.rows.sum(0) * 0.01) * self.seen.clamp(max=2) + self.one * 0.01
 
 
-@job(exact=False)  # in eager mode the buffer lies as its new value does, in a program as it did
+@job(exact=False)  # eager mode gives the buffer the layout of its new value, a program keeps its layout
 class BuffersSetAnew(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class BuffersThatChangePlaces(Base):
         return x * self.one + self.two
 
 
-@job(exact=False)  # eager mode writes into parts that lie otherwise
+@job(exact=False)  # eager mode writes into parts in another layout
 class WrittenViews(Base):
     def between(self, x: Tensor) -> Tensor:
         y = x.tanh() * 1
@@ -125,9 +125,9 @@ class WrittenViews(Base):
         return z + y + right.sum()
 
 
-@job(exact=False)  # eager mode adds up gradients in another order
+@job(exact=False)  # eager mode accumulates gradients in another order
 class WrittenComplex(Base):
-    """Slices of complex numbers are written to, along dims counted from either end."""
+    """Slices of complex numbers are written, along dims counted from either end."""
 
     def between(self, x: Tensor) -> Tensor:
         waves = torch.fft.fft(x)
@@ -168,7 +168,7 @@ class Autocast(Base):
         return z
 
 
-@job(exact=False)  # checkpoints add gradients up in another order
+@job(exact=False)  # checkpoints accumulate gradients in another order
 class Checkpointed(Base):
     def between(self, x: Tensor) -> Tensor:
         x = checkpoint(lambda y: F.dropout(self.b(y) @ self.b.weight, 0.5), x, use_reentrant=False)
@@ -176,7 +176,7 @@ class Checkpointed(Base):
 
 
 class Squash(torch.autograd.Function):
-    """A user's function whose gradient is not that of its operators."""
+    """A user-defined function whose gradient differs from that of its operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -189,7 +189,7 @@ class Squash(torch.autograd.Function):
 
 
 class Squared(torch.autograd.Function):
-    """A user's function that saves its argument."""
+    """A user-defined function that saves its argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class Squared(torch.autograd.Function):
 
 
 class Twice(torch.autograd.Function):
-    """A function that calls another one in its forward pass, and operators with gradients in its backward pass."""
+    """A function that calls another one in its forward pass, and differentiable operators in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class FunctionInAFunction(Base):
 
 @job()
 class OwnFunctionByAName(Base):
-    """What is called got its name before anything was captured."""
+    """The called function got its name before the capture."""
 
     def between(self, x: Tensor) -> Tensor:
         y, z = squash(x, 3.0)
@@ -248,7 +248,7 @@ class OwnFunctionByAName(Base):
 
 @job()
 class AlongCutRows(Base):
-    """What a rank does with its rows depends on where they are."""
+    """A model in which a rank's treatment of its rows depends on their positions."""
 
     def between(self, x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(x, 0)
@@ -275,7 +275,7 @@ class Padded(nn.Module):
 
 @job()
 class OwnGradients(Base):
-    """A penalty on gradients that the forward pass takes, and a hook on an activation."""
+    """A penalty on gradients that the forward pass computes, and a hook on an activation."""
 
     def between(self, x: Tensor) -> Tensor:
         y = x.tanh()
@@ -293,7 +293,7 @@ class ParameterHooks(Base):
 
 @job()
 class Accumulated(Base):
-    """Gradients of several small batches are added up."""
+    """Gradients of several small batches are accumulated."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([super(Accumulated, self).forward(part) for part in x.chunk(3)]).mean()
@@ -301,7 +301,7 @@ class Accumulated(Base):
 
 @job(exact=False)
 class Recurrent(Base):
-    """torch's recurrent layers keep books of their own on their parameters."""
+    """torch's recurrent layers have lists of their own with their parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ class Recurrent(Base):
 
 @job(exact=False)
 class Slopes(Base):
-    """A loss of the derivatives of a network: what an operator keeps of a weight is a view that nobody asked for."""
+    """A loss of the derivatives of a network: a saved weight is a view that the user did not make."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -359,7 +359,7 @@ def test_functions_of_local_parts() -> None:
 
 
 class RowsOfImages(Base):
-    """Convolutions of images whose rows are cut: a rank needs its neighbours' rows, those at the ends need zeros."""
+    """Convolutions of images with sharded rows: a rank needs its neighbours' rows, those at the ends need zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class RowsOfImages(Base):
         return self.inner(images).mean((1, 3))
 
 
-def test_images_whose_rows_are_cut() -> None:
+def test_images_with_sharded_rows() -> None:
     same_as_eager(Job(RowsOfImages, numbers))
 
 
@@ -394,7 +394,7 @@ def test_other_sources_of_random_numbers(source: Any) -> None:
     same_as_eager(JOBS["Dropouts"], source=source)
 
 
-def test_inputs_that_change_places() -> None:
+def test_a_program_may_exchange_two_buffers() -> None:
     a, b = Value("a", (2,), torch.float32), Value("b", (2,), torch.float32)
     inputs = tuple(Input(v, "buffer", v.name) for v in (a, b))
     run = runner(Program(inputs, (), None, ((a, b), (b, a))))
@@ -405,13 +405,13 @@ def test_inputs_that_change_places() -> None:
 
 
 class Views(nn.Module):
-    """Views in lists: what is reduced of one must not be reduced in the memory of the other."""
+    """Views in lists: the reduction of one must not use the memory of the other."""
 
     def forward(self, x: Tensor) -> object:
         return x.unbind(0), x.split([1, 5]), torch.broadcast_tensors(x, x[:1]), torch.atleast_3d(x)
 
 
-def test_lists_of_views_of_terms() -> None:
+def test_lists_of_views_of_pending_sums() -> None:
     def go() -> None:
         style = STYLES["terms"]
         (x,) = numbers(0)

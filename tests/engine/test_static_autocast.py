@@ -1,4 +1,4 @@
-"""A static program under `amp` runs what torch's autocast runs: casts and dtypes that a model itself asks for, too."""
+"""A static program under `amp` equals torch's autocast, with the casts and dtypes of the model itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import meshwright as mw
 
 
 class Casts(nn.Module):
-    """Norms and losses as people write them: in float32, and back to whatever came."""
+    """Norms and losses with casts as in typical models: to float32, and back to the input's dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_it_is_autocast_to_the_bit_on_one_rank() -> None:
     assert found == losses(False, None, torch.bfloat16)
 
 
-def test_and_as_near_as_bfloat16_is_on_a_mesh() -> None:
+def test_it_is_as_near_as_bfloat16_on_a_mesh() -> None:
     mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
     one = losses(False, None, torch.bfloat16)
     assert all(found == pytest.approx(one, rel=2e-2) for found in mw.simulate(losses, 4, True, mesh, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Static programs where a rank has no piece: every rank takes part in every collective, as in eager mode."""
+"""Static programs in which a rank has an empty part: every rank takes part in every collective, as in eager mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 3
 
 
 class Attention(nn.Module):
-    """Attention of heads that are sharded, with a mask that is sharded otherwise."""
+    """Attention with sharded heads, with a mask that is sharded otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class Table(nn.Module):
-    """A lookup by a function that takes a table."""
+    """A lookup by a function with the table as argument."""
 
     def __init__(self, lookup: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_static_step_takes_ranks_without_a_piece(name: str) -> None:
+def test_a_static_step_runs_with_empty_parts(name: str) -> None:
     ids = torch.arange(RANKS * RANKS).view(RANKS, RANKS) % SIZE
 
     def losses(mark: Callable[[Any], Any], static: bool) -> list[float]:

@@ -1,4 +1,4 @@
-"""What cannot become a program gets an error of four parts, and the model stays as it was."""
+"""Models that cannot become a program get an error of four parts, and stay unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Base(nn.Module):
 
 
 def model(between: Callable[[Any, Tensor], Any]) -> type[Base]:
-    """A model with this between its layers."""
+    """Return a model with this function between its layers."""
 
     def then(self: Any, x: Tensor) -> Tensor:
         out = between(self, x)
@@ -198,7 +198,7 @@ def state(module: Any) -> Any:
 
 
 def refused(between: Callable[[Any, Tensor], Any], kind: type[mw.MeshwrightError], match: str) -> mw.MeshwrightError:
-    """The error, after which the model is what it was, and works eagerly and as a program without what was refused."""
+    """Return the error; check that the model is unchanged, and runs eagerly and, without refused code, as a program."""
 
     def go() -> mw.MeshwrightError:
         KEPT[:] = [
@@ -229,7 +229,7 @@ def test_side_effects(between: Any, match: str) -> None:
 
 
 @pytest.mark.parametrize("between", NUMBERS, ids=lambda b: b.__name__)
-def test_numbers_of_tensors(between: Any) -> None:
+def test_values_of_tensors_in_python(between: Any) -> None:
     error = refused(between, CaptureError, WITHOUT_NUMBERS)
     assert f"{__file__}:" in error.asked
     first = between.__code__.co_firstlineno
@@ -237,12 +237,12 @@ def test_numbers_of_tensors(between: Any) -> None:
 
 
 @pytest.mark.parametrize(("between", "kind", "match"), OTHERS, ids=[b.__name__ for b, *_ in OTHERS])
-def test_what_else_is_refused(between: Any, kind: Any, match: str) -> None:
+def test_other_refused_code(between: Any, kind: Any, match: str) -> None:
     refused(between, kind, match)
 
 
 class SetsOnce(Base):
-    """Settles an attribute in its first pass."""
+    """A model that sets an attribute in its first pass."""
 
     kind: str | None = None
 
@@ -253,7 +253,7 @@ class SetsOnce(Base):
 
 
 class GoesAnotherWayOnce(Base):
-    """Its first pass is another one than those behind it."""
+    """A model whose first pass differs from later ones."""
 
     first = True
 
@@ -263,7 +263,7 @@ class GoesAnotherWayOnce(Base):
         return x
 
 
-def test_what_the_first_pass_settles_stays() -> None:
+def test_attributes_set_in_the_first_pass_stay() -> None:
     def go() -> tuple[Any, ...]:
         module = mw.shard_layer(SetsOnce(), MESH)
         mw.to_static(module, None, None, torch.optim.SGD(module.parameters(), lr=0.1))(torch.ones(4, 3))
@@ -272,7 +272,7 @@ def test_what_the_first_pass_settles_stays() -> None:
     assert mw.simulate(go, 2) == [("numbers", {"x": [1], "rows": [4]})] * 2
 
 
-def test_a_first_pass_that_is_another_one_is_refused() -> None:
+def test_a_different_first_pass_is_refused() -> None:
     def go() -> bool:
         module = mw.shard_layer(GoesAnotherWayOnce(), MESH)
         with pytest.raises(SideEffectError, match="first"):
@@ -368,7 +368,7 @@ CASES: list[tuple[Callable[[], Any], type[mw.MeshwrightError], str]] = [
 
 
 @pytest.mark.parametrize(("act", "kind", "match"), CASES, ids=[c[0].__name__ for c in CASES])
-def test_what_cannot_be_a_step(act: Any, kind: Any, match: str) -> None:
+def test_invalid_training_steps_are_refused(act: Any, kind: Any, match: str) -> None:
     with pytest.raises(kind, match=match) as caught:
         on_two(act)
     assert all((caught.value.asked, caught.value.found, caught.value.why, caught.value.write))

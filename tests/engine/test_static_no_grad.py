@@ -1,4 +1,4 @@
-"""Weights and activations that a forward pass looks at without gradients first, under every option of a strategy."""
+"""Weights and activations that a forward pass first reads without gradients, under every option of a strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Glances(nn.Module):
-    """Scales by the size of what comes, which it looks at without gradients."""
+    """A model that scales by the size of its input, which it reads without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +65,6 @@ def trained(options: dict[str, Any] | None) -> Any:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_look_without_gradients_takes_none_away(name: str) -> None:
+def test_a_read_without_gradients_keeps_gradients(name: str) -> None:
     wanted = trained(None)
     mw.simulate(lambda: compare(trained(OPTIONS[name]), wanted, {"rtol": 1e-5, "atol": 1e-6}), 4)

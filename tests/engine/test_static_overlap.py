@@ -66,7 +66,7 @@ class TiedByData(Net):
 
 
 class OneRowEach(Net):
-    """Two buffers in one memory, none of whose elements is in both."""
+    """Two buffers in one memory with no common elements."""
 
     def __init__(self) -> None:
         super().__init__()

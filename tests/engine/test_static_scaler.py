@@ -16,8 +16,8 @@ import meshwright as mw
 STEPS, ROW = 5, 7
 MESH = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 SCALE = {"init_loss_scaling": 1024.0, "incr_every_n_steps": 2}
-Told = tuple[float, float]
-"""Loss, and scale behind the step."""
+StepReport = tuple[float, float]
+"""Loss, and scale after the step."""
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
@@ -34,7 +34,7 @@ def network() -> nn.Sequential:
 def batch(step: int, overflows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
     if step in overflows:
-        x[ROW] = 1e30  # a row that the last ranks of "dp" have
+        x[ROW] = 1e30  # a row of the last ranks of "dp"
     return x, torch.zeros(8, 8)
 
 
@@ -42,12 +42,12 @@ def whole(net: nn.Module) -> list[Tensor]:
     return [mw.unshard_dtensor(p.detach()).clone() for p in net.parameters()]
 
 
-def eager(overflows: tuple[int, ...], make: Make = OPTIMIZERS["adamw"]) -> tuple[list[Told], list[list[Tensor]]]:
-    """Torch's scaler on one device."""
+def eager(overflows: tuple[int, ...], make: Make = OPTIMIZERS["adamw"]) -> tuple[list[StepReport], list[list[Tensor]]]:
+    """Return the results of torch's scaler on one device."""
     net = network()
     optimizer = make(net.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    told, parameters = list[Told](), list[list[Tensor]]()
+    told, parameters = list[StepReport](), list[list[Tensor]]()
     for step in range(STEPS):
         x, y = batch(step, overflows)
         with torch.autocast("cpu", torch.float16):
@@ -62,7 +62,7 @@ def eager(overflows: tuple[int, ...], make: Make = OPTIMIZERS["adamw"]) -> tuple
 
 
 def stepping(make: Make = OPTIMIZERS["adamw"], pipeline: bool = False, **options: Any) -> mw.DistModel:
-    """A static model on two axes, of which the first cuts the batch or the layers."""
+    """Return a static model on two axes, of which the first shards the batch or the layers."""
     net = network()
     if pipeline:
         mw.split_pipeline(net, mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"]), ["2"])
@@ -75,9 +75,9 @@ def stepping(make: Make = OPTIMIZERS["adamw"], pipeline: bool = False, **options
     return mw.to_static(net, None, F.mse_loss, make(net.parameters()), strategy)
 
 
-def static(overflows: tuple[int, ...], **options: Any) -> tuple[list[Told], list[list[Tensor]]]:
+def static(overflows: tuple[int, ...], **options: Any) -> tuple[list[StepReport], list[list[Tensor]]]:
     model = stepping(**options)
-    told, parameters = list[Told](), list[list[Tensor]]()
+    told, parameters = list[StepReport](), list[list[Tensor]]()
     stages = mw.ProcessMesh([[0, 1], [2, 3]], ["pp", "dp"])
     homes = (stages["pp", 0], stages["pp", 1]) if options.get("pipeline") else (MESH, MESH)
     for step in range(STEPS):
@@ -121,8 +121,8 @@ def test_numbers_are_those_of_torchs_scaler_on_one_device(overflows: tuple[int, 
             assert before is None or all(map(torch.equal, before, found[1][step])), "an update was left out"
 
 
-def test_it_goes_on_from_torchs_scaler_and_back() -> None:
-    """One step by programs, with the state of torch's scaler; which then goes on with theirs."""
+def test_it_continues_from_torchs_scaler_and_back() -> None:
+    """One step by programs starts with the state of torch's scaler, which then continues with their state."""
 
     def go() -> tuple[dict[str, Any], dict[str, Any]]:
         model = stepping()
@@ -191,8 +191,8 @@ def test_evaluation_has_no_scale_and_gradients_of_half_parameters_are_refused() 
     mw.simulate(go, 4)
 
 
-def test_small_gradients_survive_by_the_scale_alone() -> None:
-    """Below what float16 can hold: without the scale nothing would change."""
+def test_small_gradients_survive_only_with_the_scale() -> None:
+    """The gradients are too small for float16: without the scale nothing would change."""
 
     def moved(scale: float) -> float:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Batches of changing sizes: recorded again a few times, then never, with eager mode's numbers."""
+"""Batches of changing sizes: recorded again a few times, then never, with the numbers of eager mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = [(8, 6), (8, 6), (4, 6), (12, 10), (6, 5), (4, 4), (16, 9)]
 
 
 class Model(nn.Module):
-    """Asks for sizes in Python: positions by `arange`, a flattening of batch and sequence."""
+    """A model that reads sizes in Python: positions by `arange`, a flattening of batch and sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ def test_changing_sizes_are_recorded_three_times() -> None:
     assert static[1] == 3  # the first sizes; another batch; another length
 
 
-def test_there_are_at_most_so_many_programs() -> None:
+def test_the_number_of_programs_is_bounded() -> None:
     with pytest.raises(StaticError, match="max_programs"):
         mw.simulate(lambda: losses(True, SIZES, most=1), 4)
 
 
-def test_a_size_that_is_compared_is_recorded_for_both_answers() -> None:
+def test_a_compared_size_is_recorded_for_both_outcomes() -> None:
     class Long(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -91,21 +91,21 @@ class Scaled(nn.Module):
 
 
 class Reshaped(Scaled):
-    """A reshape to sizes that Python asked for, which may be those that the tensor has."""
+    """A reshape to sizes read in Python, which may be the tensor's own sizes."""
 
     def forward(self, x_nd: Tensor) -> Tensor:
         return x_nd.reshape(*x_nd.shape[:-1], x_nd.shape[-1]) * self.scale
 
 
 class Chosen(Scaled):
-    """Rows by numbers that count over the whole batch, of which a rank holds a part."""
+    """Rows by indices into the whole batch, of which a rank holds a part."""
 
     def forward(self, x_nd: Tensor) -> Tensor:
         return x_nd[torch.tensor([3, 0, 1])] * self.scale
 
 
 @pytest.mark.parametrize("kind", [Reshaped, Chosen])
-def test_sizes_that_change_of_a_batch_that_is_cut(kind: type[Scaled]) -> None:
+def test_changing_sizes_of_a_sharded_batch(kind: type[Scaled]) -> None:
     def run() -> int:
         dist_model = mw.to_static(mw.shard_layer(kind(), MESH)).eval()
         for n in (8, 16, 24, 12):
@@ -118,7 +118,7 @@ def test_sizes_that_change_of_a_batch_that_is_cut(kind: type[Scaled]) -> None:
 
 
 class Mean(Scaled):
-    """What it gives depends on every size."""
+    """A model whose output depends on every size."""
 
     def forward(self, x_nd: Tensor) -> Tensor:
         return (x_nd * self.scale.sum()).sum() / x_nd.numel()
@@ -128,11 +128,11 @@ class Mean(Scaled):
     ("sizes", "ranks"),
     [
         ([(8, 4), (5, 4), (7, 4), (3, 4), (12, 4), (16, 4)], 4),  # 5 rows are no multiple of the ranks
-        ([(8, 4), (1, 4), (5, 4), (6, 4)], 1),  # one row is no symbol
-        ([(8, 8), (6, 6), (6, 10), (10, 6), (4, 4)], 4),  # rows and columns that are as many once
+        ([(8, 4), (1, 4), (5, 4), (6, 4)], 1),  # a size of one is not symbolic
+        ([(8, 8), (6, 6), (6, 10), (10, 6), (4, 4)], 4),  # equal numbers of rows and columns in one batch
     ],
 )
-def test_a_program_is_for_sizes_that_it_was_recorded_for(sizes: list[tuple[int, int]], ranks: int) -> None:
+def test_a_program_runs_only_for_its_recorded_sizes(sizes: list[tuple[int, int]], ranks: int) -> None:
     def run() -> None:
         mesh = mw.ProcessMesh(list(range(ranks)), ["dp"])
         dist_model = mw.to_static(mw.shard_layer(Mean(), mesh)).eval()

@@ -1,4 +1,4 @@
-"""Training by programs: optimizers, schedules, states; and going on eagerly, in evaluation, and again."""
+"""Training by programs: optimizers, schedules, states, and the change to eager mode, evaluation, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .static_oracle import Base, BatchNorm, Job, Make, check, eager, laid, norme
 
 
 class Counting(torch.optim.Optimizer):
-    """An optimizer of the user's, with a counter that is a Python number and an option that is a tensor."""
+    """A user-defined optimizer, with a counter that is a Python number and an option that is a tensor."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "scale": torch.tensor(2.0)})
@@ -34,14 +34,14 @@ class Counting(torch.optim.Optimizer):
 
 
 def in_groups(parameters: Any) -> torch.optim.Optimizer:
-    """Two groups, of which the second learns less and forgets more."""
+    """Return an optimizer with two groups; the second has a lower rate and a larger decay."""
     first, *rest = parameters
     groups = [{"params": [first]}, {"params": rest, "lr": 0.01, "weight_decay": 0.1}]
     return mw.shard_optimizer(torch.optim.AdamW(groups, lr=0.1))
 
 
 def clipped(parameters: Any) -> torch.optim.Optimizer:
-    """Gradients are clipped before each step."""
+    """Return an optimizer that clips gradients before each step."""
 
     def clip(optimizer: Any, *_: Any) -> None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_rules_of_optimizers(name: str) -> None:
+def test_update_rules_of_optimizers(name: str) -> None:
     check(Job(Base, numbers), STYLES["columns"] if name != "Adafactor" else STYLES["rows"], OPTIMIZERS[name])
 
 
@@ -95,7 +95,7 @@ def test_schedules(name: str) -> None:
     mw.simulate(lambda: compare(run("static"), wanted, {"rtol": 1e-4, "atol": 1e-6}), 4)
 
 
-def test_states_are_loaded_and_steps_go_on_either_way() -> None:
+def test_loaded_states_continue_in_both_modes() -> None:
     def run(static: bool) -> Any:
         torch.manual_seed(3)
         module = laid(BatchNorm(), STYLES["rows"])
@@ -176,8 +176,8 @@ def test_there_are_no_more_collectives_than_in_eager_mode() -> None:
     mw.simulate(go, 4)
 
 
-def test_the_layout_of_states_that_the_user_chooses() -> None:
-    """ZeRO by `shard_optimizer`: states are cut where parameters are not."""
+def test_the_user_chooses_the_layout_of_states() -> None:
+    """ZeRO by `shard_optimizer`: states are sharded, parameters are not."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return mw.shard_optimizer(
@@ -187,8 +187,8 @@ def test_the_layout_of_states_that_the_user_chooses() -> None:
     same_as_eager(Job(Base, numbers), STYLES["whole"], make)
 
 
-def test_running_statistics_of_channels_that_ranks_do_not_divide() -> None:
-    """Where a rank's channels begin is a number that no program may ask about: the last rank has fewer."""
+def test_running_statistics_of_uneven_channels() -> None:
+    """The first channel of a rank is a number that no program may read: the last rank has fewer channels."""
 
     def train(mesh: mw.ProcessMesh | None) -> list[Tensor]:
         torch.manual_seed(0)

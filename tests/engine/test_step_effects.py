@@ -1,4 +1,4 @@
-"""What a step of an optimizer may not change, because a program would change it once."""
+"""Effects of an optimizer's step that are refused, because a program would have them only once."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_step_on_other_states_is_refused(make: Callable[..., Optimizer]) -> No
         mw.simulate(_one_step, 1, make)
 
 
-def test_what_a_refused_step_changed_is_put_back() -> None:
+def test_changes_of_a_refused_step_are_undone() -> None:
     calls = list[int]()
 
     def go() -> list[int]:
@@ -109,7 +109,7 @@ def test_what_a_refused_step_changed_is_put_back() -> None:
 
 
 class _Scaled(SGD):
-    """Scales the rate of a parameter by an attribute of the parameter and by its number in the group."""
+    """An optimizer that scales the rate of a parameter by its attribute and by its number in the group."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -120,7 +120,7 @@ class _Scaled(SGD):
 
 
 def _losses(static: bool, net: nn.Module, optimizer: Optimizer, before: Callable[[int], None]) -> list[float]:
-    """The losses of four steps, static or eager; `before` is called before each."""
+    """Return the losses of four steps, static or eager; `before` is called before each."""
     step = mw.to_static(net, None, F.mse_loss, optimizer)
     x, y, found = torch.ones(2, 4), torch.zeros(2, 2), list[float]()
     for at in range(4):
@@ -139,7 +139,7 @@ def _check_equal(losses: Callable[[bool], list[float]]) -> None:
     assert static == pytest.approx(eager, rel=1e-5)
 
 
-def test_a_step_sees_attributes_and_numbers_of_parameters() -> None:
+def test_a_step_uses_attributes_and_numbers_of_parameters() -> None:
     def losses(static: bool) -> list[float]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -151,7 +151,7 @@ def test_a_step_sees_attributes_and_numbers_of_parameters() -> None:
     _check_equal(losses)
 
 
-def test_an_element_of_an_option_that_changed_is_recorded_anew() -> None:
+def test_a_changed_element_of_an_option_is_recorded_again() -> None:
     def losses(static: bool) -> list[float]:
         torch.manual_seed(0)
         net = nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""Every option of a strategy: seen in the program, with the numbers kept; or refused with a reason; and TOML."""
+"""Options of a strategy: each shows in the program with the same numbers, or is refused with a reason; and TOML."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OFF: dict[str, Any] = {
 
 
 def run(strategy: mw.Strategy) -> tuple[list[float], Program, dict[str, Any]]:
-    """Losses of three steps, the program, and how the first big matrix and its states lie."""
+    """Return the losses of three steps, the program, and the layout of the first big matrix and its states."""
 
     def rank() -> Any:
         mesh = mw.ProcessMesh(np.arange(4).reshape(1, 2, 2), ["pp", "dp", "tp"])
@@ -89,7 +89,7 @@ def test_buckets_and_shared_conversions_are_on_by_default(plain: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sharding_cuts_states_gradients_and_parameters(stage: int, plain: Any) -> None:
+def test_sharding_shards_states_gradients_and_parameters(stage: int, plain: Any) -> None:
     losses, program, lies = run(mw.Strategy(sharding=Sharding(True, stage, least=64), **PLAIN))
     assert losses == pytest.approx(plain[0], rel=1e-5)
     cut = "f32[32@tp@dp, 32]"
@@ -123,7 +123,7 @@ def test_recompute_keeps_the_numbers(how: dict[str, Any], plain: Any) -> None:
     assert any(c.by == "recompute" for c in program.changes)
 
 
-def test_fused_passes_find_what_the_model_writes_out(plain: Any) -> None:
+def test_fusing_passes_find_plain_operators_of_the_model(plain: Any) -> None:
     losses, _, _ = run(mw.Strategy(fused_passes=FusedPasses(True), **PLAIN))
     assert losses == pytest.approx(plain[0], rel=1e-5)
 
@@ -149,19 +149,19 @@ def test_a_batch_in_pieces_reduces_gradients_once(plain: Any) -> None:
 
 
 @pytest.mark.parametrize("option", ["foreach", "release"])
-def test_updates_are_grouped_or_done_early(option: str, plain: Any) -> None:
+def test_updates_are_grouped_or_made_early(option: str, plain: Any) -> None:
     losses, program, _ = run(mw.Strategy.of(**{**OFF, option: True}))
     assert losses == plain[0]
     assert any(c.by == option for c in program.changes)
 
 
-def test_early_release_takes_the_place_of_grouping() -> None:
+def test_early_release_replaces_grouping() -> None:
     passes = [p.name for p in mw.Strategy(release=True).passes_on("recorded")]
     assert "release" in passes
     assert "foreach" not in passes
 
 
-def test_own_passes_come_last(plain: Any) -> None:
+def test_user_defined_passes_run_last(plain: Any) -> None:
     losses, program, _ = run(mw.Strategy(passes=(Bucket(bytes=4096),), **PLAIN))
     assert losses == plain[0]
     assert [c.by for c in program.changes][-1] == "bucket"
@@ -191,7 +191,7 @@ def test_own_passes_come_last(plain: Any) -> None:
         (lambda: strategy_from_toml("[sharding"), "TOML"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], Any], word: str) -> None:
+def test_impossible_options_are_refused(make: Callable[[], Any], word: str) -> None:
     with pytest.raises(StrategyError, match=word):
         make()
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], word: str) -> None:
         mw.Strategy.of(amp={"enable": True, "dtype": "float16", "init_loss_scaling": 8.0, "incr_every_n_steps": 3}),
     ],
 )
-def test_toml_and_back(strategy: mw.Strategy) -> None:
+def test_a_strategy_is_written_to_toml_and_read_back(strategy: mw.Strategy) -> None:
     assert strategy_from_toml(strategy_to_toml(strategy)) == strategy
 
 
@@ -216,7 +216,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
 @given(schedule=TEXT, layers=st.lists(TEXT, min_size=1), axes=st.lists(TEXT), budget=st.floats(allow_nan=False))
 def test_any_text_in_a_strategy_is_read_back(schedule: str, layers: list[str], axes: list[str], budget: float) -> None:
-    """The table of a schedule has several lines; TOML is read from a file, too."""
+    """The table of a schedule has several lines; TOML is also read from a file."""
     strategy = mw.Strategy(
         pipeline=Pipeline(schedule_mode=schedule),
         recompute=Recomputing(True, layers=tuple(layers)),

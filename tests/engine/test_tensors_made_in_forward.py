@@ -1,4 +1,4 @@
-"""Tensors that a forward pass makes of numbers and writes to: each call makes them anew, as on one device."""
+"""Tensors that a forward pass makes from numbers and writes to: each call makes new ones, as on one device."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _trained(act: Callable[[Any, Tensor], Tensor], mesh: mw.ProcessMesh | None) 
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_each_call_makes_them_anew(act: Callable[[Any, Tensor], Tensor]) -> None:
+def test_each_call_makes_new_tensors(act: Callable[[Any, Tensor], Tensor]) -> None:
     for found in mw.simulate(_trained, 2, act, mw.ProcessMesh([0, 1], ["dp"])):
         torch.testing.assert_close(found, _trained(act, None), rtol=1e-5, atol=1e-5)
 

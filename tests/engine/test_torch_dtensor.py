@@ -1,4 +1,4 @@
-"""To torch's DTensor and back, on a process group that has no peers."""
+"""Conversion to torch's DTensor and back, on a process group without peers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLACEMENTS = [
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=repr)
-def test_there_and_back_is_the_same_tensor(placements: list[Any]) -> None:
+def test_a_round_trip_gives_the_same_tensor(placements: list[Any]) -> None:
     x = mw.shard_tensor(torch.arange(15.0).reshape(5, 3), MESH, placements)
     there = mw.to_torch_dtensor(x)
     assert there.shape == x.shape
@@ -61,7 +61,7 @@ def test_gradients_pass() -> None:
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("text", ["[4@tp@dp, :]", "[2 * 2@tp, :]", "[:, :] +tp:any"])
-def test_what_dtensor_cannot_say(text: str) -> None:
+def test_layouts_unknown_to_dtensor_are_refused(text: str) -> None:
     x = mw.shard_tensor(torch.ones(4, 6).bool(), MESH, [])
     x = redistribute(x, MESH, parse_layout(text))
     with pytest.raises(TorchDTensorError, match=r"fix:   call mw\.reshard"):
@@ -69,7 +69,7 @@ def test_what_dtensor_cannot_say(text: str) -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_varying_repetition_is_repetition() -> None:
+def test_varying_replication_becomes_replication() -> None:
     x = mw.shard_tensor(torch.ones(4, 6), MESH, [])
     x = redistribute(x, MESH, x.spec.layout.with_varying(["dp"]))
     assert mw.from_torch_dtensor(mw.to_torch_dtensor(x)).spec.layout.varying == ()

@@ -1,4 +1,4 @@
-"""`trace_comm`: every call in order, by the line and the module that need it, forward and backward."""
+"""`trace_comm`: every call in order, with the line and the module that need it, forward and backward."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def step() -> tuple[CommTrace, int, list[str]]:
     return trace, current_communicator().seen.total_received - before, [str(call) for call in calls]
 
 
-def test_each_call_is_told_by_the_line_that_needs_it() -> None:
+def test_each_call_has_the_line_that_needs_it() -> None:
     for rank, (trace, received, calls) in enumerate(mw.simulate(step, 4)):
         assert trace.rank == rank
         assert trace.received == received
@@ -75,7 +75,7 @@ def test_it_prints_a_table_and_json() -> None:
     assert str(CommTrace(0)) == "rank 0: no communication"
 
 
-def test_calls_that_are_no_conversion_are_told_by_their_ranks() -> None:
+def test_other_calls_are_listed_with_their_ranks() -> None:
     def program() -> CommTrace:
         with mw.trace_comm() as trace:
             current_communicator().barrier((0, 1, 2))
@@ -94,7 +94,7 @@ def test_calls_that_are_no_conversion_are_told_by_their_ranks() -> None:
     assert trace.calls[1].axes == ("dp", "tp") or trace.calls[1].axes == ("tp",)
 
 
-def test_gradients_of_what_ran_before_say_where_they_run() -> None:
+def test_gradients_of_earlier_calls_name_the_backward_line() -> None:
     def program() -> tuple[CommTrace, int]:
         w = mw.shard_tensor(torch.ones(8, 4), MESH, [mw.Replicate(), mw.Shard(0)]).requires_grad_()
         x = mw.shard_tensor(torch.ones(6, 8, requires_grad=True), MESH, [mw.Shard(0), mw.Shard(1)])
@@ -108,6 +108,6 @@ def test_gradients_of_what_ran_before_say_where_they_run() -> None:
     trace, asking = mw.simulate(program, 4)[0]
     assert asking >= 1
     assert _Asking.count == 0
-    line = line_of(test_gradients_of_what_ran_before_say_where_they_run, "out." + "backward()")
+    line = line_of(test_gradients_of_earlier_calls_name_the_backward_line, "out." + "backward()")
     assert all(call.line == line for call in trace.calls if call.stage == "backward")
     assert [call.stage for call in trace.calls][-1] == "gradients"

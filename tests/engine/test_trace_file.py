@@ -49,7 +49,7 @@ def eager() -> CommTrace:
 
 
 def third_step(step: mw.DistModel, x: Tensor) -> CommTrace:
-    """Of a program that has its states: the optimizer's are made in the first step."""
+    """Return the trace of the third step, because the first one makes the optimizer's states."""
     for _ in range(2):
         step(x, x)
     with mw.trace_comm() as trace:
@@ -107,7 +107,7 @@ def test_a_file_is_a_trace_of_all_ranks(program: Callable[[], CommTrace], tmp_pa
 
 
 def assert_nested(events: Events) -> None:
-    """Each event of a row ends before the next begins, or within it."""
+    """Check that each event of a row ends before the next begins, or within it."""
     for e, after in pairwise(sorted(events, key=lambda e: (e["ts"], -e["dur"]))):
         apart = after["ts"] >= e["ts"] + e["dur"] - 0.01
         inside = after["ts"] + after["dur"] <= e["ts"] + e["dur"] + 0.01
@@ -128,7 +128,7 @@ def test_modules_are_named_forward_and_backward(tmp_path: Path) -> None:
         assert "AllReduce(tp) 1.a" in names(events, rank, "all_reduce")
 
 
-def test_a_program_is_named_and_its_collectives_are_the_modules(tmp_path: Path) -> None:
+def test_a_program_is_named_and_its_collectives_have_module_names(tmp_path: Path) -> None:
     events = events_of(static, tmp_path / "trace.json")
     for rank in range(4):
         assert names(events, rank, "program") == ["program train Sequential"]
@@ -150,7 +150,7 @@ def test_a_pipelines_actions_are_named_by_microbatch_and_modules(tmp_path: Path)
     assert names(events, 0, "forward").count("forward 0.a") == 4
 
 
-def test_a_trace_costs_nothing_behind_its_block() -> None:
+def test_a_trace_costs_nothing_after_its_block() -> None:
     def program() -> int:
         model = net()
         with mw.trace_comm() as trace:
@@ -163,7 +163,7 @@ def test_a_trace_costs_nothing_behind_its_block() -> None:
     assert not torch.nn.modules.module._global_forward_hooks
 
 
-def test_a_file_replaces_another_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_replaces_another_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json"
     path.write_text("old")
 

@@ -1,4 +1,4 @@
-"""The loop: a stopped run goes on as if it had not been, tells what it does, and refuses updates that are none."""
+"""The training loop: a stopped run resumes exactly, reports its steps, and refuses invalid updates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def marks(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
 
 
 def run(mesh: Any, how: mw.Training, split: bool = False, **more: Any) -> Any:
-    """Losses, whole parameters, and how it ended."""
+    """Return the losses, whole parameters, and the end of the run."""
     net = network()
     data: Any = samples()
     if mesh is not None:
@@ -72,7 +72,7 @@ def quiet(steps: int, folder: Path | None = None, **how: Any) -> mw.Training:
 
 @pytest.mark.parametrize("where", [ONE, FOUR], ids=["one device", "four ranks"])
 @pytest.mark.parametrize("other", [ONE, FOUR, ([0, 1, 2], ["dp"])], ids=["one", "four", "three"])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(where: Any, other: Any, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_exactly(where: Any, other: Any, tmp_path: Path) -> None:
     losses, parameters, _ = on(where, quiet(STEPS, clip=1.0))
     first, _, _ = on(where, quiet(3, tmp_path, clip=1.0))
     later, found, end = on(other, quiet(STEPS, tmp_path, clip=1.0), split=True)
@@ -85,7 +85,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(where: Any, other:
     assert on(other, quiet(STEPS, tmp_path))[0] == ()
 
 
-def test_the_log_has_a_line_for_everything(tmp_path: Path) -> None:
+def test_the_log_has_a_line_for_every_event(tmp_path: Path) -> None:
     how = quiet(4, tmp_path, save_every=2, evaluate_every=3, device="H100", flops=1e9, plan="by hand", keep=1)
     seen: list[Any] = []
     on(FOUR, how, evaluation=[samples()[:]], tell=seen.append)
@@ -124,7 +124,7 @@ def test_the_log_has_a_line_for_everything(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000004"]
 
 
-def test_the_banner_tells_what_a_plan_predicts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_banner_has_the_prediction_of_a_plan(capfd: pytest.CaptureFixture[str]) -> None:
     plan = MeshPlan(mw.ProcessMesh(*FOUR), {}, seconds=0.5, nbytes=2e9)
     seen: list[Any] = []
     on(FOUR, mw.Training(2, plan=plan), tell=seen.append)
@@ -136,7 +136,7 @@ def test_the_banner_tells_what_a_plan_predicts(capfd: pytest.CaptureFixture[str]
     assert shown.count("end at step 2") == 1  # rank 0 alone
 
 
-def test_curves_are_drawn_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_are_drawn_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
 
     class SummaryWriter:
@@ -189,7 +189,7 @@ def test_numbers_are_those_of_plain_torch() -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_all_ranks_stop_before_an_update_that_is_none() -> None:
+def test_all_ranks_stop_before_a_non_finite_update() -> None:
     """The second batch has an infinite number in a row that one rank holds."""
 
     def go() -> Any:
@@ -223,7 +223,7 @@ def values(layer: nn.Module) -> list[Any]:
     return [mw.unshard_dtensor(p.detach()).tolist() for p in layer.parameters()]
 
 
-def test_a_pipeline_and_a_batch_by_names(tmp_path: Path) -> None:
+def test_a_pipeline_takes_a_batch_by_names(tmp_path: Path) -> None:
     def go(begin: int, steps: int) -> tuple[float, ...]:
         mesh = mw.ProcessMesh([0, 1], ["pp"])
         torch.manual_seed(0)
@@ -252,7 +252,7 @@ def test_a_pipeline_and_a_batch_by_names(tmp_path: Path) -> None:
     assert end.losses[2] < end.losses[0]
 
 
-def test_a_folder_with_a_run_in_it_is_not_written_over(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     on(ONE, quiet(1, tmp_path))
     with pytest.raises(TrainingError, match="another folder"):
         on(ONE, quiet(1, tmp_path, resume=False))

@@ -538,7 +538,7 @@ def _nested(lay: Lay) -> Any:
 @QUIET
 @pytest.mark.parametrize("style", MESHES)
 @pytest.mark.parametrize("row", WORKS)
-def test_it_gives_the_numbers_of_one_device(row: str, style: str) -> None:
+def test_transforms_give_the_numbers_of_one_device(row: str, style: str) -> None:
     for program in WORKS[row]:
         torch.compiler.reset()
         check(program, MESHES[style], rtol=1e-4, atol=1e-5)
@@ -547,17 +547,17 @@ def test_it_gives_the_numbers_of_one_device(row: str, style: str) -> None:
 @QUIET
 @pytest.mark.parametrize("style", ["one rank", "uneven", "terms"])
 @pytest.mark.parametrize("row", REFUSED)
-def test_it_is_refused_with_one_clear_error(row: str, style: str) -> None:
+def test_unsupported_transforms_give_one_clear_error(row: str, style: str) -> None:
     for program, error in REFUSED[row]:
         torch.compiler.reset()
         started = time.process_time()
         with pytest.raises(error, match="fix: "):
             mw.simulate(run, MESHES[style].ranks, program, LayOut(MESHES[style]))
         gc.collect()
-        assert time.process_time() - started < 10  # a search that does not end
+        assert time.process_time() - started < 10  # the search does not end
 
 
-def test_the_page_has_a_row_for_each() -> None:
+def test_the_page_has_a_row_for_each_transform() -> None:
     rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     told = {name.strip(" `"): what.strip() for name, what in rows}
     for row in WORKS:

@@ -1,4 +1,4 @@
-"""`torch.func` on distributed tensors: what it gives on one device, whatever comes in and is used beside."""
+"""`torch.func` on distributed tensors: the results of one device, with all kinds of inputs and captured tensors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ FORWARD = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 @FORWARD
 @pytest.mark.parametrize("make", [jacfwd, hessian])
-def test_forward_mode_of_what_is_whole(make: Any) -> None:
+def test_forward_mode_of_replicated_tensors(make: Any) -> None:
     def run(lay: Lay) -> Any:
         net = lay.module(nn.Linear(6, 4))
         return make(lambda x: net(x).tanh().sum())(torch.randn(6))
@@ -76,13 +76,13 @@ def test_forward_mode_of_what_is_whole(make: Any) -> None:
 
 
 @FORWARD
-def test_forward_mode_takes_its_tensors_in_first() -> None:
+def test_forward_mode_of_distributed_arguments() -> None:
     check(lambda lay: jvp(torch.sin, (lay(torch.ones(4, 4)),), (lay(torch.ones(4, 4)),)), STYLES["rows"])
 
 
 @FORWARD
 @pytest.mark.parametrize("style", STYLES)
-def test_forward_mode_of_what_is_used_beside(style: str) -> None:
+def test_forward_mode_of_captured_tensors(style: str) -> None:
     def run(lay: Lay) -> Any:
         w = lay(torch.randn(4, 4))
         return jvp(lambda x: w @ x, (torch.randn(4),), (torch.randn(4),))
@@ -107,7 +107,7 @@ def test_ranks_may_leave_forward_mode_at_different_times() -> None:
         assert found.tolist() == [[2.0] * 4, [3.0] * 4]
 
 
-def test_an_error_inside_forward_mode_is_the_one_that_is_raised() -> None:
+def test_an_error_inside_forward_mode_is_raised_unchanged() -> None:
     mesh = mw.ProcessMesh([0, 1], ["x"])
 
     def run() -> None:
@@ -121,7 +121,7 @@ def test_an_error_inside_forward_mode_is_the_one_that_is_raised() -> None:
         pass
 
 
-def test_what_a_transform_would_lose_is_refused() -> None:
+def test_writes_that_a_transform_would_lose_are_refused() -> None:
     def run() -> None:
         seen = mw.shard_tensor(torch.ones(4, 4), STYLES["rows"].mesh, [mw.Shard(0)])
         vmap(lambda x: seen.add_(1).sum() + x)(torch.ones(4))
@@ -135,7 +135,7 @@ class Transformed(Base):
         return vmap(grad(lambda row: self.b(row.tanh()).square().sum()))(x)
 
 
-def test_programs_have_no_transforms() -> None:
+def test_transforms_in_programs_are_refused() -> None:
     def run() -> None:
         mw.to_static(laid(Transformed(), STYLES["rows"]))(*numbers(0))
 
@@ -145,7 +145,7 @@ def test_programs_have_no_transforms() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.func runs on whole tensors")
 @pytest.mark.parametrize("name", ["vmap", "grad", "jacrev", "beside parts"])
-def test_parameters_that_are_gathered_inside_a_transform(name: str) -> None:
+def test_parameters_gathered_inside_a_transform(name: str) -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 
     def gradients(laid: bool) -> list[Tensor]:

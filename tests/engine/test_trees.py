@@ -1,4 +1,4 @@
-"""Trees through programs: batches and results of any form, in one program and piece by piece."""
+"""Trees through programs: batches and results of any structure, in one program and piece by piece."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 
 class Layer(nn.Module):
-    """Takes any batch of two tensors and a number, and gives a tree."""
+    """A layer that takes any batch of two tensors and a number, and returns a tree."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def rows(n: int = 4) -> Tensor:
 
 
 @pytest.mark.parametrize("form", BATCHES)
-def test_programs_number_the_leaves_of_a_batch_as_they_are_counted(form: str) -> None:
+def test_programs_number_the_leaves_of_a_batch_in_order(form: str) -> None:
     x, y = rows(), -rows()
     wanted = [t.detach() for t in tensors_in(Layer()((x, 3, y)))]
 
@@ -64,7 +64,7 @@ def test_programs_number_the_leaves_of_a_batch_as_they_are_counted(form: str) ->
 
 
 class InPieces(nn.Module):
-    """What is asked of a tensor in Python stands between programs."""
+    """A model that reads a tensor in Python between programs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class InPieces(nn.Module):
         return found["out"][0].sum() + found["more"][0].sum()
 
 
-def test_a_piece_gives_a_tree_and_its_gradients() -> None:
+def test_a_piece_returns_a_tree_with_gradients() -> None:
     def go(static: bool) -> Any:
         model = mw.shard_layer(InPieces(), MESH)
         x = mw.shard_tensor(rows(), MESH, ROWS)
@@ -95,7 +95,7 @@ def test_a_piece_gives_a_tree_and_its_gradients() -> None:
 
 
 class Named(nn.Module):
-    """A function of local parts that gives a dict, which stays plain."""
+    """A function of local parts that returns a dict, which stays plain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Named(nn.Module):
         return first.sum() * found["n"]
 
 
-def test_a_function_of_local_parts_gives_a_mapping() -> None:
+def test_a_function_of_local_parts_returns_a_mapping() -> None:
     def go() -> Any:
         torch.manual_seed(0)
         model = mw.shard_layer(Named(), MESH)

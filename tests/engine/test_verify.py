@@ -1,4 +1,4 @@
-"""`verify`: equal where a model on a mesh is right; the right module where a rule or a local function is wrong."""
+"""`verify`: equal for a right model on a mesh; names the module of a wrong rule or a wrong local function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMS = {"*.up": mw.ColwiseParallel(), "*.down": mw.RowwiseParallel()}
 
 
 class Twice(torch.autograd.Function):
-    """The identity, whose gradient is twice what it should be."""
+    """The identity, with twice the right gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Twice(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Three places to be wrong in: between its layers, forward or backward, and in its own result."""
+    """Three places for a fault: between its layers, forward or backward, and in its own result."""
 
     def __init__(self, wrong: str = "") -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_a_right_model_is_equal(shape: tuple[int, int]) -> None:
     found.check()
 
 
-def test_the_callers_random_numbers_go_on_as_if_nothing_had_been() -> None:
+def test_the_callers_random_state_is_unchanged() -> None:
     model, state = net(""), torch.get_rng_state()
     mw.verify(model, [torch.ones(4, 6, dtype=torch.float64)], mesh=MESH, marks=mw.Parallelism(SUMS))
     assert torch.equal(state, torch.get_rng_state())
@@ -117,7 +117,7 @@ def test_a_wrong_rule_is_found() -> None:
     assert "1 (Scales)" in found.first.look
 
 
-def test_marks_a_loss_and_a_batch_that_is_laid() -> None:
+def test_verify_with_marks_a_loss_and_a_distributed_batch() -> None:
     def marks(model: nn.Module, mesh: mw.ProcessMesh) -> None:
         mw.shard_layer(model, mesh, lambda _, layer, mesh: None)
 
@@ -156,7 +156,7 @@ def test_an_error_names_the_module() -> None:
     assert caught.value.__notes__[0].endswith(" in 1")
 
 
-def test_what_cancels_is_no_difference() -> None:
+def test_rounding_by_cancellation_is_no_difference() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5))
     torch.manual_seed(0)
     assert mw.verify(model, [torch.randn(5, 4)], mesh=MESH, marks=mw.Parallelism()).equal

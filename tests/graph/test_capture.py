@@ -1,4 +1,4 @@
-"""What capture writes down: results that are arguments are no writes."""
+"""Captured programs: results that are arguments are no writes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 from meshwright.graph import CaptureError, capture
 
 
-def test_a_cast_that_changes_nothing_writes_nothing() -> None:
+def test_a_cast_to_the_same_dtype_writes_nothing() -> None:
     program = capture(nn.Identity(), lambda x: x.float() + 1, [torch.ones(3)]).program
     assert not program.writes
 
 
-def test_a_loss_leaves_its_labels_alone() -> None:
+def test_a_loss_does_not_write_to_its_labels() -> None:
     program = capture(nn.Identity(), F.mse_loss, [torch.ones(3), torch.zeros(3)]).program
     assert not program.writes
 
@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
         return state
 
 
-def test_a_loop_that_makes_too_many_operators_is_refused_with_its_line() -> None:
+def test_a_loop_with_too_many_operators_is_refused_with_its_line() -> None:
     model = Recurrent()
     with pytest.raises(
         CaptureError, match=r"of at most 100 operators\n.*101 from .*test_capture\.py.*\n.*a Python loop"
@@ -41,8 +41,8 @@ def test_a_loop_that_makes_too_many_operators_is_refused_with_its_line() -> None
     assert len(capture(model, model, [torch.ones(5, 3)], most=100).program.nodes) <= 100
 
 
-def test_shapes_that_do_not_fit_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """torch writes to its log what fails on tensors without elements, and raises it as well."""
+def test_shapes_that_do_not_fit_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """torch writes the error about tensors without elements to its log, and raises it as well."""
     module = nn.Linear(4, 4)
     with pytest.raises(RuntimeError, match=r"shapes|dim"):
         capture(module, module, (torch.ones(2, 5),))

@@ -1,4 +1,4 @@
-"""Layouts completed from marks: forward, backward, by cost; as a table that parses back."""
+"""Layouts completed from marks, forward, backward and by cost, as a table that parses back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layouts(model: nn.Module, call: Callable[..., Any], *batch: Tensor) -> dict[
     return {name: repr(spec) for name, spec in found.specs.items()}
 
 
-def test_a_mark_inside_reaches_what_comes_before_and_behind() -> None:
+def test_a_mark_reaches_earlier_and_later_values() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     reshard = mw.reshard  # looked up before the capture: an import during it may draw random numbers
 
@@ -48,8 +48,8 @@ def test_a_mark_inside_reaches_what_comes_before_and_behind() -> None:
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.1])
-def test_marks_pass_what_draws_random_numbers(drop: float) -> None:
-    """Dropout between two matrices, and inside of attention: cut as they are without it."""
+def test_marks_propagate_through_random_operators(drop: float) -> None:
+    """Dropout between two matrices, and inside of attention: sharded as without it."""
     q, out, up, down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
     model = nn.ModuleDict({"q": q, "out": out, "up": up, "down": down})
     for layer in (q, up):
@@ -65,7 +65,7 @@ def test_marks_pass_what_draws_random_numbers(drop: float) -> None:
     assert found["linear_3"] == "f32[2, 6, 8] +tp"
 
 
-def test_marked_first_matrices_tell_how_the_second_ones_lie() -> None:
+def test_marks_of_first_matrices_decide_the_layout_of_second_ones() -> None:
     model = Llama(SMALL)
     for block in model.blocks:
         for layer in (block.attention.q, block.attention.k, block.attention.v, block.feed_forward.gate):
@@ -85,7 +85,7 @@ def test_a_conflict_is_settled_by_bytes_and_not_by_order() -> None:
             self.table, self.first = nn.Parameter(torch.zeros(64, 8)), first
 
         def forward(self, rows: Tensor, columns: Tensor) -> Tensor:
-            """The table beside an operand cut along rows, and beside two that are cut along columns."""
+            """Return the products of the table with an operand sharded by rows, and with two sharded by columns."""
             uses = [lambda: rows * self.table, lambda: columns * self.table, lambda: columns + self.table]
             order = uses[self.first :] + uses[: self.first]
             a, b, c = (use() for use in order)
@@ -98,7 +98,7 @@ def test_a_conflict_is_settled_by_bytes_and_not_by_order() -> None:
         assert layouts(model, model, rows, columns)["table"] == "f32[64, 8@tp]"
 
 
-def test_what_no_mark_reaches_is_replicated() -> None:
+def test_values_without_a_mark_are_replicated() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     model["a"].weight = mw.shard_tensor(model["a"].weight, MESH, [R, mw.Shard(0)])
     found = complete(capture(model, lambda x, y: (model["a"](x), model["b"](y)), [torch.zeros(2, 4)] * 2).program)
@@ -121,8 +121,8 @@ def test_a_line_without_a_spec_is_refused() -> None:
         parse_layouts("x  f32[4]\ny", MESH)
 
 
-def test_recorded_programs_lie_as_completed() -> None:
-    """What completion foresees for results is what recording finds."""
+def test_recorded_programs_have_the_completed_layouts() -> None:
+    """Recorded results have the layouts that completion predicts."""
     model = Llama(SMALL)
     for block in model.blocks:
         for layer in (block.attention.q, block.attention.k, block.attention.v):

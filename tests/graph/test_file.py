@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, to the bit; what is no program is refused, and soon."""
+"""Program files: loaded programs equal saved ones to the bit, and invalid files are refused quickly."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GRID = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
 
 
 class Mlp(nn.Module):
-    """With dropout, whose operator writes, and a constant."""
+    """A model with dropout, whose operator writes, and a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def loaded(program: Program, folder: Path) -> Program:
 
 
 def check_same(found: Program, program: Program) -> None:
-    """Everything but what the names of values are for."""
+    """Check that two programs are equal except for the names of values."""
     assert found.text(where=True) == program.text(where=True)
     assert found.changes == program.changes
     assert found.rank == program.rank
@@ -112,7 +112,7 @@ def check_same(found: Program, program: Program) -> None:
 
 
 def numbers_of(program: Program, given: list[Any]) -> list[Any]:
-    """What the program gives, of copies of the inputs."""
+    """Return the results of the program for copies of the inputs."""
     torch.manual_seed(1)
     with local_parts():
         out, written = runner(program)(*[x.clone() if isinstance(x, Tensor) else x for x in given])
@@ -204,7 +204,7 @@ def test_kernels_are_refused(tmp_path: Path) -> None:
 
 
 def small() -> Program:
-    """%a * 2 + %c, with a constant %c."""
+    """Return the program %a * 2 + %c, with a constant %c."""
     x, c = Value("x", (2, 3), torch.float32), Value("c", (3,), torch.float32)
     y, z = Value("y", (2, 3), torch.float32), Value("z", (2, 3), torch.float32)
     inputs = (Input(x, "batch", "x", None, 0), Input(c, "constant", "c", None, torch.tensor([1.0, math.inf, 3.0])))
@@ -263,7 +263,7 @@ def test_specs_with_factors_are_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, Start, Wait], ids=["whole", "begun", "ended"])
-def test_steps_are_kept_as_they_are_carried_out(kind: Any, tmp_path: Path) -> None:
+def test_resharding_steps_are_saved_unchanged(kind: Any, tmp_path: Path) -> None:
     spec = Spec(GRID, Layout((("dp",), ()), (("tp", "sum"),)), (4, 3), torch.float32)
     carry = Conversion(AllReduce(("tp",)), spec)
     op = carry if kind is None else kind(carry)
@@ -280,7 +280,7 @@ def loaded_here(program: Program, folder: Path) -> Program:
     return load_program(folder / "p")
 
 
-def test_what_is_no_file_is_written_into(tmp_path: Path) -> None:
+def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(pipe.read_bytes)
@@ -289,7 +289,7 @@ def test_what_is_no_file_is_written_into(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to("file")
     write_whole(tmp_path / "link", b"new")
@@ -298,7 +298,7 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
-def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "p"
     save_program(small(), path)
     before = path.read_bytes()
@@ -320,7 +320,7 @@ def text_of(path: Path) -> dict[str, Any]:
 
 
 def rewritten(path: Path, text: str, tensors: dict[str, Tensor] | None = None) -> Path:
-    """The file with another text, and the right checksum for it."""
+    """Return a file with another text, and the right checksum for it."""
     given = load(path.read_bytes()) if tensors is None else tensors
     metadata = {"kind": "meshwright program", "program": text, "sha256": _checksum(text, given)}
     edited = path.with_suffix(".edited")
@@ -335,7 +335,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def put(*places: Any) -> Callable[[Any], None]:
-    """Sets what stands at a place in the data."""
+    """Return a function that sets a value at a place in the data."""
     *way, last, new = places
 
     def edit(data: Any) -> None:
@@ -389,12 +389,12 @@ def test_an_edited_file_is_refused(case: str, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "NaN", "[" * 100_000, "9" * 100_000, '{"format": "1"}'])
-def test_text_that_is_no_program_is_refused(text: str, saved: Path) -> None:
+def test_invalid_program_text_is_refused(text: str, saved: Path) -> None:
     with pytest.raises(ProgramFileError):
         load_program(rewritten(saved, text))
 
 
-def test_a_file_that_is_none_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ProgramFileError, match="No such file"):
         load_program(tmp_path / "missing")
     other = tmp_path / "other"
@@ -406,7 +406,7 @@ def test_a_file_that_is_none_is_refused(saved: Path, tmp_path: Path) -> None:
         load_program(other)
 
 
-def test_a_changed_byte_is_seen(saved: Path) -> None:
+def test_a_changed_byte_is_found(saved: Path) -> None:
     data, wanted = saved.read_bytes(), str(load_program(saved))
     chance = random.Random(0)
     for at in (*chance.sample(range(len(data)), 150), *range(len(data) - 12, len(data))):
@@ -414,7 +414,7 @@ def test_a_changed_byte_is_seen(saved: Path) -> None:
         changed[at] ^= 1 << chance.randrange(8)
         saved.write_bytes(changed)
         try:
-            assert str(load_program(saved)) == wanted  # a byte that says nothing
+            assert str(load_program(saved)) == wanted  # a byte without meaning
             assert torch.equal(load_program(saved).inputs[1].source, small().inputs[1].source)
         except ProgramFileError:
             continue
@@ -424,8 +424,8 @@ def test_a_changed_byte_is_seen(saved: Path) -> None:
             load_program(saved)
 
 
-def test_any_edit_ends_soon(tmp_path: Path) -> None:
-    """Parts of the data of a large program, put in each other's places."""
+def test_loading_any_edited_file_ends_quickly(tmp_path: Path) -> None:
+    """Parts of the data of a large program, exchanged with each other."""
 
     def go() -> None:
         model = mlp()
@@ -453,13 +453,13 @@ def test_any_edit_ends_soon(tmp_path: Path) -> None:
 
 
 def places_in(data: Any) -> Any:
-    """Every (container, key) in the data."""
+    """Yield every (container, key) in the data."""
     for key in list(data) if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
         yield data, key
         yield from places_in(data[key])
 
 
-def test_rows_compute_what_expressions_are() -> None:
+def test_rows_compute_the_saved_expressions() -> None:
     import sympy
 
     x, y = sympy.symbols("x y", positive=True, integer=True)

@@ -1,4 +1,4 @@
-"""A call that an earlier start made twice is made once, unless it changes what its roots hold."""
+"""A call that an earlier start made twice is made once, unless it changes its arguments' state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def _passes(net: Net, known: set[str]) -> int:
-    """Return how many passes it took to capture the model, and add its checksum to what is known."""
+    """Return the number of passes of a capture, and add its checksum to the known calls."""
     with mock.patch.object(passes, "_captured", wraps=passes._captured) as made:
         captured = capture(net, net, [torch.ones(2)], is_known=known.__contains__)
     known |= {captured.checksum or ""}
@@ -54,12 +54,12 @@ def test_a_known_call_takes_one_pass() -> None:
 
 
 @pytest.mark.parametrize("other", [TEXT.replace("2", "3"), TEXT.replace('seen["shape"]', 'seen["size"]')])
-def test_other_code_or_another_program_takes_two(other: str) -> None:
+def test_other_code_or_another_program_takes_two_passes(other: str) -> None:
     known = set[str]()
     assert [_passes(net, known) for net in (Net(), Net(text=other))] == [2, 2]
 
 
-def test_a_call_that_counts_is_refused_although_its_program_is_known() -> None:
+def test_a_call_that_counts_is_refused_even_if_its_program_is_known() -> None:
     known = set[str]()
     _passes(Net(), known)
     with pytest.raises(SideEffectError, match="calls was 0, and is 1"):

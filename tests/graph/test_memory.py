@@ -1,4 +1,4 @@
-"""Live memory: counted by hand on small programs, and against what real tensors take on a training step."""
+"""Live memory: counted by hand on small programs, and compared with real tensors on a training step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.passes.steps import copied, llama_step
 aten = torch.ops.aten
 
 
-def test_a_value_lives_until_it_was_read_last() -> None:
+def test_a_value_lives_until_its_last_read() -> None:
     def build(add: Any, x: Value) -> Any:
         a = add(aten.exp.default, x)  # 16
         b = add(aten.exp.default, a)  # 16 + 16
@@ -62,10 +62,10 @@ def test_views_share_memory_and_keep_it_alive() -> None:
     assert live.live == (32, 32, 32, 48, 52)
 
 
-def test_memory_is_read_for_the_last_time_once_no_view_of_it_is_read() -> None:
+def test_memory_lives_until_the_last_read_of_any_view() -> None:
     def build(add: Any, x: Value) -> Any:
         a = add(aten.exp.default, x)  # of an input
-        b = add(aten.sin.default, a)  # the view of `a` is read behind it
+        b = add(aten.sin.default, a)  # the view of `a` is read after it
         c = add(aten.slice.Tensor, a, 0, 0, 1)
         d = add(aten.cos.default, c)
         e = add(aten.tan.default, d)  # `d` is a result
@@ -75,7 +75,7 @@ def test_memory_is_read_for_the_last_time_once_no_view_of_it_is_read() -> None:
     assert sorted(str(n.op) for n in found) == ["aten.cos.default", "aten.neg.default"]
 
 
-def test_released_inputs_die() -> None:
+def test_released_inputs_are_freed() -> None:
     def build(add: Any, x: Value, y: Value) -> Any:
         return add(aten.exp.default, add(aten.mul.Tensor, x, y)), ()
 
@@ -84,7 +84,7 @@ def test_released_inputs_die() -> None:
     assert live_memory(made, released=[made.inputs[0].value]).live == (48, 48)
 
 
-def test_writing_over_takes_no_memory() -> None:
+def test_overwriting_takes_no_memory() -> None:
     def build(add: Any, x: Value) -> Any:
         y = add(aten.add_.Tensor, x, 1)
         return (), [(x, y)]
@@ -101,7 +101,7 @@ def test_writing_over_takes_no_memory() -> None:
         (lambda add, x: ((), [(x, add(aten.add_.Tensor, x, add(aten.t.default, x)))]), "may share the memory of"),
     ],
 )
-def test_what_was_written_over_is_read_no_more(build: Any, why: str | None) -> None:
+def test_overwritten_values_are_not_read_again(build: Any, why: str | None) -> None:
     made = program(build, (2, 2))
     if why is None:
         verify(made)
@@ -117,7 +117,7 @@ def _late(add: Any, x: Value) -> Value:
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of the storages that are alive after each operator, and the most there were."""
+    """A counter of the bytes of living storages after each operator, and of their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Meter(TorchDispatchMode):
         self.live -= size if not self.held[key] else 0
 
 
-def test_the_count_is_what_a_run_takes() -> None:
+def test_the_count_equals_the_memory_of_a_run() -> None:
     step = llama_step((1, 1, 1))
     one, inputs = step.programs[0], step.inputs[0]
 
@@ -173,7 +173,7 @@ def test_the_sums_of_a_step_are_those_of_its_matrices() -> None:
     assert found == 6 * 16 * 8 * (weights - embedding)
 
 
-def test_imagined_strides_are_those_of_real_tensors() -> None:
+def test_predicted_strides_are_those_of_real_tensors() -> None:
     step = llama_step((1, 1, 1))
     one, inputs = step.programs[0], step.inputs[0]
     expected = strides_of(one)
@@ -195,8 +195,8 @@ def test_imagined_strides_are_those_of_real_tensors() -> None:
     assert {v: told(v, s) for v, s in found.items()} == {v: told(v, s) for v, s in expected.items()}
 
 
-def test_nothing_is_known_of_a_view_that_contiguous_inputs_cannot_have() -> None:
-    """A part of a pipeline is given values as another part left them, such as transposed ones."""
+def test_an_impossible_view_of_contiguous_inputs_has_unknown_strides() -> None:
+    """A part of a pipeline gets values in the memory order of another part, such as transposed ones."""
     x, t, v, w = (
         Value(name, shape, torch.float32, "cpu")
         for name, shape in (("x", (4, 3, 2)), ("t", (4, 2, 3)), ("v", (8, 3)), ("w", (8, 3)))
@@ -232,7 +232,7 @@ LOOKS = [
 
 
 @pytest.mark.parametrize("call", LOOKS)
-def test_what_lies_in_the_memory_of_an_argument_is_known_to(call: Any) -> None:
+def test_results_in_the_memory_of_an_argument_are_known(call: Any) -> None:
     shared: list[bool] = []
 
     def note(op: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -258,7 +258,7 @@ def same_memory(y: Tensor, x: Tensor) -> bool:
     return y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
-def test_what_is_dropped_has_memory_of_its_own() -> None:
+def test_dropout_and_einsum_have_memory_of_their_own() -> None:
     x, y = (Value(n, (4,), torch.float32) for n in "xy")
     assert not list(alias_pairs(Node(aten.dropout.default, (x, 0.5, True), {}, y, Origin())))
     assert not list(alias_pairs(Node(aten.einsum.default, ("i,i->i", [x, x]), {}, y, Origin())))

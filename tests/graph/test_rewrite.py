@@ -1,4 +1,4 @@
-"""Rules: what they find and what they leave alone, what they put, and that they come to an end."""
+"""Rewrite rules: the patterns that they find or ignore, their replacements, and their termination."""
 
 # ruff: noqa: B002, PLW0108 - both sides of a rule name their arguments; signs are the simplest operators
 from __future__ import annotations
@@ -54,12 +54,12 @@ def program(fn: Callable[..., Any], *given: Tensor) -> Program:
 
 
 def ops(p: Program) -> str:
-    """The operators of a program by their short names, in order."""
+    """Return the operators of a program by their short names, in order."""
     return " ".join(str(n.op).removeprefix("aten.").split(".")[0] for n in p.nodes)
 
 
 def rewritten(fn: Callable[..., Any], *rules: Rewrite | Rewriter, given: tuple[Tensor, ...] = (X, Y)) -> str:
-    """The operators after the rules; the numbers must be those from before."""
+    """Return the operators after the rules; check that the numbers are unchanged."""
     before = program(fn, *given)
     after = verify(rewrite(before, rules), deep=True)
     torch.testing.assert_close(runner(after)(*given)[0], runner(before)(*given)[0])
@@ -71,7 +71,7 @@ SILU = Rewrite("silu", lambda x: x * torch.sigmoid(x), lambda x: F.silu(x))
 SCALED = Rewrite("scaled", lambda x, s=2.0: torch.relu(x) * s, lambda x, s=2.0: torch.relu(x * s) if s > 0 else -x)
 
 
-# what is found
+# patterns
 
 
 def test_operands_of_sums_and_products_come_in_any_order() -> None:
@@ -80,11 +80,11 @@ def test_operands_of_sums_and_products_come_in_any_order() -> None:
     assert rewritten(lambda x, y: x - x * y, FMA) == "mul sub"
 
 
-def test_a_name_stands_for_one_value() -> None:
+def test_a_name_in_a_pattern_matches_one_value() -> None:
     rule = Rewrite("gate", lambda x: torch.tanh(x) * torch.sigmoid(x), lambda x: x)
     assert ops(rewrite(program(lambda x, y: torch.tanh(x) * torch.sigmoid(x)), [rule])) == ""
     assert ops(rewrite(program(lambda x, y: torch.tanh(x) * torch.sigmoid(y)), [rule])) == "tanh sigmoid mul"
-    # ... or for two that are computed alike
+    # ... or for two with the same computation
     same = program(lambda x, y: torch.tanh(x + y) * torch.sigmoid(x + y))
     assert ops(rewrite(same, [rule])) == "add"
 
@@ -138,7 +138,7 @@ def test_a_tensor_may_be_left_out() -> None:
 Kind = Literal["relu", "tanh"]
 
 
-def test_a_choice_is_tried_in_every_way() -> None:
+def test_all_alternatives_of_a_choice_are_tried() -> None:
     def find(x: Tensor, kind: Kind, twice: bool) -> Tensor:
         y = getattr(torch, kind)(x)
         return y + y if twice else y.neg()
@@ -162,7 +162,7 @@ def test_dtypes_may_have_a_name() -> None:
     assert rewritten(lambda x, y: x.half().float() + y, rule) == "to to add"
 
 
-def test_casts_are_kept_right() -> None:
+def test_casts_keep_their_meaning() -> None:
     norm = Rewrite("unit", lambda x: (x.float() / x.float().sum()).to(x.dtype), lambda x: x / x.sum(), where=_is_float)
 
     def written(x: Tensor, y: Tensor) -> Tensor:
@@ -230,17 +230,15 @@ NOT_THE_SAME: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 @pytest.mark.parametrize(("rule", "written"), NOT_THE_SAME, ids=range(len(NOT_THE_SAME)))
-def test_a_rule_leaves_other_things_alone(
-    rule: Callable[[Tensor], Tensor], written: Callable[[Tensor], Tensor]
-) -> None:
+def test_a_rule_ignores_other_patterns(rule: Callable[[Tensor], Tensor], written: Callable[[Tensor], Tensor]) -> None:
     marker = Rewrite("marked", lambda x: torch.cos(rule(x)), lambda x: torch.sin(rule(x)))
     assert "sin" not in ops(rewrite(program(lambda x: torch.cos(written(x)), X), [marker]))
 
 
-# what speaks against a match
+# reasons against a match
 
 
-def test_what_is_read_elsewhere_stays() -> None:
+def test_values_read_elsewhere_stay() -> None:
     def twice(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return x + x * y, x * y
 
@@ -285,11 +283,11 @@ def test_several_results_are_replaced_together() -> None:
         first = x @ v
         return first.sum() * (x @ (w * first.sum()))
 
-    # the second needs the first: no place is behind what both need and before all that reads them
+    # the second needs the first: no position is after the inputs of both and before all their readers
     assert "cat" not in rewritten(late, rule, given=given)
 
 
-def test_constraints_see_values_and_constants() -> None:
+def test_constraints_get_values_and_constants() -> None:
     rule = Rewrite(
         "wide", lambda x, s=2.0: x * s, lambda x, s=2.0: x + x, where=lambda x, s: x.shape[-1] > 5 and s == 2
     )
@@ -298,7 +296,7 @@ def test_constraints_see_values_and_constants() -> None:
     assert rewritten(lambda x, y: x[:, :5] * 2, rule) == "slice mul"
 
 
-def test_nodes_of_other_modes_do_not_mix() -> None:
+def test_nodes_of_different_modes_are_not_combined() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
             z = x * y
@@ -321,10 +319,10 @@ def test_autocast_chooses_dtypes() -> None:
     assert ops(rewrite(p, [linear])) == "mT matmul add", "the sum is float32, a linear layer would give bfloat16"
 
 
-# what is put
+# replacements
 
 
-def test_new_nodes_come_from_where_the_old_ones_did() -> None:
+def test_new_nodes_have_the_origin_of_the_old_ones() -> None:
     p = program(lambda x, y: x * x.sigmoid())
     there = Origin("forward", "blocks.3.mlp", "model.py:7")
     p = Program(p.inputs, tuple(Node(n.op, n.args, n.kwargs, n.out, there) for n in p.nodes), p.outputs)
@@ -335,23 +333,23 @@ def test_new_nodes_come_from_where_the_old_ones_did() -> None:
     assert str(last) == "mine: 1 × silu; no rule applies any more: each rule reduces the weight of the program"
 
 
-def test_a_program_that_stays_is_the_same_object() -> None:
+def test_an_unchanged_program_is_the_same_object() -> None:
     p = program(lambda x, y: x - y)
     assert rewrite(p, [FMA, SILU]) is p
 
 
-def test_results_and_inputs_may_be_put() -> None:
+def test_a_replacement_may_be_a_result_or_an_input() -> None:
     rule = Rewrite("there and back", lambda x: -(-x), lambda x: x)
     assert rewritten(lambda x, y: -(-x), rule) == ""
     assert rewritten(lambda x, y: -(-(-x)), rule) == "neg"
 
 
-def test_what_is_only_said_is_made() -> None:
+def test_an_operand_implied_by_a_pattern_is_computed() -> None:
     rule = Rewrite("hidden", lambda x, m: x.masked_fill(m, 0.0).relu(), lambda x, m: x.relu() * ~m, "..., bool ...")
     assert rewritten(lambda x, y: torch.where(x > 0, y, 0.0).relu(), rule) == "gt bitwise_not relu bitwise_not mul"
 
 
-# coming to an end
+# termination
 
 
 def test_each_rule_makes_the_program_lighter() -> None:
@@ -367,20 +365,20 @@ THERE = Rewrite("there", lambda x: torch.log1p(x), lambda x: torch.log(x + 1))
 BACK = Rewrite("back", lambda x: torch.log(x + 1), lambda x: torch.log1p(x))
 
 
-def test_rules_that_undo_each_other_are_told() -> None:
+def test_rules_that_undo_each_other_raise() -> None:
     assert set(measure_of([THERE, BACK]).unproved) == {"there", "back"}
     with pytest.raises(RewriteError, match=r"(there|back) \(\d+ times\).*\n.*undo each other"):
         rewrite(program(lambda x, y: torch.log1p(x)), [THERE, BACK], limit=20)
 
 
-def test_a_bound_that_was_used_is_reported() -> None:
+def test_a_reached_bound_is_reported() -> None:
     swap = Rewrite("unproved", lambda x: torch.log1p(x), lambda x: torch.log(x + 1), where=lambda x: x.shape == (4, 6))
     other = Rewrite("other", lambda x: torch.log(x + 1), lambda x: torch.log1p(x), where=lambda x: x.shape == (1,))
     after = rewrite(program(lambda x, y: torch.log1p(x)), [swap, other])
     assert str(after.changes[-1]).endswith("1 of at most 104 steps did not reduce the weight")
 
 
-def test_a_rule_that_puts_what_it_finds_does_nothing() -> None:
+def test_a_rule_whose_replacement_equals_its_pattern_does_nothing() -> None:
     same = Rewrite("same", lambda x, y: x + y, lambda x, y: y + x)
     assert rewritten(lambda x, y: x + y, same) == "add"
 
@@ -399,7 +397,7 @@ def test_rules_of_more_benefit_go_first() -> None:
 # rewriters
 
 
-def test_a_rewriter_says_what_a_rule_cannot() -> None:
+def test_a_rewriter_expresses_more_than_a_rule() -> None:
     def merge(edit: Edit, spot: Spot) -> str | None:
         inner = edit.operands(spot.args[0], aten.pow.Tensor_Scalar)
         if inner is None or edit.producer(spot.args[0]) is None:
@@ -417,7 +415,7 @@ def test_a_rewriter_says_what_a_rule_cannot() -> None:
     assert after.changes[-1].what.endswith(told)
 
 
-def test_a_rewriter_may_use_a_rule_to_look() -> None:
+def test_a_rewriter_may_use_a_rule_to_match() -> None:
     def note(edit: Edit, spot: Spot) -> str | None:
         match = edit.match(FMA)
         if match is None:
@@ -428,7 +426,7 @@ def test_a_rewriter_may_use_a_rule_to_look() -> None:
     assert rewritten(lambda x, y: x + x * y, Rewriter("looks", note)) == "addcmul"
 
 
-def test_a_rewriter_knows_what_depends_on_nothing() -> None:
+def test_a_rewriter_knows_constants() -> None:
     seen: list[Any] = []
 
     def look(edit: Edit, spot: Spot) -> str | None:
@@ -456,7 +454,7 @@ def put_reduced(x: Tensor, inner: ReduceScatter, outer: AllGather) -> Tensor:
 
 
 def moved(*steps: Any) -> Program:
-    """A program of steps on terms."""
+    """Return a program of steps on terms."""
     x = v = Value("x", (8, 4), torch.float32)
     spec, nodes = TERMS, list[Node]()
     for at, step in enumerate(steps):
@@ -524,7 +522,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("act", "said"), MISTAKES, ids=range(len(MISTAKES)))
-def test_mistakes_are_told_in_four_parts(act: Callable[[], Any], said: str) -> None:
+def test_mistakes_give_an_error_of_four_parts(act: Callable[[], Any], said: str) -> None:
     with pytest.raises(RewriteError, match=said) as caught:
         act()
     error = copy.copy(caught.value)
@@ -536,7 +534,7 @@ def test_mistakes_are_told_in_four_parts(act: Callable[[], Any], said: str) -> N
 
 @dataclass(frozen=True)
 class Doubles(Pass):
-    """Every sum of a value with itself becomes a product."""
+    """A rewrite of every sum of a value with itself into a product."""
 
     name: ClassVar[str] = "doubles"
     factor: float = 2.0
@@ -560,7 +558,7 @@ def test_a_pass_is_a_value() -> None:
 
 @dataclass(frozen=True)
 class Breaks(Pass):
-    """Gives another program."""
+    """A pass that returns another program."""
 
     name: ClassVar[str] = "breaks"
 
@@ -568,7 +566,7 @@ class Breaks(Pass):
         return Program(program.inputs, program.nodes[:-1], program.nodes[0].out)
 
 
-def test_a_pass_keeps_what_the_program_gives() -> None:
+def test_a_pass_must_keep_the_results_of_the_program() -> None:
     with pytest.raises(RewriteError, match=r"Breaks\(\)"):
         Breaks()(program(lambda x, y: (x + y).sum()))
 

@@ -26,9 +26,9 @@ _CASES = _OPTIMIZERS | {
     "RMSprop centered": ("RMSprop", {"centered": True, "momentum": 0.5}),
 }
 REFUSED = {"LBFGS", "SparseAdam", "RAdam", "ASGD", "Rprop"}
-"""Optimizers whose step asks for numbers of tensors, or for sparse gradients; with Rprop, states depend on the rate."""
+"""Optimizers whose step reads tensor values, or needs sparse gradients; Rprop has states that depend on the rate."""
 OTHERWISE_FIRST = {"SGD", "SGD with momentum"}
-"""No states, or states whose first value is no number."""
+"""Optimizers without states, or with states whose first value is no number."""
 
 
 class _Net(nn.Module):
@@ -57,7 +57,7 @@ def _update_of(name: str, repeats: bool, monkeypatch: pytest.MonkeyPatch) -> Pro
 
 
 @pytest.mark.parametrize("name", sorted(_CASES.keys() - REFUSED))
-def test_a_repeated_update_is_the_one_that_all_parameters_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_update_equals_that_of_all_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, repeated = (_update_of(name, repeats, monkeypatch) for repeats in (False, True))
     assert _written(repeated) == _written(whole)
     assert _tensor_operators(repeated) == _tensor_operators(whole)
@@ -100,7 +100,7 @@ def test_steps_from_the_first_on_give_the_numbers_of_eager_steps(name: str) -> N
 
 
 def _written(program: Program) -> dict[str, Any]:
-    """What is written to each input and comes out as each state, as expressions of inputs."""
+    """Return the values written to each input and the value of each new state, as expressions of inputs."""
     known: dict[Any, Any] = {}
     for i in program.inputs:
         known[i.value] = i.source.tolist() if isinstance(i.source, torch.Tensor) else (i.role, i.name)
@@ -114,5 +114,5 @@ def _written(program: Program) -> dict[str, Any]:
 
 
 def _tensor_operators(program: Program) -> list[str]:
-    """The operators on tensors, in order; one on numbers may be shared."""
+    """Return the operators on tensors, in order; operators on numbers may be shared."""
     return [name_of(node.op) for node in program.nodes if any(v.is_tensor for v in node.outs)]

@@ -1,4 +1,4 @@
-"""Each way in which a program can be invalid is an error that names the place, the value and the reason."""
+"""Each kind of invalid program raises an error that names the place, the value and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and texts are read within bounds, each of which its error names; control characters never reach a reader."""
+"""Files and texts are read within bounds, which the errors name; control characters are never shown."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_toml_names_its_bound(text: str, bound: str) -> None:
         read_toml(text)
 
 
-def test_good_texts_are_read() -> None:
+def test_valid_texts_are_read() -> None:
     assert read_json('{"a": [1, 2.5, "[[[\\"{"], "b": {"c": null}}') == {"a": [1, 2.5, '[[["{'], "b": {"c": None}}
     text = '# [[[[ "\nx = "#\'"\ny = \'"\'\nz = """a"b""c"""\n[t]\n"a b".c = [1.5, inf]\n'
     assert read_toml(text) == {"x": "#'", "y": '"', "z": 'a"b""c', "t": {"a b": {"c": [1.5, float("inf")]}}}
@@ -90,14 +90,14 @@ def test_only_regular_files_are_read(kind: str, tmp_path: Path) -> None:
     assert all((caught.value.asked, caught.value.found, caught.value.why, caught.value.write))
 
 
-def test_text_is_utf8(tmp_path: Path) -> None:
+def test_text_must_be_utf8(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a\xff")
     with pytest.raises(InputError, match="0xff at 1"):
         read_text_file(tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "a/b", "/etc/passwd", "a\\b", "a\0b", "../a", "link", 3, None])
-def test_names_stay_in_their_folder(name: object, tmp_path: Path) -> None:
+def test_names_outside_their_folder_are_refused(name: object, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/etc/passwd")
     with pytest.raises(InputError, match="in the folder itself"):
         inside(tmp_path, name)
@@ -114,7 +114,7 @@ def test_a_cache_keeps_its_bound() -> None:
 
 
 def error_classes() -> list[type[MeshwrightError]]:
-    """Every class of error, found by its base class in all modules of the package."""
+    """Return every class of error, found by its base class in all modules of the package."""
     for module in pkgutil.walk_packages(meshwright.__path__, "meshwright."):
         if not module.name.endswith(("__main__", "_measure", "_cp_sat_worker")):
             importlib.import_module(module.name)
@@ -138,7 +138,7 @@ def test_no_error_shows_control_characters() -> None:
         assert text.translate({9: None, 10: None}).isprintable(), kind
 
 
-def test_escapes_show_what_was_there() -> None:
+def test_control_characters_are_shown_as_escapes() -> None:
     assert escaped("a\x1b[2J\n\u202eb") == "a\\x1b[2J\\x0a\\u202eb"
     assert escaped("a\tb\nc", keep_lines=True) == "a\tb\nc"
     assert escaped("größe ✓ 数") == "größe ✓ 数"

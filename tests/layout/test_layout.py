@@ -31,7 +31,7 @@ PLACEMENTS = st.one_of(
 
 
 @given(st.lists(PLACEMENTS, max_size=3))
-def test_placements_become_a_layout_and_come_back(placements):
+def test_placements_convert_to_a_layout_and_back(placements):
     layout = layout_of(placements, 2, CUBE)
     full = [*placements, *[Replicate()] * (3 - len(placements))]
     positive = tuple(Shard(p.dim % 2) if isinstance(p, Shard) else p for p in full)
@@ -64,7 +64,7 @@ def test_every_axis_has_one_role(spec):
 
 @given(specs())
 def test_the_gradient_of_a_layout(spec):
-    """Shards stay; terms become a varying repetition, and back; a mean's and an extremum's become terms of a sum."""
+    """Shards stay; terms become a varying replication, and back; a mean's and an extremum's become terms of a sum."""
     layout, dual = spec.layout, spec.layout.dual()
     assert dual.dims == layout.dims
     ops = dict(layout.partial)
@@ -138,7 +138,7 @@ def test_the_valid_dims_are_named():
         layout_of([Shard(5)], 2, CUBE)
 
 
-def test_placements_refuse_nonsense():
+def test_invalid_placements_are_refused():
     with pytest.raises(PlacementError, match="a dim is an integer"):
         Shard("0")
     with pytest.raises(PlacementError, match="one of 7 operations"):

@@ -37,7 +37,7 @@ def test_pieces_are_those_of_torch_chunk(size, parts):
     assert all(n == 0 and start == size for start, n in pieces[len(wanted) :])
 
 
-def test_no_elements_make_empty_pieces():
+def test_no_elements_give_empty_pieces():
     assert [chunk(0, 3, at) for at in range(3)] == [(0, 0)] * 3
 
 

@@ -17,7 +17,7 @@ CUBE = ProcessMesh(np.arange(12).reshape(2, 3, 2), ["dp", "pp", "tp"])
 
 
 @given(meshes())
-def test_ranks_that_grow_evenly_come_back_from_their_steps(mesh):
+def test_evenly_spaced_ranks_are_restored_from_their_strides(mesh):
     if mesh.steps is not None:
         assert np.array_equal(evenly(*mesh.steps, mesh.shape), mesh.mesh)
 
@@ -32,11 +32,11 @@ def test_ranks_that_grow_evenly_come_back_from_their_steps(mesh):
         ([[0, 1], [2, 4]], None),
     ],
 )
-def test_steps_of_ranks(ranks, steps):
+def test_strides_of_ranks(ranks, steps):
     assert ProcessMesh(ranks).steps == steps
 
 
-def test_a_large_mesh_is_shown_without_its_ranks():
+def test_the_text_of_a_large_mesh_omits_its_ranks():
     assert repr(ProcessMesh(range(64, 128), ["dp"])) == "ProcessMesh([dp=64], ranks=64 and on by (1,))"
     assert repr(ProcessMesh([*range(40), 99], ["dp"])).endswith("38, 39, 99])")
 
@@ -65,7 +65,7 @@ def test_groups_differ_only_along_their_axes(mesh):
 
 
 @given(meshes())
-def test_one_content_is_one_object(mesh):
+def test_equal_meshes_are_one_object(mesh):
     again = ProcessMesh(mesh.mesh.tolist(), list(mesh.dim_names))
     assert again is mesh
     assert pickle.loads(pickle.dumps(mesh)) is mesh
@@ -94,7 +94,7 @@ def test_axes_by_name():
             ask("cp")
 
 
-def test_an_axis_goes_first():
+def test_an_axis_can_be_moved_to_the_front():
     moved = CUBE.get_mesh_with_dim("pp")
     assert moved.dim_names == ("pp", "dp", "tp")
     assert moved.mesh.tolist() == CUBE.mesh.transpose(1, 0, 2).tolist()
@@ -103,7 +103,7 @@ def test_an_axis_goes_first():
     assert CUBE.get_mesh_with_dim("pp", 2) is CUBE["pp", 2]
 
 
-def test_indexing_is_the_arrays():
+def test_indexing_equals_that_of_the_array():
     assert CUBE["pp", 1].mesh.tolist() == CUBE.mesh[:, 1].tolist()
     assert CUBE["pp", 1].dim_names == ("dp", "tp")
     assert CUBE["dp", 1, "tp", 0].mesh.tolist() == CUBE.mesh[1, :, 0].tolist()

@@ -19,7 +19,7 @@ MESH = ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
 
 
 @given(specs())
-def test_one_content_is_one_object(spec):
+def test_equal_specs_are_one_object(spec):
     assert Spec(spec.mesh, spec.layout, list(spec.shape), spec.dtype) is spec
     assert pickle.loads(pickle.dumps(spec)) is spec
     assert copy.deepcopy(spec) is spec
@@ -31,7 +31,7 @@ def test_one_content_is_one_object(spec):
 
 
 @given(specs())
-def test_other_content_is_another_object(spec):
+def test_different_specs_are_different_objects(spec):
     plain = spec.with_layout(Layout(((),) * spec.ndim))
     assert (plain is spec) == (spec.layout == plain.layout)
     assert (plain.mesh, plain.shape, plain.dtype) == (spec.mesh, spec.shape, spec.dtype)
@@ -43,7 +43,7 @@ def test_other_content_is_another_object(spec):
 
 
 @given(specs())
-def test_bytes_of_the_whole(spec):
+def test_bytes_of_the_whole_tensor(spec):
     assert spec.nbytes == torch.empty(spec.shape, dtype=spec.dtype, device="meta").nbytes
     assert isinstance(spec.shape, torch.Size)
     assert spec.ndim == len(spec.shape)
@@ -82,7 +82,7 @@ def test_a_symbolic_size_has_a_hint_and_an_identity():
     assert identity(n) != identity(m)  # from different shape environments
 
 
-def test_a_symbolic_spec_is_one_object_too():
+def test_equal_symbolic_specs_are_one_object():
     n, m = symbols(8, 6)
     layout = Layout((("x",), ()))
     spec = Spec(MESH, layout, (n, 4), torch.float32)
@@ -93,7 +93,7 @@ def test_a_symbolic_spec_is_one_object_too():
     assert spec.concrete is Spec(MESH, layout, (8, 4), torch.float32)
 
 
-def test_a_part_tells_the_sizes_of_a_symbolic_spec():
+def test_a_local_part_gives_the_sizes_of_a_symbolic_spec():
     (n,) = symbols(8)
     spec = Spec(MESH, Layout((("x", "y"), ())), (n, 4), torch.float32)
     assert spec.of_part((3, 4)) is Spec(MESH, spec.layout, (12, 4), torch.float32)

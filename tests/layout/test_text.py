@@ -92,7 +92,7 @@ def test_the_form():
         ("f32[4@z]", "no axis 'z'"),
     ],
 )
-def test_text_that_is_no_spec_is_refused(text, why):
+def test_invalid_spec_text_is_refused(text, why):
     with pytest.raises(LayoutError, match=why.replace("(", r"\(")):
         parse_spec(text, MESH)
 
@@ -105,7 +105,7 @@ def test_a_spec_with_strides_parses_back(spec, random):
     assert parse_spec(repr(strided), spec.mesh) is strided
 
 
-def test_strides_are_written_behind_the_layout():
+def test_strides_are_written_after_the_layout():
     spec = parse_spec("f32[8@x, 4] strides (1, 8)", MESH)
     assert spec.strides == (1, 8)
     assert spec.order == (1, 0)

@@ -1,4 +1,4 @@
-"""Models that others wrote give the numbers of one device: a few cells of the matrix, and how a cell is judged."""
+"""Library models give the numbers of one device: a few cells of the matrix, and how a cell is judged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CELLS = [("dp×tp", "eager"), ("tp", "static")]
 
 
 @pytest.mark.parametrize("model", ["GPT-2", "Bloom", "ViT", "Qwen3-MoE"])
-def test_a_model_that_others_wrote_has_the_numbers_of_one_device(model: str) -> None:
+def test_a_library_model_has_the_numbers_of_one_device(model: str) -> None:
     pytest.importorskip("transformers")
     found = dict(measured(model, CELLS, patience=100))
     assert {cell: f.verdict for cell, f in found.items()} == dict.fromkeys(CELLS, "ok"), found
@@ -39,7 +39,7 @@ def test_a_missing_gradient_is_zero() -> None:
     assert difference(outcome(), outcome(a=[1.0]))[0] == 1
 
 
-def test_what_is_not_a_number_is_wrong() -> None:
+def test_nan_is_wrong() -> None:
     assert difference(outcome(a=[float("nan")]), outcome(a=[1.0]))[0] == float("inf")
 
 
@@ -53,7 +53,7 @@ def test_the_table_of_several_runs_is_in_order() -> None:
 
 
 class Weights(torch.nn.Module):
-    """A module that is none of torch's."""
+    """A module that is not torch's."""
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,7 @@ class Weights(torch.nn.Module):
         ("tp", (8, 4), 0, False),
     ],
 )
-def test_a_setting_says_for_which_models_it_is_not(
-    setting: str, shape: tuple[int, ...], experts: int, unfit: bool
-) -> None:
+def test_a_setting_refuses_unfit_models(setting: str, shape: tuple[int, ...], experts: int, unfit: bool) -> None:
     model = Weights()
     model.register_parameter("weight", torch.nn.Parameter(torch.ones(experts or 1, 4, 4)))
     assert bool(SETTINGS[setting].unfit(model, [torch.ones(shape)])) is unfit

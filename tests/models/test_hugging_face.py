@@ -93,7 +93,7 @@ def test_save_pretrained_writes_the_files_of_one_device(make: Any, setting: str,
 
 
 @pytest.mark.parametrize("words", [20, 30])
-def test_embeddings_get_another_size(words: int) -> None:
+def test_embeddings_are_resized(words: int) -> None:
     def resized(setting: str | None) -> tuple[Any, ...]:
         model = llama(tied=False)
         if setting is not None:

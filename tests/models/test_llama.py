@@ -1,4 +1,4 @@
-"""The model on one device does what its parts promise; on a mesh it gives the same numbers, from marks alone."""
+"""The Llama model: properties on one device, and the same numbers on a mesh from marks alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ README = Path(__file__).parents[2] / "README.md"
 SMALL = LlamaConfig(hidden=32, layers=2, heads=4, kv_heads=2, feed_forward=48)
 
 
-def test_a_fresh_model_knows_nothing() -> None:
+def test_an_untrained_model_has_the_loss_of_chance() -> None:
     model = Llama(SMALL)
     loss = model(*batch(0, 4, 32, seed=0))
     assert loss.item() == pytest.approx(log(SMALL.vocab), rel=0.02)
@@ -31,7 +31,7 @@ def test_the_seed_decides_the_weights() -> None:
     assert not torch.equal(one["exit.head.weight"], other["exit.head.weight"])
 
 
-def test_attention_does_not_look_ahead() -> None:
+def test_attention_is_causal() -> None:
     attention = Attention(SMALL)
     x_bsd = torch.randn(2, 6, SMALL.hidden)
     before = attention(x_bsd)
@@ -47,12 +47,12 @@ def test_heads_share_keys_and_values() -> None:
 
 
 def repeated(attention: Attention, name: str) -> torch.Tensor:
-    """(k e) d -> (k 2 e) d"""
+    """Repeat the rows of a weight for two heads: (k e) d -> (k 2 e) d."""
     weight = attention.get_parameter(name)
     return weight.unflatten(0, (-1, SMALL.head_size)).repeat_interleave(2, dim=0).flatten(0, 1)
 
 
-def test_rotation_sees_only_the_distance() -> None:
+def test_rotation_depends_only_on_the_distance() -> None:
     q, k = torch.randn(8), torch.randn(8)
     products = rotate(q.expand(9, 8)) @ rotate(k.expand(9, 8)).T
     for distance in range(9):
@@ -78,7 +78,7 @@ def test_the_same_batches_for_any_split() -> None:
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
 
-def test_training_helps() -> None:
+def test_training_lowers_the_loss() -> None:
     losses = train(Job(SMALL, steps=20, batch=8, sequence=64, warm_up=1, learning_rate=1e-2))
     assert losses[-1] < losses[0] - 1
 
@@ -97,7 +97,7 @@ def test_an_uneven_batch_gives_the_losses_of_one_device() -> None:
 
 
 def test_the_readme_counts_the_marks() -> None:
-    """All lines that know a mesh, a placement or this library stand together, at the end of the model file."""
+    """All lines about a mesh, a placement or this library are together, at the end of the model file."""
     text = Path(source.__file__).read_text()
     code = code_lines(ast.parse(text))
     first = next(n for n, line in enumerate(text.splitlines(), 1) if line.startswith("# The marks"))
@@ -110,7 +110,7 @@ def test_the_readme_counts_the_marks() -> None:
 
 
 def code_lines(tree: ast.Module) -> set[int]:
-    """Every line that holds code: neither empty, nor a comment, nor part of a docstring."""
+    """Return every line that holds code: neither empty, nor a comment, nor part of a docstring."""
     texts = (ast.Expr, ast.Constant)
     docs = {
         line

@@ -1,4 +1,4 @@
-"""Small models on several meshes, and what communication passes make of their training steps."""
+"""Small models on several meshes, and the results of communication passes on their training steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class Result:
-    """What passes made of a step: rank 0's program, the largest difference in any number, whether all bits agree."""
+    """Result of passes on a step: rank 0's program, the largest difference in any number, whether all bits agree."""
 
     program: Program
     error: float
@@ -36,13 +36,13 @@ class Result:
     def counts(self) -> dict[str, int]:
         return counted(self.program)
 
-    def told(self, by: str) -> list[Change]:
-        """What a pass wrote into the record."""
+    def changes_by(self, by: str) -> list[Change]:
+        """Return the changes that a pass wrote into the record."""
         return [change for change in self.program.changes if change.by == by]
 
 
 def counted(program: Program, phase: str | None = None) -> dict[str, int]:
-    """Collectives by kind and axes."""
+    """Return the number of collectives by kind and axes."""
     found: Counter[str] = Counter()
     for node in program.nodes:
         if isinstance(node.op, Conversion) and node.op.communicates and phase in (None, node.origin.phase):
@@ -51,7 +51,7 @@ def counted(program: Program, phase: str | None = None) -> dict[str, int]:
 
 
 def kind(step: Any) -> str:
-    """A step by its name, axes and operation."""
+    """Return a step's name, axes and operation."""
     axes = [*getattr(step, "axes", ()), *(a for a, _ in getattr(step, "places", ()) if not hasattr(step, "axes"))]
     op = getattr(step, "op", "sum")
     told = " ".join([*axes, *([] if op == "sum" else [op])])
@@ -59,9 +59,9 @@ def kind(step: Any) -> str:
 
 
 def after(step: Step, *passes: Pass) -> Result:
-    """The step after the passes, compared with the step itself: the loss, and every parameter that it updates.
+    """Return the step after the passes, compared with the step itself: the loss, and every parameter that it updates.
 
-    What rank 0 gets is checked on fake tensors, and all ranks of a mesh must end with the same collectives.
+    The inputs of rank 0 are checked on fake tensors, and all ranks of a mesh must end with the same collectives.
     """
     programs = [apply_passes(program, passes) for program in step.programs]
     assert_agreed(programs)
@@ -70,7 +70,7 @@ def after(step: Step, *passes: Pass) -> Result:
 
 
 def assert_agreed(programs: Sequence[Program]) -> None:
-    """All ranks of a mesh call the same collectives in the same order; those of two meshes, the same exchanges."""
+    """Check that ranks of a mesh call the same collectives in the same order, and ranks of two the same exchanges."""
     ways = [
         [(n.op.step, n.op.src) for n in p.nodes if isinstance(n.op, Conversion) and n.op.communicates] for p in programs
     ]
@@ -83,7 +83,7 @@ _RAN: dict[int, Any] = {}
 
 
 def compared(step: Step, programs: Sequence[Program]) -> Result:
-    """Programs beside those of a step."""
+    """Return programs compared with those of a step."""
     if id(step) not in _RAN:
         _RAN[id(step)] = step, step.run()
     pairs = [
@@ -101,7 +101,7 @@ def mesh_of(**axes: int) -> mw.ProcessMesh:
 
 
 def placed(mesh: mw.ProcessMesh, **dims: int) -> list[Any]:
-    """Placements by axis: the dim that it cuts."""
+    """Return placements by axis, from the dim that each axis shards."""
     return [mw.Shard(dims[a]) if a in dims else mw.Replicate() for a in mesh.dim_names]
 
 
@@ -112,7 +112,7 @@ def step_of(
     strategy: mw.Strategy | None = None,
     trains: bool = True,
 ) -> Step:
-    """The first step of a model whose output is its loss, with plain gradient descent; or only its forward pass."""
+    """Return the first step of a model whose output is its loss, with gradient descent; or only its forward pass."""
 
     def rank() -> tuple[Program, tuple[Any, ...]]:
         m = model()
@@ -128,7 +128,7 @@ def step_of(
 
 
 class MLP(nn.Module):
-    """Two layers and their loss; the first is cut by columns and the second by rows over "tp", the batch over "dp"."""
+    """Two layers and their loss; the first is sharded by columns, the second by rows over "tp", the batch over "dp"."""
 
     def __init__(self, mesh: mw.ProcessMesh) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def mlp(rows: int = 8, **axes: int) -> Step:
 
 @cache
 def llama(layers: int = 2, batch: int = 4, **axes: int) -> Step:
-    """The Llama of the examples; axes "pp", "dp" and "tp", those that are left out of one rank."""
+    """Return the Llama of the examples; axes "pp", "dp" and "tp", with one rank by default."""
     mesh = mesh_of(**{"pp": 1, "dp": 1, "tp": 1, **axes})
 
     return step_of(lambda: marked_llama(mesh, layers), llama_batch(batch), mesh.size)
@@ -171,7 +171,7 @@ def llama_batch(batch: int = 4) -> tuple[Tensor, Tensor]:
 
 @cache
 def llama_with(*passes: Pass, stage: Any = 0, **axes: int) -> Step:
-    """A step of one layer of the Llama under a strategy: passes, and the stage of ZeRO."""
+    """Return a step of one layer of the Llama under a strategy: passes, and the stage of ZeRO."""
     mesh = mesh_of(**{"pp": 1, "dp": 1, "tp": 1, **axes})
     strategy = bare(*passes)
     if stage:
@@ -181,7 +181,7 @@ def llama_with(*passes: Pass, stage: Any = 0, **axes: int) -> Step:
 
 
 def bare(*passes: Pass) -> mw.Strategy:
-    """No options but these passes."""
+    """Return a strategy with these passes and no other options."""
     base = mw.Strategy(inplace=False, passes=passes)
     off = [replace(section, enable=False) for section in (base.dp_optimization, base.mp_optimization)]
     return replace(base, dp_optimization=off[0], mp_optimization=off[1])

@@ -1,4 +1,4 @@
-"""Small programs at random: views, duplicates, operators that write in place or not, inputs written back or not."""
+"""Small random programs: views, duplicates, operators that write in place or not, inputs written back or not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BINARY = [aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.mm.default, at
 
 
 def program(build: Any, *shapes: tuple[int, ...]) -> Program:
-    """`build(add, *inputs)` with `add(op, *args)` gives what is returned."""
+    """Return the program that `build(add, *inputs)` makes with `add(op, *args)`."""
     given = tuple(Input(Value(f"x{i}", shape, torch.float32), "parameter", f"x{i}") for i, shape in enumerate(shapes))
     draft = Draft(Program(given, (), ()))
 
@@ -38,7 +38,7 @@ def program(build: Any, *shapes: tuple[int, ...]) -> Program:
 
 
 def random_program(seed: int, nodes: int = 12) -> Program:
-    """A program of three square inputs, of which some are written back."""
+    """Return a program of three square inputs, of which some are written back."""
     pick = random.Random(seed)
     given = tuple(Input(Value(f"x{i}", (N, N), torch.float32), "parameter", f"x{i}") for i in range(3))
     draft = Draft(Program(given, (), ()))
@@ -73,13 +73,13 @@ def _add(draft: Draft, pick: random.Random, known: list[Value]) -> list[Value]:
 
 
 def _is_flat(v: Value, draft: Draft) -> bool:
-    """True for inputs and what operators without views make of them."""
+    """True for inputs and results of operators without views."""
     maker = draft.producer(v)
     return maker is None or "mm" in str(maker.op)
 
 
 def results(program: Program, seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies of the outputs, and of the inputs after they were written back."""
+    """Return copies of the outputs, and of the inputs after they were written back."""
     generator = torch.Generator().manual_seed(seed)
     given = [torch.rand(N, N, generator=generator) - 0.5 for _ in program.inputs]
     outputs, written = runner(program)(*given)

@@ -1,4 +1,4 @@
-"""Training steps recorded once, and programs run on simulated ranks with the same inputs before and after a pass."""
+"""Recorded training steps, and programs run on simulated ranks with the same inputs before and after a pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = LlamaConfig(vocab=32, hidden=32, layers=2, heads=2, kv_heads=1, feed_for
 
 
 def plain(**how: Any) -> mw.Strategy:
-    """No passes but those that are given."""
+    """Return a strategy with the given passes only."""
     alone = mw.Strategy(inplace=False, foreach=False, **how)
     off = {name: replace(getattr(alone, name), enable=False) for name in ("dp_optimization", "mp_optimization")}
     return replace(alone, **off)
@@ -28,13 +28,13 @@ def plain(**how: Any) -> mw.Strategy:
 
 @dataclass(frozen=True)
 class Step:
-    """The program of one training step on each rank, and what it was given."""
+    """The program of one training step on each rank, and its inputs."""
 
     programs: tuple[Program, ...]
     inputs: tuple[tuple[Any, ...], ...]
 
     def run(self, programs: Sequence[Program] | None = None) -> list[tuple[Any, list[Tensor], list[Any]]]:
-        """On each rank: outputs, written values, and what the inputs are afterwards; given ones are left alone."""
+        """Return for each rank: outputs, written values, and inputs afterwards; the stored inputs are not changed."""
         ranks = programs or self.programs
         runs = {id(p): runner(p) for p in ranks}
 
@@ -50,13 +50,13 @@ class Step:
         return mw.simulate(rank, len(ranks))
 
     def changed(self, change: Callable[[Program], Program]) -> list[Program]:
-        """The program of each rank after a pass."""
+        """Return the program of each rank after a pass."""
         made = {id(p): change(p) for p in {id(p): p for p in self.programs}.values()}
         return [made[id(p)] for p in self.programs]
 
     @cached_property
     def results(self) -> list[tuple[Any, list[Tensor], list[Any]]]:
-        """What the programs of the step give."""
+        """Return the results of the programs of the step."""
         return self.run()
 
 
@@ -65,7 +65,7 @@ def copied(x: Any) -> Any:
 
 
 def numbers(results: Any) -> list[Tensor]:
-    """All tensors in results, in order."""
+    """Return all tensors in results, in order."""
     if isinstance(results, Tensor):
         return [results]
     items = results.values() if isinstance(results, dict) else results if isinstance(results, (list, tuple)) else ()
@@ -73,7 +73,7 @@ def numbers(results: Any) -> list[Tensor]:
 
 
 def assert_same(step: Step, programs: Sequence[Program], exactly: bool = True) -> None:
-    """The programs give what those of the step give, to the bit unless they need not."""
+    """Check that the programs have the results of the step, to the bit if `exactly`."""
     for (out, written, _), (out2, written2, _) in zip(step.results, step.run(programs), strict=True):
         for a, b in zip(numbers((out, written)), numbers((out2, written2)), strict=True):
             if exactly:
@@ -84,7 +84,7 @@ def assert_same(step: Step, programs: Sequence[Program], exactly: bool = True) -
 
 @cache
 def llama_step(shape: tuple[int, int, int] = (1, 2, 2), optimizer: str = "AdamW", batch: int = 16) -> Step:
-    """The second step of a small Llama on a mesh of (pp, dp, tp)."""
+    """Return the second step of a small Llama on a mesh of (pp, dp, tp)."""
 
     def model() -> nn.Module:
         m = Llama(SMALL, 0)
@@ -104,7 +104,7 @@ def recorded(
     steps: int = 2,
     **how: Any,
 ) -> Step:
-    """The last of some steps of a model whose output is its loss; those before it are eager."""
+    """Return the last of some steps of a model whose output is its loss; earlier steps are eager."""
 
     def rank() -> tuple[Program, tuple[Any, ...]]:
         torch.manual_seed(0)

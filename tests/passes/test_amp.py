@@ -30,7 +30,7 @@ def llama(shape: tuple[int, int, int]) -> nn.Module:
 
 
 class Net(nn.Module):
-    """Convolution, norm, matrix and loss."""
+    """A model with convolution, norm, matrix and loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ IMAGES = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(2)), to
 
 
 def trained(make: Any, shape: tuple[int, int, int], batch: Any, *passes: Any, eager: bool = False) -> list[Any]:
-    """On each rank: the losses of two steps, the parameters, and the program."""
+    """Return for each rank: the losses of two steps, the parameters, and the program."""
 
     def rank() -> Any:
         m = make(shape)
@@ -111,6 +111,6 @@ def test_level_two_runs_norms_and_losses_in_single_precision() -> None:
 
 
 @pytest.mark.parametrize("how", [{"dtype": torch.float64}, {"level": "O3"}])
-def test_what_it_cannot_do_is_refused(how: Any) -> None:
+def test_impossible_options_are_refused(how: Any) -> None:
     with pytest.raises(RewriteError):
         Amp(**how)

@@ -1,4 +1,4 @@
-"""Buckets: fewer collectives, the same bits, and as early as their members allow."""
+"""Buckets: fewer collectives, the same bits, and as early as their members permit."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .steps import Step
 def test_gradients_are_one_bucket_and_the_same_bits() -> None:
     found = after(mlp(dp=4), Bucket())
     assert counted(mlp(dp=4).programs[0]) == {"AllReduce(dp)": 5}
-    assert found.counts == {"AllReduce(dp)": 1}  # the loss goes with them
+    assert found.counts == {"AllReduce(dp)": 1}  # the loss is in the same bucket
     assert found.is_equal
-    assert [str(c) for c in found.told("bucket")] == [
+    assert [str(c) for c in found.changes_by("bucket")] == [
         "bucket: 5 × AllReduce(dp) merged into one of 852 bytes at backward (4 rounds)"
     ]
 
 
-def test_uneven_batches_have_even_gradients() -> None:
+def test_uneven_batches_are_bucketed_too() -> None:
     found = after(mlp(rows=7, dp=3), Bucket())
     assert found.counts == {"AllReduce(dp)": 1}
     assert found.is_equal
 
 
 def test_a_llama_reduces_its_gradients_once() -> None:
-    """One bucket along dp, beside the number of tokens, which the loss needs at once."""
+    """One bucket along dp, in addition to the number of tokens, which the loss needs at once."""
     found = after(llama(layers=1, dp=2, tp=2), Bucket())
     assert found.counts == {"AllReduce(tp)": 9, "AllReduce(tp max)": 1, "AllReduce(dp)": 2, "AllReduce(dp tp)": 1}
     assert found.is_equal
@@ -46,7 +46,7 @@ def test_stages_have_buckets_of_their_own() -> None:
     assert found.is_equal
 
 
-def test_a_bucket_leaves_during_the_backward_pass() -> None:
+def test_a_full_bucket_is_sent_during_the_backward_pass() -> None:
     """A full bucket does not wait for gradients that are computed later."""
     program = after(llama(layers=1, dp=2), Bucket(bytes=8192)).program
     at = [n for n, node in enumerate(program.nodes) if is_sum(node.op)]
@@ -59,8 +59,8 @@ def is_sum(op: Any) -> bool:
     return isinstance(op, Conversion) and repr(op.step) == "AllReduce(dp)"
 
 
-def test_what_is_needed_soon_does_not_wait() -> None:
-    """Sums over tp of the norms' gradients are needed in the update: none of them rides with what is needed at once."""
+def test_urgent_collectives_do_not_wait_for_a_bucket() -> None:
+    """Sums over tp of the norms' gradients are needed in the update: none of them shares a bucket with urgent ones."""
     step = llama_with(SequenceParallel("tp"), tp=2)
     found = after(step, Bucket())
     before = counted(step.programs[0], "backward")
@@ -88,7 +88,7 @@ class Scaled(nn.Module):
         return (torch.tanh(self.first(x)) @ self.weight * self.scale).square().mean() + y.mean()
 
 
-def test_a_gradient_that_the_backward_pass_goes_on_with_travels_alone() -> None:
+def test_a_gradient_needed_by_the_backward_pass_is_sent_alone() -> None:
     """Loss and gradient of the scale may wait for the update; the gradient of the first layer's results may not."""
     mesh = mesh_of(tp=2)
     step = step_of(lambda: Scaled(mesh), mlp_batch(), 2)
@@ -108,7 +108,7 @@ def test_gathers_and_scatters_of_any_dim(dim: int) -> None:
 
 
 class Gathered(nn.Module):
-    """Three layers whose weights are cut, and gathered where they are used."""
+    """Three layers whose weights are sharded, and gathered at use."""
 
     def __init__(self, mesh: mw.ProcessMesh, dim: int, width: int = 8) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def gathered(dim: int, width: int = 8) -> Step:
     return step_of(lambda: Gathered(mesh, dim, width), mlp_batch(), 2)
 
 
-def test_uneven_parts_stay_as_they_are() -> None:
+def test_uneven_parts_are_not_bucketed() -> None:
     """Of a width of 7 the ranks hold 4 and 3."""
     found = after(gathered(1, 7), Scatter(), Bucket())
     assert found.counts == {"AllGather(dp)": 3, "ReduceScatter(dp)": 3, "AllReduce(dp)": 1}
@@ -151,20 +151,20 @@ def test_zero_sends_everything_in_buckets(stage: Any, counts: dict[str, int]) ->
     assert found.is_equal
 
 
-def test_a_bucket_is_no_larger_than_said() -> None:
+def test_a_bucket_respects_its_largest_size() -> None:
     found = after(mlp(dp=4), Bucket(bytes=600))
     sizes = [node.ins[0].nbytes for node in found.program.nodes if is_sum(node.op)]
     assert sizes == [336, 516]
     assert found.is_equal
 
 
-def test_one_rank_runs_as_it_is() -> None:
+def test_a_program_for_one_rank_is_unchanged() -> None:
     mesh = mesh_of(dp=1)
     step = step_of(lambda: MLP(mesh), mlp_batch(), 1)
     assert [Bucket()(p) is p for p in step.programs] == [True]
 
 
-def test_to_static_takes_it() -> None:
+def test_to_static_accepts_the_pass() -> None:
     def train(*passes: Any) -> tuple[list[float], Program]:
         model = MLP(mesh_of(dp=2))
         step = mw.to_static(model, None, None, torch.optim.AdamW(model.parameters()), strategy=bare(*passes))

@@ -1,4 +1,4 @@
-"""Conversions behind conversions become the cheapest way from the first to the last."""
+"""Consecutive conversions become the cheapest path from the first layout to the last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESH = mesh_of(dp=1, tp=2)
 
 
 class Chain(nn.Module):
-    """The product with a weight on a way through several layouts."""
+    """The product with a weight that is converted through several layouts."""
 
     def __init__(self, start: dict[str, int], ways: Sequence[dict[str, int]], between: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -49,7 +49,7 @@ def chain(start: dict[str, int], *ways: dict[str, int], between: Callable[[Tenso
     ],
     ids=["gather slice", "gather slice elsewhere", "reduce slice", "scatter gather", "as cheap as it gets"],
 )
-def test_a_way_is_as_short_as_its_ends_allow(
+def test_a_path_has_the_least_cost_for_its_ends(
     start: dict[str, int], ways: list[dict[str, int]], before: dict[str, int], now: dict[str, int] | None
 ) -> None:
     step = chain(start, *ways)
@@ -59,26 +59,26 @@ def test_a_way_is_as_short_as_its_ends_allow(
     assert found.error <= 1e-5  # of a loss of about 100
 
 
-def test_views_that_change_nothing_are_seen_through() -> None:
+def test_views_that_change_nothing_are_ignored() -> None:
     step = chain({"tp": 1}, {}, {"tp": 1}, between=lambda x: x.view(x.shape))
     assert counted(after(step, Cancel()).program, "forward") == {}
 
 
-def test_what_others_need_stays() -> None:
-    """The slice of a gathered tensor, where the whole one is used too."""
+def test_values_needed_elsewhere_stay() -> None:
+    """The slice of a gathered tensor, if the whole one is also used."""
     step = chain({"tp": 1}, {}, between=lambda x: x.cos() + mw.reshard(x, MESH, placed(MESH, tp=1)))
     found = after(step, Cancel())
     assert counted(found.program, "forward") == counted(step.programs[0], "forward")
     assert counted(found.program, "forward")["AllGather(tp)"] >= 1
 
 
-def test_sums_along_two_axes_are_one() -> None:
+def test_sums_along_two_axes_become_one() -> None:
     step = llama(layers=1, dp=2, tp=2)
     found = after(step, Cancel())
     lost = {k: n - found.counts.get(k, 0) for k, n in counted(step.programs[0]).items() if n != found.counts.get(k, 0)}
     assert lost == {"AllReduce(tp)": 1, "AllReduce(dp)": 1, "AllReduce(dp tp)": -1}
     assert found.error <= 1e-6
-    assert "AllReduce(dp) · AllReduce(tp) is AllReduce(dp tp)" in found.told("cancel")[0].what
+    assert "AllReduce(dp) · AllReduce(tp) is AllReduce(dp tp)" in found.changes_by("cancel")[0].what
 
 
 def test_exchanges_with_other_stages_stay() -> None:
@@ -87,15 +87,15 @@ def test_exchanges_with_other_stages_stay() -> None:
     assert found.counts == counted(step.programs[0])
 
 
-def test_gradients_that_are_only_used_in_parts_are_scattered() -> None:
-    """ZeRO 1: states are cut, so each rank needs its part of the gradient."""
+def test_gradients_used_only_in_parts_are_reduce_scattered() -> None:
+    """ZeRO 1: states are sharded, so each rank needs its part of the gradient."""
     found = after(llama_with(stage=1, dp=2), Cancel())
     assert found.counts == {"AllReduce(dp)": 2, "ReduceScatter(dp)": 12, "AllGather(dp)": 12}
     assert found.is_equal
 
 
-def test_a_way_that_makes_a_tensor_larger_stands_where_its_chain_ends() -> None:
-    """Until then the small tensor is kept."""
+def test_a_path_that_enlarges_a_tensor_is_at_the_end_of_its_chain() -> None:
+    """The small tensor is kept until then."""
 
     class Aside(Chain):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What programs send reads as the golden texts say, and what nobody needs is not sent."""
+"""Communication of programs equals the golden texts, and unused communication is removed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .programs import MLP, counted, mesh_of, mlp_batch, placed, step_of
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_program_sends_what_its_golden_text_says(case: Case) -> None:
-    """`from benchmarks.communications import write; write()` writes the texts anew."""
+def test_communication_of_a_program_equals_its_golden_text(case: Case) -> None:
+    """`from benchmarks.communications import write; write()` writes the texts again."""
     assert case.text() == (GOLDEN / f"{case.name}.txt").read_text()
 
 
@@ -25,7 +25,7 @@ def test_there_is_a_program_for_each_text() -> None:
 
 
 class Wasteful(nn.Module):
-    """Gathers what nobody looks at, and sends to another mesh what nobody uses there."""
+    """A model that gathers an unused tensor, and sends an unused one to another mesh."""
 
     def __init__(self, mesh: mw.ProcessMesh, elsewhere: mw.ProcessMesh | None) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class Wasteful(nn.Module):
         return self.mlp(x, y)
 
 
-def test_collectives_that_nobody_needs_are_not_called() -> None:
-    """All ranks of a mesh have the same program, so all of them leave them out."""
+def test_unused_collectives_are_removed() -> None:
+    """All ranks of a mesh have the same program, so all of them remove the same collectives."""
     mesh = mesh_of(dp=2)
     step = step_of(lambda: Wasteful(mesh, None), mlp_batch(), 2)
     assert [counted(p) for p in step.programs] == [{"AllReduce(dp)": 5}] * 2
 
 
-def test_exchanges_stay_since_the_other_side_cannot_know() -> None:
+def test_exchanges_with_other_meshes_stay() -> None:
     here, there = mw.ProcessMesh([0, 1], ["dp"]), mw.ProcessMesh([2, 3], ["dp"])
     step = step_of(lambda: Wasteful(here, there), mlp_batch(), 4)
     sends = [[n for n in p.nodes if "Exchange" in repr(n.op) and n.origin.phase == "forward"] for p in step.programs]

@@ -24,7 +24,7 @@ def test_a_step_keeps_its_bits(shape: tuple[int, int, int]) -> None:
     assert_same(step, step.changed(lambda p: InPlace()(Foreach()(p))))
 
 
-def test_each_step_of_the_formula_is_one_operator() -> None:
+def test_each_part_of_the_formula_is_one_operator() -> None:
     step = llama_step((1, 1, 1))
     (program,) = step.changed(lambda p: Foreach()(p, deep=True))
     found = count_ops([n for n in program.nodes if n.origin.phase == "update"])
@@ -74,14 +74,14 @@ def test_few_operators_stay_alone() -> None:
     assert Foreach(least=100)(program) is program
 
 
-def test_it_comes_before_writing_in_place() -> None:
+def test_it_runs_before_in_place_reuse() -> None:
     program = InPlace()(llama_step((1, 1, 1)).programs[0])
     with pytest.raises(RewriteError, match="InPlace as the last pass"):
         Foreach()(program)
 
 
 class Thin(nn.Module):
-    """Two columns cut into one piece, of which the update needs the whole; the loss needs that of one only."""
+    """Two columns in one part, which the update needs as a whole; the loss needs one of them only."""
 
     def __init__(self, mesh: mw.ProcessMesh) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Thin(nn.Module):
         return (x @ self.a.weight * self.b.weight.sum()).square().mean()
 
 
-def test_groups_that_would_need_each_other_stay_apart() -> None:
+def test_mutually_dependent_groups_are_not_merged() -> None:
     mesh = mw.ProcessMesh([0, 1, 2, 3], ["tp"])
 
     def train(foreach: bool) -> list[float]:

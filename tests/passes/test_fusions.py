@@ -1,4 +1,4 @@
-"""The fusing passes: every rule is right, known styles are found, what only looks alike is left alone."""
+"""Fusing passes: every rule is right, known styles are found, and similar patterns are ignored."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_a_rule_is_right(rule: Rewrite) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_set_of_rules_comes_to_an_end(name: str) -> None:
+def test_a_set_of_rules_terminates(name: str) -> None:
     rules = [rule for rule in registered_rewrites(name) if isinstance(rule, Rewrite)]
     assert not measure_of(rules).unproved
 
 
 def fused(fn: Callable[..., Any], given: tuple[Tensor, ...], *passes: Pass) -> dict[str, int]:
-    """How often each operator is called after the passes; the numbers are about those from before."""
+    """Return the calls of each operator after the passes; check that the numbers are about the same."""
     before = capture(nn.Identity(), fn, given).program
     after = apply_passes(before, [Tidy(), *passes, Tidy()], deep=True)
     close(after, before, given)
@@ -57,7 +57,7 @@ def close(after: Program, before: Program, given: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(got, wanted, **coarse)
 
 
-def some(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     torch.manual_seed(0)
     return tuple(torch.randn(shape).to(dtype) for shape in shapes)
 
@@ -68,15 +68,15 @@ def some(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("style", STYLES)
 def test_rms_norm_is_found_in_each_style(style: str, dtype: torch.dtype) -> None:
-    found = fused(STYLES[style], some((2, 3, 8), (8,), dtype=dtype), FuseNorm())
+    found = fused(STYLES[style], random_tensors((2, 3, 8), (8,), dtype=dtype), FuseNorm())
     assert found["rms_norm"] == 1
     assert not {"mean", "rsqrt", "sqrt", "pow"} & set(found)
     assert dtype != torch.float32 or style == "Gemma" or set(found) == {"rms_norm"}
 
 
-def test_rounding_on_the_way_is_kept() -> None:
+def test_intermediate_rounding_is_kept() -> None:
     """In 16 bits the weight stays outside: it multiplies a rounded number, to the bit as before."""
-    x, w = some((64, 32), (32,), dtype=torch.bfloat16)
+    x, w = random_tensors((64, 32), (32,), dtype=torch.bfloat16)
     before = capture(nn.Identity(), STYLES["Llama in transformers"], (x, w)).program
     after = apply_passes(before, [FuseNorm(), Tidy()])
     assert torch.equal(runner(after)(x, w)[0], runner(before)(x, w)[0])
@@ -97,7 +97,7 @@ LAYER_NORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("style", LAYER_NORMS)
 def test_layer_norm_is_found(style: str, dtype: torch.dtype) -> None:
-    found = fused(LAYER_NORMS[style], some((2, 3, 8), (8,), (8,), dtype=dtype), FuseNorm())
+    found = fused(LAYER_NORMS[style], random_tensors((2, 3, 8), (8,), (8,), dtype=dtype), FuseNorm())
     assert found == ({"layer_norm": 1} if dtype == torch.float32 else {"layer_norm": 1, "mul": 1, "add": 1})
 
 
@@ -111,14 +111,14 @@ NO_NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("style", NO_NORMS)
-def test_what_is_no_norm_stays(style: str) -> None:
-    found = fused(NO_NORMS[style], some((2, 3, 8), (8,)), FuseNorm())
+def test_other_patterns_than_norms_stay(style: str) -> None:
+    found = fused(NO_NORMS[style], random_tensors((2, 3, 8), (8,)), FuseNorm())
     assert not {"rms_norm", "layer_norm"} & set(found)
 
 
 def test_a_weight_of_another_shape_stays_outside() -> None:
     norm = STYLES["textbook"]
-    assert fused(norm, some((2, 3, 8), (3, 1)), FuseNorm()) == {"rms_norm": 1, "mul": 1}
+    assert fused(norm, random_tensors((2, 3, 8), (3, 1)), FuseNorm()) == {"rms_norm": 1, "mul": 1}
 
 
 # linear layers and activations
@@ -136,11 +136,14 @@ def test_a_weight_of_another_shape_stays_outside() -> None:
     ],
 )
 def test_linear_is_found(fn: Callable[..., Tensor], left: dict[str, int]) -> None:
-    assert fused(fn, some((2, 3, 8), (5, 8), (5,)), FuseActivation()) == left
+    assert fused(fn, random_tensors((2, 3, 8), (5, 8), (5,)), FuseActivation()) == left
 
 
-def test_linear_of_a_weight_that_is_not_turned() -> None:
-    assert fused(lambda x, w, b: x @ w + b, some((2, 3, 8), (8, 5), (5,)), FuseActivation()) == {"mT": 1, "linear": 1}
+def test_linear_of_a_weight_that_is_not_transposed() -> None:
+    assert fused(lambda x, w, b: x @ w + b, random_tensors((2, 3, 8), (8, 5), (5,)), FuseActivation()) == {
+        "mT": 1,
+        "linear": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_linear_of_a_weight_that_is_not_turned() -> None:
     ],
 )
 def test_activations_are_found(fn: Callable[..., Tensor], name: str | None) -> None:
-    found = fused(fn, some((3, 4)), FuseActivation())
+    found = fused(fn, random_tensors((3, 4)), FuseActivation())
     assert (found == {name: 1}) if name else ("gelu" not in found and "silu" not in found)
 
 
@@ -164,7 +167,7 @@ def swiglu(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 
 def test_swiglu_with_joined_weights() -> None:
-    given = some((2, 3, 8), (5, 8), (5, 8))
+    given = random_tensors((2, 3, 8), (5, 8), (5, 8))
     assert fused(swiglu, given, FuseActivation()) == {"linear": 2, "silu": 1, "mul": 1}
     assert fused(swiglu, given, FuseActivation(merge=True))["linear"] == 1
 
@@ -197,18 +200,18 @@ def positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("fn", "causal"), [(plain, False), (tril, True), (triu, True), (positions, True)])
 def test_attention_is_found(fn: Callable[..., Tensor], causal: bool, dtype: torch.dtype) -> None:
-    given = some(*[(2, 3, 4, 8)] * 3, dtype=dtype)
+    given = random_tensors(*[(2, 3, 4, 8)] * 3, dtype=dtype)
     assert fused(fn, given, FuseAttention()) == {"scaled_dot_product_attention": 1}
     (node,) = apply_passes(capture(nn.Identity(), fn, given).program, [FuseAttention(), Tidy()]).nodes
     assert (node.args[5:] == (True,)) is causal
 
 
-def test_a_mask_that_is_given_is_passed_on() -> None:
+def test_a_given_mask_is_passed_on() -> None:
     def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return ((q @ k.mT) * 0.3).masked_fill(mask == 0, float("-inf")).softmax(-1) @ v
 
     mask = torch.ones(4, 6).tril(2)
-    assert fused(masked, (*some((2, 3, 4, 8), (2, 3, 6, 8), (2, 3, 6, 8)), mask), FuseAttention()) == {
+    assert fused(masked, (*random_tensors((2, 3, 4, 8), (2, 3, 6, 8), (2, 3, 6, 8)), mask), FuseAttention()) == {
         "eq": 1,
         "bitwise_not": 1,
         "scaled_dot_product_attention": 1,
@@ -217,7 +220,7 @@ def test_a_mask_that_is_given_is_passed_on() -> None:
     def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return F.softmax(q @ k.mT + bias, -1) @ v
 
-    assert fused(biased, some((2, 3, 4, 8), (2, 3, 6, 8), (2, 3, 6, 5), (1, 3, 4, 6)), FuseAttention()) == {
+    assert fused(biased, random_tensors((2, 3, 4, 8), (2, 3, 6, 8), (2, 3, 6, 5), (1, 3, 4, 6)), FuseAttention()) == {
         "scaled_dot_product_attention": 1
     }
 
@@ -231,9 +234,9 @@ def test_a_mask_that_is_given_is_passed_on() -> None:
         lambda q, k, v: F.softmax(q @ k, -1) @ v,
     ],
 )
-def test_what_is_no_attention_stays(fn: Callable[..., Any]) -> None:
-    found = fused(fn, some(*[(2, 3, 8, 8)] * 3), FuseAttention())
-    weights = fn(*some(*[(2, 3, 8, 8)] * 3))
+def test_other_patterns_than_attention_stay(fn: Callable[..., Any]) -> None:
+    found = fused(fn, random_tensors(*[(2, 3, 8, 8)] * 3), FuseAttention())
+    weights = fn(*random_tensors(*[(2, 3, 8, 8)] * 3))
     assert "scaled_dot_product_attention" not in found or isinstance(weights, tuple)
 
 
@@ -242,7 +245,7 @@ def test_weights_that_are_returned_are_computed() -> None:
         weights = F.softmax(q @ k.mT, -1)
         return weights @ v, weights
 
-    assert "softmax" in fused(with_weights, some(*[(2, 3, 4, 8)] * 3), FuseAttention())
+    assert "softmax" in fused(with_weights, random_tensors(*[(2, 3, 4, 8)] * 3), FuseAttention())
 
 
 # losses
@@ -273,11 +276,11 @@ def test_nll_of_log_softmax() -> None:
 
 
 class Block(nn.Module):
-    """A block whose every part is written by hand."""
+    """A block whose parts are all written by hand."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.g, self.w, self.b = (nn.Parameter(x) for x in some((8,), (8, 8), (8,)))
+        self.g, self.w, self.b = (nn.Parameter(x) for x in random_tensors((8,), (8, 8), (8,)))
 
     def forward(self, x: Tensor) -> Tensor:
         h = STYLES["Llama in transformers"](x, self.g)
@@ -289,7 +292,7 @@ class Block(nn.Module):
 
 def test_gradients_are_those_of_the_block() -> None:
     block = Block()
-    (x,) = some((2, 4, 8))
+    (x,) = random_tensors((2, 4, 8))
     block(x).backward()
     p = apply_passes(capture(block, block, (x,)).program, [FuseNorm(), FuseActivation(), FuseAttention(), Tidy()])
     assert {"rms_norm", "scaled_dot_product_attention", "silu"} <= {str(n.op).split(".")[1] for n in p.nodes}

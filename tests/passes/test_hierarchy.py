@@ -1,4 +1,4 @@
-"""Sums over nodes and the ranks in them take three steps."""
+"""Sums over nodes and the ranks in them become three steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLIT = Hierarchy(inner=("gpu",), outer=("node",), least=0)
 
 
 class Nodes(nn.Module):
-    """A batch that is cut over nodes, and over the ranks of each."""
+    """A batch that is sharded over nodes, and over the ranks of each."""
 
     def __init__(self, mesh: mw.ProcessMesh, width: int) -> None:
         super().__init__()
@@ -41,16 +41,16 @@ def nodes(width: int = 8, node: int = 2, gpu: int = 2) -> Step:
 
 @pytest.mark.parametrize("width", [8, 5])
 def test_a_sum_crosses_nodes_in_pieces(width: int) -> None:
-    """Uneven pieces, too: a weight of 5 × 8 and a bias of 5, cut in two."""
+    """Pieces may be uneven: a weight of 5 × 8 and a bias of 5 are split in two."""
     assert counted(nodes(width).programs[0]) == {"AllReduce(gpu node)": 5}
     found = after(nodes(width), SPLIT)
     assert found.counts == {"ReduceScatter(gpu)": 5, "AllReduce(node)": 5, "AllGather(gpu)": 5}
     assert found.error <= CLOSE
 
 
-def test_the_record_tells_what_no_longer_crosses() -> None:
+def test_the_record_has_the_saved_bytes_between_nodes() -> None:
     """Of 256 bytes a ring over all four ranks sends 384 each; now half of them crosses once: 128."""
-    (change, *_) = [c for c in after(nodes(), SPLIT).told("hierarchy") if c.saved["bytes over outer axes"] == 256]
+    (change, *_) = [c for c in after(nodes(), SPLIT).changes_by("hierarchy") if c.saved["bytes over outer axes"] == 256]
     assert "is ReduceScatter(gpu, dim 0) · AllReduce(node) · AllGather(gpu, dim 0)" in change.what
 
 
@@ -64,13 +64,13 @@ def test_small_sums_take_one_step() -> None:
     }
 
 
-def test_buckets_are_split_as_one() -> None:
+def test_buckets_are_split_as_a_whole() -> None:
     found = after(nodes(), Bucket(), SPLIT)
     assert found.counts == {"ReduceScatter(gpu)": 1, "AllReduce(node)": 1, "AllGather(gpu)": 1}
     assert found.error <= CLOSE
 
 
-def test_sums_along_one_kind_of_links_stay() -> None:
+def test_sums_over_one_kind_of_link_stay() -> None:
     step = llama(layers=1, dp=2, tp=2)
     assert counted(after(step, Hierarchy(inner=("tp",), outer=("dp",))).program) == counted(step.programs[0])
     found = after(step, Hierarchy(inner=("tp",), outer=("dp",), least=0))

@@ -1,4 +1,4 @@
-"""In-place reuse: the same bits for programs of all kinds, and no second copy of what is written back."""
+"""In-place reuse: the same bits for all kinds of programs, and no second copy of values that are written back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("block", range(8))
-def test_programs_at_random_keep_their_bits(block: int) -> None:
+def test_random_programs_keep_their_bits(block: int) -> None:
     written = 0
     for seed in range(50 * block, 50 * block + 50):
         program = random_program(seed)
@@ -32,30 +32,30 @@ def test_programs_at_random_keep_their_bits(block: int) -> None:
 
 
 def _turned(add: Any, x: Value, y: Value) -> Any:
-    """x takes over a view of what could be written over it."""
+    """Return outputs and writes of a program: x gets a view of the value that could overwrite it."""
     return (), [(x, add(aten.t.default, add(aten.neg.default, x)))]
 
 
 def _kept(add: Any, x: Value, y: Value) -> Any:
-    """The caller gets what is also written back."""
+    """Return outputs and writes of a program: the value that is written back is also returned."""
     new = add(aten.neg.default, x)
     return add(aten.t.default, new), [(x, new)]
 
 
 def _lain_otherwise(add: Any, x: Value, y: Value) -> Any:
-    """The second operand dies, but lies in another order than the result."""
+    """Return outputs and writes of a program: the dying operand has another memory order than the result."""
     turned = add(aten.t.default, add(aten.mm.default, x, y))
     return add(aten.view.default, add(aten.add.Tensor, y, turned), [-1]), ()
 
 
 def _seen_twice(add: Any, x: Value, y: Value) -> Any:
-    """The operator reads other places of the memory that it could write to."""
+    """Return outputs and writes of a program: an operator reads other elements of memory that it could overwrite."""
     new = add(aten.mm.default, x, y)
     return add(aten.add.Tensor, new, add(aten.t.default, new)), ()
 
 
 @pytest.mark.parametrize("build", [_turned, _kept, _lain_otherwise, _seen_twice])
-def test_what_must_not_be_written_over(build: Any) -> None:
+def test_values_that_must_not_be_overwritten(build: Any) -> None:
     made = program(build, (4, 4), (4, 4))
     assert InPlace()(made) is made
 
@@ -67,7 +67,7 @@ def test_a_step_keeps_its_bits(shape: tuple[int, int, int], change: InPlace) -> 
     assert_same(step, step.changed(change))
 
 
-def test_what_is_written_back_has_one_memory() -> None:
+def test_values_written_back_have_one_memory() -> None:
     step = llama_step()
     programs = step.changed(InPlace())
     for each in programs:
@@ -91,7 +91,7 @@ def test_the_update_needs_no_more_than_its_inputs_and_one_parameter() -> None:
     assert "126 of them an input" in changed.changes[-1].what
 
 
-def test_it_goes_with_recompute() -> None:
+def test_it_works_with_recompute() -> None:
     step = llama_step()
     assert_same(step, step.changed(lambda p: InPlace()(Recompute(("blocks.*",))(p))))
 
@@ -131,7 +131,7 @@ def test_every_optimizer_keeps_its_bits(optimizer: str, how: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("how", [(), (InPlace(),)])
-def test_training_goes_on_in_place(how: tuple[Any, ...]) -> None:
+def test_training_continues_in_place(how: tuple[Any, ...]) -> None:
     def train() -> list[float]:
         torch.manual_seed(0)
         m = Tied()
@@ -168,7 +168,7 @@ def test_one_program_for_batches_of_all_sizes_writes_in_place() -> None:
     assert mw.simulate(train, 1, InPlace()) == mw.simulate(train, 1)
 
 
-def test_inputs_that_overlap_are_not_written_over() -> None:
+def test_overlapping_inputs_are_not_overwritten() -> None:
     class Flat(nn.Module):
         def __init__(self, apart: bool) -> None:
             super().__init__()
@@ -203,6 +203,6 @@ def test_inputs_that_overlap_are_not_written_over() -> None:
         (aten._fused_adamw.default, None),
     ],
 )
-def test_which_operators_write_over_their_first_operand(op: Any, name: str | None) -> None:
+def test_operators_that_overwrite_their_first_operand(op: Any, name: str | None) -> None:
     twin = overwriting(op)
     assert (None if twin is None else str(twin)) == name

@@ -1,4 +1,4 @@
-"""Reductions move behind linear operators, to where one does for two."""
+"""Reductions move after linear operators, so that one replaces two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESH = mesh_of(tp=2)
 
 
 class Branches(nn.Module):
-    """Three products, each summed over "tp" at once, and what is made of them."""
+    """Three products, each summed over "tp" at once, and operators on the sums."""
 
     def __init__(self, join: Callable[..., Tensor], to: dict[str, int]) -> None:
         super().__init__()
@@ -63,23 +63,23 @@ def test_a_sum_is_reduced_once(join: Callable[..., Tensor], sums: int) -> None:
         assert found.program is step.programs[0]
 
 
-def test_reduce_scatters_and_gathers_join_too() -> None:
+def test_reduce_scatters_and_gathers_are_merged_too() -> None:
     scattered = after(branches(lambda a, b, c: a + b * 2 - c, tp=0), Linear())
     assert counted(scattered.program, "forward") == {"ReduceScatter(tp)": 1}
     assert scattered.error <= 10 * CLOSE
 
 
 def test_accumulated_gradients_are_reduced_at_the_end() -> None:
-    """Two micro-batches gather the weight and scatter its gradient; in the end once for both."""
+    """Two micro-batches gather the weight and scatter its gradient; at the end once for both."""
     step = twice()
     assert counted(step.programs[0]) == {"AllGather(dp)": 2, "AllReduce(dp)": 3}
     found = after(step, Scatter(), Share(), Linear())
     assert found.counts == {"AllGather(dp)": 1, "ReduceScatter(dp)": 1, "AllReduce(dp)": 1}
     assert found.error <= CLOSE
-    told = found.told("linear")
+    told = found.changes_by("linear")
     assert [c.saved for c in told] == [{"bytes": 64, "rounds": 1}]
 
 
 @pytest.mark.parametrize("step", [lambda: mlp(dp=4), lambda: llama(layers=1, dp=2, tp=2)], ids=["mlp", "llama"])
-def test_steps_without_such_sums_stay_as_they_are(step: Callable[[], Step]) -> None:
+def test_steps_without_such_sums_are_unchanged(step: Callable[[], Step]) -> None:
     assert after(step(), Linear()).program is step().programs[0]

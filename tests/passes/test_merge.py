@@ -1,4 +1,4 @@
-"""Gradient merge: a batch in pieces trains as the whole batch does, with the activations of one piece."""
+"""Gradient merge: a batch in pieces trains like the whole batch, with the activations of one piece."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def strategy_of(merge: Merge | None, **how: Any) -> mw.Strategy:
 
 @cache
 def trained(shape: tuple[int, int, int], merge: Merge | None, **how: Any) -> list[Any]:
-    """On each rank: losses, parameters, and the program of the last of two steps."""
+    """Return for each rank: losses, parameters, and the program of the last of two steps."""
 
     def rank() -> Any:
         m = Llama(SMALL, 0)
@@ -53,7 +53,7 @@ def trained(shape: tuple[int, int, int], merge: Merge | None, **how: Any) -> lis
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 1)])
-def test_pieces_train_as_the_whole_batch_does(shape: tuple[int, int, int]) -> None:
+def test_pieces_train_like_the_whole_batch(shape: tuple[int, int, int]) -> None:
     whole, pieces = trained(shape, None), trained(shape, Merge(4))
     for (losses, parameters, _), (other, others, _) in zip(whole, pieces, strict=True):
         torch.testing.assert_close(losses, other)
@@ -107,7 +107,7 @@ def test_merged_gradients_are_those_of_an_eager_loop() -> None:
         torch.testing.assert_close(mw.simulate(static, 1, average), mw.simulate(eager, 1, average))
 
 
-def test_pieces_have_one_size() -> None:
+def test_pieces_must_have_equal_sizes() -> None:
     with pytest.raises(RewriteError, match="7 rows"):
         Merge(4).piece((torch.ones(7, 2),), 0)
     with pytest.raises(RewriteError, match="0 pieces"):
@@ -129,14 +129,14 @@ def test_a_rank_takes_the_same_rows_of_all_tensors(second: list[mw.Placement]) -
         mw.simulate(step, 2)
 
 
-def test_it_goes_with_writing_in_place() -> None:
+def test_it_works_with_in_place_reuse() -> None:
     ((losses, _, program),) = trained((1, 1, 1), Merge(2), inplace=True)
     assert any(c.by == InPlace.name for c in program.changes)
     assert any(c.by == "merge" for c in program.changes)
     assert losses[1] < losses[0]
 
 
-def test_gradients_are_added_up_by_their_products() -> None:
+def test_matrix_products_accumulate_gradients() -> None:
     losses: dict[bool, list[float]] = {}
     for fused in (False, True):
         strategy = strategy_of(Merge(2), passes=[FuseAccumulation()] if fused else [], inplace=False, **OFF)

@@ -1,4 +1,4 @@
-"""Recompute: the same bits, less that lives between the passes, nothing drawn or sent twice."""
+"""Recompute: the same bits, less memory between the passes, and nothing is drawn or sent twice."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def test_the_numbers_stay_on_many_ranks(change: Recompute) -> None:
     assert_same(step, step.changed(change))
 
 
-def test_the_new_operators_take_what_they_are_given() -> None:
+def test_recomputed_operators_have_valid_inputs() -> None:
     Recompute(BLOCKS)(llama_step((1, 1, 1)).programs[0], deep=True)
 
 
-def test_a_block_keeps_what_enters_it() -> None:
+def test_a_block_saves_only_its_inputs() -> None:
     step = llama_step((1, 1, 1))
     (program,) = step.changed(Recompute(BLOCKS))
     saved = _SavedValues(program, Recompute(BLOCKS))
     inside = [root for root in saved.kept if saved.layers.get(root) is not None]
-    # the sum that ends the first block enters the second one, that of the second one the norm behind it
+    # the sum at the end of the first block is the input of the second one; that of the second one, of the norm after it
     assert sorted(map(str, (saved.layers[root] for root in inside))) == ["blocks.0", "blocks.1"]
     whole, less = (live_memory(p).peak_in("forward", "backward") for p in (step.programs[0], program))
     assert less < 0.8 * whole
 
 
-def test_communication_stays_single_unless_it_is_allowed() -> None:
+def test_communication_is_not_repeated_unless_allowed() -> None:
     step = llama_step((1, 2, 2))
     count = [len(list(communication(p))) for p in step.programs]
     assert [len(list(communication(p))) for p in step.changed(Recompute(BLOCKS))] == count
@@ -97,7 +97,7 @@ def noisy_step() -> Step:
     return recorded(model, (torch.randn(4, 8),), 1, "SGD")
 
 
-def test_nothing_is_drawn_twice() -> None:
+def test_random_numbers_are_not_drawn_twice() -> None:
     step = noisy_step()
     (program,) = step.changed(Recompute(BLOCKS))
     assert [n.op for n in program.nodes if is_random_operator(n.op)] == [
@@ -109,19 +109,19 @@ def test_nothing_is_drawn_twice() -> None:
     second = step.run([program])
     assert all(torch.equal(a, b) for a, b in zip(first[0][1], second[0][1], strict=True))
     gelu = {k: n for k, n in count_ops(program.nodes).items() if "gelu." in k}
-    assert gelu == {"aten.gelu.default": 2}  # the last one's result is read by nothing else
+    assert gelu == {"aten.gelu.default": 2}  # the last one's result has no other reader
 
 
 @pytest.mark.parametrize("how", [{}, {"budget": 2.0}, {"budget": 0.5, "communication": True}])
-def test_what_says_nothing_is_refused(how: dict[str, Any]) -> None:
+def test_a_policy_without_content_is_refused(how: dict[str, Any]) -> None:
     with pytest.raises(RewriteError):
         Recompute(**how)
 
 
-def test_a_layer_that_is_not_there_changes_nothing() -> None:
+def test_an_unknown_layer_changes_nothing() -> None:
     step = llama_step((1, 1, 1))
     assert Recompute(("layers.*",)).run(step.programs[0]) is step.programs[0]
 
 
-def test_it_is_found_by_name() -> None:
+def test_the_pass_is_found_by_name() -> None:
     assert mw.Strategy(passes=(Recompute(BLOCKS),)).passes[0].name == "recompute"

@@ -1,4 +1,4 @@
-"""Early release: the same bits, gradients that do not live at once, and new values that still fit in place."""
+"""Early release: the same bits, gradients that are not in memory together, and in-place updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_gradient_lives_at_a_time() -> None:
     assert told.saved["bytes"] == sum(parameters) - max(parameters)
 
 
-def test_new_values_still_fit_in_place() -> None:
+def test_updates_are_still_in_place() -> None:
     program = InPlace()(Release()(llama_step((1, 1, 1)).programs[0]))
     found = alias_classes(program)
     assert all(found.of(x) is found.of(v) for x, v in program.writes)
@@ -41,7 +41,7 @@ def test_with_recompute_the_peak_falls() -> None:
     assert early < late
 
 
-def test_the_update_as_one_cannot_be_released() -> None:
+def test_a_grouped_update_cannot_be_released_early() -> None:
     program = Foreach()(llama_step((1, 1, 1)).programs[0])
     released = Release()(program)
     assert live_memory(released).peak >= live_memory(program).peak - 1

@@ -1,4 +1,4 @@
-"""Sums of which each rank keeps a part are reduced to that part."""
+"""Sums of which each rank keeps a part become reduce-scatters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESH = mesh_of(tp=2)
 
 
 class Parted(nn.Module):
-    """Two products summed over "tp"; what is made of them is cut along `dim`."""
+    """Two products summed over "tp"; the results are sharded along `dim`."""
 
     def __init__(self, between: Callable[..., Tensor], dim: int) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ def parted(between: Callable[..., Tensor], dim: int = 0, trains: bool = False) -
         (lambda a, b, c: a + b, 0, 0, 2),
         (lambda a, b, c: torch.tanh(a * 2) * b + c, 0, 0, 2),
         (lambda a, b, c: torch.tanh(a * 2) * b + 1, 1, 0, 2),
-        (lambda a, b, c: torch.tanh(a) + b + c, 1, 2, 0),  # the bias would have to be cut, too
+        (lambda a, b, c: torch.tanh(a) + b + c, 1, 2, 0),  # the bias would have to be sharded, too
         (lambda a, b, c: a * (b.sum() + 1), 0, 1, 1),
         (lambda a, b, c: a.softmax(0) + b.softmax(1), 0, 2, 0),
     ],
     ids=["sum", "bias repeated", "columns", "bias cut", "sum used whole", "softmax"],
 )
-def test_a_slice_goes_before_what_works_number_by_number(
+def test_a_slice_moves_before_elementwise_operators(
     between: Callable[..., Tensor], dim: int, sums: int, scattered: int
 ) -> None:
     step = parted(between, dim)
@@ -59,18 +59,18 @@ def test_a_slice_goes_before_what_works_number_by_number(
     assert found.counts["AllReduce(tp)"] == 1 + sums
     assert found.error <= CLOSE * 10
     if scattered:
-        assert found.told("scatter")[0].saved["bytes"] > 0
+        assert found.changes_by("scatter")[0].saved["bytes"] > 0
 
 
-def test_what_the_backward_pass_needs_whole_stays_whole() -> None:
-    """The gradient of tanh is made of its result, that of a sum of nothing."""
+def test_values_needed_whole_in_the_backward_pass_stay_whole() -> None:
+    """The gradient of tanh needs its result, that of a sum needs nothing."""
     assert after(parted(lambda a, b, c: torch.tanh(a) + b, trains=True), Scatter()).counts["AllReduce(tp)"] >= 2
     found = after(parted(lambda a, b, c: a + b, trains=True), Scatter())
     assert counted(found.program, "forward")["ReduceScatter(tp)"] == 2
     assert found.error <= CLOSE * 10
 
 
-def test_cut_states_need_cut_gradients() -> None:
+def test_sharded_states_need_sharded_gradients() -> None:
     step = llama_with(stage=1, dp=2)
     assert counted(step.programs[0])["AllReduce(dp)"] == 14
     found = after(step, Scatter())
@@ -83,7 +83,7 @@ def test_whole_sums_stay_whole(step: Callable[[], Step]) -> None:
     assert after(step(), Scatter()).program is step().programs[0]
 
 
-def test_a_gathered_tensor_of_which_a_part_is_used_is_no_sum() -> None:
+def test_a_partly_used_gathered_tensor_is_not_reduce_scattered() -> None:
     class Gathered(Parted):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             x = mw.reshard(mw.reshard(x, MESH, placed(MESH, tp=0)).sin(), MESH, placed(MESH))

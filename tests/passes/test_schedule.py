@@ -1,4 +1,4 @@
-"""Overlap: the same bits in another order, collectives begun early and ended late, and gathers fetched ahead."""
+"""Overlap: the same bits in another order, collectives that start early and end late, and prefetched gathers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SLOW = Cluster(DEVICE, Link("wire", 1e12, 0.0, start=2.0, reach=1.0))
 
 
 def toy(build: Any) -> Program:
-    """`build(add, send, x)` gives the outputs of a program with one input."""
+    """Return a program with one input, whose outputs `build(add, send, x)` makes."""
     mesh = ProcessMesh([0, 1], ["dp"])
     pending, cut = parse_spec("f32[4] +dp", mesh), parse_spec("f32[8@dp]", mesh)
     given = Input(Value("x", (4,), torch.float32), "parameter", "x")
@@ -64,7 +64,7 @@ def order(program: Program) -> list[str]:
     ]
 
 
-def test_what_does_not_need_it_runs_while_a_collective_is_under_way() -> None:
+def test_independent_nodes_run_while_a_collective_is_in_flight() -> None:
     def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
         weight = add(aten.neg.default, x)  # is needed only at the end
         value = add(aten.exp.default, x)
@@ -78,7 +78,7 @@ def test_what_does_not_need_it_runs_while_a_collective_is_under_way() -> None:
     assert "1 collectives started earlier" in told.what
 
 
-def test_gathers_are_fetched_ahead() -> None:
+def test_gathers_are_prefetched() -> None:
     def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
         y = x
         for _ in range(3):
@@ -93,7 +93,7 @@ def test_gathers_are_fetched_ahead() -> None:
     assert [name for name in near if name in ("start", "wait")] == ["start", "wait"] * 3
 
 
-def test_below_a_cap_less_is_fetched_ahead() -> None:
+def test_a_memory_cap_limits_prefetching() -> None:
     def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
         return [add(aten.sum.default, add(aten.exp.default, gather(x))) for _ in range(8)]
 
@@ -124,7 +124,7 @@ def test_operands_stay_until_the_end_of_a_collective() -> None:
     assert order(program) == ["exp", "start", "neg", "wait", "abs_"]
 
 
-def test_a_delayed_communicator_is_late_and_hides_what_is_done_meanwhile() -> None:
+def test_a_delayed_communicator_overlaps_with_computation() -> None:
     def build(add: Any, reduce: Any, gather: Any, x: Value) -> Any:
         return reduce(add(aten.exp.default, x))
 

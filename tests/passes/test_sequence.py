@@ -20,7 +20,7 @@ CUT = (SequenceParallel("tp"),)
 
 
 def trained(make: Any, batch: Any, ranks: int, *passes: Any, steps: int = 2) -> tuple[list[float], Any, Program]:
-    """Losses, parameters of all ranks, and the program of rank 0."""
+    """Return the losses, the parameters of all ranks, and the program of rank 0."""
 
     def rank() -> Any:
         torch.manual_seed(0)
@@ -41,7 +41,7 @@ def llama(layers: int, cut: bool, tp: int, dp: int = 1, pp: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2, "dp": 2}, {"tp": 3}, {"tp": 2, "pp": 2}], ids=str)
-def test_a_llama_trains_as_before(axes: dict[str, int]) -> None:
+def test_a_llama_has_the_same_training(axes: dict[str, int]) -> None:
     """Three ranks hold 3, 3 and 2 of 8 positions."""
     layers = axes.get("pp", 1)
     (losses, plain, _), (cut_losses, cut, program) = (llama(layers, cut, **axes) for cut in (False, True))
@@ -50,7 +50,7 @@ def test_a_llama_trains_as_before(axes: dict[str, int]) -> None:
     assert counted(program)["ReduceScatter(tp)"] > 0
 
 
-def test_each_block_gathers_and_scatters_twice_each_way() -> None:
+def test_each_block_gathers_and_scatters_twice_in_each_pass() -> None:
     one, two = (llama(layers, True, tp=2)[2] for layers in (1, 2))
     for phase in ("forward", "backward"):
         a, b = counted(one, phase), counted(two, phase)
@@ -60,7 +60,7 @@ def test_each_block_gathers_and_scatters_twice_each_way() -> None:
 
 
 class Block(nn.Module):
-    """GPT-style: biases, layer norms, learned positions, dropout in the stream."""
+    """GPT-style: biases, layer norms, learned positions, dropout on the residual stream."""
 
     def __init__(self, mesh: mw.ProcessMesh) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 def test_biases_positions_and_dropout_are_right() -> None:
-    """Dropout draws for its part of the sequence what one device draws there."""
+    """Dropout draws for its part of the sequence the numbers of one device."""
     mesh = mesh_of(tp=2)
     batch = tuple(torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     plain, cut = (trained(lambda: Block(mesh), batch, 2, *passes) for passes in ((), CUT))
@@ -90,7 +90,7 @@ def test_biases_positions_and_dropout_are_right() -> None:
     assert counted(cut[2], "forward")["ReduceScatter(tp)"] == 2
 
 
-def test_the_record_stands_in_the_program() -> None:
+def test_the_program_has_the_record() -> None:
     told = [c for c in llama(1, True, tp=2)[2].changes if c.by == "sequence_parallel"]
     assert [c.what.split(" after ")[0].split(" before ")[0] for c in told] == ["sharded along the sequence"] * 3 + [
         "gathered"

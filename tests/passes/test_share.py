@@ -1,4 +1,4 @@
-"""Equal nodes become one, where that is safe."""
+"""Equal nodes become one, if that is safe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .programs import MLP, after, bare, counted, llama, llama_with, mesh_of, mlp
 
 
 class Twice(nn.Module):
-    """A weight that is kept cut, and gathered for each half of the batch."""
+    """A weight that is stored sharded, and gathered for each half of the batch."""
 
     def __init__(self, mesh: mw.ProcessMesh) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ def test_a_tensor_is_gathered_once() -> None:
     found = after(step, Share())
     assert counted(found.program, "forward")["AllGather(dp)"] == 1
     assert found.is_equal
-    assert "AllGather(dp, dim 0) of f32[8@dp, 4] is shared" in found.told("share")[0].what
-    assert found.told("share")[0].saved == {"bytes": 64, "rounds": 1}
+    assert "AllGather(dp, dim 0) of f32[8@dp, 4] is shared" in found.changes_by("share")[0].what
+    assert found.changes_by("share")[0].saved == {"bytes": 64, "rounds": 1}
 
 
-def test_steps_alone_are_shared_where_local_work_is_not() -> None:
+def test_communication_steps_are_shared_even_if_local_work_is_not() -> None:
     step = twice()
     found = after(step, Share(local=False))
     assert counted(found.program, "forward")["AllGather(dp)"] == 1
@@ -56,14 +56,14 @@ def test_steps_alone_are_shared_where_local_work_is_not() -> None:
     assert sum(not isinstance(node.op, Conversion) for node in found.program.nodes) == local
 
 
-def test_steps_that_became_alike_are_shared_behind_local_work() -> None:
+def test_steps_made_equal_are_shared_after_local_work() -> None:
     """Views of one weight are one value, so the gathers of both views are one."""
     found = after(mlp(dp=2, tp=2), Share())
     assert len(found.program.nodes) <= len(mlp(dp=2, tp=2).programs[0].nodes)
     assert found.is_equal
 
 
-def test_phases_keep_their_gathers_unless_told() -> None:
+def test_phases_keep_their_own_gathers_by_default() -> None:
     step = llama_with(stage=3, dp=2)
     twelve, again = after(step, Regather()), after(step, Regather(), Share())
     assert twelve.counts["AllGather(dp)"] == again.counts["AllGather(dp)"] == 23
@@ -77,8 +77,8 @@ def test_nothing_of_a_llama_is_sent_twice() -> None:
     assert found.is_equal
 
 
-def test_states_stay_tensors_of_their_own() -> None:
-    """The first step makes equal states; going on eagerly writes to each of them."""
+def test_equal_states_stay_separate_tensors() -> None:
+    """The first step makes equal states; later eager steps write to each of them."""
 
     def train(passes: tuple[Any, ...]) -> list[Tensor]:
         model = MLP(mesh_of(dp=2))

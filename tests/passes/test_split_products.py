@@ -1,4 +1,4 @@
-"""Products in pieces: the same numbers, a collective a piece, and one piece on its way while the next is made."""
+"""Products in pieces: the same numbers, a collective per piece, and one piece in flight while the next is computed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_each_piece_has_a_reduction_of_its_own() -> None:
     step = llama_step((1, 1, 2))
     before, after = step.programs[0], step.changed(ALL)[0]
     split = len([c for c in after.changes if c.by == "split_products"])
-    assert split >= 4  # two a block on the way forward
+    assert split >= 4  # two per block in the forward pass
     assert reductions(after) == reductions(before) + split
     made = [count_ops(p.nodes)["aten.mm.default"] for p in (before, after)]
     assert made[1] >= made[0] + split  # a sum of two products is two more
 
 
-def test_a_piece_is_on_its_way_while_the_next_is_made() -> None:
+def test_a_piece_is_in_flight_while_the_next_is_computed() -> None:
     step = llama_step((1, 1, 2))
     programs = step.changed(lambda p: Schedule(cluster_of("H100"))(ALL(p)))
     assert_same(step, programs, exactly=False)

@@ -1,4 +1,4 @@
-"""A model of any chain of stages, beside the same steps on one device, microbatch by microbatch."""
+"""A model with any placement of stages, compared with the same steps on one device, microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _block() -> nn.Module:
 
 
 class Chain(nn.Module):
-    """Blocks with a skip connection from the first one to the last, a mask, and a buffer that each batch renews."""
+    """Blocks with a skip connection from the first one to the last, a mask, and a buffer that each batch updates."""
 
     def __init__(self, chunks: int, tied: bool = False, buffers: bool = True) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Chain(nn.Module):
 
 
 def laid(model: Chain, way: Sequence[int], ranks_per_stage: int) -> Chain:
-    """The model with chunk c on the ranks of stage way[c]."""
+    """Return the model with chunk c on the ranks of stage way[c]."""
     homes = [
         mw.ProcessMesh(list(range(s * ranks_per_stage, (s + 1) * ranks_per_stage)), ["dp"]) for s in range(max(way) + 1)
     ]
@@ -74,7 +74,7 @@ def loss_of(out: Tensor, labels: Tensor) -> Tensor:
 
 
 def alone(chunks: int, microbatches: int, rows: int, tied: bool = False, buffers: bool = True) -> list[Any]:
-    """Losses, parameters and buffers of the same steps on one device, gradients added up over microbatches."""
+    """Return the losses, parameters and buffers of the same steps on one device, with accumulated gradients."""
     torch.manual_seed(1)
     model = Chain(chunks, tied, buffers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -101,7 +101,7 @@ def piped(
     buffers: bool = True,
     **strategy: Any,
 ) -> list[Any]:
-    """What this rank finds in the static mode."""
+    """Return the results of this rank in static mode."""
     torch.manual_seed(1)
     model = laid(Chain(len(way), tied, buffers), way, ranks_per_stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

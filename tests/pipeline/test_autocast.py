@@ -29,7 +29,7 @@ def llama(shape: tuple[int, ...] | None) -> nn.Module:
 
 
 def stepped(model: nn.Module, dtype: torch.dtype, scaled: bool = False) -> tuple[list[float], list[Tensor]]:
-    """Losses of three steps, of which the second is without autocast, and gradients of the last."""
+    """Return the losses of three steps, the second without autocast, and the gradients of the last."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
     losses = list[float]()
@@ -106,7 +106,7 @@ def test_a_rank_outside_knows_dtypes_and_layouts(name: str, dtype: torch.dtype, 
 
 
 Trained = tuple[list[float], list[Tensor], float]
-"""Losses, parameters, and the scale behind the last step."""
+"""Losses, parameters, and the scale after the last step."""
 
 
 def layers() -> nn.Sequential:
@@ -123,7 +123,7 @@ def scaler_for(dtype: torch.dtype) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype == torch.float16)
 
 
-def alone(dtype: torch.dtype) -> Trained:
+def train_on_one_device(dtype: torch.dtype) -> Trained:
     net, scale = layers(), scaler_for(dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = list[float]()
@@ -164,7 +164,7 @@ def scheduled(dtype: torch.dtype, loop: bool) -> Trained:
 @pytest.mark.parametrize("loop", [False, True])
 def test_microbatches_by_a_schedule(dtype: torch.dtype, loop: bool) -> None:
     """The third batch overflows float16: no rank makes its update, and the scale is halved."""
-    wanted = alone(dtype)
+    wanted = train_on_one_device(dtype)
     for losses, parameters, scale in mw.simulate(lambda: scheduled(dtype, loop), 4):
         assert losses == pytest.approx(wanted[0], rel=2e-2, nan_ok=True)
         assert scale == wanted[2]

@@ -1,4 +1,4 @@
-"""What the checker refuses, and what it says."""
+"""Schedules that the checker refuses, and its error messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshwright.pipeline import (
 
 
 def schedule_of(*rows: str, m: int = 1, name: str = "mine") -> Schedule:
-    """A schedule of one chunk per rank."""
+    """Return a schedule of one chunk per rank."""
     return Schedule(name, linear(len(rows)), m, tuple(tuple(map(parse_action, row.split())) for row in rows))
 
 
@@ -72,7 +72,7 @@ def test_capacity() -> None:
     check_schedule(zb_h1(4, 8), memory=Memory(kept=0.5), capacity=(4, 3.5, 3, 2.5))
 
 
-def test_stale_weights_are_asked_for() -> None:
+def test_stale_weights_need_an_option() -> None:
     with pytest.raises(ScheduleError, match="change what the optimizer means"):
         check_schedule(pipedream(2, 4))
     check_schedule(pipedream(2, 4), stale=True)
@@ -88,7 +88,7 @@ def test_stale_weights_are_asked_for() -> None:
     ],
 )
 def test_groups_of_updates(first: str, second: str, versions: tuple[int, ...], says: str) -> None:
-    """Updates take the same groups on all ranks, of one size, and leave out none; weights are used once made."""
+    """Updates have the same groups on all ranks, of one size, and miss none; weights are used after their gather."""
     schedule = replace(schedule_of(first, second, m=2), versions=versions)
     with pytest.raises(ScheduleError) as caught:
         check_schedule(schedule, stale=True)
@@ -110,8 +110,8 @@ def test_receives_in_another_order_than_sends() -> None:
         check_schedule(schedule, Channel.RENDEZVOUS)
 
 
-def test_messages_posted_together_meet() -> None:
-    """1F1B's ranks both send first in its middle; side by side, the messages meet."""
+def test_messages_posted_together_match() -> None:
+    """1F1B's ranks both send first in its middle; posted together, the messages match."""
     apart = with_transfers(one_f_one_b(2, 2))
     with pytest.raises(ScheduleError, match="rendezvous"):
         check_schedule(apart, Channel.RENDEZVOUS)
@@ -120,7 +120,7 @@ def test_messages_posted_together_meet() -> None:
 
 
 def test_masks_have_no_gradient_to_send() -> None:
-    """Along an edge without gradient nothing comes back, and skip connections name the other end."""
+    """Nothing comes back along an edge without gradient, and skip connections name the other end."""
     plain = replace(one_f_one_b(3, 1), edges=(Edge(0, 1), Edge(1, 2), Edge(0, 2, gradient=False)))
     lowered = with_transfers(plain)
     assert [str(a) for a in lowered.rows[0]] == ["F0.0", ">F0.0", ">F0.0:2", "<B0.1", "BW0.0"]
@@ -142,14 +142,14 @@ NO_TABLES = [
 
 
 @pytest.mark.parametrize("text", NO_TABLES)
-def test_text_that_is_no_table(text: str) -> None:
+def test_invalid_table_text_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         parse_schedule(text)
     assert caught.value.write
 
 
 def broken(schedule: Schedule, rng: random.Random) -> Schedule:
-    """The table with one action left out, written twice, moved to another rank, or renamed."""
+    """Return the table with one action left out, written twice, moved to another rank, or renamed."""
     rows = [list(row) for row in schedule.rows]
     rank = rng.choice([r for r, row in enumerate(rows) if row])
     place = rng.randrange(len(rows[rank]))
@@ -186,7 +186,7 @@ def test_random_damage_is_found(name: str) -> None:
                 check_schedule(broken(table, rng))
 
 
-def test_actions_side_by_side_end_together() -> None:
+def test_simultaneous_actions_end_together() -> None:
     action = parse_action("F4.0&B1.3")
     assert [str(a) for a in action.atoms] == ["F4.0", "B1.3"]
     assert str(action) == "F4.0&B1.3"

@@ -1,4 +1,4 @@
-"""Inputs of a pipeline's step that ranks of several stages hold."""
+"""Inputs of a pipeline's step that are on the ranks of several stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every known schedule runs, and keeps what its closed form promises."""
+"""Every known schedule runs, and has the values of its closed form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (6, 12)]
 
 
 def made(k: KnownSchedule, p: int, m: int, v: int) -> Schedule | None:
-    """The schedule, or None where it says that it cannot be made so."""
+    """Return the schedule, or None if it refuses these sizes."""
     with suppress(ScheduleError):
         return k.make(p, m, v) if k.takes else k.make(p, m)
     return None
@@ -53,7 +53,7 @@ def test_closed_forms(name: str, p: int, m: int) -> None:
 
 
 def holds_forms(k: KnownSchedule, schedule: Schedule, s: ScheduleSizes) -> None:
-    """The makespan, the span and the peak are those of the closed forms; less is welcome only where it is a bound."""
+    """Check makespan, span and peak against the closed forms, which may be upper bounds."""
     parts = schedule.chunks // s.p * schedule.slices if len(schedule.ways) == 1 else 1
     times = Times(s.f / parts, s.b / parts, s.w / parts)
     line = simulate_schedule(schedule, times)
@@ -76,7 +76,7 @@ def test_text_means_the_same_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN_SCHEDULES)
-def test_messages_change_neither_time_nor_memory(name: str) -> None:
+def test_explicit_transfers_change_neither_time_nor_memory(name: str) -> None:
     times = Times(3.0, 4.0, 2.0, transfer=0.5)
     for p, m in ((2, 4), (4, 8)):
         schedule = made(schedule_by_name(name), p, m, 2)
@@ -89,7 +89,7 @@ def test_messages_change_neither_time_nor_memory(name: str) -> None:
             assert peaks(lowered) == peaks(schedule)
 
 
-def test_what_known_schedules_need_of_channels() -> None:
+def test_known_schedules_run_on_their_kind_of_channel() -> None:
     """GPipe runs over unbuffered channels, 1F1B over buffered ones, V-Half needs tags."""
     found = {
         name: tuple(c for c, runs in channels(with_transfers(schedule_by_name(name).make(4, 8))).items() if runs)
@@ -116,12 +116,12 @@ def test_weight_versions() -> None:
 
 
 def test_memory_in_bytes() -> None:
-    """B gives back what W does not need, a chunk's static bytes are there always."""
+    """B releases the memory that W does not need; a chunk's static bytes are always in memory."""
     memory = Memory(held=10.0, kept=4.0, static=(100.0, 200.0))
     assert peaks(schedule_by_name("ZB-H1").make(2, 4), memory) == (100.0 + 20.0, 200.0 + 14.0)
 
 
-def test_zero_bubble_with_times_at_random() -> None:
+def test_zero_bubble_with_random_times() -> None:
     rng = random.Random(3)
     for _ in range(300):
         p, m = rng.randint(2, 5), rng.randint(1, 9)

@@ -1,4 +1,4 @@
-"""Pipelines of layers with more than weights: buffers that they read and renew, draws, gates made of weights, skips."""
+"""Pipelines of layers with buffers that they read and update, dropout, gates made of weights, and skip connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.pipeline import StageError
 
 
 class Centred(nn.Module):
-    """Less the mean of all batches so far, the newer ones counting more; a flag and a counter stand beside it."""
+    """Subtracts a running mean of all batches; has a flag and a counter, too."""
 
     mean: Tensor
     seen: Tensor
@@ -34,7 +34,7 @@ class Centred(nn.Module):
 
 
 class Scaled(Centred):
-    """Times that mean: a value of each microbatch is read by its backward pass."""
+    """Multiplies by that mean: a value of each microbatch is read by its backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x) * self.mean
@@ -81,7 +81,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, 6, generator=g), torch.randn(8, 6, generator=g)) for _ in range(2)]
 
 
-def alone(names: tuple[str, ...], microbatches: int) -> list[Any]:
+def train_on_one_device(names: tuple[str, ...], microbatches: int) -> list[Any]:
     torch.manual_seed(1)
     net = Net(names)
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
@@ -137,7 +137,7 @@ CASES: list[tuple[tuple[str, ...], str, tuple[int, ...], int, int, dict[str, Any
 def test_numbers_are_those_of_one_device(
     names: tuple[str, ...], mode: str, way: tuple[int, ...], microbatches: int, replicas: int, strategy: dict[str, Any]
 ) -> None:
-    losses, state, drawn = alone(names, microbatches)
+    losses, state, drawn = train_on_one_device(names, microbatches)
     ranks = (max(way) + 1) * replicas
     for found in mw.simulate(lambda: piped(names, mode, way, microbatches, replicas, **strategy), ranks):
         assert found[0] == pytest.approx(losses, rel=1e-5)
@@ -160,7 +160,7 @@ class Shared(nn.Module):
         return x
 
 
-def test_a_buffer_that_microbatches_would_meet_in_another_order_is_refused() -> None:
+def test_a_buffer_with_another_order_of_microbatches_is_refused() -> None:
     def step() -> None:
         net = Shared()
         mesh = mw.ProcessMesh([0, 1], ["pp"])
@@ -174,7 +174,7 @@ def test_a_buffer_that_microbatches_would_meet_in_another_order_is_refused() -> 
 
 
 class Rows(nn.Module):
-    """Two products on two stages; the weight of the first is cut by rows, so that its result is a sum to be taken."""
+    """Two products on two stages; the first weight is sharded by rows, so that its result is a pending sum."""
 
     def __init__(self, homes: list[mw.ProcessMesh] | None = None) -> None:
         super().__init__()
@@ -191,8 +191,8 @@ class Rows(nn.Module):
         return mw.reshard(x, self.homes[1], [mw.Shard(1)]).tanh() @ self.second
 
 
-def test_what_converts_on_the_way_to_the_next_stage_runs_on_its_side_of_the_message() -> None:
-    """The sum is taken where its terms are, and its gradient comes back to them."""
+def test_conversions_run_on_their_own_side_of_a_message() -> None:
+    """The sum is reduced on the ranks of its terms, and its gradient comes back to them."""
 
     def step(homes: list[mw.ProcessMesh] | None) -> tuple[float, Tensor]:
         net = Rows(homes)

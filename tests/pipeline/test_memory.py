@@ -60,7 +60,7 @@ def accounted(schedule: Schedule, rank: int, memory: Memory) -> float:
         ("F0.0 F1.0 BW0.0 BW1.0", 2.0),
     ],
 )
-def test_side_by_side_both_are_held(row: str, peak: float) -> None:
+def test_simultaneous_actions_both_hold_memory(row: str, peak: float) -> None:
     assert peaks(schedule_of(row, m=2)) == (peak,)
 
 

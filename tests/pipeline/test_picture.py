@@ -1,4 +1,4 @@
-"""Pictures of timelines: what stands in them, not how they look."""
+"""Pictures of timelines: their contents, not their appearance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.pipeline import (
 )
 
 
-def test_terminal_keeps_to_its_width() -> None:
+def test_terminal_output_keeps_its_width() -> None:
     for width in (20, 60, 200):
         lines = timeline_text(simulate_schedule(one_f_one_b(4, 8)), width).splitlines()
         assert len(lines) == 5
@@ -26,13 +26,13 @@ def test_terminal_keeps_to_its_width() -> None:
     assert "bubble 27.3 %" in lines[-1]
 
 
-def test_terminal_shows_actions_at_their_times() -> None:
+def test_terminal_output_shows_actions_at_their_times() -> None:
     picture = timeline_text(simulate_schedule(one_f_one_b(2, 2)), 36).splitlines()
     assert picture[0] == "0 F0  F1          BW0         BW1"
     assert picture[1].index("BW0") == 2 + 8
 
 
-def test_colours_are_asked_for() -> None:
+def test_colours_need_an_option() -> None:
     line = simulate_schedule(one_f_one_b(2, 2))
     assert "\x1b[" not in timeline_text(line)
     assert "\x1b[44mF0" in timeline_text(line, colour=True)
@@ -45,7 +45,7 @@ def test_svg_has_a_box_for_each_action_with_its_name() -> None:
         assert {tip.split()[0] for tip in tips} == {str(atom) for _, atom in schedule.atoms()}
 
 
-def test_boxes_stand_at_their_times_on_their_ranks() -> None:
+def test_boxes_are_at_their_times_and_ranks() -> None:
     """Starts and widths of boxes are proportional to seconds; simultaneous boxes share the height of a row."""
     for schedule in (one_f_one_b(2, 4), zb_v(2, 4), dualpipe(2, 4)):
         line = simulate_schedule(schedule)

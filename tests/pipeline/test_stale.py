@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def version_used(name: str, stages: int, stage: int, m: int) -> int:
-    """How many updates of this step the weights have seen that a stage uses for microbatch m: the papers' rule."""
+    """Return the number of updates in the weights that a stage uses for microbatch m, by the papers' rule."""
     return max(0, m - (stages - 1 - stage)) if name == "PipeDream" else max(0, m // stages - 1)
 
 
@@ -39,7 +39,7 @@ def stage_of(parameter: str, stages: int) -> int:
 
 
 def delayed(name: str, stages: int, microbatches: int, tied: bool, optimizer_of: str) -> list[Any]:
-    """The steps of one device on which each stage computes with weights of so many updates."""
+    """Return the results of one device on which each stage computes with weights of so many updates."""
     torch.manual_seed(1)
     model = Chain(stages, tied)
     optimizer = OPTIMIZERS[optimizer_of](model.parameters())
@@ -126,8 +126,8 @@ def test_numbers_are_those_of_delayed_updates(
         (1, "SGD", {"compiler": "inductor"}),
     ],
 )
-def test_with_other_options(ranks_per_stage: int, optimizer_of: str, strategy: dict[str, Any]) -> None:
-    """Updates that write in place, through kernels, or to parts of parameters, keep older versions what they were."""
+def test_delayed_updates_with_other_options(ranks_per_stage: int, optimizer_of: str, strategy: dict[str, Any]) -> None:
+    """Updates that write in place, by kernels, or to parts of parameters leave older versions unchanged."""
     expected = delayed("PipeDream", 2, 4, True, optimizer_of)
     found = mw.simulate(
         lambda: piped("PipeDream", 2, 4, True, optimizer_of, ranks_per_stage, **strategy), 2 * ranks_per_stage
@@ -137,8 +137,8 @@ def test_with_other_options(ranks_per_stage: int, optimizer_of: str, strategy: d
 
 
 @pytest.mark.parametrize(("name", "stages"), [("PipeDream", 4), ("PipeDream-2BW", 4), ("PipeDream", 2)])
-def test_versions_are_held_as_long_as_the_table_says(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes of older versions are those that the checker counts, and none is left behind the step."""
+def test_versions_live_as_long_as_in_the_table(name: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of older versions equal the checker's count, and none is left after the step."""
     most, left = [0] * stages, [0] * stages
 
     class Watched(runner_module.WeightStash):
@@ -165,8 +165,8 @@ def test_versions_are_held_as_long_as_the_table_says(name: str, stages: int, mon
     assert left == [0] * stages
 
 
-def test_a_step_that_was_saved(tmp_path: Any) -> None:
-    """Later steps come from the folder; the first, whose updates are two programs, is recorded again."""
+def test_a_saved_step_is_loaded(tmp_path: Any) -> None:
+    """Later steps are loaded from the folder; the first, whose updates are two programs, is recorded again."""
 
     def saved() -> Any:
         return piped("PipeDream", 2, 4, False, "momentum", then=lambda dist: dist.save(tmp_path))
@@ -211,7 +211,7 @@ class Counting(torch.optim.SGD):
         ({"schedule_mode": "PipeDream", "asynchronous": False}, StageError, "asynchronous = true"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any], error: type[Exception], says: str) -> None:
     options = {"asynchronous": True, **options}
     amp, optimizer = options.pop("amp", {}), options.pop("optimizer", torch.optim.SGD)
 
@@ -232,7 +232,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exceptio
 
 
 class Gates(torch.nn.Module):
-    """A weight that no batch meets but through a function: on the first stage, and on both where it is `shared`."""
+    """A weight that is used only through a function: on the first stage, and on both if it is `shared`."""
 
     def __init__(self, shared: bool = False) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def rows() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=g), torch.randn(8, 6, generator=g)
 
 
-def test_the_gradient_of_a_function_of_weights_is_that_of_the_weights_it_was_made_of() -> None:
+def test_functions_of_weights_have_gradients_of_the_right_version() -> None:
     torch.manual_seed(0)
     model = Gates()
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)

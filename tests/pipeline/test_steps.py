@@ -42,7 +42,7 @@ def test_numbers_are_those_of_one_device(name: str, way: tuple[int, ...], microb
 
 
 @pytest.mark.parametrize(("name", "way"), [("DualPipe", (0, 1)), ("Chimera", (0, 1, 2, 3)), ("DualPipe", (0, 1, 2, 3))])
-def test_two_copies_of_a_model(name: str, way: tuple[int, ...]) -> None:
+def test_a_schedule_with_two_copies_of_a_model(name: str, way: tuple[int, ...]) -> None:
     microbatches = 2 * len(way)
     options = {"schedule_mode": name, "accumulate_steps": microbatches}
     found = mw.simulate(lambda: piped(way, options, 2 * microbatches, True, buffers=False), len(way))
@@ -70,7 +70,7 @@ def test_the_schedule_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("capacity", [1.0, 2.0])
-def test_what_is_chosen_fits_into_memory(capacity: float) -> None:
+def test_the_chosen_schedule_fits_into_memory(capacity: float) -> None:
     def chosen() -> Any:
         return piped((0, 1), {"accumulate_steps": 4, "capacity": capacity}, 8, then=lambda dist: dist.pipeline)
 
@@ -224,7 +224,7 @@ def test_recompute_is_placed_by_the_table() -> None:
         ("ZB-H1", (0, 1), {"F": 4, "B": 4, "W": 4}),  # no rank waits for a B of the first rank: it is all W
     ],
 )
-def test_a_backward_pass_is_one_call_where_no_table_splits_it(
+def test_an_unsplit_backward_pass_is_one_call(
     mode: str, way: tuple[int, ...], calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every action runs exactly one program, and every result of the program is used outside it."""
@@ -255,7 +255,7 @@ def test_a_backward_pass_is_one_call_where_no_table_splits_it(
         ("DualPipe", (0, 1)),
     ],
 )
-def test_what_is_dropped_is_what_one_device_drops(mode: str, way: tuple[int, ...]) -> None:
+def test_dropout_drops_the_same_elements_as_one_device(mode: str, way: tuple[int, ...]) -> None:
     """The order of a row has no influence, and generators end in the state of one device's generator."""
 
     def net() -> nn.Sequential:
@@ -308,7 +308,7 @@ def test_a_table_is_a_schedule() -> None:
         ((0, 1), {"schedule_mode": str(one_f_one_b(2, 4))}, StrategyError, "accumulate_steps = 4"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_options_that_do_not_fit_are_refused(
     way: tuple[int, ...], options: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):

@@ -1,4 +1,4 @@
-"""A page: complete without a network, harmless whatever is written into it, and readable by everybody."""
+"""The page of a report: complete without a network, safe for any text in it, and accessible."""
 
 from __future__ import annotations
 
@@ -14,8 +14,19 @@ import torch
 
 import meshwright as mw
 from benchmarks import report
-from benchmarks._browser import Browser, browser, found
-from benchmarks.report import ACCOUNTS, EVIL, LLAMA, MACHINES, MEASURED, MISSING, WIDTHS, evil, faults, of_module
+from benchmarks._browser import Browser, browser, browser_path
+from benchmarks.report import (
+    ACCOUNTS,
+    EVIL,
+    LLAMA,
+    MACHINES,
+    MEASURED,
+    MISSING,
+    WIDTHS,
+    faults,
+    hostile_account,
+    of_module,
+)
 from meshwright.cost import cluster
 from meshwright.engine import StaticError
 from meshwright.report import account_of, data, page, text
@@ -25,12 +36,12 @@ VOID = {"meta"}
 
 
 @pytest.fixture(scope="module", params=ACCOUNTS)
-def told(request: pytest.FixtureRequest) -> Account:
+def plan_account(request: pytest.FixtureRequest) -> Account:
     return ACCOUNTS[request.param]()
 
 
 class Reader(HTMLParser):
-    """Every element with its attributes, and whether what is opened is closed."""
+    """A parser that collects every element with its attributes, and checks that opened elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -60,8 +71,8 @@ class Reader(HTMLParser):
         return (attributes for name, attributes in self.found if name == tag)
 
 
-def test_a_page_is_one_file_that_asks_for_nothing(told: Account) -> None:
-    found = Reader(page(told))
+def test_a_page_is_one_file_without_requests(plan_account: Account) -> None:
+    found = Reader(page(plan_account))
     assert not found.wrong
     assert not found.open
     names = {tag for tag, _ in found.found}
@@ -70,12 +81,12 @@ def test_a_page_is_one_file_that_asks_for_nothing(told: Account) -> None:
         assert not [name for name in attributes if name.startswith("on")]
         assert (attributes.get("href") or "#").startswith("#")
         assert "src" not in attributes
-    assert "default-src 'none'" in page(told)
-    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page(told))
+    assert "default-src 'none'" in page(plan_account)
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page(plan_account))
 
 
-def test_a_page_can_be_read_by_everybody(told: Account) -> None:
-    found = Reader(page(told))
+def test_a_page_is_accessible(plan_account: Account) -> None:
+    found = Reader(page(plan_account))
     assert next(found.all("html"))["lang"] == "en"
     assert {"width=device-width, initial-scale=1"} <= {a.get("content") for a in found.all("meta")}
     assert len([*found.all("h1")]) == 1
@@ -84,55 +95,61 @@ def test_a_page_can_be_read_by_everybody(told: Account) -> None:
     assert len([*found.all("summary")]) == len([*found.all("details")])
     wide = [a for a in found.all("div") if a.get("class") == "wide"]
     assert all(a["tabindex"] == "0" and a["role"] == "region" and a["aria-label"] for a in wide)
-    assert len([*found.all("title")]) > len([*found.all("svg")])  # each picture says what it shows
+    assert len([*found.all("title")]) > len([*found.all("svg")])  # each picture has a description
     ids = [a["id"] for _, a in found.found if "id" in a]
     assert len(ids) == len(set(ids))
     assert {a["href"] for a in found.all("a")} <= {f"#{i}" for i in ids}
-    assert "prefers-color-scheme: dark" in page(told)
+    assert "prefers-color-scheme: dark" in page(plan_account)
 
 
-def test_a_page_says_what_the_account_says(told: Account) -> None:
-    words = html.unescape(" ".join(Reader(page(told)).words))
-    for said in (told.what, told.how, told.where, *told.why, *(row.layout for row in told.laid)):
+def test_a_page_has_the_contents_of_the_account(plan_account: Account) -> None:
+    words = html.unescape(" ".join(Reader(page(plan_account)).words))
+    for said in (
+        plan_account.what,
+        plan_account.how,
+        plan_account.where,
+        *plan_account.why,
+        *(row.layout for row in plan_account.laid),
+    ):
         assert said in words
-    for row in told.sent:
+    for row in plan_account.sent:
         assert row.kind in words
         assert row.link in words
         assert row.source in words
-    for rival in told.rivals:
+    for rival in plan_account.rivals:
         assert rival.how in words
         assert rival.why in words
-    assert ("The pipeline" in words) == (told.timeline is not None)
+    assert ("The pipeline" in words) == (plan_account.timeline is not None)
 
 
-def test_data_is_what_json_takes(told: Account) -> None:
-    again = json.loads(json.dumps(data(told, {"seconds": 1.0})))
-    assert again["seconds"] == told.seconds
-    assert len(again["communications"]) == len(told.sent)
-    assert len(again["tensors"]) == len(told.laid)
+def test_data_can_be_written_as_json(plan_account: Account) -> None:
+    again = json.loads(json.dumps(data(plan_account, {"seconds": 1.0})))
+    assert again["seconds"] == plan_account.seconds
+    assert len(again["communications"]) == len(plan_account.sent)
+    assert len(again["tensors"]) == len(plan_account.laid)
     assert again["measured"] == {"seconds": 1.0}
-    assert ("timeline" in again) == (told.timeline is not None)
+    assert ("timeline" in again) == (plan_account.timeline is not None)
 
 
-def test_text_fits_what_it_says(told: Account) -> None:
-    said = text(told)
+def test_text_has_the_titles_of_its_parts(plan_account: Account) -> None:
+    said = text(plan_account)
     for title in ("layouts of tensors", "seconds of a step by part", "memory", "why"):
         assert f"\n{title}\n" in said
     assert all(line == line.rstrip() for line in said.splitlines())
 
 
-def test_a_pipelines_account_tells_each_parameter_once() -> None:
-    told = ACCOUNTS["pipeline"]()
-    parameters = [f"{row.layer}.{row.name}" for row in told.laid if row.note == "parameter"]
+def test_the_account_of_a_pipeline_lists_each_parameter_once() -> None:
+    plan_account = ACCOUNTS["pipeline"]()
+    parameters = [f"{row.layer}.{row.name}" for row in plan_account.laid if row.note == "parameter"]
     assert sorted(parameters) == sorted({f"{n}.{kind}" for n in range(4) for kind in ("weight", "bias")})
-    assert told.timeline is not None
-    assert told.seconds == pytest.approx(sum(told.spent.values()))
-    assert told.seconds > told.timeline.makespan
-    assert {row.count for row in told.sent} == {1, 4}  # behind the last microbatch, and in each
+    assert plan_account.timeline is not None
+    assert plan_account.seconds == pytest.approx(sum(plan_account.spent.values()))
+    assert plan_account.seconds > plan_account.timeline.makespan
+    assert {row.count for row in plan_account.sent} == {1, 4}  # after the last microbatch, and in each
 
 
 def test_names_are_harmless() -> None:
-    made = page(evil(), {EVIL: 1.0})
+    made = page(hostile_account(), {EVIL: 1.0})
     found = Reader(made)
     assert not found.wrong
     assert not {tag for tag, _ in found.found} & {"script", "img"}
@@ -152,29 +169,29 @@ def test_a_module_with_a_script_for_a_name_is_harmless() -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in made
 
 
-def test_measured_stands_beside_predicted() -> None:
-    told = of_module()
-    made = page(told, {"seconds": told.seconds / 2, "bytes": told.nbytes, "loss": 3.0})
+def test_measurements_are_next_to_predictions() -> None:
+    plan_account = of_module()
+    made = page(plan_account, {"seconds": plan_account.seconds / 2, "bytes": plan_account.nbytes, "loss": 3.0})
     assert "+100.0 %" in made
     assert "+0.0 %" in made
-    assert "predicted and measured" in text(told, {"seconds": 1.0})
-    assert "measured" not in page(told)
+    assert "predicted and measured" in text(plan_account, {"seconds": 1.0})
+    assert "measured" not in page(plan_account)
 
 
-def test_long_pipelines_are_drawn_from_their_beginning() -> None:
+def test_only_the_beginning_of_a_long_pipeline_is_drawn() -> None:
     plan = Plan(tp=4, pp=8, chunks=4, schedule="Interleaved 1F1B", batch=256, sequence=4096)
-    told = account(LLAMA, plan, cluster("32xH100"))
-    assert told.timeline is not None
-    made = page(told)
+    plan_account = account(LLAMA, plan, cluster("32xH100"))
+    assert plan_account.timeline is not None
+    made = page(plan_account)
     assert "16,384 actions" in made
     assert len(made) < 4_000_000
     assert "its beginning" in made
 
 
-def test_nothing_sent_is_said() -> None:
-    told = account(LLAMA, Plan(batch=8), MACHINES)
-    assert "No communication." in page(told)
-    assert "no communication" in text(told)
+def test_a_plan_without_communication_is_reported() -> None:
+    plan_account = account(LLAMA, Plan(batch=8), MACHINES)
+    assert "No communication." in page(plan_account)
+    assert "no communication" in text(plan_account)
 
 
 def test_a_model_that_was_not_called_has_no_account() -> None:
@@ -191,16 +208,16 @@ FAULTY = """<!DOCTYPE html><html lang="en"><title>faulty</title><h1>One</h1><h3>
 
 @pytest.fixture(scope="module")
 def shown() -> Iterator[Browser]:
-    path = found()
+    path = browser_path()
     if path is None:
-        pytest.skip(MISSING)  # it says what to install; CI installs it
+        pytest.skip(MISSING)  # the goal names the package to install; CI installs it
     with browser(path) as b:
         yield b
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_browser_finds_no_fault(width: int, shown: Browser, tmp_path: Path) -> None:
-    pages = {"pipeline": page(ACCOUNTS["pipeline"](), MEASURED), "evil": page(evil(), {EVIL: 1.0})}
+    pages = {"pipeline": page(ACCOUNTS["pipeline"](), MEASURED), "evil": page(hostile_account(), {EVIL: 1.0})}
     for name, made in pages.items():
         (tmp_path / f"{name}.html").write_text(made, encoding="utf-8")
         for dark in (False, True):
@@ -209,7 +226,7 @@ def test_a_browser_finds_no_fault(width: int, shown: Browser, tmp_path: Path) ->
 
 def test_a_browser_finds_faults(shown: Browser, tmp_path: Path) -> None:
     (tmp_path / "faulty.html").write_text(FAULTY, encoding="utf-8")
-    told = "\n".join(faults(shown, tmp_path / "faulty.html", 400, False))
+    plan_account = "\n".join(faults(shown, tmp_path / "faulty.html", 400, False))
     for fault in (
         "px wide in a window of 400",
         "a heading 3 behind 1",
@@ -224,11 +241,11 @@ def test_a_browser_finds_faults(shown: Browser, tmp_path: Path) -> None:
         "a request: file://",
         "0 of <main>",
     ):
-        assert fault in told
+        assert fault in plan_account
 
 
-def test_without_a_browser_the_figure_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "found", lambda: None)
+def test_without_a_browser_the_figure_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "browser_path", lambda: None)
     figure = report.run()
     assert (figure["value"], figure["ok"]) == (None, False)
     assert "install Chromium" in figure["goal"]

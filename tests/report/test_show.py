@@ -1,4 +1,4 @@
-"""Pictures of layouts: each piece names exactly the ranks that hold it, and the text and the drawing say so."""
+"""Pictures of layouts: each piece names exactly the ranks that hold it, in the text and in the drawing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADED = 2
 
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
-    """Every axis cuts a dim or a factor, or joins terms, or repeats; sizes are uneven."""
+    """Draw a spec in which every axis shards a dim or a factor, or sums terms, or replicates; sizes are uneven."""
     ndim = draw(st.integers(0, 3))
     spots: dict[str, object] = {a: draw(st.sampled_from(["terms", "repeat", *range(ndim)])) for a in MESH.dim_names}
     order = draw(st.permutations(MESH.dim_names))
@@ -80,11 +80,11 @@ def test_every_layout_can_be_drawn(spec: Spec) -> None:
         ("f32[2 * 4@z]", ["dim 0  0:2  0, 2, 4, 6, 8, 10", "       2:4  1, 3, 5, 7, 9, 11"]),
     ],
 )
-def test_what_a_picture_says(text: str, rows: list[str]) -> None:
+def test_the_text_of_a_picture(text: str, rows: list[str]) -> None:
     assert str(mw.show(text, MESH)).splitlines()[HEADED : HEADED + len(rows)] == rows
 
 
-def test_large_meshes_are_told_in_numbers() -> None:
+def test_large_meshes_are_summarised_in_numbers() -> None:
     mesh = mw.ProcessMesh(np.arange(4096).reshape(64, 64), ["a", "b"])
     said = str(mw.show("f32[4096@a@b, 64]", mesh))
     assert "… 4080 more rows" in said

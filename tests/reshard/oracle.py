@@ -1,4 +1,4 @@
-"""What a distributed tensor means: taking a whole apart into local parts, and gluing parts to the whole."""
+"""Meaning of a distributed tensor: splitting a whole tensor into local parts, and joining parts to the whole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def terms(x: Tensor, op: str, n: int) -> list[Tensor]:
-    """n different tensors that `op` joins to x."""
+    """Return n different tensors that `op` combines to x."""
 
     def some(low: int, high: int) -> list[Tensor]:
         return [torch.randint(low, high, x.shape).to(x.dtype) for _ in range(n - 1)]
@@ -57,7 +57,7 @@ def terms(x: Tensor, op: str, n: int) -> list[Tensor]:
 
 
 def take_apart(spec: Spec, x: Tensor) -> dict[int, Tensor]:
-    """A local part for every rank of the mesh, so that `glue` gives x."""
+    """Return a local part for every rank of the mesh, so that `glue` gives x."""
     values: dict[tuple[int, ...], Tensor] = {(): x}
     for axis, op in reversed(spec.layout.partial):
         n = spec.mesh.sizes[axis]
@@ -73,7 +73,7 @@ def take_apart(spec: Spec, x: Tensor) -> dict[int, Tensor]:
 
 
 def glue(spec: Spec, parts: dict[int, Tensor]) -> Tensor:
-    """The global value; fails where ranks that should hold the same differ, or where nobody holds an element."""
+    """Return the global value; fails if replicas differ, or if nobody holds an element."""
     held = {tuple(spec.mesh.coordinate(rank).items()): parts[rank] for rank in spec.mesh.process_ids}
     for axis, op in spec.layout.partial:
         lines: dict[Any, list[Tensor]] = {}
@@ -93,7 +93,7 @@ def glue(spec: Spec, parts: dict[int, Tensor]) -> Tensor:
 
 
 def carry_out(made: Plan, parts: dict[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Counters]]:
-    """The parts after the plan, and what every communicator counted; ranks outside the source start with nothing."""
+    """Return the parts after the plan, and every communicator's counts; ranks outside the source start with nothing."""
     size = max(made.ranks) + 2
 
     def program() -> tuple[Tensor, Counters]:
@@ -110,7 +110,7 @@ def carry_out(made: Plan, parts: dict[int, Tensor]) -> tuple[dict[int, Tensor], 
 
 @st.composite
 def meshes(draw: st.DrawFn, ranks: int = 12, pool: int = 0) -> ProcessMesh:
-    """A mesh of 1 to 3 axes of 1 to 4, at most `ranks` ranks in any order, taken out of `pool` if there is one."""
+    """Draw a mesh of 1 to 3 axes of 1 to 4, at most `ranks` ranks in any order, taken out of `pool` if there is one."""
     sizes = draw(st.lists(st.sampled_from((1, 2, 2, 3, 4)), min_size=1, max_size=3).filter(lambda s: prod(s) <= ranks))
     order = draw(st.permutations(range(max(pool, prod(sizes)))))
     return ProcessMesh(np.array(order[: prod(sizes)]).reshape(sizes), AXES[: len(sizes)])
@@ -118,7 +118,7 @@ def meshes(draw: st.DrawFn, ranks: int = 12, pool: int = 0) -> ProcessMesh:
 
 @st.composite
 def dims(draw: st.DrawFn, size: int, axes: list[str], products: bool) -> Dim:
-    """A dim cut by `axes`, and sometimes a product of two factors among which they are shared out."""
+    """Draw a dim sharded by `axes`, and sometimes a product of two factors that share the axes."""
     divisors = [d for d in range(2, size) if size % d == 0]
     if not (products and divisors and draw(st.integers(0, 3)) == 0):
         return tuple(axes)
@@ -130,7 +130,7 @@ def dims(draw: st.DrawFn, size: int, axes: list[str], products: bool) -> Dim:
 def layouts(
     draw: st.DrawFn, mesh: ProcessMesh, shape: tuple[int, ...], ops: tuple[str, ...], products: bool = True
 ) -> Layout:
-    """Any layout: several axes on one dim in any order, terms, varying repetition, products."""
+    """Draw any layout: several axes on one dim in any order, terms, varying replication, products."""
     roles: list[list[str]] = [[] for _ in shape]
     partial: list[tuple[str, str]] = []
     varying: list[str] = []
@@ -148,7 +148,7 @@ def layouts(
 
 @st.composite
 def conversions(draw: st.DrawFn, across: bool = False, linear: bool = False) -> tuple[Spec, Spec]:
-    """Two specs of one tensor, on one mesh or on two that may overlap."""
+    """Draw two specs of one tensor, on one mesh or on two that may overlap."""
     dtype = torch.float64 if linear else draw(st.sampled_from((torch.float64, torch.float64, *OPS)))
     ops = ("sum",) if linear else OPS[dtype]
     shape = tuple(draw(st.lists(st.sampled_from((1, 2, 3, 4, 5, 6, 8, 12, 0)), max_size=3)))

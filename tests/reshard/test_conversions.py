@@ -1,4 +1,4 @@
-"""A conversion changes where a tensor lives, and nothing else."""
+"""A conversion changes the layout of a tensor, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TYPES = ("[5@x, 4]", "[5, 4@x]", "[5, 4] +x", "[5, 4]", "[5, 4] ~x")
 
 
 def check(made: Plan) -> None:
-    """The whole is the same before and after, parts have their shapes, inputs are untouched, bytes are as planned."""
+    """Check that the whole is unchanged, parts have their shapes, inputs are not written, and bytes are as planned."""
     x = whole(tuple(made.src.shape), made.src.dtype)
     parts = take_apart(made.src, x)
     before = {rank: part.clone() for rank, part in parts.items()}
@@ -39,13 +39,13 @@ def check(made: Plan) -> None:
 
 @settings(max_examples=150)
 @given(conversions())
-def test_the_whole_stays_the_same(pair):
+def test_the_whole_tensor_stays_the_same(pair):
     check(plan(*pair))
 
 
 @settings(max_examples=100)
 @given(conversions(across=True))
-def test_the_whole_stays_the_same_on_another_mesh(pair):
+def test_the_whole_tensor_stays_the_same_on_another_mesh(pair):
     check(plan(*pair))
 
 
@@ -58,7 +58,7 @@ def test_a_price_changes_the_path_and_not_the_result(pair):
 @pytest.mark.parametrize("mesh", [LINE, SQUARE], ids=str)
 @pytest.mark.parametrize("dst", TYPES)
 @pytest.mark.parametrize("src", TYPES)
-def test_every_type_becomes_every_other(src, dst, mesh):
+def test_every_type_converts_to_every_other(src, dst, mesh):
     check(plan(parse_spec("f64" + src, mesh), parse_spec("f64" + dst, mesh)))
 
 
@@ -102,8 +102,8 @@ def test_two_axes_of_any_types(first):
 
 
 @pytest.mark.parametrize(("x", "y"), [p for p in product(ROLES[3:], ROLES[3:]) if p[0] != p[1]])
-def test_terms_of_two_operations_mean_the_value(x, y):
-    """The neutral terms of a product are ones, which must be neither added up nor scaled."""
+def test_terms_of_two_operations_keep_the_value(x, y):
+    """The neutral terms of a product are ones, which must be neither summed nor scaled."""
     dst = Spec(SQUARE, laid(SQUARE, x, y), (5, 4), torch.float64)
     for src in ("[5, 4]", "[5@y, 4]", "[5@x, 4@y]"):
         check(plan(parse_spec("f64" + src, SQUARE), dst))
@@ -113,7 +113,7 @@ def test_terms_of_two_operations_mean_the_value(x, y):
 CUBE = ProcessMesh([[[0, 1], [2, 3]], [[4, 5], [6, 7]]], ["x", "y", "z"])
 
 
-def test_any_cuts_of_three_axes():
+def test_any_shardings_of_three_axes():
     """The boxes of a conversion begin and end anywhere in the part of a rank."""
     cuts = [laid(CUBE, *roles) for roles in product(("R", "S0", "S1"), repeat=3)]
     for at, (src, dst) in enumerate(product(cuts, cuts)):
@@ -122,7 +122,7 @@ def test_any_cuts_of_three_axes():
 
 
 def inner(spec: Spec, x: dict[int, torch.Tensor], y: dict[int, torch.Tensor]) -> torch.Tensor:
-    """<x, y> over the ranks; a value that is the same everywhere, with its gradient, counts once."""
+    """Return <x, y> over the ranks; a replicated value with its gradient counts once."""
     known = set(spec.layout.axes)
     copies = 1
     for axis, n in spec.mesh.sizes.items():
@@ -141,7 +141,7 @@ def test_the_transpose_is_the_conversion_of_the_duals(pair):
     torch.testing.assert_close(inner(dst, forward, y), inner(src, x, backward))
 
 
-def test_a_relabel_gives_the_tensor_itself():
+def test_a_relabel_returns_the_tensor_itself():
     made = plan(parse_spec("f32[4] ~x", LINE), parse_spec("f32[4]", LINE))
     x = torch.ones(4)
     assert all(out is x for out in carry_out(made, dict.fromkeys(range(3), x))[0].values() if out.numel())
@@ -150,7 +150,7 @@ def test_a_relabel_gives_the_tensor_itself():
 
 @pytest.mark.parametrize("src", ["[6@x, 4]", "[6, 4] +x", "[6, 4]"])
 @pytest.mark.parametrize("dst", ["[6, 4@x]", "[6, 4] +x", "[6, 4]"])
-def test_meta_tensors_move_too(src, dst):
+def test_meta_tensors_are_converted(src, dst):
     here, there = parse_spec("f32" + src, LINE), parse_spec("f32" + dst, LINE)
     parts = {r: torch.empty(here.local_shape(r), device="meta") for r in range(3)}
     out = carry_out(plan(here, there), parts)[0]
@@ -165,7 +165,7 @@ def test_other_shapes_and_dtypes_are_refused():
         plan(here, parse_spec("f64[4]", LINE))
 
 
-def test_a_part_that_the_spec_does_not_describe_is_refused():
+def test_a_part_that_does_not_fit_the_spec_is_refused():
     class Rank0:
         rank = 0
 

@@ -1,4 +1,4 @@
-"""Paths read well, cost what they must, and no more than DTensor's."""
+"""Conversion paths: readable texts, minimal costs, and no more bytes or steps than DTensor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ GOLDEN = """
     2@x * 4, 4          -> 8@x, 4                 Relabel([@x, :])
     2@x * 4, 4          -> 8@x@y, 4               View(f32[2@x, 4, 4]) · Slice(y, dim 1) · View(f32[8@x@y, 4])
 """
-"""Conversions on a 2 × 2 mesh, and the paths they take."""
+"""Conversions on a 2 × 2 mesh, and their paths."""
 
 ROLES = {"8, 4": "whole", "8@x, 4": "cut", "8, 4@x": "cut", "8, 4 +x": "terms"}
 
@@ -83,7 +83,7 @@ def _spec(side: str) -> str:
     return f"f32[{dims}]{sign}{marks}"
 
 
-def test_the_figure_is_kept():
+def test_the_figure_keeps_its_goal():
     found = figure.run(quick=True)
     assert found["ok"], found["details"]
     assert found["details"]["transitions"] >= 40
@@ -91,7 +91,7 @@ def test_the_figure_is_kept():
 
 @settings(max_examples=80)
 @given(conversions())
-def test_movement_without_terms_meets_the_bound_in_one_round(pair):
+def test_conversions_without_terms_reach_the_bound_in_one_round(pair):
     src, dst = (x.with_layout(type(x.layout)(x.layout.dims)) for x in pair)
     made = plan(src, dst)
     if not any("View" in repr(step) for step in made.steps):
@@ -111,7 +111,7 @@ def test_steps_lead_from_the_source_to_the_target(pair):
 
 @pytest.mark.parametrize("dtype", ["f32", "f64", "i64"])
 @pytest.mark.parametrize("mesh", [LINE, SQUARE, CUBE], ids=str)
-def test_bounds_of_joined_terms(mesh, dtype):
+def test_bounds_of_reductions(mesh, dtype):
     """On n ranks, a reduce-scatter of N bytes moves (n - 1) N / n bytes, and an all-reduce twice as many."""
     axes = mesh.dim_names
     pending, n = parse_spec(f"{dtype}[8, 4] " + " ".join(f"+{a}" for a in axes), mesh), mesh.size
@@ -139,14 +139,14 @@ def test_a_price_decides():
     assert repr(plan(src, dst, dear_together)) == "AllGather(z, dim 0) · AllGather(y, dim 0) · AllGather(x, dim 0)"
 
 
-def test_a_reversed_cut_still_gathers_at_once():
+def test_a_reversed_sharding_still_gathers_in_one_step():
     made = plan(parse_spec("f32[8@z@x, 3]", CUBE), parse_spec("f32[8, 3]", CUBE))
     assert made.steps == (AllGather((("z", 0), ("x", 0))),)
     assert made.steps[0].group(made.src, 0) == (0, 4, 1, 5)
 
 
 def sent(made: Plan) -> tuple[Counter[int], int]:
-    """Elements that each rank sends in exchanges, and bytes that cross."""
+    """Return the elements that each rank sends in exchanges, and the bytes that cross."""
 
     class Spy:
         def __init__(self, communicator):
@@ -192,12 +192,12 @@ def test_every_element_crosses_once(src, here, dst, there):
     assert crossing == made.src.nbytes
 
 
-def test_holders_share_the_sending():
+def test_replicas_share_the_sending():
     made = plan(parse_spec("f32[8, 6]", SQUARE), parse_spec("f32[8@a@b, 6]", RIGHT))
     assert sent(made)[0] == {0: 12, 1: 12, 2: 12, 3: 12}
 
 
-def test_what_a_rank_has_is_not_sent():
+def test_elements_that_a_rank_has_are_not_sent():
     wide, narrow = ProcessMesh([0, 1, 2, 3], ["x"]), ProcessMesh([[0, 1], [2, 3]], ["a", "b"])
     made = plan(parse_spec("f32[8@x]", wide), parse_spec("f32[8@a@b]", narrow))
     assert made.rounds == 0
@@ -206,7 +206,7 @@ def test_what_a_rank_has_is_not_sent():
     assert {rank: back.received(rank) for rank in back.ranks} == {0: 0, 1: 0, 2: 32}
 
 
-def test_large_meshes_are_planned_in_no_time():
+def test_large_meshes_are_planned_quickly():
     mesh = ProcessMesh(torch.arange(16384).reshape(64, 16, 16).numpy(), ["x", "y", "z"])
     made = plan(parse_spec("f32[4096@x, 4096@y] +z", mesh), parse_spec("f32[4096@z, 4096@x]", mesh))
     assert made.rounds == 2
@@ -227,7 +227,7 @@ WIDE = ProcessMesh(torch.arange(132).reshape(3, 11, 4).numpy(), ["x", "y", "z"])
         ("40@x, 6 +z", "40@z, 6@x"),
     ],
 )
-def test_a_few_ranks_of_a_large_mesh_decide(monkeypatch, src, dst):
+def test_a_few_ranks_of_a_large_mesh_decide_the_plan(monkeypatch, src, dst):
     """The plan chosen from a few ranks is the plan chosen from all ranks."""
     module = import_module("meshwright.reshard._plan")
     specs = [parse_spec(_spec(side), WIDE) for side in (src, dst)]
@@ -263,7 +263,7 @@ def test_a_step_that_names_sizes_is_refused_for_a_symbolic_one():
         plan(src, src.with_layout(parse_layout("[:, @x]")))
 
 
-def test_a_symbolic_tensor_goes_to_another_mesh():
+def test_a_symbolic_tensor_is_moved_to_another_mesh():
     n, there = symbolic(8), ProcessMesh([4, 5], ["a"])
     src = Spec(LINE, parse_layout("[@x, :]"), (n, 4), torch.float32)
     dst = Spec(there, parse_layout("[@a, :]"), (n, 4), torch.float32)
@@ -272,7 +272,7 @@ def test_a_symbolic_tensor_goes_to_another_mesh():
 
 @pytest.mark.parametrize("shape", ["f64[2 * {0}@x] -> f64[3 * {1}@x]", "f64[0 * 2@x] -> f64[3 * 0@x]"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_bound_without_common_factors_is_no_more_than_what_is_received(shape, ranks):
+def test_a_bound_without_common_factors_is_at_most_the_received_bytes(shape, ranks):
     mesh = ProcessMesh(range(ranks), ["x"])
     src, dst = (parse_spec(side, mesh) for side in shape.format(6, 4).split(" -> "))
     made = plan(src, dst)

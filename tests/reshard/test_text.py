@@ -1,4 +1,4 @@
-"""Every step's text parses back to the step, whatever its axes are called."""
+"""Every step's text parses back to the step, for all names of axes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS: dict[type[Step], Callable[[Any], Any]] = {
 }
 
 
-def test_all_kinds_are_there() -> None:
+def test_all_kinds_of_steps_are_tested() -> None:
     package = import_module("meshwright.reshard")
     public = [getattr(package, name) for name in package.__all__]
     steps = {x for x in public if isinstance(x, type) and issubclass(x, Step)}
@@ -100,7 +100,7 @@ MESH = ProcessMesh([2, 3], ["x"])
         ("View(f32[8@x])", "parse_step(text, mesh)"),
     ],
 )
-def test_what_is_no_step_is_told(text: str, why: str) -> None:
+def test_invalid_step_text_is_reported(text: str, why: str) -> None:
     with pytest.raises(ReshardError) as caught:
         parse_step(text)
     assert why in caught.value.why

@@ -1,11 +1,11 @@
-"""Models of layers one behind the other, which a pipeline may share out."""
+"""Models with a list of layers, which a pipeline may split."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 ODD = 999
-"""A size that no number of ranks divides here."""
+"""A size that none of the tested numbers of ranks divides."""
 
 
 class Block(nn.Module):
@@ -18,7 +18,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Layers one behind the other; `skips`: what the first one gives is looked at again behind the last."""
+    """A list of layers; with `skips`, the output of the first one is added again after the last."""
 
     def __init__(self, layers: int = 4, size: int = ODD, skips: bool = False) -> None:
         super().__init__()

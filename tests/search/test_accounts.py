@@ -1,4 +1,4 @@
-"""Accounts: parts make up the whole, communications cost what the prediction says, rivals lose by what they say."""
+"""Accounts of plans: parts add up to the whole, communication has its predicted cost, and rivals lose as stated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PLANS = {
 
 
 WITH_EXPERTS = {name: replace(plan, ep=4) for name, plan in PLANS.items() if plan.chunks == 1}
-"""12 layers are no 8 chunks."""
+"""Without the plans of 8 chunks, because 12 layers do not divide into them."""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ WITH_EXPERTS = {name: replace(plan, ep=4) for name, plan in PLANS.items() if pla
         *(pytest.param(SPARSE, plan, id=f"experts, {name}") for name, plan in WITH_EXPERTS.items()),
     ],
 )
-def test_the_parts_make_up_the_step(model: Transformer, plan: Plan) -> None:
+def test_the_parts_add_up_to_the_step(model: Transformer, plan: Plan) -> None:
     told = account(model, plan, MACHINES)
     assert sum(told.spent.values()) == pytest.approx(simulate_step(model, plan, MACHINES))
     assert min(told.spent.values()) >= -1e-9
@@ -65,14 +65,14 @@ def test_the_parts_make_up_the_step(model: Transformer, plan: Plan) -> None:
 
 
 def slow_hosts_aside(machines: Cluster) -> Cluster:
-    """The same links with devices so slow that no host is waited for."""
+    """Return the same links with devices so slow that the host never limits."""
     slower = {dtype: rate / 50 for dtype, rate in machines.device.flops.items()}
     return replace(machines, device=replace(machines.device, flops=slower))
 
 
 @pytest.mark.parametrize("name", ["replicas", "tensor parallel", "context", "computed again"])
 @pytest.mark.parametrize("model", [LLAMA, SPARSE], ids=["llama", "experts"])
-def test_what_is_exposed_is_what_links_make_longer(name: str, model: Transformer) -> None:
+def test_exposed_communication_is_the_time_that_links_add(name: str, model: Transformer) -> None:
     plan = PLANS[name] if model.experts is None else replace(PLANS[name], ep=4)
     told = account(model, plan, slow_hosts_aside(MACHINES))
     exposed = sum(row.exposed or 0.0 for row in told.sent)
@@ -80,13 +80,13 @@ def test_what_is_exposed_is_what_links_make_longer(name: str, model: Transformer
     assert exposed > 0
 
 
-def test_gathers_of_zero_3_are_hidden_where_computation_is_long() -> None:
+def test_gathers_of_zero_3_are_hidden_by_long_computation() -> None:
     told = account(LLAMA, PLANS["ZeRO-3"], MACHINES)
     assert {row.kind for row in told.sent} == {"all-gather", "reduce-scatter"}
     assert 0 < told.spent["communication"] < 0.5 * sum(row.seconds for row in told.sent)
 
 
-def test_every_parameter_is_told_once() -> None:
+def test_every_parameter_is_listed_once() -> None:
     for model in (LLAMA, SPARSE, replace(LLAMA, tied=False, layers=30)):
         for plan in (Plan(batch=8), Plan(pp=4, batch=8), Plan(pp=2, chunks=3, schedule="Interleaved 1F1B", batch=8)):
             rows = [row for row in account_rows(model, plan) if row.layer != "one microbatch"]
@@ -98,7 +98,7 @@ def account_rows(model: Transformer, plan: Plan) -> Any:
     return account(model, plan, MACHINES).laid
 
 
-def test_parts_get_smaller_by_the_axes_that_cut_them() -> None:
+def test_parts_shrink_by_the_axes_that_shard_them() -> None:
     whole = {row.name: row for row in account_rows(LLAMA, Plan(**WORK))}
     cut = {row.name: row for row in account_rows(LLAMA, Plan(dp=4, tp=2, zero=3, sequence_parallel=True, **WORK))}
     assert cut["gate"].layout == "bf16[14336@tp@dp, 4096]"
@@ -106,7 +106,7 @@ def test_parts_get_smaller_by_the_axes_that_cut_them() -> None:
     assert cut["residual"].layout == "bf16[4@dp, 8192@tp, 4096]"
 
 
-def test_others_are_told_by_what_they_lose() -> None:
+def test_rivals_are_listed_with_their_losses() -> None:
     found = choose(LLAMA, MACHINES, 64, 64, 8192, keep=3)
     steps: list[tuple[int, int]] = []
     told = account(LLAMA, found.best.plan, MACHINES, found, on_step=lambda done, of: steps.append((done, of)))
@@ -118,7 +118,7 @@ def test_others_are_told_by_what_they_lose() -> None:
     assert steps == [(0, 2), (1, 2)]
 
 
-def test_memory_is_the_reason_where_the_fastest_does_not_fit() -> None:
+def test_memory_is_the_bottleneck_if_the_fastest_plan_does_not_fit() -> None:
     tight = replace(MACHINES, device=replace(MACHINES.device, memory=24e9))
     found = choose(LLAMA, tight, 64, 64, 8192)
     assert found.beyond is not None
@@ -134,7 +134,7 @@ def test_memory_is_the_reason_where_the_fastest_does_not_fit() -> None:
     assert alone.why[1].startswith("computation:")
 
 
-def test_a_search_tells_how_far_it_is() -> None:
+def test_a_search_reports_its_progress() -> None:
     steps: list[float] = []
     choose(LLAMA, MACHINES, 8, 8, 2048, on_step=lambda done, of: steps.append(done / of))
     assert steps == sorted(steps)
@@ -142,7 +142,7 @@ def test_a_search_tells_how_far_it_is() -> None:
     assert 0.5 < steps[-1] < 1
 
 
-def test_curves_reach_what_ranks_hold() -> None:
+def test_memory_curves_reach_the_peak_of_ranks() -> None:
     told = account(LLAMA, PLANS["1F1B"], MACHINES)
     assert told.timeline is not None
     for curve, (rank, parts) in zip(told.curves, told.held.items(), strict=True):
@@ -157,7 +157,7 @@ def llama() -> tuple[Llama, list[torch.Tensor]]:
         return model, [torch.empty(16, 128, dtype=torch.long) for _ in range(2)]
 
 
-def test_a_mesh_plan_says_as_data_what_it_explains() -> None:
+def test_data_of_a_mesh_plan_equals_its_explanation() -> None:
     model, batch = llama()
     program = capture(model, model, batch).program
     steps: list[tuple[int, int]] = []
@@ -176,7 +176,7 @@ def test_a_mesh_plan_says_as_data_what_it_explains() -> None:
     assert any("_llama.py" in row.source for row in cut.account().sent)
 
 
-def test_a_written_plan_explains_nothing() -> None:
+def test_a_plan_read_from_a_file_has_no_explanation() -> None:
     model, batch = llama()
     found = plan_mesh(capture(model, model, batch).program, cluster("8xH100"), 8)[0]
     for ask in (lambda: replace(found, cuts=None).account(), lambda: replace(found, cuts=None).explain()):
@@ -209,7 +209,7 @@ def test_a_program_is_priced_node_by_node() -> None:
 
 
 def test_closed_forms_and_tables_price_the_same_plan() -> None:
-    """The account's parts come from both: where there is no pipeline they are one."""
+    """The account's parts come from both: without a pipeline they are the same."""
     for name in ("replicas", "tensor parallel", "ZeRO-3"):
         told = account(LLAMA, PLANS[name], MACHINES)
         assert told.seconds == pytest.approx(float(np.asarray(predict(LLAMA, PLANS[name], MACHINES).seconds)))

@@ -1,4 +1,4 @@
-"""Transformers from the configurations that weights are published with: the parameters are those of the models."""
+"""Transformers from published configurations: their parameters are those of the models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.search import SearchError, transformer_of
 from meshwright.search.transformer_plans.families import GATED, PLAIN, TIED
 
 ELSEWHERE = frozenset({"kimi_k2"})
-"""Families whose code comes with their weights."""
+"""Families whose code is published with their weights."""
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
@@ -51,7 +51,7 @@ def test_a_configuration_without_sizes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", sorted((GATED | PLAIN) - ELSEWHERE))
-def test_sizes_say_all_of_a_known_family(family: str) -> None:
+def test_sizes_define_a_model_of_a_known_family(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     configs = transformers.models.auto.configuration_auto.CONFIG_MAPPING
@@ -62,12 +62,12 @@ def test_sizes_say_all_of_a_known_family(family: str) -> None:
     with torch.device("meta"):
         held = sum(p.numel() for p in door.from_config(own).parameters())
     told = transformer_of(json.loads(own.to_json_string()))
-    assert told.parameters == pytest.approx(held, rel=0.015)  # without norms, biases, and positions that are learned
+    assert told.parameters == pytest.approx(held, rel=0.015)  # without norms, biases, and learned positions
     assert told.tied == (family in TIED)
 
 
 @pytest.mark.parametrize("family", ["doge", "mamba2", "whisper", "t5", "jamba", "longcat_flash", "qwen3_next", "mine"])
-def test_a_family_that_sizes_do_not_tell_is_refused(family: str) -> None:
+def test_a_family_that_sizes_do_not_define_is_refused(family: str) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     with pytest.raises(SearchError, match=family) as refused:
         transformer_of({**sizes, "model_type": family})

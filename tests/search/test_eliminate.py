@@ -1,4 +1,4 @@
-"""The least sum of tables is that of looking at every combination."""
+"""Variable elimination: the least sum of tables equals that of exhaustive search."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from meshwright.search.sharding.variable_elimination import Table, least
 
 
-def some(seed: int) -> tuple[list[int], list[Table]]:
-    """A few variables, and tables over up to three of them."""
+def random_tables(seed: int) -> tuple[list[int], list[Table]]:
+    """Return a few variables, and tables over up to three of them."""
     draw = random.Random(seed)
     numbers = np.random.default_rng(seed)
     sizes = [draw.randint(1, 3) for _ in range(draw.randint(1, 7))]
@@ -24,8 +24,8 @@ def some(seed: int) -> tuple[list[int], list[Table]]:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_it_is_that_of_every_combination(seed: int) -> None:
-    sizes, tables = some(seed)
+def test_the_minimum_is_that_of_all_combinations(seed: int) -> None:
+    sizes, tables = random_tables(seed)
 
     def summed(values: tuple[int, ...]) -> float:
         return sum(float(t.costs[tuple(values[v] for v in t.variables)]) for t in tables)
@@ -38,8 +38,8 @@ def test_it_is_that_of_every_combination(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(300))
 @pytest.mark.parametrize("most", [1, 6])
-def test_where_not_all_is_looked_at_the_bound_is_one(seed: int, most: int) -> None:
-    sizes, tables = some(seed)
+def test_a_partial_search_gives_a_lower_bound(seed: int, most: int) -> None:
+    sizes, tables = random_tables(seed)
 
     def summed(values: tuple[int, ...]) -> float:
         return sum(float(t.costs[tuple(values[v] for v in t.variables)]) for t in tables)
@@ -49,7 +49,7 @@ def test_where_not_all_is_looked_at_the_bound_is_one(seed: int, most: int) -> No
     assert summed(chosen) == value
 
 
-def test_a_wide_problem_is_solved_nearly() -> None:
+def test_a_wide_problem_is_solved_approximately() -> None:
     numbers = np.random.default_rng(0)
     pairs = [Table((u, v), numbers.random((4, 4))) for u in range(24) for v in range(u)]
     value, chosen, bound = least([4] * 24, pairs, most=4**8)
@@ -59,7 +59,7 @@ def test_a_wide_problem_is_solved_nearly() -> None:
     assert len(chosen) == 24
 
 
-def test_a_long_chain_takes_no_longer_than_its_links() -> None:
+def test_time_is_linear_in_the_length_of_a_chain() -> None:
     links = [Table((n, n + 1), np.random.default_rng(n).random((8, 8))) for n in range(3000)]
     value, chosen, _ = least([8] * 3001, links)
     assert value == pytest.approx(sum(t.costs[chosen[n], chosen[n + 1]] for n, t in enumerate(links)))

@@ -1,4 +1,4 @@
-"""A loss that is the mean of its pieces' losses is known for one, by rules alone; others are not taken for one."""
+"""Losses that are the mean of their pieces' losses are recognised by rules; other losses are not."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def balanced(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """As an auxiliary loss of experts: a product of means."""
+    """Return an auxiliary loss as of experts: a product of means."""
     out = m(x).softmax(-1)
     return F.mse_loss(out, y) + (out.mean(0) * out.square().mean(0)).sum()
 
 
 def written(x: Tensor) -> Tensor:
-    """As attention puts its heads together: an empty tensor whose parts are written."""
+    """Return values as attention joins its heads: an empty tensor whose parts are written."""
     out = x.new_empty(x.shape)
     out[:, :2], out[:, 2:] = x[:, 4:], x[:, :4]
     return out
@@ -75,11 +75,11 @@ def test_pieces_have_the_mean_that_the_batch_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_what_is_no_mean_over_rows_is_not_taken_for_one(name: str) -> None:
+def test_other_losses_are_not_recognised(name: str) -> None:
     assert found(UNEVEN[name], rows()).why_not
 
 
-def test_labels_count_where_none_is_ignored() -> None:
+def test_losses_of_labels_are_recognised_if_none_is_ignored() -> None:
     x, labels = rows()[0], torch.arange(8) % 6
     told = found(EVEN["classes"], (x, labels))
     assert told.labels == ((1, -100),)
@@ -88,12 +88,12 @@ def test_labels_count_where_none_is_ignored() -> None:
     assert not told.ignores((x, labels.to("meta")))
 
 
-def test_labels_that_are_made_of_others_are_not_known() -> None:
+def test_computed_labels_are_not_recognised() -> None:
     assert found(EVEN["classes"], rows()).why_not
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.1])
-def test_what_draws_is_known_inside_of_attention_too(drop: float) -> None:
+def test_dropout_inside_attention_is_recognised(drop: float) -> None:
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         heads = m(x).unflatten(1, (1, 6, 1))
         return F.mse_loss(F.scaled_dot_product_attention(heads, heads, heads, dropout_p=drop).flatten(1), y)

@@ -1,4 +1,4 @@
-"""The search is never worse than what is known, keeps to memory, and its bound is a bound."""
+"""The schedule search is never worse than known schedules, keeps to memory, and gives a valid lower bound."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_found_schedules_run_within_memory_and_above_the_bound(problem: Problem)
     assert all(found.value <= problem.value(s) for s in known_tables(problem))
 
 
-def test_bounds_are_reached_by_schedules_that_are_known_to_be_best() -> None:
-    """1F1B where the backward is whole, ZB-H1 with the memory of 1F1B."""
+def test_bounds_are_reached_by_known_optimal_schedules() -> None:
+    """1F1B if the backward is whole, ZB-H1 with the memory of 1F1B."""
     whole = Problem(linear(4)[0], 8, capacity=4.0, split=False)
     assert lower_bound(whole) == simulate_schedule(one_f_one_b(4, 8)).makespan
     split = Problem(linear(4)[0], 8, capacity=4.0)
@@ -47,7 +47,7 @@ def test_bounds_are_reached_by_schedules_that_are_known_to_be_best() -> None:
 
 
 def test_the_best_placement_is_chosen() -> None:
-    """On equal stages a V beats a line within the same memory."""
+    """On equal stages a V is faster than a line within the same memory."""
     half = Times(0.5, 0.5, 0.5)
     line = Problem(linear(4)[0], 8, capacity=4.0)
     v = Problem(zigzag(4)[0], 8, half, Memory(0.5), 4.0)

@@ -1,4 +1,4 @@
-"""Mesh plans in text: what was found is written, read back, edited, and refused where it is none."""
+"""Mesh plans as text: found plans are written, read back and edited; invalid plans are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ batch_0 = "f32[16@dp, 8]"
 
 
 class Odd(nn.Module):
-    """Parameters whose names are no plain words."""
+    """A model with names of parameters that are not identifiers."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -68,22 +68,22 @@ def test_a_plan_by_sizes_is_read_back(plan: Plan) -> None:
 
 
 @given(st.integers(0, 3), st.lists(st.text(st.characters(codec="utf-8"))), st.integers(1, 64))
-def test_what_saves_memory_is_read_back(zero: int, layers: list[str], pieces: int) -> None:
+def test_memory_saving_options_are_read_back(zero: int, layers: list[str], pieces: int) -> None:
     plan = replace(parse_mesh_plan(TEXT), saving=MemorySaving(zero, tuple(layers), pieces))
     assert parse_mesh_plan(plan.text()) == plan
 
 
-def test_json_says_the_same_as_toml() -> None:
+def test_json_equals_toml() -> None:
     layouts = {"0.weight": "f32[32@tp, 8]", "batch_0": "f32[16@dp, 8]"}
     assert parse_mesh_plan(json.dumps({"mesh": {"dp": 2, "tp": 2}, "layouts": layouts})) == parse_mesh_plan(TEXT)
 
 
-def test_a_plan_by_sizes_names_the_nearest_word() -> None:
+def test_errors_of_a_plan_by_sizes_suggest_the_nearest_word() -> None:
     with pytest.raises(SearchError, match=r"the closest is schedule"):
         parse_plan('schedul = "1F1B"')
 
 
-def test_any_axes_will_do() -> None:
+def test_axes_may_have_any_names() -> None:
     plan = parse_mesh_plan('[mesh]\nrows = 2\ncolumns = 3\n[layouts]\nw = "f32[6@columns@rows, 4]"')
     assert plan.how == "rows 2 x columns 3"
     assert plan.mesh.size == 6
@@ -112,13 +112,13 @@ def test_any_axes_will_do() -> None:
         ("accumulate = 0\n[mesh]\ndp = 2", "one piece or more"),
     ],
 )
-def test_what_is_no_plan_is_refused(text: str, said: str) -> None:
+def test_invalid_plans_are_refused(text: str, said: str) -> None:
     with pytest.raises(SearchError) as caught:
         parse_mesh_plan(text)
     assert said in str(caught.value)
 
 
-def test_a_layout_that_the_mesh_cannot_have_is_told_by_name() -> None:
+def test_an_impossible_layout_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match=r"the layout of 0\.weight"):
         parse_mesh_plan(TEXT.replace("32@tp", "32@pp"))
 
@@ -141,7 +141,7 @@ def test_a_plan_for_another_model_is_refused_by_name(old: str, new: str, write: 
     assert write in str(caught.value)
 
 
-def test_a_parameter_called_as_an_input_is_another_tensor() -> None:
+def test_a_parameter_with_the_name_of_an_input_is_another_tensor() -> None:
     model, batch = Odd(["batch_0"]), [torch.ones(8, 8)]
     plan = found(model, batch)[0]
     assert len(plan.layouts) == len(plan.specs(capture(model, model, batch).program)) == 2

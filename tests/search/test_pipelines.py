@@ -1,4 +1,4 @@
-"""Pipelines for modules: stages held beside all ways to share layers out; when there is one, and why not."""
+"""Pipelines for modules: stages compared with all divisions of the layers; reasons for having a pipeline or none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .chains import ODD, Block, Blocks
 
 
 class Coder(nn.Module):
-    """Two lists of layers."""
+    """A model with two lists of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ def machines(text: str, memory: float) -> Cluster:
     return replace(usual, device=replace(usual.device, memory=memory))
 
 
-def drawn(layers: int, seed: int, alike: bool = False) -> LayerCosts:
-    """Layers that take anything; `alike`: all but the first and the last take the same."""
+def random_layers(layers: int, seed: int, alike: bool = False) -> LayerCosts:
+    """Return random layer costs; with `alike`, all but the first and the last layer are equal."""
     draw = random.Random(seed)
 
     def row() -> tuple[float, ...]:
@@ -74,7 +74,7 @@ def links(message: float = 0.1, reduced: float = 0.05) -> Links:
 
 @lru_cache
 def tables(stages: int, microbatches: int, chunks: int = 1) -> list[Schedule]:
-    """All that the search may choose from."""
+    """Return all schedules that the search may choose from."""
     names = SCHEDULES if chunks == 1 else {**IN_LOOPS, **IN_A_V} if chunks == 2 else IN_LOOPS
     each = [chunks] * (chunks > 1)
     makes = [(schedule_by_name(name), [*each] if schedule_by_name(name).takes else []) for name in names]
@@ -83,7 +83,7 @@ def tables(stages: int, microbatches: int, chunks: int = 1) -> list[Schedule]:
 
 
 def takes(layers: LayerCosts, table: Schedule, starts: tuple[int, ...], by: Links) -> tuple[float, float]:
-    """Bytes of the fullest rank and seconds of a step, summed up rank by rank."""
+    """Return bytes of the fullest rank and seconds of a step, summed rank by rank."""
     costs, way = layers.chunks(starts), table.ways[0]
     own = [[c for c, rank in enumerate(way) if rank == r] for r in range(table.ranks)]
     alive = peaks(table, Memory(held=costs.held))
@@ -102,8 +102,8 @@ def takes(layers: LayerCosts, table: Schedule, starts: tuple[int, ...], by: Link
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (3, 3), (3, 6), (4, 8)])
-def test_chunks_are_as_fast_as_any(seed: int, stages: int, microbatches: int) -> None:
-    layers, count = drawn(8, seed, alike=seed == 4), 8
+def test_the_chosen_chunks_are_the_fastest(seed: int, stages: int, microbatches: int) -> None:
+    layers, count = random_layers(8, seed, alike=seed == 4), 8
     all_of_them = [
         (*takes(layers, table, starts, links()), chunks)
         for chunks in range(1, count // stages + 1)
@@ -125,8 +125,8 @@ def test_chunks_are_as_fast_as_any(seed: int, stages: int, microbatches: int) ->
 
 
 @pytest.mark.parametrize("message", [0.0, 0.1])
-def test_what_a_step_takes_at_the_least_is_no_more_than_it_takes(message: float) -> None:
-    layers, count, by = drawn(9, 0), 0, links(message)
+def test_the_lower_bound_of_a_step_is_valid(message: float) -> None:
+    layers, count, by = random_layers(9, 0), 0, links(message)
     for table in tables(3, 6):
         bounds = [*starts_by_bound(layers, table, inf, by)]
         assert [bound for bound, _, _ in bounds] == sorted(bound for bound, _, _ in bounds)
@@ -140,10 +140,10 @@ def test_what_a_step_takes_at_the_least_is_no_more_than_it_takes(message: float)
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("stages", "count"), [(2, 14), (3, 12), (4, 14)])
-def test_chunks_that_are_moved_step_by_step_come_near_the_best(
+def test_local_search_of_chunks_comes_near_the_best(
     seed: int, stages: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = LayerSums(drawn(count, seed, alike=seed == 4), links())
+    layers = LayerSums(random_layers(count, seed, alike=seed == 4), links())
     every = [
         ChunkStarts(BatchedStepTime(layers, runs, inf)) for runs in several_chunk_tables(stages, 2 * stages, count)
     ]
@@ -163,7 +163,7 @@ def test_chunks_that_are_moved_step_by_step_come_near_the_best(
 @pytest.mark.parametrize("memory_limit", [inf, 90.0])
 def test_several_chunks_are_never_slower_than_one(memory_limit: float) -> None:
     for seed in range(4):
-        layers = drawn(30, seed)
+        layers = random_layers(30, seed)
         best = balance(layers, 3, 9, memory_limit, links())
         assert best is not None
         for runs in one_chunk_tables(3, 9):
@@ -174,8 +174,8 @@ def test_several_chunks_are_never_slower_than_one(memory_limit: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_a_stage_holds_is_what_its_parts_sum_to(seed: int) -> None:
-    layers = drawn(6, seed)
+def test_the_memory_of_a_stage_is_the_sum_of_its_parts(seed: int) -> None:
+    layers = random_layers(6, seed)
     found = balance(layers, 3, 6, inf, links(0.0))
     assert found is not None
     cuts, way = (0, *found.starts, 6), found.schedule.ways[0]
@@ -190,7 +190,7 @@ def test_what_a_stage_holds_is_what_its_parts_sum_to(seed: int) -> None:
 
 
 @pytest.mark.parametrize("machine", ["4xA100-40GB, 1 per node, 10G", "4xH100"])
-def test_a_pipeline_is_chosen_where_it_is_the_fastest_of_all(machine: str) -> None:
+def test_a_pipeline_is_chosen_if_it_is_the_fastest_plan(machine: str) -> None:
     with torch.device("meta"):
         program = captured(Blocks(4, 4095), torch.empty(64, 64, 4095))
     found = plan_mesh(program, cluster(machine), 4)
@@ -205,12 +205,12 @@ def test_a_pipeline_is_chosen_where_it_is_the_fastest_of_all(machine: str) -> No
 
 
 def short_of_memory() -> tuple[MeshPlan, ...]:
-    """Weights that no axis cuts, and that ZeRO gathers one by one: five times a layer fits, and not seven times."""
+    """Return plans of weights that no axis shards, and that ZeRO gathers one by one: memory for about six layers."""
     program = captured(Blocks(), torch.ones(4, ODD))
     return plan_mesh(program, machines("4xA100", 26e6), 4, states=2.0)
 
 
-def test_a_model_that_fits_no_other_way_has_stages() -> None:
+def test_a_model_that_fits_only_in_stages_gets_stages() -> None:
     with pytest.raises(SearchError):
         plan_mesh(captured(Blocks(), torch.ones(4, ODD)), machines("4xA100", 26e6), 4, stages=1)
     (plan,) = short_of_memory()
@@ -239,7 +239,7 @@ def test_a_plan_with_stages_is_printed_and_read_back() -> None:
 
 
 @pytest.mark.parametrize(("layers", "way"), [(4, (0, 1, 1, 0)), (8, (0, 1, 0, 1, 0, 1))])
-def test_a_plan_with_several_chunks_on_a_stage_says_so(layers: int, way: tuple[int, ...]) -> None:
+def test_a_plan_lists_several_chunks_on_a_stage(layers: int, way: tuple[int, ...]) -> None:
     program = captured(Blocks(layers), torch.ones(4, ODD))
     usual = cluster_of("cpu core")
     small = replace(usual, device=replace(usual.device, memory=layers * 11.25e6))
@@ -272,7 +272,9 @@ def test_a_plan_with_several_chunks_on_a_stage_says_so(layers: int, way: tuple[i
         (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), (8, 8), "before the last layer"),
     ],
 )
-def test_what_is_no_chain_has_no_pipeline_and_says_so(model: nn.Module, batch: tuple[int, ...], said: str) -> None:
+def test_a_model_without_a_chain_has_no_pipeline_and_a_reason(
+    model: nn.Module, batch: tuple[int, ...], said: str
+) -> None:
     program = capture(model, lambda x: model(x).mean(), [torch.ones(batch)]).program
     found = plan_mesh(program, cluster("4xA100"), 4)
     assert all(plan.pipeline is None for plan in found)
@@ -297,7 +299,7 @@ def test_what_is_no_chain_has_no_pipeline_and_says_so(model: nn.Module, batch: t
         ("split = ['a', 'b', 'c']\nway = [0, 1, 2, 0]", "3 stages, along pp"),
     ],
 )
-def test_stages_that_are_none_are_refused(line: str, said: str) -> None:
+def test_invalid_stages_are_refused(line: str, said: str) -> None:
     with pytest.raises(SearchError, match=said):
         parse_mesh_plan(f"{line}\n[mesh]\npp = 2\ndp = 2")
 
@@ -316,7 +318,7 @@ class Products(nn.Module):
 
 
 def frontier(problem: ShardingProblem) -> Iterator[Shardings]:
-    """Of all combinations of ways and forms those of which no other takes less time and holds less."""
+    """Yield the combinations of choices that no other one beats in both time and memory."""
     every = tuple(range(len(problem.sizes)))
     seconds, nbytes = (
         np.ravel(sum((aligned(table, every) for table in some), np.zeros(problem.sizes)))
@@ -331,7 +333,7 @@ def frontier(problem: ShardingProblem) -> Iterator[Shardings]:
         yield problem.with_conversions(Shardings(float(seconds[n]), float(nbytes[n]), problem.program, options, forms))
 
 
-def test_cuts_of_stages_take_as_little_memory_as_they_must() -> None:
+def test_shardings_of_stages_take_the_least_memory_if_needed() -> None:
     with torch.device("meta"):
         program = captured(Products(998), torch.empty(2056, 998))
     asked = PlanRequest(program, machines("4xA100", 1e9), True, (), 2.0)
@@ -355,11 +357,11 @@ def test_cuts_of_stages_take_as_little_memory_as_they_must() -> None:
             beside.append(found.seconds / best)
             forms.add(repr([found.cuts.of(i.value) for i in program.inputs if i.role == "parameter"]))
     assert len(forms) > 1
-    # where the fastest cuts fit under a slower table, none that leave room for a faster one are looked for
+    # if the fastest shardings fit under a slower table, no smaller ones for a faster table are searched
     assert [ratio for ratio in beside if ratio > 1.006] == [pytest.approx(1.0125, abs=0.001)]
 
 
-def test_what_fits_with_stages_and_cut_weights_alone_is_found() -> None:
+def test_a_plan_that_needs_stages_and_sharded_weights_is_found() -> None:
     with torch.device("meta"):
         program = captured(Blocks(2, 998), torch.empty(1024, 998))
     small, large = machines("4xA100", 14e6), machines("4xA100", 80e6)

@@ -1,4 +1,4 @@
-"""Plans: their price is one for many at once, follows from work and memory, and the best of them is found."""
+"""Plans: batched prices equal single ones, follow from work and memory, and the best plan is found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS = {"llama": LLAMA, "small": SMALL, "experts": SPARSE}
 
 
 def plans(schedule: str, recompute: Any, seed: int, count: int = 20) -> list[Plan]:
-    """Random plans with these words."""
+    """Return random plans with this schedule and recomputation."""
     draw = random.Random(seed)
 
     def one() -> Plan:
@@ -65,7 +65,7 @@ def plans(schedule: str, recompute: Any, seed: int, count: int = 20) -> list[Pla
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved 1F1B", "ZB-1p", "ZB-2p"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_many_plans_at_once_are_priced_as_one_by_one(model: str, schedule: str, recompute: str) -> None:
+def test_batched_prices_equal_those_one_by_one(model: str, schedule: str, recompute: str) -> None:
     some = plans(schedule, recompute, seed=7 * len(schedule) + len(recompute))
     cluster = cluster_of("H100")
     together = predict(MODELS[model], columns(some), cluster)
@@ -77,7 +77,7 @@ def test_many_plans_at_once_are_priced_as_one_by_one(model: str, schedule: str, 
 
 
 def ideal() -> Cluster:
-    """A device without losses, alone."""
+    """Return a single device without losses."""
     rates = {torch.bfloat16: 1e12, torch.float32: 1e12}
     return Cluster(
         Device("ideal", rates, 1e18, 1e15, 0.0, reach=1.0, attention=(1.0, 1.0)), Link("none", 1e18, 0.0, 0.0)
@@ -85,7 +85,7 @@ def ideal() -> Cluster:
 
 
 @pytest.mark.parametrize("model", ["llama", "small"])
-def test_on_an_ideal_device_a_step_takes_the_time_of_its_products(model: str) -> None:
+def test_an_ideal_device_takes_the_time_of_the_matrix_products(model: str) -> None:
     m, habits = MODELS[model], Habits(ramp=0.0, emptiness=0.0, launch=0.0, host=(0.0, 0.0), streamed=1.0)
     plan = Plan(batch=4, sequence=2048)
     products = 6 * (m.parameters - m.embedding_parameters) * plan.batch * plan.sequence
@@ -95,7 +95,7 @@ def test_on_an_ideal_device_a_step_takes_the_time_of_its_products(model: str) ->
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_more_of_costs_more(model: str) -> None:
+def test_larger_values_cost_more(model: str) -> None:
     m, cluster, base = MODELS[model], cluster_of("A100"), Plan(dp=4, tp=2, zero=1, batch=32)
 
     def seconds(**other: Any) -> float:
@@ -132,7 +132,7 @@ def test_parameters_are_those_of_the_published_models() -> None:
         assert model.parameters / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
-def test_uneven_experts_cost_what_the_fullest_rank_has() -> None:
+def test_uneven_experts_cost_as_much_as_the_fullest_rank() -> None:
     assert SPARSE.experts is not None
     uneven = replace(SPARSE, experts=replace(SPARSE.experts, imbalance=1.5))
     plan, cluster = Plan(dp=8, ep=8, zero=1, batch=32, sequence=4096), cluster_of("H100")
@@ -149,7 +149,7 @@ def test_uneven_experts_cost_what_the_fullest_rank_has() -> None:
     )
 
 
-def test_the_best_plan_is_that_of_looking_at_all_of_them() -> None:
+def test_the_best_plan_equals_that_of_exhaustive_search() -> None:
     found = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048)
     assert found.considered >= found.fitting > 100
     assert found.best.seconds == min(p.seconds for p in (found.best, *found.next))
@@ -167,7 +167,7 @@ def test_the_best_plan_is_that_of_looking_at_all_of_them() -> None:
         assert priced.seconds >= 0.94 * found.best.seconds
 
 
-def test_what_is_given_stays() -> None:
+def test_given_settings_are_kept() -> None:
     found = choose(LLAMA, cluster_of("H100"), 64, 256, 8192, tp=4, pp=2, recompute="full")
     assert (found.best.plan.tp, found.best.plan.pp, found.best.plan.recompute) == (4, 2, "full")
 
@@ -187,7 +187,7 @@ def test_what_is_given_stays() -> None:
         (lambda: Transformer(0, 1, 1, 1, 1, 1, 1), "at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused(act: Any, said: str) -> None:
+def test_impossible_plans_are_refused(act: Any, said: str) -> None:
     with pytest.raises(SearchError, match=said):
         act()
 
@@ -201,7 +201,7 @@ def test_a_plan_reads_back_from_its_text(seed: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["dp = ", "{", "dp = 0", "dp = true", "tensor = 4", 'recompute = "some"', "dp = 2.5"])
-def test_a_text_that_is_no_plan_is_refused(text: str) -> None:
+def test_invalid_plan_text_is_refused(text: str) -> None:
     with pytest.raises(SearchError):
         parse_plan(text)
 

@@ -1,4 +1,4 @@
-"""What programs do differently is in the price of a step, and the account of a plan adds up all the same."""
+"""Differences between training programs change the price of a step, and the account of a plan still adds up."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ def seconds(plan: Plan, model: Transformer = LLAMA, **software: Any) -> float:
     return float(predict(model, plan, CLUSTER, replace(Software(), **software)).seconds)
 
 
-def shown(plan: Plan, what: str, model: Transformer = LLAMA, **software: Any) -> dict[str, float]:
-    """Bytes by collective, of the rows about something."""
+def bytes_by_collective(plan: Plan, what: str, model: Transformer = LLAMA, **software: Any) -> dict[str, float]:
+    """Return bytes by collective, of the rows about one purpose."""
     rows = communications(model, plan, CLUSTER, replace(Software(), **software))
     return {f"{row.kind}, {row.where}": row.nbytes for row in rows if what in row.what}
 
 
-def test_a_whole_sum_of_gradients_takes_longer_than_its_parts() -> None:
+def test_an_all_reduce_of_gradients_takes_longer_than_a_reduce_scatter() -> None:
     plan = Plan(dp=64, zero=1, batch=64)
     assert seconds(plan, reduces_parts=False) > seconds(plan)
     assert seconds(replace(plan, zero=0), reduces_parts=False) == seconds(replace(plan, zero=0))
     assert seconds(replace(plan, zero=3), reduces_parts=False) == seconds(replace(plan, zero=3))
-    assert {kind.split(",")[0] for kind in shown(plan, "over dp", reduces_parts=False)} == {"all-reduce", "all-gather"}
-    assert {kind.split(",")[0] for kind in shown(plan, "over dp")} == {"reduce-scatter", "all-gather"}
+    assert {kind.split(",")[0] for kind in bytes_by_collective(plan, "over dp", reduces_parts=False)} == {
+        "all-reduce",
+        "all-gather",
+    }
+    assert {kind.split(",")[0] for kind in bytes_by_collective(plan, "over dp")} == {"reduce-scatter", "all-gather"}
 
 
-def test_a_layer_that_may_not_be_gathered_ahead_is_waited_for() -> None:
+def test_gathers_without_prefetch_are_exposed() -> None:
     plan = Plan(dp=64, zero=3, batch=64, recompute="full")
     layer = (LLAMA.parameters - 2 * LLAMA.embedding_parameters) / LLAMA.layers
     assert seconds(plan, live=layer * 1.01) == seconds(plan)
@@ -45,7 +48,7 @@ def test_a_layer_that_may_not_be_gathered_ahead_is_waited_for() -> None:
     assert twice - seconds(plan) > 1.2 * (alone - seconds(replace(plan, recompute="none")))
 
 
-def test_inputs_that_go_to_the_host_cost_their_way_and_no_memory() -> None:
+def test_offloaded_inputs_cost_transfers_and_no_memory() -> None:
     plan = Plan(dp=8, batch=64, recompute="full", sequence=4096)
     moved = 2 * 8 * LLAMA.layers * 4096 * 2 * LLAMA.hidden
     assert seconds(plan, stowed=1e9) - seconds(plan) == pytest.approx(moved / 1e9)
@@ -54,7 +57,7 @@ def test_inputs_that_go_to_the_host_cost_their_way_and_no_memory() -> None:
     assert here - there == pytest.approx(moved / 16)
 
 
-def test_states_in_the_memory_of_nodes_take_its_time_and_no_memory_of_devices() -> None:
+def test_offloaded_states_cost_host_time_and_no_device_memory() -> None:
     plan = Plan(dp=64, zero=3, batch=64)
     own, hosted, stowed = LLAMA.parameters / 64, 4e11, 2e10
     here, there = seconds(plan), seconds(plan, hosted=hosted, stowed=stowed)
@@ -66,9 +69,9 @@ def test_states_in_the_memory_of_nodes_take_its_time_and_no_memory_of_devices() 
     assert held[0] - held[1] == pytest.approx(own * 12)
 
 
-def test_what_is_cast_before_it_is_gathered_goes_in_eight_bits() -> None:
+def test_weights_cast_before_a_gather_are_sent_in_eight_bits() -> None:
     plan = Plan(tp=8, batch=8, sequence=8192, microbatch=4, sequence_parallel=True, precision="fp8")
-    early, late = (shown(plan, "over tp", casts_first=first) for first in (True, False))
+    early, late = (bytes_by_collective(plan, "over tp", casts_first=first) for first in (True, False))
     assert {kind: nbytes * 0.75 for kind, nbytes in late.items()} == early
     assert seconds(plan, casts_first=False) > seconds(plan)
     for other in (replace(plan, precision="bf16"), replace(plan, tp=1, sequence_parallel=False)):
@@ -77,14 +80,14 @@ def test_what_is_cast_before_it_is_gathered_goes_in_eight_bits() -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_tensor_parallel_group_divides_the_tokens_of_experts(tp: int) -> None:
-    """Each rank of a group sends its own part of the tokens, and computes what its own experts receive."""
+    """Each rank of a group sends its own part of the tokens, and computes the tokens that its own experts receive."""
     alone, together = Plan(dp=8, ep=8, batch=64), Plan(dp=8 // tp, tp=tp, ep=8, batch=64 // tp)
-    one, several = (sum(shown(plan, "over ep", SPARSE).values()) for plan in (alone, together))
+    one, several = (sum(bytes_by_collective(plan, "over ep", SPARSE).values()) for plan in (alone, together))
     assert several == pytest.approx(one / tp)
     assert seconds(together, SPARSE) < seconds(alone, SPARSE)
 
 
-def test_a_token_goes_once_to_a_node() -> None:
+def test_a_token_is_sent_once_per_node() -> None:
     within, beyond = Plan(dp=8, ep=8, batch=64), Plan(dp=64, ep=64, batch=64)
     assert seconds(within, SPARSE, once=True) == seconds(within, SPARSE)
     assert seconds(beyond, SPARSE, once=True) < seconds(beyond, SPARSE)

@@ -1,4 +1,4 @@
-"""What the solver finds and proves, beside all tables of small problems."""
+"""Results and proofs of the solver, compared with all tables of small problems."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ SMALL = {
 
 @needs_solver
 @pytest.mark.parametrize("problem", SMALL.values(), ids=SMALL.keys())
-def test_what_is_found_is_the_best_of_all_tables(problem: Problem) -> None:
+def test_the_solver_finds_the_best_of_all_tables(problem: Problem) -> None:
     found = find_schedule(problem, seconds=10)
     best = optimum(problem)
     check_schedule(found.schedule, memory=problem.memory, capacity=problem.limits)
     assert problem.value(found.schedule) == found.value >= best * (1 - 1e-9)
     assert lower_bound(problem) <= best * (1 + 1e-9)
     assert found.bound <= best * (1 + 1e-9)
-    if not problem.times.overhead:  # which the solver does not count for W, because it may be part of BW
+    if not problem.times.overhead:  # the solver does not count it for W, because it may be part of BW
         assert found.value == pytest.approx(best, rel=1e-9)
         assert found.gap < 1e-4
         assert found.is_proved or problem.times == ODD
@@ -76,8 +76,8 @@ def test_what_is_found_is_the_best_of_all_tables(problem: Problem) -> None:
 
 @needs_solver
 @pytest.mark.parametrize("name", ["short of memory", "odd numbers, span", "a V, span"])
-def test_the_solver_proves_no_more_than_is_true_from_any_start(name: str) -> None:
-    """Without what is known before: neither the bound nor a good schedule."""
+def test_bounds_of_the_solver_are_valid_from_any_start(name: str) -> None:
+    """The solver starts with neither a bound nor a good schedule."""
     problem = SMALL[name]
     start = max(hints(problem), key=problem.value)
     solved = solve(problem, start, 0.0, time.time() + 10)
@@ -87,7 +87,7 @@ def test_the_solver_proves_no_more_than_is_true_from_any_start(name: str) -> Non
 
 
 @needs_solver
-def test_the_solver_improves_what_is_known() -> None:
+def test_the_solver_improves_a_known_schedule() -> None:
     problem = Problem(linear(3)[0], 6, Times(10.0, 10.0, 10.0), Memory(1.0, 0.5), 2.0)
     known = min(map(problem.value, hints(problem)))
     found = find_schedule(problem, seconds=10)
@@ -96,7 +96,7 @@ def test_the_solver_improves_what_is_known() -> None:
 
 
 @needs_solver
-def test_without_time_the_solver_gives_back_what_it_has() -> None:
+def test_without_time_the_solver_returns_the_known_schedule() -> None:
     problem = Problem(linear(4)[0], 8, Times(297.0, 294.0, 199.0, transfer=5.0), Memory(1.0, 0.5), 3.0)
     start = next(hints(problem))
     solved = solve(problem, start, lower_bound(problem), time.time())
@@ -104,7 +104,7 @@ def test_without_time_the_solver_gives_back_what_it_has() -> None:
 
 
 @needs_solver
-def test_a_solver_that_breaks_says_why() -> None:
+def test_the_error_of_a_failed_solver_has_the_reason() -> None:
     ran = subprocess.run([sys.executable, str(WORKER)], input="{}", capture_output=True, text=True, check=False)
     assert ran.returncode
     assert "KeyError" in ran.stderr
@@ -113,15 +113,15 @@ def test_a_solver_that_breaks_says_why() -> None:
         solve(replace(problem, capacity=0.5), next(hints(problem)), 0.0, time.time() + 5)
 
 
-def test_a_search_without_solver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_the_solver_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.search.scheduling.cp_sat.is_installed", lambda: False)
     with pytest.raises(SearchError, match=r"meshwright\[solver\]"):
         solve(SMALL["unequal"], next(hints(SMALL["unequal"])), 0.0, time.time())
 
 
 @pytest.mark.parametrize("problem", SMALL.values(), ids=SMALL.keys())
-def test_whole_numbers_make_nothing_harder(problem: Problem) -> None:
-    """Every known schedule, as it is timed, keeps to all that the solver is told."""
+def test_rounding_to_integers_keeps_known_schedules_feasible(problem: Problem) -> None:
+    """Every known schedule, in integer times, satisfies all constraints of the solver."""
     for start in hints(problem):
         whole = IntegerModel(problem, start)
         begin, length = whole.hint(), whole.lengths()
@@ -136,7 +136,7 @@ def test_whole_numbers_make_nothing_harder(problem: Problem) -> None:
         assert max(end) <= whole.horizon()
 
 
-def test_times_in_one_unit_are_whole_numbers() -> None:
+def test_times_in_one_unit_are_integers() -> None:
     assert unit([0.37, 1.21], 100.0) == (0.01, True)
     assert unit([297.0, 294.0, 0.0], 1e4) == (3.0, True)
     assert unit([0.1 + 0.2, 0.6], 10.0) == (0.3, True)
@@ -153,7 +153,7 @@ def _most(rows: list[tuple[int, int, int]], begin: list[int], end: list[int]) ->
 
 
 def optimum(problem: Problem) -> float:
-    """The least value of all tables that the problem allows, by trying them."""
+    """Return the least value of all tables that the problem permits, by exhaustive search."""
     best = inf
     rows = [list(_rows(problem, rank)) for rank in range(problem.ranks)]
     for table in product(*rows):
@@ -161,12 +161,12 @@ def optimum(problem: Problem) -> float:
         try:
             best = min(best, problem.value(schedule))
         except ScheduleError:
-            continue  # ranks wait for one another
+            continue  # ranks wait for each other
     return best
 
 
 def _rows(problem: Problem, rank: int) -> Iterator[tuple[Action, ...]]:
-    """Every order of a rank's actions that its own memory allows; of few microbatches, those out of order too."""
+    """Yield every order of a rank's actions that its own memory permits; for few microbatches, also out of order."""
     shape = Schedule("", (problem.way,), problem.microbatches, ((),) * problem.ranks)
     parts = {a: problem.memory.change(shape, a) for n in _merged(problem) for a in _actions(problem, rank, n)}
     for merged in _merged(problem):
@@ -176,7 +176,7 @@ def _rows(problem: Problem, rank: int) -> Iterator[tuple[Action, ...]]:
 
 
 def _merged(problem: Problem) -> Iterator[frozenset[int]]:
-    """Microbatches whose backwards are whole: only with an overhead can that be shorter."""
+    """Yield sets of microbatches whose backwards are whole, which can be shorter only with an overhead."""
     every = range(problem.microbatches)
     if not problem.split:
         yield frozenset(every)
@@ -206,7 +206,7 @@ def _orders(
 
 
 def _needs(problem: Problem, a: Action, b: Action) -> bool:
-    """Whether an action waits for another one of its rank."""
+    """True if an action waits for another one of its rank."""
     if a.microbatch != b.microbatch:
         in_order = problem.microbatches > 2 or problem.objective == "span" or len(problem.way) > problem.ranks
         return in_order and (a.kind, a.chunk) == (b.kind, b.chunk) and b.microbatch < a.microbatch

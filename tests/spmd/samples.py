@@ -1,7 +1,7 @@
 """Sample calls of every operator that has a rule, one line each: `operator: arguments`.
 
-`x` is normal, `f` too but of single precision, `p` lies between 0.1 and 0.9, `i(n, ...)` are integers below n, `b` is
-true or false, `c` complex, `ends(...)` are where groups end.
+`x` is normal, `f` the same in single precision, `p` is between 0.1 and 0.9, `i(n, ...)` are integers below n, `b` is
+true or false, `c` complex, `ends(...)` are the ends of groups.
 Sizes of 4 and 5 make uneven and empty pieces on three ranks.
 """
 
@@ -32,7 +32,7 @@ CONSTANT = """copy detach_copy lift_fresh lift floor_divide heaviside igamma iga
     special_zeta linalg_eig _safe_softmax histc
     _weight_int8pack_mm _weight_int4pack_mm_for_cpu
     hardsigmoid_backward logit_backward mish_backward silu_backward""".split()
-"""Operators that torch has no derivative of."""
+"""Operators without a derivative in torch."""
 FIXED = {
     "cross_entropy_loss": (2,),
     "nll_loss": (2,),
@@ -45,7 +45,7 @@ FIXED = {
 }
 FIXED |= {"batch_norm": (3, 4)}
 FIXED |= {"binary_cross_entropy": (2,), "binary_cross_entropy_with_logits": (2, 3)}
-"""Operands that torch has no derivative for."""
+"""Operands without a derivative in torch."""
 POLYNOMIALS = ("special_chebyshev", "special_hermite", "special_laguerre", "special_legendre", "special_shifted")
 
 TABLE = """
@@ -710,14 +710,14 @@ NAMES: dict[str, Any] = {
 
 
 def overload(name: str) -> Any:
-    """`add.Tensor`, or the first overload of `neg`."""
+    """Return an overload by its name, `add.Tensor`, or the first overload of `neg`."""
     packet, _, which = name.partition(".")
     found = getattr(torch.ops.aten, packet)
     return getattr(found, which or ("default" if "default" in found.overloads() else found.overloads()[0]))
 
 
 def lines() -> Iterator[tuple[str, str]]:
-    """Operator and arguments of every sample."""
+    """Yield operator and arguments of every sample."""
     for line in TABLE.strip().splitlines():
         name, _, arguments = line.partition(": ")
         yield name, arguments
@@ -743,11 +743,11 @@ def _tensor_overload(name: str) -> str:
 
 
 GONE = {"cholesky", "qr"}
-"""Operators that torch 2.15 has no longer."""
+"""Operators that torch 2.15 has removed."""
 
 
 def samples() -> list[tuple[str, str]]:
-    """Those of operators that this torch has."""
+    """Return the samples of operators that this torch has."""
     gone = {name for name in GONE if not hasattr(torch.ops.aten, name)}
     return [(name, arguments) for name, arguments in lines() if name not in gone]
 

@@ -16,17 +16,17 @@ from torch.nn import functional as F
 import meshwright as mw
 
 
-def drawn(*shape: int) -> Tensor:
+def random_tensor(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
 def qkv(heads: tuple[int, ...], shared: tuple[int, ...], length: int, out: int = 5) -> list[Tensor]:
     """Return queries, keys, values, and the factors of the result in the loss."""
     return [
-        drawn(*heads, length, 4),
-        drawn(*shared, length, 4),
-        drawn(*shared, length, out),
-        drawn(*heads, length, out),
+        random_tensor(*heads, length, 4),
+        random_tensor(*shared, length, 4),
+        random_tensor(*shared, length, out),
+        random_tensor(*heads, length, out),
     ]
 
 
@@ -79,11 +79,11 @@ def test_heads_in_the_place_of_the_sequence(ranks: int, causal: bool) -> None:
 
 
 SEEN = torch.ones(6, 6, dtype=torch.bool).tril()
-SEEN[3] = False  # a row that sees nothing
-BIAS = drawn(6, 6).masked_fill(drawn(6, 6) > 0.8, float("-inf"))
+SEEN[3] = False  # a fully masked row
+BIAS = random_tensor(6, 6).masked_fill(random_tensor(6, 6) > 0.8, float("-inf"))
 MASKS = {
-    "seen": SEEN, "bias": BIAS, "one for all heads": drawn(2, 1, 6, 6), "one for each head": drawn(2, 6, 6, 6),
-    "one for all rows": drawn(2, 1, 1, 6),
+    "seen": SEEN, "bias": BIAS, "one for all heads": random_tensor(2, 1, 6, 6),
+    "one for each head": random_tensor(2, 6, 6, 6), "one for all rows": random_tensor(2, 1, 1, 6),
 }  # fmt: skip
 
 
@@ -98,8 +98,8 @@ def test_masks(mask: str, shared: int) -> None:
 
 
 def test_a_mask_has_a_gradient() -> None:
-    same(2, "ring", qkv((2, 4), (2, 4), 6), trains_mask=True, attn_mask=drawn(6, 6))
-    same(2, "ring", qkv((2, 4), (2, 2), 6), trains_mask=True, attn_mask=drawn(2, 4, 6, 6), enable_gqa=True)
+    same(2, "ring", qkv((2, 4), (2, 4), 6), trains_mask=True, attn_mask=random_tensor(6, 6))
+    same(2, "ring", qkv((2, 4), (2, 2), 6), trains_mask=True, attn_mask=random_tensor(2, 4, 6, 6), enable_gqa=True)
 
 
 def test_half_precision_is_kept() -> None:

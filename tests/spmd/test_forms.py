@@ -1,4 +1,4 @@
-"""What the walk over the table cannot see: state that a form writes, half precision, several factors cut at once."""
+"""Parts of rules that the walk over the table does not test: writes, half precision, several sharded factors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def cut_along(sample: Sample, name: str) -> Choice:
 
 
 @pytest.mark.parametrize(("name", "dim"), [("a0", 0), ("a1", 1)], ids=["samples", "channels"])
-def test_running_statistics_move_as_on_one_device(name: str, dim: int) -> None:
-    """Both where samples are cut and where channels are; every rank ends with the whole statistics."""
+def test_running_statistics_are_updated_as_on_one_device(name: str, dim: int) -> None:
+    """Samples or channels are sharded; every rank ends with the whole statistics."""
     x = torch.randn(6, 4, 3)
     goal_mean, goal_var = torch.zeros(4), torch.ones(4)
     F.batch_norm(x, goal_mean, goal_var, training=True, momentum=0.3)
@@ -42,7 +42,7 @@ def test_running_statistics_move_as_on_one_device(name: str, dim: int) -> None:
 
 
 def test_an_operator_that_writes_has_no_second_form() -> None:
-    """`cumsum_` along a cut dim would have to write what a form only returns."""
+    """`cumsum_` along a sharded dim would have to write a result that a form only returns."""
     x = torch.empty(4, 5, device="meta")
     call = describe(torch.ops.aten.cumsum_.default, [x, 0], {})
     assert call is not None
@@ -52,7 +52,7 @@ def test_an_operator_that_writes_has_no_second_form() -> None:
 
 
 def test_one_form_serves_every_factor_of_a_rule() -> None:
-    """Two axes may cut two factors of one call: whichever form is run has to do for both."""
+    """Two axes may shard two factors of one call: the form that runs has to work for both."""
     x, target = torch.empty(4, 5, 3, device="meta"), torch.empty(4, 3, dtype=torch.int64, device="meta")
     call = describe(torch.ops.aten.cross_entropy_loss.default, [x, target], {})
     assert call is not None

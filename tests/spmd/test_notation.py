@@ -1,4 +1,4 @@
-"""The notation: what it says, what it refuses, and that its text form parses back."""
+"""The notation of rules: its meaning, the texts that it refuses, and its text form, which parses back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRODUCTS = st.lists(OPERANDS, min_size=1, max_size=3)
 
 @st.composite
 def rules(draw: st.DrawFn) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    """A rule's text, and the products that it says are linear together."""
+    """Draw a rule's text, and the operands of each of its products."""
     sides = draw(st.lists(PRODUCTS, min_size=1, max_size=3))
     count, products = 0, []
     for side in sides:
@@ -48,7 +48,7 @@ def test_a_rule_prints_and_parses_back(rule: tuple[str, tuple[tuple[int, ...], .
 
 
 @pytest.mark.parametrize("text", ["a b", "a -> b", "a -> a -> a", "(a -> a", "a-b -> a", "a + -> a"])
-def test_what_is_not_a_rule_is_refused(text: str) -> None:
+def test_invalid_rules_are_refused(text: str) -> None:
     with pytest.raises(RuleError):
         parse_rule(text)
 
@@ -60,13 +60,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         bind(Rule("m k * k n -> m n"), [(2, 3, 4), (4, 5)])
 
 
-def test_a_bias_is_pending_beside_a_cut_contraction() -> None:
+def test_a_bias_is_pending_if_the_contraction_is_sharded() -> None:
     bound = bind(Rule("... k * n k + n -> ... n"), [(4, 8), (6, 8), (6,)])
     (choice,) = factor_choices(bound, bound.names.index("k"))
     assert (choice.ins[2], choice.outs) == ("sum", ("sum",))
 
 
-def test_a_number_that_is_added_lets_no_terms_pass() -> None:
+def test_an_added_number_makes_the_rule_nonlinear() -> None:
     call = describe(torch.ops.aten.add.Tensor, [torch.empty(4, 5, device="meta"), 1], {})
     assert call is not None
     assert call.bound.products == ()
@@ -92,7 +92,7 @@ def test_flops_follow_from_the_rule(name: str, shapes: list[tuple[int, ...]], fl
     assert call.bound.flops == flops
 
 
-def test_an_operator_of_ones_own_has_its_rule_in_one_line() -> None:
+def test_a_user_defined_operator_has_a_rule_in_one_line() -> None:
     with torch.library._scoped_library("meshwright_test", "DEF") as library:
         library.define("swiglu(Tensor x, Tensor y) -> Tensor")
         register_rule("meshwright_test.swiglu", "..., ... -> ...")

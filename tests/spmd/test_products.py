@@ -1,4 +1,4 @@
-"""A dim with several factors is written without a product where both layouts mean the same."""
+"""A dim with several factors is written without a product if both layouts are the same."""
 
 from __future__ import annotations
 

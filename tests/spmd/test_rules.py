@@ -1,4 +1,4 @@
-"""Every rule means what it says: whole = glue(parts), values and gradients, even and uneven, for all samples."""
+"""Every rule is right: whole = glue(parts), values and gradients, even and uneven, for all samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def one_thread() -> object:
 
 
 @pytest.mark.parametrize("packet", sorted({name.partition(".")[0] for name, _ in SAMPLES}))
-def test_a_rule_means_what_it_says(packet: str) -> None:
+def test_a_rule_gives_the_numbers_of_the_whole(packet: str) -> None:
     """On two ranks and on three, where pieces of four and five are uneven or empty."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -36,11 +36,11 @@ def test_a_rule_means_what_it_says(packet: str) -> None:
 
 
 UNSEEN = ("type_as", "batch_norm")
-"""Operators with an operand that the rule leaves out: one lends its dtype, one has statistics that the form keeps."""
+"""Operators with an operand that is not in the rule: one gives only its dtype, one has statistics of the form."""
 
 
-def test_every_operand_is_seen_by_its_rule() -> None:
-    """An operand without a slot would go into the operator as it lies."""
+def test_every_operand_has_a_slot_in_its_rule() -> None:
+    """An operand without a slot would reach the operator unchecked."""
     for name, arguments in SAMPLES:
         sample = build(name, arguments)
         call = sample.described()
@@ -56,6 +56,6 @@ def test_every_rule_has_a_sample() -> None:
     assert sorted(n for n in RULES if n.startswith("aten.") and n not in used and n[5:] not in GONE) == []
 
 
-def test_every_rule_is_of_an_operator_that_torch_has() -> None:
+def test_every_rule_belongs_to_an_operator_of_torch() -> None:
     names = {n.split(".")[1] for n in RULES if n.startswith("aten.")}
     assert {n for n in names if not hasattr(torch.ops.aten, n)} <= GONE

@@ -1,4 +1,4 @@
-"""A pending sum passes an operator only where this is right for numbers that are not finite, and for large ones."""
+"""A pending sum passes an operator only if this is right for numbers that are not finite, and for large ones."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ def floating(x: Any) -> bool:
 
 
 def small(x: Tensor) -> Tensor:
-    """Whole numbers, whose sums are exact."""
+    """Return integers, whose sums are exact."""
     return torch.randint(-3, 4, x.shape).to(x.dtype)
 
 
 def poisoned(x: Tensor) -> Tensor:
-    """Whole numbers, infinities, NaN and zeros."""
+    """Return integers, infinities, NaN and zeros."""
     bad = torch.tensor([inf, -inf, nan, 0.0, 0.0, 1.0, 2.0, -3.0], dtype=x.dtype)
     return bad[torch.randint(0, len(bad), x.shape)]
 
 
 def terms_of(x: Tensor, large: bool) -> list[Tensor]:
-    """Terms of `x`: of both signs, and large ones that cancel."""
+    """Return terms of `x`: of both signs, and large ones that cancel."""
     other = torch.full_like(x, torch.finfo(x.dtype).max / TERMS) if large else 2 * x + 1
     return [x - other, other]
 
 
 def pending_choices(bound: BoundRule, at: int) -> Iterator[Choice]:
-    """The choices of eager mode in which the operand stays a pending sum."""
+    """Yield the choices of eager mode in which the operand stays a pending sum."""
     held: list[AxisState] = [REPLICATED] * len(bound.ins)
     held[at] = "sum"
     yield from (c for c in choices(bound, held) if c.ins[at] == "sum")
 
 
 def part(x: Tensor | None, rank: int, is_pending: bool, held: AxisState, large: bool) -> Tensor | None:
-    """Return what a rank holds of an operand."""
+    """Return the part of an operand on a rank."""
     if x is None:
         return None
     if is_pending:
@@ -98,7 +98,7 @@ def check(sample: Sample, large: bool) -> int:
 
 
 def with_numbers(sample: Sample) -> Iterator[Sample]:
-    """The sample, and the sample with other values for each of its numbers."""
+    """Yield the sample, and the sample with other values for each of its numbers."""
     yield sample
     for at, value in enumerate(sample.args):
         if type(value) in (int, float) and str(sample.op._schema.arguments[at].type) in ("number", "float"):
@@ -114,7 +114,7 @@ LINEAR = [(n, a) for n, a in samples() if (c := build(n, a).described()) is not 
 
 @pytest.mark.parametrize("large", [False, True], ids=["not finite", "large"])
 @pytest.mark.parametrize("packet", sorted({name.partition(".")[0] for name, _ in LINEAR}))
-def test_terms_pass_where_they_give_the_numbers_of_the_sum(packet: str, large: bool) -> None:
+def test_pending_sums_give_the_numbers_of_the_sum(packet: str, large: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, arguments in LINEAR:
@@ -124,7 +124,7 @@ def test_terms_pass_where_they_give_the_numbers_of_the_sum(packet: str, large: b
 
 
 def test_additions_masks_and_small_factors_keep_a_sum_pending() -> None:
-    """These are what keeps a residual stream of a tensor-parallel model from being reduced more than once."""
+    """These keep the residual stream of a tensor-parallel model from being reduced more than once."""
     for name, arguments in [
         ("add.Tensor", "x(4), x(4)"),
         ("mul.Tensor", "x(4), b(4)"),

@@ -1,4 +1,4 @@
-"""The oracle of the rules: cut the operands every way a rule allows, run every rank, glue, compare with the whole."""
+"""The oracle of the rules: shard operands by every choice of a rule, run every rank, join, compare with the whole."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ JOIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def sized_factors(bound: BoundRule, factors: tuple[int, ...], size: int) -> list[int]:
-    """The sizes that a dim splits into; a dim without factors, or with one, is itself."""
+    """Return the sizes that a dim splits into; a dim without factors, or with one, is itself."""
     return [bound.sizes[f] for f in factors] if len(factors) > 1 else [size]
 
 
 def place(
     bound: BoundRule, dims: Sequence[tuple[int, ...]], shape: Sequence[int], factor: int
 ) -> tuple[list[int], int]:
-    """The shape with every product written out, and where `factor` stands in it."""
+    """Return the shape with every product written out, and the place of `factor` in it."""
     out: list[int] = []
     at = -1
     for factors, size in zip(dims, shape, strict=True):
@@ -51,7 +51,7 @@ def cut(bound: BoundRule, dims: Sequence[tuple[int, ...]], x: Tensor, factor: in
 def local_shape(
     bound: BoundRule, dims: Sequence[tuple[int, ...]], shape: Sequence[int], held: AxisState, ranks: int, rank: int
 ) -> tuple[int, ...]:
-    """Shape of the piece of a rank; the whole shape where nothing is cut."""
+    """Return the shape of a rank's piece; the whole shape if nothing is sharded."""
     out: list[int] = []
     for factors, size in zip(dims, shape, strict=True):
         is_cut = isinstance(held, int) and held in factors
@@ -61,7 +61,7 @@ def local_shape(
 
 
 def glue(bound: BoundRule, dims: Sequence[tuple[int, ...]], parts: Sequence[Tensor], held: AxisState) -> Tensor:
-    """The whole value of a result from what every rank made."""
+    """Return the whole value of a result from the parts of all ranks."""
     if isinstance(held, str):
         return JOIN[held](torch.stack(list(parts)))
     shape = list(parts[0].shape)
@@ -87,7 +87,7 @@ def glue(bound: BoundRule, dims: Sequence[tuple[int, ...]], parts: Sequence[Tens
 
 @dataclass
 class Ranks:
-    """All ranks of one axis, in lock-step: each is a thread, and they meet at every exchange."""
+    """All ranks of one axis, in lock-step: each is a thread, and all wait for each other at every exchange."""
 
     count: int
     shelf: dict[int, Tensor] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Ranks:
 
 @dataclass
 class OneRank:
-    """The LocalCall of one rank, when one factor is cut along one axis."""
+    """The LocalCall of one rank, with one factor sharded along one axis."""
 
     ranks_: Ranks
     rank: int
@@ -198,7 +198,7 @@ class Sample:
     fixed: tuple[int, ...] | None = ()
 
     def wants(self, i: int, x: Tensor | None) -> bool:
-        """Whether operand i gets a gradient."""
+        """True if operand i gets a gradient."""
         return self.fixed is not None and i not in self.fixed and differentiable(x)
 
     def described(self) -> Call | None:
@@ -217,7 +217,7 @@ class Sample:
         return call.operands(self.args, self.kwargs)
 
     def arguments(self, call: Call, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with the operands replaced."""
+        """Return the arguments with the operands replaced."""
         args, kwargs = self.mapped(lambda v: v.clone() if isinstance(v, Tensor) else v)
         args = list(args)
         for at, value in zip(call.places, tensors, strict=True):
@@ -240,7 +240,7 @@ def results_of(value: Any) -> list[Tensor]:
 
 
 def terms(x: Tensor, ranks: int) -> list[Tensor]:
-    """Random terms of `x`."""
+    """Return random terms of `x`."""
     if not (x.dtype.is_floating_point or x.dtype.is_complex) or x.dtype.itemsize < 4:
         rest = [torch.randint(0, 3, x.shape).to(x.dtype) for _ in range(ranks - 1)]
     else:
@@ -260,7 +260,7 @@ def every_choice(bound: BoundRule, operands: Sequence[Tensor | None]) -> Iterato
 
 
 def held_by(bound: BoundRule, i: int, x: Tensor, held: AxisState, ranks: int) -> list[Tensor]:
-    """What every rank holds of operand i."""
+    """Return the parts of operand i on all ranks."""
     if held == "sum":
         return terms(x, ranks)
     if isinstance(held, int) and held >= 0:
@@ -269,7 +269,7 @@ def held_by(bound: BoundRule, i: int, x: Tensor, held: AxisState, ranks: int) ->
 
 
 def check(sample: Sample, ranks: int) -> int:
-    """Compare every choice with the whole; the number of choices that were compared."""
+    """Compare every choice with the whole; return the number of choices that were compared."""
     call = sample.described()
     assert call is not None, "no rule"
     operands = sample.operands(call)
@@ -338,7 +338,7 @@ def compare(bound: BoundRule, i: int, held: AxisState, parts: Sequence[Tensor], 
 
 
 def cotangents(bound: BoundRule, i: int, held: AxisState, cotangent: Tensor, ranks: int) -> list[Tensor]:
-    """The gradient's dual layout: slices for a cut result, terms for a repeated one, the whole for a pending one."""
+    """Return the gradient in its dual layout: slices for a sharded result, terms for replicated, whole for pending."""
     if held == REPLICATED:
         return terms(cotangent, ranks)
     if isinstance(held, str):
@@ -372,7 +372,7 @@ def gradients(
 def expected(
     bound: BoundRule, i: int, held: AxisState, mine: list[Tensor], goal: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """By duality: terms where the operand is repeated, the whole where it is pending, slices where it is cut."""
+    """Return found and expected parts by duality: terms if the operand is replicated, whole if pending, else slices."""
     if held == REPLICATED:
         return [torch.stack(mine).sum(0)], [goal]
     if held == "sum":

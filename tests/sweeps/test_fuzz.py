@@ -1,4 +1,4 @@
-"""A small part of figure 2: random programs, values and gradients, and the laws of the fuzz itself."""
+"""A small part of the figure `fuzz`: random programs, values and gradients, and the laws of the fuzzer itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.opdb import Ours
 
 CHAINS, PER_TEST = 200, 20
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of what the programs do on purpose
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of intended actions of the programs
 
 
 @pytest.mark.parametrize("first", range(0, CHAINS, PER_TEST))
@@ -24,13 +24,13 @@ def test_a_seed_always_gives_the_same_program() -> None:
 
 
 def test_most_entries_of_the_table_are_drawn() -> None:
-    """By 200 programs more than half, so by 10,000 practically all."""
+    """200 programs use more than half of the entries, so 10,000 use practically all."""
     lines = "\n".join(line for k in range(200) for line in _chains.draw(k).lines)
     words = [op.code.split("(")[0].split(".")[-1] for op in _chains.OPS if "{v}" not in op.code]
     assert sum(word in lines for word in words) > len(words) / 2
 
 
-def test_a_failing_program_is_cut_down_to_the_lines_that_matter() -> None:
+def test_a_failing_program_is_reduced_to_the_relevant_lines() -> None:
     lines = ("v0 = leaf(1, (5, 3), 'S0')", "v1 = v0.sin()", "v2 = v1.cumsum(0)", "v3 = v2 * 2", "v4 = v0 + 1")
     small = _chains.shrink(Chain(0, (4,), lines), lambda chain: any("cumsum" in line for line in chain.lines))
     assert str(small).splitlines()[1:] == ["v0 = leaf(1, (5, 3), 'R')", "v1 = v0", "v2 = v1.cumsum(0)"]

@@ -77,7 +77,7 @@ def test_results_are_kept_for_one_state_of_the_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", list(mutation.reasons()), ids=lambda entry: f"{entry[0]}: {entry[1][:40]}")
-def test_an_equivalent_mutant_is_of_a_line_that_is_there(entry: tuple[str, str, str]) -> None:
+def test_an_equivalent_mutant_belongs_to_an_existing_line(entry: tuple[str, str, str]) -> None:
     file, line, becomes = entry
     source = [text.strip() for text in (mutation.ROOT / file).read_text().splitlines()]
     assert all(text in source for text in line.splitlines())

@@ -1,4 +1,4 @@
-"""A small fixed part of figure 1: common operators, two samples each, in every layout, forward and backward."""
+"""A small fixed part of the figure `opdb`: common operators, two samples each, every layout, forward and backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def library() -> opdb.Ours:
 
 @pytest.fixture(autouse=True)
 def torch_state() -> Iterator[None]:
-    """Samples are drawn with the global generator."""
+    """Save and restore the global generator, from which samples are drawn."""
     with torch.random.fork_rng(devices=[]):
         yield
 
@@ -53,8 +53,8 @@ def test_every_common_operator_is_in_torchs_list() -> None:
     assert {e.name for e in ENTRIES if e.kind == "function"} == set(COMMON)
 
 
-def test_the_sweep_finds_one_device_right() -> None:
-    """What the sweep itself does to samples changes no number."""
+def test_the_sweep_is_right_for_one_device() -> None:
+    """The sweep's own changes of samples must change no number."""
     entries = [e for e in ENTRIES if e.name in ("add", "cumsum", "nn.functional.layer_norm", "unbind (view)")]
     assert [opdb.try_entry(opdb.Plain(), e, cap=2).status for e in entries] == ["right"] * len(entries)
 

@@ -1,4 +1,4 @@
-"""A part of the figure on plans: no call gets the plan of a call with other numbers, or under another setting."""
+"""A part of the figure `plans`: no call gets the plan of a call with other numbers, or under another setting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRIES = plans.functionals() + plans.entries()[::20]
 
 @pytest.fixture(autouse=True)
 def torch_state() -> Iterator[None]:
-    """Samples are drawn with the global generator."""
+    """Save and restore the global generator, from which samples are drawn."""
     with torch.random.fork_rng(devices=[]):
         yield
 
@@ -26,7 +26,7 @@ def test_a_call_gets_the_plan_of_its_own_numbers_and_settings(entry: Entry) -> N
 
 
 def test_the_walk_finds_a_plan_that_forgets_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that are kept for a type only: dropout with 0.0 is the identity."""
+    """Plans are cached by type only: dropout with 0.0 is the identity."""
     monkeypatch.setattr("meshwright.tensor.execution.dispatch.floats_in", lambda args, kwargs: ())
     (entry,) = [e for e in ENTRIES if e.name == "alpha_dropout"]
     assert plans.failures_of(entry, quick=True)

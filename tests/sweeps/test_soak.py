@@ -1,4 +1,4 @@
-"""The figure `soak` at its smallest: it comes to an end, and says what it saw."""
+"""The figure `soak` at its smallest: it ends, and returns its samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_a_short_run_saves_loads_and_resizes() -> None:
     assert all(about["caches"] and about["last"]["step"] == 220 for about in found)
 
 
-def test_every_size_comes_before_memory_is_looked_at() -> None:
+def test_every_size_comes_before_memory_is_sampled() -> None:
     plan = Plan(STEPS)
     sizes = list(plan.sizes())
     assert len(sizes) == STEPS

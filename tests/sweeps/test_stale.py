@@ -15,7 +15,7 @@ FACTORS = (1.0, 1.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, id=k.name) for k in stale.KINDS.values() if not k.by_loss])
-def test_a_change_is_seen_or_refused(kind: Kind) -> None:
+def test_a_change_is_detected_or_refused(kind: Kind) -> None:
     found = stale.examine(kind, FACTORS)
     if "disable_global_flags" in found.message:
         pytest.skip("another test has imported what forbids to set flags")

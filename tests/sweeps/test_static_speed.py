@@ -1,4 +1,4 @@
-"""The contenders of the figure on static speed take the same steps; nothing is compiled and nothing timed here."""
+"""The contenders of the figure `static_speed` make the same steps; nothing is compiled or timed here."""
 
 from __future__ import annotations
 

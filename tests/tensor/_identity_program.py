@@ -1,4 +1,4 @@
-"""`python _identity_program.py FOLDER`: one of two ranks, of which rank 1 does each case's thing in another way."""
+"""`python _identity_program.py FOLDER`: one of two ranks; rank 1 does something else in each case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Case = Callable[[bool], object]
 
 
 def laid(*placements: mw.Placement, seed: int = 0) -> DistTensor:
-    """Return a 4 × 4 tensor of given numbers."""
+    """Return a distributed 4 × 4 tensor of given numbers."""
     x = torch.arange(16.0).reshape(4, 4) + seed
     return mw.shard_tensor(x, mw.init_mesh(tp=2), list(placements))
 
@@ -90,9 +90,9 @@ CASES: tuple[Case, ...] = (
 
 
 def alike(rank: int) -> None:
-    """Do what ranks may do: begin with other values that are written over, look at parts, compute without collectives.
+    """Do what ranks may do: start with other values that are overwritten, read parts, compute without collectives.
 
-    The values are written over in each way: by an operator, through an alias, through the local part, as `data`.
+    The values are overwritten in each way: by an operator, through an alias, through the local part, as `data`.
     """
     x, y, z, w = (laid(mw.Shard(0), seed=rank) for _ in range(4))
     x.copy_(torch.ones(4, 4))
@@ -111,7 +111,7 @@ def alike(rank: int) -> None:
     mw.init_process().barrier((0, 1))
 
 
-def told(case: Case, ranks: ProcessCommunicator) -> str:
+def error_of(case: Case, ranks: ProcessCommunicator) -> str:
     """Return the error of a case, or ""."""
     torch.manual_seed(0)
     try:
@@ -122,14 +122,14 @@ def told(case: Case, ranks: ProcessCommunicator) -> str:
 
 
 def main(folder: str) -> None:
-    """Write what each case told, with the cases as they are on equal ranks first."""
+    """Write the error of each case, after the cases as they are on equal ranks."""
     ranks = mw.init_process()
     assert isinstance(ranks, ProcessCommunicator)
     torch.manual_seed(0)
     for case in CASES:
         case(False)
     alike(ranks.rank)
-    found = {case.__name__: told(case, ranks) for case in CASES}
+    found = {case.__name__: error_of(case, ranks) for case in CASES}
     (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(found))
 
 

@@ -16,7 +16,7 @@ STORIES = list(aliases.stories())
 
 
 @pytest.mark.parametrize("start", range(4))
-def test_what_a_view_operator_shares_is_what_one_device_shares(start: int) -> None:
+def test_view_operators_share_the_memory_that_one_device_shares(start: int) -> None:
     """A sample of the benchmark `aliases`, with another part of its programs in each layout."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -47,7 +47,7 @@ def on_four(program: Any, placements: list[Any], shape: tuple[int, ...] = (4, 3)
     return mw.simulate(lambda: program(mw.shard_tensor(torch.arange(count * 1.0).view(shape), mesh, placements)), 4)
 
 
-def test_a_contiguous_copy_of_a_slice_is_a_copy_where_the_local_slice_is_contiguous() -> None:
+def test_contiguous_copies_a_slice_even_if_the_local_slice_is_contiguous() -> None:
     def program(x: Tensor) -> list[list[float]]:
         x[:, :2].contiguous().zero_()
         x[:, 1:].reshape(-1).zero_()
@@ -58,7 +58,7 @@ def test_a_contiguous_copy_of_a_slice_is_a_copy_where_the_local_slice_is_contigu
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_contiguity_strides_and_view_are_the_same_on_every_rank(dim: int) -> None:
+def test_contiguity_and_strides_are_the_same_on_every_rank(dim: int) -> None:
     def program(x: Tensor) -> tuple[Any, ...]:
         t = x.t()
         with pytest.raises(RuntimeError, match="view size is not compatible"):
@@ -116,7 +116,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[0] + 1, *x.shape[1:])
 
 
-def test_a_local_result_of_another_shape_than_its_layout_says_is_an_error() -> None:
+def test_a_local_result_with_a_wrong_shape_is_an_error() -> None:
     mw.register_rule("meshwright_test.grow", "n d -> n d")  # wrong: each rank adds a row
     with pytest.raises(mw.MeshwrightError, match="its rule is wrong"):
         on_four(grow, [mw.Shard(0)])

@@ -17,7 +17,7 @@ from meshwright.tensor.planning.layout_decision import decide
 LINE = mw.ProcessMesh([0, 1], ["cp"])
 
 
-def drawn(*shape: int) -> Tensor:
+def random_tensor(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -25,8 +25,8 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "length", "heads"), [("ring", 8, 3), ("ulysses", 7, 4), ("ring", 7, 3), ("gather", 8, 4)]
 )
-def test_attention_takes_the_named_form_where_it_fits(name: str, length: int, heads: int, causal: bool) -> None:
-    q, k, v, weight = (drawn(2, heads, length, 4) for _ in range(4))
+def test_attention_takes_the_named_form_if_it_fits(name: str, length: int, heads: int, causal: bool) -> None:
+    q, k, v, weight = (random_tensor(2, heads, length, 4) for _ in range(4))
     fits = {"ring": length % 4 == 0, "ulysses": heads % 2 == 0, "gather": False}[name]
 
     def attended(given: list[Tensor]) -> list[Tensor]:
@@ -52,9 +52,9 @@ def layouts(call: Callable[[], Tensor], ranks: int = 2) -> set[str]:
     return set(mw.simulate(lambda: repr(call().spec), ranks))
 
 
-def test_a_result_that_is_written_has_the_layout_of_its_place() -> None:
+def test_a_written_result_has_the_layout_of_its_target() -> None:
     """A call with `out=` and an in-place operator keep the layout of the tensor that they write to."""
-    x, y = drawn(4, 4), drawn(4, 4)
+    x, y = random_tensor(4, 4), random_tensor(4, 4)
 
     def written(out: mw.Shard | mw.Replicate) -> Tensor:
         place = mw.shard_tensor(torch.zeros(4, 4), LINE, [out])
@@ -67,9 +67,9 @@ def test_a_result_that_is_written_has_the_layout_of_its_place() -> None:
     assert layouts(lambda: written(mw.Replicate())) == {"f32[4, 4]"}
 
 
-def test_attributes_are_calls_by_their_names() -> None:
+def test_attributes_are_recorded_as_calls_with_their_names() -> None:
     def names() -> list[tuple[str, str]]:
-        x = mw.shard_tensor(drawn(4, 4).to(torch.complex64), LINE, [mw.Shard(0)])
+        x = mw.shard_tensor(random_tensor(4, 4).to(torch.complex64), LINE, [mw.Shard(0)])
         return [(call.name, call.how) for call in mw.explain(lambda: (x.real, x.mT, x.T, x.imag, x.H)).calls]
 
     assert mw.simulate(names, 2)[0] == [(name, "local") for name in ("real", "mT", "T", "imag", "H")]
@@ -79,7 +79,7 @@ def test_attributes_are_calls_by_their_names() -> None:
 @pytest.mark.parametrize("rows", [mw.Shard(0), mw.Shard(1), mw.Replicate()])
 def test_running_statistics_are_written_back(rows: mw.Shard, placement: mw.Shard) -> None:
     """Running statistics may be sharded in any layout, and keep it."""
-    x, mean, var = drawn(6, 4), drawn(4), drawn(4).abs()
+    x, mean, var = random_tensor(6, 4), random_tensor(4), random_tensor(4).abs()
     means, variances = mean.clone(), var.clone()
     goal = F.batch_norm(x, means, variances, training=True, momentum=0.3)
 
@@ -100,7 +100,11 @@ def test_running_statistics_are_written_back(rows: mw.Shard, placement: mw.Shard
 
 def test_experts_stay_on_their_ranks() -> None:
     """Weights sharded by expert are not gathered; each rank adds zeros for the rows of other experts."""
-    w, x, ends = drawn(2, 8, 8).bfloat16(), drawn(6, 8).bfloat16(), torch.tensor([2, 6], dtype=torch.int32)
+    w, x, ends = (
+        random_tensor(2, 8, 8).bfloat16(),
+        random_tensor(6, 8).bfloat16(),
+        torch.tensor([2, 6], dtype=torch.int32),
+    )
 
     def work() -> tuple[str, int, Tensor]:
         given = [mw.shard_tensor(x, LINE), mw.shard_tensor(w, LINE, [mw.Shard(0)]), mw.shard_tensor(ends, LINE)]
@@ -113,9 +117,9 @@ def test_experts_stay_on_their_ranks() -> None:
         torch.testing.assert_close(found, torch._grouped_mm(x, w, ends))
 
 
-def test_hooks_are_given_by_keyword_too() -> None:
+def test_hooks_may_be_given_by_keyword() -> None:
     def work() -> tuple[Tensor, Tensor]:
-        x = mw.shard_tensor(drawn(4), LINE, [mw.Shard(0)]).requires_grad_()
+        x = mw.shard_tensor(random_tensor(4), LINE, [mw.Shard(0)]).requires_grad_()
         seen: list[Tensor] = []
         x.register_hook(hook=seen.append)
         x.register_post_accumulate_grad_hook(hook=lambda p: seen.append(p.grad))
@@ -125,11 +129,11 @@ def test_hooks_are_given_by_keyword_too() -> None:
 
     for found in mw.simulate(work, 2):
         for grad in found:
-            torch.testing.assert_close(grad, 2 * drawn(4))
+            torch.testing.assert_close(grad, 2 * random_tensor(4))
 
 
-def test_a_wish_for_the_result_counts_what_it_takes_to_fulfil_it() -> None:
-    """Between two ways that move as much, the one that gives what is wanted."""
+def test_the_cost_of_a_requested_result_includes_its_conversion() -> None:
+    """Between two choices that move as much, the one with the requested result is taken."""
     whole, cut = (parse_spec(text, LINE) for text in ("f32[4, 4]", "f32[4@cp, 4]"))
     call = describe(torch.ops.aten.add.Tensor, (torch.empty(4, 4, device="meta"),) * 2, {})
     assert call is not None

@@ -14,25 +14,25 @@ from meshwright.tensor import RanWholeWarning
 
 
 def attended(q: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """As behind a rotary table in float32: queries and keys in another dtype than values."""
+    """Return attention as after a rotary table in float32: queries and keys in another dtype than values."""
     with torch.autocast("cpu", torch.bfloat16):
         x = F.scaled_dot_product_attention(q, q, F.linear(v, w))
         return F.linear(x, w).float().pow(2).sum()
 
 
-def drawn() -> list[Tensor]:
+def random_inputs() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(s, generator=generator).requires_grad_() for s in ((4, 2, 6, 8), (4, 2, 6, 8), (8, 8))]
 
 
 def test_attention_on_two_dtypes_runs_on_parts_under_autocast() -> None:
-    plain = drawn()
+    plain = random_inputs()
     expected = attended(*plain)
     expected.backward()
 
     def rank() -> Any:
         mesh = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
-        q, v, w = drawn()
+        q, v, w = random_inputs()
         cut = [mw.Shard(0), mw.Shard(1)]
         placed = [mw.shard_tensor(x, mesh, cut).detach().requires_grad_() for x in (q, v)]
         weight = mw.shard_tensor(w, mesh, [mw.Replicate(), mw.Replicate()]).detach().requires_grad_()

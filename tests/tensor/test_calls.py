@@ -1,4 +1,4 @@
-"""What a call costs beside its operator, counted: operators on a rank's part, and Python's calls."""
+"""Costs of a call beside its operator, counted: operators on a rank's part, and Python's calls."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from meshwright.tensor.core.capture_marks import capturing
 from meshwright.tensor.planning.call_plan import _hinted
 
 MESH = mw.ProcessMesh([[0], [1]], ["dp", "tp"])
-"""The axis tp has one rank: what it cuts is whole."""
+"""The axis tp has one rank, so tensors sharded along it are whole."""
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators that ran inside."""
+    """A mode that collects the names of operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def again(fn: Callable[[], Tensor]) -> list[str]:
-    """The operators of a call whose plan is known."""
+def operators_of_known_call(fn: Callable[[], Tensor]) -> list[str]:
+    """Return the operators of a call whose plan is known."""
     fn()
     with Operators() as seen:
         fn()
@@ -65,14 +65,14 @@ def lookup() -> Tensor:
     [(attention, {"arange", "ge", "where"}), (loss, {"gather", "exp", "amax", "log"}), (lookup, {"where", "ge", "lt"})],
     ids=["attention", "loss", "lookup"],
 )
-def test_what_is_whole_goes_to_the_operator_itself(fn: Callable[[], Tensor], needless: set[str]) -> None:
-    """Causal attention builds no mask where sequences are whole; an axis of one rank takes no part in anything."""
-    for names in mw.simulate(again, 2, fn):
+def test_whole_tensors_call_the_operator_itself(fn: Callable[[], Tensor], needless: set[str]) -> None:
+    """Causal attention builds no mask if sequences are whole; an axis of one rank has no part in anything."""
+    for names in mw.simulate(operators_of_known_call, 2, fn):
         assert not needless & set(names), names
 
 
 def count(fn: Callable[[], Any]) -> int:
-    """Calls that Python makes in a call whose plan is known."""
+    """Return the number of calls that Python makes in a call whose plan is known."""
     fn()
     calls = 0
 
@@ -87,7 +87,7 @@ def count(fn: Callable[[], Any]) -> int:
 
 
 def test_an_operand_that_is_plain_or_named_is_found_at_once() -> None:
-    """Half of these calls are torch's own; to look through the arguments for tensors would take as many again."""
+    """Half of these calls are torch's own; a search of the arguments for tensors would take as many again."""
 
     def go() -> tuple[int, int]:
         x = mw.shard_tensor(torch.randn(4, 6), MESH, [mw.Shard(0)])
@@ -100,7 +100,7 @@ def test_an_operand_that_is_plain_or_named_is_found_at_once() -> None:
 
 
 def test_a_call_with_floats_among_its_arguments_is_known_too() -> None:
-    """Their values choose the plan, without a way through the dispatcher; torch's own calls are half of these."""
+    """Their values choose the plan without the dispatcher; torch's own calls are half of these."""
 
     def go() -> int:
         table = mw.shard_tensor(torch.randn(5, 3), MESH, [mw.Replicate(), mw.Shard(0)])
@@ -110,8 +110,8 @@ def test_a_call_with_floats_among_its_arguments_is_known_too() -> None:
     assert max(mw.simulate(go, 2)) <= 160
 
 
-def test_a_result_that_is_an_operand_leaves_the_operand_what_it_is() -> None:
-    """Where a plain operand comes back as it is, a view of it is stamped."""
+def test_a_result_that_is_an_operand_leaves_the_operand_unchanged() -> None:
+    """If a plain operand is returned unchanged, a view of it is marked."""
 
     def go() -> bool:
         x = mw.shard_tensor(torch.ones(4), MESH, [mw.Replicate()])
@@ -122,8 +122,8 @@ def test_a_result_that_is_an_operand_leaves_the_operand_what_it_is() -> None:
     assert all(mw.simulate(go, 2))
 
 
-def test_a_step_on_parts_asks_for_no_gradient() -> None:
-    """A gradient that nobody has looked at stays this rank's part; after the step it is a distributed tensor."""
+def test_a_step_on_parts_reads_no_gradient() -> None:
+    """A gradient that was not read stays this rank's part; after the step it is a distributed tensor."""
 
     def go() -> tuple[bool, bool]:
         net = mw.shard_layer(nn.Linear(4, 4), MESH)
@@ -137,8 +137,8 @@ def test_a_step_on_parts_asks_for_no_gradient() -> None:
     assert mw.simulate(go, 2) == [(True, True)] * 2
 
 
-def test_a_mark_on_a_whole_tensor_is_told_while_a_model_is_captured() -> None:
-    """It looks like a view of the tensor then."""
+def test_a_mark_on_a_whole_tensor_is_recorded_in_a_capture() -> None:
+    """The mark looks like a view of the tensor in the capture."""
     x = torch.ones(4)
 
     def go() -> Any:
@@ -152,7 +152,7 @@ def test_a_mark_on_a_whole_tensor_is_told_while_a_model_is_captured() -> None:
         assert shown.shape == x.shape
 
 
-def test_rules_see_symbolic_sizes_as_what_they_were() -> None:
+def test_rules_get_symbolic_sizes_as_their_hints() -> None:
     dims = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
     mode = FakeTensorMode(shape_env=ShapeEnv())
     x = mode.from_tensor(torch.ones(4, 3, dtype=torch.bfloat16), symbolic_context=dims)

@@ -1,4 +1,4 @@
-"""Exact counts of what eager mode sends: they regress without a clock."""
+"""Exact counts of the communication of eager mode, to find regressions without a clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLUMN, ROW = [mw.Replicate(), mw.Shard(0)], [mw.Replicate(), mw.Shard(1)]
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with heads and inner width cut over tp."""
+    """A pre-norm transformer block with heads and inner width sharded over tp."""
 
     CUTS = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "up": COLUMN, "o": ROW, "down": ROW}  # noqa: RUF012 - a constant
 
@@ -41,7 +41,7 @@ def mark(name: str, module: nn.Module, mesh: mw.ProcessMesh) -> None:
 
 
 def counted(run: Callable[[], Any]) -> dict[str, int]:
-    """Calls by kind that `run` makes on rank 0 of 4."""
+    """Return the number of calls by kind that `run` makes on rank 0 of 4."""
     with using_communicator(PeerlessCommunicator(0, 4)) as communicator:
         run()
         return dict(communicator.seen.calls)
@@ -53,7 +53,7 @@ def blocks(count: int, at: list[mw.Shard | mw.Replicate]) -> tuple[nn.Module, Te
     return model, mw.shard_tensor(torch.randn(4, 8, 16), MESH, at)
 
 
-def test_tensor_parallel_blocks_send_what_megatron_sends() -> None:
+def test_tensor_parallel_blocks_communicate_as_in_megatron() -> None:
     """Two all-reduces forward and two backward per block; terms pass through the residual stream."""
 
     def forward(count: int) -> dict[str, int]:
@@ -76,7 +76,7 @@ def test_tensor_parallel_blocks_send_what_megatron_sends() -> None:
 
 
 def test_data_parallel_gradients_are_one_bucket() -> None:
-    """Several backward passes add up locally; the first look at a gradient reduces all of them at once."""
+    """Several backward passes accumulate locally; the first read of a gradient reduces all of them at once."""
 
     def run() -> None:
         model, x = blocks(2, [mw.Shard(0)])
@@ -84,10 +84,10 @@ def test_data_parallel_gradients_are_one_bucket() -> None:
             model(x).sum().backward()
         assert model[0].q.weight.grad is not None
 
-    assert counted(run) == {"all_reduce": 3 * (4 * 2 - 1) + 1}  # the first block's input wants no gradient
+    assert counted(run) == {"all_reduce": 3 * (4 * 2 - 1) + 1}  # the first block's input requires no gradient
 
 
-def test_a_loss_is_reduced_once_however_often_it_is_looked_at() -> None:
+def test_a_loss_is_reduced_once_for_any_number_of_reads() -> None:
     def run() -> None:
         x = mw.shard_tensor(torch.randn(4, 3), MESH, [mw.Shard(0)])
         loss = x.mean()

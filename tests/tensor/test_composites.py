@@ -1,4 +1,4 @@
-"""Operators without a rule that torch makes of smaller ones: these are carried out, on parts."""
+"""Operators without a rule that torch makes of smaller ones: the smaller ones run, on parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 
 
 def outcome(fn: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """The value, and the gradient of a weighted sum of it."""
+    """Return the value, and the gradient of a weighted sum of it."""
     torch.manual_seed(3)
     out = fn(x)
     (out * torch.arange(out.numel()).reshape(out.shape)).sum().backward()
@@ -58,7 +58,7 @@ def outcome(fn: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_composite_is_carried_out_on_parts(name: str, ranks: int) -> None:
+def test_a_composite_operator_runs_on_parts(name: str, ranks: int) -> None:
     fn, shape = CASES[name]
     x = torch.randn(shape, dtype=torch.float64)
     wanted = outcome(fn, x.clone().requires_grad_())

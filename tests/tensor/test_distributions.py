@@ -17,14 +17,14 @@ import meshwright as mw
 
 MESH = mw.ProcessMesh([0, 1], ["x"])
 INSTEAD = {"logits", "covariance_matrix", "precision_matrix"}
-"""Parameters in place of which another one is given."""
+"""Parameters that are replaced by equivalent ones."""
 RSAMPLED = [d for d in vars(D).values() if inspect.isclass(d) and getattr(d, "has_rsample", None) is True]
 KINDS = [kind for kind in RSAMPLED if isinstance(getattr(kind, "arg_constraints", None), dict)]
 KINDS = [kind for kind in KINDS if kind.__name__ not in ("Independent", "MixtureSameFamily", "TransformedDistribution")]
 
 
 def parameters(kind: Any) -> dict[str, Tensor]:
-    """Return a value for each parameter that meets its constraint."""
+    """Return a value for each parameter that satisfies its constraint."""
     torch.manual_seed(5)
     found: dict[str, Tensor] = {}
     for name, constraint in kind.arg_constraints.items():

@@ -1,4 +1,4 @@
-"""Dropout where a training step has it: in attention, of channels, behind a product that is cut; numbers and bytes."""
+"""Dropout as in training steps: in attention, of channels, after a sharded product; numbers and bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLACEMENTS = [
 
 
 def attention(case: dict[str, Any], placements: Any = None) -> list[Tensor]:
-    """The output and three gradients, whole."""
+    """Return the output and three gradients, as whole tensors."""
     torch.manual_seed(0)
     given = dict(case)
     shapes = [(3, heads, 6, 8) for heads in (4, given.get("keys", 4), given.pop("keys", 4))]
@@ -40,7 +40,7 @@ def attention(case: dict[str, Any], placements: Any = None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(c) or "plain")
-def test_attention_that_drops_weights_stays_cut(case: dict[str, Any]) -> None:
+def test_attention_with_dropout_stays_sharded(case: dict[str, Any]) -> None:
     wanted = attention(case)
     for placements in PLACEMENTS:
         with warnings.catch_warnings():
@@ -51,7 +51,7 @@ def test_attention_that_drops_weights_stays_cut(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("placements", [[mw.Shard(0)], [mw.Shard(0), mw.Shard(1)]])
-def test_what_is_cut_by_rows_and_heads_needs_no_communication(placements: Any) -> None:
+def test_sharding_by_rows_and_heads_needs_no_communication(placements: Any) -> None:
     def go() -> int:
         q = mw.shard_tensor(torch.ones(4, 4, 6, 8), MESH, placements)
         with mw.trace_comm() as trace:
@@ -76,8 +76,8 @@ def test_attention_with_dropout_under_autocast() -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_terms_are_joined_and_cuts_stay_where_they_are_dropped() -> None:
-    """A product whose weight is cut by rows, behind it dropout: one sum over "tp", nothing over "dp"."""
+def test_dropout_reduces_terms_and_keeps_shards() -> None:
+    """A product with a weight sharded by rows, followed by dropout: one sum over "tp", nothing over "dp"."""
 
     def go() -> tuple[list[str], Tensor, tuple[Any, ...]]:
         x = mw.shard_tensor(torch.arange(32.0).reshape(4, 8), MESH, [mw.Shard(0), mw.Shard(1)])
@@ -97,7 +97,7 @@ def test_terms_are_joined_and_cuts_stay_where_they_are_dropped() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 6, 5), (4, 6, 5, 3), (4, 6, 2, 2, 3)])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_channels_are_dropped_where_they_are(shape: tuple[int, ...], inplace: bool) -> None:
+def test_channels_are_dropped_on_their_ranks(shape: tuple[int, ...], inplace: bool) -> None:
     drop = {3: F.dropout1d, 4: F.dropout2d, 5: F.dropout3d}[len(shape)]
 
     def go(mesh: Any) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""Gradients that arrive expanded, as that of `sum` does, on a rank whose part of a view has no elements.
+"""Expanded gradients, such as that of `sum`, on a rank whose part of a view has no elements.
 
 The views are those among torch's own samples. `contiguous()` leaves an expanded gradient without elements as it is,
 and some gradients need a memory order of their own.
@@ -57,7 +57,7 @@ def view_calls() -> Iterator[Call]:
 def _is_view(entry: Any, sample: Any) -> bool:
     try:
         found = entry.op(sample.input, *sample.args, **sample.kwargs)
-    except Exception:  # torch refuses some of its own samples, in many ways
+    except Exception:  # torch refuses some of its own samples, with various errors
         return False
     return any(isinstance(y, Tensor) and y is not sample.input and y._base is sample.input for y in tree_leaves(found))
 

@@ -38,7 +38,7 @@ def test_nothing_is_silent(ways: type) -> None:
     assert not silent(ways(), CHEAP)
 
 
-def test_no_function_that_asks_nobody_is_silent() -> None:
+def test_no_function_without_torch_function_is_silent() -> None:
     assert not silent(functions(), CHEAP[:1])
 
 
@@ -47,7 +47,7 @@ def test_no_collective_is_silent() -> None:
         assert not silent(collectives(), CHEAP[:2])
 
 
-def test_the_page_says_what_each_way_does() -> None:
+def test_the_page_has_the_outcome_of_each_way() -> None:
     said = {line for line in PAGE.read_text().splitlines() if line.startswith("| `")}
     does = set(escapes.page().splitlines()[2:])
     assert does <= said, "python -m benchmarks.escapes --page makes the table anew:\n" + "\n".join(sorted(does - said))
@@ -65,8 +65,8 @@ def test_one_rank_alone_cannot_gather() -> None:
         mw.simulate(go, 2)
 
 
-def test_a_new_member_of_tensor_cannot_answer_about_a_part() -> None:
-    """A function that records no operator and answers with more than shapes and dtypes is refused."""
+def test_a_new_member_of_tensor_cannot_return_a_local_part() -> None:
+    """A function that records no operator and returns more than shapes and dtypes is refused."""
     mesh = mw.ProcessMesh([0, 1], ["a"])
 
     def go() -> object:
@@ -80,7 +80,7 @@ def test_a_new_member_of_tensor_cannot_answer_about_a_part() -> None:
         mw.simulate(go, 2)
 
 
-def test_memory_is_let_go_of_by_a_backward_pass() -> None:
+def test_a_backward_pass_releases_memory() -> None:
     mesh = mw.ProcessMesh([0, 1], ["a"])
 
     def go() -> tuple[bool, bool]:
@@ -94,7 +94,7 @@ def test_memory_is_let_go_of_by_a_backward_pass() -> None:
     assert mw.simulate(go, 2) == [(True, True)] * 2
 
 
-def test_the_address_of_a_view_that_was_made_by_keyword_lies_in_the_memory_of_its_base() -> None:
+def test_the_address_of_a_view_made_by_keyword_is_in_the_memory_of_its_base() -> None:
     def go() -> int:
         x = mw.shard_tensor(torch.ones(4, 4), mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)])
         return x.diagonal(offset=2).data_ptr() - x.data_ptr()
@@ -102,7 +102,7 @@ def test_the_address_of_a_view_that_was_made_by_keyword_lies_in_the_memory_of_it
     assert mw.simulate(go, 2) == [2 * torch.float32.itemsize] * 2
 
 
-def test_an_answer_about_memory_is_refused_for_a_tensor_by_keyword_too() -> None:
+def test_questions_about_memory_are_refused_for_keyword_arguments() -> None:
     def go() -> None:
         torch.get_device(input=mw.shard_tensor(torch.ones(4), mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)]))
 
@@ -111,7 +111,7 @@ def test_an_answer_about_memory_is_refused_for_a_tensor_by_keyword_too() -> None
 
 
 def test_constructors_make_tensors_on_the_device_of_the_context() -> None:
-    """A mode is called with torch's own function, or, in a trace of `torch.compile`, with the one in its place."""
+    """A mode is called with torch's own function, or, in a trace of `torch.compile`, with its replacement."""
     makers: list[Any] = [torch.tensor, torch.as_tensor, torch.asarray]
     context = DeviceContext(torch.device("meta"))
     with context:
@@ -119,7 +119,7 @@ def test_constructors_make_tensors_on_the_device_of_the_context() -> None:
     assert [context.__torch_function__(make, (), ([1.0],)).device.type for make in makers] == ["meta"] * 3
 
 
-def test_a_constant_of_a_transform_is_laid_and_its_argument_is_refused() -> None:
+def test_shard_tensor_in_a_transform_takes_constants_only() -> None:
     def gradient(constant: bool) -> Tensor:
         def fn(x: Tensor) -> Tensor:
             mw.shard_tensor(x.detach() if constant else x, mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)])

@@ -1,4 +1,4 @@
-"""Which operands a result has a gradient for: on ranks outside a mesh, as torch's autograd decides it on the others."""
+"""Operands for which a result has a gradient: on ranks outside a mesh the same as by torch's autograd on the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST, SECOND = mw.ProcessMesh([0], ["tp"]), mw.ProcessMesh([1], ["tp"])
 
 
 def by_autograd(op: Any, args: Any, kwargs: Any) -> list[set[int]]:
-    """Return what torch's autograd says with values: for each result, the operands that it has a gradient for."""
+    """Return for each result the operands for which torch's autograd has a gradient."""
     tensors = list(tensors_in((args, kwargs)))
     places = [n for n, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
     found: list[list[bool]] = []
@@ -54,7 +54,7 @@ def test_paths_of_all_samples_are_those_of_torch() -> None:
     [torch.zeros_like, lambda x: x.new_ones(3, 4), lambda x: torch.ones(3, 4).expand_as(x), lambda x: x.detach() * 1],
     ids=["zeros_like", "new_ones", "expand_as", "detach"],
 )
-def test_what_has_no_gradient_is_sent_to_a_stage_without_one(call: Callable[[Tensor], Tensor]) -> None:
+def test_values_without_a_gradient_are_sent_to_a_stage_without_one(call: Callable[[Tensor], Tensor]) -> None:
     def on_rank() -> tuple[Tensor, bool]:
         x = mw.shard_tensor(torch.ones(3, 4).requires_grad_(), FIRST, [])
         w = mw.shard_tensor(torch.ones(3, 4).requires_grad_(), SECOND, [])

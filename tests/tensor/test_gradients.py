@@ -1,4 +1,4 @@
-"""Gradients of leaves: in every layout, and added up over several backward passes, they are those of one device."""
+"""Gradients of leaves: in every layout, and accumulated over several backward passes, they are those of one device."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_gradient_of_a_pending_product_is_refused() -> None:
 
 
 def test_a_second_backward_pass_adds_to_the_gradient_that_the_program_holds() -> None:
-    """The gradient is a sum over ranks, which is reduced late; a tensor that was read before has it all the same."""
+    """The gradient is a sum over ranks, which is reduced late; a tensor that was read before gets it all the same."""
 
     def program() -> tuple[Any, ...]:
         w = mw.shard_tensor(torch.ones(4), MESH, [mw.Replicate()]).requires_grad_()
@@ -73,8 +73,8 @@ def test_a_second_backward_pass_adds_to_the_gradient_that_the_program_holds() ->
     assert mw.simulate(program, 2) == [([4.0] * 4, [4.0] * 2, True)] * 2
 
 
-def test_a_gradient_in_another_memory_order_is_put_in_order_once() -> None:
-    """What is written to it is not lost."""
+def test_a_gradient_in_another_memory_order_is_converted_once() -> None:
+    """A write to it is not lost."""
 
     def on_rank() -> Tensor:
         x = mw.shard_tensor(torch.ones(4, 6), mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)]).requires_grad_()

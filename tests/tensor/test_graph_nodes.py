@@ -1,4 +1,4 @@
-"""Nodes of the autograd graph answer for the whole tensor, or raise an error: no attribute gives this rank's part."""
+"""Nodes of the autograd graph act on the whole tensor, or raise an error: no attribute gives this rank's part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACEMENTS = [mw.Shard(0), mw.Partial(), mw.Replicate()]
 
 
 class Scaled(torch.autograd.Function):
-    """A user's function with an attribute and a saved tensor."""
+    """A user-defined function with an attribute and a saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
@@ -67,7 +67,7 @@ def nodes(node: Any) -> Iterator[Any]:
 
 
 def unguarded(node: Any) -> list[str]:
-    """Return the attributes of a node that give something else than structure, a distributed tensor or an error."""
+    """Return the attributes of a node that give anything but structure, a distributed tensor or an error."""
     found: list[str] = []
     for name in sorted({*dir(type(node._node)), *dir(node._node), *dir(Node)} - set(dir(object))):
         if name.startswith("__") and name != "__call__":
@@ -116,7 +116,7 @@ def test_a_node_is_a_node_of_torch() -> None:
     assert on_mesh(run) == run(one_device)
 
 
-def test_a_users_function_gives_what_it_kept() -> None:
+def test_a_user_defined_function_gives_its_saved_values() -> None:
     def run(lay: Lay) -> Any:
         x = leaf(lay)
         node: Any = Scaled.apply(x * 1, 2.0).grad_fn  # pyright: ignore[reportAttributeAccessIssue] - torch's stub
@@ -207,18 +207,18 @@ OF_TENSORS: dict[str, list[Callable[[Lay], Any]]] = {
 }
 WITHOUT_TENSORS = {
     "Node", "GradientEdge", "disable_saved_tensors_hooks", "region_activation_memory_budget",
-    "saved_tensors_hooks",  # sees parts, as docs/concepts/transforms.md says
+    "saved_tensors_hooks",  # gets local parts (docs/concepts/transforms.md)
 }  # fmt: skip
 
 
-def test_every_function_of_the_graph_is_tried() -> None:
+def test_every_function_of_the_graph_is_tested() -> None:
     names = {name for name in graph.__all__ if not name.startswith("set_")}
     assert names <= OF_TENSORS.keys() | WITHOUT_TENSORS
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("run", [run for found in OF_TENSORS.values() for run in found], ids=lambda f: f.__name__)
-def test_functions_of_the_graph_see_whole_tensors(run: Callable[[Lay], Any], placement: Any) -> None:
+def test_functions_of_the_graph_get_whole_tensors(run: Callable[[Lay], Any], placement: Any) -> None:
     assert on_mesh(run, placement) == run(one_device)
 
 
@@ -227,7 +227,7 @@ def of_walked_node(x: Tensor) -> Any:
     return torch.autograd.grad(y.sum(), GradientEdge(y.grad_fn.next_functions[0][0], 0))
 
 
-ASKED: dict[str, Callable[[Tensor], Any]] = {
+REFUSED_CALLS: dict[str, Callable[[Tensor], Any]] = {
     "backward from edges": lambda x: torch.autograd.backward([get_gradient_edge(x.exp())], [torch.ones(4)]),
     "backward from an edge": lambda x: torch.autograd.backward(get_gradient_edge(x.sum()), inputs=[x]),
     "grad of an edge": lambda x: torch.autograd.grad([get_gradient_edge(x.sum())], [x]),
@@ -235,7 +235,7 @@ ASKED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_an_edge_that_has_a_part_is_refused(asked: str) -> None:
+@pytest.mark.parametrize("asked", REFUSED_CALLS)
+def test_an_edge_with_a_local_part_is_refused(asked: str) -> None:
     with pytest.raises(mw.MeshwrightError, match="fix:"):
-        on_mesh(lambda lay: ASKED[asked](leaf(lay)))
+        on_mesh(lambda lay: REFUSED_CALLS[asked](leaf(lay)))

@@ -1,4 +1,4 @@
-"""Ranks that make the same collectives for different tensors are told so, and never ranks that run one program."""
+"""Ranks that make the same collectives for different tensors get an error; ranks that run one program never do."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What two processes told; hashes of strings differ between them."""
+def reports_of_two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Return the reports of two processes, which have different hashes of strings."""
     folder = tmp_path_factory.mktemp("two")
     assert launch([str(SCRIPT), str(folder)], 2, env={"PYTHONHASHSEED": "random"}, timeout=100) == 0
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize(("case", "words"), CASES.items())
-def test_calls_for_other_values_are_named_on_both_ranks(two: list[dict[str, str]], case: str, words: str) -> None:
-    for found in two:
+def test_calls_for_other_values_are_named_on_both_ranks(
+    reports_of_two_processes: list[dict[str, str]], case: str, words: str
+) -> None:
+    for found in reports_of_two_processes:
         assert found[case].startswith("DisagreementError")
         assert words in found[case]

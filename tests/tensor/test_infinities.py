@@ -72,8 +72,8 @@ def results(reduce: Reduction, x: Tensor, dim: int) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")  # for one element; one device warns too
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_an_empty_part_has_no_say(name: str, values: str) -> None:
-    """An empty part contributes the lowest number to a maximum, which must not be taken for an element."""
+def test_an_empty_part_does_not_change_a_reduction(name: str, values: str) -> None:
+    """An empty part contributes the lowest number to a maximum, which must not count as an element."""
     reduce = REDUCTIONS[name]
     cases = [
         (torch.tensor(VALUES[values])[: torch.Size(shape).numel()].reshape(shape), d)
@@ -136,7 +136,7 @@ def test_a_pending_sum_gives_the_numbers_of_the_sum(name: str) -> None:
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "prod"])
 @pytest.mark.parametrize("special", [inf, -inf, nan])
-def test_terms_that_are_not_finite_are_joined_as_torch_does(op: str, special: float) -> None:
+def test_non_finite_terms_are_reduced_as_in_torch(op: str, special: float) -> None:
     terms = torch.tensor([[special, 1.0, special, 0.0], [2.0, special, special, 0.0]])
     joins = {
         "sum": terms.sum(0),

@@ -55,7 +55,7 @@ def plain(x: Any) -> Any:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_a_leaf_on_a_buffer_is_what_it_is_on_one_device(program: Callable[[Put], list[Any]], ranks: int) -> None:
+def test_a_leaf_on_a_buffer_is_the_same_as_on_one_device(program: Callable[[Put], list[Any]], ranks: int) -> None:
     wanted = [plain(x) for x in program(lambda x, _: x.clone())]
     mesh = mw.ProcessMesh(range(ranks), ["x"])
 
@@ -66,7 +66,7 @@ def test_a_leaf_on_a_buffer_is_what_it_is_on_one_device(program: Callable[[Put],
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_second_pass_through_a_view_that_was_read_again_says_what_to_write() -> None:
+def test_the_error_of_a_second_pass_through_a_reread_view_has_a_remedy() -> None:
     mesh = mw.ProcessMesh(range(2), ["x"])
 
     def on_rank() -> None:
@@ -88,7 +88,7 @@ def test_a_second_pass_through_a_view_that_was_read_again_says_what_to_write() -
     mw.simulate(on_rank, 2)
 
 
-def test_a_swap_of_a_view_says_what_to_write() -> None:
+def test_the_error_of_a_swap_of_a_view_has_a_remedy() -> None:
     mesh = mw.ProcessMesh(range(3), ["x"])
 
     def on_rank() -> None:

@@ -154,10 +154,10 @@ UNLIKE = {
     "nn.functional.dropout": "distributed tensors have a dropout of their own; see the first test",
     "nn.functional.nll_loss": "the operator ignores its reduction; the function has rules for each",
 }
-"""Operators that one capture does not describe, each with the reason."""
+"""Operators with strides that one capture does not determine, each with the reason."""
 
 
-def test_what_is_filled_by_index_keeps_the_memory_order_of_its_operand() -> None:
+def test_index_fill_keeps_the_memory_order_of_its_operand() -> None:
     x, at = torch.ones(2, 3, 4).permute(2, 0, 1), torch.tensor([0, 1])
     found = capture(lambda x, at: x.index_fill(1, at, 0.0), (x, at), {}, lambda _: None).out
     assert found.stride() == x.index_fill(1, at, 0.0).stride() != x.contiguous().stride()

@@ -49,7 +49,7 @@ def test_shared_elements_are_found() -> None:
         assert bool(pairs) == overlap, seed
 
 
-def test_parts_of_a_flat_buffer_are_apart() -> None:
+def test_parts_of_a_flat_buffer_do_not_overlap() -> None:
     flat = torch.zeros(64, 8)
     pieces = [*flat[:32].split(4, 1), *flat[32:].unbind(), torch.zeros(0), flat[:0], torch.zeros(3, device="meta")]
     assert shared_memory(pieces, len(pieces)) == ([], [])

@@ -1,4 +1,4 @@
-"""Tensors on a mesh that not all ranks are in: every rank runs every line, and gradients find their way back."""
+"""Tensors on a mesh without some ranks: every rank runs every line, and gradients reach all ranks of the mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST, SECOND = mw.ProcessMesh([0, 1], ["tp"]), mw.ProcessMesh([2, 3], ["tp"])
 
 
 def program(x: Tensor, a: Tensor, b: Tensor, move: Any) -> tuple[Tensor, float]:
-    """Two stages, dropout in both, a decision on a value that only the second stage has, and a skip edge."""
+    """Return the results of two stages, with dropout in both, a branch on a value of the second, and a skip edge."""
     h = F.dropout(F.gelu(x @ a), 0.25)
     h, skip = move(h), move(x)
     y = (h @ b) + skip
@@ -50,7 +50,7 @@ def test_two_stages_give_the_numbers_of_one_device() -> None:
         torch.testing.assert_close(gb, pb.grad)
 
 
-def test_optimizers_step_where_the_parameters_are() -> None:
+def test_optimizers_update_parameters_on_their_ranks() -> None:
     def on_rank() -> Tensor:
         w = mw.shard_tensor(torch.nn.Parameter(torch.ones(4, 4)), SECOND, [mw.Shard(0)])
         optimizer = torch.optim.AdamW([w], lr=0.1)
@@ -70,8 +70,8 @@ def test_optimizers_step_where_the_parameters_are() -> None:
         torch.testing.assert_close(found, w.detach())
 
 
-def test_a_plain_tensor_that_comes_back_as_it_is_stays_plain() -> None:
-    """Outside the mesh, too: `to` gives its operand, and writes nothing to it."""
+def test_a_plain_tensor_that_is_returned_unchanged_stays_plain() -> None:
+    """Also outside the mesh: `to` returns its operand, and writes nothing to it."""
 
     def on_rank() -> bool:
         out = mw.shard_tensor(torch.ones(4, 4), SECOND, [])
@@ -83,7 +83,7 @@ def test_a_plain_tensor_that_comes_back_as_it_is_stays_plain() -> None:
     assert not any(mw.simulate(on_rank, 4))
 
 
-def test_a_plain_parameter_gets_zeros_where_the_tensor_that_it_met_is_not() -> None:
+def test_a_plain_parameter_gets_zeros_outside_the_mesh_of_its_operand() -> None:
     def on_rank() -> Any:
         w = torch.nn.Parameter(torch.ones(4, 4))
         (w * mw.shard_tensor(torch.arange(16.0).view(4, 4), SECOND, [])).sum().backward()
@@ -96,7 +96,7 @@ def test_a_plain_parameter_gets_zeros_where_the_tensor_that_it_met_is_not() -> N
 
 @torch.library.custom_op("meshtests::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
-    """Nothing tells what it gives on the meta device."""
+    """Return an operator's result whose shape the meta device cannot predict."""
     return x * 2
 
 
@@ -104,13 +104,13 @@ doubled.register_autograd(lambda ctx, grad: grad * 2)
 
 
 def groups(x: Tensor) -> Tensor:
-    """torch's meta kernel wants bfloat16, and its kernels do not."""
+    """Return a grouped product: torch's meta kernel needs bfloat16, and its kernels do not."""
     ends = torch.tensor([1, 4], dtype=torch.int32)
     return torch._grouped_mm(x.flatten(0, 1), x.new_ones(2, 8, 8), offs=ends)
 
 
 @pytest.mark.parametrize("call", [doubled, groups, lambda x: x[..., [-2, 0]]], ids=["own", "_grouped_mm", "list"])
-def test_ranks_outside_know_what_a_call_gives(call: Callable[[Tensor], Tensor]) -> None:
+def test_ranks_outside_know_the_result_of_a_call(call: Callable[[Tensor], Tensor]) -> None:
     given = torch.randn(4, 1, 8).log_softmax(-1)
 
     def on_rank() -> Any:
@@ -150,7 +150,7 @@ SIZED = {
 
 
 @pytest.mark.parametrize("call", SIZED.values(), ids=SIZED)
-def test_ranks_outside_take_sizes_from_the_stage_that_has_them(call: Callable[[Tensor, Any], Tensor]) -> None:
+def test_ranks_outside_get_sizes_from_the_stage(call: Callable[[Tensor, Any], Tensor]) -> None:
     def on_rank() -> Tensor:
         order = StageOrder([FIRST, SECOND])
         order.come_to(FIRST)
@@ -163,7 +163,7 @@ def test_ranks_outside_take_sizes_from_the_stage_that_has_them(call: Callable[[T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64])
-def test_ranks_outside_hold_no_number_of_a_scalar(dtype: torch.dtype) -> None:
+def test_ranks_outside_hold_no_value_of_a_scalar(dtype: torch.dtype) -> None:
     def on_rank() -> Tensor:
         return mw.shard_tensor(torch.ones((), dtype=dtype), FIRST, []).to_local()
 
@@ -194,7 +194,7 @@ def test_gradients_are_absent_outside_their_mesh() -> None:
             torch.testing.assert_close(value, times * torch.arange(8.0))
 
 
-def test_ranks_outside_learn_what_depends_on_values_in_a_pipeline() -> None:
+def test_ranks_outside_get_value_dependent_sizes_in_a_pipeline() -> None:
     values = torch.tensor([3.0, 0.0, 4.0, 0.0, 5.0])
 
     def on_rank() -> Any:
@@ -210,8 +210,8 @@ def test_ranks_outside_learn_what_depends_on_values_in_a_pipeline() -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_what_was_sent_to_a_stage_is_kept_until_the_layer_ends() -> None:
-    """A layer in a layer ends nothing."""
+def test_values_sent_to_a_stage_are_cached_until_the_layer_ends() -> None:
+    """A layer inside a layer ends nothing."""
     order, x = StageOrder([FIRST, SECOND]), torch.ones(2)
     sent: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Operators on tensors without elements give one device's results where another dim is sharded.
+"""Operators on tensors without elements give one device's results if another dim is sharded.
 
 The operators are those of torch's own samples. In a sample, every dim of one size loses its elements, and all dims of
 another size are sharded. Calls that one device refuses are left out.
@@ -72,12 +72,12 @@ def cases(entry: Any, samples: int) -> Iterator[Case]:
 
 
 def check(entry: Any, samples: int = 3) -> Iterator[str]:
-    """Return how results of the operator differ from those of one device."""
+    """Return the differences of an operator's results from those of one device."""
     accepted: list[tuple[Case, list[Any]]] = []
     for case in cases(entry, samples):
         try:
             accepted.append((case, case.run(True)))
-        except Exception:  # one device refuses such a call, in many ways
+        except Exception:  # one device refuses such a call, with various errors
             continue
     got = mw.simulate(lambda: [case.run(False) for case, _ in accepted], RANKS) if accepted else []
     for results in got:

@@ -1,4 +1,4 @@
-"""Operators that return no tensor answer as on one device; only questions about memory are refused.
+"""Operators that return no tensor give one device's result; only questions about memory are refused.
 
 The operators come from torch's schemas: those of `torch.ops.aten` that take tensors and return none.
 """
@@ -20,7 +20,7 @@ ABOUT_MEMORY = (
     "_debug_has_internal_overlap", "_fused_sdp_choice", "_version", "get_device", "output_nr", "storage_offset",
     "sym_storage_offset",
 )  # fmt: skip
-"""Operators that ask about this rank's memory, its device or autograd's graph."""
+"""Operators that return facts about this rank's memory, its device or autograd's graph."""
 
 
 def questions() -> Iterator[tuple[Any, list[str]]]:
@@ -39,11 +39,11 @@ def questions() -> Iterator[tuple[Any, list[str]]]:
 def _answer(op: Any, types: list[str], x: Tensor) -> Any:
     try:
         return op(*(x if name == "Tensor" else VALUES[name] for name in types))
-    except Exception as error:  # refused, in many ways
+    except Exception as error:  # refused, with various errors
         return error
 
 
-def test_an_operator_without_tensors_answers_as_on_one_device() -> None:
+def test_an_operator_without_tensor_results_equals_one_device() -> None:
     asked = list(questions())
     assert len(asked) > 60
 
@@ -61,7 +61,7 @@ def _agree(op: Any, mine: Any, goal: Any) -> bool:
     return isinstance(mine, Exception) if isinstance(goal, Exception) else bool(mine == goal)
 
 
-def test_a_function_that_asks_for_a_dtype_runs() -> None:
+def test_a_function_that_reads_a_dtype_runs() -> None:
     x, y = torch.randn(4, 6), torch.randn(6)
     want = F.cosine_similarity(x, y, dim=1)
 

@@ -85,7 +85,7 @@ def check(call: Call, args: tuple[Any, ...], make: Callable[[], Any], name: str)
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_plain_target_is_what_it_is_on_one_device(name: str, target: str) -> None:
+def test_a_plain_target_equals_that_of_one_device(name: str, target: str) -> None:
     call, args = CALLS[name]
     result = call(*args, out=None)
     check(call, args, lambda: TARGETS[target](result), f"{name}, {target}")
@@ -93,7 +93,7 @@ def test_a_plain_target_is_what_it_is_on_one_device(name: str, target: str) -> N
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", PAIRS)
-def test_plain_targets_are_what_they_are_on_one_device(name: str, target: str) -> None:
+def test_plain_targets_equal_those_of_one_device(name: str, target: str) -> None:
     call, args = PAIRS[name]
     results = call(*args)
     check(call, args, lambda: tuple(TARGETS[target](r) for r in results), f"{name}, {target}")

@@ -30,7 +30,7 @@ MESH = mw.ProcessMesh(range(2), ["x"])
 
 
 def encoded(padding: Any, setting: dict[str, Any], marked: str = "") -> Tensor:
-    """Return what the encoder gives, with the `marked` tensors distributed."""
+    """Return the output of the encoder, with the `marked` tensors distributed."""
 
     def mark(x: Tensor, *where: str) -> Tensor:
         return mw.shard_tensor(x, MESH, [mw.Shard(0)]) if marked in where else x

@@ -1,4 +1,4 @@
-"""Every call that reads, copies or moves a gradient sees it even if its reduction is still pending."""
+"""Every call that reads, copies or moves a gradient gets it even if its reduction is still pending."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ READS: dict[str, Read] = {
 
 
 def leaf(put: Put, kind: Callable[[Tensor], Tensor], factor: Tensor) -> Tensor:
-    """Return a leaf that has a gradient which nobody has read yet."""
+    """Return a leaf whose gradient has not been read yet."""
     v = kind(put(torch.arange(6.0)))
     v.requires_grad_()
     (put_rows(put, torch.arange(30.0).view(5, 6)) * v * factor).sum().backward()
@@ -218,7 +218,7 @@ def test_a_pending_gradient_is_read(read: str, kind: str) -> None:
                 torch.testing.assert_close(found, wanted)
 
 
-def test_a_static_step_sees_a_pending_gradient() -> None:
+def test_a_static_step_gets_a_pending_gradient() -> None:
     def on_rank() -> None:
         mesh = mw.ProcessMesh([0, 1], ["dp"])
         net = mw.shard_layer(nn.Linear(4, 2), mesh)

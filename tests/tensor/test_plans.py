@@ -1,4 +1,4 @@
-"""Plans and conversions that are kept: only what is the same is used again."""
+"""Cached plans and conversions: only equal calls use them again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.tensor.core.dist_tensor import PLANS
 MESH = mw.ProcessMesh([0, 1], ["a"])
 
 
-def test_a_float_that_decides_the_rule_makes_another_plan() -> None:
+def test_a_float_that_changes_the_rule_makes_another_plan() -> None:
     plain = torch.tensor([3.0, 0.0, 4.0, 0.0])
 
     def on_rank() -> list[float]:
@@ -21,7 +21,7 @@ def test_a_float_that_decides_the_rule_makes_another_plan() -> None:
     assert mw.simulate(on_rank, 2) == [[2.0, 5.0, 7.0]] * 2
 
 
-def test_a_tensor_that_wants_a_gradient_later_gets_it() -> None:
+def test_a_tensor_that_later_requires_a_gradient_gets_it() -> None:
     def on_rank() -> Tensor:
         x = mw.shard_tensor(torch.ones(4), MESH, [])
         w = mw.shard_tensor(torch.arange(4.0), MESH, [mw.Shard(0)])
@@ -33,7 +33,7 @@ def test_a_tensor_that_wants_a_gradient_later_gets_it() -> None:
     assert all(g.tolist() == [0.0, 1.0, 2.0, 3.0] for g in mw.simulate(on_rank, 2))
 
 
-def test_what_is_written_through_data_is_read() -> None:
+def test_writes_through_data_are_read() -> None:
     def on_rank() -> list[float]:
         w = mw.shard_tensor(torch.nn.Parameter(torch.ones(4)), MESH, [mw.Shard(0)])
         found: list[float] = []
@@ -47,7 +47,7 @@ def test_what_is_written_through_data_is_read() -> None:
 
 
 def test_a_rank_without_a_piece_of_a_tensor_without_elements() -> None:
-    """torch pads a tensor of no pictures, and refuses one that has no rows either."""
+    """torch pads a tensor of no pictures, but refuses one without rows."""
 
     def rank() -> tuple[int, ...]:
         x = mw.shard_tensor(torch.zeros(0, 3, 3), mw.init_mesh(x=4), [mw.Shard(1)])
@@ -56,8 +56,8 @@ def test_a_rank_without_a_piece_of_a_tensor_without_elements() -> None:
     assert mw.simulate(rank, 4) == [(0, 3, 4)] * 4
 
 
-def test_a_mask_that_is_looked_up_along_a_cut_dim_stays_a_mask() -> None:
-    """Ranks answer for their own rows; a mask of numbers would index by them."""
+def test_a_mask_indexed_along_a_sharded_dim_stays_a_mask() -> None:
+    """Ranks look their own rows up; a mask of numbers would index by them."""
     mask, at = torch.tensor([True, False, True, True, False]), torch.tensor([3, 0, 4])
 
     def found(mask: Tensor) -> list[Tensor]:
@@ -72,7 +72,7 @@ def test_a_mask_that_is_looked_up_along_a_cut_dim_stays_a_mask() -> None:
 
 
 def updates(p: Tensor, g: Tensor, number: float) -> None:
-    """What optimizers do with numbers that change in every step."""
+    """Update a parameter as optimizers do, with numbers that change in every step."""
     p.add_(g, alpha=-number)
     p.mul_(1 - number)
     p.lerp_(g, number)
@@ -81,7 +81,7 @@ def updates(p: Tensor, g: Tensor, number: float) -> None:
     p.copy_(torch.where(p > number, p * number, p / number).clamp(-number, number).pow(number))
 
 
-def test_a_number_that_changes_every_step_makes_no_plan() -> None:
+def test_a_number_that_changes_every_step_makes_no_new_plan() -> None:
     layouts = [(mw.Shard(0), mw.Shard(0)), (mw.Shard(0), mw.Replicate()), (mw.Replicate(), mw.Shard(1))]
 
     def on_rank() -> list[int]:
@@ -98,8 +98,8 @@ def test_a_number_that_changes_every_step_makes_no_plan() -> None:
         assert counts[2] == counts[-1]
 
 
-def test_a_number_that_dropout_ignores_is_no_plan_for_others() -> None:
-    """Without anything to drop, dropout gives its argument."""
+def test_a_plan_of_dropout_without_effect_is_not_used_for_other_numbers() -> None:
+    """Without anything to drop, dropout returns its argument."""
 
     def on_rank() -> list[bool]:
         x = mw.shard_tensor(torch.ones(64), MESH, [mw.Shard(0)])

@@ -1,4 +1,4 @@
-"""Programs that write in place: in inference mode, through `set_`, into views with shared elements, of odd memory."""
+"""Programs that write in place: in inference mode, through `set_`, into views with shared elements, in odd orders."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_program_gives_the_numbers_of_one_device(program: Callable[[Put], list
 
 
 def test_a_write_that_reads_a_view_with_shared_elements_is_refused() -> None:
-    """On one device an element is multiplied once for every window that it is in; torch calls this undefined."""
+    """On one device an element is multiplied once for every window that contains it; torch calls this undefined."""
     mesh = mw.ProcessMesh(range(4), ["x"])
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""Counter-based randomness: known answers, the same global numbers on every mesh, and the distributions meant."""
+"""Counter-based random numbers: known values, the same global numbers on every mesh, and the right distributions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MESHES = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 3)]
         ),
     ],
 )
-def test_known_answers_of_philox(counter: Any, key: Any, words: str) -> None:
+def test_known_values_of_philox(counter: Any, key: Any, words: str) -> None:
     found: Any = philox(tuple(torch.tensor([c]) for c in counter), key)
     assert " ".join(f"{w.item():08x}" for w in found) == words
 
@@ -56,7 +56,7 @@ def test_known_answers_of_philox(counter: Any, key: Any, words: str) -> None:
 
 
 def parts_of(whole: Tensor, text: str, mesh: mw.ProcessMesh, rank: int) -> Tensor:
-    """What `rank` holds of `whole`, told by giving each element its number."""
+    """Return the part of `whole` on `rank`, found by numbering the elements."""
     spec = parse_spec(_sized(text, whole.shape), mesh)
     at = torch.arange(whole.numel()).reshape(whole.shape)
     for dim, ranges in enumerate(_ranges_per_dim(spec, rank)):
@@ -74,7 +74,7 @@ def _ranges_per_dim(spec: Any, rank: int) -> list[list[Any]]:
 
 
 def _sized(text: str, shape: Any) -> str:
-    """`[@x, :]` of a shape as the text of a spec."""
+    """Return the text of a spec, `[@x, :]` with a shape."""
     dims = [d for d in text.strip("[]").split(", ") if d]
     sized = [d if d[0].isdigit() else f"{n}{d.replace(':', '')}" for n, d in zip(shape, dims, strict=True)]
     return "f32[" + ", ".join(sized) + "]"
@@ -97,7 +97,7 @@ def test_every_part_is_a_part_of_one_tensor(name: str, shape: tuple[int, ...]) -
                     assert torch.equal(part, parts_of(whole, text, mesh, rank)), (sizes, text, rank)
 
 
-def test_large_parts_are_worked_on_in_pieces() -> None:
+def test_large_parts_are_filled_in_pieces() -> None:
     mesh = mw.ProcessMesh([0, 1, 2], ["x"])
     whole = counted("normal_", (0.0, 1.0), KEY, parse_spec("f32[250, 301]", mesh), 0, CPU)
     for text, dim in (("f32[250@x, 301]", 0), ("f32[250, 301@x]", 1)):
@@ -134,7 +134,7 @@ CDFS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CDFS)
-def test_kolmogorov_and_smirnov_see_no_difference(name: str, dtype: torch.dtype) -> None:
+def test_distributions_pass_the_kolmogorov_smirnov_test(name: str, dtype: torch.dtype) -> None:
     expected = CDFS[name](sample(name, dtype).double().sort().values)
     steps = torch.arange(N + 1, dtype=torch.float64) / N
     distance = torch.maximum((expected - steps[:-1]).abs().max(), (expected - steps[1:]).abs().max())
@@ -156,7 +156,7 @@ def test_mean_and_variance(name: str, dtype: torch.dtype) -> None:
     assert x.var().item() == pytest.approx(variance, rel=0.1)
 
 
-def test_words_of_a_counter_are_not_related() -> None:
+def test_words_of_a_counter_are_uncorrelated() -> None:
     for dtype in _DIGITS:
         columns = sample("normal_", dtype, 0.0, 1.0).double().reshape(-1, 8)
         off = torch.corrcoef(columns.T) - torch.eye(8)
@@ -174,7 +174,7 @@ def test_bounds(dtype: torch.dtype) -> None:
         assert sample("bernoulli_", dtype, p).unique().tolist() == [p]
 
 
-def test_what_is_counted() -> None:
+def test_the_counter_advances_per_call() -> None:
     assert is_counted("bernoulli_", torch.bool)
     assert is_counted("geometric_", torch.int64)
     assert not is_counted("normal_", torch.complex64)
@@ -199,7 +199,7 @@ Place = Callable[..., Any]
 
 
 def everywhere(program: Callable[[Place], Any]) -> list[list[Tensor]]:
-    """Whole results of `program(place)` on every rank of every layout, where the source is "counter"."""
+    """Return whole results of `program(place)` on every rank of every layout, with the source "counter"."""
     found: list[list[Tensor]] = []
     for sizes, placements in LAYOUTS:
         ranks = math.prod(sizes)
@@ -313,7 +313,7 @@ def test_generators_stay_in_step_outside_a_mesh() -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_a_generator_of_ones_own() -> None:
+def test_a_user_defined_generator() -> None:
     def go() -> tuple[Tensor, Tensor, bool]:
         x = mw.shard_tensor(torch.zeros(4, 6), mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(0)])
         before = torch.get_rng_state()
@@ -326,7 +326,7 @@ def test_a_generator_of_ones_own() -> None:
     assert untouched
 
 
-def test_torch_refuses_what_it_refuses() -> None:
+def test_refusals_equal_those_of_torch() -> None:
     def go() -> None:
         with mw.random_source("counter"):
             mw.shard_tensor(torch.zeros(4), mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(0)]).bernoulli_(1.5)
@@ -335,7 +335,7 @@ def test_torch_refuses_what_it_refuses() -> None:
         mw.simulate(go, 2)
 
 
-def test_torchs_numbers_are_those_of_one_device_for_masks_too() -> None:
+def test_torchs_source_gives_the_numbers_of_one_device_for_masks() -> None:
     def go() -> Tensor:
         x = mw.shard_tensor(torch.zeros(5, 6), mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(1)])
         torch.manual_seed(0)
@@ -358,7 +358,7 @@ def test_a_source_ends_with_its_block() -> None:
     assert torch.equal(found, torch.rand(5, 6))
 
 
-def test_a_source_is_the_ranks_own_and_not_the_threads() -> None:
+def test_a_source_belongs_to_the_rank_and_not_to_the_thread() -> None:
     """On an accelerator, torch recomputes checkpointed calls in a thread of its own."""
     rank = PeerlessCommunicator(0, 2)
     with using_communicator(rank):
@@ -391,8 +391,8 @@ def test_pending_terms_and_varying_axes_do_not_matter() -> None:
     assert torch.equal(a, b)
 
 
-def drawn(x: Tensor) -> list[Tensor]:
-    """Numbers whose distributions `x` decides, and a function of what is drawn that has a gradient."""
+def numbers_by_values(x: Tensor) -> list[Tensor]:
+    """Return numbers whose distributions `x` decides, and a differentiable function of random numbers."""
     p = x.sigmoid()
     return [
         torch.bernoulli(p),
@@ -415,14 +415,14 @@ def drawn(x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("place", [[mw.Shard(0)], [mw.Shard(1)], [mw.Partial()], [mw.Replicate()]])
 def test_numbers_drawn_by_values_are_those_of_one_device(place: list[Any]) -> None:
-    """They lie as the values do, and no rank is told that it holds more than its part."""
+    """They have the layout of the values, and no rank gets more than its part."""
     torch.manual_seed(1)
     start = torch.randn(5, 4)
 
     def go(x: Tensor) -> list[Tensor]:
         torch.manual_seed(3)
         x = x.requires_grad_()
-        found = drawn(x)
+        found = numbers_by_values(x)
         found[-4].square().sum().backward()
         assert x.grad is not None
         return [*found, x.grad]

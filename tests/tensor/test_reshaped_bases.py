@@ -1,4 +1,4 @@
-"""Views of a tensor that is reshaped in place: they stay views of its memory in the shape that it had."""
+"""Views of a tensor that is reshaped in place stay views of its memory, in their own shape."""
 
 from __future__ import annotations
 

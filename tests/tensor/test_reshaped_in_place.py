@@ -43,7 +43,7 @@ REFUSED = "refused"
 
 
 def _outcome(change: str, alias: str, kind: str, lay: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Any:
-    """Return what a program sees of a tensor and of an alias that was made before the change."""
+    """Return the facts that a program reads of a tensor and of an alias that was made before the change."""
     x = lay(torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape))
     x = x if kind == "plain" else x.requires_grad_() if kind == "leaf" else x.requires_grad_() * 1
     other = ALIASES[alias](x)
@@ -83,7 +83,7 @@ def test_a_change_of_shape_in_place_keeps_aliases(
     assert refused <= {"slice", "flat"}
 
 
-def test_a_leaf_takes_no_change_of_shape_that_autograd_sees() -> None:
+def test_a_reshape_of_a_leaf_recorded_by_autograd_is_refused() -> None:
     def program() -> None:
         x = mw.shard_tensor(torch.ones(1, 6), mw.ProcessMesh(range(2), ["x"]), [mw.Shard(0)]).requires_grad_()
         with pytest.raises(mw.MeshwrightError, match="a leaf that requires grad"):

@@ -1,4 +1,4 @@
-"""Second derivatives are those of one device, also where a rank holds nothing, or only infinities or zeros."""
+"""Second derivatives are those of one device, also if a rank holds nothing, or only infinities or zeros."""
 
 from __future__ import annotations
 

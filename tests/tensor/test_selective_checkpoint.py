@@ -59,7 +59,7 @@ def test_gradients_are_those_of_one_device_on_every_layout(ranks: int, kept: str
     mw.simulate(run, ranks)
 
 
-def test_a_mode_sees_the_same_calls_on_each_rank() -> None:
+def test_a_mode_gets_the_same_calls_on_each_rank() -> None:
     def run() -> int:
         mesh = mw.init_mesh(tp=3)
         x = mw.shard_tensor(torch.ones(6, 6), mesh, [mw.Shard(1)])

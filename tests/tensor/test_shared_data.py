@@ -63,7 +63,7 @@ def from_flat(p: Tensor, lay: Lay) -> Tensor:
 
 
 def own(p: Tensor, lay: Lay) -> Tensor:
-    """Take over the turned memory of the tensor itself."""
+    """Set the tensor's data to the transposed memory of the tensor itself."""
     a = p.data
     p.data = p.data.t()
     return a
@@ -89,7 +89,7 @@ def by_another(p: Tensor, lay: Lay) -> Tensor:
 
 
 def twice(p: Tensor, lay: Lay) -> Tensor:
-    """Move on to other memory; views of the first memory stay there."""
+    """Set data twice; views of the first memory stay there."""
     first, a = lay(numbers(N, N)), lay(numbers(N, N) + 1)
     p.data = first
     row = p.detach()[1]
@@ -161,7 +161,7 @@ PAIRS = [(of_p, of_a) for of_p in list(LAYOUTS)[1:] for of_a in LAYOUTS]
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("program", [in_turn, training], ids=lambda p: p.__name__)
 @pytest.mark.parametrize("way", WAYS, ids=lambda p: p.__name__)
-def test_taken_over_memory_is_shared_in_every_pair_of_layouts(way: Any, program: Any, ranks: int) -> None:
+def test_assigned_memory_is_shared_in_every_pair_of_layouts(way: Any, program: Any, ranks: int) -> None:
     p = numbers(N, N).add(1).requires_grad_()
     wanted = program(p, way(p, lambda x: x))
     for of_p, of_a in PAIRS[ranks - 1 :: 4]:  # another quarter on each number of ranks
@@ -185,7 +185,7 @@ TEMPORARIES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_a_temporary_gives_its_values_and_no_view(layout: str) -> None:
+def test_a_temporary_gives_only_its_values(layout: str) -> None:
     def on_rank() -> None:
         for make in TEMPORARIES.values():
             p = lay_on(2, layout)(numbers(N, N).add(1)).requires_grad_()

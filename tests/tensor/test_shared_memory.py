@@ -111,7 +111,7 @@ def copied_module(lay: Lay) -> list[Any]:
 
 
 def filled_expansions(lay: Lay) -> list[Any]:
-    """Expand, along rows and along dims that the other operand has sharded, and fill the result."""
+    """Return results of expansions along rows and along dims that the other operand has sharded, filled afterwards."""
     found: list[Any] = []
     for like in (lay(numbers(5, 5, 5)), lay(numbers(5, 5)).t(), lay(numbers(3, 5, 5))):
         base = lay(numbers(5, 1)) * 1
@@ -121,7 +121,7 @@ def filled_expansions(lay: Lay) -> list[Any]:
 
 
 def written_expansions(lay: Lay) -> list[Any]:
-    """Expand a dim of size 1, which a mesh may have sharded, and write parts of the result."""
+    """Return results of expansions of a dim of size 1, which a mesh may have sharded, with parts written afterwards."""
     found: list[Any] = []
     for writes in ("rows", "views", "twice"):
         base = lay(numbers(1, 3))
@@ -166,7 +166,7 @@ def plain(x: Any) -> Any:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_what_shares_memory_on_one_device_shares_it_on_a_mesh(program: Any, layout: list[Any], ranks: int) -> None:
+def test_memory_shared_on_one_device_is_shared_on_a_mesh(program: Any, layout: list[Any], ranks: int) -> None:
     wanted = [plain(x) for x in program(lambda x: x)]
 
     def on_rank() -> list[Any]:

@@ -105,7 +105,7 @@ def test_results_of_ranks_are_collected() -> None:
     RESULTS.clear()
 
 
-def test_tensors_are_shown_again_after_an_error() -> None:
+def test_tensors_can_be_printed_after_an_error() -> None:
     def program() -> None:
         RESULTS.append(mw.shard_tensor(torch.arange(4.0), MESH, [mw.Shard(0)]))
         if mw.get_rank() == 1:

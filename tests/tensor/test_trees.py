@@ -1,4 +1,4 @@
-"""Trees of arguments, batches and results: what counts as a leaf, and in which order leaves are counted."""
+"""Trees of arguments, batches and results: the definition of a leaf, and the order of leaves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Output(OrderedDict[str, Any]):
-    """What models of the transformers library give: a mapping that is a dataclass, too."""
+    """An output as in the transformers library: a mapping that is a dataclass, too."""
 
     loss: Any = None
     logits: Any = None

@@ -16,7 +16,7 @@ STEP = 1201
 
 
 @pytest.mark.parametrize("start", range(3))
-def test_a_chain_of_views_is_what_it_is_on_one_device(start: int) -> None:
+def test_a_chain_of_views_equals_that_of_one_device(start: int) -> None:
     """A sample of the chains of the benchmark `aliases`, with other chains in each layout."""
     programs = list(aliases.chains())
     with warnings.catch_warnings():
@@ -58,7 +58,7 @@ def test_a_write_to_a_view_of_a_view_of_a_transposed_tensor_is_not_lost(view: st
 
 
 def on_three(program: Any) -> None:
-    """Assert that the program gives on each of three ranks what it gives on one device."""
+    """Check that the program gives on each of three ranks the results of one device."""
 
     def on_rank() -> Any:
         x = mw.shard_tensor(torch.arange(12.0).view(6, 2), mw.ProcessMesh(range(3), ["x"]), [mw.Shard(0)])
@@ -68,7 +68,7 @@ def on_three(program: Any) -> None:
     assert mw.simulate(on_rank, 3) == [wanted] * 3
 
 
-def test_autograd_does_not_see_a_write_to_the_data_of_a_view() -> None:
+def test_autograd_ignores_a_write_to_the_data_of_a_view() -> None:
     def program(x: Tensor) -> Any:
         y = x * 1
         y[1:3].data.fill_(7)
@@ -82,7 +82,7 @@ def test_autograd_does_not_see_a_write_to_the_data_of_a_view() -> None:
     on_three(program)
 
 
-def test_a_view_sees_writes_to_the_data_of_its_base() -> None:
+def test_a_view_gets_writes_to_the_data_of_its_base() -> None:
     def program(x: Tensor) -> Any:
         y = x.detach()
         view, data = y[2:5], y.data
@@ -94,7 +94,7 @@ def test_a_view_sees_writes_to_the_data_of_its_base() -> None:
     on_three(program)
 
 
-def test_a_view_stays_in_the_memory_that_its_base_leaves() -> None:
+def test_a_view_keeps_its_memory_if_its_base_changes_memory() -> None:
     def program(x: Tensor) -> Any:
         x = x.detach()
         view, data = x[2:4], x[1:].data[1:][:2]

@@ -1,4 +1,4 @@
-"""Questions about the autograd history of a view: the same answers as on one device, before and after its use."""
+"""Autograd attributes of a view: the same values as on one device, before and after its use."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def _answers(view: str, write: str, used: Callable[[Tensor], Any], mark: Callable[[Tensor], Tensor]) -> list[Any]:
-    """Return the answers to each question, asked first after a write."""
+    """Return the value of each attribute, read first after a write."""
     found: list[Any] = []
     for question in QUESTIONS.values():
         x, w = mark(torch.zeros(4, 3)), mark(torch.ones(4, 3)).requires_grad_()
@@ -61,7 +61,7 @@ def _answers(view: str, write: str, used: Callable[[Tensor], Any], mark: Callabl
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_answers_as_on_one_device_before_it_is_used(view: str) -> None:
+def test_attributes_of_a_view_equal_one_device_before_its_use(view: str) -> None:
     uses: list[Callable[[Tensor], Any]] = [lambda v: None, lambda v: v + 1, lambda v: torch.no_grad()(v.add)(1)]
 
     def all_answers(mark: Callable[[Tensor], Tensor]) -> list[Any]:
@@ -72,7 +72,7 @@ def test_a_view_answers_as_on_one_device_before_it_is_used(view: str) -> None:
         assert found == want
 
 
-def test_one_rank_may_ask_whether_a_view_requires_a_gradient() -> None:
+def test_one_rank_alone_may_read_requires_grad_of_a_view() -> None:
     def program() -> bool | None:
         x, w = (mw.shard_tensor(torch.ones(4, 3), MESH, [mw.Shard(0)]) for _ in range(2))
         row = x[1]

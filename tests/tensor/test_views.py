@@ -1,4 +1,4 @@
-"""Views of distributed tensors: what is written on one side is read on the other, cut or not."""
+"""Views of distributed tensors: writes on one side are read on the other, sharded or not."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_write_through_a_view_reaches_the_tensor(write: str, layout: str) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_view_sees_what_is_written_to_its_base(layout: str) -> None:
+def test_a_view_gets_writes_to_its_base(layout: str) -> None:
     def program(x: Tensor, whole: Callable[[Tensor], Tensor]) -> list[Tensor]:
         rows, inner = x[1:4], x[1:4][:, 2:]
         x.mul_(3)
@@ -100,7 +100,7 @@ def test_a_filled_expansion_fills_its_base_on_ranks_without_a_part() -> None:
         assert local.eq(2).all()
 
 
-def test_a_list_function_is_recorded_entry_by_entry_where_layouts_differ() -> None:
+def test_a_list_function_is_recorded_entry_by_entry_if_layouts_differ() -> None:
     def on_rank() -> Any:
         mesh = mw.ProcessMesh([0, 1], ["a"])
         x, y = (mw.shard_tensor(torch.arange(4.0) + n, mesh, [p]) for n, p in enumerate((mw.Shard(0), mw.Replicate())))

@@ -1,4 +1,4 @@
-"""A view that has memory of its own is read again before autograd gets it, and what a function does to it is kept."""
+"""A view with memory of its own is updated before autograd gets it, and a function's writes to it are kept."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_write_to_the_base_reaches_the_view(user: str) -> None:
 
 
 def after_saving(lay: Lay, first: str, use: Callable[[Tensor], Any], data: bool) -> Any:
-    """Return the gradient of what `use` saved of a view, or the kind of error, after another write to the base."""
+    """Return the gradient of the tensor that `use` saved of a view, or the error, after another write to the base."""
     x = lay(torch.arange(1.0, 9.0).view(4, 2)).requires_grad_()
     b = x * 1
     v = b[::2]
@@ -130,8 +130,8 @@ def after_saving(lay: Lay, first: str, use: Callable[[Tensor], Any], data: bool)
 
 
 @pytest.mark.parametrize("data", [False, True], ids=["b.mul_", "b.data.mul_"])
-def test_a_write_after_a_view_was_saved_is_noticed(data: bool) -> None:
-    """The view may have been read again, or written to, before autograd saved it."""
+def test_a_write_after_a_view_was_saved_is_detected(data: bool) -> None:
+    """The view may have been updated, or written to, before autograd saved it."""
 
     def run(lay: Lay) -> dict[str, Any]:
         users: list[Callable[[Tensor], Any]] = [Square.apply, torch.square]
@@ -141,7 +141,7 @@ def test_a_write_after_a_view_was_saved_is_noticed(data: bool) -> None:
     assert on_two_ranks(run) == [wanted] * 2
 
 
-def test_a_view_that_is_read_again_in_each_step_is_noted_once() -> None:
+def test_a_view_that_is_updated_in_each_step_is_recorded_once() -> None:
     def run() -> int:
         b = mw.shard_tensor(torch.ones(4, 2), mw.ProcessMesh([0, 1], ["a"]), [mw.Shard(0)])
         v = b[::2]
@@ -156,7 +156,7 @@ def test_a_view_that_is_read_again_in_each_step_is_noted_once() -> None:
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["as made", "read again"])
-def test_a_saved_view_that_moved_keeps_its_new_memory(first: bool) -> None:
+def test_a_saved_view_with_new_memory_keeps_it(first: bool) -> None:
     def run(lay: Lay) -> Any:
         x, b = lay(torch.arange(8.0).view(4, 2)).requires_grad_(), lay(torch.ones(4, 2))
         v = b[::2]

@@ -1,4 +1,4 @@
-"""A result that aliases a plain argument stays its view, and views that a schema hides are views on every rank."""
+"""A result that aliases a plain argument stays its view, and views that a schema omits are views on every rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def methods() -> dict[str, Callable[..., Any]]:
 
 
 def _takes_shape(schema: Any) -> bool:
-    """True for a function of two tensors with a result that aliases the first one, which nothing writes to."""
+    """True for a function of two tensors whose result aliases the first one, and which writes to neither."""
     tensors = [a for a in schema.arguments if str(a.type) == "Tensor"]
     rest = [a for a in schema.arguments if a not in tensors and not a.has_default_value()]
     aliases = [r for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
@@ -102,10 +102,10 @@ HIDDEN: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", HIDDEN)
-def test_a_view_that_its_schema_hides_is_one_on_every_rank(name: str, layout: list[Any]) -> None:
+def test_a_view_missing_in_its_schema_is_a_view_on_every_rank(name: str, layout: list[Any]) -> None:
     def written(lay: Callable[[Tensor], Tensor]) -> list[Tensor]:
         x = lay(torch.arange(16.0).view(4, 4)) * 1
-        rows = x.reshape(2, 8)  # read again after the write, on every rank or on none
+        rows = x.reshape(2, 8)  # updated after the write, on every rank or on none
         view = HIDDEN[name](x)
         if 0 not in view.stride():
             view.neg_()
@@ -136,7 +136,7 @@ def test_a_distributed_number_may_be_a_size_of_a_plain_view() -> None:
         assert mw.simulate(on_rank, 2) == [([1.0, 1, 2, 4, 4, 5], (2,), (2, 2))] * 2
 
 
-def test_the_error_in_a_hook_says_how_to_use_a_table_of_numbers() -> None:
+def test_the_error_in_a_hook_has_the_remedy_for_a_table_of_numbers() -> None:
     def on_rank(table: Tensor | None) -> Any:
         mesh = mw.ProcessMesh([0, 1], ["x"])
         x = mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]).requires_grad_()

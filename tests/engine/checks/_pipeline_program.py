@@ -1,4 +1,4 @@
-"""`python _pipeline_program.py FOLDER`: one of two ranks of pipelines whose gradients are looked at before updates."""
+"""`python _pipeline_program.py FOLDER`: one of two ranks of pipelines whose gradients are checked before updates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def batch(at: int) -> Tensor:
 
 
 def one_device(name: str) -> list[float]:
-    """Return the losses of one device, whose batch norm sees the same microbatches."""
+    """Return the losses of one device, whose batch norm gets the same microbatches."""
     net = model()
     optimizer, losses = OPTIMIZERS[name](net.parameters()), list[float]()
     for at in range(STEPS):
@@ -48,7 +48,7 @@ def one_device(name: str) -> list[float]:
 
 
 def run(schedule: str, name: str) -> dict[str, Any]:
-    """Return what became of right steps, of one with a bad number that is left out, and of one that stops."""
+    """Return the results of right steps, of one with a bad number that is skipped, and of one that stops."""
     net = model()
     mw.split_pipeline(net, mw.ProcessMesh([0, 1], ["pp"]), at=["3"])
     optimizer = OPTIMIZERS[name](net.parameters())

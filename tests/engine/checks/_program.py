@@ -1,4 +1,4 @@
-"""`python _program.py FOLDER`: one of two ranks; something goes wrong on rank 1 in each case."""
+"""`python _program.py FOLDER`: one of two ranks; each case has a fault on rank 1."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def other_whole(static: bool) -> None:
 
 
 def written_over() -> None:
-    """Begin with other values in each way in which a program may write over them: by load, operator, data, part."""
+    """Start with other values in each way that a program may overwrite them: by load, operator, data, part."""
     for way in ("load", "copy", "data", "part"):
         run = Run(mw.Shard(0), seed=mw.get_rank())
         right = Run(mw.Shard(0)).net

@@ -1,4 +1,4 @@
-"""What is looked at before updates: on all ranks alike, and the tensor is named."""
+"""Checks before updates: all ranks agree, and the error names the tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.errors import StrategyError
 from meshwright.layout import Spec, layout_of
 
 SCRIPT = Path(__file__).with_name("_program.py")
-TOLD = {
+ERRORS = {
     "bad gradient, whole": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
     "bad gradient, cut": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
     "bad numbers, static": ("NonFiniteGradientError", "the gradient of 0.weight", "non-finite numbers on rank 0, 1"),
@@ -41,15 +41,15 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("case", TOLD)
-def test_a_fault_is_told_on_both_ranks(two: list[dict[str, str]], case: str) -> None:
+@pytest.mark.parametrize("case", ERRORS)
+def test_a_fault_is_reported_on_both_ranks(two: list[dict[str, str]], case: str) -> None:
     for found in two:
-        assert found[case].startswith(TOLD[case][0])
-        assert all(word in found[case] for word in TOLD[case]), found[case]
+        assert found[case].startswith(ERRORS[case][0])
+        assert all(word in found[case] for word in ERRORS[case]), found[case]
 
 
 @pytest.mark.parametrize("case", ["clean", "left out", "written over"])
-def test_what_is_right_is_not_told(two: list[dict[str, str]], case: str) -> None:
+def test_right_steps_give_no_error(two: list[dict[str, str]], case: str) -> None:
     assert [found[case] for found in two] == ["", ""]
 
 
@@ -64,7 +64,7 @@ def test_replicas_are_the_ranks_that_hold_the_same_elements() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_other_bit_changes_the_sum(dtype: torch.dtype) -> None:
+def test_any_changed_bit_changes_the_checksum(dtype: torch.dtype) -> None:
     x = torch.arange(6).to(dtype).reshape(2, 3)
     before = sums([Named("x", x)])
     raw = x.view(torch.uint8) if dtype != torch.complex64 else torch.view_as_real(x).view(torch.uint8)
@@ -102,7 +102,7 @@ BYTES = [torch.float8_e5m2, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("dtype", FRACTIONS + BYTES, ids=str)
-def test_numbers_that_are_finite_are_told_from_others_by_every_dtype(dtype: torch.dtype) -> None:
+def test_non_finite_numbers_are_found_in_every_dtype(dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     for shape in [(), (1,), (7,), (40, 33), (3, 5, 64)]:
         x = torch.full(shape, most, dtype=torch.float64).to(dtype)
@@ -114,7 +114,7 @@ def test_numbers_that_are_finite_are_told_from_others_by_every_dtype(dtype: torc
             assert first_bad({"x": x, "y": y}) == "y"
 
 
-def test_replicas_are_compared_first_and_then_as_often_as_chosen() -> None:
+def test_replicas_are_compared_first_and_then_at_the_chosen_interval() -> None:
     rhythm, due = Rhythm(), list[bool]()
     for _ in range(8):
         due.append(rhythm.is_due())
@@ -122,7 +122,7 @@ def test_replicas_are_compared_first_and_then_as_often_as_chosen() -> None:
     assert [at for at, is_due in enumerate(due) if is_due] == [0, 3, 6]
 
 
-def test_a_slow_comparison_is_made_seldom() -> None:
+def test_a_slow_comparison_is_made_rarely() -> None:
     rhythm = Rhythm(took=1e9)
     for _ in range(WARM_STEPS):
         assert rhythm.wish() == 0
@@ -132,7 +132,7 @@ def test_a_slow_comparison_is_made_seldom() -> None:
     assert rhythm.next == WARM_STEPS + MOST_STEPS
 
 
-def test_comparisons_are_made_as_often_as_their_share_of_the_fastest_step_allows() -> None:
+def test_the_interval_of_comparisons_keeps_their_share_of_the_fastest_step() -> None:
     rhythm = Rhythm(step=WARM_STEPS, took=1.0, fastest=100.0 * SHARE, every=5, next=WARM_STEPS)
     assert rhythm.wish() == round(1.0 / (SHARE * 100.0 * SHARE))
     rhythm.advance(7)

@@ -1,4 +1,4 @@
-"""Gradients of pipelines are looked at before the update: all stages stop or leave it out together."""
+"""Gradients of pipelines are checked before the update: all stages stop or skip it together."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_gradients_are_found_before_the_update_and_right_ones_are_used(
-    two: list[dict[str, Any]], case: str
-) -> None:
+def test_bad_gradients_stop_the_update_and_good_ones_are_used(two: list[dict[str, Any]], case: str) -> None:
     for found in two:
         assert found[case]["left out"]
         assert found[case]["stopped"]
