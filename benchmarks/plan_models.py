@@ -20,7 +20,7 @@ import torch
 import meshwright as mw
 from meshwright.graph import CaptureError
 
-from ._matrix_models import Task
+from ._matrix_subject import Task
 from ._own_process import own_process, peak_gibibytes
 
 MACHINES = "{}xH100, 8 per node, 400G"
