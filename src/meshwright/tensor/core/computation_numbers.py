@@ -15,15 +15,16 @@ import threading
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from pathlib import PurePath
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.comm import call_purpose, current_communicator, note_fact, when_compared
-from meshwright.layout import user_frame
+from meshwright.layout import TorchValue, user_frame
 
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..torch_hooks import FakeTensor, Operator, written_arguments
 from .dist_tensor import DistTensor
 from .environment_hash import checksum, environment_hash, random_state
@@ -31,7 +32,7 @@ from .function_names import name_of
 from .initial_checksum import note_initial_checksum
 
 _MOST_FUNCTIONS = _MOST_LABELS = 8192
-_functions: dict[Any, tuple[int, str, bool]] = {}
+_functions: dict[TorchFunction, tuple[int, str, bool]] = {}
 """Function → its number, its name, and whether it writes to its arguments."""
 
 
@@ -50,7 +51,7 @@ class _Made(threading.local):
 
 
 _made = _Made()
-_carry_out: Any = vars(DistTensor)["__torch_function__"].__func__
+_carry_out = vars(DistTensor)["__torch_function__"].__func__
 
 
 def follow(on: bool = True) -> None:
@@ -127,7 +128,7 @@ def pass_number(x: DistTensor, y: DistTensor) -> None:
         y._number = x._number
 
 
-def keep_number(ctx: Any) -> None:
+def keep_number(ctx: TorchValue) -> None:
     """Store the purpose of the forward pass in the context of an autograd function."""
     if _Following.on:
         ctx.what = call_purpose.what
@@ -154,7 +155,7 @@ class collectives_of_call:
 class collectives_of_gradient:
     """Context in which this thread's collectives belong to the gradient of the call that `keep_number` stored."""
 
-    def __init__(self, ctx: Any) -> None:
+    def __init__(self, ctx: TorchValue) -> None:
         self.ctx = ctx
 
     def __enter__(self) -> None:
@@ -167,7 +168,13 @@ class collectives_of_gradient:
         call_purpose.what = self.before
 
 
-def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _numbered(
+    cls: type[DistTensor],
+    func: TorchFunction,
+    types: Sequence[type],
+    args: Arguments = (),
+    kwargs: NamedArguments | None = None,
+) -> TorchValue:
     """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
     known, name, writes = _functions.get(func) or _note(func)
     if writes and _begins_with_leaf(args):
@@ -188,22 +195,22 @@ def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
     return out
 
 
-def _begins_with_leaf(args: Any) -> bool:
+def _begins_with_leaf(args: Arguments) -> bool:
     """True if the first tensor of a call is a leaf, and so may be a parameter."""
     target = args[0] if args else None
     first = target[0] if isinstance(target, (list, tuple)) and target else target
     return isinstance(first, Tensor) and first.is_leaf
 
 
-def _number_of(known: int, args: Any, kwargs: Any) -> int:
-    parts: list[Any] = [known]
+def _number_of(known: int, args: Arguments, kwargs: NamedArguments | None) -> int:
+    parts: list[float] = [known]
     _collect(args, parts)
     if kwargs:
         _collect(kwargs.values(), parts)
     return hash(tuple(parts))
 
 
-def _collect(values: Iterable[Any], parts: list[Any]) -> None:
+def _collect(values: Iterable[TorchValue], parts: list[float]) -> None:
     """Add the numbers of the tensors, and the plain numbers, among the arguments of a call."""
     for value in values:
         kind = type(value)
@@ -217,17 +224,17 @@ def _collect(values: Iterable[Any], parts: list[Any]) -> None:
             parts.append(value._number)
 
 
-def _number_all(out: Any, number: int) -> None:
+def _number_all(out: object, number: int) -> None:
     """Give numbers to a result that is a tensor of a derived class, or several tensors."""
     if isinstance(out, DistTensor):
         out._number = number
     elif isinstance(out, (tuple, list)):
-        for at, each in enumerate(cast("Sequence[Any]", out)):
+        for at, each in enumerate(cast("Sequence[object]", out)):
             if isinstance(each, DistTensor):
                 each._number = hash((number, at))
 
 
-def _note(func: Any) -> tuple[int, str, bool]:
+def _note(func: TorchFunction) -> tuple[int, str, bool]:
     if len(_functions) >= _MOST_FUNCTIONS:
         _functions.clear()
     name = name_of(func)
@@ -235,7 +242,7 @@ def _note(func: Any) -> tuple[int, str, bool]:
     return found
 
 
-def _writes(func: Any) -> bool:
+def _writes(func: TorchFunction) -> bool:
     """True if a function writes to its arguments: by its schema, or by its name in Python."""
     if isinstance(func, Operator):
         return bool(written_arguments(func))
