@@ -39,8 +39,8 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Along:
-    """The decision for one mesh axis: the state of each operand along it, and the wanted state of the first result."""
+class _AxisProblem:
+    """Inputs of the decision for an axis: the operands' states along it, and the wanted one of the first result."""
 
     call: Call
     specs: Sequence[Spec | None]
@@ -72,29 +72,39 @@ def decide(
     """
     bound, mesh = call.bound, _mesh(specs)
     wanted = factor_axes(bound.outs[0], wish, bound, mesh.sizes) if wish is not None else {}
-    axes = [factor_axes(d, s.layout, bound, mesh.sizes) if s else {} for d, s in zip(bound.ins, specs, strict=True)]
-    picked = _Picked({}, [[] for _ in specs], [[] for _ in bound.outs], [])
+    axes = _axes_by_factor(bound, specs)
+    picked = _nothing_picked(bound)
     for axis, ranks in mesh.sizes.items():
-        held = tuple(_held(axis, a, s) for a, s in zip(axes, specs, strict=True))
-        want = _held_by(axis, wanted, wish) if wish is not None else None
-        here = _Along(call, specs, free, axis, ranks, held, want)
-        choice = _pick(here, picked.form)
+        held = tuple(_state_of_operand(axis, a, s) for a, s in zip(axes, specs, strict=True))
+        want = _state_in_layout(axis, wanted, wish) if wish is not None else None
+        here = _AxisProblem(call, specs, free, axis, ranks, held, want)
+        choice = _cheapest_choice(here, picked.form)
         if choice is None:
             return None
-        _note(picked, choice, here)
+        _add_choice(picked, choice, here)
     decision = _decision(bound, specs, axes, picked)
     return decision if all(decision.ins[i] is specs[i] for i in call.mutated) else None
+
+
+def _axes_by_factor(bound: BoundRule, specs: Sequence[Spec | None]) -> list[Mapping[int, tuple[str, ...]]]:
+    """Return for each operand the axes that shard it, by the factor of the rule that they shard."""
+    sizes = _mesh(specs).sizes
+    return [factor_axes(d, s.layout, bound, sizes) if s else {} for d, s in zip(bound.ins, specs, strict=True)]
+
+
+def _nothing_picked(bound: BoundRule) -> _Picked:
+    return _Picked({}, [[] for _ in bound.ins], [[] for _ in bound.outs], [])
 
 
 def _mesh(specs: Sequence[Spec | None]) -> ProcessMesh:
     return next(s.mesh for s in specs if s is not None)
 
 
-def _held(axis: str, axes: Mapping[int, tuple[str, ...]], spec: Spec | None) -> AxisState:
-    return REPLICATED if spec is None else _held_by(axis, axes, spec.layout)
+def _state_of_operand(axis: str, axes: Mapping[int, tuple[str, ...]], spec: Spec | None) -> AxisState:
+    return REPLICATED if spec is None else _state_in_layout(axis, axes, spec.layout)
 
 
-def _held_by(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> AxisState:
+def _state_in_layout(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> AxisState:
     for factor, names in axes.items():
         if axis in names:
             return factor
@@ -104,23 +114,20 @@ def _held_by(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> 
     return REPLICATED
 
 
-def _pick(here: _Along, form: str | None) -> Choice | None:
+def _cheapest_choice(here: _AxisProblem, form: str | None) -> Choice | None:
     """Return the cheapest choice for one axis; `form` is the one that other axes need."""
     bound, held, want = here.call.bound, here.held, here.want
     wished = factor_choices(bound, want) if isinstance(want, int) and want >= 0 and want not in held else ()
     if all(h == REPLICATED for h in held) and not wished:
         return Choice((REPLICATED,) * len(held), (REPLICATED,) * len(bound.outs))
-    best: tuple[float, int, float] | None = None
-    found = None
-    for choice in chain((c for c in wished if allows_pending_sums(bound, c, held)), choices(bound, held)):
-        if not (_keeps_written(here.call, choice, held) and _keeps_cut(bound, choice, held)):
-            continue
-        if not _one_form(bound, choice, form):
-            continue
-        price = _price(here, choice)
-        if best is None or price < best:
-            best, found = price, choice
-    return found
+    allowed = [
+        choice
+        for choice in chain((c for c in wished if allows_pending_sums(bound, c, held)), choices(bound, held))
+        if _keeps_written(here.call, choice, held)
+        and _keeps_cut(bound, choice, held)
+        and _one_form(bound, choice, form)
+    ]
+    return min(allowed, key=lambda choice: _price(here, choice), default=None)
 
 
 def _keeps_written(call: Call, choice: Choice, held: Sequence[AxisState]) -> bool:
@@ -142,7 +149,7 @@ def _one_form(bound: BoundRule, choice: Choice, form: str | None) -> bool:
     return name not in bound.rule.forms or bound.rule.forms[name] is bound.rule.forms[form]
 
 
-def _price(here: _Along, choice: Choice) -> tuple[float, int, float]:
+def _price(here: _AxisProblem, choice: Choice) -> tuple[float, int, float]:
     """Return (bytes moved, operands changed, bytes changed); pending sums that grow count as moved."""
     moved, changed, touched, pending = 0.0, 0, 0.0, 0.0
     for at, (spec, have, need) in enumerate(zip(here.specs, here.held, choice.ins, strict=True)):
@@ -181,7 +188,7 @@ def _bytes_here(spec: Spec, axis: str) -> float:
     return spec.nbytes / _cut_beside(spec, axis)
 
 
-def _result_bytes(here: _Along) -> float:
+def _result_bytes(here: _AxisProblem) -> float:
     """Return the approximate bytes of the results that the ranks of the axis hold together."""
     bound = here.call.bound
     elements = sum(prod(hint(bound.sizes[f]) for dim in out for f in dim) for out in bound.outs)
@@ -194,7 +201,7 @@ def _cut_beside(spec: Spec, axis: str) -> int:
     return prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != axis)
 
 
-def _note(picked: _Picked, choice: Choice, here: _Along) -> None:
+def _add_choice(picked: _Picked, choice: Choice, here: _AxisProblem) -> None:
     bound, axis = here.call.bound, here.axis
     if choice.factor is not None:
         picked.cuts.setdefault(choice.factor, []).append(axis)
