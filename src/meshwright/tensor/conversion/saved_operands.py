@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
 from weakref import getweakrefs, ref
 
 import torch
@@ -31,8 +30,7 @@ from .convert import Move
 Conversion = Callable[[Tensor], Tensor]
 """A function that returns a copy of a local part."""
 
-_T: Any = Tensor
-_STORAGE, _OFFSET, _STRIDE = _T.untyped_storage, _T.storage_offset, _T.stride
+_STORAGE, _OFFSET, _STRIDE = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
 """Methods of the local part; those of a distributed tensor would be dispatched first."""
 
 
@@ -56,7 +54,7 @@ class _Note(ref[Tensor]):
     source: ref[Tensor]
 
 
-def _drop(note: Any) -> None:
+def _drop(note: _Note) -> None:
     note.notes.pop(id(note), None)
 
 

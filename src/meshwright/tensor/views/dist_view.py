@@ -18,15 +18,17 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from meshwright.layout import Spec, whole_of
+from meshwright.layout import Spec, TorchValue, whole_of
 
 from .._errors import OperationError
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..conversion.convert import arranged, convert_local, owned
 from ..conversion.local_parts import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ..conversion.saved_operands import drop_notes, note_again, note_reading
 from ..conversion.whole_call import WholeCall, call_whole, write_back_whole
-from ..core.dist_tensor import DistTensor, FakeDistTensor, as_part, is_leaf, plain_view, wants_grad
+from ..core.dist_tensor import DistTensor, FakeDistTensor, as_part, change_class, is_leaf, plain_view, wants_grad
 from ..core.tree import leaves_in, map_tensors, tensors_in
 from ..core.write_counts import note_counter, version_of, writes_to
 from ..planning.call_plan import of_one_node
@@ -46,9 +48,9 @@ class ViewOrigin:
     """
 
     base: DistTensor
-    func: Any
-    args: Any
-    kwargs: Any
+    func: TorchFunction
+    args: Arguments
+    kwargs: NamedArguments
     at: int
     version: int
     single: bool = True
@@ -88,8 +90,7 @@ class DistView(DistTensor):
         _refresh(self._outer)
 
     def _copy_source(self, copy: DistTensor, memo: dict[int, Any]) -> None:
-        view: Any = copy
-        view.__class__ = DistView
+        view = change_class(copy, DistView)
         view._seen, view._counted = self._seen, self._counted
         if self._outer is self:
             source = self._source
@@ -105,7 +106,13 @@ class DistView(DistTensor):
 
 
 def as_view(
-    x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int, single: bool = True
+    x: DistTensor,
+    base: DistTensor,
+    func: TorchFunction,
+    args: Arguments,
+    kwargs: NamedArguments,
+    at: int,
+    single: bool = True,
 ) -> DistTensor:
     """Return `x`, result number `at` of a view call, as a view of `base`.
 
@@ -128,8 +135,7 @@ def as_view(
 
 def become_view(x: DistTensor, source: ViewOrigin) -> DistView:
     """Make `x`, which has its own memory, the view that `source` describes; return it."""
-    view: Any = x
-    view.__class__ = DistView
+    view = change_class(x, DistView)
     view._source, view._outside = source, None
     view._agreed = writes_to(view)
     _note(source.base, _VIEWS, view)
@@ -141,20 +147,18 @@ _VIEWS, _INNER = "_meshwright_views", "_meshwright_inner"
 
 
 def _note(x: DistTensor, name: str, view: DistView) -> None:
-    held: Any = x.__dict__
-    held.setdefault(name, WeakValueDictionary())[id(view)] = view
+    vars(x).setdefault(name, WeakValueDictionary())[id(view)] = view
 
 
 def _noted(x: DistTensor, name: str) -> list[DistView]:
-    held: Any = x.__dict__
-    found: WeakValueDictionary[int, DistView] | None = held.pop(name, None)
+    found: WeakValueDictionary[int, DistView] | None = vars(x).pop(name, None)
     return [] if found is None else list(found.values())
 
 
 def _forget(view: DistView) -> None:
     """Undo `_note` for a view that gets other memory."""
-    held: Any = view._source.base.__dict__ if view._outside is None else view._outside.__dict__
-    held.get(_VIEWS if view._outside is None else _INNER, {}).pop(id(view), None)
+    holder, name = (view._source.base, _VIEWS) if view._outside is None else (view._outside, _INNER)
+    vars(holder).get(name, {}).pop(id(view), None)
 
 
 def in_order(x: Tensor, spec: Spec) -> Tensor:
@@ -212,8 +216,7 @@ def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) 
 
 def _become_old_view(old: DistTensor, x: DistView) -> None:
     """Make `old`, which has the memory of `x`, the view that `x` is."""
-    view: Any = old
-    view.__class__ = DistView
+    view = change_class(old, DistView)
     view._seen, view._counted, view._agreed, view._outside = x._seen, x._counted, x._agreed, x._outside
     if x._outside is None:
         view._source = x._source
@@ -225,10 +228,9 @@ def _become_old_view(old: DistTensor, x: DistView) -> None:
 def end_view(x: DistView) -> None:
     """Make `x` a tensor that is no view of another one."""
     drop_notes(x)
-    moved: Any = x
-    moved.__class__ = DistTensor
+    change_class(x, DistTensor)
     for name in ("_source", "_outside", "_agreed", "_seen", "_counted"):
-        moved.__dict__.pop(name, None)
+        vars(x).pop(name, None)
 
 
 def end_outer_view(view: DistView) -> None:
@@ -241,8 +243,7 @@ def end_outer_view(view: DistView) -> None:
 
 def inner_view(x: DistTensor, view: DistView) -> DistView:
     """Return `x`, which has the memory of `view` and a version counter of its own, as the same view."""
-    found: Any = x
-    found.__class__ = DistView
+    found = change_class(x, DistView)
     found._outside, found._seen, found._counted = view._outer, False, False
     _note(view._outer, _INNER, found)
     return found
@@ -275,7 +276,7 @@ def is_unversioned(x: Tensor) -> bool:
         return x.is_inference()
 
 
-def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
+def run_whole(func: TorchFunction, args: Arguments, kwargs: NamedArguments) -> TorchValue:
     """Return `func` of the whole tensors; results are replicated, and views of gathered arguments stay views.
 
     A sparse or nested result is a plain tensor, the same on every rank, because layouts only divide dense memory.
@@ -299,7 +300,14 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     return map_tensors(lambda r: made[id(r)], done.out)
 
 
-def break_view(out: Any, func: Any, args: Any, kwargs: Any, of: int, single: bool) -> Any:
+def break_view(
+    out: TorchValue,
+    func: TorchFunction,
+    args: Arguments,
+    kwargs: NamedArguments,
+    of: int,
+    single: bool,
+) -> TorchValue:
     """Return the results of a view call whose tensor argument number `of` was moved, as views of that argument."""
     moved, like = list(tensors_in((args, kwargs)))[of], next(r for r in tensors_in(out) if isinstance(r, DistTensor))
     base = moved if isinstance(moved, DistTensor) else as_part(moved.detach(), spec_of(moved, like._spec))
@@ -328,7 +336,9 @@ def before_call(views: Sequence[DistView]) -> list[int]:
     return [writes_to(v) for v in views]
 
 
-def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, written: Sequence[Tensor] = ()) -> None:
+def after_call(
+    views: Sequence[DistView], before: Sequence[int], out: TorchValue, written: Sequence[Tensor] = ()
+) -> None:
     """Write back every view that was written to since `before`, and mark local views of views as such.
 
     `written` are the views that the call writes to, for tensors of inference mode, which have no versions.
@@ -343,7 +353,7 @@ def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, writt
             _know_inner(r, views)
 
 
-def before_function(views: Sequence[DistView]) -> list[Any]:
+def before_function(views: Sequence[DistView]) -> list[Node | None]:
     """Read again every view whose base was written to; return the views' autograd nodes, for `after_function`."""
     for view in views:
         _refresh(view._outer)
@@ -351,7 +361,7 @@ def before_function(views: Sequence[DistView]) -> list[Any]:
         return [view.grad_fn for view in views]
 
 
-def after_function(views: Sequence[DistView], nodes: Sequence[Any]) -> None:
+def after_function(views: Sequence[DistView], nodes: Sequence[Node | None]) -> None:
     """Write back every view that an autograd function marked as written.
 
     The function's own writes are written back without gradients; the view gets its new node only after them.
@@ -365,10 +375,10 @@ def after_function(views: Sequence[DistView], nodes: Sequence[Any]) -> None:
 
 def _know_inner(x: DistTensor, views: Sequence[DistView]) -> None:
     with no_interception():
-        of = next((v for v in views if v._viewing and shares_storage(v, x)), None)
-    if of is not None:
-        view = inner_view(x, of)
-        view._seen, view._counted = of._seen, of._counted
+        owner = next((v for v in views if v._viewing and shares_storage(v, x)), None)
+    if owner is not None:
+        view = inner_view(x, owner)
+        view._seen, view._counted = owner._seen, owner._counted
 
 
 def _refresh(view: DistView) -> None:
@@ -416,7 +426,7 @@ def is_behind(view: DistView) -> bool:
     return writes_to(source.base) != source.version or not source.counted or is_unversioned(view)
 
 
-def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
+def _grad_mode(view: DistView) -> AbstractContextManager[None]:
     """Return the context in which an outer view is read again: `no_grad` at its next use must not lose its history."""
     source = view._source
     if view.is_inference():
@@ -502,7 +512,7 @@ def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
     source = view._source
     value = whole_local(view)
     done = call_whole(source.func, source.args, source.kwargs)
-    whole = next(w for t, w in done.pairs if t is source.base)
+    whole = done.whole_argument(source.base)
     base = source.base if isinstance(source.base, DistView) else None
     repeats = base is not None and shares_elements(base._outer._spec.full_strides, base._outer._spec.shape)
     with no_interception():
@@ -562,7 +572,7 @@ def _written_places(view: DistView, by: DistView, written: Tensor | None) -> Ten
 
 def _places_in_base(source: ViewOrigin, done: WholeCall, places: Tensor) -> Tensor:
     """Return for each element of the whole base whether it was written, by elements `places` of the view."""
-    whole = next(w for t, w in done.pairs if t is source.base)
+    whole = done.whole_argument(source.base)
     found = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
     given = {id(t): w for t, w in done.pairs} | {id(source.base): found}
     args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))

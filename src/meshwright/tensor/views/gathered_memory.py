@@ -9,14 +9,15 @@ error on a write.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
+from meshwright.layout import Spec
 
 from .._errors import MemoryAccessError
 from ..conversion.python_values import gather_everywhere
@@ -33,6 +34,10 @@ def holds_whole(x: DistTensor) -> bool:
     if x._away or x._viewing or x._spec.mesh.size != current_communicator().size:
         return False
     return all(sizes[axis] == 1 for axis in (*layout.cut_axes, *layout.partial_axes))
+
+
+_Place = tuple[Spec, int, tuple[int, ...], tuple[int, ...]]
+"""The spec, the offset, the sizes and the strides of a part in its memory."""
 
 
 class _Kept:
@@ -101,10 +106,10 @@ def _replayed(x: DistView) -> Tensor:
 def _kept_memory(x: DistTensor) -> Tensor:
     """Return the gathered memory of `x`, or of a tensor on the same part; gather again if `x` was written to."""
     with no_interception():
-        storage: Any = x.untyped_storage()
-        key = (x._spec, x.storage_offset(), tuple(x.size()), tuple(x.stride()))
+        storage = x.untyped_storage()
+        key = (x._spec, int(x.storage_offset()), tuple(x.size()), tuple(x.stride()))
         version = None if x.is_inference() else writes_to(x)
-    table: dict[Any, _Kept] = storage.__dict__.setdefault("_meshwright_kept", {})
+    table: dict[_Place, _Kept] = storage.__dict__.setdefault("_meshwright_kept", {})
     kept = table.get(key)
     if kept is None:
         kept = table[key] = _Kept()  # stored on the part's memory, not on `x`: `x.detach()` may be freed already
@@ -117,7 +122,7 @@ def _kept_memory(x: DistTensor) -> Tensor:
     return kept.whole
 
 
-def _gathered(x: DistTensor, table: dict[Any, _Kept]) -> Tensor:
+def _gathered(x: DistTensor, table: dict[_Place, _Kept]) -> Tensor:
     """Return new memory with the value of `x`, or a view of the gathered memory of a tensor on the same part."""
     whole, strides = gather_everywhere(x), x.stride()
     base = x._base
@@ -131,14 +136,14 @@ def _gathered(x: DistTensor, table: dict[Any, _Kept]) -> Tensor:
         return torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
-def _seen(x: DistTensor, whole: Tensor, key: Any, memory: Tensor) -> Tensor | None:
+def _seen(x: DistTensor, whole: Tensor, place: _Place, memory: Tensor) -> Tensor | None:
     """Return a view for `x` of the gathered memory of another tensor on the same part, or None if `x` is outside it."""
-    spec, offset, size, strides = key
+    spec, offset, size, strides = place
     if spec.dtype != x._spec.dtype or not whole.numel():
         return None
     if x._spec.strides is None and memory.is_contiguous() and memory.numel() == whole.numel():
         return memory.view(whole.shape)
-    start = memory.storage_offset() + _distance(x.storage_offset() - offset, size, strides, memory.stride())
+    start = memory.storage_offset() + _distance(int(x.storage_offset()) - offset, size, strides, memory.stride())
     full = x._spec.full_strides
     end = start + sum((n - 1) * step for n, step in zip(whole.shape, full, strict=True))
     inside = start >= 0 and (end + 1) * memory.element_size() <= memory.untyped_storage().nbytes()
@@ -185,8 +190,8 @@ def offset_of(x: DistTensor) -> int:
         return start + _distance(local, base.size(), base.stride(), base._spec.full_strides)
 
 
-def _refuse(name: str) -> Any:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: torch.UntypedStorage, *args: object, **kwargs: object) -> NoReturn:
         raise MemoryAccessError(
             f"{name} of the storage of a distributed tensor",
             f"{self.nbytes()} bytes",
@@ -204,7 +209,7 @@ def _writes(name: str) -> bool:
 
 
 _REFUSED = {name: _refuse(name) for name in dir(torch.UntypedStorage) if _writes(name)}
-WholeStorage = type("WholeStorage", (torch.UntypedStorage,), _REFUSED)
+WholeStorage: type[torch.UntypedStorage] = type("WholeStorage", (torch.UntypedStorage,), _REFUSED)
 """The storage of a distributed tensor: a gathered copy, which is read-only."""
 
 
@@ -214,11 +219,11 @@ def _extent(memory: Tensor) -> int:
     return (reach + 1) * memory.element_size()
 
 
-def storage_of(x: DistTensor) -> Any:
+def storage_of(x: DistTensor) -> torch.UntypedStorage:
     """Return the storage of the whole tensor; a gathered storage raises MemoryAccessError on a write."""
     memory = memory_of(x)
     with no_interception():
-        storage: Any = memory.untyped_storage()
+        storage = memory.untyped_storage()
         has_gaps = not x._spec.is_dense and not holds_whole(x) and storage.nbytes() == _extent(memory)
     if has_gaps:
         raise MemoryAccessError(

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Partial, ProcessMesh, Spec, layout_of, replicated
+from meshwright.layout import Partial, ProcessMesh, Spec, TorchValue, layout_of, replicated
 
 from .._errors import MemoryAccessError
 from ..conversion.convert import convert_local, move
@@ -40,7 +39,7 @@ from .dist_view import (
     leave_memory,
 )
 
-_T: Any = Tensor
+_T: TorchValue = Tensor
 
 
 class _State(threading.local):
@@ -109,8 +108,7 @@ def _move_to(x: DistTensor, local: Tensor, spec: Spec, shared: Tensor | None) ->
     with no_interception():
         _T.data.__set__(x, plain_view(local))
         note_counter(local, x)
-    held: Any = x.__dict__
-    held.pop("_shared", None)
+    vars(x).pop("_shared", None)
     x._spec = spec
     if isinstance(shared, DistView) and not x._away:
         register(inner_view(x, shared))

@@ -7,12 +7,14 @@ attributes concern nodes of the graph, which exist only after the view was read 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
 
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.dist_tensor import DistTensor, wants_grad
 from ..core.handler_registry import handles
 from ..torch_hooks import interception_on, no_interception
@@ -31,7 +33,7 @@ def _gains_history(view: DistView) -> bool:
         return wants_grad(base) and is_behind(view._outer)
 
 
-def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
+def _requires_grad(own: Callable[[TorchValue], TorchValue], view: DistView) -> bool:
     """True also if the base requires grad, even if the view was made before the base did, or under `torch.no_grad`."""
     if own(view):
         return True
@@ -58,13 +60,13 @@ def _requires_grad_itself(x: DistTensor) -> bool:
         return wants_grad(x)
 
 
-def _of_graph(own: Callable[[Any], Any], view: DistView) -> Any:
+def _of_graph(own: Callable[[TorchValue], TorchValue], view: DistView) -> TorchValue:
     if interception_on() and _gains_history(view):
         view._read_again()
     return own(view)
 
 
-_QUESTIONS: dict[str, Callable[[Callable[[Any], Any], DistView], Any]] = {
+_QUESTIONS: dict[str, Callable[[Callable[[TorchValue], TorchValue], DistView], TorchValue]] = {
     "requires_grad": _requires_grad,
     "is_leaf": _of_graph,
     "grad_fn": _of_graph,
@@ -74,7 +76,7 @@ _QUESTIONS: dict[str, Callable[[Callable[[Any], Any], DistView], Any]] = {
 
 
 @handles(*[getattr(Tensor, name).__get__ for name in _QUESTIONS], numbers=False)
-def _asked(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _asked(func: TorchValue, types: Sequence[type], args: Arguments, kwargs: NamedArguments) -> TorchValue:
     return getattr(args[0], func.__self__.__name__)
 
 
@@ -90,15 +92,17 @@ def answer_for_views() -> None:
         setattr(DistView, name, _with_history(getattr(DistTensor, name)))
 
 
-def _answering(own: Any, answer: Callable[[Callable[[Any], Any], DistView], Any]) -> property:
+def _answering(
+    own: TorchValue, answer: Callable[[Callable[[TorchValue], TorchValue], DistView], TorchValue]
+) -> property:
     return property(lambda view: answer(own.__get__, view), _with_history(own.__set__))
 
 
-def _with_history(own: Callable[..., Any]) -> Callable[..., Any]:
+def _with_history(own: TorchFunction) -> TorchFunction:
     """Return the method with a first step that reads a view again if it gains a history."""
 
     @wraps(own)
-    def method(view: DistView, *args: Any, **kwargs: Any) -> Any:
+    def method(view: DistView, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         return _of_graph(lambda x: own(x, *args, **kwargs), view)
 
     return method
