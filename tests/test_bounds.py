@@ -38,7 +38,7 @@ UNBOUNDED = {
     "graph.rewriting.node_reader._KNOWN": "operators of torch",
     "tensor.planning.decision_record._keepers": "records that are open",
     "tensor.core.computation_numbers._functions": "cleared when it has _MOST_FUNCTIONS entries",
-    "tensor.autograd.user_functions._TOLD": "functions that are open",
+    "tensor.autograd.user_functions._APPLY_HANDLERS": "functions that are open",
     "tensor.core.call_sites._backward": "a registry that code fills",
     "tensor.torch_hooks._LIBRARIES": "libraries of torch",
     "cli.ranks.define_once.defined_once.known": "operators that a script defines",
@@ -46,7 +46,7 @@ UNBOUNDED = {
     "tensor.execution.dispatch._by_setting.plans": "dtypes and settings of torch",
     "tensor.execution.outside_mesh.plan_outside.plans": "dtypes and settings of torch",
     "tensor.execution.outside_mesh.sharing_result.known": "one entry",
-    "tensor.execution.run_plan._raising.known": "dtypes",
+    "tensor.execution.run_plan._in_float32.known": "dtypes",
 }
 """Containers that functions fill and that outlive the call: the reason why they stay small."""
 
@@ -70,7 +70,7 @@ CALLS = frozenset(
         "tensor.capture.call_capture._captured.inputs",
         "tensor.capture.call_capture._captured.nodes",
         "tensor.capture.call_capture.taken_apart.nodes",
-        "tensor.execution.outside_mesh._of_fill.nodes",
+        "tensor.execution.outside_mesh._result_of_filled.nodes",
     }
 )
 """Containers of one call, filled by functions inside it."""

@@ -8,14 +8,13 @@ So such a gradient is read again before each backward pass, and written back aft
 from __future__ import annotations
 
 import threading
-from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 
 from ..conversion.convert import convert_local
 from ..conversion.local_parts import spec_of
@@ -88,7 +87,7 @@ def _assigned() -> list[DistView]:
     for key, leaf in list(_state.leaves.items()):
         x = leaf()
         with no_interception():
-            grad: Any = None if x is None else x.grad
+            grad: TorchValue = None if x is None else x.grad
         if isinstance(grad, DistView):
             found.append(grad)
         else:

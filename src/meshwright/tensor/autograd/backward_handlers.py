@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Spec, replicated
+from meshwright.layout import Spec, TorchValue, replicated
 
 from .._errors import OperationError
 from ..conversion.convert import convert_local
@@ -34,12 +34,13 @@ from ..views.shared_data import read_shared
 from .assigned_gradients import assign, gradients_kept_up
 from .dual_gradient import alias_of, as_dual_local, dual_stamp
 from .graph_node import check_no_edges, edge_spec, own_edge
+from .intercepted_call import TorchFunction, named_arguments
 
 _T: Any = Tensor
 """Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""
 
 
-def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
+def _local_seed(output: Tensor, grad: Tensor | None) -> Tensor:
     """Return the gradient at `output` at which the backward pass starts, as this rank's part in the dual layout."""
     spec = output._spec if isinstance(output, DistTensor) else None
     if spec is None:
@@ -59,7 +60,7 @@ def _seed(output: Tensor, grad: Tensor | None) -> Tensor:
     return as_dual_local(grad, spec)
 
 
-def _summed(output: Tensor) -> Tensor:
+def _with_summed_terms(output: Tensor) -> Tensor:
     """Return `output` with averaged terms turned into summed ones, so that each term has its own local gradient."""
     if not isinstance(output, DistTensor) or not any(op != "sum" for _, op in output._spec.layout.partial):
         return output
@@ -68,22 +69,21 @@ def _summed(output: Tensor) -> Tensor:
 
 
 @handles(Tensor.backward, numbers=False)
-def _backward(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _backward(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-    gradient = given.get("gradient")
-    _run_backward([given["self"]], [gradient], given)
+    given = named_arguments(names, args, kwargs)
+    _run_backward([given["self"]], [given.get("gradient")], given)
 
 
 @handles(torch.autograd.backward)
-def _backward_many(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _backward_many(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = named_arguments(names, args, kwargs)
     outputs = _as_list(given["tensors"])
     _run_backward(outputs, _as_seeds(given.get("grad_tensors"), outputs), given)
 
 
-def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, Any]) -> None:
+def _run_backward(outputs: list[Tensor], gradients: Sequence[Tensor | None], given: dict[str, TorchValue]) -> None:
     check_no_edges(outputs)
     release_memory()
     for output in outputs:
@@ -91,25 +91,30 @@ def _run_backward(outputs: list[Tensor], gradients: list[Any], given: dict[str, 
             output._read_again()
     read_shared()
     keep_up()
-    outputs = [_summed(o) for o in outputs]
-    seeds = [_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
-    create = bool(given.get("create_graph") or False)
-    keep, inputs = given.get("retain_graph"), tuple(own_edge(x) for x in _as_list(given.get("inputs") or ()))
-    keep = create if keep is None else keep
+    outputs = [_with_summed_terms(o) for o in outputs]
+    seeds = [_local_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
+    create, keep = bool(given.get("create_graph")), _keeps_graph(given)
+    inputs = tuple(own_edge(x) for x in _as_list(given.get("inputs") or ()))
     with gradients_kept_up():
         with deferring(not inputs and not create):
             _run_engine(outputs, seeds, keep, create, inputs, allow_unreachable=True, accumulate_grad=True)
         flush_read()
 
 
-def _run_engine(*args: Any, **how: Any) -> tuple[Any, ...]:
+def _keeps_graph(given: dict[str, TorchValue]) -> bool:
+    """Return the argument `retain_graph` of a backward pass, by default that of `create_graph`."""
+    keep = given.get("retain_graph")
+    return bool(given.get("create_graph") if keep is None else keep)
+
+
+def _run_engine(*args: TorchValue, **options: bool) -> tuple[Tensor | None, ...]:
     """Run autograd's engine.
 
     Raises OperationError for a second pass if views were read again; one device allows a second pass through such a
     view.
     """
     try:
-        return run_backward(*args, **how)
+        return run_backward(*args, **options)
     except RuntimeError as error:
         if any_reread_with_history() and "backward through the graph a second time" in str(error):
             raise OperationError(
@@ -122,7 +127,7 @@ def _run_engine(*args: Any, **how: Any) -> tuple[Any, ...]:
 
 
 @handles(torch.autograd.grad)
-def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _grad(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     names = (
         "outputs",
         "inputs",
@@ -134,7 +139,7 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         "is_grads_batched",
         "materialize_grads",
     )
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = named_arguments(names, args, kwargs)
     if given.pop("is_grads_batched", False):
         return _grad_of_each(given)
     inputs = _as_list(given["inputs"])
@@ -142,16 +147,15 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     check_no_edges(_as_list(given["outputs"]))
     read_shared()
     keep_up()
-    outputs = [_summed(o) for o in _as_list(given["outputs"])]
-    seeds = [_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
-    create, keep = bool(given.get("create_graph", False)), given.get("retain_graph")
+    outputs = [_with_summed_terms(o) for o in _as_list(given["outputs"])]
+    seeds = [_local_seed(o, g) for o, g in zip(outputs, _as_seeds(given.get("grad_outputs"), outputs), strict=True)]
     zeros = bool(given.get("materialize_grads", False))
     with deferring(False):  # the call may be inside a backward pass that keeps the terms of gradients
         grads = _run_engine(
             outputs,
             seeds,
-            create if keep is None else keep,
-            create,
+            _keeps_graph(given),
+            bool(given.get("create_graph")),
             tuple(map(own_edge, inputs)),
             allow_unreachable=bool(given.get("allow_unused")) or zeros,
             accumulate_grad=False,
@@ -159,14 +163,14 @@ def _grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return tuple(_returned(g, x, spec, zeros) for g, x, spec in zip(grads, inputs, specs, strict=True))
 
 
-def _spec_of_input(x: Any) -> Spec | None:
+def _spec_of_input(x: Tensor | GradientEdge) -> Spec | None:
     """Return the spec of a tensor, or of the tensor of a gradient edge; None if the tensor is plain."""
     if isinstance(x, DistTensor):
         return x._spec
     return edge_spec(x) if isinstance(x, GradientEdge) else None
 
 
-def _grad_of_each(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
+def _grad_of_each(given: dict[str, TorchValue]) -> tuple[Tensor | None, ...]:
     """Return the stacked gradients for the rows of the seeds.
 
     Each row takes one backward pass, since vmap cannot send between ranks.
@@ -176,16 +180,18 @@ def _grad_of_each(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
     sizes = [seed.shape[0] for seed in seeds if seed is not None]
     if not sizes:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
-    keep = given.get("retain_graph")
-    keep = bool(given.get("create_graph")) if keep is None else keep
-    rows: list[tuple[Tensor | None, ...]] = []
-    for row in range(sizes[0]):
-        seed = [None if s is None else s[row] for s in seeds]
-        again = {**given, "grad_outputs": seed, "retain_graph": keep or row + 1 < sizes[0]}
-        rows.append(_grad(torch.autograd.grad, (), (), again))
+    count, keep = sizes[0], _keeps_graph(given)
+    rows = [_grad_of_row(given, seeds, row, keep or row + 1 < count) for row in range(count)]
     if not rows:
         return tuple(x.new_zeros((0, *x.shape)) for x in inputs)
     return tuple(_stacked(column) for column in zip(*rows, strict=True))
+
+
+def _grad_of_row(
+    given: dict[str, TorchValue], seeds: Sequence[Tensor | None], row: int, keep: bool
+) -> tuple[Tensor | None, ...]:
+    seeds = [None if seed is None else seed[row] for seed in seeds]
+    return _grad(torch.autograd.grad, (), (), {**given, "grad_outputs": seeds, "retain_graph": keep})
 
 
 def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
@@ -194,7 +200,7 @@ def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(found) if len(found) == len(rows) else None
 
 
-def _returned(grad: Tensor | None, x: Any, spec: Spec | None, zeros: bool) -> Tensor | None:
+def _returned(grad: Tensor | None, x: TorchValue, spec: Spec | None, zeros: bool) -> Tensor | None:
     if grad is None and zeros and isinstance(x, GradientEdge):
         raise RuntimeError("materialize_grads cannot be used when the given input is a GradientEdge")
     if grad is None:
@@ -202,18 +208,18 @@ def _returned(grad: Tensor | None, x: Any, spec: Spec | None, zeros: bool) -> Te
     return grad if spec is None else dual_stamp(grad, spec)
 
 
-def _as_seeds(gradients: Any, outputs: list[Tensor]) -> list[Any]:
+def _as_seeds(gradients: TorchValue, outputs: list[Tensor]) -> list[Tensor | None]:
     return [None] * len(outputs) if gradients is None else _as_list(gradients)
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: TorchValue) -> list[TorchValue]:
     """Return the tensors or gradient edges as a list; an edge is a tuple, too."""
     is_one = isinstance(value, GradientEdge) or not isinstance(value, (list, tuple))
     return [value] if is_one else list(value)
 
 
 @handles(_T.grad.__get__, numbers=False)
-def _get_grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _get_grad(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     flush()
     (x,) = args[:1]
     with no_interception():
@@ -230,7 +236,7 @@ def _get_grad(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(_T.grad.__set__, numbers=False)
-def _set_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+def _set_grad(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> None:
     x, grad = args
     forget(x)
     if grad is None:
@@ -242,42 +248,42 @@ def _set_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
 
 
 @handles(_T.grad.__delete__, numbers=False)
-def _del_grad(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+def _del_grad(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> None:
     forget(args[0])
     with no_interception():
         args[0].grad = None
 
 
-def _read(x: Any) -> Any:
-    return _get_grad(_T.grad.__get__, (DistTensor,), (x,), _NOTHING) if interception_on() else _plain_grad(x)
+def _read_gradient(x: DistTensor) -> Tensor | None:
+    return _get_grad(_T.grad.__get__, (DistTensor,), (x,), _NOTHING) if interception_on() else _GET_PLAIN(x)
 
 
-def _write(x: Any, grad: Any) -> None:
+def _write_gradient(x: DistTensor, grad: TorchValue) -> None:
     if not interception_on():
-        _PUT(x, grad)
+        _SET_PLAIN(x, grad)
     elif grad is None:
         forget(x)
-        call_plain(_PUT, _TYPES, (x, None), _NOTHING)
+        call_plain(_SET_PLAIN, _TYPES, (x, None), _NOTHING)
     else:
-        _set_grad(_PUT, _TYPES, (x, grad), _NOTHING)
+        _set_grad(_SET_PLAIN, _TYPES, (x, grad), _NOTHING)
 
 
-_NOTHING: dict[str, Any] = {}
+_NOTHING: dict[str, TorchValue] = {}
 _TYPES = (DistTensor,)
-_PUT, _plain_grad = _T.grad.__set__, _T.grad.__get__
+_SET_PLAIN, _GET_PLAIN = _T.grad.__set__, _T.grad.__get__
 
-DistTensor.grad = property(_read, _write, _T.grad.__delete__)  # pyright: ignore[reportAttributeAccessIssue] - a property
+DistTensor.grad = property(_read_gradient, _write_gradient, _T.grad.__delete__)  # pyright: ignore[reportAttributeAccessIssue] - a property
 """A property, since an optimizer and `zero_grad` use nothing else, and interception in C takes three times as long."""
 
 
 @handles(Tensor.register_hook)
-def _register_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _register_hook(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     x, hook = args
     if not isinstance(x, DistTensor):
         return call_plain(func, types, args, kwargs)
     spec = x._spec
 
-    def on_local(grad: Tensor) -> Any:
+    def on_local(grad: Tensor) -> TorchValue:
         new = hook(dual_stamp(alias_of(grad), spec))
         return None if new is None else as_dual_local(new, spec)
 
@@ -285,7 +291,7 @@ def _register_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(Tensor.register_post_accumulate_grad_hook)
-def _register_post_hook(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _register_post_hook(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     return call_plain(func, types, args, kwargs)
 
 

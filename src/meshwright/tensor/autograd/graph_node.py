@@ -7,20 +7,20 @@ of the graph and raises MemoryAccessError for everything else. That includes new
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 
 from .._errors import MemoryAccessError
 from ..core.dist_tensor import DistTensor
 from ..torch_hooks import call_plain, interception_on, no_interception, node_finders, offer_call
 from .dual_gradient import alias_of, as_dual_local, dual_stamp
+from .intercepted_call import TorchFunction, argument_at
 
 _KEY = "meshwright.node"
 """Key in the metadata of a node: a weak reference to its GraphNode."""
@@ -48,17 +48,18 @@ class GraphNode:
         specs: The number of a result → its spec, for the results that asked for this node.
     """
 
-    _node: Any
+    _node: TorchValue
+    """Torch's own node. Its type in torch lacks attributes that a node has, such as `saved_tensors`."""
     specs: dict[int, Spec]
 
-    def __init__(self, node: Any) -> None:
+    def __init__(self, node: TorchValue) -> None:
         self.__dict__.update(_node=node, specs={})
 
     @property
     def next_functions(self) -> tuple[tuple[GraphNode | None, int], ...]:
         return tuple((graph_node(node), at) for node, at in self._node.next_functions)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> TorchValue:
         node = self._node
         of_user = vars(node) if hasattr(node, "meshwright") else {}
         if name in _STRUCTURE or (name in of_user and not name.startswith("meshwright")):
@@ -69,10 +70,10 @@ class GraphNode:
             raise AttributeError(f"{type(node).__name__!r} object has no attribute {name!r}")
         raise self._refusal(name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: TorchValue) -> None:
         setattr(self._node, name, value)
 
-    def __call__(self, *grads: Any) -> Any:
+    def __call__(self, *grads: TorchValue) -> TorchValue:
         raise self._refusal("__call__")
 
     def __repr__(self) -> str:
@@ -96,31 +97,35 @@ class _HookedNode(GraphNode):
 
     NAME = "BackwardHookFunctionBackward"
 
-    def register_hook(self, hook: Any) -> Any:
+    def register_hook(self, hook: Callable[..., TorchValue]) -> TorchValue:
         return self._node.register_hook(lambda ins, outs: self._local(hook(self._whole(ins), self._whole(outs))))
 
-    def register_prehook(self, hook: Any) -> Any:
+    def register_prehook(self, hook: Callable[..., TorchValue]) -> TorchValue:
         return self._node.register_prehook(lambda outs: self._local(hook(self._whole(outs))))
 
-    def _whole(self, grads: Any) -> Any:
+    def _whole(self, grads: TorchValue) -> TorchValue:
         specs = self._node.metadata["meshwright.specs"]
-        return tuple(
-            dual_stamp(alias_of(g), specs[at]) if g is not None and at in specs else g for at, g in enumerate(grads)
-        )
 
-    def _local(self, grads: Any) -> Any:
+        def whole(at: int, grad: Tensor | None) -> Tensor | None:
+            return dual_stamp(alias_of(grad), specs[at]) if grad is not None and at in specs else grad
+
+        return tuple(whole(at, grad) for at, grad in enumerate(grads))
+
+    def _local(self, grads: TorchValue) -> TorchValue:
         if grads is None:
             return None
         specs = self._node.metadata["meshwright.specs"]
-        return tuple(
-            as_dual_local(g, specs[at]) if isinstance(g, Tensor) and at in specs else g for at, g in enumerate(grads)
-        )
+
+        def local(at: int, grad: TorchValue) -> TorchValue:
+            return as_dual_local(grad, specs[at]) if isinstance(grad, Tensor) and at in specs else grad
+
+        return tuple(local(at, grad) for at, grad in enumerate(grads))
 
 
 Node.register(GraphNode)
 
 
-def graph_node(node: Any, at: int = 0, spec: Spec | None = None) -> GraphNode | None:
+def graph_node(node: TorchValue, at: int = 0, spec: Spec | None = None) -> GraphNode | None:
     """Return the GraphNode of a node, of whose results number `at` has this spec; the same one while it is in use."""
     if node is None or isinstance(node, GraphNode):
         return node
@@ -136,7 +141,7 @@ def graph_node(node: Any, at: int = 0, spec: Spec | None = None) -> GraphNode | 
     return found
 
 
-def grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def grad_fn(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return `x.grad_fn`: the node itself if interception is off, otherwise its GraphNode."""
     node = call_plain(func, types, args, kwargs or {})
     if node is None or not interception_on():
@@ -149,7 +154,7 @@ def grad_fn(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return graph_node(node, at, x._spec)
 
 
-def own_edge(x: Any) -> Any:
+def own_edge(x: TorchValue) -> TorchValue:
     """Return a gradient edge with torch's own node, which the engine accepts; any other input or output unchanged."""
     if not isinstance(x, GradientEdge) or not isinstance(x.node, GraphNode):
         return x
@@ -169,16 +174,16 @@ def edge_spec(edge: GradientEdge) -> Spec | None:
     return spec
 
 
-def check_no_edges(outputs: Sequence[Any]) -> None:
+def check_no_edges(outputs: Sequence[TorchValue]) -> None:
     """Raise MemoryAccessError if a backward pass would start at a gradient edge of a distributed tensor."""
     for x in outputs:
         if isinstance(x, GradientEdge) and isinstance(x.node, GraphNode):
             raise x.node._refusal("_input_metadata")
 
 
-def _edge(own: Any, args: Any, kwargs: Any) -> Any:
+def _edge(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the gradient edge of a distributed tensor, with guarded nodes."""
-    x = args[0] if args else kwargs.get("tensor")
+    x = argument_at(args, kwargs, 0, "tensor")
     if not isinstance(x, DistTensor):
         return NotImplemented
     x._read_again()
@@ -190,7 +195,7 @@ def _edge(own: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-def _own_node(own: Any, args: Any, kwargs: Any) -> Any:
+def _own_node(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return torch's own node for the functions of torch that compare nodes with those that a backward pass runs."""
     (x,) = args
     if isinstance(x, GradientEdge):

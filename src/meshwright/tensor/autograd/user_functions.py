@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.autograd import Function
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 
 from .._errors import CollectiveError, PlainInBackwardError
 from ..conversion.convert import convert_local
@@ -41,8 +41,9 @@ from ..torch_hooks import (
 )
 from ..views.dist_view import DistView, after_function, before_function
 from .dual_gradient import alias_of, as_dual_local, dual_stamp, keep_alive_with
+from .intercepted_call import TorchFunction
 
-_WHOLE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_WHOLE: WeakKeyDictionary[type[Function], type[Function]] = WeakKeyDictionary()
 """A user's function → the same function with a backward pass that sees whole gradients."""
 _LIBRARIES = ("torch.", __name__.partition(".")[0] + ".")
 _OPERATING = "torch.distributions."
@@ -70,7 +71,7 @@ def plain_may_be_part() -> bool:
 
 
 @contextmanager
-def _on_whole_tensors(ctx: Any, grads: Sequence[Any]) -> Generator[None]:
+def _on_whole_tensors(ctx: TorchValue, grads: Sequence[TorchValue]) -> Generator[None]:
     """Note that a user's function runs in this backward pass, if it has no plain tensor; see `plain_may_be_part`."""
     _running.passes.append(-1 if _has_plain(ctx, grads) else backward_running())
     try:
@@ -79,10 +80,16 @@ def _on_whole_tensors(ctx: Any, grads: Sequence[Any]) -> Generator[None]:
         _running.passes.pop()
 
 
-def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply_to_distributed(
+    function: type[Function],
+    call: Callable[..., TorchValue],
+    args: tuple[TorchValue, ...],
+    kwargs: dict[str, TorchValue],
+) -> TorchValue:
     """Return `function.apply(*args, **kwargs)`. Views are read again before it, as before every operator."""
-    given = interception_on() and any(isinstance(a, DistTensor) for a in args)
-    if given and function.__module__.startswith("torch.distributed."):
+    if not (interception_on() and any(isinstance(a, DistTensor) for a in args)):
+        return call(*args, **kwargs)
+    if function.__module__.startswith("torch.distributed."):
         raise CollectiveError(
             f"{function.__name__} of torch.distributed",
             f"a distributed tensor among {len(args)} arguments",
@@ -90,68 +97,67 @@ def _applied(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
             "pass mw.unshard_dtensor(x) or x.to_local(); call mw.to_torch_dtensor(x) for a DTensor",
         )
     module = f"{function.__module__}."
-    if not given:
-        return call(*args, **kwargs)
     views = [a for a in args if type(a) is DistView]
     nodes = before_function(views)
     if module.startswith(_LIBRARIES) and not module.startswith(_OPERATING):
         out = call(*args, **kwargs)
     else:
         if function not in _WHOLE:
-            _WHOLE[function] = _on_whole(function)
+            _WHOLE[function] = _with_whole_gradients(function)
         with no_interception():
             out = bare_apply(_WHOLE[function])(*args, **kwargs)
     after_function(views, nodes)
     return out
 
 
-def _on_whole(function: Any) -> Any:
+def _with_whole_gradients(function: type[Function]) -> type[Function]:
     """Return the function with gradients of the whole tensors in its backward pass.
 
     It records the layouts of arguments and results.
     """
-    in_two = function.setup_context is not Function.setup_context
     name = "backward" if function.vjp is Function.vjp else "vjp"
 
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: TorchValue, *args: TorchValue) -> TorchValue:
         with interception():
-            out = _forward(partial(function.forward, ctx), args)
-            _note(ctx, args, out)
+            out = _aliased_results(partial(function.forward, ctx), args)
+            _note_layouts(ctx, args, out)
         return out
 
-    def forward_alone(*args: Any) -> Any:
+    def forward_alone(*args: TorchValue) -> TorchValue:
         with interception():
-            return _forward(function.forward, args)
+            return _aliased_results(function.forward, args)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: TorchValue, inputs: tuple[TorchValue, ...], output: TorchValue) -> None:
         with interception():
             function.setup_context(ctx, inputs, output)
-            _note(ctx, inputs, output)
+            _note_layouts(ctx, inputs, output)
 
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: TorchValue, *grads: TorchValue) -> TorchValue:
         ins, outs = ctx.meshwright
-        given = [_whole(g, spec) for g, spec in zip(grads, outs, strict=True)]
+        given = [_whole_gradient(g, spec) for g, spec in zip(grads, outs, strict=True)]
         with _on_whole_tensors(ctx, given):
             found = getattr(function, name)(ctx, *given)
         found = found if isinstance(found, tuple) else (found,)
-        return tuple(_part(function, g, spec) for g, spec in zip(found, ins, strict=False))
+        return tuple(_local_gradient(function, g, spec) for g, spec in zip(found, ins, strict=False))
 
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: TorchValue, *tangents: TorchValue) -> TorchValue:
         ins, outs = ctx.meshwright
         with interception():
-            found = function.jvp(ctx, *[_tangent(t, spec) for t, spec in zip(tangents, ins, strict=True)])
+            found = function.jvp(ctx, *[_whole_tangent(t, spec) for t, spec in zip(tangents, ins, strict=True)])
             several = isinstance(found, tuple)
-            parts = [_tangent_part(t, spec) for t, spec in zip(found if several else (found,), outs, strict=True)]
+            parts = [_local_tangent(t, spec) for t, spec in zip(found if several else (found,), outs, strict=True)]
         return tuple(parts) if several else parts[0]
 
-    in_one: dict[str, Any] = {"forward": forward}
-    forward_mode: dict[str, Any] = {} if function.jvp is Function.jvp else {"jvp": jvp}
-    steps: dict[str, Any] = {"forward": forward_alone, "setup_context": setup_context} if in_two else in_one
-    methods = {key: staticmethod(step) for key, step in {**steps, name: backward, **forward_mode}.items()}
-    return type(function.__name__, (function,), {"__module__": function.__module__, **methods})
+    methods: dict[str, Callable[..., TorchValue]] = {"forward": forward, name: backward}
+    if function.setup_context is not Function.setup_context:
+        methods |= {"forward": forward_alone, "setup_context": setup_context}
+    if function.jvp is not Function.jvp:
+        methods["jvp"] = jvp
+    members = {key: staticmethod(method) for key, method in methods.items()}
+    return type(function.__name__, (function,), {"__module__": function.__module__, **members})
 
 
-def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _aliased_results(function: Callable[..., TorchValue], args: Sequence[TorchValue]) -> TorchValue:
     """Return the results of the function.
 
     torch would turn an argument among the results that was not written to into a plain tensor, so such a result is
@@ -161,65 +167,65 @@ def _forward(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     out = function(*args)
     same = {id(x) for x, version in before if version_of(x) == version}
 
-    def own(x: Any) -> Any:
+    def aliased(x: TorchValue) -> TorchValue:
         return as_dist_tensor(alias_of(x), x._spec) if id(x) in same else x
 
-    return tuple(map(own, cast(tuple[Any, ...], out))) if isinstance(out, tuple) else own(out)
+    return tuple(map(aliased, cast(tuple[TorchValue, ...], out))) if isinstance(out, tuple) else aliased(out)
 
 
-def _note(ctx: Any, args: Sequence[Any], out: Any) -> None:
-    ctx.meshwright = _specs(args), _specs(out if isinstance(out, tuple) else (out,))
-    saved: Sequence[Any] = getattr(ctx, "to_save", None) or ()
+def _note_layouts(ctx: TorchValue, args: Sequence[TorchValue], out: TorchValue) -> None:
+    ctx.meshwright = _specs_of(args), _specs_of(out if isinstance(out, tuple) else (out,))
+    saved: Sequence[TorchValue] = getattr(ctx, "to_save", None) or ()
     ctx.meshwright_saved = specs = _specs_saved(args, saved)
     ctx.meshwright_saves_plain = any(isinstance(x, Tensor) and s is None for x, s in zip(saved, specs, strict=True))
-    type(ctx).saved_tensors = property(_saved)
+    type(ctx).saved_tensors = property(_saved_tensors)
 
 
-def _specs_saved(args: Sequence[Any], saved: Sequence[Any]) -> list[Spec | None]:
+def _specs_saved(args: Sequence[TorchValue], saved: Sequence[TorchValue]) -> list[Spec | None]:
     """Return the specs of saved tensors. A plain argument is whole on every rank, unless a backward pass gave it."""
     if plain_may_be_part():
-        return _specs(saved)
+        return _specs_of(saved)
     like = next(x._spec for x in args if isinstance(x, DistTensor))
     given = {id(x) for x in args if isinstance(x, Tensor) and is_dense(x)}
-    return [spec_of(x, like) if id(x) in given else spec for x, spec in zip(saved, _specs(saved), strict=True)]
+    return [spec_of(x, like) if id(x) in given else spec for x, spec in zip(saved, _specs_of(saved), strict=True)]
 
 
-def _saved(ctx: Any) -> tuple[Any, ...]:
+def _saved_tensors(ctx: TorchValue) -> tuple[TorchValue, ...]:
     """Return the saved tensors: distributed ones with the specs that they had, plain arguments as replicated ones."""
-    base: Any = super(type(ctx), ctx)
-    found: tuple[Any, ...] = base.saved_tensors
-    return tuple(_again(x, spec) for x, spec in zip(found, ctx.meshwright_saved, strict=True))
+    base: TorchValue = super(type(ctx), ctx)
+    found: tuple[TorchValue, ...] = base.saved_tensors
+    return tuple(_as_saved(x, spec) for x, spec in zip(found, ctx.meshwright_saved, strict=True))
 
 
-def _has_plain(ctx: Any, grads: Sequence[Any]) -> bool:
+def _has_plain(ctx: TorchValue, grads: Sequence[TorchValue]) -> bool:
     """True if the function gets a plain gradient, or saved a plain tensor that was no argument of its forward pass."""
     held = {key: value for key, value in vars(ctx).items() if key != "to_save"}
     plain = any(not isinstance(x, DistTensor) for x in tensors_in((list(grads), held)))
     return plain or ctx.meshwright_saves_plain
 
 
-def _again(x: Any, spec: Spec | None) -> Any:
+def _as_saved(x: TorchValue, spec: Spec | None) -> TorchValue:
     return x if spec is None or isinstance(x, DistTensor) else as_dist_tensor(alias_of(x), spec)
 
 
-def _specs(values: Sequence[Any]) -> list[Spec | None]:
+def _specs_of(values: Sequence[TorchValue]) -> list[Spec | None]:
     return [x._spec if isinstance(x, DistTensor) else None for x in values]
 
 
-def _whole(grad: Any, spec: Spec | None) -> Any:
+def _whole_gradient(grad: TorchValue, spec: Spec | None) -> TorchValue:
     if spec is None or not isinstance(grad, Tensor) or isinstance(grad, DistTensor):
         return grad
     return dual_stamp(alias_of(grad), spec)
 
 
-def _tangent(tangent: Any, spec: Spec | None) -> Any:
+def _whole_tangent(tangent: TorchValue, spec: Spec | None) -> TorchValue:
     """Return the distributed tensor of which `tangent` is the local part."""
     if spec is None or not isinstance(tangent, Tensor) or isinstance(tangent, DistTensor):
         return tangent
     return as_dist_tensor(alias_of(tangent), spec.with_dtype(tangent.dtype))
 
 
-def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
+def _local_tangent(tangent: TorchValue, spec: Spec | None) -> TorchValue:
     """Return this rank's part of a tangent that a user's function returned."""
     if spec is None or not isinstance(tangent, Tensor):
         return tangent
@@ -229,7 +235,7 @@ def _tangent_part(tangent: Any, spec: Spec | None) -> Any:
         return plain_view(local)
 
 
-def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
+def _local_gradient(function: type[Function], grad: TorchValue, spec: Spec | None) -> TorchValue:
     """Return this rank's part of a gradient from a function; for a plain argument, the whole gradient."""
     if not isinstance(grad, Tensor) or (spec is None and not isinstance(grad, DistTensor)):
         return grad
@@ -247,37 +253,42 @@ def _part(function: Any, grad: Any, spec: Spec | None) -> Any:
     return as_dual_local(grad, spec)
 
 
-_TOLD: list[Callable[..., Any]] = [_applied]
+_APPLY_HANDLERS: list[Callable[..., TorchValue]] = [_apply_to_distributed]
 """Handlers of calls of autograd functions; the last one is used."""
 
 
 @contextmanager
-def functions_passed_to(apply: Callable[..., Any]) -> Generator[None]:
+def functions_passed_to(apply: Callable[..., TorchValue]) -> Generator[None]:
     """Pass calls `F.apply(*args, **kwargs)` of autograd functions inside the block to `apply`.
 
     It is called as `apply(F, call, args, kwargs)`, where `call` does what the call would do outside the block. Below
     autograd, and before it, such a call shows only the operators of its forward pass. Exactly one rank of a simulation
     runs meanwhile.
     """
-    outside = _TOLD[-1]
+    outside = _APPLY_HANDLERS[-1]
 
-    def told(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(
+        function: type[Function],
+        call: Callable[..., TorchValue],
+        args: tuple[TorchValue, ...],
+        kwargs: dict[str, TorchValue],
+    ) -> TorchValue:
         return apply(function, lambda *args, **kwargs: outside(function, call, args, kwargs), args, kwargs)
 
-    _TOLD.append(told)
+    _APPLY_HANDLERS.append(handler)
     try:
         yield
     finally:
-        _TOLD.pop()
+        _APPLY_HANDLERS.pop()
 
 
-def _tell(*call: Any) -> Any:
-    return _TOLD[-1](*call)
+def _pass_to_handler(*call: TorchValue) -> TorchValue:
+    return _APPLY_HANDLERS[-1](*call)
 
 
-def _untold(function: type[Function]) -> None:
+def _refuse_unreported(function: type[Function]) -> None:
     """Raise PlainInBackwardError if a call that is not reported to the handlers would lose its gradient."""
-    if len(_TOLD) > 1:
+    if len(_APPLY_HANDLERS) > 1:
         name = function.__name__
         raise PlainInBackwardError(
             f"{name}.apply in a program",
@@ -287,13 +298,13 @@ def _untold(function: type[Function]) -> None:
         )
 
 
-def _read_before_saving(own: Any, args: Any, kwargs: Any) -> Any:
+def _read_before_saving(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Read a view again before `torch.utils.checkpoint` saves it as an input."""
     if args and isinstance(args[0], DistTensor):
         args[0]._read_again()
     return NotImplemented
 
 
-intercept_functions(_tell, _untold)
+intercept_functions(_pass_to_handler, _refuse_unreported)
 for _owner, _name in savers():
     offer_call(_owner, _name, _read_before_saving)

@@ -1,6 +1,7 @@
 """Execution of calls: from an intercepted function to its results.
 
 dispatch            dispatch: find or make the plan of a call, and run it
+captured_call       calls with the operators that they consist of, and the plans of these operators
 run_plan            runs of planned calls on local tensors
 foreach_functions   torch._foreach_*: one local call, or one call for each entry
 outside_mesh        a call on a rank outside the mesh: specs of its results, without elements

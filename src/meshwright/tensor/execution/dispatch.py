@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Cache, MeshwrightError, ProcessMesh, Spec
+from meshwright.layout import Cache, MeshwrightError, ProcessMesh, Spec, TorchValue
 from meshwright.spmd import depends_on_arguments, registration_callbacks
 
 from .._errors import MixedMeshError, OperationError, PlainInBackwardError
 from ..autograd import backward_handlers, forward_mode, user_functions
+from ..autograd.intercepted_call import TorchFunction
 from ..autograd.user_functions import plain_may_be_part
-from ..capture.call_capture import Captured, asks_sizes, autocast_dtype, capture
+from ..capture.call_capture import Captured, asks_sizes, autocast_dtype
 from ..capture.metadata_check import check_meta_result
 from ..capture.trial_calls import check_kernel, why_not_captured
 from ..conversion import python_values
@@ -32,7 +32,7 @@ from ..core.tree import leaves_in, tensors_in
 from ..handlers import list_arguments, memory_access, random_functions, tensor_attributes
 from ..handlers.out_targets import into_targets, targets_in
 from ..handlers.torch_distributed import handler_of
-from ..planning.attention_algorithm import attention_algorithm
+from ..planning.attention_algorithm import Context, attention_algorithm
 from ..planning.call_plan import (
     NestedCalls,
     RandomWhole,
@@ -43,7 +43,6 @@ from ..planning.call_plan import (
     makes_views,
     may_alias,
     numbers_decide,
-    plan_call,
     returns_arguments,
     writes_overlapping,
     written_inputs,
@@ -62,6 +61,7 @@ from ..torch_hooks import (
     shares_storage,
 )
 from ..views.dist_view import DistView, after_call, before_call, check_writable, is_unversioned, run_whole
+from .captured_call import CapturedCall, Plan, capture_call, is_of_specs, plan_captured, result_specs
 from .foreach_functions import is_of_lists, plan_lists
 from .outside_mesh import plan_outside, sharing_result
 from .run_plan import (
@@ -90,7 +90,7 @@ HANDLING = (
 )
 """Modules whose import fills HANDLERS, or registers users' functions."""
 
-_VALUED = Cache[Any, bool](8192)
+_VALUED = Cache[Hashable, bool](8192)
 """Signatures of calls whose plans depend on the values of floats."""
 
 _FIXED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType, Operator, OperatorPacket)
@@ -108,13 +108,17 @@ _SETTING = frozenset(
 """Operators that write without reading the old value."""
 
 
-def planned(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
+def planned(
+    func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue, key: Hashable
+) -> TorchValue:
     """Carry out the call by its plan, which is made if the signature `key` is new."""
     plan = PLANS.get(key)
     return plan(func, types, args, kwargs) if plan is not None else dispatch(func, types, args, kwargs, key)
 
 
-def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
+def dispatch(
+    func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue, key: Hashable
+) -> TorchValue:
     """Carry out `func(*args, **kwargs)` with distributed tensors among its arguments; `key` is its signature."""
     direct = DIRECT.get(func)
     if direct is not None:
@@ -124,34 +128,53 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: Any, key: Any) -> Any:
     kwargs = kwargs or {}
     if _is_below(func):
         return call_plain(func, types, args, kwargs)
-    handler = HANDLERS.get(func) or handler_of(func)
     tensors = list(tensors_in((args, kwargs)))
-    if any(not isinstance(t, DistTensor) and is_batched(t) for t in tensors):
-        raise _batched(func, tensors)
-    views = [t for t in tensors if type(t) is DistView]
+    _check_unbatched(func, tensors)
     targets = targets_in(func, kwargs)
     if len(tensors) > 1 and not targets and not is_of_lists(func):
         together = on_latest_stage(name_of(func), args, kwargs)
         if together is not None:
             return func(*together[0], **together[1])
+    views = [t for t in tensors if type(t) is DistView]
+    if not views:
+        return _handled_or_planned(func, types, args, kwargs, tensors, targets, key)
     before = before_call(views)
-    out = into_targets(func, args, kwargs, targets) if targets else NotImplemented
-    if out is NotImplemented and handler is not None:
-        out = handler(func, types, *positional(func, args, kwargs))
-    if out is NotImplemented:
-        out = _carry_out(func, types, args, kwargs, tensors, key, handled=handler is not None)
-    if views:
-        after_call(views, before, out, _written_unseen(func, args, kwargs, tensors))
+    out = _handled_or_planned(func, types, args, kwargs, tensors, targets, key)
+    after_call(views, before, out, _written_unseen(func, args, kwargs, tensors))
     return out
 
 
-def _written_unseen(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _handled_or_planned(
+    func: TorchFunction,
+    types: Sequence[type],
+    args: TorchValue,
+    kwargs: TorchValue,
+    tensors: Sequence[Tensor],
+    targets: Sequence[str],
+    key: Hashable,
+) -> TorchValue:
+    """Carry out a call whose views have been read again: into its targets, by its handler, or else by a new plan."""
+    if targets:
+        out = into_targets(func, args, kwargs, targets)
+        if out is not NotImplemented:
+            return out
+    handler = HANDLERS.get(func) or handler_of(func)
+    if handler is not None:
+        out = handler(func, types, *positional(func, args, kwargs))
+        if out is not NotImplemented:
+            return out
+    return _carry_out(func, types, args, kwargs, tensors, key, handled=handler is not None)
+
+
+def _written_unseen(
+    func: TorchFunction, args: TorchValue, kwargs: TorchValue, tensors: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """Return the views of inference mode that the call writes to: by its operators, or by its name if torch refuses."""
     unseen = [t for t in tensors if type(t) is DistView and is_unversioned(t)]
     if not unseen or is_of_lists(func):  # the calls for the entries of a list write back by themselves
         return []
     try:
-        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+        captured = capture_call(func, args, kwargs).captured
     except Exception:  # a result whose size depends on values
         name = name_of(func)
         return unseen if name.endswith("_") or name == "__setitem__" else []
@@ -159,7 +182,7 @@ def _written_unseen(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]
     return [t for m, t in zip(captured.inputs, tensors, strict=True) if id(m) in written]
 
 
-def _is_below(func: Any) -> bool:
+def _is_below(func: TorchFunction) -> bool:
     """True for an operator that a dispatch mode of the user calls inside a backward pass, on local parts."""
     return isinstance(func, Operator) and seen_below_autograd()
 
@@ -167,46 +190,38 @@ def _is_below(func: Any) -> bool:
 def _or_below(run: Run) -> Run:
     """Return `run` for an operator that a dispatch mode may call on local parts as well."""
 
-    def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def chosen(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         return call_plain(func, types, args, kwargs or {}) if _is_below(func) else run(func, types, args, kwargs)
 
     return chosen
 
 
-def _batched(func: Any, tensors: Sequence[Tensor]) -> OperationError:
-    specs = ", ".join(repr(t._spec) for t in tensors if isinstance(t, DistTensor))
-    return OperationError(
-        f"{name_of(func)} inside the vmap of torch.autograd",
-        specs,
-        "a batch of tensors cannot be sent between ranks",
-        "use torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; call gradcheck without check_batched_grad",
-    )
+def _check_unbatched(func: TorchFunction, tensors: Sequence[Tensor]) -> None:
+    """Raise OperationError for a plain tensor that is a batch, inside the vmap of torch.autograd."""
+    for t in tensors:
+        if not isinstance(t, DistTensor) and is_batched(t):
+            specs = ", ".join(repr(x._spec) for x in tensors if isinstance(x, DistTensor))
+            raise OperationError(
+                f"{name_of(func)} inside the vmap of torch.autograd",
+                specs,
+                "a batch of tensors cannot be sent between ranks",
+                "use torch.func.vmap, jacfwd or jacrev, or strategy='reverse-mode'; call gradcheck without "
+                "check_batched_grad",
+            )
 
 
 def _carry_out(
-    func: Any, types: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], key: Any, handled: bool
-) -> Any:
+    func: TorchFunction,
+    types: Sequence[type],
+    args: TorchValue,
+    kwargs: TorchValue,
+    tensors: Sequence[Tensor],
+    key: Hashable,
+    handled: bool,
+) -> TorchValue:
     """Plan the call, store the plan and run it; a handler that declined (`handled`) may have read floats."""
-    if is_of_lists(func):
-        run, by_value = _plan_lists(func, args, kwargs, tensors)
-        out = run(func, types, args, kwargs)
-        if key is not None and not recording():
-            _remember(key, args, kwargs, run, by_value)
-        return out
-    mesh = _common_mesh(func, tensors)
-    for t in tensors:
-        if isinstance(t, DistTensor):
-            check_maker(t, name_of(func))
-    if any(not isinstance(t, DistTensor) for t in tensors):
-        _guard_backward(func, tensors)
-    if isinstance(func, SCRIPTED):
-        run, by_value = _on_whole(func, "TorchScript runs in C++"), False
-    elif not all(isinstance(t, DistTensor) or is_dense(t) for t in tensors):
-        run, by_value = _on_whole(func, "an operand is sparse or nested"), False
-    elif any(isinstance(t, Absent) for t in tensors):
-        run, by_value = plan_outside(func, args, kwargs, tensors), True
-    else:
-        run, by_value = make_plan(func, args, kwargs, mesh)
+    planning = _plan_lists if is_of_lists(func) else _plan_operators
+    run, by_value = planning(func, args, kwargs, tensors)
     out = run(func, types, args, kwargs)
     if key is not None and not recording():
         kept = _or_below(settled(run)) if isinstance(func, Operator) else settled(run)
@@ -214,34 +229,57 @@ def _carry_out(
     return out
 
 
-def _remember(key: Any, args: Any, kwargs: Any, run: Run, by_value: bool) -> None:
+def _plan_operators(
+    func: TorchFunction, args: TorchValue, kwargs: TorchValue, tensors: Sequence[Tensor]
+) -> tuple[Run, bool]:
+    """Return what `make_plan` returns, also for calls that are carried out otherwise; raise an error for invalid calls.
+
+    Raises MixedMeshError, PlainInBackwardError, and OperationError for a tensor of another simulated rank.
+    """
+    mesh = _common_mesh(func, tensors)
+    for t in tensors:
+        if isinstance(t, DistTensor):
+            check_maker(t, name_of(func))
+    _guard_backward(func, tensors)
+    if isinstance(func, SCRIPTED):
+        return _on_whole(func, "TorchScript runs in C++"), False
+    if not all(isinstance(t, DistTensor) or is_dense(t) for t in tensors):
+        return _on_whole(func, "an operand is sparse or nested"), False
+    if any(isinstance(t, Absent) for t in tensors):
+        return plan_outside(func, args, kwargs), True
+    return make_plan(func, args, kwargs, mesh)
+
+
+def _remember(key: Hashable, args: TorchValue, kwargs: TorchValue, run: Run, by_value: bool) -> None:
     floats = floats_in(args, kwargs)
     if floats and (by_value or key in _VALUED):
         _VALUED[key] = True
-        PLANS[key], key = _valued(key, args, kwargs), (key, floats)
-    PLANS[key] = run
+        PLANS[key] = _run_by_floats(key, args, kwargs)
+        PLANS[key, floats] = run
+    else:
+        PLANS[key] = run
 
 
-def _valued(key: Any, args: Any, kwargs: Any) -> Run:
+def _run_by_floats(key: Hashable, args: TorchValue, kwargs: TorchValue) -> Run:
     """Return a function that looks up the plan by the values of the call's floats too.
 
     `args` are those of the first call.
     """
 
-    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         plan = PLANS.get((key, floats_in(args, kwargs)))
         return (plan or partial(dispatch, key=key))(func, types, args, kwargs)
 
     places = [k for k, value in (*enumerate(args), *(kwargs or {}).items()) if type(value) is float]
-    return _valued_by_one(key, places[0], run) if len(places) == len(floats_in(args, kwargs)) == 1 else run
+    return _run_by_one_float(key, places[0], run) if len(places) == len(floats_in(args, kwargs)) == 1 else run
 
 
-def _valued_by_one(key: Any, place: int | str, run: Run) -> Run:
+def _run_by_one_float(key: Hashable, place: int | str, run: Run) -> Run:
     """Return a function that does the same as `run` in one lookup, for a call whose only float is at `place`."""
     plans = Cache[float, Run](64)
     named = isinstance(place, str)
 
-    def run_one(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def run_one(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         value = (kwargs if named else args)[place]
         plan = plans.get(value) if value else None  # 0.0 equals -0.0
         if plan is not None:
@@ -254,7 +292,7 @@ def _valued_by_one(key: Any, place: int | str, run: Run) -> Run:
     return run_one
 
 
-def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
+def _common_mesh(func: TorchFunction, tensors: Sequence[Tensor]) -> ProcessMesh:
     specs = [t._spec for t in tensors if isinstance(t, DistTensor)]
     mesh = specs[0].mesh
     for spec in specs:
@@ -268,7 +306,7 @@ def _common_mesh(func: Any, tensors: Sequence[Tensor]) -> ProcessMesh:
     return mesh
 
 
-def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
+def _guard_backward(func: TorchFunction, tensors: Sequence[Tensor]) -> None:
     """Raise PlainInBackwardError inside a backward pass for a plain tensor that may be part of a gradient."""
     if not plain_may_be_part():
         return
@@ -286,59 +324,67 @@ def _guard_backward(func: Any, tensors: Sequence[Tensor]) -> None:
             )
 
 
-def make_plan(func: Any, args: Any, kwargs: Any, mesh: ProcessMesh) -> tuple[Run, bool]:
+def make_plan(func: TorchFunction, args: TorchValue, kwargs: TorchValue, mesh: ProcessMesh) -> tuple[Run, bool]:
     """Return a function that carries out the call, and True if its float arguments count by value.
 
     Floats count by type only if two conditions hold. A C function is called with the caller's own arguments, so the
     plan keeps none of them. And neither its rule nor its effect on pending sums depends on their values.
     """
     try:
-        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+        call = capture_call(func, args, kwargs)
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
         run = sharing_result(mesh, _on_whole(func, why_not_captured(func, args, kwargs, error), failed=True))
         return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
-    return _plan_apart(func, args, kwargs, captured, mesh) or _plan_by_rules(func, args, kwargs, captured, mesh)
+    return _plan_apart(call, mesh) or _plan_by_rules(call, mesh)
 
 
-def _plan_apart(func: Any, args: Any, kwargs: Any, captured: Captured, mesh: ProcessMesh) -> tuple[Run, bool] | None:
+def _plan_apart(call: CapturedCall, mesh: ProcessMesh) -> tuple[Run, bool] | None:
     """Return what `make_plan` returns for a call that needs no rule or has none; None for any other call."""
-    tensors = list(tensors_in((args, kwargs)))
+    captured = call.captured
     if is_constant(captured):
-        check_meta_result(func, args, kwargs, captured.out)
-        return _by_setting(lambda *_: captured.out, mesh, _default_dtype, args, kwargs), True
-    if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in tensors]):
+        out = captured.out
+        check_meta_result(call.func, call.args, call.kwargs, out)
+        return _by_setting(lambda *_: out, mesh, _default_dtype, call.args, call.kwargs), True
+    if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in call.tensors]):
         return run_plain, True
-    _check_written(captured, tensors)
+    _check_written(captured, call.tensors)
     if writes_overlapping(captured):
-        return _on_whole(func, "several elements of a tensor that it writes to share memory", failed=True), False
-    if not captured.nodes and any(callable(x) for x in leaves_in((args, kwargs))):
-        return _on_whole(func, "it calls a Python function with numbers, which a capture does not see"), False
+        return _on_whole(call.func, "several elements of a tensor that it writes to share memory", failed=True), False
+    if not captured.nodes and any(callable(x) for x in leaves_in((call.args, call.kwargs))):
+        return _on_whole(call.func, "it calls a Python function with numbers, which a capture does not see"), False
     return None
 
 
-def _plan_by_rules(func: Any, args: Any, kwargs: Any, given: Captured, mesh: ProcessMesh) -> tuple[Run, bool]:
+def _plan_by_rules(call: CapturedCall, mesh: ProcessMesh) -> tuple[Run, bool]:
     """Return what `make_plan` returns for a call whose operators have rules."""
-    tensors = list(tensors_in((args, kwargs)))
-    if returns_arguments(given, args, kwargs):
-        given = replace(given, nodes=())
-    captured = given
-    specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
-    found = plan_call(captured, specs, mesh)
-    if isinstance(found, Captured):
-        captured, found = found, found.nodes
-    if isinstance(found, Step) and found.form is not None:
-        check_kernel(found.node, next(t.device for t in tensors if isinstance(t, DistTensor)))
-    if _is_direct(found) and asks_sizes(func, args, kwargs, captured, tuple(specs.values())):
-        found = replace(found, direct=False) if isinstance(found, Step) else captured.nodes
-    _tell(func, captured, found, tuple(specs.values()))
-    run, passes_arguments = _closed(func, args, kwargs, captured, found)
-    run = _as_whole(given, captured, run, specs)
-    if not passes_arguments and not (isinstance(found, Step) and _keeps_dtypes(found)):
-        run = _by_setting(run, mesh, _default_dtype, args, kwargs)
-    if isinstance(found, Step) and found.context is not None:
-        run = _by_setting(run, mesh, _context, args, kwargs)
-    by_type = passes_arguments and captured is given and _ignores_floats(func, captured, specs, mesh)
+    if returns_arguments(call.captured, call.args, call.kwargs):
+        call = replace(call, captured=replace(call.captured, nodes=()))
+    specs = call.specs
+    captured, plan = _checked_plan(call, mesh)
+    _record_decision(call.func, captured, plan, tuple(specs.values()))
+    run, passes_arguments = _run_of_plan(call, captured, plan)
+    run = _as_whole(call.captured, captured, run, specs)
+    if not passes_arguments and not (isinstance(plan, Step) and _keeps_dtypes(plan)):
+        run = _by_setting(run, mesh, _default_dtype, call.args, call.kwargs)
+    if isinstance(plan, Step) and plan.context is not None:
+        run = _by_setting(run, mesh, _context, call.args, call.kwargs)
+    is_unchanged = captured is call.captured
+    by_type = passes_arguments and is_unchanged and _ignores_floats(call.func, captured, specs, mesh)
     return run, not by_type
+
+
+def _checked_plan(call: CapturedCall, mesh: ProcessMesh) -> tuple[Captured, Plan]:
+    """Return what `plan_captured` returns, for a function that may read sizes or lack a kernel.
+
+    Raises torch's NotImplementedError if a local form replaces an operator without a kernel for its dtypes.
+    """
+    specs = call.specs
+    captured, plan = plan_captured(call.captured, specs, mesh)
+    if isinstance(plan, Step) and plan.form is not None:
+        check_kernel(plan.node, next(t.device for t in call.tensors if isinstance(t, DistTensor)))
+    if not _is_direct(plan) or not asks_sizes(call.func, call.args, call.kwargs, captured, tuple(specs.values())):
+        return captured, plan
+    return captured, replace(plan, direct=False) if isinstance(plan, Step) else captured.nodes
 
 
 def _as_whole(given: Captured, captured: Captured, run: Run, specs: Mapping[int, Spec]) -> Run:
@@ -349,7 +395,9 @@ def _as_whole(given: Captured, captured: Captured, run: Run, specs: Mapping[int,
     return replaying(run) if is_empty_somewhere and makes_views(captured) else run
 
 
-def _plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, bool]:
+def _plan_lists(
+    func: TorchFunction, args: TorchValue, kwargs: TorchValue, tensors: Sequence[Tensor]
+) -> tuple[Run, bool]:
     """Return a function that carries out a function of lists, and True if its float arguments count by value."""
     run, captured = plan_lists(func, args, kwargs, tensors)
     if captured is None:
@@ -368,14 +416,14 @@ def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:
             check_writable(t, reads, graded)
 
 
-def _ignores_floats(func: Any, captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
+def _ignores_floats(func: TorchFunction, captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
     """True if the values of floats decide neither which operators `func` calls nor the layouts of their results."""
     if not isinstance(func, _FIXED) or len(captured.nodes) != 1 or depends_on_arguments(captured.nodes[0].op):
         return False
     return not numbers_decide(captured.nodes[0], specs, mesh)
 
 
-Setting = Callable[[Any, Any], Any]
+Setting = Callable[[TorchValue, TorchValue], Hashable]
 """Function from the call's arguments to a global setting that a plan depends on."""
 
 
@@ -386,23 +434,23 @@ def _keeps_dtypes(step: Step) -> bool:
     return given.issuperset(x.dtype for x in tensors_in(node.out))
 
 
-def _context(args: Any, kwargs: Any) -> Any:
+def _context(args: TorchValue, kwargs: TorchValue) -> Context:
     return attention_algorithm()
 
 
-def _default_dtype(args: Any, kwargs: Any) -> Any:
+def _default_dtype(args: TorchValue, kwargs: TorchValue) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-def _autocast_dtype(args: Any, kwargs: Any) -> Any:
+def _autocast_dtype(args: TorchValue, kwargs: TorchValue) -> torch.dtype | None:
     return autocast_dtype(tensors_in((args, kwargs)))
 
 
-def _by_setting(run: Run, mesh: ProcessMesh, setting: Setting, args: Any, kwargs: Any) -> Run:
+def _by_setting(run: Run, mesh: ProcessMesh, setting: Setting, args: TorchValue, kwargs: TorchValue) -> Run:
     """Return a function that runs the plan for the current setting; `run` is the plan for the setting at this time."""
     plans = {setting(args, kwargs): run}
 
-    def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def chosen(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         now = setting(args, kwargs)
         if now not in plans:
             plans[now], _ = make_plan(func, args, kwargs or {}, mesh)
@@ -413,31 +461,31 @@ def _by_setting(run: Run, mesh: ProcessMesh, setting: Setting, args: Any, kwargs
     return chosen
 
 
-def _is_direct(found: Any) -> bool:
+def _is_direct(plan: Plan) -> bool:
     """True if the plan calls the caller's own function on parts."""
-    if isinstance(found, Step):
-        return found.direct
-    return type(found) is tuple and bool(found) and isinstance(found[0], Spec)
+    if isinstance(plan, Step):
+        return plan.direct
+    return bool(plan) and is_of_specs(plan)
 
 
-def _closed(func: Any, args: Any, kwargs: Any, captured: Captured, found: Any) -> tuple[Run, bool]:
+def _run_of_plan(call: CapturedCall, captured: Captured, plan: Plan) -> tuple[Run, bool]:
     """Return a function that runs the plan, and True if it calls the caller's function with the caller's arguments."""
-    if found is None:
+    func, args, kwargs = call.func, call.args, call.kwargs
+    if plan is None:
         run = run_twin(captured.nodes[0], captured) if len(captured.nodes) == 1 else None
         return (run, False) if run is not None else (_on_whole(func, "it has no rule"), True)
-    if isinstance(found, Step):
-        return run_step(found, func, args, kwargs), found.direct and not found.grown
-    if isinstance(found, RandomWhole):
-        return run_random_whole(found), True
-    if isinstance(found, NestedCalls):
-        return run_inline(found, captured), False
+    if isinstance(plan, Step):
+        return run_step(plan, func, args, kwargs), plan.direct and not plan.grown
+    if isinstance(plan, RandomWhole):
+        return run_random_whole(plan), True
+    if isinstance(plan, NestedCalls):
+        return run_inline(plan, captured), False
     if not captured.nodes:
         return run_identity(captured, args), False
-    if found is captured.nodes:
+    if not is_of_specs(plan):
         return run_graph(captured), False
-    return run_direct(
-        found, captured.out, args, kwargs, ResultRequirements(name_of(func), found, _fresh(captured))
-    ), True
+    requirements = ResultRequirements(name_of(func), plan, _fresh(captured))
+    return run_direct(plan, captured.out, args, kwargs, requirements), True
 
 
 def _fresh(captured: Captured) -> tuple[bool | None, ...]:
@@ -448,10 +496,10 @@ def _fresh(captured: Captured) -> tuple[bool | None, ...]:
     return tuple(not any(r is t or shares_storage(r, t) for t in captured.inputs) for r in results)
 
 
-def _on_whole(func: Any, why: str, failed: bool = False) -> Run:
+def _on_whole(func: TorchFunction, why: str, failed: bool = False) -> Run:
     """Return a function that runs the call on whole tensors on every rank; it warns once per name."""
 
-    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         try:
             out = run_whole(func, args, kwargs or {})
         except RuntimeError as error:
@@ -464,7 +512,7 @@ def _on_whole(func: Any, why: str, failed: bool = False) -> Run:
     return run
 
 
-def _refused(func: Any, args: Any, kwargs: Any, error: RuntimeError) -> OperationError:
+def _refused(func: TorchFunction, args: TorchValue, kwargs: TorchValue, error: RuntimeError) -> OperationError:
     specs = ", ".join(
         repr(t._spec) if isinstance(t, DistTensor) else f"plain {tuple(t.shape)}"
         for t in tensors_in((args, kwargs or {}))
@@ -477,28 +525,24 @@ def _refused(func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Operatio
     )
 
 
-def _tell(func: Any, captured: Captured, found: Any, ins: Any) -> None:
-    if not recording():
-        return
-    moves = found.moves if isinstance(found, Step) else ()
-    outs = (
-        found.outs if isinstance(found, (Step, RandomWhole)) else found if found and found is not captured.nodes else ()
-    )
-    how = (
-        "whole"
-        if found is None or isinstance(found, RandomWhole)
-        else "parts"
-        if isinstance(found, NestedCalls)
-        else "operators"
-        if found is captured.nodes
-        else _local_how(found)
-    )
-    note(CallRecord(name_of(func), ins, moves, tuple(outs) if not isinstance(outs, NestedCalls) else (), how))
+def _record_decision(func: TorchFunction, captured: Captured, plan: Plan, ins: tuple[Spec, ...]) -> None:
+    """Add the call to the record of decisions, if there is one."""
+    if recording():
+        moves = plan.moves if isinstance(plan, Step) else ()
+        note(CallRecord(name_of(func), ins, moves, result_specs(plan), _execution_of(plan, captured)))
 
 
-def _local_how(found: Any) -> str:
-    """Return the description of a call that runs on parts: the algorithm for attention, otherwise "local"."""
-    return found.context if isinstance(found, Step) and found.context in ("ring", "ulysses") else "local"
+def _execution_of(plan: Plan, captured: Captured) -> str:
+    """Return the description of the execution of a call, as `CallRecord.how` has it."""
+    match plan:
+        case None | RandomWhole():
+            return "whole"
+        case NestedCalls():
+            return "parts"
+        case Step(context="ring" | "ulysses" as algorithm):
+            return algorithm
+        case _:
+            return "operators" if plan is captured.nodes else "local"
 
 
 DistTensor._dispatch = staticmethod(dispatch)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..capture.call_capture import Captured, capture, taken_apart
+from meshwright.layout import Spec, TorchValue
+
+from ..autograd.intercepted_call import TorchFunction
+from ..capture.call_capture import Captured, taken_apart
 from ..conversion.local_parts import whole_local
 from ..core.absent_tensor import Absent
 from ..core.dist_tensor import DistTensor, Run
@@ -24,29 +26,32 @@ from ..planning.call_plan import is_written, unchanged
 from ..planning.decision_record import recording
 from ..planning.result_checks import ResultRequirements
 from ..torch_hooks import Operator, interception, list_kernel, modes_before_dispatch, operators_recorded
+from .captured_call import capture_call, input_specs
 from .run_plan import run_direct, run_graph
 
 PREFIX = "_foreach_"
 
 
-def is_of_lists(func: Any) -> bool:
+def is_of_lists(func: TorchFunction) -> bool:
     """True for `torch._foreach_*` and its operators."""
     return str(getattr(func, "__name__", "")).startswith(PREFIX)
 
 
-def plan_lists(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> tuple[Run, Captured | None]:
+def plan_lists(
+    func: TorchFunction, args: TorchValue, kwargs: TorchValue, tensors: Sequence[Tensor]
+) -> tuple[Run, Captured | None]:
     """Return the run of a function of lists, and the captured operators that it depends on, or None."""
-    captured = None if recording() else _captured(func, args, kwargs)
-    found = None if captured is None else _unchanged(captured, tensors)
-    if captured is not None and found is not None:
-        law = ResultRequirements(str(func.__name__), found, (None,) * len(found))
-        return run_direct(found, captured.out, args, kwargs, law), captured
-    if captured is not None and modes_before_dispatch():
-        return run_graph(captured), captured
-    return run_entries, None
+    captured = None if recording() else _entry_operators(func, args, kwargs)
+    if captured is None:
+        return run_entries, None
+    outs = _unchanged_specs(captured, tensors)
+    if outs is not None:
+        requirements = ResultRequirements(str(func.__name__), outs, (None,) * len(outs))
+        return run_direct(outs, captured.out, args, kwargs, requirements), captured
+    return (run_graph(captured), captured) if modes_before_dispatch() else (run_entries, None)
 
 
-def run_entries(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def run_entries(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Run torch's loop over the entries; each operator in it is a call of its own on distributed tensors.
 
     The loop sees meta tensors of global shape, because some loops ask whether an entry is empty. A tensor outside the
@@ -65,7 +70,7 @@ class _Loop:
     def __init__(self) -> None:
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def argument(self, value: Any) -> Any:
+    def argument(self, value: TorchValue) -> TorchValue:
         if isinstance(value, (list, tuple)):
             return [self.stand_in(v) if isinstance(v, Tensor) else v for v in value]
         return whole_local(value) if isinstance(value, DistTensor) and not value._away else value
@@ -78,7 +83,7 @@ class _Loop:
     def real(self, x: Tensor) -> Tensor:
         return self.known[id(x)][1] if id(x) in self.known else x
 
-    def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> TorchValue:
         kernel = list_kernel(op)
         if kernel is not None:
             with operators_recorded(lambda *_: None, self.run):
@@ -87,13 +92,13 @@ class _Loop:
         with interception():
             out = op(*args, **kwargs)
         shown = {id(x): meta for meta, x in self.known.values()}
-        return map_tensors(lambda x: shown.get(id(x)) if id(x) in shown else self.stand_in(x), out)
+        return map_tensors(lambda x: shown[id(x)] if id(x) in shown else self.stand_in(x), out)
 
 
-def _captured(func: Any, args: Any, kwargs: Any) -> Captured | None:
+def _entry_operators(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> Captured | None:
     """Return the operators of the loop, each of one tensor; None if the loop cannot be captured."""
     try:
-        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+        captured = capture_call(func, args, kwargs).captured
     except Exception:  # the loop raises the same error when it runs
         return None
     apart = taken_apart(captured) if len(captured.nodes) == 1 else None
@@ -102,11 +107,10 @@ def _captured(func: Any, args: Any, kwargs: Any) -> Captured | None:
     return replace(apart, out=captured.out)  # the kernel of an in-place operator returns nothing
 
 
-def _unchanged(captured: Captured, tensors: Sequence[Tensor]) -> Any:
+def _unchanged_specs(captured: Captured, tensors: Sequence[Tensor]) -> tuple[Spec, ...] | None:
     """Return the specs of the results if one local call is right, else None."""
     distributed = [t for t in tensors if isinstance(t, DistTensor)]
     mesh = distributed[0]._spec.mesh
     if any(isinstance(t, Absent) or t._viewing or t._spec.mesh is not mesh for t in distributed):
         return None
-    specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
-    return unchanged(captured, specs, mesh)
+    return unchanged(captured, input_specs(captured, tensors), mesh)

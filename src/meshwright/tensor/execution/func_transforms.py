@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from meshwright.layout import TorchValue
 
 from .._errors import OperationError, TraceError
+from ..autograd.intercepted_call import TorchFunction
 from ..conversion.local_parts import whole_spec
 from ..conversion.whole_call import WholeArgument, warn_ran_whole, whole_in_order
 from ..core.dist_tensor import DistTensor, as_part, signature
@@ -44,7 +46,7 @@ NAME = "torch.func"
 WHY = "its transforms see plain tensors"
 
 
-def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _observed(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return `func(*args, **kwargs)`, called inside a transform, a dispatch mode or a trace."""
     if func in DIRECT and transforming():
         return call_plain(func, types, args, kwargs or {})
@@ -58,7 +60,7 @@ def _observed(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return planned(func, types, args, kwargs, signature(func, args, kwargs))
 
 
-def _inside(func: Any, args: Any, kwargs: Any) -> Any:
+def _inside(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return `func(*args, **kwargs)`, called inside a transform, on whole, plain tensors."""
     wholes = _Wholes((args, kwargs))
     args, kwargs = map_tensors(wholes.plain, (args, kwargs))
@@ -67,7 +69,7 @@ def _inside(func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
+def _check_traced(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> None:
     """Raise TraceError inside a trace, which would record the local part of one rank."""
     tracer = "torch.jit.trace" if jit_tracing() else "make_fx" if graph_tracing() else None
     if tracer is None:
@@ -81,7 +83,7 @@ def _check_traced(func: Any, args: Any, kwargs: Any) -> None:
     )
 
 
-def _entering(x: Any) -> Any:
+def _entering(x: TorchValue) -> TorchValue:
     """Return a tensor as the input of a transform."""
     if not isinstance(x, DistTensor):
         return x
@@ -93,7 +95,7 @@ def _entering(x: Any) -> Any:
     return found.whole
 
 
-def _check_functional(x: Any) -> None:
+def _check_functional(x: object) -> None:
     """Raise OperationError for a distributed argument of `torch.func.functionalize`."""
     if isinstance(x, DistTensor):
         raise OperationError(
@@ -104,7 +106,7 @@ def _check_functional(x: Any) -> None:
         )
 
 
-def _check_scripted(module: Any) -> None:
+def _check_scripted(module: nn.Module) -> None:
     """Raise TraceError for a module with distributed parameters or buffers, before it becomes TorchScript."""
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(x, DistTensor):
@@ -116,7 +118,7 @@ def _check_scripted(module: Any) -> None:
             )
 
 
-def _scripted(own: Any, args: Any, kwargs: Any) -> Any:
+def _scripted(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the result of a TorchScript function on whole tensors; its C++ code would see local parts only."""
     script, *rest = args
     if not any(isinstance(t, DistTensor) for t in tensors_in((rest, kwargs))):
@@ -127,25 +129,32 @@ def _scripted(own: Any, args: Any, kwargs: Any) -> Any:
 class _Wholes:
     """Distributed tensors of a tree that a transformed function uses, with their whole values."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: TorchValue) -> None:
+        self.wholes: dict[int, Tensor] = {}
+        self.gathered: list[tuple[DistTensor, Tensor, int]] = []
         with transforms_paused():
-            found = {id(t): t for t in tensors_in(tree) if isinstance(t, DistTensor)}
-            arguments = {key: _argument(t) for key, t in found.items()}
-            self.known = {key: x.whole for key, x in arguments.items() if x is not None}
-            self.pairs = {key: (t, _whole(t)) for key, t in found.items() if key not in self.known}
-            self.versions = {key: version_of(w) for key, (_, w) in self.pairs.items()}
+            for t in tensors_in(tree):
+                if isinstance(t, DistTensor) and id(t) not in self.wholes:
+                    self._add(t)
         if _calls.open:
-            _calls.open[-1].used.extend(t for t, _ in self.pairs.values())
+            _calls.open[-1].used.extend(t for t, _, _ in self.gathered)
         warn_ran_whole(NAME, WHY)
 
-    def plain(self, t: Tensor) -> Tensor:
-        known = self.known.get(id(t))
-        return known if known is not None else self.pairs[id(t)][1] if id(t) in self.pairs else t
+    def _add(self, t: DistTensor) -> None:
+        argument = _argument(t)
+        if argument is not None:
+            self.wholes[id(t)] = argument.whole
+            return
+        whole = self.wholes[id(t)] = _whole(t)
+        self.gathered.append((t, whole, version_of(whole)))
 
-    def check(self, func: Any) -> None:
+    def plain(self, t: Tensor) -> Tensor:
+        return self.wholes.get(id(t), t)
+
+    def check(self, func: TorchFunction) -> None:
         """Raise OperationError if the call wrote to a tensor that has parts on other ranks."""
-        for key, (t, whole) in self.pairs.items():
-            if version_of(whole) != self.versions[key] and whole_spec(t._spec) is not t._spec:
+        for t, whole, version in self.gathered:
+            if version_of(whole) != version and whole_spec(t._spec) is not t._spec:
                 raise OperationError(
                     f"a write by {getattr(func, '__name__', func)} inside a transform of {NAME}",
                     repr(t._spec),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import ProcessMesh, Spec
+from meshwright.layout import ProcessMesh, Spec, TorchValue
 
 from .._errors import AbsentError
-from ..capture.call_capture import Captured, Node, autocast_dtype, capture
+from ..autograd.intercepted_call import TorchFunction
+from ..capture.call_capture import Captured, Node, autocast_dtype
 from ..capture.gradient_paths import Paths, gradient_paths
 from ..capture.metadata_check import check_meta_result
 from ..capture.trial_calls import dtypes_given
@@ -24,66 +25,77 @@ from ..core.absent_tensor import link, make_absent
 from ..core.dist_tensor import DistTensor, Run
 from ..core.function_names import name_of
 from ..core.tree import map_tensors, tensors_in
-from ..planning.call_plan import NestedCalls, RandomWhole, Step, is_constant, is_view_of_plain, is_written, plan_call
+from ..planning.call_plan import NestedCalls, is_constant, is_view_of_plain, is_written
 from ..torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
+from .captured_call import CapturedCall, Plan, capture_call, plan_captured, result_specs
 from .run_plan import run_graph, run_inline, run_plain
 
 
-def plan_outside(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Run:
+def plan_outside(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> Run:
     """Return a function that carries out `func` if no operand has elements, for these values of floats.
 
     Results have the same specs as on the mesh's ranks, and no elements. The dtypes of results under autocast and the
     default dtype are part of a plan here; on other ranks the local results have these dtypes.
     """
-    plans = {_dtype_settings(args, kwargs): _planned(func, args, kwargs, tensors)}
+    plans = {_dtype_settings(args, kwargs): _plan_for_settings(func, args, kwargs)}
 
-    def chosen(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def chosen(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         now = _dtype_settings(args, kwargs)
         if now not in plans:
-            plans[now] = _planned(func, args, kwargs or {}, list(tensors_in((args, kwargs))))
+            plans[now] = _plan_for_settings(func, args, kwargs or {})
         return plans[now](func, types, args, kwargs)
 
     return chosen
 
 
-def _dtype_settings(args: Any, kwargs: Any) -> tuple[torch.dtype | None, torch.dtype]:
+def _dtype_settings(args: TorchValue, kwargs: TorchValue) -> tuple[torch.dtype | None, torch.dtype]:
     return autocast_dtype(tensors_in((args, kwargs))), torch.get_default_dtype()
 
 
-def _planned(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Run:
-    like = next(t._spec for t in tensors if isinstance(t, DistTensor))
+def _plan_for_settings(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> Run:
+    mesh = _mesh_of(args, kwargs)
     try:
-        captured = capture(func, args, kwargs, lambda t: t._spec if isinstance(t, DistTensor) else None)
+        call = capture_call(func, args, kwargs)
     except Exception as error:
-        out = _of_zeros(func, args, kwargs)
-        if out is not None:
-            return lambda func, types, args, kwargs: _like(out, list(tensors_in((args, kwargs))), like)
-        return partial(_told, like.mesh, error)
+        shown = _result_of_zeros(func, args, kwargs)
+        return partial(_results_of_stage, mesh, error) if shown is None else partial(_results_like, shown, mesh)
+    captured = call.captured
     if is_constant(captured):
-        check_meta_result(func, args, kwargs, captured.out)
-        return lambda *_: captured.out
-    if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in tensors]):
+        out = captured.out
+        check_meta_result(func, args, kwargs, out)
+        return lambda *_: out
+    if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in call.tensors]):
         return run_plain
-    specs = {id(m): t._spec for m, t in zip(captured.inputs, tensors, strict=True) if isinstance(t, DistTensor)}
-    found = plan_call(captured, specs, like.mesh)
-    if isinstance(found, Captured):
-        captured, found = found, found.nodes
-    if isinstance(found, NestedCalls):
-        return run_inline(found, captured)
-    if found is not None and found is captured.nodes:
+    captured, plan = plan_captured(captured, call.specs, mesh)
+    if isinstance(plan, NestedCalls):
+        return run_inline(plan, captured)
+    if plan is not None and plan is captured.nodes:
         return run_graph(captured)
-    known: Any = found.outs if isinstance(found, (Step, RandomWhole)) else found
-    dtypes = None if autocast_dtype(tensors_in((args, kwargs))) is None else dtypes_given(func, args, kwargs)
-    paths = gradient_paths(func, args, kwargs)
-
-    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        _draw_along(captured)
-        return _without_elements(captured, list(tensors_in((args, kwargs))), like, known, dtypes, paths)
-
-    return run
+    return _RunWithoutElements(captured, _planned_specs(call, captured, plan, mesh), gradient_paths(func, args, kwargs))
 
 
-def _told(mesh: ProcessMesh, error: Exception, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _mesh_of(args: TorchValue, kwargs: TorchValue) -> ProcessMesh:
+    return next(t._spec.mesh for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
+
+
+def _planned_specs(call: CapturedCall, captured: Captured, plan: Plan, mesh: ProcessMesh) -> tuple[Spec, ...]:
+    """Return the specs of the results, with the dtypes of the current autocast."""
+    specs = result_specs(plan) or tuple(spec_of_whole(t, mesh) for t in tensors_in(captured.out))
+    in_autocast = autocast_dtype(call.tensors) is not None
+    dtypes = dtypes_given(call.func, call.args, call.kwargs) if in_autocast else None
+    if dtypes is None:
+        return specs
+    return tuple(s.with_dtype(dtype) for s, dtype in zip(specs, dtypes, strict=True))
+
+
+def _results_of_stage(
+    mesh: ProcessMesh,
+    error: Exception,
+    func: TorchFunction,
+    types: Sequence[type],
+    args: TorchValue,
+    kwargs: TorchValue,
+) -> TorchValue:
     """Return the results of a call that depend on values; in a pipeline the stage that holds the values sends them."""
     tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
     if stages_of([mesh]) is None:
@@ -96,16 +108,13 @@ def _told(mesh: ProcessMesh, error: Exception, func: Any, types: Any, args: Any,
     with torch.no_grad():
         values = {id(t): gather_everywhere(t.detach()) for t in tensors}
         with no_interception():
-            out = func(*_valued(args, values), **_valued(kwargs or {}, values))
+            args, kwargs = map_tensors(lambda t: values.get(id(t), t), (args, kwargs or {}))
+            out = func(*args, **kwargs)
     written = written_by(name_of(func), tensors)
     if written is not None:
         link(written, tensors)
         return written if any(out is x for x in values.values()) else out
-    return _like(out, tensors, tensors[0]._spec)
-
-
-def _valued(tree: Any, values: Mapping[int, Tensor]) -> Any:
-    return map_tensors(lambda t: values.get(id(t), t), tree)
+    return _without_elements(out, tensors, tensors[0]._spec.mesh)
 
 
 def sharing_result(mesh: ProcessMesh, run: Run) -> Run:
@@ -115,30 +124,43 @@ def sharing_result(mesh: ProcessMesh, run: Run) -> Run:
     """
     known: list[bool] = []
 
-    def told(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def sharing(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         if mesh.size < current_communicator().size and stages_of([mesh]) is not None:
             if not known:
-                known.append(_of_zeros(func, args, kwargs) is not None)
-            for t in tensors_in((args, kwargs)) if not known[0] else ():
-                if isinstance(t, DistTensor):
-                    gather_everywhere(t.detach())
+                known.append(_result_of_zeros(func, args, kwargs) is not None)
+            if not known[0]:
+                _send_operands(args, kwargs)
         return run(func, types, args, kwargs)
 
-    return told
+    return sharing
 
 
-def _of_zeros(func: Any, args: Any, kwargs: Any) -> Any:
+def _send_operands(args: TorchValue, kwargs: TorchValue) -> None:
+    for t in tensors_in((args, kwargs)):
+        if isinstance(t, DistTensor):
+            gather_everywhere(t.detach())
+
+
+def _result_of_zeros(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the result of `func` for operands of zeros, for shapes that torch does not know without numbers.
 
     None if that fails too, if shapes depend on numbers, and if the function draws or writes.
     """
-    found = [_of_fill(torch.zeros, func, args, kwargs)]
-    found += [_of_fill(torch.ones, func, args, kwargs)] if found[0] is not None else []
-    shapes = [None if out is None else [t.shape for t in tensors_in(out)] for out in found]
-    return found[0] if shapes[0] == shapes[-1] else None
+    zeros = _result_of_filled(torch.zeros, func, args, kwargs)
+    if zeros is None:
+        return None
+    ones = _result_of_filled(torch.ones, func, args, kwargs)
+    return zeros if ones is not None and _shapes_in(zeros) == _shapes_in(ones) else None
 
 
-def _of_fill(fill: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _shapes_in(tree: TorchValue) -> list[torch.Size]:
+    return [t.shape for t in tensors_in(tree)]
+
+
+def _result_of_filled(
+    fill: Callable[..., Tensor], func: TorchFunction, args: TorchValue, kwargs: TorchValue
+) -> TorchValue:
+    """Return the result of `func` if `fill` makes its distributed operands; None if it fails, draws or writes."""
     nodes: list[Node] = []
 
     def filled(x: Tensor) -> Tensor:
@@ -151,44 +173,56 @@ def _of_fill(fill: Any, func: Any, args: Any, kwargs: Any) -> Any:
                 out = func(*given[0], **given[1])
         except Exception:  # torch refuses zeros, in many ways
             return None
-    unknown = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, seeded_tag)
-    if any(is_written(n.op) or any(tag in n.op.tags for tag in unknown) for n in nodes):
-        return None
-    return out
+    unknown = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, seeded_tag}
+    return None if any(is_written(n.op) or unknown.intersection(n.op.tags) for n in nodes) else out
 
 
-def _like(out: Any, tensors: Sequence[Tensor], like: Spec) -> Any:
+def _results_like(
+    shown: TorchValue,
+    mesh: ProcessMesh,
+    func: TorchFunction,
+    types: Sequence[type],
+    args: TorchValue,
+    kwargs: TorchValue,
+) -> TorchValue:
+    """Return results with the shapes of those shown, without elements."""
+    return _without_elements(shown, list(tensors_in((args, kwargs))), mesh)
+
+
+def _without_elements(out: TorchValue, tensors: Sequence[Tensor], mesh: ProcessMesh) -> TorchValue:
     """Return tensors with the shapes of `out` without elements, replicated on the mesh.
 
     Results of whole tensors have this layout too.
     """
-    specs = [spec_of_whole(t, like.mesh) for t in tensors_in(out)]
+    specs = [spec_of_whole(t, mesh) for t in tensors_in(out)]
     made = iter(make_absent(specs, tensors))
     return map_tensors(lambda _: next(made), out)
 
 
-def _without_elements(
-    captured: Captured,
-    tensors: Sequence[Tensor],
-    like: Spec,
-    known: Sequence[Spec] | None,
-    dtypes: Sequence[torch.dtype] | None,
-    paths: Paths | None,
-) -> Any:
-    results = list(tensors_in(captured.out))
-    specs = list(known or [spec_of_whole(t, like.mesh) for t in results])
-    if dtypes is not None:
-        specs = [s.with_dtype(dtype) for s, dtype in zip(specs, dtypes, strict=True)]
-    real: dict[int, Tensor] = {id(m): t for m, t in zip(captured.inputs, tensors, strict=True)}
-    for t in results:
-        if id(t) in real and any(is_written(node.op) for node in captured.nodes):  # not x.to(x.dtype)
-            link(real[id(t)], tensors)
-    new = [at for at, t in enumerate(results) if id(t) not in real]
-    real |= {id(results[at]): made for at, made in _made_behind(new, specs, tensors, paths)}
-    return map_tensors(lambda t: real[id(t)], captured.out)
+@dataclass(frozen=True, slots=True)
+class _RunWithoutElements:
+    """The run of a planned call: results with these specs and without elements, behind their operands for autograd."""
+
+    captured: Captured
+    outs: tuple[Spec, ...]
+    paths: Paths | None
+
+    def __call__(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        _draw_along(self.captured)
+        tensors = list(tensors_in((args, kwargs)))
+        results = list(tensors_in(self.captured.out))
+        real = {id(meta): t for meta, t in zip(self.captured.inputs, tensors, strict=True)}
+        if any(is_written(node.op) for node in self.captured.nodes):  # not x.to(x.dtype)
+            for meta in results:
+                if id(meta) in real:
+                    link(real[id(meta)], tensors)
+        new = [at for at, meta in enumerate(results) if id(meta) not in real]
+        for at, result in _results_behind(new, self.outs, tensors, self.paths):
+            real[id(results[at])] = result
+        return map_tensors(lambda meta: real[id(meta)], self.captured.out)
 
 
-def _made_behind(
+def _results_behind(
     places: Sequence[int], specs: Sequence[Spec], tensors: Sequence[Tensor], paths: Paths | None
 ) -> list[tuple[int, Tensor]]:
     """Return the results at `places` without elements, each computed from the operands that it has a gradient for.
@@ -196,14 +230,19 @@ def _made_behind(
     Results with the same operands have one node of the autograd graph. Without `paths`, all results depend on all
     operands.
     """
-    groups: dict[Any, list[int]] = {}
+    groups: dict[frozenset[int] | None, list[int]] = {}
     for at in places:
         groups.setdefault(None if paths is None else paths[at], []).append(at)
     found: list[tuple[int, Tensor]] = []
     for path, group in groups.items():
-        inputs = [t if path is None or n in path or not t.requires_grad else t.detach() for n, t in enumerate(tensors)]
+        inputs = tensors if path is None else _with_gradients(tensors, path)
         found += zip(group, make_absent([specs[at] for at in group], inputs), strict=True)
     return found
+
+
+def _with_gradients(tensors: Sequence[Tensor], path: frozenset[int]) -> list[Tensor]:
+    """Return the tensors, of which only those at the indices in `path` get gradients."""
+    return [t if at in path or not t.requires_grad else t.detach() for at, t in enumerate(tensors)]
 
 
 def _draw_along(captured: Captured) -> None:
@@ -211,14 +250,11 @@ def _draw_along(captured: Captured) -> None:
     for node in captured.nodes:
         if seeded_tag in node.op.tags:
             with no_interception(), torch.no_grad():
-                node.op(
-                    *map_tensors(_halves, node.args), **{k: map_tensors(_halves, v) for k, v in node.kwargs.items()}
-                )
+                args, kwargs = map_tensors(_filled_with_halves, (node.args, node.kwargs))
+                node.op(*args, **kwargs)
 
 
-def _halves(meta: Tensor) -> Tensor:
-    return (
-        torch.full(meta.shape, 0.5, dtype=meta.dtype)
-        if meta.is_floating_point()
-        else torch.ones_like(meta, device="cpu")
-    )
+def _filled_with_halves(meta: Tensor) -> Tensor:
+    if meta.is_floating_point():
+        return torch.full(meta.shape, 0.5, dtype=meta.dtype)
+    return torch.ones_like(meta, device="cpu")

@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Product, Spec
+from meshwright.layout import Product, Spec, TorchValue
 
+from ..autograd.intercepted_call import named_arguments
 from ..torch_hooks import FakeTensor
 
 Key = tuple[int, int]
@@ -87,9 +87,9 @@ class Distribution:
     counts: bool = False
     below: bool = False
 
-    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def values(self, args: Sequence[float], kwargs: Mapping[str, TorchValue]) -> list[float]:
         """Return the values of the parameters in a call; other entries of `kwargs` are ignored."""
-        given = dict(zip(self.parameters, args, strict=False)) | dict(kwargs)
+        given = named_arguments(self.parameters, args, kwargs)
         return [given.get(name, default) for name, default in self.parameters.items()]
 
 
@@ -132,7 +132,7 @@ def is_counted(name: str, dtype: torch.dtype) -> bool:
 # --- the numbers of a part ---------------------------------------------------------------------------------------
 
 
-def counted(name: str, values: Sequence[Any], key: Key, spec: Spec, rank: int, device: torch.device) -> Tensor:
+def counted(name: str, values: Sequence[float], key: Key, spec: Spec, rank: int, device: torch.device) -> Tensor:
     """Return the part of `rank` under `spec` of a tensor drawn from a distribution.
 
     Pending terms of `spec` are ignored.
@@ -160,7 +160,7 @@ class Counted:
     """An operator from the 64 bits of the key to the caller's part of a drawn tensor."""
 
     name: str
-    values: tuple[Any, ...]
+    values: tuple[float, ...]
     spec: Spec
     device: torch.device
 

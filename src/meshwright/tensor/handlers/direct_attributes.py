@@ -12,9 +12,13 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..autograd.graph_node import grad_fn
+from meshwright.layout import TorchValue
+
+from ..autograd.graph_node import GraphNode, grad_fn
+from ..autograd.intercepted_call import TorchFunction
 from ..core.absent_tensor import FakeAbsent
 from ..core.dist_tensor import DistTensor, FakeDistTensor
 from ..torch_hooks import (
@@ -32,8 +36,8 @@ from ..views.view_history import answer_for_views
 
 _T: Any = Tensor
 _TYPES = (DistTensor,)
-_DETACH: Any = Tensor.detach
-_NOTHING: dict[str, Any] = {}
+_DETACH: TorchFunction = Tensor.detach
+_NOTHING: dict[str, TorchValue] = {}
 
 LOCAL = [
     "device", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
@@ -48,7 +52,7 @@ def _of_part(name: str) -> property:
     own = getattr(_T, name)
     get = own.__get__
 
-    def answer(x: DistTensor) -> Any:
+    def answer(x: DistTensor) -> TorchValue:
         return call_plain(get, _TYPES, (x,), _NOTHING)
 
     return property(answer, own.__set__)
@@ -57,13 +61,13 @@ def _of_part(name: str) -> property:
 def _called(own: Callable[[Tensor], Any]) -> Callable[[DistTensor], Any]:
     """Return a function that calls the method on the local part."""
 
-    def answer(x: DistTensor) -> Any:
+    def answer(x: DistTensor) -> TorchValue:
         return call_plain(own, _TYPES, (x,), _NOTHING)
 
     return answer
 
 
-def _size(x: DistTensor, dim: Any = None) -> Any:
+def _size(x: DistTensor, dim: int | None = None) -> torch.Size | int:
     if interception_on() and (backward_running() == -1 or not seen_below_autograd()):
         return x._spec.shape if dim is None else x._spec.shape[dim]
     return call_plain(_T.size, _TYPES, (x, dim), _NOTHING)
@@ -99,7 +103,7 @@ def _element_size(x: DistTensor) -> int:
     return x._spec.dtype.itemsize
 
 
-def _grad_fn(x: DistTensor) -> Any:
+def _grad_fn(x: DistTensor) -> GraphNode | None:
     return grad_fn(_T.grad_fn.__get__, _TYPES, (x,), _NOTHING)
 
 
@@ -117,17 +121,17 @@ def _detach(x: DistTensor) -> Tensor:
         or function_modes()
     ):
         return Tensor.detach(x)
-    out: Any = call_plain(_DETACH, _TYPES, (x,), _NOTHING)
+    out: TorchValue = call_plain(_DETACH, _TYPES, (x,), _NOTHING)
     out.__class__ = DistTensor
     out._spec = x._spec
     return out
 
 
-def _unasked(own: Callable[..., Any]) -> Callable[..., Any]:
+def _unasked(own: Callable[..., TorchValue]) -> Callable[..., TorchValue]:
     """Return the method without the Python code around it that looks for overrides, which takes 1.5 us."""
 
     @wraps(own)
-    def method(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def method(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         if interception_on() and not function_modes():
             return DistTensor.__torch_function__(own, _TYPES, (x, *args), kwargs)
         return own(x, *args, **kwargs)
@@ -135,7 +139,7 @@ def _unasked(own: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-ANSWERS: dict[str, Any] = {
+ANSWERS: dict[str, object] = {
     "dtype": property(attrgetter("_spec.dtype")),
     "itemsize": property(attrgetter("_spec.dtype.itemsize")),
     "ndim": property(_dim),

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
+from ..autograd.intercepted_call import TorchFunction
 from ..core.handler_registry import handles
 
 
 @handles(torch.broadcast_tensors, torch.ops.aten.broadcast_tensors.default)
-def _broadcast_tensors(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _broadcast_tensors(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     tensors = args[0] if len(args) == 1 and not isinstance(args[0], Tensor) else args
     shape = torch.broadcast_shapes(*[t.shape for t in tensors])
     return tuple(t if t.shape == shape else t.expand(shape) for t in tensors)
 
 
 @handles(Tensor.__getitem__, Tensor.__setitem__)
-def _listed_index(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _listed_index(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Replace lists of integers among the indices by tensors.
 
     torch would make these tensors in C++, where their values are not recorded.
@@ -29,5 +32,5 @@ def _listed_index(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return func(args[0], tuple(torch.tensor(i) if _is_whole_numbers(i) else i for i in index), *args[2:])
 
 
-def _is_whole_numbers(x: Any) -> bool:
+def _is_whole_numbers(x: TorchValue) -> bool:
     return isinstance(x, list) and bool(x) and all(type(n) is int or _is_whole_numbers(n) for n in x)

@@ -6,14 +6,16 @@ call, unless every rank holds the whole value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import whole_of
+from meshwright.layout import TorchValue, whole_of
 
 from .._errors import MemoryAccessError
+from ..autograd.intercepted_call import TorchFunction
 from ..conversion.local_parts import write_into
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, plain_view
@@ -26,32 +28,32 @@ _T: Any = Tensor
 """Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""
 
 
-def _present(*names: str) -> list[Any]:
+def _present(*names: str) -> list[TorchFunction]:
     """Return the members of `Tensor` with these names that this release of torch has."""
     return [getattr(Tensor, name) for name in names if hasattr(Tensor, name)]
 
 
 @handles(*_present("data_ptr", "const_data_ptr", "__dlpack_device__", "is_set_to"), _T.__cuda_array_interface__.__get__)
-def _of_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _of_memory(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     args, kwargs = map_tensors(memory_of, (args, kwargs))
     with no_interception():
         return func(*args, **kwargs)
 
 
 @handles(Tensor.storage_offset)
-def _storage_offset(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _storage_offset(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the offset in the memory of the whole tensor."""
     x = args[0]
     return call_plain(func, types, args, kwargs) if holds_whole(x) else offset_of(x)
 
 
 @handles(Tensor.untyped_storage)
-def _untyped_storage(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _untyped_storage(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     return storage_of(args[0])
 
 
 @handles(*_present("storage", "mutable_data_ptr"))
-def _writable_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _writable_memory(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     x = args[0]
     if holds_whole(x):
         return call_plain(func, types, args, kwargs)
@@ -63,7 +65,7 @@ def _writable_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _typed_storage(self: DistTensor) -> Any:
+def _typed_storage(self: DistTensor) -> TorchValue:
     """Return the typed storage, for torch's own Python code, which requests it with interception off."""
     if interception_on() and not holds_whole(self):
         raise refusal("a typed storage", self, "call x.untyped_storage() to read the whole memory")
@@ -74,13 +76,13 @@ DistTensor._typed_storage = _typed_storage
 
 
 @handles(Tensor.type, Tensor.storage_type)
-def _type(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _type(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the type name of the part, which the whole tensor shares; a call that casts is an operation."""
     return NotImplemented if len(args) > 1 or kwargs else call_plain(func, types, args, kwargs)
 
 
 @handles(Tensor.numpy, Tensor.__array__)
-def _numpy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _numpy(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the whole tensor as an array; a gathered array is a copy, so it is read-only."""
     x = args[0]
     if holds_whole(x):
@@ -100,7 +102,7 @@ def _in_memory_order(x: DistTensor) -> Tensor:
 
 
 @handles(Tensor.__dlpack__)
-def _dlpack(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _dlpack(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Export the memory, or a copy if the caller requests one; a write to a gathered tensor would be lost."""
     x = args[0]
     if holds_whole(x):
@@ -116,13 +118,13 @@ def _dlpack(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return func(whole, *args[1:], **kwargs)
 
 
-def _locally(func: Any, x: DistTensor, args: Any, kwargs: Any) -> Any:
+def _locally(func: TorchFunction, x: DistTensor, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     with no_interception():
         return func(plain_view(x), *args[1:], **kwargs)
 
 
 @handles(*_present("apply_", "map_", "map2_"))
-def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _elementwise(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Call a Python function on each element of the whole tensor, since the function may keep a state."""
     x = args[0]
     if not isinstance(x, DistTensor):
@@ -136,7 +138,7 @@ def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(*_present("resize_", "resize_as_"))
-def _new_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _new_memory(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Resize a plain tensor; raise MemoryAccessError if a part would need memory of another size."""
     x, given = args[0], (*args[1:], *kwargs.values())
     shape = given[0].shape if func == Tensor.resize_as_ else tuple(int(n) for n in _flat(args[1:]))
@@ -148,13 +150,13 @@ def _new_memory(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(*_present("_view_func", "_view_func_unsafe", "_rev_view_func_unsafe"))
-def _view_again(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _view_again(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Raise MemoryAccessError: autograd would repeat the view with the sizes of parts."""
     some = next(a for a in args if isinstance(a, DistTensor))
     raise refusal(f"Tensor.{func.__name__}", some, "repeat the call that made the view on the other tensor")
 
 
-def _flat(shape: Any) -> Any:
+def _flat(shape: TorchValue) -> TorchValue:
     return shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
 
 

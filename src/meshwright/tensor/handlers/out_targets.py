@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
 from .._errors import OperationError
+from ..autograd.intercepted_call import TorchFunction
 from ..conversion.local_parts import whole_local
 from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import Operator, parameters_of, written_arguments
 
 
-def targets_in(func: Any, kwargs: dict[str, Any]) -> list[str]:
+def targets_in(func: TorchFunction, kwargs: dict[str, TorchValue]) -> list[str]:
     """Return the names of the given keyword arguments that only receive results; empty if they hold no tensor."""
     if not kwargs:
         return []
@@ -29,7 +31,9 @@ def _targets_of(op: Operator) -> list[str]:
     return [a.name for a in written_arguments(op) if a.kwarg_only]
 
 
-def into_targets(func: Any, args: Any, kwargs: dict[str, Any], names: Sequence[str]) -> Any:
+def into_targets(
+    func: TorchFunction, args: TorchValue, kwargs: dict[str, TorchValue], names: Sequence[str]
+) -> TorchValue:
     """Write the results of the call without `out=` into the targets; NotImplemented if the call itself has to run.
 
     A plain target of another shape is resized, as on one device. Raises OperationError if a distributed target has
@@ -54,7 +58,7 @@ def into_targets(func: Any, args: Any, kwargs: dict[str, Any], names: Sequence[s
     return map_tensors(lambda _: next(left), new)
 
 
-def _without_targets(func: Any) -> Callable[..., Any] | None:
+def _without_targets(func: TorchFunction) -> Callable[..., TorchValue] | None:
     """Return the function that computes the results alone; None if there is none."""
     if _is_private(func):
         return None
@@ -68,12 +72,12 @@ def _without_targets(func: Any) -> Callable[..., Any] | None:
     return next((o for o in overloads if parameters_of(o) == wanted and not written_arguments(o)), None)
 
 
-def _is_private(func: Any) -> bool:
+def _is_private(func: TorchFunction) -> bool:
     """True for torch's internal functions: some, like `_compute_linear_combination`, add to the target's value."""
     return _name(func).startswith("_") and not _name(func).startswith("_foreach_")
 
 
-def _defaults(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _defaults(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> dict[str, TorchValue]:
     """Return the defaults of omitted arguments: the operator that computes the results may have no defaults."""
     if not isinstance(func, Operator):
         return {}
@@ -81,7 +85,7 @@ def _defaults(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {a.name: a.default_value for a in left if a.name not in kwargs and a.has_default_value()}
 
 
-def _gives_nothing(func: Any, target: Any) -> bool:
+def _gives_nothing(func: TorchFunction, target: TorchValue) -> bool:
     """True for an operator without results, such as those that fill a list of tensors."""
     if isinstance(func, Operator):
         return not func._schema.returns
@@ -110,7 +114,7 @@ def _resize(target: Tensor, result: Tensor) -> None:
         target.as_strided_(result.shape, result._spec.full_strides)
 
 
-def _check_shapes(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+def _check_shapes(func: TorchFunction, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     for target, result in zip(targets, results, strict=True):
         if target.shape != result.shape and isinstance(target, DistTensor):
             raise OperationError(
@@ -121,7 +125,7 @@ def _check_shapes(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor
             )
 
 
-def _check_gradients(func: Any, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+def _check_gradients(func: TorchFunction, targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     """Raise the error that torch raises on one device."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*targets, *results)):
         raise RuntimeError(
@@ -130,5 +134,5 @@ def _check_gradients(func: Any, targets: Sequence[Tensor], results: Sequence[Ten
         )
 
 
-def _name(func: Any) -> str:
+def _name(func: TorchFunction) -> str:
     return str(getattr(func, "__name__", func))

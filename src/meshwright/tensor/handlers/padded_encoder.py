@@ -8,14 +8,20 @@ zero.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.layout import TorchValue
+
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, FakeDistTensor
 from ..torch_hooks import intercept_encoders, interception_on, no_interception
+
+Forward: TypeAlias = Callable[..., Tensor]
+"""The method `forward` of `nn.TransformerEncoder`."""
 
 
 class _Reached(Exception):
@@ -29,10 +35,10 @@ class _Reached(Exception):
 class _StandIn:
     """A module whose tensors are plain and empty; the first call of a layer raises `_Reached`."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> TorchValue:
         found = getattr(self._module, name)
         if isinstance(found, Tensor):
             with no_interception():
@@ -41,7 +47,7 @@ class _StandIn:
             return [_StandIn(layer) for layer in found]
         return _StandIn(found) if isinstance(found, nn.Module) else found
 
-    def __call__(self, x: Tensor, **kwargs: Any) -> Tensor:
+    def __call__(self, x: Tensor, **kwargs: TorchValue) -> Tensor:
         raise _Reached(x.is_nested)
 
 
@@ -53,11 +59,11 @@ class _WithoutNorm:
     def __init__(self, encoder: nn.TransformerEncoder) -> None:
         self._encoder = encoder
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> TorchValue:
         return getattr(self._encoder, name)
 
 
-def _packs(own: Any, encoder: nn.TransformerEncoder, src: Tensor, mask: Any, padding: Tensor) -> bool:
+def _packs(own: Forward, encoder: nn.TransformerEncoder, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:
     """True if the encoder would pack the sequences on one device."""
     with no_interception():
         wants = src.requires_grad
@@ -74,7 +80,14 @@ def _is_distributed(encoder: nn.TransformerEncoder, src: Tensor, padding: Tensor
     return any(isinstance(t, DistTensor) and not isinstance(t, FakeDistTensor) for t in tensors)
 
 
-def _encode(own: Any, encoder: nn.TransformerEncoder, src: Tensor, mask: Any, padding: Any, is_causal: Any) -> Tensor:
+def _encode(
+    own: Forward,
+    encoder: nn.TransformerEncoder,
+    src: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool | None,
+) -> Tensor:
     if padding is None or encoder.training or not interception_on() or not _is_distributed(encoder, src, padding):
         return own(encoder, src, mask, padding, is_causal)
     with torch.no_grad():

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Layout, Spec, is_contiguous
+from meshwright.layout import Layout, Spec, TorchValue, is_contiguous
 
 from .._errors import RandomSourceError
+from ..autograd.intercepted_call import TorchFunction, argument_at, named_arguments
 from ..conversion.convert import arranged, convert_local
 from ..conversion.local_parts import is_empty, spec_of_whole
 from ..core.absent_tensor import make_absent
@@ -63,9 +64,9 @@ class Draw:
     """
 
     name: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    like: Mapping[str, Any] | None = None
+    args: tuple[TorchValue, ...] = ()
+    kwargs: Mapping[str, TorchValue] = field(default_factory=dict[str, TorchValue])
+    like: Mapping[str, TorchValue] | None = None
 
     def empty(self, x: Tensor) -> Tensor:
         """Return the tensor to fill, with the shape and the memory format of `x`."""
@@ -123,7 +124,7 @@ def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dt
     return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
 
 
-def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def fill_random(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Fill a tensor by `x.normal_()` and similar methods; its old values do not matter."""
     x, *rest = args
     if not isinstance(x, DistTensor) or any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
@@ -135,7 +136,7 @@ def fill_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return x
 
 
-_LIKE: dict[Any, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+_LIKE: dict[TorchFunction, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     torch.rand_like: ("uniform_", (), ("default",)),
     torch.randn_like: ("normal_", (), ("default",)),
     torch.randint_like: ("random_", ("low", "high"), ("default", "low_dtype")),
@@ -152,7 +153,7 @@ LIKE = {
 """Function or operator → the method that fills its result, and the parameters before those of `empty_like`."""
 
 
-def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def like_random(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the result of `torch.rand_like(x)` and similar functions; only the shape of `x` matters."""
     x, draw = _like_draw(func, args, dict(kwargs))
     if not isinstance(x, DistTensor):
@@ -163,7 +164,7 @@ def like_random(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return make_absent([spec], [x])[0] if x._away else as_part(local, spec)
 
 
-def _like_draw(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw]:
+def _like_draw(func: TorchFunction, args: TorchValue, kwargs: dict[str, TorchValue]) -> tuple[TorchValue, Draw]:
     """Return the tensor that the result is like, and the draw of the call."""
     name, parameters = LIKE[func]
     x = args[0] if args else kwargs.pop("input")
@@ -174,9 +175,9 @@ def _like_draw(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Draw]
     return x, Draw(name, tuple(bounds), {"generator": generator} if generator is not None else {}, kwargs)
 
 
-def dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def dropout(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Apply dropout by a mask; pending terms are reduced first, since each element is dropped once."""
-    x = args[0] if args else kwargs.get("input")
+    x = argument_at(args, kwargs, 0, "input")
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     if not isinstance(x, DistTensor) or not 0 <= p < 1:
         return NotImplemented
@@ -201,12 +202,11 @@ def _joined(spec: Spec) -> Spec:
     return spec.with_layout(replace(spec.layout, partial=())).with_strides(spec.new.strides)
 
 
-def dropout_arguments(rest: Any, kwargs: Any) -> tuple[float, bool, bool]:
+def dropout_arguments(rest: Sequence[TorchValue], kwargs: TorchValue) -> tuple[float, bool, bool]:
     """Return the dropped fraction, whether the call drops anything, and whether in place.
 
     `rest` are the positional arguments after the first one.
     """
-    p = rest[0] if rest else kwargs.get("p", 0.5)
-    train = rest[1] if len(rest) > 1 else kwargs.get("training", kwargs.get("train", True))
-    inplace = rest[2] if len(rest) > 2 else kwargs.get("inplace", False)
-    return float(p), bool(train), bool(inplace)
+    given = named_arguments(("p", "train", "inplace"), rest, kwargs)
+    train = given.get("training", given.get("train", True))
+    return float(given.get("p", 0.5)), bool(train), bool(given.get("inplace", False))

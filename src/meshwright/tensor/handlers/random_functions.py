@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import init
 
+from meshwright.layout import TorchValue
+
+from ..autograd.intercepted_call import TorchFunction, argument_at, named_arguments
 from ..capture.call_capture import autocast_dtype
 from ..conversion.local_parts import is_empty
 from ..core.handler_registry import handles
+from ..torch_hooks import OperatorPacket
 from .random_draws import LIKE, dropout, dropout_arguments, fill_random, like_random
 
 _FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "bernoulli_"]
-_FILLING: list[Any] = [getattr(torch.ops.aten, n) for n in _FILLS]
+_FILLING: list[OperatorPacket] = [getattr(torch.ops.aten, n) for n in _FILLS]
 _WITHOUT_TENSORS = [getattr(op, o) for op in _FILLING for o in op.overloads() if not o.endswith(("out", "Tensor"))]
 handles(*[getattr(Tensor, n) for n in _FILLS], *_WITHOUT_TENSORS)(fill_random)
 
 
 @handles(init.uniform_, init.normal_, init.constant_)
-def _initialise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _initialise(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Initialise a tensor by its own method.
 
     Functions of `nn.init` inspect the tensor before they turn gradients off.
     """
     names = {"uniform_": ("a", "b"), "normal_": ("mean", "std"), "constant_": ("val",)}[func.__name__]
-    given = dict(zip(("tensor", *names), args, strict=False)) | kwargs
+    given = named_arguments(("tensor", *names), args, kwargs)
     x = given.pop("tensor")
     fill = {"uniform_": x.uniform_, "normal_": x.normal_, "constant_": x.fill_}[func.__name__]
     defaults = {"a": 0.0, "b": 1.0, "mean": 0.0, "std": 1.0}
@@ -36,9 +40,9 @@ def _initialise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(init.kaiming_uniform_)
-def _initialise_kaiming(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _initialise_kaiming(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     names = ("tensor", "a", "mode", "nonlinearity", "generator")
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = named_arguments(names, args, kwargs)
     x, mode = given["tensor"], given.get("mode", "fan_in")
     fans = dict(zip(("fan_in", "fan_out"), init._calculate_fan_in_and_fan_out(x), strict=True))
     gain = init.calculate_gain(given.get("nonlinearity", "leaky_relu"), given.get("a", 0))
@@ -55,9 +59,9 @@ _WITH_BATCH = {F.dropout1d: 3, F.dropout3d: 5}
 
 
 @handles(F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout, torch.ops.aten.feature_dropout.default)
-def _drop_features(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _drop_features(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Drop whole channels, with a mask of one number for each."""
-    x = args[0] if args else kwargs["input"]
+    x = argument_at(args, kwargs, 0, "input")
     p, train, inplace = dropout_arguments(args[1:], kwargs)
     channels = 2 if x.dim() == _WITH_BATCH.get(func, x.dim()) else 1
     refused = x.dim() < channels or (func is F.dropout1d and x.dim() not in (2, 3))
@@ -72,12 +76,14 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 @handles(F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
-def _attention_with_dropout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _attention_with_dropout(
+    func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue
+) -> TorchValue:
     """Compute attention with dropout by single operators, as torch does on a CPU.
 
     Each operator is then sharded by its own rule.
     """
-    given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
+    given = named_arguments(_ATTENTION, args, kwargs)
     if not (given.get("dropout_p") or 0) > 0:
         return NotImplemented
     q, k, v = (given[name] for name in _ATTENTION[:3])
@@ -96,7 +102,7 @@ def _attention_with_dropout(func: Any, types: Any, args: Any, kwargs: Any) -> An
         return (F.dropout(weights, given["dropout_p"]) @ v).to(dtype)
 
 
-def _masked(scores: Tensor, given: dict[str, Any]) -> Tensor:
+def _masked(scores: Tensor, given: dict[str, TorchValue]) -> Tensor:
     mask = given.get("attn_mask")
     if given.get("is_causal"):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

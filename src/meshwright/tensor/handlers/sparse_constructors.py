@@ -7,17 +7,18 @@ the whole tensor without calling `__torch_function__`, so each constructor is wr
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from meshwright.layout import TorchValue
+
+from ..autograd.intercepted_call import TorchFunction
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import offer_call
 
 
-def _of_wholes(own: Any, args: Any, kwargs: Any) -> Any:
+def _of_wholes(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return `own(*args, **kwargs)` of whole values; NotImplemented if no argument is distributed."""
     if not any(isinstance(t, DistTensor) for t in tensors_in((args, kwargs))):
         return NotImplemented

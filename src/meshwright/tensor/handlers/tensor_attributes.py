@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import swap_tensors
 
-from meshwright.layout import Layout, Product, Spec
+from meshwright.layout import Layout, Product, Spec, TorchValue
 
 from .._errors import MemoryAccessError, OperationError
 from ..autograd.assigned_gradients import has_assigned
+from ..autograd.intercepted_call import TorchFunction, argument_at
 from ..conversion.convert import arranged, convert_local
 from ..conversion.local_parts import spec_of, whole_local, whole_spec, write_into
 from ..conversion.pending_gradients import flush
@@ -25,6 +27,7 @@ from ..core.handler_registry import handles
 from ..core.tree import map_tensors
 from ..core.write_counts import note_counter, version_of
 from ..torch_hooks import (
+    OperatorPacket,
     call_plain,
     interception_on,
     no_interception,
@@ -45,7 +48,7 @@ _LOCAL = [
     "_post_accumulate_grad_hooks", "names", "is_vulkan", "is_xla", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr",
     "dtype", "volatile", "_cdata", "name", "is_hpu",
 ]  # fmt: skip
-_LOCAL_CALLS: list[Any] = [
+_LOCAL_CALLS: list[TorchFunction] = [
     Tensor.requires_grad_, Tensor.is_inference, Tensor.is_shared, Tensor.get_device, Tensor.retain_grad,
     Tensor.is_pinned, Tensor.__hash__, torch.is_grad_enabled, same_kind,
     Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_neg,
@@ -54,41 +57,38 @@ _LOCAL_CALLS: list[Any] = [
 
 @handles(
     *[getattr(Tensor, n).__get__ for n in _LOCAL if hasattr(Tensor, n)],
-    *[
-        getattr(Tensor, n).__set__
-        for n in ("requires_grad", "_backward_hooks")
-        if hasattr(getattr(Tensor, n), "__set__")
-    ],
+    *(_T.requires_grad.__set__, _T._backward_hooks.__set__),
     *_LOCAL_CALLS,
     numbers=False,
 )
-def _local(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _local(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the attribute or call of the local tensor."""
     return call_plain(func, types, args, kwargs or {})
 
 
 @handles(_T._version.__get__, numbers=False)
-def _version(func: Any, types: Any, args: Any, kwargs: Any) -> int:
+def _version(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> int:
     """Return the number of writes to the tensor's memory; a view has the number of its base."""
     return version_of(counted_with(args[0]))
 
 
 @handles(_T._base.__get__, numbers=False)
-def _base(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _base(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the distributed tensor that this one is a view of, or None; the local part of a leaf is no base."""
     x = args[0]
-    base = x._source.base if isinstance(x, DistView) and x._outer is x and x._seen else None
-    base = call_plain(func, types, args, kwargs or {}) if base is None else base
+    if isinstance(x, DistView) and x._outer is x and x._seen:
+        return x._source.base
+    base = call_plain(func, types, args, kwargs or {})
     return base if isinstance(base, DistTensor) else None
 
 
 @handles(Tensor._is_view, numbers=False)
-def _is_view(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
+def _is_view(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> bool:
     return args[0]._base is not None
 
 
 @handles(_T.data.__get__, Tensor.detach, Tensor.detach_)
-def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _same_layout(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     x = args[0]
     if x._viewing and func == Tensor.detach_:
         return NotImplemented
@@ -106,7 +106,7 @@ def _same_layout(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(_T.data.__set__)
-def _set_data(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+def _set_data(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> None:
     """Carry out `x.data = new`. `x` keeps its layout, also for another shape with the same number of dims."""
     x, new = args
     if not isinstance(x, DistTensor):
@@ -118,7 +118,7 @@ def _set_data(func: Any, types: Any, args: Any, kwargs: Any) -> None:
 _PUT_DATA = _T.data.__set__
 
 
-def _write_data(x: DistTensor, new: Any) -> None:
+def _write_data(x: DistTensor, new: TorchValue) -> None:
     """Carry out `x.data = new`.
 
     A temporary is converted to the layout of `x` first, because no other code uses its memory.
@@ -153,8 +153,7 @@ def takes_memory(x: DistTensor, source: DistTensor) -> bool:
     with no_interception():
         _T.data.__set__(x, plain_view(source))
         note_counter(source, x)
-    held: Any = x.__dict__
-    held.pop("_shared", None)
+    vars(x).pop("_shared", None)
     if grad is None or source._spec.layout == x._spec.layout or grad.shape != source.shape:
         x._spec = source._spec
         return True
@@ -194,14 +193,14 @@ def _state(x: DistTensor) -> str:
 
 
 @handles(Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
-def _moved(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _on_device(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     x = args[0]
     out = call_plain(func, types, args, kwargs)
     return x if out is x else as_part(out, x._spec.new)
 
 
 @handles(Tensor.to, torch.ops.aten.to.dtype_layout, torch.ops.aten.to.device)
-def _to(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _converted(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     x = args[0]
     given = (*args[1:], *kwargs.values())
     named = any(isinstance(a, (str, torch.device)) for a in given)
@@ -234,7 +233,7 @@ def _formatted(spec: Spec, memory_format: torch.memory_format | None) -> Spec:
 
 
 @handles(Tensor.stride, numbers=False)
-def _stride(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _stride(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the strides of the whole tensor."""
     strides = args[0]._spec.full_strides
     dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim")
@@ -242,7 +241,7 @@ def _stride(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(Tensor.is_contiguous, numbers=False)
-def _is_contiguous(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
+def _is_contiguous(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> bool:
     """True if the whole tensor is contiguous in one of torch's memory formats."""
     spec = args[0]._spec
     if len(args) == 1 and not kwargs:
@@ -257,14 +256,14 @@ def _is_here(x: Tensor) -> bool:
 
 
 @handles(Tensor.copy_)
-def _copy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    x, new = args[0], args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+def _copy(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    x, new = args[0], argument_at(args, kwargs, 1, "src", "other")
     if not isinstance(x, DistTensor) or not isinstance(new, Tensor) or not (_is_here(x) and _is_here(new)):
         return NotImplemented
     return write_into(x, new)
 
 
-_STATISTICS: dict[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3, torch.ops.aten.batch_norm.default: 3}
+_STATISTICS: dict[TorchFunction, int] = {F.batch_norm: 1, torch.batch_norm: 3, torch.ops.aten.batch_norm.default: 3}
 """Function → index of the running mean among its arguments; the running variance follows it."""
 _RUNNING = ("running_mean", "running_var")
 _TRAINING = 5
@@ -272,15 +271,15 @@ _TRAINING = 5
 
 
 @handles(*_STATISTICS)
-def _batch_norm(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _batch_norm(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Run batch norm; training writes the same running statistics on every rank.
 
     Sharded statistics are gathered before the call, and written back after it.
     """
     first = _STATISTICS[func]
-    given = [args[first + i] if len(args) > first + i else kwargs.get(n) for i, n in enumerate(_RUNNING)]
+    given = [argument_at(args, kwargs, first + i, name) for i, name in enumerate(_RUNNING)]
     parts = [t for t in given if isinstance(t, DistTensor) and _is_here(t) and whole_spec(t._spec) != t._spec]
-    if not parts or not (args[_TRAINING] if len(args) > _TRAINING else kwargs.get("training")):
+    if not parts or not argument_at(args, kwargs, _TRAINING, "training"):
         return NotImplemented
     with torch.no_grad():
         whole = {id(t): as_part(whole_local(t).clone(), whole_spec(t._spec)) for t in parts}
@@ -293,7 +292,9 @@ def _batch_norm(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(*filter(None, [getattr(F, "linear_cross_entropy", None)]))
-def _linear_cross_entropy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _linear_cross_entropy(
+    func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue
+) -> TorchValue:
     """Run the function unchunked.
 
     Its options split it into chunks, whose operator computes gradients in advance and checks which inputs need some.
@@ -304,11 +305,11 @@ def _linear_cross_entropy(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 _RESHAPED = ["squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "as_strided_"]
 
 
-_RESHAPING: list[Any] = [getattr(torch.ops.aten, n) for n in _RESHAPED]
+_RESHAPING: list[OperatorPacket] = [getattr(torch.ops.aten, n) for n in _RESHAPED]
 
 
 @handles(*[getattr(Tensor, n) for n in _RESHAPED], *[getattr(op, o) for op in _RESHAPING for o in op.overloads()])
-def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _reshape_in_place(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Change the shape of a tensor in place: its memory is reinterpreted, or the tensor moves to new memory."""
     x, name = args[0], func.__name__.split(".")[0]
     with unnoted():  # a note of a copy refers to `x`, which could not move then
@@ -319,22 +320,24 @@ def _reshape_in_place(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return _moved_into(x, new, name)
     _gradient_of(x)  # called for its effect: the gradient gets its own spec
     leave_memory(x)  # views of `x` stay views of its memory in the shape that it had
-    if x._away:
-        pass
-    elif name == "squeeze_":
-        gone = _squeezed_dims(x, *args[1:], **kwargs)
-        with no_interception():
-            x.squeeze_(gone)
-    else:
-        call_plain(getattr(Tensor, name), types, args, kwargs)
+    if not x._away:
+        _reshape_part(name, x, args[1:], kwargs)
     x._spec = new._spec
     return x
 
 
+def _reshape_part(name: str, x: DistTensor, sizes: TorchValue, kwargs: TorchValue) -> None:
+    """Call the method that changes the shape of this rank's part as that of the whole tensor."""
+    if name == "squeeze_":
+        sizes, kwargs = [_squeezed_dims(x, *sizes, **kwargs)], {}
+    with no_interception():
+        getattr(Tensor, name)(x, *sizes, **kwargs)
+
+
 @handles(Tensor.as_strided, torch.as_strided, torch.ops.aten.as_strided.default)
-def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _as_strided(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Raise OperationError for a view of memory outside the tensor's elements, which this rank does not hold."""
-    x, at = args[0], args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    x, at = args[0], argument_at(args, kwargs, 3, "storage_offset")
     if not isinstance(x, DistTensor):
         return NotImplemented
     with no_interception():
@@ -349,10 +352,12 @@ def _as_strided(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _squeezed_dims(x: Tensor, *dims: Any, dim: Any = None) -> tuple[int, ...]:
+def _squeezed_dims(x: Tensor, *dims: int | Sequence[int], dim: int | Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the dims that `squeeze` removes from the whole tensor; a part may have other dims of size 1."""
-    asked = dim if dim is not None else dims[0] if len(dims) == 1 else dims or None
-    listed = range(x.ndim) if asked is None or not x.ndim else (asked,) if isinstance(asked, int) else asked
+    asked = dims if dim is None else (dim,)
+    listed = [d for given in asked for d in ([given] if isinstance(given, int) else given)]
+    if not asked or not x.ndim:
+        listed = range(x.ndim)
     return tuple(d for d in listed if x.shape[d] == 1)
 
 
@@ -363,9 +368,9 @@ _ATEN: Any = torch.ops.aten
     *(Tensor.resolve_conj, torch.resolve_conj, _ATEN.resolve_conj.default),
     *(Tensor.resolve_neg, torch.resolve_neg, _ATEN.resolve_neg.default),
 )
-def _resolve(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _resolve(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return a copy if the conj or neg bit of the local part is set, otherwise the tensor itself."""
-    x: Any = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    x: DistTensor = argument_at(args, kwargs, 0, "input", "self")
     with no_interception():
         out = func(x)
         if out is x:
@@ -380,7 +385,7 @@ def _real_axes(spec: Spec) -> set[str]:
     return {a for a in spec.layout.axes if spec.mesh.sizes[a] > 1}
 
 
-def _swapped(own: Any, args: Any, kwargs: Any) -> Any:
+def _swapped(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Add up pending gradients before `torch.utils.swap_tensors`, because each belongs to the Python object of a leaf.
 
     Raises OperationError for a view with its own memory, because its base refers to the Python object.
@@ -410,7 +415,7 @@ def _moved_into(x: DistTensor, new: DistTensor, name: str) -> DistTensor:
     _check_movable(x, name)
     with no_interception():
         is_graded_leaf = x.requires_grad and x.is_leaf
-    held: dict[str, Any] = {k: v for k, v in x.__dict__.items() if not k.startswith("_") or k == "_is_param"}
+    held: dict[str, object] = {k: v for k, v in x.__dict__.items() if not k.startswith("_") or k == "_is_param"}
     if isinstance(new, DistView) and _is_shared_anywhere(x):
         exchange_with_view(x, new, partial(_swap, x, new, name))
     else:

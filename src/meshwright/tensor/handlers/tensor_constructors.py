@@ -8,16 +8,19 @@ all call one operator, and this operator is guarded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 
+from meshwright.layout import TorchValue
+
 from .._errors import MemoryAccessError
+from ..autograd.intercepted_call import TorchFunction, argument_at, named_arguments
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, as_part
 from ..torch_hooks import (
+    Operator,
     backward_running,
     guard_operator,
     guard_set_data,
@@ -31,44 +34,44 @@ from .out_targets import into_targets
 from .tensor_attributes import takes_memory
 
 
-def _copied(own: Any, args: Any, kwargs: Any) -> Any:
+def _copied(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the result of `torch.tensor(x, ...)`: a leaf with a copy of the value, in the layout of `x`."""
     x = _data(args, kwargs)
     return NotImplemented if x is None else _converted(x, kwargs)
 
 
-def _data(args: Any, kwargs: Any) -> DistTensor | None:
+def _data(args: TorchValue, kwargs: TorchValue) -> DistTensor | None:
     """Return the first argument of a constructor if it is a distributed tensor, else None."""
-    x = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    x = argument_at(args, kwargs, 0, "data", "obj")
     return x if isinstance(x, DistTensor) else None
 
 
-def _converted(x: DistTensor, given: dict[str, Any]) -> Tensor:
+def _converted(x: DistTensor, given: dict[str, TorchValue]) -> Tensor:
     out = x.detach().clone().to(**_target(given))
     return out.requires_grad_(bool(given.get("requires_grad")))
 
 
-def _target(given: dict[str, Any]) -> dict[str, Any]:
+def _target(given: dict[str, TorchValue]) -> dict[str, TorchValue]:
     """Return the keyword arguments `dtype` and `device` that are given and not None."""
     return {name: given[name] for name in ("dtype", "device") if given.get(name) is not None}
 
 
-def _copied_like(own: Any, args: Any, kwargs: Any) -> Any:
+def _copied_like(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the result of `like.new_tensor(x, ...)`: that of `torch.tensor`, on the device of `like`."""
     x = _data(args[1:], kwargs)
     return NotImplemented if x is None else _converted(x, {"device": args[0].device, **kwargs})
 
 
-def _taken(own: Any, args: Any, kwargs: Any) -> Any:
+def _taken(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the result of `torch.as_tensor(x, ...)`: `x` itself, unless the dtype or device differs."""
     x = _data(args, kwargs)
     if x is None:
         return NotImplemented
-    given = kwargs | dict(zip(("dtype", "device"), args[1:], strict=False))
+    given = named_arguments(("dtype", "device"), args[1:], kwargs)
     return x.to(**_target(given)) if _target(given) else x
 
 
-def _as_array(own: Any, args: Any, kwargs: Any) -> Any:
+def _as_array(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return the result of `torch.asarray(x, ...)`: the same memory, unless it has to be a copy.
 
     A copy is made if `copy` is True, or if the dtype or device differs.
@@ -85,25 +88,25 @@ def _as_array(own: Any, args: Any, kwargs: Any) -> Any:
     return new.requires_grad_() if wanted else new
 
 
-def _exported(own: Any, args: Any, kwargs: Any) -> Any:
+def _exported(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return a DLPack capsule of a copy of the whole value."""
     x = args[0] if args else kwargs.pop("tensor")
     return own(gather_everywhere(x), *args[1:], **kwargs) if isinstance(x, DistTensor) else own(x, *args[1:], **kwargs)
 
 
-def _filled(own: Any, args: Any, kwargs: Any) -> Any:
+def _filled(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return `torch.range(..., out=x)`: the numbers, written into `x`."""
     return into_targets(own, args, kwargs, ["out"]) if isinstance(kwargs.get("out"), DistTensor) else NotImplemented
 
 
-def _refused(own: Any, args: Any, kwargs: Any) -> Any:
+def _refused(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     found = next((a for a in (*args, *kwargs.values()) if isinstance(a, DistTensor)), None)
     if found is None:
         return NotImplemented
     raise refusal(f"{own.__name__} of a distributed tensor", found, "use x.detach(), which stays distributed")
 
 
-def _memory_taken(own: Any, args: Any, kwargs: Any) -> Any:
+def _memory_taken(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Do `x.set_(source)` as `x.data = source`, for a distributed `x` and a tensor of the same dtype; return `x`.
 
     This happens outside of the operator, because tensors that are made inside of it share no version counters.
@@ -116,7 +119,7 @@ def _memory_taken(own: Any, args: Any, kwargs: Any) -> Any:
     return x
 
 
-OFFERED: list[tuple[Any, str, Callable[..., Any]]] = [
+OFFERED: list[tuple[object, str, Callable[..., TorchValue]]] = [
     (torch, "tensor", _copied),
     (torch, "as_tensor", _taken),
     (torch, "asarray", _as_array),
@@ -133,10 +136,10 @@ for _owner, _name, _handler in OFFERED:
     offer_call(_owner, _name, _handler)
 
 
-def _copied_into(name: str) -> Callable[[Tensor, Any], bool]:
+def _copied_into(name: str) -> Callable[[Tensor, TorchValue], bool]:
     """Return a handler of `x.real = new` or `x.imag = new`, which copies `new` into that part of `x`."""
 
-    def copy(x: Tensor, new: Any) -> bool:
+    def copy(x: Tensor, new: TorchValue) -> bool:
         given = isinstance(x, DistTensor) or isinstance(new, DistTensor)
         if given:
             getattr(x, name).copy_(new)
@@ -149,7 +152,7 @@ for _name in ("real", "imag"):
     offer_set(_name, _copied_into(_name))
 
 
-def _number(op: Any, args: Any, run: Callable[..., Any]) -> Any:
+def _number(op: Operator, args: TorchValue, run: Callable[..., TorchValue]) -> TorchValue:
     """Return the number that the whole tensor holds, on every rank."""
     x = args[0]
     if not isinstance(x, DistTensor):
@@ -159,7 +162,7 @@ def _number(op: Any, args: Any, run: Callable[..., Any]) -> Any:
         return whole.item()
 
 
-def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
+def _aliased(op: Operator, args: TorchValue, run: Callable[..., TorchValue]) -> TorchValue:
     """Raise MemoryAccessError for `torch.Tensor(x)` and `plain.new(x)`.
 
     They make a plain tensor on the memory of `x`.
@@ -170,7 +173,7 @@ def _aliased(op: Any, args: Any, run: Callable[..., Any]) -> Any:
     return run(*args)
 
 
-def _set(op: Any, args: Any, run: Callable[..., Any]) -> Any:
+def _set(op: Operator, args: TorchValue, run: Callable[..., TorchValue]) -> TorchValue:
     """Return `x.set_(source)` of plain tensors and storages; raise MemoryAccessError if one is distributed."""
     if isinstance(args[0], DistTensor):
         raise refusal("Tensor.set_", args[0], "write x.data = new or x.copy_(new), or make a new tensor")

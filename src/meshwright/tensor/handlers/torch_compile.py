@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+
+from meshwright.layout import TorchValue
 
 from .._errors import CompileError
 from ..core.dist_tensor import DistTensor
@@ -26,7 +27,7 @@ _NAME = "_dynamo_static_input_type"
 class _StaticAddress:
     """The attribute of a distributed tensor that stops TorchDynamo from tracing the tensor."""
 
-    def __get__(self, x: DistTensor | None, owner: type) -> Any:
+    def __get__(self, x: DistTensor | None, owner: type) -> TorchValue:
         if x is None:
             return self
         _leave(x)
@@ -34,7 +35,7 @@ class _StaticAddress:
             raise AttributeError(_NAME)
         return vars(x)[_NAME]
 
-    def __set__(self, x: DistTensor, value: Any) -> None:
+    def __set__(self, x: DistTensor, value: TorchValue) -> None:
         _leave(x)
         vars(x)[_NAME] = value
 
@@ -61,14 +62,25 @@ def _leave(x: DistTensor) -> None:
 def _code_in(modules: Iterable[ModuleType]) -> Iterator[CodeType]:
     """Yield the code of every function and method that the modules define, closures included."""
     for module in modules:
-        own = [f for f in vars(module).values() if getattr(f, "__module__", None) == module.__name__]
-        methods = [m for cls in own if isinstance(cls, type) for m in vars(cls).values()]
-        found = [getattr(f, "__func__", f) for f in (*own, *methods)]
-        left = [f.__code__ for f in found if isinstance(f, FunctionType)]
-        while left:
-            code = left.pop()
-            left += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-            yield code
+        for function in _functions_in(module):
+            yield from _with_closures(function.__code__)
+
+
+def _functions_in(module: ModuleType) -> Iterator[FunctionType]:
+    """Yield the functions and methods that the module defines."""
+    own = [member for member in vars(module).values() if getattr(member, "__module__", None) == module.__name__]
+    methods = [method for cls in own if isinstance(cls, type) for method in vars(cls).values()]
+    for member in (*own, *methods):
+        function = getattr(member, "__func__", member)
+        if isinstance(function, FunctionType):
+            yield function
+
+
+def _with_closures(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _with_closures(inner)
 
 
 def leave_alone() -> None:

@@ -12,21 +12,23 @@ All these functions call operators of the namespace c10d, and the operators are 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm import current_communicator
+from meshwright.layout import TorchValue
 
 from .._errors import CollectiveError
+from ..autograd.intercepted_call import TorchFunction
 from ..conversion.local_parts import write_into
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import (
+    Operator,
     collective_operators,
     constructors_of_distributed,
     group_of,
@@ -63,7 +65,7 @@ class _Standing(threading.local):
 _standing = _Standing()
 
 
-def handler_of(func: Any) -> Callable[..., Any] | None:
+def handler_of(func: TorchFunction) -> Callable[..., TorchValue] | None:
     """Return the handler of a torch.distributed function that calls `__torch_function__`; None for other functions."""
     module = getattr(func, "__module__", None) or ""
     if module == dist.all_reduce.__module__:
@@ -72,53 +74,57 @@ def handler_of(func: Any) -> Callable[..., Any] | None:
     return _refuse if is_collective else None
 
 
-def _on_wholes(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _on_wholes(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Call the function on whole values; the guard of its operator writes the results into the parts."""
     tensors = {id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)}
-    stand_in = {key: gather_everywhere(t).detach().clone() for key, t in tensors.items()}
-    before, _standing.known = _standing.known, {id(w): (w, tensors[key]) for key, w in stand_in.items()}
+    wholes = {key: gather_everywhere(t).detach().clone() for key, t in tensors.items()}
+    before, _standing.known = _standing.known, {id(w): (w, tensors[key]) for key, w in wholes.items()}
     try:
-        args, kwargs = map_tensors(lambda t: stand_in.get(id(t), t), (args, kwargs))
+        args, kwargs = map_tensors(lambda t: wholes.get(id(t), t), (args, kwargs))
         return func(*args, **kwargs)
     finally:
         _standing.known = before
 
 
-def _refuse(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _refuse(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
     name = getattr(func, "__name__", str(func))
     raise _refusal(name, given, "its result is a plain tensor that may differ between ranks")
 
 
-def _guard(op: Any, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
+def _guard(op: Operator, args: tuple[TorchValue, ...], run: Callable[..., TorchValue]) -> TorchValue:
     """Run the collective on whole values, and write its results into the parts."""
-    given = [t for t in map(_meant, tensors_in(args)) if t is not None]
+    given = [x for _, x in _distributed_among(tensors_in(args))]
     if not given:
         return run(*args)
     name = op._schema.name.partition("::")[2]
-    written = {id(t): x for t in _written(op, args) if (x := _meant(t)) is not None}
+    written = dict(_distributed_among(_written(op, args)))
     _check(name, args, given, bool(written))
-    whole = {id(t): _whole(t, id(t) in written) for t in tensors_in(args) if isinstance(t, DistTensor)}
+    wholes = {id(t): _whole(t, id(t) in written) for t in tensors_in(args) if isinstance(t, DistTensor)}
     with no_interception(), torch.no_grad():
-        out = run(*map_tensors(lambda t: whole.get(id(t), t), args))
+        out = run(*map_tensors(lambda t: wholes.get(id(t), t), args))
         if written:
             _wait(name, out, given)
     with torch.no_grad():
         for key, x in written.items():
-            write_into(x, whole[key] if key in whole else _standing.known[key][0])
+            write_into(x, wholes[key] if key in wholes else _standing.known[key][0])
     return out
 
 
-def _meant(t: Tensor) -> DistTensor | None:
-    """Return the distributed tensor that an argument is or replaces; None for another tensor."""
-    return t if isinstance(t, DistTensor) else _standing.known.get(id(t), (None, None))[1]
+def _distributed_among(tensors: Iterable[Tensor]) -> Iterator[tuple[int, DistTensor]]:
+    """Yield the id of each argument that is a distributed tensor or stands for one, and the distributed tensor."""
+    for t in tensors:
+        if isinstance(t, DistTensor):
+            yield id(t), t
+        elif id(t) in _standing.known:
+            yield id(t), _standing.known[id(t)][1]
 
 
 def _whole(x: DistTensor, written: bool) -> Tensor:
     return gather_everywhere(x).clone() if written else gather_everywhere(x)
 
 
-def _written(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+def _written(op: Operator, args: tuple[TorchValue, ...]) -> Iterator[Tensor]:
     """Yield the tensors that the operator writes to; its schema does not mark them."""
     if op._schema.name.partition("::")[2] in SENT:
         return
@@ -127,7 +133,7 @@ def _written(op: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def _check(name: str, args: tuple[Any, ...], given: list[DistTensor], writes: bool) -> None:
+def _check(name: str, args: tuple[TorchValue, ...], given: list[DistTensor], writes: bool) -> None:
     """Raise CollectiveError unless every rank of the tensors' meshes gets the results of one device."""
     here = current_communicator()
     group = next((ranks for ranks in map(_ranks, args) if ranks is not None), ())
@@ -135,17 +141,16 @@ def _check(name: str, args: tuple[Any, ...], given: list[DistTensor], writes: bo
         raise _refusal(name, given, "its result differs between ranks, or not every rank makes the call")
     if len(group) == 1 and (here.kind == "simulated" or here.size == 1):
         return  # every simulated rank makes the call by itself, and its process is the whole group
-    meshes = {rank for t in given for rank in t._spec.mesh.process_ids}
-    needed = meshes if all(t._spec.mesh.size == here.size for t in given) else set(range(here.size))
-    if not needed <= set(group):
-        raise _refusal(name, given, f"ranks {sorted(needed - set(group))} hold parts and are not in the group")
+    missing = sorted(set(range(here.size)) - set(group))
+    if missing:
+        raise _refusal(name, given, f"ranks {missing} hold parts and are not in the group")
     if name != "broadcast_":
         raise _refusal(
             name, given, f"x is already the value of all ranks, and the result would count it {len(group)} times"
         )
 
 
-def _ranks(argument: Any) -> tuple[int, ...] | None:
+def _ranks(argument: TorchValue) -> tuple[int, ...] | None:
     """Return the global ranks of a process group; None for another argument."""
     if not isinstance(argument, torch.ScriptObject):
         return None
@@ -155,7 +160,7 @@ def _ranks(argument: Any) -> tuple[int, ...] | None:
         return None
 
 
-def _wait(name: str, out: Any, given: list[DistTensor]) -> None:
+def _wait(name: str, out: TorchValue, given: list[DistTensor]) -> None:
     """Wait for the collective, because its results are written into parts next."""
     boxed = out[-1] if isinstance(out, tuple) else out
     work = None if boxed is None else work_of(boxed)
@@ -169,7 +174,7 @@ def _refusal(name: str, given: list[DistTensor], why: str) -> CollectiveError:
     return CollectiveError(f"{name} of torch.distributed", specs, why, _FIX)
 
 
-def _reduced_elsewhere(own: Any, args: Any, kwargs: Any) -> Any:
+def _reduced_elsewhere(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Raise CollectiveError for DistributedDataParallel or a DTensor of distributed tensors.
 
     DistributedDataParallel reads memory in C++, and a DTensor takes that memory for its own part.
@@ -186,7 +191,7 @@ def _reduced_elsewhere(own: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _new_dtensor(own: Any, args: Any, kwargs: Any) -> Any:
+def _new_dtensor(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Raise CollectiveError for a DTensor of a distributed tensor; every result of DTensor pays for this check."""
     is_plain = len(args) > 1 and not isinstance(args[1], DistTensor)  # (class, local tensor, …)
     return NotImplemented if is_plain else _reduced_elsewhere(own, args, kwargs)
