@@ -39,7 +39,7 @@ Signature = tuple[Hashable, ...]
 
 Dispatch = Callable[[TorchValue, TorchValue, TorchValue, TorchValue, Signature | None], TorchValue]
 
-PLANS = Cache[Signature | None, Run](8192)
+PLANS = Cache[Hashable, Run](8192)
 """Signature of a call → its plan. An entry takes about 20 KB; a training step has some hundred."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -100,6 +101,27 @@ class RandomWhole:
     """
 
     outs: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """The caller's own function runs on the local tensors as they are, and its results have these specs."""
+
+    outs: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """The operators run one by one on distributed tensors.
+
+    They are other operators than the captured ones if torch's decomposition of a single operator runs instead of it.
+    """
+
+    captured: Captured
+
+
+OperatorPlan: TypeAlias = Step | NestedCalls | RandomWhole | Unchanged | OneByOne
+"""The plan of the operators of a call."""
 
 
 def plan_node(
@@ -331,26 +353,22 @@ def _in_one_node(node: Node) -> bool:
         return of_one_node(list(tensors_in(node.op(*args, **kwargs))))
 
 
-def plan_call(
-    captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh
-) -> Step | NestedCalls | RandomWhole | Captured | tuple[Spec, ...] | tuple[Node, ...] | None:
-    """Return the plan of a captured call.
-
-    For one operator: its step, its smaller parts, or its decomposition by torch as another capture. For several: the
-    specs of the results if the caller's own function is correct on the local tensors, else the operators, to be carried
-    out one by one. None: run the call on whole tensors.
-    """
+def plan_call(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> OperatorPlan | None:
+    """Return the plan of a captured call; None to run the call on whole tensors."""
     if len(captured.nodes) == 1 and _is_whole_call(captured):
         node = replace(captured.nodes[0], out=captured.out)
         apart = taken_apart(captured) if _is_hidden_view(captured) else None
         if apart is not None:
-            return apart
+            return OneByOne(apart)
         found = plan_node(node, specs, mesh, captured.inputs) or _random_whole(node, specs, mesh)
-        return taken_apart(captured) if found is None and not is_written(node.op) else found
+        if found is not None or is_written(node.op):
+            return found
+        apart = taken_apart(captured)
+        return None if apart is None else OneByOne(apart)
     if reads_uninitialised(captured):
         return None
-    found = unchanged(captured, specs, mesh)
-    return found if found is not None else captured.nodes
+    outs = unchanged(captured, specs, mesh)
+    return OneByOne(captured) if outs is None else Unchanged(outs)
 
 
 def _random_whole(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> RandomWhole | None:

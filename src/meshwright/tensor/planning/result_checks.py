@@ -60,17 +60,17 @@ class ResultRequirements:
     def __init__(self, name: str, outs: Sequence[Spec], fresh: Sequence[bool | None]) -> None:
         self.name, self.outs, self.fresh = name, outs, fresh
         self.settled = False
-        self._seen: set[tuple[tuple[int, ...], ...]] = set()
+        self._seen_shapes: set[tuple[tuple[int, ...], ...]] = set()
         self._arranges = False
         self.apply: Apply = self._checked
 
     @property
     def is_plain(self) -> bool:
         """True if no result has to be checked or changed any more."""
-        return self.settled and self.apply is own
+        return self.settled and self.apply is with_argument_views
 
     def _checked(self, out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
-        out = self._mended(out, inputs)
+        out = self._enforced(out, inputs)
         results = list(tensors_in(out))
         rank = current_communicator().rank
         if results and len(results) == len(self.outs):
@@ -111,30 +111,30 @@ class ResultRequirements:
             self.settled = True
             return
         ranks = self.outs[0].mesh.process_ids if current_communicator().kind == "simulated" else (rank,)
-        self._seen.add(self._shapes(rank))
-        self.settled = not _Always.on and self._seen.issuperset(map(self._shapes, ranks))
+        self._seen_shapes.add(self._shapes(rank))
+        self.settled = not _Always.on and self._seen_shapes.issuperset(map(self._shapes, ranks))
         if self.settled:
             self.apply = self._settled()
 
     def _settled(self) -> Apply:
         if self._arranges:
-            return self._mended
+            return self._enforced
         if self.fresh == (True,):
             return unshared
-        return self._mended if any(self.fresh) else own
+        return self._enforced if any(self.fresh) else with_argument_views
 
     def _shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
         return tuple(spec.local_shape(rank) for spec in self.outs)
 
-    def _mended(self, out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
-        out = self._copied(out, inputs) if any(self.fresh) else own(out, inputs)
-        return self._arranged(out)
+    def _enforced(self, out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
+        out = self._with_own_memory(out, inputs) if any(self.fresh) else with_argument_views(out, inputs)
+        return self._in_memory_format(out)
 
-    def _copied(self, out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
+    def _with_own_memory(self, out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
         left = iter(self.fresh)
-        return own(map_tensors(lambda x: unshared(x, inputs) if next(left, False) else x, out), inputs)
+        return with_argument_views(map_tensors(lambda x: unshared(x, inputs) if next(left, False) else x, out), inputs)
 
-    def _arranged(self, out: TorchValue) -> TorchValue:
+    def _in_memory_format(self, out: TorchValue) -> TorchValue:
         left, fresh = iter(self.outs), iter(self.fresh)
 
         def put(x: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def unshared(out: Tensor, inputs: Sequence[TorchValue]) -> Tensor:
     return out
 
 
-def own(out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
+def with_argument_views(out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
     """Return `out` with views in place of plain arguments, so that stamping a result leaves the argument plain."""
     if type(out) is Tensor:
         for x in inputs:
