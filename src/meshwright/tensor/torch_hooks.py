@@ -103,7 +103,7 @@ def bare_backward(function: type[torch.autograd.Function]) -> None:
         node.apply = function.backward
 
 
-class _Told:
+class _InterceptedApply:
     @classmethod
     def apply(cls, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         told: TorchValue = __class__  # the class of the function with this code: torch.autograd.Function
@@ -122,14 +122,14 @@ def intercept_functions(apply: TorchFunction, untold: Callable[[type[torch.autog
     member = function.__dict__["apply"]
     python: TorchValue = getattr(member, "__func__", None)
     if python is None:  # torch 2.15 has it in C
-        own = partial(_told, member)
+        own = partial(_apply_reported, member)
         function.apply = classmethod(_by_name)
-        for early in _below(function):
+        for early in _subclasses_with_forward(function):
             early.forward = _forward_of(early, early.forward, untold)
     else:
         kept = python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__
         own = partial(MethodType, FunctionType(*kept))
-        told = _Told.__dict__["apply"].__func__.__code__
+        told = _InterceptedApply.__dict__["apply"].__func__.__code__
         python.__code__ = told.replace(co_filename=python.__code__.co_filename)  # by which torch.compile knows it
     function.meshwright_told = staticmethod(lambda cls, args, kwargs: apply(cls, own(cls), args, kwargs))
 
@@ -140,19 +140,19 @@ def _by_name(cls: type[torch.autograd.Function], *args: TorchValue, **kwargs: To
 
 
 _by_name.__name__ = "apply"  # by which torch.compile knows it
-_TELLING = local()
+_reporting = local()
 
 
-def _told(member: TorchValue, function: type[torch.autograd.Function]) -> TorchFunction:
+def _apply_reported(member: TorchValue, function: type[torch.autograd.Function]) -> TorchFunction:
     """Return `F.apply` with a flag for the forward function that the call was reported."""
 
     def call(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
-        before = getattr(_TELLING, "on", False)
-        _TELLING.on = True
+        before = getattr(_reporting, "on", False)
+        _reporting.on = True
         try:
             return member.__get__(None, function)(*args, **kwargs)
         finally:
-            _TELLING.on = before
+            _reporting.on = before
 
     return call
 
@@ -165,16 +165,16 @@ def _forward_of(
     """Return the forward function of a class, which calls `untold` if the call was not reported."""
 
     def forward(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
-        if not torch.compiler.is_compiling() and not getattr(_TELLING, "on", False):
+        if not torch.compiler.is_compiling() and not getattr(_reporting, "on", False):
             untold(function)
         return own(*args, **kwargs)
 
     return staticmethod(forward)
 
 
-def _below(function: type[torch.autograd.Function]) -> list[TorchValue]:
+def _subclasses_with_forward(function: type[torch.autograd.Function]) -> list[TorchValue]:
     """Return the subclasses that define a forward function."""
-    below = [c for sub in function.__subclasses__() for c in (sub, *_below(sub))]
+    below = [c for sub in function.__subclasses__() for c in (sub, *_subclasses_with_forward(sub))]
     return [c for c in dict.fromkeys(below) if "forward" in vars(c)]
 
 
@@ -363,11 +363,11 @@ def intercept_transforms(
         "_autograd_grad": backward_of,
     }
     eager_transforms.__dict__.update(given)
-    _replace(_INTO, taking)
-    _replace(_AROUND, inside)
+    _replace_functions(_INTO, taking)
+    _replace_functions(_AROUND, inside)
 
 
-def _replace(names: dict[ModuleType, tuple[str, ...]], replaced: Callable[[TorchFunction], object]) -> None:
+def _replace_functions(names: dict[ModuleType, tuple[str, ...]], replaced: Callable[[TorchFunction], object]) -> None:
     """Replace functions of modules by `replaced(function)`."""
     for module, found in names.items():
         for name in found:
@@ -655,7 +655,7 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(getattr(torch._C, "_is_alias_of")(a, b))  # noqa: B009 - not in torch's stubs
 
 
-def _after(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
+def _keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
     """Return the dispatch keys below `key`."""
     return torch._C._dispatch_keyset_full_after(key)
 
@@ -678,7 +678,7 @@ _OF_A_BASE = 3
 """References to a base that only its view keeps alive: a variable's, that of the count, and that of the C++ tensor."""
 
 _SELECT = torch._C.DispatchKey.BackendSelect
-_BELOW_SELECT = _after(_SELECT)
+_BELOW_SELECT = _keys_below(_SELECT)
 _AUTOGRAD_KEYS = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "PrivateUse1"))
 """The dispatch keys of autograd, one for each kind of device."""
 _LIBRARIES: dict[str, torch.library.Library] = {}
@@ -712,7 +712,7 @@ def guard_set_data(guard: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     op = torch.ops.aten._has_compatible_shallow_copy_type.default
 
     def kernel(keys: torch._C.DispatchKeySet, x: torch.Tensor, new: torch.Tensor) -> bool:
-        fits = op.redispatch(keys & _after(torch._C.DispatchKey.AutogradFunctionality), x, new)
+        fits = op.redispatch(keys & _keys_below(torch._C.DispatchKey.AutogradFunctionality), x, new)
         if fits and interception_on():
             guard(x, new)
         return fits

@@ -173,29 +173,29 @@ def asks_sizes(
     """
     if not isinstance(func, FunctionType) or not any(s.layout.cut_axes for s in specs):
         return False
-    ranks = specs[0].mesh.process_ids
-    return any(_constants(func, args, kwargs, rank) != _listed(captured) for rank in (ranks[0], ranks[-1]))
+    ranks, whole = specs[0].mesh.process_ids, _operators_and_constants(captured)
+    return any(_constants_of_part(func, args, kwargs, rank) != whole for rank in (ranks[0], ranks[-1]))
 
 
-def _alone(spec: Spec, rank: int) -> Spec:
+def _separate_part(spec: Spec, rank: int) -> Spec:
     """Return the spec of `rank`'s part as a separate replicated tensor."""
     return Spec(spec.mesh, replicated(spec.ndim), spec.local_shape(rank), spec.dtype)
 
 
-def _constants(
+def _constants_of_part(
     func: TorchFunction, args: Arguments, kwargs: NamedArguments, rank: int
 ) -> list[tuple[Operator, TorchValue]] | None:
     def part(x: Tensor) -> Spec | None:
         spec = spec_if_distributed(x)
-        return None if spec is None else _alone(spec.concrete, rank)
+        return None if spec is None else _separate_part(spec.concrete, rank)
 
     try:
-        return _listed(capture(func, args, kwargs, part))
+        return _operators_and_constants(capture(func, args, kwargs, part))
     except Exception:  # torch refuses such shapes, in many ways
         return None
 
 
-def _listed(captured: Captured) -> list[tuple[Operator, TorchValue]]:
+def _operators_and_constants(captured: Captured) -> list[tuple[Operator, TorchValue]]:
     return [(n.op, map_tensors(lambda _: ..., (n.args, n.kwargs))) for n in captured.nodes]
 
 

@@ -69,7 +69,7 @@ def call_whole(func: TorchFunction, args: Arguments, kwargs: NamedArguments) -> 
         marked = written_by_schema(func, args, kwargs)
     done = WholeCall(out, tuple((t, whole[key]) for key, t in tensors.items()))
     copied = done.gathered() if torch.is_grad_enabled() else ()
-    versions = [_version(t) for t, _ in copied]
+    versions = [_version_counter(t) for t, _ in copied]
     _write_back(func, stands_for, marked)
     _note_unwritten(copied, versions)
     return done
@@ -79,7 +79,7 @@ def _note_unwritten(copied: Sequence[tuple[DistTensor, Tensor]], versions: Seque
     """Note the whole copies of the arguments that the call did not write to; autograd may have saved them."""
     with no_interception():
         for (t, whole), version in zip(copied, versions, strict=True):
-            if _version(t) == version:
+            if _version_counter(t) == version:
                 note_copy(whole, t, partial(_gathered, spec=t._spec))
 
 
@@ -98,7 +98,7 @@ class WholeArgument:
         self.tensor, self.whole = tensor, whole
         self.has_memory = whole_spec(tensor._spec) is not tensor._spec
         self.before = whole.detach()
-        self.version, self.node = _version(whole), whole.grad_fn
+        self.version, self.node = _version_counter(whole), whole.grad_fn
         is_partial = self.has_memory and bool(tensor._spec.layout.partial) and not isinstance(whole, FakeTensor)
         self.values = whole.detach().clone() if is_partial else None
 
@@ -115,20 +115,20 @@ class WholeArgument:
 
     def is_written(self) -> bool:
         """True if the version counter moved, or the values of this rank's part changed."""
-        if _version(self.whole) != self.version:
+        if _version_counter(self.whole) != self.version:
             return True
         if isinstance(self.whole, FakeTensor):
             return False
         if self.values is not None:
-            return not _same(self.whole, self.values)
-        return not _same(_part(self.whole.detach(), self.tensor), self.tensor)
+            return not _have_equal_values(self.whole, self.values)
+        return not _have_equal_values(_local_part(self.whole.detach(), self.tensor), self.tensor)
 
 
-def _version(x: Tensor) -> int:
+def _version_counter(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _have_equal_values(a: Tensor, b: Tensor) -> bool:
     """True if all values are equal, where NaN equals NaN."""
     a, b = plain_view(a.detach()), plain_view(b.detach())
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
@@ -140,14 +140,14 @@ def _write_back(func: TorchFunction, stands_for: Sequence[WholeArgument], marked
     with no_interception():
         for x in stands_for:
             if x.is_moved():
-                raise _refused(func, x.tensor)
+                raise _changed_argument_error(func, x.tensor)
             if not x.has_memory:
                 continue
             if x.is_differentiated():
                 differentiated.append(x)
             elif id(x.tensor) in marked or x.is_written():
                 others.append(x)
-        _check_apart(func, [x.tensor for x in (*differentiated, *others)])
+        _check_disjoint(func, [x.tensor for x in (*differentiated, *others)])
         _check_no_leaf(x.tensor for x in differentiated)
     for x in differentiated:
         write_back_whole(x.tensor, x.whole)
@@ -156,7 +156,7 @@ def _write_back(func: TorchFunction, stands_for: Sequence[WholeArgument], marked
             write_back_whole(x.tensor, x.whole)
 
 
-def _refused(func: TorchFunction, t: DistTensor) -> OperationError:
+def _changed_argument_error(func: TorchFunction, t: DistTensor) -> OperationError:
     name = getattr(func, "__name__", str(func))
     return OperationError(
         f"{name} that changes the shape or the memory of an argument",
@@ -166,7 +166,7 @@ def _refused(func: TorchFunction, t: DistTensor) -> OperationError:
     )
 
 
-def _check_apart(func: TorchFunction, written: Sequence[DistTensor]) -> None:
+def _check_disjoint(func: TorchFunction, written: Sequence[DistTensor]) -> None:
     """Raise OperationError if two written tensors share elements: each would be written back from its own copy."""
     for i, a in enumerate(written):
         for b in written[:i]:
@@ -222,7 +222,7 @@ class _Overlapping(torch.autograd.Function):
 
 def write_back_whole(t: DistTensor, whole: Tensor) -> None:
     """Write the whole value into the parts of `t`; of elements that share memory by a stride of 0, the first one."""
-    local, target = _part(whole, t), t
+    local, target = _local_part(whole, t), t
     with no_interception():
         for dim, (size, stride) in enumerate(zip(local.shape, t.stride(), strict=True)):
             if size > 1 and stride == 0:
@@ -230,7 +230,7 @@ def write_back_whole(t: DistTensor, whole: Tensor) -> None:
         target.copy_(local)
 
 
-def _part(whole: Tensor, t: DistTensor) -> Tensor:
+def _local_part(whole: Tensor, t: DistTensor) -> Tensor:
     """Return this rank's part of the whole value in the layout of `t`, in any memory format."""
     have = whole_spec(t._spec).contiguous
     return convert_local(whole, have, have.with_layout(t._spec.layout))

@@ -52,7 +52,7 @@ class _AxisProblem:
 
 
 @dataclass(slots=True)
-class _Picked:
+class _ChoicesSoFar:
     cuts: dict[int, list[str]]
     ins: list[list[tuple[str, str]]]
     outs: list[list[tuple[str, str]]]
@@ -92,8 +92,8 @@ def _axes_by_factor(bound: BoundRule, specs: Sequence[Spec | None]) -> list[Mapp
     return [factor_axes(d, s.layout, bound, sizes) if s else {} for d, s in zip(bound.ins, specs, strict=True)]
 
 
-def _nothing_picked(bound: BoundRule) -> _Picked:
-    return _Picked({}, [[] for _ in bound.ins], [[] for _ in bound.outs], [])
+def _nothing_picked(bound: BoundRule) -> _ChoicesSoFar:
+    return _ChoicesSoFar({}, [[] for _ in bound.ins], [[] for _ in bound.outs], [])
 
 
 def _mesh(specs: Sequence[Spec | None]) -> ProcessMesh:
@@ -201,7 +201,7 @@ def _cut_beside(spec: Spec, axis: str) -> int:
     return prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != axis)
 
 
-def _add_choice(picked: _Picked, choice: Choice, here: _AxisProblem) -> None:
+def _add_choice(picked: _ChoicesSoFar, choice: Choice, here: _AxisProblem) -> None:
     bound, axis = here.call.bound, here.axis
     if choice.factor is not None:
         picked.cuts.setdefault(choice.factor, []).append(axis)
@@ -225,10 +225,10 @@ def _all_vary(axis: str, specs: Sequence[Spec | None]) -> bool:
 
 
 def _decision(
-    bound: BoundRule, specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]], picked: _Picked
+    bound: BoundRule, specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]], picked: _ChoicesSoFar
 ) -> Decision:
     mesh = _mesh(specs)
-    cuts = {f: _order(f, names, specs, axes) for f, names in picked.cuts.items()}
+    cuts = {f: _axis_order(f, names, specs, axes) for f, names in picked.cuts.items()}
     ins = tuple(
         _operand_spec(bound, i, spec, cuts, picked, mesh.sizes) if spec is not None else None
         for i, spec in enumerate(specs)
@@ -240,7 +240,7 @@ def _decision(
     return Decision(ins, tuple(outs), picked.form, picked.gathers)
 
 
-def _order(
+def _axis_order(
     factor: int, names: list[str], specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]]
 ) -> tuple[str, ...]:
     """Return the axes that shard `factor`, in their order on the largest operand."""
@@ -258,7 +258,7 @@ def _operand_spec(
     at: int,
     spec: Spec,
     cuts: Mapping[int, tuple[str, ...]],
-    picked: _Picked,
+    picked: _ChoicesSoFar,
     sizes: Mapping[str, int],
 ) -> Spec:
     dims = tuple(layout_dim(d, cuts, bound, sizes) for d in bound.ins[at])

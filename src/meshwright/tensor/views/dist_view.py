@@ -102,7 +102,7 @@ class DistView(DistTensor):
         else:
             outer: Any = self._outer._deep_copied(memo)
             view._outside = outer
-            _note(view._outer, _INNER, view)
+            _note_view(view._outer, _INNER, view)
 
 
 def as_view(
@@ -138,7 +138,7 @@ def become_view(x: DistTensor, source: ViewOrigin) -> DistView:
     view = change_class(x, DistView)
     view._source, view._outside = source, None
     view._agreed = writes_to(view)
-    _note(source.base, _VIEWS, view)
+    _note_view(source.base, _VIEWS, view)
     return view
 
 
@@ -146,17 +146,17 @@ _VIEWS, _INNER = "_meshwright_views", "_meshwright_inner"
 """Attribute of a base: its views that are copies. Attribute of such a view: the views that share its memory."""
 
 
-def _note(x: DistTensor, name: str, view: DistView) -> None:
+def _note_view(x: DistTensor, name: str, view: DistView) -> None:
     vars(x).setdefault(name, WeakValueDictionary())[id(view)] = view
 
 
-def _noted(x: DistTensor, name: str) -> list[DistView]:
+def _pop_noted_views(x: DistTensor, name: str) -> list[DistView]:
     found: WeakValueDictionary[int, DistView] | None = vars(x).pop(name, None)
     return [] if found is None else list(found.values())
 
 
-def _forget(view: DistView) -> None:
-    """Undo `_note` for a view that gets other memory."""
+def _forget_view(view: DistView) -> None:
+    """Undo `_note_view` for a view that gets other memory."""
     holder, name = (view._source.base, _VIEWS) if view._outside is None else (view._outside, _INNER)
     vars(holder).get(name, {}).pop(id(view), None)
 
@@ -177,7 +177,7 @@ def in_order(x: Tensor, spec: Spec) -> Tensor:
 
 def leave_memory(x: DistTensor) -> None:
     """Prepare `x` to move to other memory: its views become views of another tensor here, and `x` is no view."""
-    views, inner = _noted(x, _VIEWS), _noted(x, _INNER)
+    views, inner = _pop_noted_views(x, _VIEWS), _pop_noted_views(x, _INNER)
     if views or inner:
         with no_interception(), torch.enable_grad():  # torch forbids writes to a view made under `no_grad`
             old: Any = as_part(x.view_as(x), x._spec)
@@ -187,31 +187,31 @@ def leave_memory(x: DistTensor) -> None:
             source = view._source
             source.args, source.kwargs = map_tensors(lambda t: old if t is x else t, (source.args, source.kwargs))
             source.base = old
-            _note(old, _VIEWS, view)
+            _note_view(old, _VIEWS, view)
         for view in inner:
             view._outside = old
-            _note(old, _INNER, view)
+            _note_view(old, _INNER, view)
     if type(x) is DistView:
-        _forget(x)
+        _forget_view(x)
         end_view(x)
 
 
 def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) -> None:
     """Exchange `x` with its view `view`: `view` becomes the base, and `x` the view. `swap` exchanges the objects."""
-    _forget(view)
-    others = _noted(x, _VIEWS)
+    _forget_view(view)
+    others = _pop_noted_views(x, _VIEWS)
     moved: Any = x
     try:
         swap()
     except BaseException:
         for other in others:
-            _note(x, _VIEWS, other)
+            _note_view(x, _VIEWS, other)
         raise
     for other in (*others, moved):
         source = other._source
         source.args, source.kwargs = map_tensors(lambda t: view if t is x else t, (source.args, source.kwargs))
         source.base = view
-        _note(view, _VIEWS, other)
+        _note_view(view, _VIEWS, other)
 
 
 def _become_old_view(old: DistTensor, x: DistView) -> None:
@@ -220,9 +220,9 @@ def _become_old_view(old: DistTensor, x: DistView) -> None:
     view._seen, view._counted, view._agreed, view._outside = x._seen, x._counted, x._agreed, x._outside
     if x._outside is None:
         view._source = x._source
-        _note(x._source.base, _VIEWS, view)
+        _note_view(x._source.base, _VIEWS, view)
     else:
-        _note(x._outside, _INNER, view)
+        _note_view(x._outside, _INNER, view)
 
 
 def end_view(x: DistView) -> None:
@@ -235,8 +235,8 @@ def end_view(x: DistView) -> None:
 
 def end_outer_view(view: DistView) -> None:
     """Make an outer view, and the views of its memory, tensors of their own: nothing else uses its base."""
-    _forget(view)
-    for inner in _noted(view, _INNER):
+    _forget_view(view)
+    for inner in _pop_noted_views(view, _INNER):
         end_view(inner)
     end_view(view)
 
@@ -245,7 +245,7 @@ def inner_view(x: DistTensor, view: DistView) -> DistView:
     """Return `x`, which has the memory of `view` and a version counter of its own, as the same view."""
     found = change_class(x, DistView)
     found._outside, found._seen, found._counted = view._outer, False, False
-    _note(view._outer, _INNER, found)
+    _note_view(view._outer, _INNER, found)
     return found
 
 
@@ -388,7 +388,7 @@ def _refresh(view: DistView) -> None:
     if not is_behind(view):
         return
     if not source.single:
-        raise _several(source, "a view whose base, or another view of it, was written to")
+        raise _several_views_error(source, "a view whose base, or another view of it, was written to")
     is_shown = version_of(source.base) != source.shown
     with _grad_mode(view) if is_shown else torch.no_grad():
         done = call_whole(source.func, source.args, source.kwargs)
@@ -468,7 +468,7 @@ def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None
             "make the view and write to it in the same mode: both under torch.no_grad(), or both outside",
         )
     if not source.single and torch.is_grad_enabled():
-        raise _several(source, "a write to a view")
+        raise _several_views_error(source, "a write to a view")
     if reads and shares_elements(x._spec.full_strides, x._spec.shape):
         raise OperationError(
             "an in-place write to a view",
@@ -486,7 +486,7 @@ def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None
     check_writable(source.base, graded=graded)
 
 
-def _several(source: ViewOrigin, found: str) -> OperationError:
+def _several_views_error(source: ViewOrigin, found: str) -> OperationError:
     name = getattr(source.func, "__name__", str(source.func))
     return OperationError(
         found,
@@ -539,10 +539,10 @@ def _note_reading(view: DistView) -> None:
     """Note an outer view that now holds the values of its base, because autograd may save it for a backward pass."""
     if view._counted:  # a write to the base of any other view, such as `x.data = y`, moves no counter of the view
         with no_interception():
-            note_reading(view, view._source.base, partial(_read, view._source, view._spec))
+            note_reading(view, view._source.base, partial(_part_of_view, view._source, view._spec))
 
 
-def _read(source: ViewOrigin, spec: Spec, part: Tensor) -> Tensor:
+def _part_of_view(source: ViewOrigin, spec: Spec, part: Tensor) -> Tensor:
     """Return this rank's part of a view with this spec, if `part` is this rank's part of the base."""
     base = as_part(part, source.base._spec)
     args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))

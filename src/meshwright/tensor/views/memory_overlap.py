@@ -54,15 +54,15 @@ def shared_memory(tensors: Sequence[Tensor], count: int) -> tuple[list[list[int]
     found: dict[_Memory, list[int]] = {}
     with no_interception():
         for at, x in enumerate(tensors):
-            memory = _memory(x)
+            memory = _memory_of(x)
             if memory is not None:
                 found.setdefault(memory, []).append(at)
     groups = [group for group in found.values() if len(group) > 1 and group[0] < count]
     firsts = sorted(((memory, group[0]) for memory, group in found.items()), key=lambda pair: pair[0][:3])
-    return groups, [pair for cluster in _clusters(firsts) for pair in _pairs(cluster, count)]
+    return groups, [pair for cluster in _overlapping_clusters(firsts) for pair in _sharing_pairs(cluster, count)]
 
 
-def _memory(x: Tensor) -> _Memory | None:
+def _memory_of(x: Tensor) -> _Memory | None:
     """Return the memory of a local tensor, or None if it has no elements in memory."""
     if isinstance(x, FakeTensor) or x.is_meta or not is_dense(x) or not x.numel():
         return None
@@ -74,7 +74,7 @@ def _memory(x: Tensor) -> _Memory | None:
     return _Memory(str(x.device), start, end, dims, (x.dtype, x.is_conj(), x.is_neg()), item)
 
 
-def _clusters(memories: Sequence[tuple[_Memory, int]]) -> Iterator[list[tuple[_Memory, int]]]:
+def _overlapping_clusters(memories: Sequence[tuple[_Memory, int]]) -> Iterator[list[tuple[_Memory, int]]]:
     """Yield clusters of two or more sorted memories whose ranges of bytes overlap."""
     for _, on_device in groupby(memories, key=lambda pair: pair[0].device):
         cluster, end = list[tuple[_Memory, int]](), 0
@@ -89,10 +89,10 @@ def _clusters(memories: Sequence[tuple[_Memory, int]]) -> Iterator[list[tuple[_M
             yield cluster
 
 
-def _pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterator[tuple[int, int]]:
+def _sharing_pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterator[tuple[int, int]]:
     """Return one pair for each tensor that shares an element with an earlier one, which is among the first `count`."""
     first, end = cluster[0][0].start, max(memory.end for memory, _ in cluster)
-    unit = gcd(*[distance for memory, _ in cluster for distance in (memory.start - first, *_steps(memory))])
+    unit = gcd(*[distance for memory, _ in cluster for distance in (memory.start - first, *_run_and_strides(memory))])
     units = (end - first) // unit
     if units > MOST_UNITS:
         numbers = sorted(at for _, at in cluster)  # count as shared, without a comparison of elements
@@ -103,7 +103,7 @@ def _pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterator[tuple
 def _compared_pairs(
     cluster: Sequence[tuple[_Memory, int]], count: int, owners: Tensor, unit: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of `_pairs`; `owners` is the map of the memory, in units of `unit` bytes."""
+    """Yield the pairs of `_sharing_pairs`; `owners` is the map of the memory, in units of `unit` bytes."""
     first = cluster[0][0].start
     for memory, at in sorted(cluster, key=lambda pair: pair[1]):
         seen = _elements_in(owners, memory, first, unit)
@@ -122,7 +122,7 @@ def _elements_in(owners: Tensor, memory: _Memory, first: int, unit: int) -> Tens
     return owners.as_strided(shape, strides, (memory.start - first) // unit)
 
 
-def _steps(memory: _Memory) -> list[int]:
+def _run_and_strides(memory: _Memory) -> list[int]:
     """Return the bytes of a run, and the strides of the dims that repeat it."""
     run, dims = memory.runs
     return [run, *(step for _, step in dims)]

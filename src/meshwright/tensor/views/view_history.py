@@ -60,39 +60,39 @@ def _requires_grad_itself(x: DistTensor) -> bool:
         return wants_grad(x)
 
 
-def _of_graph(own: Callable[[TorchValue], TorchValue], view: DistView) -> TorchValue:
+def _attribute_of_graph(own: Callable[[TorchValue], TorchValue], view: DistView) -> TorchValue:
     if interception_on() and _gains_history(view):
         view._read_again()
     return own(view)
 
 
-_QUESTIONS: dict[str, Callable[[Callable[[TorchValue], TorchValue], DistView], TorchValue]] = {
+_ATTRIBUTES: dict[str, Callable[[Callable[[TorchValue], TorchValue], DistView], TorchValue]] = {
     "requires_grad": _requires_grad,
-    "is_leaf": _of_graph,
-    "grad_fn": _of_graph,
-    "output_nr": _of_graph,
+    "is_leaf": _attribute_of_graph,
+    "grad_fn": _attribute_of_graph,
+    "output_nr": _attribute_of_graph,
 }
 """Attribute → `answer(own, view)`, where `own` answers for a tensor that is no view."""
 
 
-@handles(*[getattr(Tensor, name).__get__ for name in _QUESTIONS], numbers=False)
-def _asked(func: TorchValue, types: Sequence[type], args: Arguments, kwargs: NamedArguments) -> TorchValue:
+@handles(*[getattr(Tensor, name).__get__ for name in _ATTRIBUTES], numbers=False)
+def _attribute_of_view(func: TorchValue, types: Sequence[type], args: Arguments, kwargs: NamedArguments) -> TorchValue:
     return getattr(args[0], func.__self__.__name__)
 
 
-_CHANGES = ("requires_grad_", "retain_grad")
+_CHANGING_METHODS = ("requires_grad_", "retain_grad")
 """Methods that change autograd's treatment of a tensor; they need the history that the view has on one device."""
 
 
 def answer_for_views() -> None:
     """Give views their own attributes about history; call it after DistTensor has got its answers."""
-    for name, answer in _QUESTIONS.items():
-        setattr(DistView, name, _answering(getattr(DistTensor, name), answer))
-    for name in _CHANGES:
+    for name, answer in _ATTRIBUTES.items():
+        setattr(DistView, name, _property_with(getattr(DistTensor, name), answer))
+    for name in _CHANGING_METHODS:
         setattr(DistView, name, _with_history(getattr(DistTensor, name)))
 
 
-def _answering(
+def _property_with(
     own: TorchValue, answer: Callable[[Callable[[TorchValue], TorchValue], DistView], TorchValue]
 ) -> property:
     return property(lambda view: answer(own.__get__, view), _with_history(own.__set__))
@@ -103,6 +103,6 @@ def _with_history(own: TorchFunction) -> TorchFunction:
 
     @wraps(own)
     def method(view: DistView, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
-        return _of_graph(lambda x: own(x, *args, **kwargs), view)
+        return _attribute_of_graph(lambda x: own(x, *args, **kwargs), view)
 
     return method
