@@ -75,13 +75,13 @@ def key_of(bits: Tensor) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Transform of uniforms in [0, 1) to a distribution: `of(*uniforms, *parameters)`.
+    """Transform of uniforms in [0, 1) to a distribution: `transform(*uniforms, *parameters)`.
 
     `parameters` are torch's names and defaults. `counts` is True if the numbers are integers, so that integer tensors
     accept them. `below` is True if the result must not be 1: the uniforms then have no more digits than the dtype.
     """
 
-    of: Callable[..., Tensor]
+    transform: Callable[..., Tensor]
     parameters: Mapping[str, float]
     uniforms: int = 1
     counts: bool = False
@@ -144,15 +144,15 @@ def counted(name: str, values: Sequence[float], key: Key, spec: Spec, rank: int,
     per = 4 // (kind.uniforms * (2 if spec.dtype is torch.float64 else 1))
     last = spec.shape[-1] if spec.shape else 1
     *dims, columns = _indices(spec, rank) or [torch.zeros(1, dtype=torch.int64)]
-    rows = _linear([(n, at.to(device)) for n, at in zip(spec.shape, dims, strict=False)], device)
+    rows = _linear_indices([(n, at.to(device)) for n, at in zip(spec.shape, dims, strict=False)], device)
     blocks, places = torch.unique(columns // per, return_inverse=True)
-    counters = _linear([(1, rows), (-(-last // per), blocks.to(device))], device)
+    counters = _linear_indices([(1, rows), (-(-last // per), blocks.to(device))], device)
     out = torch.empty(counters.numel() * per, dtype=spec.dtype, device=device)
     step = AT_ONCE.get(device.type, AT_ONCE_ELSEWHERE)
     for start, part in zip(range(0, out.numel(), step * per), counters.split(step), strict=True):
-        numbers = kind.of(*_uniforms(part, key, kind, spec.dtype), *values)
+        numbers = kind.transform(*_uniforms(part, key, kind, spec.dtype), *values)
         out[start : start + part.numel() * per] = numbers.flatten()
-    return _picked(out.view(rows.numel(), -1), places * per + columns % per).reshape(shape)
+    return _columns_at(out.view(rows.numel(), -1), places * per + columns % per).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +187,11 @@ def _indices(spec: Spec, rank: int) -> list[Tensor]:
         sizes = [size for size, _ in dim.factors] if isinstance(dim, Product) else [n]
         starts = [next(ranges) for _ in sizes]
         held = [(size, torch.arange(at, at + many)) for size, (at, many) in zip(sizes, starts, strict=True)]
-        found.append(_linear(held, torch.device("cpu")))
+        found.append(_linear_indices(held, torch.device("cpu")))
     return found
 
 
-def _linear(dims: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
+def _linear_indices(dims: Sequence[tuple[int, Tensor]], device: torch.device) -> Tensor:
     """Return the row-major linear indices of all elements with the given indices.
 
     `dims` has (size, indices) per dim.
@@ -215,7 +215,7 @@ def _uniforms(counters: Tensor, key: Key, kind: Distribution, dtype: torch.dtype
     return [u[:, at :: kind.uniforms] for at in range(kind.uniforms)]
 
 
-def _picked(x: Tensor, at: Tensor) -> Tensor:
+def _columns_at(x: Tensor, at: Tensor) -> Tensor:
     """Return the columns `at` of `x`, in ascending order."""
     first, many = int(at[0]), at.numel()
     if int(at[-1]) - first + 1 == many:

@@ -47,7 +47,7 @@ LOCAL = [
 """Attributes that the local part has in common with the whole tensor."""
 
 
-def _of_part(name: str) -> property:
+def _attribute_of_part(name: str) -> property:
     """Return a property that reads the attribute of the local part and sets it as torch does."""
     own = getattr(_T, name)
     get = own.__get__
@@ -58,7 +58,7 @@ def _of_part(name: str) -> property:
     return property(answer, own.__set__)
 
 
-def _called(own: Callable[[Tensor], Any]) -> Callable[[DistTensor], Any]:
+def _method_of_part(own: Callable[[Tensor], Any]) -> Callable[[DistTensor], Any]:
     """Return a function that calls the method on the local part."""
 
     def answer(x: DistTensor) -> TorchValue:
@@ -127,7 +127,7 @@ def _detach(x: DistTensor) -> Tensor:
     return out
 
 
-def _unasked(own: Callable[..., TorchValue]) -> Callable[..., TorchValue]:
+def _without_override_check(own: Callable[..., TorchValue]) -> Callable[..., TorchValue]:
     """Return the method without the Python code around it that looks for overrides, which takes 1.5 us."""
 
     @wraps(own)
@@ -153,16 +153,16 @@ ANSWERS: dict[str, object] = {
     "is_complex": _is_complex,
     "is_signed": _is_signed,
     "element_size": _element_size,
-    "get_device": _called(Tensor.get_device),
-    "is_inference": _called(Tensor.is_inference),
-    "is_conj": _called(Tensor.is_conj),
-    "is_neg": _called(Tensor.is_neg),
+    "get_device": _method_of_part(Tensor.get_device),
+    "is_inference": _method_of_part(Tensor.is_inference),
+    "is_conj": _method_of_part(Tensor.is_conj),
+    "is_neg": _method_of_part(Tensor.is_neg),
     "grad_fn": property(_grad_fn),
     "requires_grad_": _requires_grad_,
     "detach": _detach,
-    "split": _unasked(Tensor.split),
-    "unflatten": _unasked(Tensor.unflatten),
-    **{name: _of_part(name) for name in LOCAL if hasattr(Tensor, name)},
+    "split": _without_override_check(Tensor.split),
+    "unflatten": _without_override_check(Tensor.unflatten),
+    **{name: _attribute_of_part(name) for name in LOCAL if hasattr(Tensor, name)},
 }
 """Name → the class attribute that answers. A property that returns a bound C method is a fast method."""
 

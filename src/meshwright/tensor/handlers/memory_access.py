@@ -34,7 +34,7 @@ def _present(*names: str) -> list[TorchFunction]:
 
 
 @handles(*_present("data_ptr", "const_data_ptr", "__dlpack_device__", "is_set_to"), _T.__cuda_array_interface__.__get__)
-def _of_memory(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+def _call_on_memory(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     args, kwargs = map_tensors(memory_of, (args, kwargs))
     with no_interception():
         return func(*args, **kwargs)
@@ -141,7 +141,7 @@ def _elementwise(func: TorchFunction, types: Sequence[type], args: TorchValue, k
 def _new_memory(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Resize a plain tensor; raise MemoryAccessError if a part would need memory of another size."""
     x, given = args[0], (*args[1:], *kwargs.values())
-    shape = given[0].shape if func == Tensor.resize_as_ else tuple(int(n) for n in _flat(args[1:]))
+    shape = given[0].shape if func == Tensor.resize_as_ else tuple(int(n) for n in _listed_sizes(args[1:]))
     if tuple(shape) == tuple(x.shape):
         return x
     if not isinstance(x, DistTensor):
@@ -156,7 +156,7 @@ def _view_again(func: TorchFunction, types: Sequence[type], args: TorchValue, kw
     raise refusal(f"Tensor.{func.__name__}", some, "repeat the call that made the view on the other tensor")
 
 
-def _flat(shape: TorchValue) -> TorchValue:
+def _listed_sizes(shape: TorchValue) -> TorchValue:
     return shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
 
 

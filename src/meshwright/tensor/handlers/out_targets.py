@@ -15,7 +15,7 @@ from ..autograd.intercepted_call import TorchFunction
 from ..conversion.local_parts import whole_local
 from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in
-from ..torch_hooks import Operator, parameters_of, written_arguments
+from ..torch_hooks import Operator, OperatorPacket, parameters_of, written_arguments
 
 
 def targets_in(func: TorchFunction, kwargs: dict[str, TorchValue]) -> list[str]:
@@ -39,23 +39,33 @@ def into_targets(
     A plain target of another shape is resized, as on one device. Raises OperationError if a distributed target has
     another shape than its result, before any target is written.
     """
-    plain = _without_targets(func)
-    if plain is None:
-        return NotImplemented
-    new = plain(*args, **_defaults(func, args, kwargs), **{k: v for k, v in kwargs.items() if k not in names})
+    new = _results_alone(func, args, kwargs, names)
+    if new is NotImplemented:
+        return new
     targets, results = list(tensors_in([kwargs[n] for n in names])), list(tensors_in(new))
-    if len(targets) != len(results) or any(t.dtype != r.dtype for t, r in zip(targets, results, strict=True)):
+    if [t.dtype for t in targets] != [r.dtype for r in results]:
         return NotImplemented
     _check_shapes(func, targets, results)
     _check_gradients(func, targets, results)
     for target, result in zip(targets, results, strict=True):
         if target.shape != result.shape:
             _resize(target, result)
-        target.copy_(_plain_if(target, result))
+        target.copy_(_as_source_for(target, result))
     if _gives_nothing(func, kwargs[names[0]]):
         return None
     left = iter(targets)
     return map_tensors(lambda _: next(left), new)
+
+
+def _results_alone(
+    func: TorchFunction, args: TorchValue, kwargs: dict[str, TorchValue], names: Sequence[str]
+) -> TorchValue:
+    """Return the results of the call without its targets; NotImplemented if no function computes them alone."""
+    plain = _without_targets(func)
+    if plain is None:
+        return NotImplemented
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    return plain(*args, **_defaults(func, args, kwargs), **others)
 
 
 def _without_targets(func: TorchFunction) -> Callable[..., TorchValue] | None:
@@ -67,9 +77,12 @@ def _without_targets(func: TorchFunction) -> Callable[..., TorchValue] | None:
     targets, packet = _targets_of(func), func.overloadpacket
     if len(written_arguments(func)) > len(targets):
         return None
-    overloads = [getattr(packet, o) for o in packet.overloads()]
     wanted = parameters_of(func, without=targets)
-    return next((o for o in overloads if parameters_of(o) == wanted and not written_arguments(o)), None)
+    return next((o for o in _overloads(packet) if parameters_of(o) == wanted and not written_arguments(o)), None)
+
+
+def _overloads(packet: OperatorPacket) -> list[Operator]:
+    return [getattr(packet, name) for name in packet.overloads()]
 
 
 def _is_private(func: TorchFunction) -> bool:
@@ -92,11 +105,10 @@ def _gives_nothing(func: TorchFunction, target: TorchValue) -> bool:
     packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
     if packet is None or not isinstance(target, (list, tuple)):
         return False
-    overloads = [getattr(packet, o) for o in packet.overloads()]
-    return any(_targets_of(o) == ["out"] and not o._schema.returns for o in overloads)
+    return any(_targets_of(o) == ["out"] and not o._schema.returns for o in _overloads(packet))
 
 
-def _plain_if(target: Tensor, result: Tensor) -> Tensor:
+def _as_source_for(target: Tensor, result: Tensor) -> Tensor:
     """Return the result as `target.copy_` takes it: whole and plain for a plain target."""
     return result if isinstance(target, DistTensor) or not isinstance(result, DistTensor) else whole_local(result)
 
@@ -107,7 +119,7 @@ def _resize(target: Tensor, result: Tensor) -> None:
         warnings.warn(
             f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not "
             f"match the required output shape {list(result.shape)}. Pass an output without elements, or of this shape",
-            stacklevel=4,
+            stacklevel=5,
         )
     target.resize_(result.shape)
     if isinstance(result, DistTensor) and result._spec.is_dense:

@@ -97,7 +97,7 @@ class Draw:
         return convert_local(out, part, part.with_layout(spec.layout)) if spec.layout.partial else out
 
 
-def _drawn(x: DistTensor, spec: Spec, draw: Draw) -> tuple[Tensor, Spec]:
+def _draw_part(x: DistTensor, spec: Spec, draw: Draw) -> tuple[Tensor, Spec]:
     """Return this rank's part of numbers drawn for a whole tensor like `x`, in the layout of `spec`, and its spec.
 
     Torch fills a tensor in memory order, so the whole tensor is drawn with the global strides of `x`.
@@ -130,7 +130,7 @@ def fill_random(func: TorchFunction, types: Sequence[type], args: TorchValue, kw
     if not isinstance(x, DistTensor) or any(isinstance(a, Tensor) for a in (*rest, *kwargs.values())):
         return NotImplemented
     with no_interception():
-        local, _ = _drawn(x, x._spec, Draw(func.__name__.split(".")[0], tuple(rest), kwargs))
+        local, _ = _draw_part(x, x._spec, Draw(func.__name__.split(".")[0], tuple(rest), kwargs))
         if not x._away:
             x.copy_(local)
     return x
@@ -158,9 +158,9 @@ def like_random(func: TorchFunction, types: Sequence[type], args: TorchValue, kw
     x, draw = _like_draw(func, args, dict(kwargs))
     if not isinstance(x, DistTensor):
         return NotImplemented
-    spec = _joined(x._spec)
+    spec = _without_pending_terms(x._spec)
     with no_interception():
-        local, spec = _drawn(x, spec, draw)
+        local, spec = _draw_part(x, spec, draw)
     return make_absent([spec], [x])[0] if x._away else as_part(local, spec)
 
 
@@ -185,9 +185,9 @@ def dropout(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs
         return x
     if inplace:
         return x.copy_(dropout(func, types, (x, p), {}))
-    spec = _joined(x._spec)
+    spec = _without_pending_terms(x._spec)
     with no_interception():
-        mask, drawn = _drawn(x, spec, Draw("dropout", (p,)))
+        mask, drawn = _draw_part(x, spec, Draw("dropout", (p,)))
     if x._away:
         return make_absent([spec], [x])[0]
     if spec is not x._spec:
@@ -195,7 +195,7 @@ def dropout(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs
     return x * as_part(mask, drawn)
 
 
-def _joined(spec: Spec) -> Spec:
+def _without_pending_terms(spec: Spec) -> Spec:
     """Return the spec with the same sharding and memory order, and no pending terms."""
     if not spec.layout.partial:
         return spec

@@ -18,7 +18,7 @@ from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import offer_call
 
 
-def _of_wholes(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
+def _construct_from_wholes(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Return `own(*args, **kwargs)` of whole values; NotImplemented if no argument is distributed."""
     if not any(isinstance(t, DistTensor) for t in tensors_in((args, kwargs))):
         return NotImplemented
@@ -33,4 +33,4 @@ CONSTRUCTORS = [
 """Functions that make a sparse or nested tensor: (module, name in the module)."""
 
 for _module, _name in CONSTRUCTORS:
-    offer_call(_module, _name, _of_wholes)
+    offer_call(_module, _name, _construct_from_wholes)

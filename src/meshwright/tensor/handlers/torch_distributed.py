@@ -69,12 +69,12 @@ def handler_of(func: TorchFunction) -> Callable[..., TorchValue] | None:
     """Return the handler of a torch.distributed function that calls `__torch_function__`; None for other functions."""
     module = getattr(func, "__module__", None) or ""
     if module == dist.all_reduce.__module__:
-        return _on_wholes
+        return _call_on_wholes
     is_collective = module.startswith("torch.distributed.") or "c10d_functional" in str(func)
     return _refuse if is_collective else None
 
 
-def _on_wholes(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+def _call_on_wholes(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Call the function on whole values; the guard of its operator writes the results into the parts."""
     tensors = {id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)}
     wholes = {key: gather_everywhere(t).detach().clone() for key, t in tensors.items()}
@@ -98,13 +98,13 @@ def _guard(op: Operator, args: tuple[TorchValue, ...], run: Callable[..., TorchV
     if not given:
         return run(*args)
     name = op._schema.name.partition("::")[2]
-    written = dict(_distributed_among(_written(op, args)))
-    _check(name, args, given, bool(written))
+    written = dict(_distributed_among(_written_tensors(op, args)))
+    _check_collective(name, args, given, bool(written))
     wholes = {id(t): _whole(t, id(t) in written) for t in tensors_in(args) if isinstance(t, DistTensor)}
     with no_interception(), torch.no_grad():
         out = run(*map_tensors(lambda t: wholes.get(id(t), t), args))
         if written:
-            _wait(name, out, given)
+            _wait_for_results(name, out, given)
     with torch.no_grad():
         for key, x in written.items():
             write_into(x, wholes[key] if key in wholes else _standing.known[key][0])
@@ -124,7 +124,7 @@ def _whole(x: DistTensor, written: bool) -> Tensor:
     return gather_everywhere(x).clone() if written else gather_everywhere(x)
 
 
-def _written(op: Operator, args: tuple[TorchValue, ...]) -> Iterator[Tensor]:
+def _written_tensors(op: Operator, args: tuple[TorchValue, ...]) -> Iterator[Tensor]:
     """Yield the tensors that the operator writes to; its schema does not mark them."""
     if op._schema.name.partition("::")[2] in SENT:
         return
@@ -133,10 +133,10 @@ def _written(op: Operator, args: tuple[TorchValue, ...]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def _check(name: str, args: tuple[TorchValue, ...], given: list[DistTensor], writes: bool) -> None:
+def _check_collective(name: str, args: tuple[TorchValue, ...], given: list[DistTensor], writes: bool) -> None:
     """Raise CollectiveError unless every rank of the tensors' meshes gets the results of one device."""
     here = current_communicator()
-    group = next((ranks for ranks in map(_ranks, args) if ranks is not None), ())
+    group = next((ranks for ranks in map(_ranks_of_group, args) if ranks is not None), ())
     if name in SENT or (writes and name not in ALIKE):
         raise _refusal(name, given, "its result differs between ranks, or not every rank makes the call")
     if len(group) == 1 and (here.kind == "simulated" or here.size == 1):
@@ -150,7 +150,7 @@ def _check(name: str, args: tuple[TorchValue, ...], given: list[DistTensor], wri
         )
 
 
-def _ranks(argument: TorchValue) -> tuple[int, ...] | None:
+def _ranks_of_group(argument: TorchValue) -> tuple[int, ...] | None:
     """Return the global ranks of a process group; None for another argument."""
     if not isinstance(argument, torch.ScriptObject):
         return None
@@ -160,7 +160,7 @@ def _ranks(argument: TorchValue) -> tuple[int, ...] | None:
         return None
 
 
-def _wait(name: str, out: TorchValue, given: list[DistTensor]) -> None:
+def _wait_for_results(name: str, out: TorchValue, given: list[DistTensor]) -> None:
     """Wait for the collective, because its results are written into parts next."""
     boxed = out[-1] if isinstance(out, tuple) else out
     work = None if boxed is None else work_of(boxed)
