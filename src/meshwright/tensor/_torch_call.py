@@ -7,7 +7,7 @@ from collections.abc import Callable
 from meshwright.layout import TorchValue
 
 TorchFunction = Callable[..., TorchValue]
-"""A function, a method or an operator of torch."""
+"""A function, method or operator of torch, or the getter or setter of an attribute, with any arguments."""
 
 Arguments = tuple[TorchValue, ...]
 """The positional arguments of a call."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.layout import ProcessMesh, Spec, TorchValue
 
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..capture.call_capture import Captured, capture
 from ..core.dist_tensor import DistTensor
 from ..core.tree import tensors_in

@@ -13,8 +13,8 @@ from meshwright.layout import Cache, MeshwrightError, ProcessMesh, Spec, TorchVa
 from meshwright.spmd import depends_on_arguments, registration_callbacks
 
 from .._errors import MixedMeshError, OperationError, PlainInBackwardError
+from .._torch_call import TorchFunction
 from ..autograd import backward_handlers, forward_mode, user_functions
-from ..autograd.intercepted_call import TorchFunction
 from ..autograd.user_functions import plain_may_be_part
 from ..capture.call_capture import Captured, asks_sizes, autocast_dtype
 from ..capture.metadata_check import check_meta_result
@@ -274,7 +274,7 @@ class _PlanByFloats(CallPlan):
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         run = PLANS.get((self.key, floats_in(args, kwargs)))
-        return planned(func, types, args, kwargs, self.key) if run is None else run(func, types, args, kwargs)
+        return dispatch(func, types, args, kwargs, self.key) if run is None else run(func, types, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)

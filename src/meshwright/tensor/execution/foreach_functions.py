@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue
 
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..capture.call_capture import Captured, taken_apart
 from ..conversion.local_parts import whole_local
 from ..core.absent_tensor import Absent

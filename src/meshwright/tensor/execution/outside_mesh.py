@@ -12,7 +12,7 @@ from meshwright.comm import current_communicator
 from meshwright.layout import ProcessMesh, Spec, TorchValue
 
 from .._errors import AbsentError
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..capture.call_capture import Captured, Node, autocast_dtype
 from ..capture.gradient_paths import Paths, gradient_paths
 from ..capture.metadata_check import check_meta_result

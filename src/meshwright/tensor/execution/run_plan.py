@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.comm import current_communicator
 from meshwright.layout import Spec, TorchValue
 
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..capture.call_capture import Captured, Node, autocast_dtype, strides_of
 from ..capture.trial_calls import is_raised
 from ..conversion.convert import Move, convert_local
