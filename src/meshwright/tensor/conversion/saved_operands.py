@@ -164,19 +164,20 @@ def note_reading(copy: Tensor, source: Tensor, how: Conversion) -> None:
     note_copy(copy, source, how, follows=False)
 
 
-def note_again(copy: Tensor, of: Tensor, then: Conversion) -> None:
-    """Note `copy`, which is `then(of)`, where `of` is a view of a noted copy; call it with interception off."""
-    base = of if of._base is None else of._base
+def note_again(copy: Tensor, view: Tensor, then: Conversion) -> None:
+    """Note `copy`, which is `then(view)`, where `view` is a view of a noted copy; call it with interception off."""
+    base = view if view._base is None else view._base
     for note in getweakrefs(base):
         if isinstance(note, _Copy):
             again = _Copy(copy, _drop)
             for name in ("counted", "exact", "geometry", "others", "source", "storage", "version"):
                 setattr(again, name, getattr(note, name))
-            again.before, again.how, again.follows = copy._version, _of_view(note.how, base, of, then), False
+            again.how = _conversion_of_view(note.how, base, view, then)
+            again.before, again.follows = copy._version, False
             _add(again)
 
 
-def _of_view(how: Conversion, base: Tensor, view: Tensor, then: Conversion) -> Conversion:
+def _conversion_of_view(how: Conversion, base: Tensor, view: Tensor, then: Conversion) -> Conversion:
     """Return a function that computes `then(view)` from a source.
 
     `how(source)` is `base`, and `view` is in its memory.

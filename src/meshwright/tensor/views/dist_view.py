@@ -63,6 +63,24 @@ class ViewOrigin:
         """Record that the view holds the current values of the base."""
         self.version, self.shown = writes_to(self.base), version_of(self.base)
 
+    def arguments_with(self, base: DistTensor) -> tuple[Arguments, NamedArguments]:
+        """Return the arguments of the call with `base` in place of the base."""
+        return map_tensors(lambda t: base if t is self.base else t, (self.args, self.kwargs))
+
+    def move_to(self, base: DistTensor) -> None:
+        """Make the view a view of `base`."""
+        self.args, self.kwargs = self.arguments_with(base)
+        self.base = base
+
+    def result_for(self, stand_in: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the same view of other memory; `stand_in` returns a plain tensor in place of each argument."""
+        args, kwargs = map_tensors(stand_in, (self.args, self.kwargs))
+        return self.result_in(self.func(*args, **kwargs))
+
+    def result_in(self, out: TorchValue) -> Tensor:
+        """Return the view among the results of a call."""
+        return list(tensors_in(out))[self.at]
+
 
 class DistView(DistTensor):
     """A view of another distributed tensor that has its own memory.
@@ -94,9 +112,8 @@ class DistView(DistTensor):
         view._seen, view._counted = self._seen, self._counted
         if self._outer is self:
             source = self._source
-            base = source.base._deep_copied(memo)
-            args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
-            copied = replace(source, base=base, args=args, kwargs=kwargs)
+            copied = replace(source)
+            copied.move_to(source.base._deep_copied(memo))
             copied.is_read()
             become_view(view, copied)
         else:
@@ -184,9 +201,7 @@ def leave_memory(x: DistTensor) -> None:
         if isinstance(x, DistView):
             _become_old_view(old, x)
         for view in views:
-            source = view._source
-            source.args, source.kwargs = map_tensors(lambda t: old if t is x else t, (source.args, source.kwargs))
-            source.base = old
+            view._source.move_to(old)
             _note_view(old, _VIEWS, view)
         for view in inner:
             view._outside = old
@@ -208,9 +223,7 @@ def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) 
             _note_view(x, _VIEWS, other)
         raise
     for other in (*others, moved):
-        source = other._source
-        source.args, source.kwargs = map_tensors(lambda t: view if t is x else t, (source.args, source.kwargs))
-        source.base = view
+        other._source.move_to(view)
         _note_view(view, _VIEWS, other)
 
 
@@ -305,11 +318,12 @@ def break_view(
     func: TorchFunction,
     args: Arguments,
     kwargs: NamedArguments,
-    of: int,
+    place: int,
     single: bool,
 ) -> TorchValue:
-    """Return the results of a view call whose tensor argument number `of` was moved, as views of that argument."""
-    moved, like = list(tensors_in((args, kwargs)))[of], next(r for r in tensors_in(out) if isinstance(r, DistTensor))
+    """Return the results of a view call whose tensor argument number `place` was moved, as views of that argument."""
+    moved = list(tensors_in((args, kwargs)))[place]
+    like = next(r for r in tensors_in(out) if isinstance(r, DistTensor))
     base = moved if isinstance(moved, DistTensor) else as_part(moved.detach(), spec_of(moved, like._spec))
     args, kwargs = map_tensors(lambda t: base if t is moved else one_element_stand_in(t), (args, kwargs or {}))
     at = count()
@@ -392,7 +406,7 @@ def _refresh(view: DistView) -> None:
     is_shown = version_of(source.base) != source.shown
     with _grad_mode(view) if is_shown else torch.no_grad():
         done = call_whole(source.func, source.args, source.kwargs)
-        new = list(tensors_in(done.out))[source.at]
+        new = source.result_in(done.out)
         target = view if view._seen and is_shown else _data_of(view)  # a write to `base.data` is one to `view.data`
         write_into(target, as_part(new, _whole_spec_of(new, view)))
         with no_interception():
@@ -516,7 +530,7 @@ def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
     base = source.base if isinstance(source.base, DistView) else None
     repeats = base is not None and shares_elements(base._outer._spec.full_strides, base._outer._spec.shape)
     with no_interception():
-        target = list(tensors_in(done.out))[source.at]
+        target = source.result_in(done.out)
         overlaps = _overlaps(target)
         places = _written_places(view, by, written) if overlaps or repeats else None
         if overlaps and places is not None:
@@ -545,8 +559,7 @@ def _note_reading(view: DistView) -> None:
 def _part_of_view(source: ViewOrigin, spec: Spec, part: Tensor) -> Tensor:
     """Return this rank's part of a view with this spec, if `part` is this rank's part of the base."""
     base = as_part(part, source.base._spec)
-    args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
-    new = list(tensors_in(call_whole(source.func, args, kwargs).out))[source.at]
+    new = source.result_in(call_whole(source.func, *source.arguments_with(base)).out)
     with no_interception():
         have = spec_of(new, spec)
     return plain_view(convert_local(new, have, spec))
@@ -575,8 +588,7 @@ def _places_in_base(source: ViewOrigin, done: WholeCall, places: Tensor) -> Tens
     whole = done.whole_argument(source.base)
     found = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
     given = {id(t): w for t, w in done.pairs} | {id(source.base): found}
-    args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))
-    list(tensors_in(source.func(*args, **kwargs)))[source.at].copy_(places)
+    source.result_for(lambda t: given[id(t)]).copy_(places)
     return found
 
 
@@ -616,8 +628,7 @@ def _last_written(source: ViewOrigin, done: WholeCall, whole: Tensor, value: Ten
     places = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64, device=whole.device)
     places.copy_(torch.arange(whole.numel(), device=whole.device).reshape(whole.shape))
     given = {id(t): w for t, w in done.pairs} | {id(source.base): places}
-    args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))
-    seen = list(tensors_in(source.func(*args, **kwargs)))[source.at].reshape(-1)
+    seen = source.result_for(lambda t: given[id(t)]).reshape(-1)
     numbers = torch.where(written.reshape(-1), torch.arange(len(seen), device=whole.device), -1)
     last = torch.full((whole.numel(),), -1, device=whole.device)
     last = last.scatter_reduce(0, seen, numbers, "amax").reshape(whole.shape)

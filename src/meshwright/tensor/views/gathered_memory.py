@@ -22,7 +22,7 @@ from meshwright.layout import Spec
 from .._errors import MemoryAccessError
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, plain_view
-from ..core.tree import map_tensors, tensors_in
+from ..core.tree import map_tensors
 from ..core.write_counts import writes_to
 from ..torch_hooks import no_interception
 from .dist_view import DistView
@@ -100,7 +100,7 @@ def _replayed_view(x: DistView) -> Tensor:
         lambda t: memory if t is source.base else gather_everywhere(t), (source.args, source.kwargs)
     )
     with no_interception():
-        return list(tensors_in(source.func(*args, **kwargs)))[source.at]
+        return source.result_in(source.func(*args, **kwargs))
 
 
 def _kept_memory(x: DistTensor) -> Tensor:
