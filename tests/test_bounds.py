@@ -43,9 +43,6 @@ UNBOUNDED = {
     "tensor.torch_hooks._LIBRARIES": "libraries of torch",
     "cli.ranks.define_once.defined_once.known": "operators that a script defines",
     "comm.communicators.counters.record_calls.log": "the caller's own record, while it is open",
-    "tensor.execution.dispatch._by_setting.plans": "dtypes and settings of torch",
-    "tensor.execution.outside_mesh.plan_outside.plans": "dtypes and settings of torch",
-    "tensor.execution.outside_mesh.sharing_result.known": "one entry",
     "tensor.execution.run_plan._in_float32.known": "dtypes",
 }
 """Containers that functions fill and that outlive the call: the reason why they stay small."""

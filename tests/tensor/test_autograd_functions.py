@@ -352,7 +352,7 @@ def test_a_forward_function_reports_unreported_calls() -> None:
     forward = torch_hooks._forward_of(Doubled, Doubled.forward, told.append).__func__
     assert forward(None, torch.ones(2)).tolist() == [2.0, 2.0]
     assert told == [Doubled]
-    torch_hooks._told(staticmethod(forward), Doubled)(None, torch.ones(2))
+    torch_hooks._apply_reported(staticmethod(forward), Doubled)(None, torch.ones(2))
     assert told == [Doubled]
 
 

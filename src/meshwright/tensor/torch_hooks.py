@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from threading import local
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
-from typing import Any
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -37,6 +36,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import _default_meta_extractor
 
+from meshwright.layout import TorchValue
+
+from ._torch_call import Arguments, NamedArguments, TorchFunction
+
 Operator = OpOverload
 """An ATen operator overload; its class and `_schema` have no public name."""
 
@@ -52,13 +55,13 @@ DynamicShapeError: type[Exception] = fake_tensor.DynamicOutputShapeException
 ValueNeededError: type[Exception] = fake_tensor.DataDependentOutputException
 """Raised on fake tensors by an operator that returns a number to the host."""
 
-call_plain: Callable[..., Any] = torch._C._disabled_torch_function_impl
+call_plain: TorchFunction = torch._C._disabled_torch_function_impl
 """`call_plain(func, types, args, kwargs)` calls with interception off; cheaper than a `with` block."""
 
 no_interception = torch._C.DisableTorchFunctionSubclass
 """Context in which DistTensors behave as their local tensors."""
 
-interception: Any = getattr(torch._C, "_EnableTorchFunction")  # noqa: B009 - not in torch's stubs
+interception: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_EnableTorchFunction")  # noqa: B009 - not in torch's stubs
 """Context in which DistTensors are the whole tensors again, inside `no_interception`."""
 
 interception_on: Callable[[], bool] = torch._C._is_torch_function_enabled
@@ -77,7 +80,7 @@ seeded_tag = torch.Tag.nondeterministic_seeded
 """Tag of the operators that draw from a random generator."""
 
 
-def unwritten(new: torch.Tensor) -> Any:
+def unwritten(new: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context in which writes to a new tensor do not count.
 
     Its version stays 0, like that of an operator's result.
@@ -85,7 +88,7 @@ def unwritten(new: torch.Tensor) -> Any:
     return nullcontext() if new.is_inference() else _unsafe_preserve_version_counter(new)
 
 
-def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def bare_apply(function: type[torch.autograd.Function]) -> TorchFunction:
     """Return `function.apply` without the Python code that looks for functorch transforms.
 
     Those run on whole tensors.
@@ -95,19 +98,19 @@ def bare_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def bare_backward(function: type[torch.autograd.Function]) -> None:
     """Make autograd call `function.backward` itself, without the Python code that looks it up in each call."""
-    node: Any = getattr(function, "_backward_cls", None)
+    node: TorchValue = getattr(function, "_backward_cls", None)
     if node is not None:
         node.apply = function.backward
 
 
-class _Told:
+class _InterceptedApply:
     @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        told: Any = __class__  # the class of the function with this code: torch.autograd.Function
+    def apply(cls, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
+        told: TorchValue = __class__  # the class of the function with this code: torch.autograd.Function
         return told.meshwright_told(cls, args, kwargs)
 
 
-def intercept_functions(apply: Callable[..., Any], untold: Callable[[Any], None]) -> None:
+def intercept_functions(apply: TorchFunction, untold: Callable[[type[torch.autograd.Function]], None]) -> None:
     """Replace `F.apply(*args, **kwargs)` of autograd functions by `apply(F, its own apply, args, kwargs)`, from now on.
 
     This is the only hook that shows which operators belong to a function with its own backward pass. torch passes local
@@ -115,82 +118,90 @@ def intercept_functions(apply: Callable[..., Any], untold: Callable[[Any], None]
     exchanged, so that earlier names (`swish = Swish.apply`) are covered too. If it is in C, calls by such a name run
     `untold(F)`.
     """
-    function: Any = torch.autograd.Function
+    function: TorchValue = torch.autograd.Function
     member = function.__dict__["apply"]
-    python: Any = getattr(member, "__func__", None)
+    python: TorchValue = getattr(member, "__func__", None)
     if python is None:  # torch 2.15 has it in C
-        own = partial(_told, member)
+        own = partial(_apply_reported, member)
         function.apply = classmethod(_by_name)
-        for early in _below(function):
+        for early in _subclasses_with_forward(function):
             early.forward = _forward_of(early, early.forward, untold)
     else:
         kept = python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__
         own = partial(MethodType, FunctionType(*kept))
-        told = _Told.__dict__["apply"].__func__.__code__
+        told = _InterceptedApply.__dict__["apply"].__func__.__code__
         python.__code__ = told.replace(co_filename=python.__code__.co_filename)  # by which torch.compile knows it
     function.meshwright_told = staticmethod(lambda cls, args, kwargs: apply(cls, own(cls), args, kwargs))
 
 
-def _by_name(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    told: Any = torch.autograd.Function
+def _by_name(cls: type[torch.autograd.Function], *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
+    told: TorchValue = torch.autograd.Function
     return told.meshwright_told(cls, args, kwargs)
 
 
 _by_name.__name__ = "apply"  # by which torch.compile knows it
-_TELLING = local()
+_reporting = local()
 
 
-def _told(member: Any, function: Any) -> Callable[..., Any]:
+def _apply_reported(member: TorchValue, function: type[torch.autograd.Function]) -> TorchFunction:
     """Return `F.apply` with a flag for the forward function that the call was reported."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = getattr(_TELLING, "on", False)
-        _TELLING.on = True
+    def call(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
+        before = getattr(_reporting, "on", False)
+        _reporting.on = True
         try:
             return member.__get__(None, function)(*args, **kwargs)
         finally:
-            _TELLING.on = before
+            _reporting.on = before
 
     return call
 
 
-def _forward_of(function: Any, own: Callable[..., Any], untold: Callable[[Any], None]) -> Any:
+def _forward_of(
+    function: type[torch.autograd.Function],
+    own: TorchFunction,
+    untold: Callable[[type[torch.autograd.Function]], None],
+) -> staticmethod[..., TorchValue]:
     """Return the forward function of a class, which calls `untold` if the call was not reported."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and not getattr(_TELLING, "on", False):
+    def forward(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
+        if not torch.compiler.is_compiling() and not getattr(_reporting, "on", False):
             untold(function)
         return own(*args, **kwargs)
 
     return staticmethod(forward)
 
 
-def _below(function: Any) -> list[Any]:
+def _subclasses_with_forward(function: type[torch.autograd.Function]) -> list[TorchValue]:
     """Return the subclasses that define a forward function."""
-    below = [c for sub in function.__subclasses__() for c in (sub, *_below(sub))]
+    below = [c for sub in function.__subclasses__() for c in (sub, *_subclasses_with_forward(sub))]
     return [c for c in dict.fromkeys(below) if "forward" in vars(c)]
 
 
 class _Encoder:
-    meshwright_own: Any
-    meshwright_told: Any
+    meshwright_own: Callable[..., torch.Tensor]
+    meshwright_told: Callable[..., torch.Tensor]
 
     def forward(
-        self, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: Any = None
+        self,
+        src: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool | None = None,
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self.meshwright_own(src, mask, src_key_padding_mask, is_causal)
         return self.meshwright_told(src, mask, src_key_padding_mask, is_causal)
 
 
-def intercept_encoders(forward: Callable[..., Any]) -> None:
+def intercept_encoders(forward: TorchFunction) -> None:
     """Replace `nn.TransformerEncoder.forward(encoder, src, ...)` by `forward(own, encoder, src, ...)`, from now on.
 
     The encoder takes another path if a tensor has `__torch_function__`, without calling a function that shows this. Its
     code is exchanged and keeps its place in torch's source, where `torch.compile` and `torch.jit.script` look for it.
     """
-    encoder: Any = torch.nn.TransformerEncoder
-    function: Any = encoder.forward
+    encoder: TorchValue = torch.nn.TransformerEncoder
+    function: TorchValue = encoder.forward
     code: CodeType = function.__code__
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     encoder.meshwright_own = own
@@ -206,7 +217,7 @@ SkipFrame: type[Exception] = exc.SkipFrame
 """The error that stops a trace of `torch.compile`: the function then runs as plain Python."""
 
 
-def compile_trace() -> Any:
+def compile_trace() -> symbolic_convert.InstructionTranslatorBase | None:
     """Return the trace that `torch.compile` is making in this thread, or None."""
     return getattr(symbolic_convert.tls, "current_tx", None)
 
@@ -233,7 +244,7 @@ function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack
 jit_tracing: Callable[[], bool] = torch._C._is_tracing
 """Returns True inside `torch.jit.trace`, in this thread."""
 
-graph_tracing: Callable[[], Any] = proxy_tensor.get_proxy_mode
+graph_tracing: Callable[[], TorchValue] = proxy_tensor.get_proxy_mode
 """Returns the mode by which `make_fx` records operators, or None outside of it."""
 
 transforms_paused = temporarily_clear_interpreter_stack
@@ -245,10 +256,10 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-MAKE_DUAL: Any = getattr(torch, "_make_dual")  # noqa: B009 - not in torch's stubs
+MAKE_DUAL: TorchFunction = getattr(torch, "_make_dual")  # noqa: B009 - not in torch's stubs
 """The C++ part of `forward_ad.make_dual`."""
 
-UNPACK_DUAL: Any = getattr(torch, "_unpack_dual")  # noqa: B009 - not in torch's stubs
+UNPACK_DUAL: TorchFunction = getattr(torch, "_unpack_dual")  # noqa: B009 - not in torch's stubs
 """The C++ part of `forward_ad.unpack_dual`."""
 
 is_batched: Callable[[torch.Tensor], bool] = vars(torch._C)["_functorch"].is_legacy_batchedtensor
@@ -287,7 +298,7 @@ _AROUND = {
 }
 """The functions that call a transformed function."""
 
-_functorch: Any = vars(torch._C)["_functorch"]
+_functorch = vars(torch._C)["_functorch"]
 
 
 def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
@@ -303,7 +314,9 @@ def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def intercept_transforms(
-    entering: Callable[[Any], Any], check_functional: Callable[[Any], None], around: Callable[[], Any]
+    entering: Callable[[TorchValue], TorchValue],
+    check_functional: Callable[[TorchValue], None],
+    around: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Make transforms of `torch.func` take `entering(x)` in place of each input `x`, from now on.
 
@@ -311,11 +324,11 @@ def intercept_transforms(
     `functionalize` calls `check_functional(x)` first.
     """
 
-    def taking(own: Callable[..., Any]) -> Callable[..., Any]:
+    def taking(own: TorchFunction) -> TorchFunction:
         return lambda x, *rest: own(entering(x), *rest)
 
-    def inside(own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **how: Any) -> Any:
+    def inside(own: TorchFunction) -> TorchFunction:
+        def call(*args: TorchValue, **how: TorchValue) -> TorchValue:
             if torch.compiler.is_compiling():
                 return own(*args, **how)
             with around():
@@ -325,43 +338,47 @@ def intercept_transforms(
 
     forward = eager_transforms._jvp_with_argnums
 
-    def forward_of(func: Any, primals: Any, tangents: Any, *rest: Any, **how: Any) -> Any:
+    def forward_of(
+        func: TorchFunction, primals: TorchValue, tangents: TorchValue, *rest: TorchValue, **how: TorchValue
+    ) -> TorchValue:
         primals, tangents = tree_map(entering, (primals, tangents))
         return forward(func, primals, tangents, *rest, **how)
 
     backward = eager_transforms._autograd_grad
 
-    def backward_of(outputs: Any, inputs: Any, seeds: Any = None, *rest: Any, **how: Any) -> Any:
+    def backward_of(
+        outputs: TorchValue, inputs: TorchValue, seeds: TorchValue = None, *rest: TorchValue, **how: TorchValue
+    ) -> TorchValue:
         return backward(outputs, inputs, tree_map(entering, seeds), *rest, **how)
 
     functional = vars(eager_transforms)["_wrap_functional_tensor"]
 
-    def functional_of(x: Any, *rest: Any) -> Any:
+    def functional_of(x: TorchValue, *rest: TorchValue) -> TorchValue:
         check_functional(x)
         return functional(x, *rest)
 
-    given: dict[str, Any] = {
+    given: dict[str, TorchFunction] = {
         "_wrap_functional_tensor": functional_of,
         "_jvp_with_argnums": forward_of,
         "_autograd_grad": backward_of,
     }
     eager_transforms.__dict__.update(given)
-    _replace(_INTO, taking)
-    _replace(_AROUND, inside)
+    _replace_functions(_INTO, taking)
+    _replace_functions(_AROUND, inside)
 
 
-def _replace(names: dict[Any, tuple[str, ...]], replaced: Callable[[Any], Any]) -> None:
+def _replace_functions(names: dict[ModuleType, tuple[str, ...]], replaced: Callable[[TorchFunction], object]) -> None:
     """Replace functions of modules by `replaced(function)`."""
     for module, found in names.items():
         for name in found:
             setattr(module, name, replaced(getattr(module, name)))
 
 
-def intercept_scripts(check: Callable[[Any], None]) -> None:
+def intercept_scripts(check: Callable[[torch.nn.Module], None]) -> None:
     """Make `torch.jit.script` call `check(module)` before it reads the parameters of a module, from now on."""
     own = _recursive.create_script_module
 
-    def create(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def create(module: torch.nn.Module, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         check(module)
         return own(module, *args, **kwargs)
 
@@ -380,7 +397,7 @@ _META_EXTRACTOR = _default_meta_extractor.__code__
 """Code of the function by which `torch.utils.checkpoint` compares recomputed tensors."""
 
 
-def savers() -> list[tuple[Any, str]]:
+def savers() -> list[tuple[object, str]]:
     """Return (owner, name) of the C++ functions that save a tensor for a backward pass outside of a Function."""
     name = "_make_saved_tensor"
     return [(checkpoint, name)] if hasattr(checkpoint, name) else []
@@ -405,13 +422,13 @@ def seen_below_autograd() -> bool:
     return False
 
 
-def node_finders() -> list[tuple[Any, str]]:
+def node_finders() -> list[tuple[object, str]]:
     """Return (owner, name) of the function by which torch finds the autograd nodes of tensors, to compare them."""
     name = "_get_grad_fn_or_grad_acc"
     return [(torch.autograd.graph, name)] if hasattr(torch.autograd.graph, name) else []
 
 
-def view_replay() -> Any:
+def view_replay() -> AbstractContextManager[None]:
     """Context in which autograd repeats views as they were made, instead of by `as_strided`.
 
     The gradient of `as_strided` on an empty tensor is a constant: a rank without a piece would drop out of the second
@@ -421,8 +438,13 @@ def view_replay() -> Any:
 
 
 def run_backward(
-    outputs: list[torch.Tensor], seeds: list[Any], keep: bool, create: bool, inputs: tuple[Any, ...], **how: Any
-) -> tuple[Any, ...]:
+    outputs: list[torch.Tensor],
+    seeds: list[TorchValue],
+    keep: bool,
+    create: bool,
+    inputs: Arguments,
+    **how: TorchValue,
+) -> Arguments:
     """Run the autograd engine itself.
 
     Public functions would call `__torch_function__` of distributed `inputs` first.
@@ -436,36 +458,39 @@ def run_backward(
         raise
 
 
-def intercept_backward(context: Callable[[], Any]) -> None:
+def intercept_backward(context: Callable[[], AbstractContextManager[None]]) -> None:
     """Run every backward pass of plain tensors inside `context()`, from now on.
 
     It calls no distributed tensor otherwise.
     """
     own = vars(torch.autograd)["_engine_run_backward"]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         with context():
             return own(*args, **kwargs)
 
     torch.autograd.__dict__.update(_engine_run_backward=run)
 
 
-Run = Callable[[Operator, tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[Operator, Arguments, NamedArguments], TorchValue]
 
 
 def grouped_product(
-    x: torch.Tensor, w: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+    x: torch.Tensor, w: torch.Tensor, offs: TorchValue = None, bias: object = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return the product of groups on the meta device.
 
     Torch's own refuses all dtypes but bfloat16, its kernels do not.
     """
     del bias
-    batch = () if x.dim() != w.dim() else (x.shape[0],) if x.dim() == 3 else (offs.shape[0],)
-    return torch.empty((*batch, x.shape[-2], w.shape[-1]), dtype=out_dtype or x.dtype, device=x.device)
+    shape = [x.shape[-2], w.shape[-1]]
+    if x.dim() == w.dim():
+        batch = x if x.dim() == 3 else offs
+        shape.insert(0, batch.shape[0])
+    return torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
 
 
-def _plainly(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _plainly(op: Operator, args: Arguments, kwargs: NamedArguments) -> TorchValue:
     if op is torch.ops.aten._grouped_mm.default and args[0].is_meta:
         return grouped_product(*args, **kwargs)
     if op is torch.ops.aten.view.default and not fake_tensor.is_fake(args[0]):
@@ -481,7 +506,7 @@ def as_on(device: torch.device | None) -> Run:
     sizes of results that only a backward pass reads.
     """
 
-    def run(op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(op: Operator, args: Arguments, kwargs: NamedArguments) -> TorchValue:
         out = _plainly(op, args, kwargs)
         if device is None or not _is_chosen_by_device(op, args) or is_fake(args[0]):
             return out
@@ -511,14 +536,14 @@ is_fake: Callable[[object], bool] = fake_tensor.is_fake
 """True for a fake tensor."""
 
 
-def _is_chosen_by_device(op: Operator, args: tuple[Any, ...]) -> bool:
+def _is_chosen_by_device(op: Operator, args: Arguments) -> bool:
     name = op.name()
     if not name.startswith(_ORDERED_BY_DEVICE):
         return name.startswith(_CHOSEN_BY_DEVICE)
     return any(isinstance(x, torch.Tensor) and not x.is_contiguous() for x in args)
 
 
-def _like_on(device: torch.device, x: Any) -> Any:
+def _like_on(device: torch.device, x: object) -> object:
     """Return an empty tensor like `x` on a device; `x` itself if it is no tensor."""
     if not isinstance(x, torch.Tensor):
         return x
@@ -531,20 +556,24 @@ class _Recorder(SchemaCheckMode):
     torch allows three kinds of modes at that level; the one for checking schemas is the only one that may stand alone.
     """
 
-    def __init__(self, note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None], run: Run) -> None:
+    def __init__(self, note: Callable[[Operator, Arguments, NamedArguments, TorchValue], None], run: Run) -> None:
         self.note, self.run = note, run
         self._dispatch_key = torch._C.DispatchKey.PreDispatch  # where it is put back after `no_modes`
 
     def __torch_dispatch__(
-        self, func: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: Arguments = (),
+        kwargs: NamedArguments | None = None,
+    ) -> TorchValue:
         out = self.run(func, args, kwargs or {})
         self.note(func, args, kwargs or {}, out)
         return out
 
 
 @contextmanager
-def imagining(sizes: Iterable[Any], always: bool = False) -> Generator[None]:
+def imagining(sizes: Iterable[object], always: bool = False) -> Generator[None]:
     """Use fake tensors inside the block if some of the sizes are symbolic; plain meta tensors would fix these sizes.
 
     With `always`, use them in any case: fake tensors have a device, so autocast treats them like real ones.
@@ -557,7 +586,7 @@ def imagining(sizes: Iterable[Any], always: bool = False) -> Generator[None]:
 
 @contextmanager
 def operators_recorded(
-    note: Callable[[Operator, tuple[Any, ...], dict[str, Any], Any], None], run: Run = _plainly
+    note: Callable[[Operator, Arguments, NamedArguments, TorchValue], None], run: Run = _plainly
 ) -> Generator[None]:
     """Call `note` for every ATen operator called inside the block, before autograd; `run` carries the operator out."""
     _set_mode_pre_dispatch(_Recorder(note, run))
@@ -573,7 +602,7 @@ def parameters_of(op: Operator, without: Container[str] = ()) -> list[tuple[str,
     return [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in without]
 
 
-def positional(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def positional(func: TorchValue, args: Arguments, kwargs: NamedArguments) -> tuple[Arguments, NamedArguments]:
     """Return the arguments of a call, with an operator's named arguments moved to their places in its schema."""
     if not kwargs or not isinstance(func, Operator):
         return args, kwargs
@@ -590,12 +619,12 @@ def returns_dtype(op: Operator) -> bool:
     return any(str(getattr(r, "real_type", "")) == "ScalarType" for r in op._schema.returns)
 
 
-def written_arguments(op: Operator) -> list[Any]:
+def written_arguments(op: Operator) -> list[torch._C.Argument]:
     """Return the arguments that an operator's schema marks as written."""
     return [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-def composite_kernel(op: Operator) -> Callable[..., Any] | None:
+def composite_kernel(op: Operator) -> TorchFunction | None:
     """Return the C++ decomposition of a composite operator; None for an operator with its own kernels."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     if op.namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
@@ -603,7 +632,7 @@ def composite_kernel(op: Operator) -> Callable[..., Any] | None:
     return partial(op._op_dk, key)
 
 
-def list_kernel(op: Operator) -> Callable[..., Any] | None:
+def list_kernel(op: Operator) -> TorchFunction | None:
     """Return torch's loop over the entries of a `_foreach_` operator's lists; None for another operator."""
     key = torch._C.DispatchKey.CompositeExplicitAutograd
     is_loop = op.namespace == "aten" and op._schema.name.startswith("aten::_foreach_")
@@ -617,7 +646,7 @@ def modes_before_dispatch() -> bool:
     return _len_torch_dispatch_stack_pre_dispatch() > 0
 
 
-no_modes: Any = _disable_current_modes
+no_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """Context in which no mode sees the calls, since the planning of a call is not part of the caller's program."""
 
 
@@ -626,7 +655,7 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(getattr(torch._C, "_is_alias_of")(a, b))  # noqa: B009 - not in torch's stubs
 
 
-def _after(key: Any) -> Any:
+def _keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
     """Return the dispatch keys below `key`."""
     return torch._C._dispatch_keyset_full_after(key)
 
@@ -649,13 +678,13 @@ _OF_A_BASE = 3
 """References to a base that only its view keeps alive: a variable's, that of the count, and that of the C++ tensor."""
 
 _SELECT = torch._C.DispatchKey.BackendSelect
-_BELOW_SELECT = _after(_SELECT)
+_BELOW_SELECT = _keys_below(_SELECT)
 _AUTOGRAD_KEYS = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "PrivateUse1"))
 """The dispatch keys of autograd, one for each kind of device."""
 _LIBRARIES: dict[str, torch.library.Library] = {}
 """Namespace → the library that holds the kernels of this package; torch removes kernels when their library is freed."""
 
-Guard = Callable[[Any, tuple[Any, ...], Callable[..., Any]], Any]
+Guard = Callable[[OpOverload, Arguments, TorchFunction], TorchValue]
 """`guard(op, args, run)`; `run(*args)` is the operator below the guard."""
 
 
@@ -666,7 +695,7 @@ def guard_operator(op: OpOverload, guard: Guard) -> None:
     operators. The guard is at the dispatch key BackendSelect, which neither modes nor inference tensors skip.
     """
 
-    def kernel(keys: Any, *args: Any) -> Any:
+    def kernel(keys: torch._C.DispatchKeySet, *args: TorchValue) -> TorchValue:
         if not interception_on():
             return op.redispatch(keys & _BELOW_SELECT, *args)
         return guard(op, args, lambda *given: op.redispatch(keys & _BELOW_SELECT, *given))
@@ -682,8 +711,8 @@ def guard_set_data(guard: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """
     op = torch.ops.aten._has_compatible_shallow_copy_type.default
 
-    def kernel(keys: Any, x: torch.Tensor, new: torch.Tensor) -> bool:
-        fits = op.redispatch(keys & _after(torch._C.DispatchKey.AutogradFunctionality), x, new)
+    def kernel(keys: torch._C.DispatchKeySet, x: torch.Tensor, new: torch.Tensor) -> bool:
+        fits = op.redispatch(keys & _keys_below(torch._C.DispatchKey.AutogradFunctionality), x, new)
         if fits and interception_on():
             guard(x, new)
         return fits
@@ -691,7 +720,7 @@ def guard_set_data(guard: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     _implement(op, kernel, _AUTOGRAD_KEYS)
 
 
-def _implement(op: OpOverload, kernel: Callable[..., Any], keys: Iterable[str]) -> None:
+def _implement(op: OpOverload, kernel: TorchFunction, keys: Iterable[str]) -> None:
     library = _LIBRARIES.setdefault(op.namespace, torch.library.Library(op.namespace, "IMPL"))
     for key in keys:
         library.impl(op, kernel, key, with_keyset=True)
@@ -701,7 +730,7 @@ read_number: OpOverload = torch.ops.aten._local_scalar_dense.default
 """The operator by which C++ reads the Python number of a tensor, also of a tensor passed in place of a number."""
 
 
-_c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+_c10d: TorchValue = getattr(torch._C, "_distributed_c10d", None)
 """The C++ module of torch.distributed; None in a torch that was built without it."""
 
 
@@ -711,55 +740,55 @@ def collective_operators() -> list[OpOverload]:
     return [getattr(torch.ops.c10d, name).default for name in names if "." not in name]
 
 
-def group_of(boxed: Any) -> Any:
+def group_of(boxed: torch.ScriptObject) -> torch.distributed.ProcessGroup:
     """Return the process group that an operator of torch.distributed was given."""
     return _c10d.ProcessGroup.unbox(boxed)
 
 
-def work_of(boxed: Any) -> Any:
+def work_of(boxed: torch.ScriptObject) -> torch.distributed.Work:
     """Return the handle to wait on that an operator of torch.distributed returned."""
     return _c10d.Work.unbox(boxed)
 
 
-def constructors_of_distributed() -> list[tuple[Any, str]]:
+def constructors_of_distributed() -> list[tuple[object, str]]:
     """Return (owner, name) of C++ functions in torch.distributed that use tensors below every guarded operator.
 
     These are the parts of DistributedDataParallel, and the constructor of a DTensor.
     """
     modules = (torch.distributed, torch.distributed.distributed_c10d, _c10d)
     names = sorted(name for name, f in vars(_c10d).items() if _takes_tensors(f))
-    found: list[tuple[Any, str]] = [(m, name) for name in names for m in modules if hasattr(m, name)]
+    found: list[tuple[object, str]] = [(m, name) for name in names for m in modules if hasattr(m, name)]
     if hasattr(torch.Tensor, "_dtensor__new__"):
         found.append((torch.Tensor, "_dtensor__new__"))
     loaded = sys.modules.get("torch.distributed.tensor")  # importing it takes as long as torch itself
     return found if loaded is None else [*found, (loaded.DTensor, "__new__")]
 
 
-def _takes_tensors(function: Any) -> bool:
+def _takes_tensors(function: object) -> bool:
     """True if the signature in the docstring of a C++ function or constructor has tensors."""
     text = function.__init__.__doc__ if isinstance(function, type) else getattr(function, "__doc__", None)
     return "torch.Tensor" in (text or "").partition("->")[0]
 
 
-Offered = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Offered = Callable[[TorchFunction, Arguments, NamedArguments], TorchValue]
 """`handler(own, args, kwargs)` returns the result, or NotImplemented to leave the call to torch's function `own`."""
 
 
-def offer_set(name: str, handler: Callable[[torch.Tensor, Any], bool]) -> None:
+def offer_set(name: str, handler: Callable[[torch.Tensor, TorchValue], bool]) -> None:
     """Pass every `x.name = new` to `handler(x, new)` first, which returns False to leave the assignment to torch.
 
     This is for attributes whose C++ setters never call `__torch_function__`.
     """
-    own: Any = getattr(torch.Tensor, name)
+    own: TorchValue = getattr(torch.Tensor, name)
 
-    def setter(x: torch.Tensor, new: Any) -> None:
+    def setter(x: torch.Tensor, new: TorchValue) -> None:
         if not (interception_on() and handler(x, new)):
             own.__set__(x, new)
 
     setattr(torch.Tensor, name, property(own.__get__, setter, doc=own.__doc__))
 
 
-def offer_call(owner: Any, name: str, handler: Offered) -> None:
+def offer_call(owner: object, name: str, handler: Offered) -> None:
     """Pass every call `owner.name(*args, **kwargs)` to `handler` first.
 
     This is for C++ functions that take tensors and never call `__torch_function__`. Modules that imported the function
@@ -769,7 +798,7 @@ def offer_call(owner: Any, name: str, handler: Offered) -> None:
     is_static = isinstance(owner, type) and isinstance(own, BuiltinFunctionType)
 
     @wraps(own)
-    def offered(*args: Any, **kwargs: Any) -> Any:
+    def offered(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         out = handler(own, args, kwargs) if interception_on() else NotImplemented
         return own(*args, **kwargs) if out is NotImplemented else out
 
@@ -785,7 +814,7 @@ def offer_call(owner: Any, name: str, handler: Offered) -> None:
     _rebind(name, own, offered)
 
 
-def _rebind(name: str, old: Any, new: Any) -> None:
+def _rebind(name: str, old: object, new: object) -> None:
     """Replace `old` by `new` in modules outside torch that have `old` under this name."""
     for module_name, module in list(sys.modules.items()):
         outside = not f"{module_name}.".startswith("torch.")

@@ -1,6 +1,6 @@
 """Gradients, hooks and graph nodes of the whole tensor, over autograd on local parts.
 
-intercepted_call     TorchFunction, and arguments of an intercepted call by place or name
+intercepted_call     arguments of an intercepted call by place or name
 dual_gradient        local gradients as distributed tensors in the dual layout
 graph_node           GraphNode: a node of the autograd graph that answers for the whole tensor or refuses
 assigned_gradients   gradients assigned by `p.grad = g`, to which backward passes add

@@ -14,6 +14,7 @@ from meshwright.comm import current_communicator
 from meshwright.layout import Spec, TorchValue, replicated
 
 from .._errors import OperationError
+from .._torch_call import TorchFunction
 from ..conversion.convert import convert_local
 from ..conversion.local_parts import whole_local
 from ..conversion.pending_gradients import deferring, flush, flush_read, forget
@@ -34,7 +35,7 @@ from ..views.shared_data import read_shared
 from .assigned_gradients import assign, gradients_kept_up
 from .dual_gradient import alias_of, as_dual_local, dual_stamp
 from .graph_node import check_no_edges, edge_spec, own_edge
-from .intercepted_call import TorchFunction, named_arguments
+from .intercepted_call import named_arguments
 
 _T: Any = Tensor
 """Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue
 
+from .._torch_call import TorchFunction
 from ..conversion.convert import convert_local
 from ..conversion.local_parts import linear_spec, spec_of, whole_local
 from ..core.absent_tensor import absent
@@ -20,7 +21,7 @@ from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.handler_registry import handles
 from ..core.tree import map_tensors
 from ..torch_hooks import MAKE_DUAL, UNPACK_DUAL, call_plain, no_interception
-from .intercepted_call import TorchFunction, named_arguments
+from .intercepted_call import named_arguments
 
 
 @handles(MAKE_DUAL, torch.ops.aten._make_dual.default)

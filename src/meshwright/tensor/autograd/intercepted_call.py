@@ -1,14 +1,10 @@
-"""Functions and arguments of intercepted calls, as torch passes them to `__torch_function__`."""
+"""Arguments of intercepted calls, as torch passes them to `__torch_function__`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Iterable
 
 from meshwright.layout import TorchValue
-
-TorchFunction: TypeAlias = Callable[..., TorchValue]
-"""A function, method or operator of torch, or the getter or setter of an attribute, with any arguments."""
 
 
 def named_arguments(names: Iterable[str], args: TorchValue, kwargs: TorchValue) -> dict[str, TorchValue]:

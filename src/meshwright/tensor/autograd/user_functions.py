@@ -22,6 +22,7 @@ from torch.autograd import Function
 from meshwright.layout import Spec, TorchValue
 
 from .._errors import CollectiveError, PlainInBackwardError
+from .._torch_call import TorchFunction
 from ..conversion.convert import convert_local
 from ..conversion.distribute import as_dist_tensor
 from ..conversion.local_parts import spec_of, whole_local
@@ -41,7 +42,6 @@ from ..torch_hooks import (
 )
 from ..views.dist_view import DistView, after_function, before_function
 from .dual_gradient import alias_of, as_dual_local, dual_stamp, keep_alive_with
-from .intercepted_call import TorchFunction
 
 _WHOLE: WeakKeyDictionary[type[Function], type[Function]] = WeakKeyDictionary()
 """A user's function → the same function with a backward pass that sees whole gradients."""

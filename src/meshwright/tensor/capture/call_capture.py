@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, replicated
+from meshwright.layout import Spec, TorchValue, replicated
 
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import (
     Operator,
@@ -34,9 +34,9 @@ class Node:
     """One operator call on global meta tensors, and its result."""
 
     op: Operator
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
+    args: Arguments
+    kwargs: NamedArguments
+    out: TorchValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,21 @@ class Captured:
 
     inputs: tuple[Tensor, ...]
     nodes: tuple[Node, ...]
-    out: Any
+    out: TorchValue
     constants: tuple[Tensor, ...] = ()
 
 
-def capture(func: Callable[..., Any], args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Captured:
+def spec_if_distributed(x: Tensor) -> Spec | None:
+    """Return the spec of a distributed tensor; None for a plain tensor."""
+    return getattr(x, "_spec", None)
+
+
+def capture(
+    func: TorchFunction,
+    args: Arguments,
+    kwargs: NamedArguments,
+    spec_of: Callable[[Tensor], Spec | None],
+) -> Captured:
     """Return the operators that `func(*args, **kwargs)` calls if its distributed arguments are whole.
 
     Nothing is computed: tensors are on the meta device, where autocast has no effect. If torch rejects the operands'
@@ -100,9 +110,9 @@ def autocast_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
 
 
 def _captured(
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    func: TorchFunction,
+    args: Arguments,
+    kwargs: NamedArguments,
     spec_of: Callable[[Tensor], Spec | None],
     floats: torch.dtype | None,
 ) -> Captured:
@@ -129,7 +139,7 @@ def _captured(
         return _canonical(inputs, nodes, out)
 
 
-def _run_on(device: torch.device | None) -> Callable[..., Any]:
+def _run_on(device: torch.device | None) -> TorchFunction:
     """Return a function that runs an operator on meta tensors, with results as on a device."""
     run = as_on(device)
     if device is None or device.type != "cpu":
@@ -142,14 +152,20 @@ def strides_of(x: Tensor) -> tuple[int, ...] | None:
     return None if x.layout is not torch.strided or x.is_contiguous() else x.stride()
 
 
-def sizes_of(args: Any, kwargs: Any, spec_of: Callable[[Tensor], Spec | None]) -> Iterator[Any]:
+def sizes_of(args: Arguments, kwargs: NamedArguments, spec_of: Callable[[Tensor], Spec | None]) -> Iterator[int]:
     """Yield the global sizes of the call's tensors."""
     for x in tensors_in((args, kwargs)):
         spec = spec_of(x)
         yield from x.shape if spec is None else spec.shape
 
 
-def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captured, specs: Sequence[Spec]) -> bool:
+def asks_sizes(
+    func: TorchFunction,
+    args: Arguments,
+    kwargs: NamedArguments,
+    captured: Captured,
+    specs: Sequence[Spec],
+) -> bool:
     """True if `func` is a Python function whose operators depend on sizes that differ between the whole and the parts.
 
     An example is `x.sum(0) / x.size(0)`. It is captured again with the shapes of the first and of the last rank's
@@ -157,31 +173,33 @@ def asks_sizes(func: Callable[..., Any], args: Any, kwargs: Any, captured: Captu
     """
     if not isinstance(func, FunctionType) or not any(s.layout.cut_axes for s in specs):
         return False
-    ranks = specs[0].mesh.process_ids
-    return any(_constants(func, args, kwargs, rank) != _listed(captured) for rank in (ranks[0], ranks[-1]))
+    ranks, whole = specs[0].mesh.process_ids, _operators_and_constants(captured)
+    return any(_constants_of_part(func, args, kwargs, rank) != whole for rank in (ranks[0], ranks[-1]))
 
 
-def _alone(spec: Spec, rank: int) -> Spec:
+def _separate_part(spec: Spec, rank: int) -> Spec:
     """Return the spec of `rank`'s part as a separate replicated tensor."""
     return Spec(spec.mesh, replicated(spec.ndim), spec.local_shape(rank), spec.dtype)
 
 
-def _constants(func: Callable[..., Any], args: Any, kwargs: Any, rank: int) -> Any:
-    def part(x: Any) -> Any:
-        spec = getattr(x, "_spec", None)
-        return None if spec is None else _alone(spec.concrete, rank)
+def _constants_of_part(
+    func: TorchFunction, args: Arguments, kwargs: NamedArguments, rank: int
+) -> list[tuple[Operator, TorchValue]] | None:
+    def part(x: Tensor) -> Spec | None:
+        spec = spec_if_distributed(x)
+        return None if spec is None else _separate_part(spec.concrete, rank)
 
     try:
-        return _listed(capture(func, args, kwargs, part))
+        return _operators_and_constants(capture(func, args, kwargs, part))
     except Exception:  # torch refuses such shapes, in many ways
         return None
 
 
-def _listed(captured: Captured) -> list[Any]:
+def _operators_and_constants(captured: Captured) -> list[tuple[Operator, TorchValue]]:
     return [(n.op, map_tensors(lambda _: ..., (n.args, n.kwargs))) for n in captured.nodes]
 
 
-def _canonical(inputs: Sequence[Tensor], nodes: Sequence[Node], out: Any) -> Captured:
+def _canonical(inputs: Sequence[Tensor], nodes: Sequence[Node], out: TorchValue) -> Captured:
     """Return the capture with one object for every tensor.
 
     Factory functions return another object on the same memory than the operator that they called.

@@ -6,21 +6,21 @@ A rank outside the mesh computes nothing, so its results need these operands to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import imagining, no_interception, no_modes
-from .call_capture import sizes_of
+from .call_capture import sizes_of, spec_if_distributed
 
 Paths = tuple[frozenset[int], ...]
 """For each result, the indices of the operands that it has a gradient for, among the tensors of the call."""
 
 
-def gradient_paths(func: Callable[..., Any], args: Any, kwargs: Any) -> Paths | None:
+def gradient_paths(func: TorchFunction, args: Arguments, kwargs: NamedArguments) -> Paths | None:
     """Return the paths of a call; None if torch cannot carry it out without values."""
     tensors = list(tensors_in((args, kwargs)))
     try:
@@ -34,18 +34,17 @@ def _is_differentiable(x: Tensor) -> bool:
     return x.dtype.is_floating_point or x.dtype.is_complex
 
 
-def _results_behind(func: Callable[..., Any], args: Any, kwargs: Any, place: int) -> tuple[int, Sequence[bool]]:
+def _results_behind(
+    func: TorchFunction, args: Arguments, kwargs: NamedArguments, place: int
+) -> tuple[int, Sequence[bool]]:
     """Return `place`, and for each result whether it requires a gradient if only the operand at `place` does."""
     left = iter(range(len(list(tensors_in((args, kwargs))))))
 
-    def spec_of(x: Tensor) -> Any:
-        return getattr(x, "_spec", None)
-
     def stand_in(x: Tensor) -> Tensor:
-        like = spec_of(x) or x
+        like = spec_if_distributed(x) or x
         made = torch.empty(like.shape, dtype=like.dtype, device="meta")
         return made.requires_grad_().view_as(made) if next(left) == place else made
 
-    with no_modes(), imagining(sizes_of(args, kwargs, spec_of)), no_interception(), torch.enable_grad():
+    with no_modes(), imagining(sizes_of(args, kwargs, spec_if_distributed)), no_interception(), torch.enable_grad():
         out = func(*map_tensors(stand_in, args), **map_tensors(stand_in, kwargs))
         return place, [t.requires_grad for t in tensors_in(out)]

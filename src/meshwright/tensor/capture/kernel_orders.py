@@ -8,24 +8,24 @@ decides which elements dropout drops. tests/tensor/test_memory_order.py compares
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Strides, contiguous_strides, strides_like
+from meshwright.layout import Strides, TorchValue, contiguous_strides, strides_like
 
+from .._torch_call import Arguments
 from ..torch_hooks import Operator, is_fake
 
-Order = Callable[[Tensor, tuple[Any, ...]], Strides]
+Order = Callable[[Tensor, Arguments], Strides]
 """`order(result, arguments)` returns the strides of a result."""
 
 
-def _contiguous(out: Tensor, args: tuple[Any, ...]) -> Strides:
+def _contiguous(out: Tensor, args: Arguments) -> Strides:
     return contiguous_strides(out.shape)
 
 
-def _format_of_first(out: Tensor, args: tuple[Any, ...]) -> Strides:
+def _format_of_first(out: Tensor, args: Arguments) -> Strides:
     """Return channels-last strides if the first argument is channels-last, else contiguous ones."""
     for form, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if args[0].dim() == out.dim() == dims and _is_in(args[0], form):
@@ -39,26 +39,26 @@ def _is_in(x: Tensor, form: torch.memory_format) -> bool:
     return dense.is_contiguous(memory_format=form) and not dense.is_contiguous()
 
 
-def _of_first(out: Tensor, args: tuple[Any, ...]) -> Strides:
+def _of_first(out: Tensor, args: Arguments) -> Strides:
     return strides_like(tuple(args[0].shape), args[0].stride())
 
 
-def _without_overlap(out: Tensor, args: tuple[Any, ...]) -> Strides:
+def _without_overlap(out: Tensor, args: Arguments) -> Strides:
     """Return the strides of the first argument, or dense ones if its elements share memory."""
     return _of_first(out, args) if 0 in args[0].stride() else args[0].stride()
 
 
-def _of_product(out: Tensor, args: tuple[Any, ...]) -> Strides:
+def _of_product(out: Tensor, args: Arguments) -> Strides:
     """Return the strides of the product of the first two arguments."""
     return (args[0] * args[1]).stride()
 
 
-def _of_roll(out: Tensor, args: tuple[Any, ...]) -> Strides:
+def _of_roll(out: Tensor, args: Arguments) -> Strides:
     """Return contiguous strides for a roll without dims, which rolls the flattened tensor."""
     return _format_of_first(out, args) if len(args) > 2 and args[2] else contiguous_strides(out.shape)
 
 
-def _of_padding(out: Tensor, args: tuple[Any, ...]) -> Strides:
+def _of_padding(out: Tensor, args: Arguments) -> Strides:
     """Return the strides of a padded tensor.
 
     Padding of three dims by reflection takes a tensor of four dims for one without a batch.
@@ -85,7 +85,7 @@ _ORDERS: dict[str, Order] = {
 """Name of an operator → the order of its first result. Overloads without tensor operands are not changed."""
 
 
-def in_kernel_order(op: Operator, args: tuple[Any, ...], out: Any) -> Any:
+def in_kernel_order(op: Operator, args: Arguments, out: TorchValue) -> TorchValue:
     """Return the meta results of an operator with the strides that its kernel gives the first one."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     order = _ORDERS.get(op._schema.name.removeprefix("aten::"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._errors import MemoryAccessError
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.dist_tensor import DistTensor
 from ..core.tree import leaves_in, tensors_in
 from ..torch_hooks import Operator, returns_dtype
@@ -20,7 +20,7 @@ _COUNTS = [
     "q_zero_point", "_dimI", "_dimV", "_nnz",
 ]  # fmt: skip
 _COUNTED = ["itemsize", "nbytes", "ndim", "shape"]
-_NUMBERS: frozenset[Any] = frozenset([
+_NUMBERS: frozenset[TorchFunction] = frozenset([
     *[getattr(Tensor, name) for name in _COUNTS if hasattr(Tensor, name)],
     *[getattr(Tensor, name).__get__ for name in _COUNTED],
     torch.numel,
@@ -30,7 +30,7 @@ _OPERATORS = frozenset([*_COUNTS, *_COUNTED, "len", "stride"])
 """Names of operators that return sizes."""
 
 
-def check_meta_result(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
+def check_meta_result(func: TorchFunction, args: Arguments, kwargs: NamedArguments, answer: object) -> None:
     """Raise MemoryAccessError if `answer`, the result of `func` for a meta tensor, may concern memory or a device.
 
     Raises TypeError for NotImplemented, as torch's own operators do: Python then asks the other operand, or compares
@@ -51,7 +51,7 @@ def check_meta_result(func: Any, args: Any, kwargs: Any, answer: Any) -> None:
     )
 
 
-def _is_about_shape(func: Any) -> bool:
+def _is_about_shape(func: TorchFunction) -> bool:
     """True if integers that `func` returns are sizes or dtypes."""
     if not isinstance(func, Operator):
         return func in _NUMBERS or isinstance(func, FunctionType)

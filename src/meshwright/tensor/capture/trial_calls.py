@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, hint
+from meshwright.layout import TorchValue, hint
 
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import DynamicShapeError, ValueNeededError, imagining, no_interception, no_modes, seeded_tag
-from .call_capture import CAST, Node, sizes_of
+from .call_capture import CAST, Node, sizes_of, spec_if_distributed
 
 _USUAL = {torch.float32, torch.float64}
 """Dtypes that every kernel has."""
@@ -21,7 +20,7 @@ _USUAL = {torch.float32, torch.float64}
 _READS_NUMBER = "it reads a number from a tensor, so every rank gathers the tensor"
 
 
-def dtypes_given(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.dtype] | None:
+def dtypes_given(func: TorchFunction, args: Arguments, kwargs: NamedArguments) -> list[torch.dtype] | None:
     """Return the dtypes of the results of `func` for whole tensors under the current autocast, or None."""
     try:
         return [t.dtype for t in tensors_in(_imagined(func, args, kwargs))]
@@ -29,7 +28,7 @@ def dtypes_given(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch
         return None
 
 
-def why_not_captured(func: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> str:
+def why_not_captured(func: TorchFunction, args: Arguments, kwargs: NamedArguments, error: Exception) -> str:
     """Return the reason why the capture of a call ended with `error`, without quoting values of its arguments."""
     reason = str(error).split("\n")[0]
     is_internal = "meta" in reason.lower().split()  # the user gave no tensors on the meta device
@@ -48,17 +47,19 @@ def why_not_captured(func: Callable[..., Any], args: Any, kwargs: Any, error: Ex
     return "torch cannot infer the shape of the result without the values" if is_internal else reason
 
 
-def _imagined(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _imagined(func: TorchFunction, args: Arguments, kwargs: NamedArguments) -> TorchValue:
     """Return the result of `func` for fake tensors on the devices of its whole arguments; raises the error of torch."""
 
-    def spec_of(x: Tensor) -> Spec | None:
-        return getattr(x, "_spec", None)
-
     def stand_in(x: Tensor) -> Tensor:
-        like = spec_of(x) or x
+        like = spec_if_distributed(x) or x
         return torch.empty(like.shape, dtype=like.dtype, device=x.device)
 
-    with no_modes(), imagining(sizes_of(args, kwargs, spec_of), always=True), no_interception(), torch.no_grad():
+    with (
+        no_modes(),
+        imagining(sizes_of(args, kwargs, spec_if_distributed), always=True),
+        no_interception(),
+        torch.no_grad(),
+    ):
         return func(*map_tensors(stand_in, args), **map_tensors(stand_in, kwargs))
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Layout, Spec, dense_strides, without_trivial_axes
+from meshwright.layout import Layout, Spec, TorchValue, dense_strides, without_trivial_axes
 from meshwright.reshard import Plan, Relabel, plan, transposed
 
 from ..core.call_sites import is_backward, keep_call_site
@@ -155,7 +154,7 @@ def move(src: Spec, dst: Spec) -> Move:
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
+    def forward(ctx: TorchValue, x: Tensor, how: Move) -> Tensor:
         ctx.how = how
         keep_call_site(ctx)
         keep_number(ctx)
@@ -163,14 +162,14 @@ class _Convert(torch.autograd.Function):
         return x.detach() if out is x else owned(out)  # a view would keep `x`, which may keep it
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: TorchValue, *tangents: Tensor) -> Tensor:
         (tangent, *_) = tangents
         with no_interception():
             out = ctx.how.of_dtype(tangent.dtype)(tangent)
         return out.view_as(out) if out is tangent else out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         with collectives_of_gradient(ctx):
             if type(grad) is Tensor:

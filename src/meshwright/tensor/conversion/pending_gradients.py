@@ -9,16 +9,15 @@ accumulation over several passes is then one reduction.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import call_purpose, current_communicator
-from meshwright.layout import Layout, Spec
+from meshwright.layout import Layout, Spec, TorchValue
 
 from ..core.call_sites import is_backward, keep_call_site
 from ..core.computation_numbers import collectives_of_call, collectives_of_gradient, keep_number
@@ -35,7 +34,7 @@ class _Pending:
     `number` identifies the backward passes that made them (`computation_numbers`).
     """
 
-    leaf: Any
+    leaf: Tensor
     spec: Spec
     terms: Tensor | None
     number: int
@@ -60,24 +59,24 @@ class _Deferred(torch.autograd.Function):
     """Replicated → varying for a leaf: the identity, whose gradient waits to be reduced."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: Move) -> Tensor:
+    def forward(ctx: TorchValue, x: Tensor, how: Move) -> Tensor:
         ctx.leaf, ctx.how = x, how
         keep_call_site(ctx)
         keep_number(ctx)
         return x.view_as(x)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: TorchValue, *tangents: Tensor) -> Tensor:
         return tangents[0].view_as(tangents[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, None]:
         back = ctx.how.transpose.of_dtype(grads[0].dtype)
         with no_interception(), collectives_of_gradient(ctx):
             return _Deferred._back(ctx, back, grads[0])
 
     @staticmethod
-    def _back(ctx: Any, back: Move, grad: Tensor) -> Any:
+    def _back(ctx: TorchValue, back: Move, grad: Tensor) -> tuple[Tensor | None, None]:
         if not _state.deferring or torch.is_grad_enabled() or _is_watched(ctx.leaf):
             return back(grad), None
         _keep(ctx.leaf, back.src, grad)
@@ -88,18 +87,18 @@ is_backward(_Deferred.backward)
 _deferred: Callable[[Tensor, Move], Tensor] = bare_apply(_Deferred)
 
 
-def defer_reduction(x: Any, how: Move) -> Tensor:
+def defer_reduction(x: Tensor, how: Move) -> Tensor:
     """Return `x`, a leaf, after `how`, which only makes it varying; the reduction of its gradient is deferred."""
     return _deferred(x, how)
 
 
-def _is_watched(leaf: Any) -> bool:
+def _is_watched(leaf: Tensor) -> bool:
     """True if hooks need the gradient as soon as it arrives."""
     with no_interception():
         return bool(leaf._backward_hooks) or bool(leaf._post_accumulate_grad_hooks)
 
 
-def _keep(leaf: Any, spec: Spec, grad: Tensor) -> None:
+def _keep(leaf: Tensor, spec: Spec, grad: Tensor) -> None:
     found = _state.waiting.get((id(leaf), spec))
     if found is None:
         _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach(), call_purpose.what[0])
@@ -121,7 +120,7 @@ class deferring:  # entered in every step: a class is faster than a generator
         _state.deferring = self._before
 
 
-def forget(leaf: Any) -> None:
+def forget(leaf: Tensor) -> None:
     """Drop the terms of `leaf`, whose gradient is replaced."""
     if not _state.waiting:
         return
@@ -160,8 +159,8 @@ def _add_up(waiting: Sequence[_Pending]) -> None:
 
 def _buckets(waiting: Sequence[_Pending]) -> Iterator[list[_Pending]]:
     """Yield items with the same mesh, dtype and pending axes, in order, up to BUCKET_BYTES together."""
-    groups: dict[Any, list[_Pending]] = {}
-    filled: dict[Any, int] = {}
+    groups: dict[Hashable, list[_Pending]] = {}
+    filled: dict[Hashable, int] = {}
     for item in waiting:
         key = (item.spec.mesh, item.spec.dtype, item.spec.layout.partial)
         groups.setdefault(key, []).append(item)

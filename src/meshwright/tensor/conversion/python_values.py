@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Layout, ProcessMesh, Spec, replicated
+from meshwright.layout import Layout, ProcessMesh, Spec, TorchValue, replicated
 
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.computation_numbers import collectives_of_call
 from ..core.dist_tensor import DistTensor, plain_view
 from ..core.handler_registry import handles
@@ -58,7 +58,7 @@ def _everywhere(x: DistTensor) -> Tensor:
     torch.is_nonzero,
     Tensor.__format__,
 )
-def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _value(func: TorchFunction, types: Sequence[type], args: Arguments, kwargs: NamedArguments) -> TorchValue:
     """Return the same Python value on every rank; autograd does not record it, as on one device."""
     with torch.no_grad():
         args, kwargs = map_tensors(gather_everywhere, (args, kwargs))
@@ -67,7 +67,7 @@ def _value(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 @handles(unscale)
-def _unscale(func: Any, types: Any, args: Any, kwargs: Any) -> None:
+def _unscale(func: TorchFunction, types: Sequence[type], args: Arguments, kwargs: NamedArguments) -> None:
     """Unscale this rank's parts of gradients by torch's own function, and share its result with every rank.
 
     A gradient that is a pending sum is checked after the sum, because finite terms may add up to infinity.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
 from weakref import getweakrefs, ref
 
 import torch
@@ -31,8 +30,7 @@ from .convert import Move
 Conversion = Callable[[Tensor], Tensor]
 """A function that returns a copy of a local part."""
 
-_T: Any = Tensor
-_STORAGE, _OFFSET, _STRIDE = _T.untyped_storage, _T.storage_offset, _T.stride
+_STORAGE, _OFFSET, _STRIDE = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
 """Methods of the local part; those of a distributed tensor would be dispatched first."""
 
 
@@ -56,7 +54,7 @@ class _Note(ref[Tensor]):
     source: ref[Tensor]
 
 
-def _drop(note: Any) -> None:
+def _drop(note: _Note) -> None:
     note.notes.pop(id(note), None)
 
 
@@ -166,19 +164,20 @@ def note_reading(copy: Tensor, source: Tensor, how: Conversion) -> None:
     note_copy(copy, source, how, follows=False)
 
 
-def note_again(copy: Tensor, of: Tensor, then: Conversion) -> None:
-    """Note `copy`, which is `then(of)`, where `of` is a view of a noted copy; call it with interception off."""
-    base = of if of._base is None else of._base
+def note_again(copy: Tensor, view: Tensor, then: Conversion) -> None:
+    """Note `copy`, which is `then(view)`, where `view` is a view of a noted copy; call it with interception off."""
+    base = view if view._base is None else view._base
     for note in getweakrefs(base):
         if isinstance(note, _Copy):
             again = _Copy(copy, _drop)
             for name in ("counted", "exact", "geometry", "others", "source", "storage", "version"):
                 setattr(again, name, getattr(note, name))
-            again.before, again.how, again.follows = copy._version, _of_view(note.how, base, of, then), False
+            again.how = _conversion_of_view(note.how, base, view, then)
+            again.before, again.follows = copy._version, False
             _add(again)
 
 
-def _of_view(how: Conversion, base: Tensor, view: Tensor, then: Conversion) -> Conversion:
+def _conversion_of_view(how: Conversion, base: Tensor, view: Tensor, then: Conversion) -> Conversion:
     """Return a function that computes `then(view)` from a source.
 
     `how(source)` is `base`, and `view` is in its memory.

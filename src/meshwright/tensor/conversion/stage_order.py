@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from meshwright.layout import Layout, ProcessMesh
 
+from .._torch_call import Arguments, NamedArguments
 from ..core.dist_tensor import DistTensor, rank_or_none
 from ..core.tree import map_tensors, tensors_in
 from .distribute import redistribute
@@ -36,7 +36,7 @@ class StageOrder:
     def __init__(self, meshes: Iterable[ProcessMesh]) -> None:
         self.rank = rank_or_none()
         self._came = dict.fromkeys(meshes, 0)
-        self._sent: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._sent: dict[tuple[int, int, ProcessMesh, bool], tuple[Tensor, Tensor]] = {}
         self._depth = 0
         _known.add(self)
 
@@ -87,7 +87,7 @@ def stages_of(meshes: Collection[ProcessMesh]) -> StageOrder | None:
     return max(found, key=lambda order: order.latest(meshes)[0], default=None)
 
 
-def on_latest_stage(name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def on_latest_stage(name: str, args: Arguments, kwargs: NamedArguments) -> tuple[Arguments, NamedArguments] | None:
     """Return the arguments of a call on one mesh if they are on several stages of a pipeline; else None.
 
     A function that writes to an argument runs on the mesh of that argument.

@@ -8,17 +8,17 @@ and the schema of batch norm marks nothing. All arguments are checked before the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Cache, Spec, whole_of
+from meshwright.layout import Cache, Spec, TorchValue, whole_of
 
 from .._errors import OperationError, RanWholeWarning
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.dist_tensor import DistTensor, plain_view
 from ..core.shared_elements import share_elements
 from ..core.tree import map_tensors, tensors_in
@@ -42,15 +42,19 @@ def warn_ran_whole(name: str, why: str) -> None:
 class WholeCall:
     """The result of a function on whole tensors, and pairs of an argument and its whole tensor."""
 
-    out: Any
+    out: TorchValue
     pairs: tuple[tuple[Tensor, Tensor], ...]
+
+    def whole_argument(self, argument: Tensor) -> Tensor:
+        """Return the whole tensor of an argument."""
+        return next(whole for t, whole in self.pairs if t is argument)
 
     def gathered(self) -> tuple[tuple[DistTensor, Tensor], ...]:
         """Return the arguments whose whole tensor has its own memory."""
         return tuple((t, w) for t, w in self.pairs if isinstance(t, DistTensor) and whole_spec(t._spec) is not t._spec)
 
 
-def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
+def call_whole(func: TorchFunction, args: Arguments, kwargs: NamedArguments) -> WholeCall:
     """Call `func` on the whole tensors, the same on every rank, and write back every argument that it wrote to.
 
     Raises OperationError, before anything is written back, if `func` gave an argument another shape or memory, or wrote
@@ -60,22 +64,26 @@ def call_whole(func: Any, args: Any, kwargs: Any) -> WholeCall:
     whole = {key: whole_in_order(t) for key, t in tensors.items()}
     with no_interception():
         stands_for = [WholeArgument(t, whole[key]) for key, t in tensors.items() if isinstance(t, DistTensor)]
-        out = func(
-            *map_tensors(lambda t: whole[id(t)], args),
-            **{k: map_tensors(lambda t: whole[id(t)], v) for k, v in kwargs.items()},
-        )
+        whole_args, whole_kwargs = map_tensors(lambda t: whole[id(t)], (args, kwargs))
+        out = func(*whole_args, **whole_kwargs)
         marked = written_by_schema(func, args, kwargs)
-    versions = {key: _version(t) for key, t in tensors.items()} if torch.is_grad_enabled() else {}
+    done = WholeCall(out, tuple((t, whole[key]) for key, t in tensors.items()))
+    copied = done.gathered() if torch.is_grad_enabled() else ()
+    versions = [_version_counter(t) for t, _ in copied]
     _write_back(func, stands_for, marked)
+    _note_unwritten(copied, versions)
+    return done
+
+
+def _note_unwritten(copied: Sequence[tuple[DistTensor, Tensor]], versions: Sequence[int]) -> None:
+    """Note the whole copies of the arguments that the call did not write to; autograd may have saved them."""
     with no_interception():
-        for key, version in versions.items():
-            t = tensors[key]
-            if isinstance(t, DistTensor) and whole_spec(t._spec) is not t._spec and _version(t) == version:
-                note_copy(whole[key], t, partial(_gathered, spec=t._spec))
-    return WholeCall(out, tuple((t, whole[key]) for key, t in tensors.items()))
+        for (t, whole), version in zip(copied, versions, strict=True):
+            if _version_counter(t) == version:
+                note_copy(whole, t, partial(_gathered, spec=t._spec))
 
 
-def written_by_schema(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
+def written_by_schema(func: TorchFunction, args: Sequence[TorchValue], kwargs: NamedArguments) -> set[int]:
     """Return the ids of the tensors that an operator's schema marks as written; empty for a Python function."""
     if not isinstance(func, Operator):
         return set()
@@ -90,7 +98,7 @@ class WholeArgument:
         self.tensor, self.whole = tensor, whole
         self.has_memory = whole_spec(tensor._spec) is not tensor._spec
         self.before = whole.detach()
-        self.version, self.node = _version(whole), whole.grad_fn
+        self.version, self.node = _version_counter(whole), whole.grad_fn
         is_partial = self.has_memory and bool(tensor._spec.layout.partial) and not isinstance(whole, FakeTensor)
         self.values = whole.detach().clone() if is_partial else None
 
@@ -107,39 +115,39 @@ class WholeArgument:
 
     def is_written(self) -> bool:
         """True if the version counter moved, or the values of this rank's part changed."""
-        if _version(self.whole) != self.version:
+        if _version_counter(self.whole) != self.version:
             return True
         if isinstance(self.whole, FakeTensor):
             return False
         if self.values is not None:
-            return not _same(self.whole, self.values)
-        return not _same(_part(self.whole.detach(), self.tensor), self.tensor)
+            return not _have_equal_values(self.whole, self.values)
+        return not _have_equal_values(_local_part(self.whole.detach(), self.tensor), self.tensor)
 
 
-def _version(x: Tensor) -> int:
+def _version_counter(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _have_equal_values(a: Tensor, b: Tensor) -> bool:
     """True if all values are equal, where NaN equals NaN."""
     a, b = plain_view(a.detach()), plain_view(b.detach())
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _write_back(func: Any, stands_for: Sequence[WholeArgument], marked: set[int]) -> None:
+def _write_back(func: TorchFunction, stands_for: Sequence[WholeArgument], marked: set[int]) -> None:
     differentiated: list[WholeArgument] = []
     others: list[WholeArgument] = []
     with no_interception():
         for x in stands_for:
             if x.is_moved():
-                raise _refused(func, x.tensor)
+                raise _changed_argument_error(func, x.tensor)
             if not x.has_memory:
                 continue
             if x.is_differentiated():
                 differentiated.append(x)
             elif id(x.tensor) in marked or x.is_written():
                 others.append(x)
-        _check_apart(func, [x.tensor for x in (*differentiated, *others)])
+        _check_disjoint(func, [x.tensor for x in (*differentiated, *others)])
         _check_no_leaf(x.tensor for x in differentiated)
     for x in differentiated:
         write_back_whole(x.tensor, x.whole)
@@ -148,7 +156,7 @@ def _write_back(func: Any, stands_for: Sequence[WholeArgument], marked: set[int]
             write_back_whole(x.tensor, x.whole)
 
 
-def _refused(func: Any, t: DistTensor) -> OperationError:
+def _changed_argument_error(func: TorchFunction, t: DistTensor) -> OperationError:
     name = getattr(func, "__name__", str(func))
     return OperationError(
         f"{name} that changes the shape or the memory of an argument",
@@ -158,7 +166,7 @@ def _refused(func: Any, t: DistTensor) -> OperationError:
     )
 
 
-def _check_apart(func: Any, written: Sequence[DistTensor]) -> None:
+def _check_disjoint(func: TorchFunction, written: Sequence[DistTensor]) -> None:
     """Raise OperationError if two written tensors share elements: each would be written back from its own copy."""
     for i, a in enumerate(written):
         for b in written[:i]:
@@ -171,7 +179,7 @@ def _check_apart(func: Any, written: Sequence[DistTensor]) -> None:
                 )
 
 
-def _check_no_leaf(written: Any) -> None:
+def _check_no_leaf(written: Iterable[DistTensor]) -> None:
     """Raise the error that torch raises on one device, before any argument is written back."""
     if any(t.is_leaf and t.requires_grad for t in written):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -204,17 +212,17 @@ class _Overlapping(torch.autograd.Function):
     """A differentiable copy whose elements may share memory; each element has its own gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, strides: Sequence[int]) -> Tensor:
+    def forward(ctx: TorchValue, x: Tensor, strides: Sequence[int]) -> Tensor:
         return whole_of(x, strides)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
 def write_back_whole(t: DistTensor, whole: Tensor) -> None:
     """Write the whole value into the parts of `t`; of elements that share memory by a stride of 0, the first one."""
-    local, target = _part(whole, t), t
+    local, target = _local_part(whole, t), t
     with no_interception():
         for dim, (size, stride) in enumerate(zip(local.shape, t.stride(), strict=True)):
             if size > 1 and stride == 0:
@@ -222,7 +230,7 @@ def write_back_whole(t: DistTensor, whole: Tensor) -> None:
         target.copy_(local)
 
 
-def _part(whole: Tensor, t: DistTensor) -> Tensor:
+def _local_part(whole: Tensor, t: DistTensor) -> Tensor:
     """Return this rank's part of the whole value in the layout of `t`, in any memory format."""
     have = whole_spec(t._spec).contiguous
     return convert_local(whole, have, have.with_layout(t._spec.layout))

@@ -7,16 +7,15 @@ has its spec, no elements, and a place in the autograd graph, so that a backward
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.reshard import away_part
 
 from ..torch_hooks import FakeTensor, no_interception
-from .dist_tensor import DistTensor, as_part
+from .dist_tensor import DistTensor, as_part, change_class
 
 
 class Absent(DistTensor):
@@ -31,16 +30,17 @@ class FakeAbsent(Absent, FakeTensor):  # pyright: ignore[reportIncompatibleVaria
 
 def absent(local: Tensor, spec: Spec) -> Absent:
     """Return `local`, which has no elements, as the tensor with this spec on a rank outside its mesh."""
-    out: Any = as_part(local, spec)
-    out.__class__ = FakeAbsent if isinstance(local, FakeTensor) else Absent
-    return out
+    kind = FakeAbsent if isinstance(local, FakeTensor) else Absent
+    return change_class(as_part(local, spec), kind)
 
 
 class _Through(torch.autograd.Function):
     """Function whose results have no elements and whose backward pass gives every operand a gradient of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, shapes: Any, *inputs: Tensor) -> Any:
+    def forward(
+        ctx: TorchValue, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.shapes = shapes
         ctx.like = [(i.shape, i.dtype, i.device) for i in inputs]
         outs = tuple(away_part(s, d, inputs[0].device) for s, d in shapes)
@@ -48,17 +48,17 @@ class _Through(torch.autograd.Function):
         return outs
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: TorchValue, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         device = ctx.like[0][2]
-        made = [
-            torch.zeros(s, dtype=d, device=device) if d.is_floating_point or d.is_complex else None
-            for s, d in ctx.shapes
-        ]
-        return tuple(made)
+        return tuple(_zeros_if_differentiable(shape, dtype, device) for shape, dtype in ctx.shapes)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *[torch.zeros(s, dtype=d, device=v) for s, d, v in ctx.like]
+
+
+def _zeros_if_differentiable(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    return torch.zeros(shape, dtype=dtype, device=device) if dtype.is_floating_point or dtype.is_complex else None
 
 
 def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Absent]:
@@ -67,7 +67,7 @@ def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Absent]
         return []
     shapes = [(s.local_shape(-1), s.dtype) for s in specs]
     with no_interception():
-        outs: Any = _Through.apply(shapes, *inputs)
+        outs: TorchValue = _Through.apply(shapes, *inputs)
     return [absent(o, s) for o, s in zip(outs, specs, strict=True)]
 
 
@@ -75,5 +75,5 @@ def link(target: Tensor, inputs: Sequence[Tensor]) -> None:
     """Record in the autograd graph that `target`, which is written to, depends on `inputs`."""
     with no_interception():
         if torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and target.is_floating_point():
-            outs: Any = _Through.apply([(target.shape, target.dtype)], *inputs)
+            outs: TorchValue = _Through.apply([(target.shape, target.dtype)], *inputs)
             target.copy_(outs[0])

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from meshwright.layout import module_path, user_frame
+from meshwright.layout import TorchValue, module_path, user_frame
 
+from .._torch_call import TorchFunction
 from ..torch_hooks import backward_running
 
 
@@ -31,13 +32,13 @@ class _Asking:
 _backward: set[CodeType] = set()
 
 
-def keep_call_site(ctx: Any) -> None:
+def keep_call_site(ctx: TorchValue) -> None:
     """Store the place of the forward call in an autograd function's context, if places are needed."""
     if _Asking.count:
         ctx.place = CallSite(user_frame(), module_path())
 
 
-def is_backward(function: Any) -> None:
+def is_backward(function: TorchFunction) -> None:
     """Register a `backward` method whose `ctx` may have a place."""
     _backward.add(function.__code__)
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 
+from .._torch_call import Arguments, TorchFunction
 from ..torch_hooks import FakeTensor
 from .dist_tensor import DistTensor
 
-Opaque = Callable[[Callable[..., Any], tuple[Any, ...], Callable[[], Any]], Any]
+Opaque = Callable[[TorchFunction, Arguments, Callable[[], TorchValue]], TorchValue]
 """`note(op, args, shown)`: `op(*args)` is one node of the program; `shown()` returns its result for whole tensors."""
 
 
@@ -42,7 +42,7 @@ def capturing(note: Opaque) -> Generator[None]:
         _watching.note = before
 
 
-def captured_whole(x: Any) -> Opaque | None:
+def captured_whole(x: object) -> Opaque | None:
     """Return the function to call with marks on `x`, a whole tensor (fake or constant) of a model in capture.
 
     None outside of a capture, and for other values.
@@ -76,6 +76,6 @@ def parts_recorded() -> bool:
     return _watching.parts is not None
 
 
-def record_as_one_node(op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
+def record_as_one_node(op: TorchFunction, args: Arguments, shown: Callable[[], TorchValue]) -> TorchValue:
     """Return `op(*args)`; while parts are recorded, return one node whose result looks like `shown()`."""
     return op(*args) if _watching.parts is None else _watching.parts(op, args, shown)

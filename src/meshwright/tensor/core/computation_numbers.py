@@ -15,15 +15,16 @@ import threading
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from pathlib import PurePath
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.comm import call_purpose, current_communicator, note_fact, when_compared
-from meshwright.layout import user_frame
+from meshwright.layout import TorchValue, user_frame
 
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..torch_hooks import FakeTensor, Operator, written_arguments
 from .dist_tensor import DistTensor
 from .environment_hash import checksum, environment_hash, random_state
@@ -31,17 +32,17 @@ from .function_names import name_of
 from .initial_checksum import note_initial_checksum
 
 _MOST_FUNCTIONS = _MOST_LABELS = 8192
-_functions: dict[Any, tuple[int, str, bool]] = {}
+_functions: dict[TorchFunction, tuple[int, str, bool]] = {}
 """Function → its number, its name, and whether it writes to its arguments."""
 
 
-class _Following:
+class _Numbering:
     """True if calls are numbered in this process."""
 
     on = False
 
 
-class _Made(threading.local):
+class _MadeTensors(threading.local):
     """The number of tensors that each line has made, and the names of tensors by their numbers."""
 
     def __init__(self) -> None:
@@ -49,13 +50,13 @@ class _Made(threading.local):
         self.labels: dict[int, str] = {}
 
 
-_made = _Made()
-_carry_out: Any = vars(DistTensor)["__torch_function__"].__func__
+_made = _MadeTensors()
+_carry_out = vars(DistTensor)["__torch_function__"].__func__
 
 
 def follow(on: bool = True) -> None:
     """Number all calls and tensors of this process from now on; no longer if `on` is False."""
-    _Following.on = on
+    _Numbering.on = on
     function = classmethod(_numbered if on else _carry_out)
     DistTensor.__torch_function__ = function  # pyright: ignore[reportAttributeAccessIssue] - both take a class first
 
@@ -70,7 +71,7 @@ def with_new_number(x: T, whole: Tensor | None = None) -> T:
     ranks have, are a fact that is shown if numbers differ; they are not part of the number, since a rank may overwrite
     them.
     """
-    if _Following.on and not isinstance(x, FakeTensor):
+    if _Numbering.on and not isinstance(x, FakeTensor):
         around, line = environment_hash(), PurePath(user_frame()).name
         count = _made.counts[line] = _made.counts.get(line, 0) + 1
         label, held = f"tensor {count} made at {line}", checksum(whole)
@@ -79,28 +80,28 @@ def with_new_number(x: T, whole: Tensor | None = None) -> T:
             note_initial_checksum(x, held)
         if len(_made.labels) >= _MOST_LABELS:
             _made.labels.clear()
-        x._number = hash((_hash(f"{label} {x._spec!r}"), around))
+        x._number = hash((_hash_of_text(f"{label} {x._spec!r}"), around))
         _made.labels[x._number] = label
     return x
 
 
 def note_drawing(device: torch.device, generator: torch.Generator | None) -> None:
     """Add the state of a generator, which is equal on all ranks, to the number of the call in progress."""
-    if _Following.on:
+    if _Numbering.on:
         number, name = call_purpose.what
         call_purpose.what = hash((number, random_state(device, generator))), name
 
 
 def renumber_parameters(optimizer: Optimizer) -> None:
     """Give new numbers to the parameters that an optimizer is about to change."""
-    if _Following.on:
+    if _Numbering.on:
         for at, group in enumerate(optimizer.param_groups):
-            _count(group["params"], _hash(_options(optimizer, at)))
+            _renumber(group["params"], _hash_of_text(_options(optimizer, at)))
 
 
 def values_equal_on_ranks(optimizer: Optimizer | None) -> tuple[object, ...]:
     """Return the values that must be equal on all ranks for a step: versions, settings, optimizer options."""
-    if not _Following.on:
+    if not _Numbering.on:
         return ()
     groups = range(len(optimizer.param_groups)) if optimizer is not None else ()
     return (environment_hash(), *[_options(optimizer, at) for at in groups if optimizer is not None])
@@ -115,7 +116,7 @@ def _options(optimizer: Optimizer, at: int) -> str:
     return repr(options)
 
 
-def _count(parameters: Iterable[Tensor], step: int) -> None:
+def _renumber(parameters: Iterable[Tensor], step: int) -> None:
     for p in parameters:
         if isinstance(p, DistTensor) and not isinstance(p, FakeTensor):
             p._number = hash((p._number, step))
@@ -123,13 +124,13 @@ def _count(parameters: Iterable[Tensor], step: int) -> None:
 
 def pass_number(x: DistTensor, y: DistTensor) -> None:
     """Give `y`, which has the value of `x`, the number of `x`."""
-    if _Following.on:
+    if _Numbering.on:
         y._number = x._number
 
 
-def keep_number(ctx: Any) -> None:
+def keep_number(ctx: TorchValue) -> None:
     """Store the purpose of the forward pass in the context of an autograd function."""
-    if _Following.on:
+    if _Numbering.on:
         ctx.what = call_purpose.what
 
 
@@ -141,8 +142,8 @@ class collectives_of_call:
 
     def __enter__(self) -> None:
         self.before = call_purpose.what
-        if _Following.on:
-            own = _hash(f"{self.name}|{'|'.join(map(str, self.numbers))}")
+        if _Numbering.on:
+            own = _hash_of_text(f"{self.name}|{'|'.join(map(str, self.numbers))}")
             numbers = [getattr(x, "_number", 0) for x in self.tensors]
             label = _made.labels.get(numbers[0]) if numbers else None
             call_purpose.what = hash((own, *numbers)), f"{self.name} of {label}" if label else self.name
@@ -154,12 +155,12 @@ class collectives_of_call:
 class collectives_of_gradient:
     """Context in which this thread's collectives belong to the gradient of the call that `keep_number` stored."""
 
-    def __init__(self, ctx: Any) -> None:
+    def __init__(self, ctx: TorchValue) -> None:
         self.ctx = ctx
 
     def __enter__(self) -> None:
         self.before = call_purpose.what
-        if _Following.on:
+        if _Numbering.on:
             number, name = self.ctx.what
             call_purpose.what = hash((number, self.before[0])), f"the gradient of {name}"
 
@@ -167,9 +168,15 @@ class collectives_of_gradient:
         call_purpose.what = self.before
 
 
-def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _numbered(
+    cls: type[DistTensor],
+    func: TorchFunction,
+    types: Sequence[type],
+    args: Arguments = (),
+    kwargs: NamedArguments | None = None,
+) -> TorchValue:
     """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
-    known, name, writes = _functions.get(func) or _note(func)
+    known, name, writes = _functions.get(func) or _register_function(func)
     if writes and _begins_with_leaf(args):
         current_communicator().settle()
     before = call_purpose.what
@@ -188,22 +195,22 @@ def _numbered(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = Non
     return out
 
 
-def _begins_with_leaf(args: Any) -> bool:
+def _begins_with_leaf(args: Arguments) -> bool:
     """True if the first tensor of a call is a leaf, and so may be a parameter."""
     target = args[0] if args else None
     first = target[0] if isinstance(target, (list, tuple)) and target else target
     return isinstance(first, Tensor) and first.is_leaf
 
 
-def _number_of(known: int, args: Any, kwargs: Any) -> int:
-    parts: list[Any] = [known]
+def _number_of(known: int, args: Arguments, kwargs: NamedArguments | None) -> int:
+    parts: list[float] = [known]
     _collect(args, parts)
     if kwargs:
         _collect(kwargs.values(), parts)
     return hash(tuple(parts))
 
 
-def _collect(values: Iterable[Any], parts: list[Any]) -> None:
+def _collect(values: Iterable[TorchValue], parts: list[float]) -> None:
     """Add the numbers of the tensors, and the plain numbers, among the arguments of a call."""
     for value in values:
         kind = type(value)
@@ -217,25 +224,25 @@ def _collect(values: Iterable[Any], parts: list[Any]) -> None:
             parts.append(value._number)
 
 
-def _number_all(out: Any, number: int) -> None:
+def _number_all(out: object, number: int) -> None:
     """Give numbers to a result that is a tensor of a derived class, or several tensors."""
     if isinstance(out, DistTensor):
         out._number = number
     elif isinstance(out, (tuple, list)):
-        for at, each in enumerate(cast("Sequence[Any]", out)):
+        for at, each in enumerate(cast("Sequence[object]", out)):
             if isinstance(each, DistTensor):
                 each._number = hash((number, at))
 
 
-def _note(func: Any) -> tuple[int, str, bool]:
+def _register_function(func: TorchFunction) -> tuple[int, str, bool]:
     if len(_functions) >= _MOST_FUNCTIONS:
         _functions.clear()
     name = name_of(func)
-    found = _functions[func] = (_hash(name), name, _writes(func))
+    found = _functions[func] = (_hash_of_text(name), name, _writes(func))
     return found
 
 
-def _writes(func: Any) -> bool:
+def _writes(func: TorchFunction) -> bool:
     """True if a function writes to its arguments: by its schema, or by its name in Python."""
     if isinstance(func, Operator):
         return bool(written_arguments(func))
@@ -245,7 +252,7 @@ def _writes(func: Any) -> bool:
     return name.endswith("_")
 
 
-def _hash(text: str) -> int:
+def _hash_of_text(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
 

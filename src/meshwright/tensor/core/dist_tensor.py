@@ -6,17 +6,18 @@ calls `__torch_function__`, which looks up the call's signature among the known 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.comm import NoCommunicatorError, current_communicator
-from meshwright.layout import Cache, Partial, Placement, ProcessMesh, Spec
+from meshwright.layout import Cache, Partial, Placement, ProcessMesh, Spec, TorchValue
 
 from .._errors import OperationError, PickleError
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..torch_hooks import (
     FakeTensor,
     backward_running,
@@ -30,12 +31,15 @@ from ..torch_hooks import (
 )
 from .write_counts import note_sharing
 
-Run = Callable[[Any, Any, Any, Any], Any]
+Run = Callable[[TorchValue, TorchValue, TorchValue, TorchValue], TorchValue]
 """Function that carries out a call: `run(func, types, args, kwargs)`."""
 
-Dispatch = Callable[[Any, Any, Any, Any, Any], Any]
+Signature = tuple[Hashable, ...]
+"""Key of a call, equal for all calls with the same plan."""
 
-PLANS = Cache[Any, Run](8192)
+Dispatch = Callable[[TorchValue, TorchValue, TorchValue, TorchValue, Signature | None], TorchValue]
+
+PLANS = Cache[Hashable, Run](8192)
 """Signature of a call → its plan. An entry takes about 20 KB; a training step has some hundred."""
 
 
@@ -68,7 +72,13 @@ class DistTensor(Tensor):
     """Carry out a call inside a transform of `torch.func`, a dispatch mode or a trace."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: TorchFunction,
+        types: Sequence[type],
+        args: Arguments = (),
+        kwargs: NamedArguments | None = None,
+    ) -> TorchValue:
         if transforming() or modes_active() or jit_tracing():
             return DistTensor._observed(func, types, args, kwargs)
         if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
@@ -122,7 +132,7 @@ class DistTensor(Tensor):
     def _read_again(self) -> None:
         """Read the values that were written to the base, if this tensor is a view that is a copy."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         with no_interception():
             local = repr(self.detach().as_subclass(Tensor))
         return f"DistTensor({self._spec!r} on {self._spec.mesh!r}; {self._held()}\n  {local})"
@@ -138,7 +148,7 @@ class DistTensor(Tensor):
         terms = ", ".join(placement.op for placement in self._spec.placements if isinstance(placement, Partial))
         return f"rank {rank} holds " + (f"a term ({terms}) of {held}" if terms else held)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise PickleError(
             "pickling a DistTensor",
             f"{self._spec!r} on {self._spec.mesh!r}",
@@ -184,7 +194,7 @@ class DistTensor(Tensor):
         """
         if self._away or isinstance(self, FakeTensor) or self.__dict__.get("_is_param"):
             return self.detach().clone()
-        storage: Any = self.untyped_storage()
+        storage = self.untyped_storage()
         new = torch.empty(0, dtype=self.dtype, device=self.device)
         new.set_(deepcopy(storage, memo), self.storage_offset(), self.size(), self.stride())
         note_sharing(new)
@@ -208,11 +218,21 @@ class FakeDistTensor(DistTensor, FakeTensor):  # pyright: ignore[reportIncompati
 
 def as_part(local: Tensor, spec: Spec) -> DistTensor:
     """Return `local` itself, turned into the distributed tensor of which it is this rank's part."""
-    out: Any = local
+    out: TorchValue = local
     if not isinstance(local, DistTensor):
         out.__class__ = FakeDistTensor if isinstance(local, FakeTensor) else DistTensor
     out._spec = spec
     return out
+
+
+X = TypeVar("X", bound=Tensor)
+
+
+def change_class(x: Tensor, kind: type[X]) -> X:
+    """Return `x` itself, turned into a tensor of class `kind`."""
+    changed: TorchValue = x
+    changed.__class__ = kind
+    return changed
 
 
 def plain_view(x: Tensor) -> Tensor:
@@ -220,10 +240,10 @@ def plain_view(x: Tensor) -> Tensor:
     return x.as_subclass(Tensor) if type(x) is not Tensor else x
 
 
-_MARKS: dict[type, Any] = {float: float, complex: complex}
+_MARKS: dict[type, Hashable] = {float: float, complex: complex}
 
 
-def _short_signature(func: Any, args: Any) -> Any:
+def _short_signature(func: TorchFunction, args: Arguments) -> Signature | None:
     """Return the signature of a call of one to three distributed tensors and integers; None for another call."""
     count = len(args)
     if not 0 < count < 4 or type(args[0]) is not DistTensor:
@@ -245,13 +265,13 @@ def _short_signature(func: Any, args: Any) -> Any:
     return func, args[0]._spec, b, c
 
 
-def signature(func: Any, args: Any, kwargs: Any) -> Any:
+def signature(func: TorchFunction, args: Sequence[TorchValue], kwargs: NamedArguments | None) -> Signature | None:
     """Return a key that is equal for two calls with the same plan; None if there is none.
 
     Floats count by their type: a learning rate that changes every step is one signature.
     """
     try:
-        parts: list[Any] = [func]
+        parts: list[Hashable] = [func]
         for a in args:
             kind = type(a)
             if kind is DistTensor:
@@ -272,7 +292,7 @@ class _NoSignature(Exception):
     pass
 
 
-def _mark(value: Any) -> Any:
+def _mark(value: TorchValue) -> Hashable:
     kind = type(value)
     if kind is DistTensor:
         return value._spec
@@ -291,7 +311,7 @@ def _mark(value: Any) -> Any:
     return _mark_other(value)
 
 
-def _mark_other(value: Any) -> Any:
+def _mark_other(value: object) -> Hashable:
     if isinstance(value, Tensor):
         return _mark_tensor(value)
     if isinstance(value, torch.SymInt):
@@ -301,7 +321,7 @@ def _mark_other(value: Any) -> Any:
     raise _NoSignature
 
 
-def _mark_tensor(value: Any) -> Any:
+def _mark_tensor(value: Tensor) -> Hashable:
     """Return the mark of a tensor: a spec, or the shape and dtype of a plain dense tensor.
 
     Raises _NoSignature for other plain tensors, and inside a backward pass, where each call is checked again.
@@ -317,14 +337,14 @@ def _mark_tensor(value: Any) -> Any:
     raise _NoSignature
 
 
-def floats_in(args: Any, kwargs: Any) -> tuple[Any, ...]:
+def floats_in(args: Sequence[TorchValue], kwargs: NamedArguments | None) -> tuple[float | str, ...]:
     """Return the floats and complex numbers among the arguments as keys: NaN equals itself, and -0.0 is not 0.0."""
-    found: list[Any] = []
+    found: list[float | str] = []
     _collect_floats((*args, *kwargs.values()) if kwargs else args, found)
     return tuple(found)
 
 
-def _collect_floats(values: Iterable[Any], found: list[Any]) -> None:
+def _collect_floats(values: Iterable[TorchValue], found: list[float | str]) -> None:
     """Append the floats among `values` to `found`; the kinds of values are those of `_mark`."""
     for value in values:
         kind = type(value)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.comm import note_fact
 
-_LOOKED_AT = ("MESHWRIGHT_CHECK", "MESHWRIGHT_DEBUG")
+_VARIABLES = ("MESHWRIGHT_CHECK", "MESHWRIGHT_DEBUG")
 """Environment variables that change the messages between ranks."""
 
 
@@ -25,7 +25,7 @@ def environment_hash() -> int:
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
-        **{name: os.environ.get(name, "") for name in _LOOKED_AT},
+        **{name: os.environ.get(name, "") for name in _VARIABLES},
     }
     for name, value in held.items():
         note_fact(name, value)
@@ -35,13 +35,13 @@ def environment_hash() -> int:
 def random_state(device: torch.device, generator: torch.Generator | None) -> int:
     """Return a checksum of the state of a generator; of the device's default one if `generator` is None."""
     note_fact("torch.initial_seed()", torch.initial_seed())
-    held = generator.get_state() if generator is not None else _own_state(device)
+    held = generator.get_state() if generator is not None else _default_state(device)
     found = crc32(held.numpy().data)
     note_fact(f"state of the random generator of {device.type} before its last use", found)
     return found
 
 
-def _own_state(device: torch.device) -> Tensor:
+def _default_state(device: torch.device) -> Tensor:
     own = getattr(torch, device.type, None)
     return torch.get_rng_state() if device.type == "cpu" or own is None else own.get_rng_state(device)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
 
-
-def name_of(func: Any) -> str:
+def name_of(func: object) -> str:
     """Return the name by which a user knows `func`."""
     name = getattr(func, "__name__", None) or str(func)
     if name in ("__get__", "__set__"):

@@ -7,8 +7,6 @@ So they do not count in a tensor's number (`computation_numbers.py`), and are co
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..torch_hooks import no_interception
@@ -21,13 +19,13 @@ def note_initial_checksum(part: Tensor, held: int) -> None:
     """Store the checksum of the whole tensor for the memory of a part."""
     writes = writes_to(part)
     with no_interception():
-        storage: Any = part.untyped_storage()
+        storage = part.untyped_storage()
         storage.__dict__[_KEY] = held, writes
 
 
 def initial_checksum_of(part: Tensor) -> int | None:
     """Return the checksum of the whole tensor of which this is a part; None if there is none, or after a write."""
     with no_interception():
-        storage: Any = part.untyped_storage()
+        storage = part.untyped_storage()
         found = storage.__dict__.get(_KEY)
     return found[0] if found is not None and found[1] == writes_to(part) else None

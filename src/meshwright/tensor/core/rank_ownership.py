@@ -7,24 +7,32 @@ other ranks run. Tensors that the API makes know their rank, which the API compa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from meshwright.comm import WATCHED_TYPES, WatchedType, installed_communicator
+from meshwright.layout import TorchValue
 
 from .._errors import SimulatedRankError
-from .dist_tensor import DistTensor
+from .._torch_call import Arguments, NamedArguments, TorchFunction
+from .dist_tensor import DistTensor, change_class
+from .tree import tensors_in
 
 
 class OtherRanksTensor(DistTensor):
     """A distributed tensor in a shared container, seen by a simulated rank that did not make it."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next((x for x in _leaves((args, kwargs)) if isinstance(x, OtherRanksTensor)), None)
+    def __torch_function__(
+        cls,
+        func: TorchFunction,
+        types: Sequence[type],
+        args: Arguments = (),
+        kwargs: NamedArguments | None = None,
+    ) -> TorchValue:
+        found = next((x for x in tensors_in((args, kwargs)) if isinstance(x, OtherRanksTensor)), None)
         if found is None:
             return super().__torch_function__(func, types, args, kwargs)
         raise _refused(found, getattr(func, "__name__", str(func)), found.__dict__["_maker"])
@@ -34,14 +42,6 @@ class OtherRanksTensor(DistTensor):
 
     def _read_again(self) -> None:
         raise _refused(self, "a use", self.__dict__["_maker"])
-
-
-def _leaves(tree: Any) -> list[Any]:
-    if isinstance(tree, (list, tuple)):
-        return [leaf for x in tree for leaf in _leaves(x)]
-    if isinstance(tree, dict):
-        return [leaf for x in tree.values() for leaf in _leaves(x)]
-    return [tree]
 
 
 def mark_maker(x: DistTensor) -> None:
@@ -70,15 +70,15 @@ def _refused(x: DistTensor, asked: str, maker: int) -> SimulatedRankError:
     )
 
 
-def _hide(x: Any, rank: int) -> Callable[[], None]:
+def _hide(x: DistTensor, rank: int) -> Callable[[], None]:
+    """Give `x` the class `OtherRanksTensor`; return a function that gives it back its own class."""
     own = type(x)
-    x.__class__ = OtherRanksTensor
-    vars(x)["_maker"] = rank
+    vars(change_class(x, OtherRanksTensor))["_maker"] = rank
     return partial(_show, x, own)
 
 
-def _show(x: Any, own: type) -> None:
-    x.__class__ = own
+def _show(x: DistTensor, own: type[DistTensor]) -> None:
+    change_class(x, own)
 
 
 WATCHED_TYPES.append(WatchedType(DistTensor, _hide))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from meshwright.comm import current_communicator
@@ -24,7 +24,7 @@ class PerRank(Generic[Choice]):
 
     def __init__(self, usual: Choice) -> None:
         self._usual = usual
-        self._chosen: WeakKeyDictionary[Any, Choice] = WeakKeyDictionary()
+        self._chosen: WeakKeyDictionary[object, Choice] = WeakKeyDictionary()
 
     def get(self) -> Choice:
         """Return the current choice."""

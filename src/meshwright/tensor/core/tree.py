@@ -6,32 +6,33 @@ A dataclass, a module and None are leaves. A named tuple is a tuple, and an outp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 _LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 """Types that are certainly leaves, checked first, since the test for a mapping is the slowest one."""
 
 
-def leaves_in(tree: Any) -> Iterator[Any]:
+def leaves_in(tree: object) -> Iterator[TorchValue]:
     """Return every leaf of `tree`, in order: tensors, None, and all other values.
 
     >>> list(leaves_in(({"a": 1, "b": [None, 2.0]}, slice(3))))
     [1, None, 2.0, None, 3, None]
     """
-    found: list[Any] = []
+    found: list[TorchValue] = []
     _gather(tree, found)
     return iter(found)
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: object) -> Iterator[Tensor]:
     """Return every tensor in `tree`, in order."""
     return (x for x in leaves_in(tree) if isinstance(x, Tensor))
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(fn: Callable[[TorchValue], TorchValue], tree: TorchValue) -> TorchValue:
     """Return `tree` with every leaf replaced by `fn(leaf)`, in order; mappings become dicts.
 
     >>> map_leaves(str, {"a": (1, None)})
@@ -40,12 +41,12 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return _mapped(fn, tree, True)
 
 
-def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(fn: Callable[[Tensor], TorchValue], tree: TorchValue) -> TorchValue:
     """Return `tree` with every tensor replaced by `fn(tensor)`, and other leaves unchanged; mappings become dicts."""
     return _mapped(fn, tree, False)
 
 
-def _gather(tree: Any, found: list[Any]) -> None:
+def _gather(tree: TorchValue, found: list[TorchValue]) -> None:
     if isinstance(tree, (list, tuple)):
         for item in tree:
             _gather(item, found)
@@ -60,7 +61,7 @@ def _gather(tree: Any, found: list[Any]) -> None:
         found.append(tree)
 
 
-def _mapped(fn: Callable[[Any], Any], tree: Any, every: bool) -> Any:
+def _mapped(fn: Callable[[TorchValue], TorchValue], tree: TorchValue, every: bool) -> TorchValue:
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, (list, tuple)):
@@ -73,7 +74,7 @@ def _mapped(fn: Callable[[Any], Any], tree: Any, every: bool) -> Any:
     return fn(tree) if every else tree
 
 
-def _rebuilt(old: Any, items: list[Any]) -> Any:
+def _rebuilt(old: TorchValue, items: list[TorchValue]) -> TorchValue:
     if type(old) is list:
         return items
     if type(old) is tuple:

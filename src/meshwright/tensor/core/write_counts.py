@@ -7,7 +7,7 @@ counter and has no memory. The number of writes to a memory is the sum over its 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 from weakref import ref
 
 import torch
@@ -20,8 +20,7 @@ _LIFE = "_meshwright_life"
 _LIMIT = 32
 """Probes that a storage keeps: a program that takes `x.data` in each step would fill the memory with probes."""
 
-_T: Any = Tensor
-_version: Any = _T._version.__get__
+_version: Callable[[Tensor], int] = getattr(Tensor._version, "__get__")  # noqa: B009 - stubs: an int
 
 
 class _Life:
@@ -31,8 +30,7 @@ class _Life:
 
 
 def _life_of(x: Tensor) -> ref[_Life]:
-    held: Any = x.__dict__
-    return ref(held.setdefault(_LIFE, _Life()))
+    return ref(vars(x).setdefault(_LIFE, _Life()))
 
 
 class _Counters:
@@ -81,8 +79,7 @@ def writes_to(x: Tensor) -> int:
     with no_interception():
         if x.is_inference():
             return 0
-        storage: Any = x.untyped_storage()
-        counters: _Counters | None = storage.__dict__.get(_KEY)
+        counters: _Counters | None = x.untyped_storage().__dict__.get(_KEY)
         return _version(x) if counters is None else counters.total()
 
 
@@ -97,7 +94,7 @@ def is_anything_shared() -> bool:
     return _Shared.ever
 
 
-def other_writes(storage: Any, version: int) -> int:
+def other_writes(storage: torch.UntypedStorage, version: int) -> int:
     """Return the number of writes to a storage beside the `version` that one of its counters shows."""
     counters: _Counters | None = storage.__dict__.get(_KEY)
     return 0 if counters is None else counters.total() - version
@@ -107,8 +104,7 @@ def note_counter(x: Tensor, other: Tensor) -> None:
     """Record that `other` has the memory of `x` and its own version counter; call it with interception off."""
     if x.is_inference() or other.is_inference() or isinstance(x, FakeTensor):
         return
-    storage: Any = x.untyped_storage()
-    held: dict[str, Any] = storage.__dict__
+    held = x.untyped_storage().__dict__
     if _KEY not in held:
         held[_KEY] = _Counters(x)
     note_sharing(other)
@@ -116,8 +112,7 @@ def note_counter(x: Tensor, other: Tensor) -> None:
 
 def note_sharing(x: Tensor) -> None:
     """Record that `x` has its own version counter, for any memory; call it with interception off."""
-    storage: Any = x.untyped_storage()
-    held: dict[str, Any] = storage.__dict__
+    held = x.untyped_storage().__dict__
     if _KEY in held:
         held[_KEY].add(x)
         _Shared.ever = True

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeGuard
 
 from torch import Tensor
 
 from meshwright.layout import ProcessMesh, Spec, TorchValue
 
-from ..autograd.intercepted_call import TorchFunction
-from ..capture.call_capture import Captured, Node, capture
+from .._torch_call import TorchFunction
+from ..capture.call_capture import Captured, capture
 from ..core.dist_tensor import DistTensor
 from ..core.tree import tensors_in
-from ..planning.call_plan import NestedCalls, RandomWhole, Step, plan_call
-
-Plan: TypeAlias = Step | NestedCalls | RandomWhole | tuple[Spec, ...] | tuple[Node, ...] | None
-"""The plan of a call.
-
-A tuple of specs means that the caller's function runs on local tensors and returns results with these specs. A tuple of
-nodes means that these operators run one by one, and None that the call runs on whole tensors.
-"""
+from ..planning.call_plan import OneByOne, OperatorPlan, RandomWhole, Step, Unchanged, plan_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +48,17 @@ def input_specs(captured: Captured, tensors: Sequence[Tensor]) -> dict[int, Spec
     return {id(meta): t._spec for meta, t in pairs if isinstance(t, DistTensor)}
 
 
-def plan_captured(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> tuple[Captured, Plan]:
+def plan_captured(
+    captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh
+) -> tuple[Captured, OperatorPlan | None]:
     """Return the plan of a captured call, and the operators that it is for.
 
     These are other operators than the captured ones if torch's decomposition of a single operator runs instead of it.
     """
     found = plan_call(captured, specs, mesh)
-    return (found, found.nodes) if isinstance(found, Captured) else (captured, found)
+    return (found.captured if isinstance(found, OneByOne) else captured), found
 
 
-def is_of_specs(plan: Plan) -> TypeGuard[tuple[Spec, ...]]:
-    """True if the caller's function runs on local tensors as they are."""
-    return isinstance(plan, tuple) and all(isinstance(x, Spec) for x in plan)
-
-
-def result_specs(plan: Plan) -> tuple[Spec, ...]:
+def result_specs(plan: OperatorPlan | None) -> tuple[Spec, ...]:
     """Return the specs of the results; empty if the plan does not determine them."""
-    if isinstance(plan, (Step, RandomWhole)):
-        return plan.outs
-    return plan if is_of_specs(plan) else ()
+    return plan.outs if isinstance(plan, (Step, RandomWhole, Unchanged)) else ()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 
 import torch
@@ -14,8 +13,8 @@ from meshwright.layout import Cache, MeshwrightError, ProcessMesh, Spec, TorchVa
 from meshwright.spmd import depends_on_arguments, registration_callbacks
 
 from .._errors import MixedMeshError, OperationError, PlainInBackwardError
+from .._torch_call import TorchFunction
 from ..autograd import backward_handlers, forward_mode, user_functions
-from ..autograd.intercepted_call import TorchFunction
 from ..autograd.user_functions import plain_may_be_part
 from ..capture.call_capture import Captured, asks_sizes, autocast_dtype
 from ..capture.metadata_check import check_meta_result
@@ -35,8 +34,11 @@ from ..handlers.torch_distributed import handler_of
 from ..planning.attention_algorithm import Context, attention_algorithm
 from ..planning.call_plan import (
     NestedCalls,
+    OneByOne,
+    OperatorPlan,
     RandomWhole,
     Step,
+    Unchanged,
     is_constant,
     is_view_of_plain,
     leaves_nothing,
@@ -61,21 +63,22 @@ from ..torch_hooks import (
     shares_storage,
 )
 from ..views.dist_view import DistView, after_call, before_call, check_writable, is_unversioned, run_whole
-from .captured_call import CapturedCall, Plan, capture_call, is_of_specs, plan_captured, result_specs
+from .captured_call import CapturedCall, capture_call, plan_captured, result_specs
 from .foreach_functions import is_of_lists, plan_lists
-from .outside_mesh import plan_outside, sharing_result
+from .outside_mesh import SharedResult, plan_outside
 from .run_plan import (
+    CallPlan,
+    ConstantResult,
+    OperatorSequence,
+    PlainMemory,
+    RandomCall,
+    ReplayedViews,
+    SmallerParts,
     in_order_of,
-    replaying,
-    run_direct,
-    run_graph,
-    run_identity,
-    run_inline,
-    run_plain,
-    run_random_whole,
-    run_step,
-    run_twin,
-    settled,
+    plan_direct,
+    plan_identity,
+    plan_step,
+    plan_twin,
 )
 
 HANDLING = (
@@ -187,13 +190,16 @@ def _is_below(func: TorchFunction) -> bool:
     return isinstance(func, Operator) and seen_below_autograd()
 
 
-def _or_below(run: Run) -> Run:
-    """Return `run` for an operator that a dispatch mode may call on local parts as well."""
+@dataclass(frozen=True, slots=True)
+class _OperatorOrBelow(CallPlan):
+    """A call of an operator that a dispatch mode may call on local parts as well."""
 
-    def chosen(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        return call_plain(func, types, args, kwargs or {}) if _is_below(func) else run(func, types, args, kwargs)
+    plan: CallPlan
 
-    return chosen
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        if _is_below(func):
+            return call_plain(func, types, args, kwargs or {})
+        return self.plan.run(func, types, args, kwargs)
 
 
 def _check_unbatched(func: TorchFunction, tensors: Sequence[Tensor]) -> None:
@@ -221,17 +227,17 @@ def _carry_out(
 ) -> TorchValue:
     """Plan the call, store the plan and run it; a handler that declined (`handled`) may have read floats."""
     planning = _plan_lists if is_of_lists(func) else _plan_operators
-    run, by_value = planning(func, args, kwargs, tensors)
-    out = run(func, types, args, kwargs)
+    plan, by_value = planning(func, args, kwargs, tensors)
+    out = plan.run(func, types, args, kwargs)
     if key is not None and not recording():
-        kept = _or_below(settled(run)) if isinstance(func, Operator) else settled(run)
+        kept = _OperatorOrBelow(plan.settled) if isinstance(func, Operator) else plan.settled
         _remember(key, args, kwargs, kept, by_value or handled)
     return out
 
 
 def _plan_operators(
     func: TorchFunction, args: TorchValue, kwargs: TorchValue, tensors: Sequence[Tensor]
-) -> tuple[Run, bool]:
+) -> tuple[CallPlan, bool]:
     """Return what `make_plan` returns, also for calls that are carried out otherwise; raise an error for invalid calls.
 
     Raises MixedMeshError, PlainInBackwardError, and OperationError for a tensor of another simulated rank.
@@ -242,54 +248,60 @@ def _plan_operators(
             check_maker(t, name_of(func))
     _guard_backward(func, tensors)
     if isinstance(func, SCRIPTED):
-        return _on_whole(func, "TorchScript runs in C++"), False
+        return _WholeTensors("TorchScript runs in C++"), False
     if not all(isinstance(t, DistTensor) or is_dense(t) for t in tensors):
-        return _on_whole(func, "an operand is sparse or nested"), False
+        return _WholeTensors("an operand is sparse or nested"), False
     if any(isinstance(t, Absent) for t in tensors):
         return plan_outside(func, args, kwargs), True
     return make_plan(func, args, kwargs, mesh)
 
 
-def _remember(key: Hashable, args: TorchValue, kwargs: TorchValue, run: Run, by_value: bool) -> None:
+def _remember(key: Hashable, args: TorchValue, kwargs: TorchValue, plan: CallPlan, by_value: bool) -> None:
     floats = floats_in(args, kwargs)
     if floats and (by_value or key in _VALUED):
         _VALUED[key] = True
-        PLANS[key] = _run_by_floats(key, args, kwargs)
-        PLANS[key, floats] = run
+        PLANS[key] = _plan_by_floats(key, args, kwargs).run
+        PLANS[key, floats] = plan.run
     else:
-        PLANS[key] = run
+        PLANS[key] = plan.run
 
 
-def _run_by_floats(key: Hashable, args: TorchValue, kwargs: TorchValue) -> Run:
-    """Return a function that looks up the plan by the values of the call's floats too.
+@dataclass(frozen=True, slots=True)
+class _PlanByFloats(CallPlan):
+    """A call with the signature `key`, whose plan is looked up by the values of its floats too."""
 
-    `args` are those of the first call.
-    """
+    key: Hashable
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        plan = PLANS.get((key, floats_in(args, kwargs)))
-        return (plan or partial(dispatch, key=key))(func, types, args, kwargs)
-
-    places = [k for k, value in (*enumerate(args), *(kwargs or {}).items()) if type(value) is float]
-    return _run_by_one_float(key, places[0], run) if len(places) == len(floats_in(args, kwargs)) == 1 else run
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        run = PLANS.get((self.key, floats_in(args, kwargs)))
+        return dispatch(func, types, args, kwargs, self.key) if run is None else run(func, types, args, kwargs)
 
 
-def _run_by_one_float(key: Hashable, place: int | str, run: Run) -> Run:
-    """Return a function that does the same as `run` in one lookup, for a call whose only float is at `place`."""
-    plans = Cache[float, Run](64)
-    named = isinstance(place, str)
+@dataclass(frozen=True, slots=True)
+class _PlanByOneFloat(_PlanByFloats):
+    """The same for a call whose only float is at `place`: most calls take one lookup."""
 
-    def run_one(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        value = (kwargs if named else args)[place]
+    place: int | str
+    is_named: bool
+    plans: Cache[float, Run]
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        plans, value = self.plans, (kwargs if self.is_named else args)[self.place]
         plan = plans.get(value) if value else None  # 0.0 equals -0.0
         if plan is not None:
             return plan(func, types, args, kwargs)
-        found = PLANS.get((key, floats_in(args, kwargs)))
+        found = PLANS.get((self.key, floats_in(args, kwargs)))
         if found is not None and value:
             plans[value] = found
-        return run(func, types, args, kwargs)
+        return _PlanByFloats.run(self, func, types, args, kwargs)
 
-    return run_one
+
+def _plan_by_floats(key: Hashable, args: TorchValue, kwargs: TorchValue) -> CallPlan:
+    """Return the plan of calls with the signature `key`; the arguments are those of the first call."""
+    places = [k for k, value in (*enumerate(args), *(kwargs or {}).items()) if type(value) is float]
+    if len(places) != 1 or len(floats_in(args, kwargs)) != 1:
+        return _PlanByFloats(key)
+    return _PlanByOneFloat(key, places[0], isinstance(places[0], str), Cache(64))
 
 
 def _common_mesh(func: TorchFunction, tensors: Sequence[Tensor]) -> ProcessMesh:
@@ -324,8 +336,8 @@ def _guard_backward(func: TorchFunction, tensors: Sequence[Tensor]) -> None:
             )
 
 
-def make_plan(func: TorchFunction, args: TorchValue, kwargs: TorchValue, mesh: ProcessMesh) -> tuple[Run, bool]:
-    """Return a function that carries out the call, and True if its float arguments count by value.
+def make_plan(func: TorchFunction, args: TorchValue, kwargs: TorchValue, mesh: ProcessMesh) -> tuple[CallPlan, bool]:
+    """Return the plan of the call, and True if its float arguments count by value.
 
     Floats count by type only if two conditions hold. A C function is called with the caller's own arguments, so the
     plan keeps none of them. And neither its rule nor its effect on pending sums depends on their values.
@@ -333,47 +345,46 @@ def make_plan(func: TorchFunction, args: TorchValue, kwargs: TorchValue, mesh: P
     try:
         call = capture_call(func, args, kwargs)
     except Exception as error:  # torch raises many kinds: data-dependent, no meta kernel, or the user's own mistake
-        run = sharing_result(mesh, _on_whole(func, why_not_captured(func, args, kwargs, error), failed=True))
-        return _by_setting(run, mesh, _autocast_dtype, args, kwargs), True
+        plan = SharedResult(mesh, _WholeTensors(why_not_captured(func, args, kwargs, error), failed=True))
+        return _by_setting(plan, mesh, _autocast_dtype, args, kwargs), True
     return _plan_apart(call, mesh) or _plan_by_rules(call, mesh)
 
 
-def _plan_apart(call: CapturedCall, mesh: ProcessMesh) -> tuple[Run, bool] | None:
+def _plan_apart(call: CapturedCall, mesh: ProcessMesh) -> tuple[CallPlan, bool] | None:
     """Return what `make_plan` returns for a call that needs no rule or has none; None for any other call."""
     captured = call.captured
     if is_constant(captured):
-        out = captured.out
-        check_meta_result(call.func, call.args, call.kwargs, out)
-        return _by_setting(lambda *_: out, mesh, _default_dtype, call.args, call.kwargs), True
+        check_meta_result(call.func, call.args, call.kwargs, captured.out)
+        return _by_setting(ConstantResult(captured.out), mesh, _default_dtype, call.args, call.kwargs), True
     if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in call.tensors]):
-        return run_plain, True
+        return PlainMemory(), True
     _check_written(captured, call.tensors)
     if writes_overlapping(captured):
-        return _on_whole(call.func, "several elements of a tensor that it writes to share memory", failed=True), False
+        return _WholeTensors("several elements of a tensor that it writes to share memory", failed=True), False
     if not captured.nodes and any(callable(x) for x in leaves_in((call.args, call.kwargs))):
-        return _on_whole(call.func, "it calls a Python function with numbers, which a capture does not see"), False
+        return _WholeTensors("it calls a Python function with numbers, which a capture does not see"), False
     return None
 
 
-def _plan_by_rules(call: CapturedCall, mesh: ProcessMesh) -> tuple[Run, bool]:
+def _plan_by_rules(call: CapturedCall, mesh: ProcessMesh) -> tuple[CallPlan, bool]:
     """Return what `make_plan` returns for a call whose operators have rules."""
     if returns_arguments(call.captured, call.args, call.kwargs):
         call = replace(call, captured=replace(call.captured, nodes=()))
     specs = call.specs
-    captured, plan = _checked_plan(call, mesh)
-    _record_decision(call.func, captured, plan, tuple(specs.values()))
-    run, passes_arguments = _run_of_plan(call, captured, plan)
-    run = _as_whole(call.captured, captured, run, specs)
-    if not passes_arguments and not (isinstance(plan, Step) and _keeps_dtypes(plan)):
-        run = _by_setting(run, mesh, _default_dtype, call.args, call.kwargs)
-    if isinstance(plan, Step) and plan.context is not None:
-        run = _by_setting(run, mesh, _context, call.args, call.kwargs)
+    captured, found = _checked_plan(call, mesh)
+    _record_decision(call.func, found, tuple(specs.values()))
+    plan, passes_arguments = _call_plan(call, captured, found)
+    plan = _as_whole(call.captured, captured, plan, specs)
+    if not passes_arguments and not (isinstance(found, Step) and _keeps_dtypes(found)):
+        plan = _by_setting(plan, mesh, _default_dtype, call.args, call.kwargs)
+    if isinstance(found, Step) and found.context is not None:
+        plan = _by_setting(plan, mesh, _context, call.args, call.kwargs)
     is_unchanged = captured is call.captured
     by_type = passes_arguments and is_unchanged and _ignores_floats(call.func, captured, specs, mesh)
-    return run, not by_type
+    return plan, not by_type
 
 
-def _checked_plan(call: CapturedCall, mesh: ProcessMesh) -> tuple[Captured, Plan]:
+def _checked_plan(call: CapturedCall, mesh: ProcessMesh) -> tuple[Captured, OperatorPlan | None]:
     """Return what `plan_captured` returns, for a function that may read sizes or lack a kernel.
 
     Raises torch's NotImplementedError if a local form replaces an operator without a kernel for its dtypes.
@@ -384,26 +395,26 @@ def _checked_plan(call: CapturedCall, mesh: ProcessMesh) -> tuple[Captured, Plan
         check_kernel(plan.node, next(t.device for t in call.tensors if isinstance(t, DistTensor)))
     if not _is_direct(plan) or not asks_sizes(call.func, call.args, call.kwargs, captured, tuple(specs.values())):
         return captured, plan
-    return captured, replace(plan, direct=False) if isinstance(plan, Step) else captured.nodes
+    return captured, replace(plan, direct=False) if isinstance(plan, Step) else OneByOne(captured)
 
 
-def _as_whole(given: Captured, captured: Captured, run: Run, specs: Mapping[int, Spec]) -> Run:
-    """Return `run` with the memory order of `given`, which was taken apart, and views that autograd can repeat."""
+def _as_whole(given: Captured, captured: Captured, plan: CallPlan, specs: Mapping[int, Spec]) -> CallPlan:
+    """Return the plan with the memory order of `given`, which was taken apart, and views that autograd can repeat."""
     if captured is not given:
-        run = in_order_of(given, run)
+        plan = in_order_of(given, plan)
     is_empty_somewhere = any(leaves_nothing(s) for s in specs.values())
-    return replaying(run) if is_empty_somewhere and makes_views(captured) else run
+    return ReplayedViews(plan) if is_empty_somewhere and makes_views(captured) else plan
 
 
 def _plan_lists(
     func: TorchFunction, args: TorchValue, kwargs: TorchValue, tensors: Sequence[Tensor]
-) -> tuple[Run, bool]:
-    """Return a function that carries out a function of lists, and True if its float arguments count by value."""
-    run, captured = plan_lists(func, args, kwargs, tensors)
+) -> tuple[CallPlan, bool]:
+    """Return the plan of a function of lists, and True if its float arguments count by value."""
+    plan, captured = plan_lists(func, args, kwargs, tensors)
     if captured is None:
-        return run, False
+        return plan, False
     pending = any(isinstance(t, DistTensor) and t._spec.layout.partial for t in tensors)
-    return run, pending or any(depends_on_arguments(n.op) for n in captured.nodes)
+    return plan, pending or any(depends_on_arguments(n.op) for n in captured.nodes)
 
 
 def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:
@@ -446,46 +457,53 @@ def _autocast_dtype(args: TorchValue, kwargs: TorchValue) -> torch.dtype | None:
     return autocast_dtype(tensors_in((args, kwargs)))
 
 
-def _by_setting(run: Run, mesh: ProcessMesh, setting: Setting, args: TorchValue, kwargs: TorchValue) -> Run:
-    """Return a function that runs the plan for the current setting; `run` is the plan for the setting at this time."""
-    plans = {setting(args, kwargs): run}
+@dataclass(frozen=True, slots=True)
+class _PlanBySetting(CallPlan):
+    """A call with a plan for each value of a global setting."""
 
-    def chosen(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        now = setting(args, kwargs)
+    setting: Setting
+    mesh: ProcessMesh
+    plans: dict[Hashable, CallPlan]
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        now, plans = self.setting(args, kwargs), self.plans
         if now not in plans:
-            plans[now], _ = make_plan(func, args, kwargs or {}, mesh)
-        found = plans[now](func, types, args, kwargs)
-        plans[now] = settled(plans[now])
-        return found
-
-    return chosen
+            plans[now], _ = make_plan(func, args, kwargs or {}, self.mesh)
+        out = plans[now].run(func, types, args, kwargs)
+        plans[now] = plans[now].settled
+        return out
 
 
-def _is_direct(plan: Plan) -> bool:
+def _by_setting(plan: CallPlan, mesh: ProcessMesh, setting: Setting, args: TorchValue, kwargs: TorchValue) -> CallPlan:
+    """Return a plan for all values of a setting; `plan` is the plan for the setting at this time."""
+    return _PlanBySetting(setting, mesh, {setting(args, kwargs): plan})
+
+
+def _is_direct(plan: OperatorPlan | None) -> bool:
     """True if the plan calls the caller's own function on parts."""
-    if isinstance(plan, Step):
-        return plan.direct
-    return bool(plan) and is_of_specs(plan)
+    return plan.direct if isinstance(plan, Step) else isinstance(plan, Unchanged) and bool(plan.outs)
 
 
-def _run_of_plan(call: CapturedCall, captured: Captured, plan: Plan) -> tuple[Run, bool]:
-    """Return a function that runs the plan, and True if it calls the caller's function with the caller's arguments."""
+def _call_plan(call: CapturedCall, captured: Captured, found: OperatorPlan | None) -> tuple[CallPlan, bool]:
+    """Return the plan of the call, and True if it calls the caller's function with the caller's arguments."""
     func, args, kwargs = call.func, call.args, call.kwargs
-    if plan is None:
-        run = run_twin(captured.nodes[0], captured) if len(captured.nodes) == 1 else None
-        return (run, False) if run is not None else (_on_whole(func, "it has no rule"), True)
-    if isinstance(plan, Step):
-        return run_step(plan, func, args, kwargs), plan.direct and not plan.grown
-    if isinstance(plan, RandomWhole):
-        return run_random_whole(plan), True
-    if isinstance(plan, NestedCalls):
-        return run_inline(plan, captured), False
-    if not captured.nodes:
-        return run_identity(captured, args), False
-    if not is_of_specs(plan):
-        return run_graph(captured), False
-    requirements = ResultRequirements(name_of(func), plan, _fresh(captured))
-    return run_direct(plan, captured.out, args, kwargs, requirements), True
+    match found:
+        case None:
+            twin = plan_twin(captured.nodes[0], captured) if len(captured.nodes) == 1 else None
+            return (twin, False) if twin is not None else (_WholeTensors("it has no rule"), True)
+        case Step():
+            return plan_step(found, func, args, kwargs), found.direct and not found.grown
+        case RandomWhole():
+            return RandomCall(found.outs), True
+        case NestedCalls():
+            return SmallerParts(found, captured), False
+        case _ if not captured.nodes:
+            return plan_identity(captured, args), False
+        case OneByOne():
+            return OperatorSequence(captured), False
+        case Unchanged():
+            requirements = ResultRequirements(name_of(func), found.outs, _fresh(captured))
+            return plan_direct(found.outs, captured.out, args, kwargs, requirements), True
 
 
 def _fresh(captured: Captured) -> tuple[bool | None, ...]:
@@ -496,20 +514,25 @@ def _fresh(captured: Captured) -> tuple[bool | None, ...]:
     return tuple(not any(r is t or shares_storage(r, t) for t in captured.inputs) for r in results)
 
 
-def _on_whole(func: TorchFunction, why: str, failed: bool = False) -> Run:
-    """Return a function that runs the call on whole tensors on every rank; it warns once per name."""
+@dataclass(frozen=True, slots=True)
+class _WholeTensors(CallPlan):
+    """A call that runs on whole tensors on every rank; it warns once per name.
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    `failed` is True if torch could not carry out the call without values, and may refuse it with values too.
+    """
+
+    why: str
+    failed: bool = False
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         try:
             out = run_whole(func, args, kwargs or {})
         except RuntimeError as error:
-            if not failed or isinstance(error, MeshwrightError):
+            if not self.failed or isinstance(error, MeshwrightError):
                 raise
             raise _refused(func, args, kwargs, error) from error
-        warn_ran_whole(name_of(func), why)
+        warn_ran_whole(name_of(func), self.why)
         return out
-
-    return run
 
 
 def _refused(func: TorchFunction, args: TorchValue, kwargs: TorchValue, error: RuntimeError) -> OperationError:
@@ -525,14 +548,14 @@ def _refused(func: TorchFunction, args: TorchValue, kwargs: TorchValue, error: R
     )
 
 
-def _record_decision(func: TorchFunction, captured: Captured, plan: Plan, ins: tuple[Spec, ...]) -> None:
+def _record_decision(func: TorchFunction, plan: OperatorPlan | None, ins: tuple[Spec, ...]) -> None:
     """Add the call to the record of decisions, if there is one."""
     if recording():
         moves = plan.moves if isinstance(plan, Step) else ()
-        note(CallRecord(name_of(func), ins, moves, result_specs(plan), _execution_of(plan, captured)))
+        note(CallRecord(name_of(func), ins, moves, result_specs(plan), _execution_of(plan)))
 
 
-def _execution_of(plan: Plan, captured: Captured) -> str:
+def _execution_of(plan: OperatorPlan | None) -> str:
     """Return the description of the execution of a call, as `CallRecord.how` has it."""
     match plan:
         case None | RandomWhole():
@@ -541,8 +564,10 @@ def _execution_of(plan: Plan, captured: Captured) -> str:
             return "parts"
         case Step(context="ring" | "ulysses" as algorithm):
             return algorithm
-        case _:
-            return "operators" if plan is captured.nodes else "local"
+        case OneByOne():
+            return "operators"
+        case Step() | Unchanged():
+            return "local"
 
 
 DistTensor._dispatch = staticmethod(dispatch)

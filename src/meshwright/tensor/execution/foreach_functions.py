@@ -16,18 +16,18 @@ from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue
 
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..capture.call_capture import Captured, taken_apart
 from ..conversion.local_parts import whole_local
 from ..core.absent_tensor import Absent
-from ..core.dist_tensor import DistTensor, Run
+from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors
 from ..planning.call_plan import is_written, unchanged
 from ..planning.decision_record import recording
 from ..planning.result_checks import ResultRequirements
 from ..torch_hooks import Operator, interception, list_kernel, modes_before_dispatch, operators_recorded
 from .captured_call import capture_call, input_specs
-from .run_plan import run_direct, run_graph
+from .run_plan import CallPlan, OperatorSequence, plan_direct
 
 PREFIX = "_foreach_"
 
@@ -39,29 +39,33 @@ def is_of_lists(func: TorchFunction) -> bool:
 
 def plan_lists(
     func: TorchFunction, args: TorchValue, kwargs: TorchValue, tensors: Sequence[Tensor]
-) -> tuple[Run, Captured | None]:
-    """Return the run of a function of lists, and the captured operators that it depends on, or None."""
+) -> tuple[CallPlan, Captured | None]:
+    """Return the plan of a function of lists, and the captured operators that it depends on, or None."""
     captured = None if recording() else _entry_operators(func, args, kwargs)
     if captured is None:
-        return run_entries, None
+        return EntryByEntry(), None
     outs = _unchanged_specs(captured, tensors)
     if outs is not None:
         requirements = ResultRequirements(str(func.__name__), outs, (None,) * len(outs))
-        return run_direct(outs, captured.out, args, kwargs, requirements), captured
-    return (run_graph(captured), captured) if modes_before_dispatch() else (run_entries, None)
+        return plan_direct(outs, captured.out, args, kwargs, requirements), captured
+    return (OperatorSequence(captured), captured) if modes_before_dispatch() else (EntryByEntry(), None)
 
 
-def run_entries(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-    """Run torch's loop over the entries; each operator in it is a call of its own on distributed tensors.
+class EntryByEntry(CallPlan):
+    """A call of torch's loop over the entries; each operator in it is a call of its own on distributed tensors.
 
     The loop sees meta tensors of global shape, because some loops ask whether an entry is empty. A tensor outside the
     lists, such as the `scalars` of `_foreach_addcmul_`, is passed as it is, because the loop reads its numbers.
     """
-    loop = _Loop()
-    args = [loop.argument(a) for a in args]
-    kwargs = {k: loop.argument(v) for k, v in (kwargs or {}).items()}
-    with operators_recorded(lambda *_: None, loop.run):
-        return map_tensors(loop.real, func(*args, **kwargs))
+
+    __slots__ = ()
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        loop = _Loop()
+        args = [loop.argument(a) for a in args]
+        kwargs = {k: loop.argument(v) for k, v in (kwargs or {}).items()}
+        with operators_recorded(lambda *_: None, loop.run):
+            return map_tensors(loop.real, func(*args, **kwargs))
 
 
 class _Loop:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.layout import TorchValue
 
 from .._errors import OperationError, TraceError
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..conversion.local_parts import whole_spec
 from ..conversion.whole_call import WholeArgument, warn_ran_whole, whole_in_order
 from ..core.dist_tensor import DistTensor, as_part, signature

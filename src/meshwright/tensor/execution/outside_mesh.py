@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from meshwright.comm import current_communicator
 from meshwright.layout import ProcessMesh, Spec, TorchValue
 
 from .._errors import AbsentError
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..capture.call_capture import Captured, Node, autocast_dtype
 from ..capture.gradient_paths import Paths, gradient_paths
 from ..capture.metadata_check import check_meta_result
@@ -22,63 +21,71 @@ from ..conversion.local_parts import spec_of_whole
 from ..conversion.python_values import gather_everywhere
 from ..conversion.stage_order import stages_of, written_by
 from ..core.absent_tensor import link, make_absent
-from ..core.dist_tensor import DistTensor, Run
+from ..core.dist_tensor import DistTensor
 from ..core.function_names import name_of
 from ..core.tree import map_tensors, tensors_in
-from ..planning.call_plan import NestedCalls, is_constant, is_view_of_plain, is_written
+from ..planning.call_plan import NestedCalls, OneByOne, OperatorPlan, is_constant, is_view_of_plain, is_written
 from ..torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
-from .captured_call import CapturedCall, Plan, capture_call, plan_captured, result_specs
-from .run_plan import real_inputs, run_graph, run_inline, run_plain
+from .captured_call import CapturedCall, capture_call, plan_captured, result_specs
+from .run_plan import CallPlan, ConstantResult, OperatorSequence, PlainMemory, SmallerParts, real_inputs
 
 
-def plan_outside(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> Run:
-    """Return a function that carries out `func` if no operand has elements, for these values of floats.
+def plan_outside(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> CallPlan:
+    """Return the plan of `func` if no operand has elements, for these values of floats.
 
     Results have the same specs as on the mesh's ranks, and no elements. The dtypes of results under autocast and the
     default dtype are part of a plan here; on other ranks the local results have these dtypes.
     """
-    plans = {_dtype_settings(args, kwargs): _plan_for_settings(func, args, kwargs)}
+    return _PlanByDtypes({_dtype_settings(args, kwargs): _plan_for_settings(func, args, kwargs)})
 
-    def chosen(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        now = _dtype_settings(args, kwargs)
+
+@dataclass(frozen=True, slots=True)
+class _PlanByDtypes(CallPlan):
+    """A call with a plan for each dtype of autocast and each default dtype."""
+
+    plans: dict[tuple[torch.dtype | None, torch.dtype], CallPlan]
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        now, plans = _dtype_settings(args, kwargs), self.plans
         if now not in plans:
             plans[now] = _plan_for_settings(func, args, kwargs or {})
-        return plans[now](func, types, args, kwargs)
-
-    return chosen
+        return plans[now].run(func, types, args, kwargs)
 
 
 def _dtype_settings(args: TorchValue, kwargs: TorchValue) -> tuple[torch.dtype | None, torch.dtype]:
     return autocast_dtype(tensors_in((args, kwargs))), torch.get_default_dtype()
 
 
-def _plan_for_settings(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> Run:
+def _plan_for_settings(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> CallPlan:
     mesh = _mesh_of(args, kwargs)
     try:
         call = capture_call(func, args, kwargs)
     except Exception as error:
         shown = _result_of_zeros(func, args, kwargs)
-        return partial(_results_of_stage, mesh, error) if shown is None else partial(_results_like, shown, mesh)
+        return _ResultOfStage(mesh, error) if shown is None else _ResultLike(shown, mesh)
     captured = call.captured
     if is_constant(captured):
-        out = captured.out
-        check_meta_result(func, args, kwargs, out)
-        return lambda *_: out
+        check_meta_result(func, args, kwargs, captured.out)
+        return ConstantResult(captured.out)
     if is_view_of_plain(captured, [isinstance(t, DistTensor) for t in call.tensors]):
-        return run_plain
+        return PlainMemory()
     captured, plan = plan_captured(captured, call.specs, mesh)
     if isinstance(plan, NestedCalls):
-        return run_inline(plan, captured)
-    if plan is not None and plan is captured.nodes:
-        return run_graph(captured)
-    return _RunWithoutElements(captured, _planned_specs(call, captured, plan, mesh), gradient_paths(func, args, kwargs))
+        return SmallerParts(plan, captured)
+    if isinstance(plan, OneByOne):
+        return OperatorSequence(captured)
+    return _ResultWithoutElements(
+        captured, _planned_specs(call, captured, plan, mesh), gradient_paths(func, args, kwargs)
+    )
 
 
 def _mesh_of(args: TorchValue, kwargs: TorchValue) -> ProcessMesh:
     return next(t._spec.mesh for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor))
 
 
-def _planned_specs(call: CapturedCall, captured: Captured, plan: Plan, mesh: ProcessMesh) -> tuple[Spec, ...]:
+def _planned_specs(
+    call: CapturedCall, captured: Captured, plan: OperatorPlan | None, mesh: ProcessMesh
+) -> tuple[Spec, ...]:
     """Return the specs of the results, with the dtypes of the current autocast."""
     specs = result_specs(plan) or tuple(spec_of_whole(t, mesh) for t in tensors_in(captured.out))
     in_autocast = autocast_dtype(call.tensors) is not None
@@ -88,51 +95,55 @@ def _planned_specs(call: CapturedCall, captured: Captured, plan: Plan, mesh: Pro
     return tuple(s.with_dtype(dtype) for s, dtype in zip(specs, dtypes, strict=True))
 
 
-def _results_of_stage(
-    mesh: ProcessMesh,
-    error: Exception,
-    func: TorchFunction,
-    types: Sequence[type],
-    args: TorchValue,
-    kwargs: TorchValue,
-) -> TorchValue:
-    """Return the results of a call that depend on values; in a pipeline the stage that holds the values sends them."""
-    tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
-    if stages_of([mesh]) is None:
-        raise AbsentError(
-            f"{getattr(func, '__name__', func)} on a rank outside {mesh!r}",
-            str(error).split("\n")[0],
-            "the result depends on values that only the mesh's ranks hold",
-            "first call mw.reshard(x, mesh, placements) with a mesh of all ranks",
-        ) from error
-    with torch.no_grad():
-        values = {id(t): gather_everywhere(t.detach()) for t in tensors}
-        with no_interception():
-            args, kwargs = map_tensors(lambda t: values.get(id(t), t), (args, kwargs or {}))
-            out = func(*args, **kwargs)
-    written = written_by(name_of(func), tensors)
-    if written is not None:
-        link(written, tensors)
-        return written if any(out is x for x in values.values()) else out
-    return _without_elements(out, tensors, tensors[0]._spec.mesh)
+@dataclass(frozen=True, slots=True)
+class _ResultOfStage(CallPlan):
+    """A call whose results depend on values; in a pipeline the stage that holds the values sends them.
 
-
-def sharing_result(mesh: ProcessMesh, run: Run) -> Run:
-    """Return `run`, a call whose results depend on values.
-
-    In a pipeline it also sends the operands to the other stages.
+    `error` is the reason why the call could not be captured.
     """
-    known: list[bool] = []
 
-    def sharing(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        if mesh.size < current_communicator().size and stages_of([mesh]) is not None:
-            if not known:
-                known.append(_result_of_zeros(func, args, kwargs) is not None)
-            if not known[0]:
+    mesh: ProcessMesh
+    error: Exception
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
+        if stages_of([self.mesh]) is None:
+            raise AbsentError(
+                f"{getattr(func, '__name__', func)} on a rank outside {self.mesh!r}",
+                str(self.error).split("\n")[0],
+                "the result depends on values that only the mesh's ranks hold",
+                "first call mw.reshard(x, mesh, placements) with a mesh of all ranks",
+            ) from self.error
+        with torch.no_grad():
+            values = {id(t): gather_everywhere(t.detach()) for t in tensors}
+            with no_interception():
+                args, kwargs = map_tensors(lambda t: values.get(id(t), t), (args, kwargs or {}))
+                out = func(*args, **kwargs)
+        written = written_by(name_of(func), tensors)
+        if written is not None:
+            link(written, tensors)
+            return written if any(out is x for x in values.values()) else out
+        return _without_elements(out, tensors, tensors[0]._spec.mesh)
+
+
+@dataclass(slots=True)
+class SharedResult(CallPlan):
+    """A call whose results depend on values; in a pipeline it also sends the operands to the other stages.
+
+    `is_known` is True if the other stages know the result without the operands, and None before the first call there.
+    """
+
+    mesh: ProcessMesh
+    plan: CallPlan
+    is_known: bool | None = None
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        if self.mesh.size < current_communicator().size and stages_of([self.mesh]) is not None:
+            if self.is_known is None:
+                self.is_known = _result_of_zeros(func, args, kwargs) is not None
+            if not self.is_known:
                 _send_operands(args, kwargs)
-        return run(func, types, args, kwargs)
-
-    return sharing
+        return self.plan.run(func, types, args, kwargs)
 
 
 def _send_operands(args: TorchValue, kwargs: TorchValue) -> None:
@@ -177,16 +188,15 @@ def _result_of_filled(
     return None if any(is_written(n.op) or unknown.intersection(n.op.tags) for n in nodes) else out
 
 
-def _results_like(
-    shown: TorchValue,
-    mesh: ProcessMesh,
-    func: TorchFunction,
-    types: Sequence[type],
-    args: TorchValue,
-    kwargs: TorchValue,
-) -> TorchValue:
-    """Return results with the shapes of those shown, without elements."""
-    return _without_elements(shown, list(tensors_in((args, kwargs))), mesh)
+@dataclass(frozen=True, slots=True)
+class _ResultLike(CallPlan):
+    """A call whose results have the shapes of those shown, without elements."""
+
+    shown: TorchValue
+    mesh: ProcessMesh
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        return _without_elements(self.shown, list(tensors_in((args, kwargs))), self.mesh)
 
 
 def _without_elements(out: TorchValue, tensors: Sequence[Tensor], mesh: ProcessMesh) -> TorchValue:
@@ -200,14 +210,14 @@ def _without_elements(out: TorchValue, tensors: Sequence[Tensor], mesh: ProcessM
 
 
 @dataclass(frozen=True, slots=True)
-class _RunWithoutElements:
-    """The run of a planned call: results with these specs and without elements, behind their operands for autograd."""
+class _ResultWithoutElements(CallPlan):
+    """A planned call: its results have these specs and no elements, and are behind their operands for autograd."""
 
     captured: Captured
     outs: tuple[Spec, ...]
     paths: Paths | None
 
-    def __call__(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         _draw_along(self.captured)
         tensors = list(tensors_in((args, kwargs)))
         results = list(tensors_in(self.captured.out))

@@ -1,9 +1,10 @@
-"""Functions that carry out a planned call on local tensors."""
+"""Plans of calls on local tensors: classes whose method `run` carries out the calls with one signature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,16 +13,16 @@ from torch import Tensor
 from meshwright.comm import current_communicator
 from meshwright.layout import Spec, TorchValue
 
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..capture.call_capture import Captured, Node, autocast_dtype, strides_of
 from ..capture.trial_calls import is_raised
-from ..conversion.convert import convert_local
+from ..conversion.convert import Move, convert_local
 from ..conversion.local_parts import shared_move, write_into
 from ..core.computation_numbers import note_drawing
-from ..core.dist_tensor import DistTensor, Run, as_part, plain_view
+from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.tree import map_leaves, map_tensors, tensors_in
-from ..planning.call_plan import NestedCalls, RandomWhole, Step
-from ..planning.result_checks import ResultRequirements, own
+from ..planning.call_plan import NestedCalls, Step
+from ..planning.result_checks import ResultRequirements, with_argument_views
 from ..torch_hooks import (
     Operator,
     OperatorPacket,
@@ -37,61 +38,83 @@ from ..views.dist_view import break_view, run_whole
 _NOTHING: dict[str, TorchValue] = {}
 
 
-def run_direct(
-    outs: Sequence[Spec], out: TorchValue, args: TorchValue, kwargs: TorchValue, requirements: ResultRequirements
-) -> Run:
-    """Return the run of a call that is correct on local tensors: it calls the function and stamps the results.
+class CallPlan:
+    """The plan of the calls with one signature; `PLANS` stores its method `run`."""
 
-    The function may return a plain argument itself.
-    """
-    plain = any(not isinstance(t, DistTensor) for t in tensors_in(args))
-    flat = not kwargs and _tensor_places(args, kwargs) is not None
+    __slots__ = ()
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        found = call_plain(func, types, args, kwargs or _NOTHING)
-        with no_interception():
-            found = requirements.apply(found, args if flat else list(tensors_in((args, kwargs))))
-        return _stamp_all(found, outs)
-
-    return _Direct(run, outs[0], requirements) if isinstance(out, Tensor) and not plain else run
-
-
-class _Direct:
-    """The run of a call with one result; `settled` is a faster run for use after the first results were checked."""
-
-    def __init__(self, run: Run, spec: Spec, requirements: ResultRequirements) -> None:
-        self.run, self.requirements, self.simple = run, requirements, _run_direct_one(spec)
-
-    def __call__(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        return (self.simple if self.requirements.is_plain else self.run)(func, types, args, kwargs)
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        """Return the result of a call."""
+        raise NotImplementedError
 
     @property
-    def settled(self) -> Run:
-        """The run to keep after the first call."""
-        if self.requirements.is_plain:
-            return self.simple
-        return self.run if self.requirements.settled else self
+    def settled(self) -> CallPlan:
+        """The plan to keep after a first call."""
+        return self
 
 
-def settled(run: Run) -> Run:
-    """Return the run to keep after a first call."""
-    return getattr(run, "settled", run)
+@dataclass(frozen=True, slots=True)
+class DirectCall(CallPlan):
+    """A call that is correct on local tensors: the function is called, and its results are stamped.
+
+    The function may return a plain argument itself. `flat` is True if all tensors are positional arguments.
+    """
+
+    outs: Sequence[Spec]
+    requirements: ResultRequirements
+    flat: bool
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        found = call_plain(func, types, args, kwargs or _NOTHING)
+        with no_interception():
+            found = self.requirements.apply(found, args if self.flat else list(tensors_in((args, kwargs))))
+        return _stamp_all(found, self.outs)
 
 
-def _run_direct_one(spec: Spec) -> Run:
-    dtype = spec.dtype
+@dataclass(frozen=True, slots=True)
+class OneResultCall(CallPlan):
+    """A direct call of distributed tensors with one result, which needs no more checks."""
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    spec: Spec
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         out: TorchValue = call_plain(func, types, args, kwargs or _NOTHING)
-        if type(out) is Tensor:
-            if out.dtype is not dtype:
-                return as_part(out, spec.with_dtype(out.dtype))
-            out.__class__ = DistTensor
-            out._spec = spec  # pyright: ignore[reportAttributeAccessIssue] - by its new class
-            return out
-        return as_part(out, _with_dtype_of(spec, out))
+        spec = self.spec
+        if type(out) is not Tensor:
+            return as_part(out, _with_dtype_of(spec, out))
+        if out.dtype is not spec.dtype:
+            return as_part(out, spec.with_dtype(out.dtype))
+        out.__class__ = DistTensor
+        out._spec = spec  # pyright: ignore[reportAttributeAccessIssue] - by its new class
+        return out
 
-    return run
+
+@dataclass(frozen=True, slots=True)
+class UnsettledCall(CallPlan):
+    """A direct call of distributed tensors with one result, before its first results were checked."""
+
+    checked: DirectCall
+    unchecked: OneResultCall
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        plan = self.unchecked if self.checked.requirements.is_plain else self.checked
+        return plan.run(func, types, args, kwargs)
+
+    @property
+    def settled(self) -> CallPlan:
+        if self.checked.requirements.is_plain:
+            return self.unchecked
+        return self.checked if self.checked.requirements.settled else self
+
+
+def plan_direct(
+    outs: Sequence[Spec], out: TorchValue, args: TorchValue, kwargs: TorchValue, requirements: ResultRequirements
+) -> CallPlan:
+    """Return the plan of a call that is correct on local tensors; `out` is its captured result."""
+    plan = DirectCall(outs, requirements, flat=not kwargs and _tensor_places(args, kwargs) is not None)
+    if not isinstance(out, Tensor) or any(not isinstance(t, DistTensor) for t in tensors_in(args)):
+        return plan
+    return UnsettledCall(plan, OneResultCall(outs[0]))
 
 
 def _stamp_all(out: TorchValue, specs: Sequence[Spec]) -> TorchValue:
@@ -104,20 +127,30 @@ def _with_dtype_of(spec: Spec, t: Tensor) -> Spec:
     return spec if isinstance(t, DistTensor) or t.dtype is spec.dtype else spec.with_dtype(t.dtype)
 
 
-def run_step(step: Step, func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> Run:
-    """Return the run of one operator: convert its operands, then call the caller's function, operator or form."""
+def plan_step(step: Step, func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> CallPlan:
+    """Return the plan of one operator: convert its operands, then call the caller's function, operator or form."""
     places = _tensor_places(args, kwargs)
     requirements = ResultRequirements(step.node.op.name(), step.outs, step.fresh)
     if step.node.op.namespace != "aten":
-        return _run_foreign(step, places, requirements)
+        return ForeignOperator(step, places, requirements, _finisher(step))
     if step.direct and not step.moves:
-        return run_direct(step.outs, step.node.out, args, kwargs, requirements)
+        return plan_direct(step.outs, step.node.out, args, kwargs, requirements)
     if step.direct:
-        if places is None:
-            return _run_moved(step, requirements)
-        return _run_named(step, places, requirements) if kwargs else _run_flat(step, places, requirements)
-    sized = not step.moves and step.broken is None and func in _SIZED and type(args[0]) is DistTensor
-    return _run_sized(step, _SIZED[func], requirements) if sized else _run_local(step, places, requirements)
+        return _plan_converted(step, places, kwargs, requirements)
+    if not step.moves and step.broken is None and func in _SIZED and type(args[0]) is DistTensor:
+        return SizedCall(step.outs[0], _SIZED[func], requirements, _finisher(step))
+    return LocalForm(step, places, requirements, _finisher(step), _in_float32(step))
+
+
+def _plan_converted(
+    step: Step, places: tuple[int, ...] | None, kwargs: TorchValue, requirements: ResultRequirements
+) -> CallPlan:
+    """Return the plan of a call of the caller's function with converted operands."""
+    finish = _finisher(step)
+    if places is None:
+        return NestedOperands(step, places, requirements, finish)
+    kind = NamedOperands if kwargs else PositionalOperands
+    return kind(tuple((places[at], move) for at, move in step.moves), requirements, finish)
 
 
 def _tensor_places(args: TorchValue, kwargs: TorchValue) -> tuple[int, ...] | None:
@@ -141,66 +174,90 @@ def _converted_tensors(
     return tensors
 
 
-def _run_moved(step: Step, requirements: ResultRequirements) -> Run:
-    finish = _finisher(step)
+Finish = Callable[[TorchValue, TorchFunction, TorchValue, TorchValue], TorchValue]
+"""`finish(local results, func, args, kwargs)` returns the distributed results of a call."""
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+
+@dataclass(frozen=True, slots=True)
+class _OperatorCall(CallPlan):
+    """A call of one operator by its step; `places` are the indices of its tensors, None if a tensor is nested."""
+
+    step: Step
+    places: tuple[int, ...] | None
+    requirements: ResultRequirements
+    finish: Finish
+
+
+class NestedOperands(_OperatorCall):
+    """A call of the function with converted operands, some of which are in lists."""
+
+    __slots__ = ()
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         with no_interception():
-            tensors = _converted_tensors(step, None, args, kwargs)
+            tensors = _converted_tensors(self.step, None, args, kwargs)
             left = iter(tensors)
             local_args, local_kwargs = map_tensors(lambda _: next(left), (args, kwargs or _NOTHING))
-            out = requirements.apply(func(*local_args, **local_kwargs), tensors)
-        return finish(out, func, args, kwargs)
-
-    return run
+            out = self.requirements.apply(func(*local_args, **local_kwargs), tensors)
+        return self.finish(out, func, args, kwargs)
 
 
-def _run_foreign(step: Step, places: tuple[int, ...] | None, requirements: ResultRequirements) -> Run:
-    """Return the run of a user's operator on plain tensors.
+class ForeignOperator(_OperatorCall):
+    """A call of a user's operator on plain tensors.
 
     The tensors that it saves must match the plain gradients of its backward pass.
     """
-    finish = _finisher(step)
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    __slots__ = ()
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         with no_interception():
-            tensors = [plain_view(t) for t in _converted_tensors(step, places, args, kwargs)]
-            out = requirements.apply(_local_result(step, tensors), tensors)
-        return finish(out, func, args, kwargs)
-
-    return run
+            tensors = [plain_view(t) for t in _converted_tensors(self.step, self.places, args, kwargs)]
+            out = self.requirements.apply(_local_result(self.step, tensors), tensors)
+        return self.finish(out, func, args, kwargs)
 
 
-def _run_flat(step: Step, places: tuple[int, ...], requirements: ResultRequirements) -> Run:
-    finish, moves = _finisher(step), tuple((places[at], move) for at, move in step.moves)
+@dataclass(frozen=True, slots=True)
+class _ConvertedCall(CallPlan):
+    """A call of the function with converted operands, each at a known place among the arguments."""
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    moves: tuple[tuple[int, Move], ...]
+    requirements: ResultRequirements
+    finish: Finish
+
+
+class PositionalOperands(_ConvertedCall):
+    """A call of the function with converted operands, without keyword arguments."""
+
+    __slots__ = ()
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         local = [*args]
         with no_interception():
-            for at, move in moves:
+            for at, move in self.moves:
                 local[at] = shared_move(local[at], move)
-            out = requirements.apply(func(*local), local)
+            out = self.requirements.apply(func(*local), local)
+        finish = self.finish  # a call of an attribute takes longer
         return finish(out, func, args, kwargs)
 
-    return run
 
+class NamedOperands(_ConvertedCall):
+    """A call of the function with converted operands, some of which may be keyword arguments."""
 
-def _run_named(step: Step, places: tuple[int, ...], requirements: ResultRequirements) -> Run:
-    finish, moves = _finisher(step), tuple((places[at], move) for at, move in step.moves)
+    __slots__ = ()
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         local = [*args, *kwargs.values()]
         with no_interception():
-            for at, move in moves:
+            for at, move in self.moves:
                 local[at] = shared_move(local[at], move)
             named = dict(zip(kwargs, local[len(args) :], strict=True))
-            out = requirements.apply(func(*local[: len(args)], **named), local)
+            out = self.requirements.apply(func(*local[: len(args)], **named), local)
+        finish = self.finish
         return finish(out, func, args, kwargs)
 
-    return run
 
-
-def _finisher(step: Step) -> Callable[[TorchValue, TorchFunction, TorchValue, TorchValue], TorchValue]:
+def _finisher(step: Step) -> Finish:
     """Return a function that turns local results into distributed ones."""
     specs = step.outs
 
@@ -222,16 +279,18 @@ def _finisher(step: Step) -> Callable[[TorchValue, TorchFunction, TorchValue, To
     return one
 
 
-def _run_local(step: Step, places: tuple[int, ...] | None, requirements: ResultRequirements) -> Run:
-    finish, converted = _finisher(step), _in_float32(step)
+@dataclass(frozen=True, slots=True)
+class LocalForm(_OperatorCall):
+    """A call of the operator with local sizes, or of its local form, on converted operands."""
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    converted: Callable[[list[Tensor]], list[Tensor]]
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        step, converted, finish = self.step, self.converted, self.finish
         with no_interception():
-            tensors = converted(_converted_tensors(step, places, args, kwargs))
-            out = requirements.apply(_in_kind_of(step.node.out, _local_result(step, tensors)), tensors)
+            tensors = converted(_converted_tensors(step, self.places, args, kwargs))
+            out = self.requirements.apply(_in_kind_of(step.node.out, _local_result(step, tensors)), tensors)
         return finish(out, func, args, kwargs)
-
-    return run
 
 
 def _in_float32(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -271,38 +330,47 @@ _SIZED: dict[TorchFunction, TorchFunction] = {
 """Functions that are equal to `f(tensor, local sizes)` on local tensors."""
 
 
-def _run_sized(step: Step, local: TorchFunction, requirements: ResultRequirements) -> Run:
-    finish, spec = _finisher(step), step.outs[0]
+@dataclass(frozen=True, slots=True)
+class SizedCall(CallPlan):
+    """A call of `local(tensor, local sizes)` for a function with global sizes, such as `view`."""
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        out = call_plain(local, types, (args[0], current_communicator().local_shape(spec)), _NOTHING)
-        if requirements.apply is not own:
+    spec: Spec
+    local: TorchFunction
+    requirements: ResultRequirements
+    finish: Finish
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        out = call_plain(self.local, types, (args[0], current_communicator().local_shape(self.spec)), _NOTHING)
+        apply = self.requirements.apply
+        if apply is not with_argument_views:
             with no_interception():
-                out = requirements.apply(out, args[:1])
+                out = apply(out, args[:1])
+        finish = self.finish
         return finish(out, func, args, kwargs)
 
-    return run
+
+@dataclass(frozen=True, slots=True)
+class SmallerParts(CallPlan):
+    """A call of the operator's smaller parts, each with its own plan."""
+
+    nested: NestedCalls
+    captured: Captured
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        real, node = _real_tensors(self.captured, args, kwargs), self.nested.node
+        return _in_kind_of(node.out, self.nested.parts(*real(node.args), **real(node.kwargs)))
 
 
-def run_inline(found: NestedCalls, captured: Captured) -> Run:
-    """Return the run of the operator's smaller parts, each with its own plan."""
+@dataclass(frozen=True, slots=True)
+class RandomCall(CallPlan):
+    """A call that computes whole results on every rank; each rank keeps its part, which has the spec in `outs`."""
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        real = _real_tensors(captured, args, kwargs)
-        return _in_kind_of(found.node.out, found.parts(*real(found.node.args), **real(found.node.kwargs)))
+    outs: tuple[Spec, ...]
 
-    return run
-
-
-def run_random_whole(found: RandomWhole) -> Run:
-    """Return the run that computes the whole results on every rank and keeps the rank's part."""
-
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        left = iter(found.outs)
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        left = iter(self.outs)
         note_drawing(next(t.device for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)), None)
         return map_tensors(lambda t: _part_of_whole(t, next(left)), run_whole(func, args, kwargs or _NOTHING))
-
-    return run
 
 
 def _part_of_whole(x: Tensor, spec: Spec) -> Tensor:
@@ -328,18 +396,51 @@ def real_inputs(captured: Captured, args: TorchValue, kwargs: TorchValue) -> dic
     return {id(meta): t for meta, t in zip(captured.inputs, tensors_in((args, kwargs)), strict=True)}
 
 
-def run_identity(captured: Captured, args: TorchValue) -> Run:
-    """Return the run of a call that returns its own arguments."""
+class FirstArgument(CallPlan):
+    """A call that returns its first argument."""
+
+    __slots__ = ()
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        return args[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedArguments(CallPlan):
+    """A call that returns some of its arguments."""
+
+    captured: Captured
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        return _real_tensors(self.captured, args, kwargs)(self.captured.out)
+
+
+def plan_identity(captured: Captured, args: TorchValue) -> CallPlan:
+    """Return the plan of a call that returns its own arguments."""
     if isinstance(captured.out, Tensor) and captured.inputs[0] is captured.out and args and isinstance(args[0], Tensor):
-        return lambda func, types, args, kwargs: args[0]
-    return lambda func, types, args, kwargs: _real_tensors(captured, args, kwargs)(captured.out)
+        return FirstArgument()
+    return ReturnedArguments(captured)
 
 
-def run_plain(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-    """Call a function that returns memory of a plain argument, and reads only shape and dtype of distributed ones."""
-    with no_interception():
-        args, kwargs = map_tensors(_uninitialised, (args, kwargs or _NOTHING))
-        return func(*args, **kwargs)
+@dataclass(frozen=True, slots=True)
+class ConstantResult(CallPlan):
+    """A call whose result follows from shapes and dtypes."""
+
+    out: TorchValue
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        return self.out
+
+
+class PlainMemory(CallPlan):
+    """A call that returns memory of a plain argument, and reads only shape and dtype of distributed ones."""
+
+    __slots__ = ()
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        with no_interception():
+            args, kwargs = map_tensors(_uninitialised, (args, kwargs or _NOTHING))
+            return func(*args, **kwargs)
 
 
 def _uninitialised(t: Tensor) -> Tensor:
@@ -349,17 +450,18 @@ def _uninitialised(t: Tensor) -> Tensor:
     return torch.empty_strided(t._spec.shape, t._spec.full_strides, dtype=t.dtype, device=t.device)
 
 
-def run_graph(captured: Captured) -> Run:
-    """Return the run of several operators, one by one on distributed tensors."""
+@dataclass(frozen=True, slots=True)
+class OperatorSequence(CallPlan):
+    """A call whose operators run one by one on distributed tensors."""
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        known = real_inputs(captured, args, kwargs)
-        known |= {id(c): c.clone() for c in captured.constants}
-        for node in captured.nodes:
+    captured: Captured
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        known = real_inputs(self.captured, args, kwargs)
+        known |= {id(c): c.clone() for c in self.captured.constants}
+        for node in self.captured.nodes:
             _run_node(node, known)
-        return map_tensors(lambda t: known[id(t)], captured.out)
-
-    return run
+        return map_tensors(lambda t: known[id(t)], self.captured.out)
 
 
 def _run_node(node: Node, known: dict[int, Tensor]) -> None:
@@ -374,34 +476,43 @@ def _run_node(node: Node, known: dict[int, Tensor]) -> None:
         known[id(meta)] = real
 
 
-def in_order_of(given: Captured, run: Run) -> Run:
-    """Return `run` of a decomposed operator, with contiguous results where the operator gives contiguous ones."""
+@dataclass(frozen=True, slots=True)
+class ContiguousResults(CallPlan):
+    """A call of a decomposed operator; `contiguous` is True for each result that the operator gives contiguous."""
+
+    plan: CallPlan
+    contiguous: Sequence[bool]
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        left = iter(self.contiguous)
+        out = self.plan.run(func, types, args, kwargs)
+        return map_tensors(lambda x: x.contiguous() if next(left) else x, out)
+
+
+def in_order_of(given: Captured, plan: CallPlan) -> CallPlan:
+    """Return the plan of a decomposed operator, with contiguous results where the operator gives contiguous ones."""
     contiguous = [strides_of(x) is None for x in tensors_in(given.out)]
     if not any(contiguous) or all(strides_of(x) is None for x in given.inputs):
-        return run
-
-    def ordered(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        left = iter(contiguous)
-        return map_tensors(lambda x: x.contiguous() if next(left) else x, run(func, types, args, kwargs))
-
-    return ordered
+        return plan
+    return ContiguousResults(plan, contiguous)
 
 
-def replaying(run: Run) -> Run:
-    """Return `run` with views that autograd repeats as they were made.
+@dataclass(frozen=True, slots=True)
+class ReplayedViews(CallPlan):
+    """A call with views that autograd repeats as they were made.
 
     Gradients have the memory order of the kernels.
     """
 
-    def replayed(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    plan: CallPlan
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         with view_replay():
-            out = run(func, types, args, kwargs)
+            out = self.plan.run(func, types, args, kwargs)
         if torch.is_grad_enabled():
             given = {id(t) for t in tensors_in((args, kwargs))}
             _reorder_gradients([x for x in tensors_in(out) if id(x) not in given])
         return out
-
-    return replayed
 
 
 def _reorder_gradients(made: Sequence[Tensor]) -> None:
@@ -419,23 +530,33 @@ def _reordered(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.clone(memory_format=torch.contiguous_format)
 
 
-def run_twin(node: Node, captured: Captured) -> Run | None:
-    """Return the run of an in-place operator as its functional twin (`add` for `add_`) and a copy."""
-    twin = _twin(node)
-    if twin is None:
-        return None
+@dataclass(frozen=True, slots=True)
+class FunctionalTwin(CallPlan):
+    """A call of an in-place operator as its functional twin (`add` for `add_`) and a copy.
 
-    unseen = _is_unseen(node)
+    `unseen` is True if autograd does not see the write of the operator.
+    """
 
-    def run(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        real = _real_tensors(captured, args, kwargs)
+    node: Node
+    captured: Captured
+    twin: TorchFunction
+    unseen: bool
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        real, node = _real_tensors(self.captured, args, kwargs), self.node
         target = real(node.args[0])
         before = target.clone() if torch.is_grad_enabled() else target
-        new = twin(before, *real(node.args[1:]), **real(node.kwargs))
-        with torch.no_grad() if unseen else nullcontext():
+        new = self.twin(before, *real(node.args[1:]), **real(node.kwargs))
+        with torch.no_grad() if self.unseen else nullcontext():
             return write_into(target, new)
 
-    return run if isinstance(node.args[0], Tensor) else None
+
+def plan_twin(node: Node, captured: Captured) -> CallPlan | None:
+    """Return the plan of an in-place operator that has a functional twin; None for other operators."""
+    twin = _twin(node)
+    if twin is None or not isinstance(node.args[0], Tensor):
+        return None
+    return FunctionalTwin(node, captured, twin, _is_unseen(node))
 
 
 def _is_unseen(node: Node) -> bool:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from meshwright.layout import TorchValue
 
+from .._torch_call import TorchFunction
 from ..autograd.graph_node import GraphNode, grad_fn
-from ..autograd.intercepted_call import TorchFunction
 from ..core.absent_tensor import FakeAbsent
 from ..core.dist_tensor import DistTensor, FakeDistTensor
 from ..torch_hooks import (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.layout import TorchValue
 
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..core.handler_registry import handles
 
 

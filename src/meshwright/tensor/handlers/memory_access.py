@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.layout import TorchValue, whole_of
 
 from .._errors import MemoryAccessError
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..conversion.local_parts import write_into
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, plain_view

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.layout import TorchValue
 
 from .._errors import OperationError
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..conversion.local_parts import whole_local
 from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in

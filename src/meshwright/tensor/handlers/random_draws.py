@@ -21,7 +21,8 @@ from meshwright.comm import current_communicator
 from meshwright.layout import Layout, Spec, TorchValue, is_contiguous
 
 from .._errors import RandomSourceError
-from ..autograd.intercepted_call import TorchFunction, argument_at, named_arguments
+from .._torch_call import TorchFunction
+from ..autograd.intercepted_call import argument_at, named_arguments
 from ..conversion.convert import arranged, convert_local
 from ..conversion.local_parts import is_empty, spec_of_whole
 from ..core.absent_tensor import make_absent

@@ -11,7 +11,8 @@ from torch.nn import init
 
 from meshwright.layout import TorchValue
 
-from ..autograd.intercepted_call import TorchFunction, argument_at, named_arguments
+from .._torch_call import TorchFunction
+from ..autograd.intercepted_call import argument_at, named_arguments
 from ..capture.call_capture import autocast_dtype
 from ..conversion.local_parts import is_empty
 from ..core.handler_registry import handles

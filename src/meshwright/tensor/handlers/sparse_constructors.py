@@ -11,7 +11,7 @@ import torch
 
 from meshwright.layout import TorchValue
 
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in

@@ -15,8 +15,9 @@ from torch.utils import swap_tensors
 from meshwright.layout import Layout, Product, Spec, TorchValue
 
 from .._errors import MemoryAccessError, OperationError
+from .._torch_call import TorchFunction
 from ..autograd.assigned_gradients import has_assigned
-from ..autograd.intercepted_call import TorchFunction, argument_at
+from ..autograd.intercepted_call import argument_at
 from ..conversion.convert import arranged, convert_local
 from ..conversion.local_parts import spec_of, whole_local, whole_spec, write_into
 from ..conversion.pending_gradients import flush

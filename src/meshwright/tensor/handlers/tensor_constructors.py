@@ -16,7 +16,8 @@ from torch.utils import dlpack
 from meshwright.layout import TorchValue
 
 from .._errors import MemoryAccessError
-from ..autograd.intercepted_call import TorchFunction, argument_at, named_arguments
+from .._torch_call import TorchFunction
+from ..autograd.intercepted_call import argument_at, named_arguments
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, as_part
 from ..torch_hooks import (

@@ -22,7 +22,7 @@ from meshwright.comm import current_communicator
 from meshwright.layout import TorchValue
 
 from .._errors import CollectiveError
-from ..autograd.intercepted_call import TorchFunction
+from .._torch_call import TorchFunction
 from ..conversion.local_parts import write_into
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import Communicator, current_communicator
-from meshwright.layout import ProcessMesh, Spec, hint, local_shape, replicated
+from meshwright.layout import Layout, ProcessMesh, Spec, TorchValue, hint, local_shape, replicated
 from meshwright.spmd import Alternative, Call, RuleError, describe, random_operator_rule, split_sharded_products
 
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..capture.call_capture import Captured, Node, reads_uninitialised, strides_of, taken_apart
 from ..conversion.convert import Move, move
 from ..core.tree import leaves_in, map_leaves, map_tensors, tensors_in
@@ -45,13 +46,13 @@ class Step:
     """
 
     node: Node
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Arguments
+    kwargs: NamedArguments
     moves: tuple[tuple[int, Move], ...]
     outs: tuple[Spec, ...]
     direct: bool
     sizes: tuple[int | str, ...]
-    form: Callable[..., Any] | None
+    form: TorchFunction | None
     ins: tuple[Spec | None, ...]
     broken: int | None
     single: bool
@@ -59,7 +60,7 @@ class Step:
     fresh: tuple[bool | None, ...]
     context: Context | None = None
 
-    def local_arguments(self, tensors: Sequence[Tensor], here: Communicator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def local_arguments(self, tensors: Sequence[Tensor], here: Communicator) -> tuple[Arguments, NamedArguments]:
         """Return the operator's arguments with these local tensors, and with local sizes."""
         args = tuple(_fill(a, tensors) for a in self.args)
         kwargs = {k: _fill(v, tensors) for k, v in self.kwargs.items()}
@@ -76,7 +77,7 @@ class Step:
         return LocalCall(self.ins, self.outs, here)
 
 
-def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
+def _fill(value: TorchValue, tensors: Sequence[Tensor]) -> TorchValue:
     if isinstance(value, Ref):
         return tensors[value.at]
     if type(value) is list or type(value) is tuple:
@@ -88,7 +89,7 @@ def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
 class NestedCalls:
     """The call is the Python function `parts`, which consists of operations with their own plans."""
 
-    parts: Callable[..., Any]
+    parts: TorchFunction
     node: Node
 
 
@@ -102,6 +103,27 @@ class RandomWhole:
     outs: tuple[Spec, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """The caller's own function runs on the local tensors as they are, and its results have these specs."""
+
+    outs: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """The operators run one by one on distributed tensors.
+
+    They are other operators than the captured ones if torch's decomposition of a single operator runs instead of it.
+    """
+
+    captured: Captured
+
+
+OperatorPlan: TypeAlias = Step | NestedCalls | RandomWhole | Unchanged | OneByOne
+"""The plan of the operators of a call."""
+
+
 def plan_node(
     node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]
 ) -> Step | NestedCalls | None:
@@ -109,30 +131,61 @@ def plan_node(
 
     `specs` maps ids of meta tensors to the specs of their distributed tensors; other tensors are replicated.
     """
-    ones = any(map(_shards_one, specs.values())) and _is_view(node)
-    try:
-        call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)), ones=ones)
-    except RuleError:
-        return None
+    call = _call_of(node, ones=any(map(_shards_one, specs.values())) and _is_view(node))
     if call is None or _writes_elsewhere(node, call):
         return None
-    operands: list[Tensor | None] = call.operands(node.args, node.kwargs)
-    ins = [_spec_of(x, specs, mesh) if x is not None else None for x in operands]
-    if all(s is None for s in ins):
+    problem = _problem(node, call, specs, mesh, inputs)
+    if all(s is None for s in problem.specs):
         return None
-    call = replace(call, bound=split_sharded_products(call.bound, [s.layout if s is not None else None for s in ins]))
-    decision = _decided(call, ins)
+    layouts = [s.layout if s is not None else None for s in problem.specs]
+    call = replace(call, bound=split_sharded_products(call.bound, layouts))
+    decision = _decision_of(call, problem.specs)
     if decision is None:
         return None
     if decision.gathers and call.rule.parts is not None:
         return NestedCalls(call.rule.parts, node)
-    ask, taken = attention_algorithm(), None
-    if decision.gathers and ask in call.rule.alternatives:
-        taken = _alternative(node, call.rule.alternatives[ask], ins)
-    step = _step(node, *(taken or (call, decision)), operands, ins, inputs)
-    if step is None or not call.rule.alternatives:
-        return step
-    return replace(step, context=ask if taken else "gather")
+    return _attention_step(problem, call, decision) if call.rule.alternatives else _step(problem, call, decision)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """An operator to plan on a mesh, the tensors of its call, and the operands of its rule with their specs."""
+
+    node: Node
+    mesh: ProcessMesh
+    inputs: Sequence[Tensor]
+    operands: Sequence[Tensor | None]
+    specs: Sequence[Spec | None]
+
+
+def _problem(
+    node: Node, call: Call, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]
+) -> _Problem:
+    operands = call.operands(node.args, node.kwargs)
+    return _Problem(node, mesh, inputs, operands, _operand_specs(operands, specs, mesh))
+
+
+def _operand_specs(
+    operands: Sequence[Tensor | None], specs: Mapping[int, Spec], mesh: ProcessMesh
+) -> list[Spec | None]:
+    return [_spec_of(x, specs, mesh) if x is not None else None for x in operands]
+
+
+def _call_of(node: Node, ones: bool = False) -> Call | None:
+    """Return the operator bound to its rule; None if there is no rule, or its shapes do not fit."""
+    try:
+        return describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)), ones=ones)
+    except RuleError:
+        return None
+
+
+def _attention_step(problem: _Problem, call: Call, decision: Decision) -> Step | None:
+    """Return the step of attention by the algorithm that the caller chose, or by "gather" if that does not fit."""
+    asked, taken = attention_algorithm(), None
+    if decision.gathers and asked in call.rule.alternatives:
+        taken = _alternative(problem, call.rule.alternatives[asked])
+    step = _step(problem, *(taken or (call, decision)))
+    return None if step is None else replace(step, context=asked if taken else "gather")
 
 
 def _shards_one(spec: Spec) -> bool:
@@ -147,34 +200,32 @@ def _is_view(node: Node) -> bool:
     return any(shares_storage(x, r) for x in tensors_in((node.args, node.kwargs)) for r in tensors_in(node.out))
 
 
-def _decided(call: Call, ins: Sequence[Spec | None]) -> Decision | None:
-    return _sized(decide(call, [s.concrete if s is not None else None for s in ins]), ins)
+def _decision_of(call: Call, specs: Sequence[Spec | None]) -> Decision | None:
+    """Return the decision for operands whose sizes may be symbolic; it is made for the hints of the sizes."""
+    decision = decide(call, [s.concrete if s is not None else None for s in specs])
+    if decision is None or not any(s is not None and s.is_symbolic for s in specs):
+        return decision
+    ins = [s.with_layout(d.layout) if s and d else d for s, d in zip(specs, decision.ins, strict=True)]
+    return replace(decision, ins=tuple(ins))
 
 
-def _alternative(node: Node, other: Alternative, ins: Sequence[Spec | None]) -> tuple[Call, Decision] | None:
+def _alternative(problem: _Problem, other: Alternative) -> tuple[Call, Decision] | None:
     """Return the call with another rule; None if that rule gathers an operand too, or its form does not fit."""
+    node = problem.node
     call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)), alternative=other.rule)
-    decision = _decided(call, ins) if call is not None else None
+    decision = _decision_of(call, problem.specs) if call is not None else None
     if call is None or decision is None or decision.gathers or decision.form is None:
         return None
     return (call, decision) if other.fits(LocalCall(decision.ins, (), current_communicator())) else None
 
 
-def _hinted(x: Any) -> Any:
+def _hinted(x: TorchValue) -> TorchValue:
     """Return a leaf of the arguments with symbolic sizes replaced by their hints; decisions are made for the hints."""
     if isinstance(x, (torch.SymInt, torch.SymFloat)):
         return x.node.hint
     if isinstance(x, Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape):
         return torch.empty([hint(n) for n in x.shape], dtype=x.dtype, device="meta")
     return x
-
-
-def _sized(decision: Decision | None, ins: Sequence[Spec | None]) -> Decision | None:
-    """Return the decision for operands whose sizes may be symbolic."""
-    if decision is None or all(s is None or not s.is_symbolic for s in ins):
-        return decision
-    found = [s.with_layout(d.layout) if s and d else d for s, d in zip(ins, decision.ins, strict=True)]
-    return replace(decision, ins=tuple(found))
 
 
 def _spec_of(x: Tensor, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Spec:
@@ -187,47 +238,56 @@ def _writes_elsewhere(node: Node, call: Call) -> bool:
     return len(written_arguments(node.op)) > len(call.mutated)
 
 
-def _step(
-    node: Node,
-    call: Call,
-    decision: Decision,
-    operands: Sequence[Tensor | None],
-    ins: Sequence[Spec | None],
-    inputs: Sequence[Tensor],
-) -> Step | None:
-    at = {id(t): i for i, t in enumerate(inputs)}
-    moves = tuple(
-        (at[id(x)], move(have, need))
-        for x, have, need in zip(operands, ins, decision.ins, strict=True)
-        if x is not None and have is not None and need is not None and have is not need
-    )
-    results = list(tensors_in(node.out))
+def _step(problem: _Problem, call: Call, decision: Decision) -> Step | None:
+    """Return the step of the operator with these layouts; None if the results have other dims than its rule says."""
+    node, results = problem.node, list(tensors_in(problem.node.out))
     layouts = decision.outs if len(decision.outs) == len(results) else decision.outs * len(results)
     if [lay.ndim for lay in layouts] != [r.dim() for r in results]:
         return None
-    mesh = next(s.mesh for s in ins if s is not None)
-    outs = tuple(Spec(mesh, lay, r.shape, r.dtype, strides_of(r)) for lay, r in zip(layouts, results, strict=True))
-    form = call.rule.forms[decision.form] if decision.form else None
-    if any(leaves_nothing(s) for s in (*decision.ins, *outs)):
-        form = form or call.rule.guard
-        form = None if form is None else reading_all_operands(form)
-    viewed = _broken_view(node, operands, ins, decision)
+    outs = _result_specs(layouts, results, problem.mesh)
+    numbers = {id(t): i for i, t in enumerate(problem.inputs)}
+    args, kwargs = map_tensors(lambda t: Ref(numbers[id(t)]), (node.args, node.kwargs))
+    moves = _operand_moves(problem, decision, numbers)
+    form = _local_form(call, decision, outs)
     sizes = call.rule.sizes if any(o.layout.cut_axes for o in outs) else ()
+    broken = _broken_view(problem, moves)
     return Step(
         node=node,
-        args=tuple(map_tensors(lambda t: Ref(at[id(t)]), a) for a in node.args),
-        kwargs={k: map_tensors(lambda t: Ref(at[id(t)]), v) for k, v in node.kwargs.items()},
+        args=args,
+        kwargs=kwargs,
         moves=moves,
         outs=outs,
         direct=form is None and not sizes,
         sizes=sizes,
         form=form,
         ins=decision.ins,
-        broken=None if viewed is None else at[id(viewed)],
-        single=not (viewed is not None and len(results) > 1 and _in_one_node(node)),
-        grown=_grown(call, results),
+        broken=broken,
+        single=broken is None or len(results) < 2 or not _in_one_node(node),
+        grown=_has_new_dim(call, results),
         fresh=fresh_results(node),
     )
+
+
+def _result_specs(layouts: Sequence[Layout], results: Sequence[Tensor], mesh: ProcessMesh) -> tuple[Spec, ...]:
+    return tuple(Spec(mesh, lay, r.shape, r.dtype, strides_of(r)) for lay, r in zip(layouts, results, strict=True))
+
+
+def _operand_moves(problem: _Problem, decision: Decision, numbers: Mapping[int, int]) -> tuple[tuple[int, Move], ...]:
+    """Return the conversions of operands, each with the number of its tensor; `numbers` maps ids to these numbers."""
+    return tuple(
+        (numbers[id(x)], move(have, need))
+        for x, have, need in zip(problem.operands, problem.specs, decision.ins, strict=True)
+        if x is not None and have is not None and need is not None and have is not need
+    )
+
+
+def _local_form(call: Call, decision: Decision, outs: Sequence[Spec]) -> TorchFunction | None:
+    """Return the function that replaces the operator on local tensors; None if the operator itself is right."""
+    form = call.rule.forms[decision.form] if decision.form else None
+    if not any(leaves_nothing(s) for s in (*decision.ins, *outs)):
+        return form
+    form = form or call.rule.guard
+    return None if form is None else reading_all_operands(form)
 
 
 def fresh_results(node: Node) -> tuple[bool | None, ...]:
@@ -244,7 +304,7 @@ def may_alias(op: Operator) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
 
 
-def _grown(call: Call, results: Sequence[Tensor]) -> bool:
+def _has_new_dim(call: Call, results: Sequence[Tensor]) -> bool:
     """True if a result has a dim that is no factor of an operand, so that its size comes from elsewhere."""
     pairs = zip(call.bound.outs, results, strict=False)
     return any(not dim and n != 1 for dims, r in pairs for dim, n in zip(dims, r.shape, strict=True))
@@ -264,18 +324,13 @@ def _is_unsafe(op: Operator) -> bool:
     return op.name().startswith(("aten::unsafe_", "aten::_unsafe_"))
 
 
-def _broken_view(
-    node: Node, operands: Sequence[Tensor | None], ins: Sequence[Spec | None], decision: Decision
-) -> Tensor | None:
-    """Return the operand that the results share memory with on one device, if it has to move; else None."""
-    if _is_unsafe(node.op):
+def _broken_view(problem: _Problem, moves: Sequence[tuple[int, Move]]) -> int | None:
+    """Return the number of the tensor that the results share memory with on one device, if it has to move."""
+    if _is_unsafe(problem.node.op):
         return None
-    moved = [
-        x
-        for x, have, need in zip(operands, ins, decision.ins, strict=True)
-        if x is not None and have is not None and need is not None and not move(have, need).is_trivial
-    ]
-    return next((x for x in moved for r in tensors_in(node.out) if shares_storage(x, r)), None)
+    moved = [number for number, how in moves if not how.is_trivial]
+    results = list(tensors_in(problem.node.out))
+    return next((n for n in moved for r in results if shares_storage(problem.inputs[n], r)), None)
 
 
 def of_one_node(results: Sequence[Tensor]) -> bool:
@@ -294,45 +349,39 @@ def _in_one_node(node: Node) -> bool:
         return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
 
     with torch.enable_grad():
-        kwargs = {k: map_tensors(wanting, v) for k, v in node.kwargs.items()}
-        return of_one_node(list(tensors_in(node.op(*map_tensors(wanting, node.args), **kwargs))))
+        args, kwargs = map_tensors(wanting, (node.args, node.kwargs))
+        return of_one_node(list(tensors_in(node.op(*args, **kwargs))))
 
 
-def plan_call(
-    captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh
-) -> Step | NestedCalls | RandomWhole | Captured | tuple[Spec, ...] | tuple[Node, ...] | None:
-    """Return the plan of a captured call.
-
-    For one operator: its step, its smaller parts, or its decomposition by torch as another capture. For several: the
-    specs of the results if the caller's own function is correct on the local tensors, else the operators, to be carried
-    out one by one. None: run the call on whole tensors.
-    """
+def plan_call(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) -> OperatorPlan | None:
+    """Return the plan of a captured call; None to run the call on whole tensors."""
     if len(captured.nodes) == 1 and _is_whole_call(captured):
         node = replace(captured.nodes[0], out=captured.out)
         apart = taken_apart(captured) if _is_hidden_view(captured) else None
         if apart is not None:
-            return apart
-        found = plan_node(node, specs, mesh, captured.inputs) or _drawn(node, specs, mesh)
-        return taken_apart(captured) if found is None and not is_written(node.op) else found
+            return OneByOne(apart)
+        found = plan_node(node, specs, mesh, captured.inputs) or _random_whole(node, specs, mesh)
+        if found is not None or is_written(node.op):
+            return found
+        apart = taken_apart(captured)
+        return None if apart is None else OneByOne(apart)
     if reads_uninitialised(captured):
         return None
-    found = unchanged(captured, specs, mesh)
-    return found if found is not None else captured.nodes
+    outs = unchanged(captured, specs, mesh)
+    return OneByOne(captured) if outs is None else Unchanged(outs)
 
 
-def _drawn(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> RandomWhole | None:
+def _random_whole(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> RandomWhole | None:
     """Return the layouts of the results of an operator that draws; None for other operators."""
     rule = random_operator_rule(node.op, node.args, node.kwargs)
     call = describe(node.op, node.args, node.kwargs, rule) if rule is not None else None
     if call is None or _writes_elsewhere(node, call):
         return None
     operands = call.operands(node.args, node.kwargs)
-    decision = _decided(call, [_spec_of(x, specs, mesh) if x is not None else None for x in operands])
-    results = list(tensors_in(node.out))
+    decision, results = _decision_of(call, _operand_specs(operands, specs, mesh)), list(tensors_in(node.out))
     if decision is None or len(decision.outs) != len(results):
         return None
-    layouts = zip(decision.outs, results, strict=True)
-    return RandomWhole(tuple(Spec(mesh, lay, r.shape, r.dtype, strides_of(r)) for lay, r in layouts))
+    return RandomWhole(_result_specs(decision.outs, results, mesh))
 
 
 def _is_whole_call(captured: Captured) -> bool:
@@ -383,11 +432,11 @@ def writes_overlapping(captured: Captured) -> bool:
 
 def written_inputs(captured: Captured) -> list[Tensor]:
     """Return the captured arguments that the call writes to."""
-    written = {id(t) for n in captured.nodes for t in _written(n)}
+    written = {id(t) for n in captured.nodes for t in _tensors_written(n)}
     return [x for x in captured.inputs if id(x) in written]
 
 
-def _written(node: Node) -> list[Tensor]:
+def _tensors_written(node: Node) -> list[Tensor]:
     """Return the tensors that the node writes to, by its schema."""
     names = {a.name for a in written_arguments(node.op)}
     positions = zip(node.op._schema.arguments, node.args, strict=False)
@@ -423,7 +472,7 @@ def is_view_of_plain(captured: Captured, is_distributed: Sequence[bool]) -> bool
     return all(any(shares_storage(r, t) for t in plain) for r in results)
 
 
-def returns_arguments(captured: Captured, args: Any, kwargs: Any) -> bool:
+def returns_arguments(captured: Captured, args: Arguments, kwargs: NamedArguments) -> bool:
     """True if the call only returns some of its arguments, as `x.float()` of a float32 tensor does.
 
     Meta tensors do not show a copy to another device. So the answer is False if an argument may name a device, or if
@@ -443,10 +492,7 @@ def numbers_decide(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> 
     Pending sums pass a product with a number that is small enough. An operator that writes keeps the layout of its
     target.
     """
-    try:
-        call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)))
-    except RuleError:
-        return False
+    call = _call_of(node)
     if call is None:
         return False
     operands = call.operands(node.args, node.kwargs)

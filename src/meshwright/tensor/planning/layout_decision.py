@@ -41,8 +41,8 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Along:
-    """The decision for one mesh axis: the state of each operand along it, and the wanted state of the first result."""
+class _AxisProblem:
+    """Inputs of the decision for an axis: the operands' states along it, and the wanted one of the first result."""
 
     call: Call
     specs: Sequence[Spec | None]
@@ -54,7 +54,7 @@ class _Along:
 
 
 @dataclass(slots=True)
-class _Picked:
+class _ChoicesSoFar:
     cuts: dict[int, list[str]]
     ins: list[list[tuple[str, str]]]
     outs: list[list[tuple[str, str]]]
@@ -74,29 +74,39 @@ def decide(
     """
     bound, mesh = call.bound, _mesh(specs)
     wanted = factor_axes(bound.outs[0], wish, bound, mesh.sizes) if wish is not None else {}
-    axes = [factor_axes(d, s.layout, bound, mesh.sizes) if s else {} for d, s in zip(bound.ins, specs, strict=True)]
-    picked = _Picked({}, [[] for _ in specs], [[] for _ in bound.outs], [])
+    axes = _axes_by_factor(bound, specs)
+    picked = _nothing_picked(bound)
     for axis, ranks in mesh.sizes.items():
-        held = tuple(_held(axis, a, s) for a, s in zip(axes, specs, strict=True))
-        want = _held_by(axis, wanted, wish) if wish is not None else None
-        here = _Along(call, specs, free, axis, ranks, held, want)
-        choice = _pick(here, picked.form)
+        held = tuple(_state_of_operand(axis, a, s) for a, s in zip(axes, specs, strict=True))
+        want = _state_in_layout(axis, wanted, wish) if wish is not None else None
+        here = _AxisProblem(call, specs, free, axis, ranks, held, want)
+        choice = _cheapest_choice(here, picked.form)
         if choice is None:
             return None
-        _note(picked, choice, here)
+        _add_choice(picked, choice, here)
     decision = _decision(bound, specs, axes, picked)
     return decision if all(decision.ins[i] is specs[i] for i in call.mutated) else None
+
+
+def _axes_by_factor(bound: BoundRule, specs: Sequence[Spec | None]) -> list[Mapping[int, tuple[str, ...]]]:
+    """Return for each operand the axes that shard it, by the factor of the rule that they shard."""
+    sizes = _mesh(specs).sizes
+    return [factor_axes(d, s.layout, bound, sizes) if s else {} for d, s in zip(bound.ins, specs, strict=True)]
+
+
+def _nothing_picked(bound: BoundRule) -> _ChoicesSoFar:
+    return _ChoicesSoFar({}, [[] for _ in bound.ins], [[] for _ in bound.outs], [])
 
 
 def _mesh(specs: Sequence[Spec | None]) -> ProcessMesh:
     return next(s.mesh for s in specs if s is not None)
 
 
-def _held(axis: str, axes: Mapping[int, tuple[str, ...]], spec: Spec | None) -> AxisState:
-    return REPLICATED if spec is None else _held_by(axis, axes, spec.layout)
+def _state_of_operand(axis: str, axes: Mapping[int, tuple[str, ...]], spec: Spec | None) -> AxisState:
+    return REPLICATED if spec is None else _state_in_layout(axis, axes, spec.layout)
 
 
-def _held_by(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> AxisState:
+def _state_in_layout(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> AxisState:
     for factor, names in axes.items():
         if axis in names:
             return factor
@@ -106,23 +116,20 @@ def _held_by(axis: str, axes: Mapping[int, tuple[str, ...]], layout: Layout) -> 
     return REPLICATED
 
 
-def _pick(here: _Along, form: str | None) -> Choice | None:
+def _cheapest_choice(here: _AxisProblem, form: str | None) -> Choice | None:
     """Return the cheapest choice for one axis; `form` is the one that other axes need."""
     bound, held, want = here.call.bound, here.held, here.want
     wished = factor_choices(bound, want) if isinstance(want, int) and want >= 0 and want not in held else ()
     if all(h == REPLICATED for h in held) and not wished:
         return Choice((REPLICATED,) * len(held), (REPLICATED,) * len(bound.outs))
-    best: tuple[float, int, float] | None = None
-    found = None
-    for choice in chain((c for c in wished if allows_pending_sums(bound, c, held)), choices(bound, held)):
-        if not (_keeps_written(here.call, choice, held) and _keeps_cut(bound, choice, held)):
-            continue
-        if not _one_form(bound, choice, form):
-            continue
-        price = _price(here, choice)
-        if best is None or price < best:
-            best, found = price, choice
-    return found
+    allowed = [
+        choice
+        for choice in chain((c for c in wished if allows_pending_sums(bound, c, held)), choices(bound, held))
+        if _keeps_written(here.call, choice, held)
+        and _keeps_cut(bound, choice, held)
+        and _one_form(bound, choice, form)
+    ]
+    return min(allowed, key=lambda choice: _price(here, choice), default=None)
 
 
 def _keeps_written(call: Call, choice: Choice, held: Sequence[AxisState]) -> bool:
@@ -144,7 +151,7 @@ def _one_form(bound: BoundRule, choice: Choice, form: str | None) -> bool:
     return name not in bound.rule.forms or bound.rule.forms[name] is bound.rule.forms[form]
 
 
-def _price(here: _Along, choice: Choice) -> tuple[float, int, float]:
+def _price(here: _AxisProblem, choice: Choice) -> tuple[float, int, float]:
     """Return (bytes moved, operands changed, bytes changed); pending sums that grow count as moved."""
     moved, changed, touched, pending = 0.0, 0, 0.0, 0.0
     for at, (spec, have, need) in enumerate(zip(here.specs, here.held, choice.ins, strict=True)):
@@ -187,7 +194,7 @@ def _bytes_here(spec: Spec, axis: str) -> float:
     return spec.nbytes / _cut_beside(spec, axis)
 
 
-def _result_bytes(here: _Along) -> float:
+def _result_bytes(here: _AxisProblem) -> float:
     """Return the approximate bytes of the results that the ranks of the axis hold together."""
     bound = here.call.bound
     elements = sum(prod(hint(bound.sizes[f]) for dim in out for f in dim) for out in bound.outs)
@@ -200,7 +207,7 @@ def _cut_beside(spec: Spec, axis: str) -> int:
     return prod(spec.mesh.sizes[a] for a in spec.layout.cut_axes if a != axis)
 
 
-def _note(picked: _Picked, choice: Choice, here: _Along) -> None:
+def _add_choice(picked: _ChoicesSoFar, choice: Choice, here: _AxisProblem) -> None:
     bound, axis = here.call.bound, here.axis
     if choice.factor is not None:
         picked.cuts.setdefault(choice.factor, []).append(axis)
@@ -224,10 +231,10 @@ def _all_vary(axis: str, specs: Sequence[Spec | None]) -> bool:
 
 
 def _decision(
-    bound: BoundRule, specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]], picked: _Picked
+    bound: BoundRule, specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]], picked: _ChoicesSoFar
 ) -> Decision:
     mesh = _mesh(specs)
-    cuts = {f: _order(f, names, specs, axes) for f, names in picked.cuts.items()}
+    cuts = {f: _axis_order(f, names, specs, axes) for f, names in picked.cuts.items()}
     ins = tuple(
         _operand_spec(bound, i, spec, cuts, picked, mesh.sizes) if spec is not None else None
         for i, spec in enumerate(specs)
@@ -239,7 +246,7 @@ def _decision(
     return Decision(ins, tuple(outs), picked.form, picked.gathers)
 
 
-def _order(
+def _axis_order(
     factor: int, names: list[str], specs: Sequence[Spec | None], axes: Sequence[Mapping[int, tuple[str, ...]]]
 ) -> tuple[str, ...]:
     """Return the axes that shard `factor`, in their order on the largest operand."""
@@ -257,7 +264,7 @@ def _operand_spec(
     at: int,
     spec: Spec,
     cuts: Mapping[int, tuple[str, ...]],
-    picked: _Picked,
+    picked: _ChoicesSoFar,
     sizes: Mapping[str, int],
 ) -> Spec:
     dims = tuple(layout_dim(d, cuts, bound, sizes) for d in bound.ins[at])

@@ -7,23 +7,23 @@ other ranks would wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
+from .._torch_call import TorchFunction
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import FakeTensor
 
-Form = Callable[..., Any]
 
-
-def reading_all_operands(form: Form) -> Form:
+def reading_all_operands(form: TorchFunction) -> TorchFunction:
     """Return the form with an extra read of one element of each operand while it is recorded; values stay the same."""
 
-    def used(call: Any, *args: Any, **kwargs: Any) -> Any:
+    def used(call: object, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         out, given = form(call, *args, **kwargs), list(tensors_in((args, kwargs)))
         if not any(isinstance(t, FakeTensor) for t in given):
             return out

@@ -14,13 +14,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 
 from .._errors import LocalShapeError
 from ..conversion.convert import arranged, is_arranged
@@ -28,7 +27,7 @@ from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import FakeTensor, shares_storage
 
-Apply = Callable[[Any, Sequence[Any]], Any]
+Apply = Callable[[TorchValue, Sequence[TorchValue]], TorchValue]
 """`apply(result, arguments)` returns the local results of a call, changed to agree with their specs."""
 
 
@@ -61,28 +60,29 @@ class ResultRequirements:
     def __init__(self, name: str, outs: Sequence[Spec], fresh: Sequence[bool | None]) -> None:
         self.name, self.outs, self.fresh = name, outs, fresh
         self.settled = False
-        self._seen: set[Any] = set()
+        self._seen_shapes: set[tuple[tuple[int, ...], ...]] = set()
         self._arranges = False
         self.apply: Apply = self._checked
 
     @property
     def is_plain(self) -> bool:
         """True if no result has to be checked or changed any more."""
-        return self.settled and self.apply is own
+        return self.settled and self.apply is with_argument_views
 
-    def _checked(self, out: Any, inputs: Sequence[Any]) -> Any:
-        out = self._mended(out, inputs)
+    def _checked(self, out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
+        out = self._enforced(out, inputs)
         results = list(tensors_in(out))
         rank = current_communicator().rank
         if results and len(results) == len(self.outs):
-            for k, (x, spec) in enumerate(zip(results, self.outs, strict=True)):
-                self._check_shape(k, x, spec, rank)
+            for k, x in enumerate(results):
+                self._check_shape(k, x, rank)
                 if k < len(self.fresh) and self.fresh[k] is False:
                     self._check_view(k, x, inputs, rank)
             self._settle(rank)
         return out
 
-    def _check_shape(self, k: int, x: Tensor, spec: Spec, rank: int) -> None:
+    def _check_shape(self, k: int, x: Tensor, rank: int) -> None:
+        spec = self.outs[k]
         if rank in spec.mesh and not isinstance(x, FakeTensor) and tuple(x.shape) != spec.local_shape(rank):
             raise LocalShapeError(
                 f"{self.name} on rank {rank}",
@@ -91,7 +91,7 @@ class ResultRequirements:
                 "report this call: its rule is wrong. Until it is fixed, reshard the operands to mw.Replicate() first",
             )
 
-    def _check_view(self, k: int, x: Tensor, inputs: Sequence[Any], rank: int) -> None:
+    def _check_view(self, k: int, x: Tensor, inputs: Sequence[TorchValue], rank: int) -> None:
         if not x.numel() or isinstance(x, FakeTensor):
             return
         if not any(isinstance(t, Tensor) and shares_storage(t, x) for t in inputs):
@@ -111,30 +111,30 @@ class ResultRequirements:
             self.settled = True
             return
         ranks = self.outs[0].mesh.process_ids if current_communicator().kind == "simulated" else (rank,)
-        self._seen.add(self._shapes(rank))
-        self.settled = not _Always.on and self._seen.issuperset(map(self._shapes, ranks))
+        self._seen_shapes.add(self._shapes(rank))
+        self.settled = not _Always.on and self._seen_shapes.issuperset(map(self._shapes, ranks))
         if self.settled:
             self.apply = self._settled()
 
     def _settled(self) -> Apply:
         if self._arranges:
-            return self._mended
+            return self._enforced
         if self.fresh == (True,):
             return unshared
-        return self._mended if any(self.fresh) else own
+        return self._enforced if any(self.fresh) else with_argument_views
 
     def _shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
         return tuple(spec.local_shape(rank) for spec in self.outs)
 
-    def _mended(self, out: Any, inputs: Sequence[Any]) -> Any:
-        out = self._copied(out, inputs) if any(self.fresh) else own(out, inputs)
-        return self._arranged(out)
+    def _enforced(self, out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
+        out = self._with_own_memory(out, inputs) if any(self.fresh) else with_argument_views(out, inputs)
+        return self._in_memory_format(out)
 
-    def _copied(self, out: Any, inputs: Sequence[Any]) -> Any:
+    def _with_own_memory(self, out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
         left = iter(self.fresh)
-        return own(map_tensors(lambda x: unshared(x, inputs) if next(left, False) else x, out), inputs)
+        return with_argument_views(map_tensors(lambda x: unshared(x, inputs) if next(left, False) else x, out), inputs)
 
-    def _arranged(self, out: Any) -> Any:
+    def _in_memory_format(self, out: TorchValue) -> TorchValue:
         left, fresh = iter(self.outs), iter(self.fresh)
 
         def put(x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class ResultRequirements:
         return map_tensors(put, out)
 
 
-def unshared(out: Any, inputs: Sequence[Any]) -> Any:
+def unshared(out: Tensor, inputs: Sequence[TorchValue]) -> Tensor:
     """Return `out`, one tensor, as a copy if it shares memory with an argument."""
     for x in inputs:
         if isinstance(x, Tensor) and (x is out or shares_storage(x, out)):
@@ -157,7 +157,7 @@ def unshared(out: Any, inputs: Sequence[Any]) -> Any:
     return out
 
 
-def own(out: Any, inputs: Sequence[Any]) -> Any:
+def with_argument_views(out: TorchValue, inputs: Sequence[TorchValue]) -> TorchValue:
     """Return `out` with views in place of plain arguments, so that stamping a result leaves the argument plain."""
     if type(out) is Tensor:
         for x in inputs:

@@ -18,15 +18,17 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from meshwright.layout import Spec, whole_of
+from meshwright.layout import Spec, TorchValue, whole_of
 
 from .._errors import OperationError
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..conversion.convert import arranged, convert_local, owned
 from ..conversion.local_parts import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ..conversion.saved_operands import drop_notes, note_again, note_reading
 from ..conversion.whole_call import WholeCall, call_whole, write_back_whole
-from ..core.dist_tensor import DistTensor, FakeDistTensor, as_part, is_leaf, plain_view, wants_grad
+from ..core.dist_tensor import DistTensor, FakeDistTensor, as_part, change_class, is_leaf, plain_view, wants_grad
 from ..core.tree import leaves_in, map_tensors, tensors_in
 from ..core.write_counts import note_counter, version_of, writes_to
 from ..planning.call_plan import of_one_node
@@ -46,9 +48,9 @@ class ViewOrigin:
     """
 
     base: DistTensor
-    func: Any
-    args: Any
-    kwargs: Any
+    func: TorchFunction
+    args: Arguments
+    kwargs: NamedArguments
     at: int
     version: int
     single: bool = True
@@ -60,6 +62,24 @@ class ViewOrigin:
     def is_read(self) -> None:
         """Record that the view holds the current values of the base."""
         self.version, self.shown = writes_to(self.base), version_of(self.base)
+
+    def arguments_with(self, base: DistTensor) -> tuple[Arguments, NamedArguments]:
+        """Return the arguments of the call with `base` in place of the base."""
+        return map_tensors(lambda t: base if t is self.base else t, (self.args, self.kwargs))
+
+    def move_to(self, base: DistTensor) -> None:
+        """Make the view a view of `base`."""
+        self.args, self.kwargs = self.arguments_with(base)
+        self.base = base
+
+    def result_for(self, stand_in: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the same view of other memory; `stand_in` returns a plain tensor in place of each argument."""
+        args, kwargs = map_tensors(stand_in, (self.args, self.kwargs))
+        return self.result_in(self.func(*args, **kwargs))
+
+    def result_in(self, out: TorchValue) -> Tensor:
+        """Return the view among the results of a call."""
+        return list(tensors_in(out))[self.at]
 
 
 class DistView(DistTensor):
@@ -88,24 +108,28 @@ class DistView(DistTensor):
         _refresh(self._outer)
 
     def _copy_source(self, copy: DistTensor, memo: dict[int, Any]) -> None:
-        view: Any = copy
-        view.__class__ = DistView
+        view = change_class(copy, DistView)
         view._seen, view._counted = self._seen, self._counted
         if self._outer is self:
             source = self._source
-            base = source.base._deep_copied(memo)
-            args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
-            copied = replace(source, base=base, args=args, kwargs=kwargs)
+            copied = replace(source)
+            copied.move_to(source.base._deep_copied(memo))
             copied.is_read()
             become_view(view, copied)
         else:
             outer: Any = self._outer._deep_copied(memo)
             view._outside = outer
-            _note(view._outer, _INNER, view)
+            _note_view(view._outer, _INNER, view)
 
 
 def as_view(
-    x: DistTensor, base: DistTensor, func: Any, args: Any, kwargs: Any, at: int, single: bool = True
+    x: DistTensor,
+    base: DistTensor,
+    func: TorchFunction,
+    args: Arguments,
+    kwargs: NamedArguments,
+    at: int,
+    single: bool = True,
 ) -> DistTensor:
     """Return `x`, result number `at` of a view call, as a view of `base`.
 
@@ -128,11 +152,10 @@ def as_view(
 
 def become_view(x: DistTensor, source: ViewOrigin) -> DistView:
     """Make `x`, which has its own memory, the view that `source` describes; return it."""
-    view: Any = x
-    view.__class__ = DistView
+    view = change_class(x, DistView)
     view._source, view._outside = source, None
     view._agreed = writes_to(view)
-    _note(source.base, _VIEWS, view)
+    _note_view(source.base, _VIEWS, view)
     return view
 
 
@@ -140,21 +163,19 @@ _VIEWS, _INNER = "_meshwright_views", "_meshwright_inner"
 """Attribute of a base: its views that are copies. Attribute of such a view: the views that share its memory."""
 
 
-def _note(x: DistTensor, name: str, view: DistView) -> None:
-    held: Any = x.__dict__
-    held.setdefault(name, WeakValueDictionary())[id(view)] = view
+def _note_view(x: DistTensor, name: str, view: DistView) -> None:
+    vars(x).setdefault(name, WeakValueDictionary())[id(view)] = view
 
 
-def _noted(x: DistTensor, name: str) -> list[DistView]:
-    held: Any = x.__dict__
-    found: WeakValueDictionary[int, DistView] | None = held.pop(name, None)
+def _pop_noted_views(x: DistTensor, name: str) -> list[DistView]:
+    found: WeakValueDictionary[int, DistView] | None = vars(x).pop(name, None)
     return [] if found is None else list(found.values())
 
 
-def _forget(view: DistView) -> None:
-    """Undo `_note` for a view that gets other memory."""
-    held: Any = view._source.base.__dict__ if view._outside is None else view._outside.__dict__
-    held.get(_VIEWS if view._outside is None else _INNER, {}).pop(id(view), None)
+def _forget_view(view: DistView) -> None:
+    """Undo `_note_view` for a view that gets other memory."""
+    holder, name = (view._source.base, _VIEWS) if view._outside is None else (view._outside, _INNER)
+    vars(holder).get(name, {}).pop(id(view), None)
 
 
 def in_order(x: Tensor, spec: Spec) -> Tensor:
@@ -173,78 +194,71 @@ def in_order(x: Tensor, spec: Spec) -> Tensor:
 
 def leave_memory(x: DistTensor) -> None:
     """Prepare `x` to move to other memory: its views become views of another tensor here, and `x` is no view."""
-    views, inner = _noted(x, _VIEWS), _noted(x, _INNER)
+    views, inner = _pop_noted_views(x, _VIEWS), _pop_noted_views(x, _INNER)
     if views or inner:
         with no_interception(), torch.enable_grad():  # torch forbids writes to a view made under `no_grad`
             old: Any = as_part(x.view_as(x), x._spec)
         if isinstance(x, DistView):
             _become_old_view(old, x)
         for view in views:
-            source = view._source
-            source.args, source.kwargs = map_tensors(lambda t: old if t is x else t, (source.args, source.kwargs))
-            source.base = old
-            _note(old, _VIEWS, view)
+            view._source.move_to(old)
+            _note_view(old, _VIEWS, view)
         for view in inner:
             view._outside = old
-            _note(old, _INNER, view)
+            _note_view(old, _INNER, view)
     if type(x) is DistView:
-        _forget(x)
+        _forget_view(x)
         end_view(x)
 
 
 def exchange_with_view(x: DistTensor, view: DistView, swap: Callable[[], None]) -> None:
     """Exchange `x` with its view `view`: `view` becomes the base, and `x` the view. `swap` exchanges the objects."""
-    _forget(view)
-    others = _noted(x, _VIEWS)
+    _forget_view(view)
+    others = _pop_noted_views(x, _VIEWS)
     moved: Any = x
     try:
         swap()
     except BaseException:
         for other in others:
-            _note(x, _VIEWS, other)
+            _note_view(x, _VIEWS, other)
         raise
     for other in (*others, moved):
-        source = other._source
-        source.args, source.kwargs = map_tensors(lambda t: view if t is x else t, (source.args, source.kwargs))
-        source.base = view
-        _note(view, _VIEWS, other)
+        other._source.move_to(view)
+        _note_view(view, _VIEWS, other)
 
 
 def _become_old_view(old: DistTensor, x: DistView) -> None:
     """Make `old`, which has the memory of `x`, the view that `x` is."""
-    view: Any = old
-    view.__class__ = DistView
+    view = change_class(old, DistView)
     view._seen, view._counted, view._agreed, view._outside = x._seen, x._counted, x._agreed, x._outside
     if x._outside is None:
         view._source = x._source
-        _note(x._source.base, _VIEWS, view)
+        _note_view(x._source.base, _VIEWS, view)
     else:
-        _note(x._outside, _INNER, view)
+        _note_view(x._outside, _INNER, view)
 
 
 def end_view(x: DistView) -> None:
     """Make `x` a tensor that is no view of another one."""
     drop_notes(x)
-    moved: Any = x
-    moved.__class__ = DistTensor
+    change_class(x, DistTensor)
     for name in ("_source", "_outside", "_agreed", "_seen", "_counted"):
-        moved.__dict__.pop(name, None)
+        vars(x).pop(name, None)
 
 
 def end_outer_view(view: DistView) -> None:
     """Make an outer view, and the views of its memory, tensors of their own: nothing else uses its base."""
-    _forget(view)
-    for inner in _noted(view, _INNER):
+    _forget_view(view)
+    for inner in _pop_noted_views(view, _INNER):
         end_view(inner)
     end_view(view)
 
 
 def inner_view(x: DistTensor, view: DistView) -> DistView:
     """Return `x`, which has the memory of `view` and a version counter of its own, as the same view."""
-    found: Any = x
-    found.__class__ = DistView
+    found = change_class(x, DistView)
     found._outside, found._seen, found._counted = view._outer, False, False
-    _note(view._outer, _INNER, found)
+    _note_view(view._outer, _INNER, found)
     return found
 
 
@@ -275,7 +289,7 @@ def is_unversioned(x: Tensor) -> bool:
         return x.is_inference()
 
 
-def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
+def run_whole(func: TorchFunction, args: Arguments, kwargs: NamedArguments) -> TorchValue:
     """Return `func` of the whole tensors; results are replicated, and views of gathered arguments stay views.
 
     A sparse or nested result is a plain tensor, the same on every rank, because layouts only divide dense memory.
@@ -299,9 +313,17 @@ def run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     return map_tensors(lambda r: made[id(r)], done.out)
 
 
-def break_view(out: Any, func: Any, args: Any, kwargs: Any, of: int, single: bool) -> Any:
-    """Return the results of a view call whose tensor argument number `of` was moved, as views of that argument."""
-    moved, like = list(tensors_in((args, kwargs)))[of], next(r for r in tensors_in(out) if isinstance(r, DistTensor))
+def break_view(
+    out: TorchValue,
+    func: TorchFunction,
+    args: Arguments,
+    kwargs: NamedArguments,
+    place: int,
+    single: bool,
+) -> TorchValue:
+    """Return the results of a view call whose tensor argument number `place` was moved, as views of that argument."""
+    moved = list(tensors_in((args, kwargs)))[place]
+    like = next(r for r in tensors_in(out) if isinstance(r, DistTensor))
     base = moved if isinstance(moved, DistTensor) else as_part(moved.detach(), spec_of(moved, like._spec))
     args, kwargs = map_tensors(lambda t: base if t is moved else one_element_stand_in(t), (args, kwargs or {}))
     at = count()
@@ -328,7 +350,9 @@ def before_call(views: Sequence[DistView]) -> list[int]:
     return [writes_to(v) for v in views]
 
 
-def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, written: Sequence[Tensor] = ()) -> None:
+def after_call(
+    views: Sequence[DistView], before: Sequence[int], out: TorchValue, written: Sequence[Tensor] = ()
+) -> None:
     """Write back every view that was written to since `before`, and mark local views of views as such.
 
     `written` are the views that the call writes to, for tensors of inference mode, which have no versions.
@@ -343,7 +367,7 @@ def after_call(views: Sequence[DistView], before: Sequence[int], out: Any, writt
             _know_inner(r, views)
 
 
-def before_function(views: Sequence[DistView]) -> list[Any]:
+def before_function(views: Sequence[DistView]) -> list[Node | None]:
     """Read again every view whose base was written to; return the views' autograd nodes, for `after_function`."""
     for view in views:
         _refresh(view._outer)
@@ -351,7 +375,7 @@ def before_function(views: Sequence[DistView]) -> list[Any]:
         return [view.grad_fn for view in views]
 
 
-def after_function(views: Sequence[DistView], nodes: Sequence[Any]) -> None:
+def after_function(views: Sequence[DistView], nodes: Sequence[Node | None]) -> None:
     """Write back every view that an autograd function marked as written.
 
     The function's own writes are written back without gradients; the view gets its new node only after them.
@@ -365,10 +389,10 @@ def after_function(views: Sequence[DistView], nodes: Sequence[Any]) -> None:
 
 def _know_inner(x: DistTensor, views: Sequence[DistView]) -> None:
     with no_interception():
-        of = next((v for v in views if v._viewing and shares_storage(v, x)), None)
-    if of is not None:
-        view = inner_view(x, of)
-        view._seen, view._counted = of._seen, of._counted
+        owner = next((v for v in views if v._viewing and shares_storage(v, x)), None)
+    if owner is not None:
+        view = inner_view(x, owner)
+        view._seen, view._counted = owner._seen, owner._counted
 
 
 def _refresh(view: DistView) -> None:
@@ -378,11 +402,11 @@ def _refresh(view: DistView) -> None:
     if not is_behind(view):
         return
     if not source.single:
-        raise _several(source, "a view whose base, or another view of it, was written to")
+        raise _several_views_error(source, "a view whose base, or another view of it, was written to")
     is_shown = version_of(source.base) != source.shown
     with _grad_mode(view) if is_shown else torch.no_grad():
         done = call_whole(source.func, source.args, source.kwargs)
-        new = list(tensors_in(done.out))[source.at]
+        new = source.result_in(done.out)
         target = view if view._seen and is_shown else _data_of(view)  # a write to `base.data` is one to `view.data`
         write_into(target, as_part(new, _whole_spec_of(new, view)))
         with no_interception():
@@ -416,7 +440,7 @@ def is_behind(view: DistView) -> bool:
     return writes_to(source.base) != source.version or not source.counted or is_unversioned(view)
 
 
-def _grad_mode(view: DistView) -> AbstractContextManager[Any]:
+def _grad_mode(view: DistView) -> AbstractContextManager[None]:
     """Return the context in which an outer view is read again: `no_grad` at its next use must not lose its history."""
     source = view._source
     if view.is_inference():
@@ -458,7 +482,7 @@ def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None
             "make the view and write to it in the same mode: both under torch.no_grad(), or both outside",
         )
     if not source.single and torch.is_grad_enabled():
-        raise _several(source, "a write to a view")
+        raise _several_views_error(source, "a write to a view")
     if reads and shares_elements(x._spec.full_strides, x._spec.shape):
         raise OperationError(
             "an in-place write to a view",
@@ -476,7 +500,7 @@ def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None
     check_writable(source.base, graded=graded)
 
 
-def _several(source: ViewOrigin, found: str) -> OperationError:
+def _several_views_error(source: ViewOrigin, found: str) -> OperationError:
     name = getattr(source.func, "__name__", str(source.func))
     return OperationError(
         found,
@@ -502,11 +526,11 @@ def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
     source = view._source
     value = whole_local(view)
     done = call_whole(source.func, source.args, source.kwargs)
-    whole = next(w for t, w in done.pairs if t is source.base)
+    whole = done.whole_argument(source.base)
     base = source.base if isinstance(source.base, DistView) else None
     repeats = base is not None and shares_elements(base._outer._spec.full_strides, base._outer._spec.shape)
     with no_interception():
-        target = list(tensors_in(done.out))[source.at]
+        target = source.result_in(done.out)
         overlaps = _overlaps(target)
         places = _written_places(view, by, written) if overlaps or repeats else None
         if overlaps and places is not None:
@@ -529,14 +553,13 @@ def _note_reading(view: DistView) -> None:
     """Note an outer view that now holds the values of its base, because autograd may save it for a backward pass."""
     if view._counted:  # a write to the base of any other view, such as `x.data = y`, moves no counter of the view
         with no_interception():
-            note_reading(view, view._source.base, partial(_read, view._source, view._spec))
+            note_reading(view, view._source.base, partial(_part_of_view, view._source, view._spec))
 
 
-def _read(source: ViewOrigin, spec: Spec, part: Tensor) -> Tensor:
+def _part_of_view(source: ViewOrigin, spec: Spec, part: Tensor) -> Tensor:
     """Return this rank's part of a view with this spec, if `part` is this rank's part of the base."""
     base = as_part(part, source.base._spec)
-    args, kwargs = map_tensors(lambda t: base if t is source.base else t, (source.args, source.kwargs))
-    new = list(tensors_in(call_whole(source.func, args, kwargs).out))[source.at]
+    new = source.result_in(call_whole(source.func, *source.arguments_with(base)).out)
     with no_interception():
         have = spec_of(new, spec)
     return plain_view(convert_local(new, have, spec))
@@ -562,11 +585,10 @@ def _written_places(view: DistView, by: DistView, written: Tensor | None) -> Ten
 
 def _places_in_base(source: ViewOrigin, done: WholeCall, places: Tensor) -> Tensor:
     """Return for each element of the whole base whether it was written, by elements `places` of the view."""
-    whole = next(w for t, w in done.pairs if t is source.base)
+    whole = done.whole_argument(source.base)
     found = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
     given = {id(t): w for t, w in done.pairs} | {id(source.base): found}
-    args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))
-    list(tensors_in(source.func(*args, **kwargs)))[source.at].copy_(places)
+    source.result_for(lambda t: given[id(t)]).copy_(places)
     return found
 
 
@@ -606,8 +628,7 @@ def _last_written(source: ViewOrigin, done: WholeCall, whole: Tensor, value: Ten
     places = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64, device=whole.device)
     places.copy_(torch.arange(whole.numel(), device=whole.device).reshape(whole.shape))
     given = {id(t): w for t, w in done.pairs} | {id(source.base): places}
-    args, kwargs = map_tensors(lambda t: given[id(t)], (source.args, source.kwargs))
-    seen = list(tensors_in(source.func(*args, **kwargs)))[source.at].reshape(-1)
+    seen = source.result_for(lambda t: given[id(t)]).reshape(-1)
     numbers = torch.where(written.reshape(-1), torch.arange(len(seen), device=whole.device), -1)
     last = torch.full((whole.numel(),), -1, device=whole.device)
     last = last.scatter_reduce(0, seen, numbers, "amax").reshape(whole.shape)

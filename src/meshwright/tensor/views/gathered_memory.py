@@ -9,19 +9,20 @@ error on a write.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
+from meshwright.layout import Spec
 
 from .._errors import MemoryAccessError
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, plain_view
-from ..core.tree import map_tensors, tensors_in
+from ..core.tree import map_tensors
 from ..core.write_counts import writes_to
 from ..torch_hooks import no_interception
 from .dist_view import DistView
@@ -35,7 +36,11 @@ def holds_whole(x: DistTensor) -> bool:
     return all(sizes[axis] == 1 for axis in (*layout.cut_axes, *layout.partial_axes))
 
 
-class _Kept:
+_Place = tuple[Spec, int, tuple[int, ...], tuple[int, ...]]
+"""The spec, the offset, the sizes and the strides of a part in its memory."""
+
+
+class _GatheredMemory:
     """Gathered memory of a tensor, and the number of writes included in its content; None means out of date."""
 
     def __init__(self) -> None:
@@ -43,14 +48,14 @@ class _Kept:
         self.version: int | None = None
 
 
-class _OfThread(threading.local):
+class _ThreadMemory(threading.local):
     """The gathered memory that a rank keeps; simulated ranks are threads."""
 
     def __init__(self) -> None:
-        self.kept: WeakSet[_Kept] = WeakSet()
+        self.kept: WeakSet[_GatheredMemory] = WeakSet()
 
 
-_thread = _OfThread()
+_thread = _ThreadMemory()
 
 
 def release_memory() -> None:
@@ -80,44 +85,45 @@ def _memory_of_view(x: DistView) -> Tensor:
     """Return the same view of the gathered memory of the base."""
     outer = x._outer
     if outer is x:
-        return _replayed(x)
+        return _replayed_view(x)
     memory = memory_of(outer)
     with no_interception():
         local = int(x.storage_offset()) - int(outer.storage_offset())
-        start = memory.storage_offset() + _distance(local, outer.size(), outer.stride(), memory.stride())
+        start = memory.storage_offset() + _whole_distance(local, outer.size(), outer.stride(), memory.stride())
     return memory.as_strided(x._spec.shape, x._spec.full_strides, start)
 
 
-def _replayed(x: DistView) -> Tensor:
+def _replayed_view(x: DistView) -> Tensor:
     source = x._source
     memory = memory_of(source.base)
     args, kwargs = map_tensors(
         lambda t: memory if t is source.base else gather_everywhere(t), (source.args, source.kwargs)
     )
     with no_interception():
-        return list(tensors_in(source.func(*args, **kwargs)))[source.at]
+        return source.result_in(source.func(*args, **kwargs))
 
 
 def _kept_memory(x: DistTensor) -> Tensor:
     """Return the gathered memory of `x`, or of a tensor on the same part; gather again if `x` was written to."""
     with no_interception():
-        storage: Any = x.untyped_storage()
-        key = (x._spec, x.storage_offset(), tuple(x.size()), tuple(x.stride()))
+        storage = x.untyped_storage()
+        key = (x._spec, int(x.storage_offset()), tuple(x.size()), tuple(x.stride()))
         version = None if x.is_inference() else writes_to(x)
-    table: dict[Any, _Kept] = storage.__dict__.setdefault("_meshwright_kept", {})
+    table: dict[_Place, _GatheredMemory] = storage.__dict__.setdefault("_meshwright_kept", {})
     kept = table.get(key)
     if kept is None:
-        kept = table[key] = _Kept()  # stored on the part's memory, not on `x`: `x.detach()` may be freed already
+        # stored on the part's memory, not on `x`: `x.detach()` may be freed already
+        kept = table[key] = _GatheredMemory()
         _thread.kept.add(kept)
     if kept.whole is None:
-        kept.whole, kept.version = _gathered(x, table), version
+        kept.whole, kept.version = _new_memory(x, table), version
     elif version is None or kept.version != version:
         kept.whole.copy_(gather_everywhere(x))
         kept.version = version
     return kept.whole
 
 
-def _gathered(x: DistTensor, table: dict[Any, _Kept]) -> Tensor:
+def _new_memory(x: DistTensor, table: dict[_Place, _GatheredMemory]) -> Tensor:
     """Return new memory with the value of `x`, or a view of the gathered memory of a tensor on the same part."""
     whole, strides = gather_everywhere(x), x.stride()
     base = x._base
@@ -125,27 +131,27 @@ def _gathered(x: DistTensor, table: dict[Any, _Kept]) -> Tensor:
         memory_of(base)
     with no_interception():
         for key, kept in list(table.items()):
-            seen = None if kept.whole is None else _seen(x, whole, key, kept.whole)
+            seen = None if kept.whole is None else _view_in_memory(x, whole, key, kept.whole)
             if seen is not None and torch.equal(seen, whole):
                 return seen
         return torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
-def _seen(x: DistTensor, whole: Tensor, key: Any, memory: Tensor) -> Tensor | None:
+def _view_in_memory(x: DistTensor, whole: Tensor, place: _Place, memory: Tensor) -> Tensor | None:
     """Return a view for `x` of the gathered memory of another tensor on the same part, or None if `x` is outside it."""
-    spec, offset, size, strides = key
+    spec, offset, size, strides = place
     if spec.dtype != x._spec.dtype or not whole.numel():
         return None
     if x._spec.strides is None and memory.is_contiguous() and memory.numel() == whole.numel():
         return memory.view(whole.shape)
-    start = memory.storage_offset() + _distance(x.storage_offset() - offset, size, strides, memory.stride())
+    start = memory.storage_offset() + _whole_distance(int(x.storage_offset()) - offset, size, strides, memory.stride())
     full = x._spec.full_strides
     end = start + sum((n - 1) * step for n, step in zip(whole.shape, full, strict=True))
     inside = start >= 0 and (end + 1) * memory.element_size() <= memory.untyped_storage().nbytes()
     return memory.as_strided(whole.shape, full, start) if inside else None
 
 
-def _distance(local: int, size: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> int:
+def _whole_distance(local: int, size: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> int:
     """Return the distance in the whole memory between two elements that are `local` apart in the part's memory.
 
     `strides` are those of the part and `full` those of the whole tensor. The distance is read as steps along the dims,
@@ -167,7 +173,7 @@ def offset_of(x: DistTensor) -> int:
     """
     if isinstance(x, DistView):
         if x._outer is x:
-            return int(_replayed(x).storage_offset())
+            return int(_replayed_view(x).storage_offset())
         start, base = offset_of(x._outer), x._outer
     else:
         start, base = 0, x._base
@@ -182,11 +188,11 @@ def offset_of(x: DistTensor) -> int:
                 "call storage_offset() before x.detach() and outside torch.inference_mode(), or use x.data_ptr()",
             )
         local = int(x.storage_offset()) - int(base.storage_offset())
-        return start + _distance(local, base.size(), base.stride(), base._spec.full_strides)
+        return start + _whole_distance(local, base.size(), base.stride(), base._spec.full_strides)
 
 
-def _refuse(name: str) -> Any:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _refused_write(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: torch.UntypedStorage, *args: object, **kwargs: object) -> NoReturn:
         raise MemoryAccessError(
             f"{name} of the storage of a distributed tensor",
             f"{self.nbytes()} bytes",
@@ -197,29 +203,29 @@ def _refuse(name: str) -> Any:
     return refuse
 
 
-def _writes(name: str) -> bool:
+def _is_write(name: str) -> bool:
     """True for methods of a storage that write to its memory or share it with other processes."""
     is_in_place = name.endswith("_") and not name.endswith("__")
     return is_in_place or name in ("__setitem__", "byteswap") or name.startswith(("_share", "_set"))
 
 
-_REFUSED = {name: _refuse(name) for name in dir(torch.UntypedStorage) if _writes(name)}
-WholeStorage = type("WholeStorage", (torch.UntypedStorage,), _REFUSED)
+_REFUSED = {name: _refused_write(name) for name in dir(torch.UntypedStorage) if _is_write(name)}
+WholeStorage: type[torch.UntypedStorage] = type("WholeStorage", (torch.UntypedStorage,), _REFUSED)
 """The storage of a distributed tensor: a gathered copy, which is read-only."""
 
 
-def _extent(memory: Tensor) -> int:
+def _extent_in_bytes(memory: Tensor) -> int:
     """Return the bytes from the first to the last element."""
     reach = sum((n - 1) * step for n, step in zip(memory.shape, memory.stride(), strict=True))
     return (reach + 1) * memory.element_size()
 
 
-def storage_of(x: DistTensor) -> Any:
+def storage_of(x: DistTensor) -> torch.UntypedStorage:
     """Return the storage of the whole tensor; a gathered storage raises MemoryAccessError on a write."""
     memory = memory_of(x)
     with no_interception():
-        storage: Any = memory.untyped_storage()
-        has_gaps = not x._spec.is_dense and not holds_whole(x) and storage.nbytes() == _extent(memory)
+        storage = memory.untyped_storage()
+        has_gaps = not x._spec.is_dense and not holds_whole(x) and storage.nbytes() == _extent_in_bytes(memory)
     if has_gaps:
         raise MemoryAccessError(
             "the storage of a view",

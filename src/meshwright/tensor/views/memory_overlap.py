@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class _Memory(NamedTuple):
     end: int
     dims: tuple[tuple[int, int], ...]
     """Size and stride in bytes of each dim; the stride is 0 for a dim of size 1."""
-    kind: tuple[Any, ...]
+    kind: tuple[torch.dtype, bool, bool]
     """The dtype, and the conj and neg bits: tensors of different kinds read the same bytes as different numbers."""
     item: int
     """Bytes of an element."""
@@ -54,20 +54,19 @@ def shared_memory(tensors: Sequence[Tensor], count: int) -> tuple[list[list[int]
     found: dict[_Memory, list[int]] = {}
     with no_interception():
         for at, x in enumerate(tensors):
-            memory = _memory(x)
+            memory = _memory_of(x)
             if memory is not None:
                 found.setdefault(memory, []).append(at)
     groups = [group for group in found.values() if len(group) > 1 and group[0] < count]
     firsts = sorted(((memory, group[0]) for memory, group in found.items()), key=lambda pair: pair[0][:3])
-    return groups, [pair for cluster in _clusters(firsts) for pair in _pairs(cluster, count)]
+    return groups, [pair for cluster in _overlapping_clusters(firsts) for pair in _sharing_pairs(cluster, count)]
 
 
-def _memory(x: Tensor) -> _Memory | None:
+def _memory_of(x: Tensor) -> _Memory | None:
     """Return the memory of a local tensor, or None if it has no elements in memory."""
     if isinstance(x, FakeTensor) or x.is_meta or not is_dense(x) or not x.numel():
         return None
-    storage: Any = x.untyped_storage()
-    if not storage.data_ptr():
+    if not x.untyped_storage().data_ptr():
         return None
     item, start = x.element_size(), x.data_ptr()
     dims = tuple((n, step * item if n > 1 else 0) for n, step in zip(x.shape, x.stride(), strict=True))
@@ -75,7 +74,7 @@ def _memory(x: Tensor) -> _Memory | None:
     return _Memory(str(x.device), start, end, dims, (x.dtype, x.is_conj(), x.is_neg()), item)
 
 
-def _clusters(memories: Sequence[tuple[_Memory, int]]) -> Iterator[list[tuple[_Memory, int]]]:
+def _overlapping_clusters(memories: Sequence[tuple[_Memory, int]]) -> Iterator[list[tuple[_Memory, int]]]:
     """Yield clusters of two or more sorted memories whose ranges of bytes overlap."""
     for _, on_device in groupby(memories, key=lambda pair: pair[0].device):
         cluster, end = list[tuple[_Memory, int]](), 0
@@ -90,21 +89,24 @@ def _clusters(memories: Sequence[tuple[_Memory, int]]) -> Iterator[list[tuple[_M
             yield cluster
 
 
-def _pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterator[tuple[int, int]]:
-    """Yield one pair for each tensor that shares an element with an earlier one, which is among the first `count`."""
+def _sharing_pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterator[tuple[int, int]]:
+    """Return one pair for each tensor that shares an element with an earlier one, which is among the first `count`."""
     first, end = cluster[0][0].start, max(memory.end for memory, _ in cluster)
-    units = [run for memory, _ in cluster for run in (memory.start - first, *_steps(memory))]
-    unit = gcd(*units)
-    if (end - first) // unit > MOST_UNITS:
+    unit = gcd(*[distance for memory, _ in cluster for distance in (memory.start - first, *_run_and_strides(memory))])
+    units = (end - first) // unit
+    if units > MOST_UNITS:
         numbers = sorted(at for _, at in cluster)  # count as shared, without a comparison of elements
-        yield from (pair for pair in pairwise(numbers) if pair[0] < count)
-        return
-    owners = torch.full(((end - first) // unit,), -1)
+        return (pair for pair in pairwise(numbers) if pair[0] < count)
+    return _compared_pairs(cluster, count, torch.full((units,), -1), unit)
+
+
+def _compared_pairs(
+    cluster: Sequence[tuple[_Memory, int]], count: int, owners: Tensor, unit: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of `_sharing_pairs`; `owners` is the map of the memory, in units of `unit` bytes."""
+    first = cluster[0][0].start
     for memory, at in sorted(cluster, key=lambda pair: pair[1]):
-        run, dims = memory.runs
-        shape = (*(n for n, _ in dims), run // unit)
-        strides = (*(step // unit for _, step in dims), 1)
-        seen = owners.as_strided(shape, strides, (memory.start - first) // unit)
+        seen = _elements_in(owners, memory, first, unit)
         other = int(seen.max())
         if other >= 0:
             yield other, at
@@ -112,7 +114,15 @@ def _pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterator[tuple
             seen.fill_(at)
 
 
-def _steps(memory: _Memory) -> list[int]:
+def _elements_in(owners: Tensor, memory: _Memory, first: int, unit: int) -> Tensor:
+    """Return the view of a map that shows the units of a tensor's elements; the map begins at address `first`."""
+    run, dims = memory.runs
+    shape = (*(n for n, _ in dims), run // unit)
+    strides = (*(step // unit for _, step in dims), 1)
+    return owners.as_strided(shape, strides, (memory.start - first) // unit)
+
+
+def _run_and_strides(memory: _Memory) -> list[int]:
     """Return the bytes of a run, and the strides of the dims that repeat it."""
     run, dims = memory.runs
     return [run, *(step for _, step in dims)]

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Partial, ProcessMesh, Spec, layout_of, replicated
+from meshwright.layout import Partial, ProcessMesh, Spec, TorchValue, layout_of, replicated
 
 from .._errors import MemoryAccessError
 from ..conversion.convert import convert_local, move
@@ -40,7 +39,7 @@ from .dist_view import (
     leave_memory,
 )
 
-_T: Any = Tensor
+_T: TorchValue = Tensor
 
 
 class _State(threading.local):
@@ -88,7 +87,7 @@ def put_data(x: DistTensor, new: Tensor, have: Spec, need: Spec) -> None:
     _move_to(x, local, need, None)
     alias = torch.ops.aten.alias.default
     source = ViewOrigin(
-        base, alias, (base,), {}, 0, 0, counted=isinstance(new, DistTensor), tracked=False, ends=_is_alone
+        base, alias, (base,), {}, 0, 0, counted=isinstance(new, DistTensor), tracked=False, ends=_is_only_user
     )
     view = become_view(x, source)
     view._seen = view._counted = False
@@ -109,8 +108,7 @@ def _move_to(x: DistTensor, local: Tensor, spec: Spec, shared: Tensor | None) ->
     with no_interception():
         _T.data.__set__(x, plain_view(local))
         note_counter(local, x)
-    held: Any = x.__dict__
-    held.pop("_shared", None)
+    vars(x).pop("_shared", None)
     x._spec = spec
     if isinstance(shared, DistView) and not x._away:
         register(inner_view(x, shared))
@@ -137,7 +135,7 @@ def _check_mesh(x: DistTensor, new: Tensor, have: Spec, need: Spec) -> None:
     )
 
 
-def _is_alone(view: DistView) -> bool:
+def _is_only_user(view: DistView) -> bool:
     """True if nothing else uses the memory that `view` took over, on any rank.
 
     Every rank of the mesh makes the call.
@@ -165,7 +163,7 @@ def register(view: DistView) -> None:
     views[key] = ref(view, lambda _: views.pop(key, None))
 
 
-def _living() -> list[DistView]:
+def _living_views() -> list[DistView]:
     """Return the tensors of this rank that took over memory as views; every rank has them in the same order."""
     found = [view() for view in list(_state.views.values())]
     return [v for v in found if isinstance(v, DistView)]
@@ -174,7 +172,7 @@ def _living() -> list[DistView]:
 def read_shared() -> None:
     """Read again the tensors that took over memory as views, before a backward pass; every rank makes the call."""
     if _state.views and backward_running() == -1:
-        before_call(_living())
+        before_call(_living_views())
 
 
 def sharing_views() -> list[DistView]:
@@ -182,8 +180,8 @@ def sharing_views() -> list[DistView]:
 
     Every rank makes the call.
     """
-    for view in _living() if _state.views else ():
+    for view in _living_views() if _state.views else ():
         outer = view._outer
         if outer._source.ends is not None and outer._source.ends(outer):
             end_outer_view(outer)
-    return _living() if _state.views else []
+    return _living_views() if _state.views else []

@@ -7,12 +7,14 @@ attributes concern nodes of the graph, which exist only after the view was read 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
 
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.dist_tensor import DistTensor, wants_grad
 from ..core.handler_registry import handles
 from ..torch_hooks import interception_on, no_interception
@@ -31,7 +33,7 @@ def _gains_history(view: DistView) -> bool:
         return wants_grad(base) and is_behind(view._outer)
 
 
-def _requires_grad(own: Callable[[Any], Any], view: DistView) -> bool:
+def _requires_grad(own: Callable[[TorchValue], TorchValue], view: DistView) -> bool:
     """True also if the base requires grad, even if the view was made before the base did, or under `torch.no_grad`."""
     if own(view):
         return True
@@ -58,47 +60,49 @@ def _requires_grad_itself(x: DistTensor) -> bool:
         return wants_grad(x)
 
 
-def _of_graph(own: Callable[[Any], Any], view: DistView) -> Any:
+def _attribute_of_graph(own: Callable[[TorchValue], TorchValue], view: DistView) -> TorchValue:
     if interception_on() and _gains_history(view):
         view._read_again()
     return own(view)
 
 
-_QUESTIONS: dict[str, Callable[[Callable[[Any], Any], DistView], Any]] = {
+_ATTRIBUTES: dict[str, Callable[[Callable[[TorchValue], TorchValue], DistView], TorchValue]] = {
     "requires_grad": _requires_grad,
-    "is_leaf": _of_graph,
-    "grad_fn": _of_graph,
-    "output_nr": _of_graph,
+    "is_leaf": _attribute_of_graph,
+    "grad_fn": _attribute_of_graph,
+    "output_nr": _attribute_of_graph,
 }
 """Attribute → `answer(own, view)`, where `own` answers for a tensor that is no view."""
 
 
-@handles(*[getattr(Tensor, name).__get__ for name in _QUESTIONS], numbers=False)
-def _asked(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+@handles(*[getattr(Tensor, name).__get__ for name in _ATTRIBUTES], numbers=False)
+def _attribute_of_view(func: TorchValue, types: Sequence[type], args: Arguments, kwargs: NamedArguments) -> TorchValue:
     return getattr(args[0], func.__self__.__name__)
 
 
-_CHANGES = ("requires_grad_", "retain_grad")
+_CHANGING_METHODS = ("requires_grad_", "retain_grad")
 """Methods that change autograd's treatment of a tensor; they need the history that the view has on one device."""
 
 
 def answer_for_views() -> None:
     """Give views their own attributes about history; call it after DistTensor has got its answers."""
-    for name, answer in _QUESTIONS.items():
-        setattr(DistView, name, _answering(getattr(DistTensor, name), answer))
-    for name in _CHANGES:
+    for name, answer in _ATTRIBUTES.items():
+        setattr(DistView, name, _property_with(getattr(DistTensor, name), answer))
+    for name in _CHANGING_METHODS:
         setattr(DistView, name, _with_history(getattr(DistTensor, name)))
 
 
-def _answering(own: Any, answer: Callable[[Callable[[Any], Any], DistView], Any]) -> property:
+def _property_with(
+    own: TorchValue, answer: Callable[[Callable[[TorchValue], TorchValue], DistView], TorchValue]
+) -> property:
     return property(lambda view: answer(own.__get__, view), _with_history(own.__set__))
 
 
-def _with_history(own: Callable[..., Any]) -> Callable[..., Any]:
+def _with_history(own: TorchFunction) -> TorchFunction:
     """Return the method with a first step that reads a view again if it gains a history."""
 
     @wraps(own)
-    def method(view: DistView, *args: Any, **kwargs: Any) -> Any:
-        return _of_graph(lambda x: own(x, *args, **kwargs), view)
+    def method(view: DistView, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
+        return _attribute_of_graph(lambda x: own(x, *args, **kwargs), view)
 
     return method
