@@ -1,4 +1,4 @@
-"""Shows the report in Chromium, wide and narrow, and keeps pictures of it: `make pictures`."""
+"""Pictures of the report in Chromium, wide and narrow: `make pictures`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from benchmarks._browser import browser, found
-from benchmarks.report import MISSING, WIDTHS, evil, written
+from benchmarks._browser import browser, browser_path
+from benchmarks.report import MISSING, WIDTHS, hostile_account, written_pages
 from meshwright.report import page
 
 PICTURES = Path(__file__).parent / "pictures"
 MOST = {1280: 2030, 400: 1500}
-"""So many pixels from the top are shown."""
+"""Width → height of the picture, in pixels from the top of the page."""
 BY = b"Software"
-"""The text in a PNG file that names what made it."""
+"""Key of the text in a PNG file that names the version of its maker."""
 
 
 def file_of(width: int) -> Path:
@@ -25,25 +25,25 @@ def file_of(width: int) -> Path:
 
 
 def writer() -> str:
-    """A mark of what writes pages now: of a page whose numbers do not change."""
-    return hashlib.sha256(page(evil()).encode()).hexdigest()
+    """Return a checksum of a page with fixed numbers, which changes with the code that writes pages."""
+    return hashlib.sha256(page(hostile_account()).encode()).hexdigest()
 
 
 def with_writer(png: bytes) -> bytes:
-    """The picture with the mark in it, before its end."""
+    """Return the picture with that checksum in a text before its end."""
     told = BY + b"\0" + writer().encode()
     chunk = struct.pack(">I", len(told)) + b"tEXt" + told + struct.pack(">I", zlib.crc32(b"tEXt" + told))
     return png[:-12] + chunk + png[-12:]
 
 
 def main() -> int:
-    """1 where there is no browser."""
-    path = found()
+    """Write the pictures; return 1 if there is no browser."""
+    path = browser_path()
     if path is None:
         print(MISSING, file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder, browser(path) as b:
-        report = written(Path(folder))["command line"]
+        report = written_pages(Path(folder))["command line"]
         for width in WIDTHS:
             b.open(report.as_uri(), width)
             file_of(width).write_bytes(with_writer(b.picture(width, MOST[width])))

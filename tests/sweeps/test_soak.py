@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from benchmarks._soak_run import KEEP, SIZES, Plan
-from benchmarks.soak import STEPS, growth, seen
+from benchmarks.soak import STEPS, growth, samples_of_processes
 
 
 def test_a_short_run_saves_loads_and_resizes() -> None:
-    found = seen("on_processes", 2, 220)
+    found = samples_of_processes("on_processes", 2, 220)
     assert len(found) == 2
     assert all(about["caches"] and about["last"]["step"] == 220 for about in found)
 
