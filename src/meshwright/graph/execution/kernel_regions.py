@@ -34,6 +34,11 @@ class Regions:
     numbers: tuple[Value, ...]
     packed: Value
 
+    @property
+    def made(self) -> tuple[Value, ...]:
+        """The values that kernels compute."""
+        return tuple(v for node in self.kernels for v in node.outs)
+
 
 def regions(program: Program, known: Container[Value]) -> Regions:
     """Split the program into three parts; `known` are numbers that are constants in kernels."""
