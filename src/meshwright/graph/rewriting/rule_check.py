@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator, simulate
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.reshard import Plan, Step, execute
 
 from .._errors import RewriteError
@@ -124,7 +124,7 @@ def _tensors(
     return found
 
 
-def _as_value(name: str, v: Any) -> Any:
+def _as_value(name: str, v: TorchValue) -> TorchValue:
     return Value(name, tuple(v.shape), v.dtype, str(v.device)) if isinstance(v, Tensor) else v
 
 
@@ -148,7 +148,7 @@ def _compare(rule: Rewrite, given: Mapping[str, Any], dtype: torch.dtype) -> Non
             )
 
 
-def _run(fn: Any, given: Mapping[str, Any], dtype: torch.dtype | None = None) -> Outcome:
+def _run(fn: Callable[..., TorchValue], given: Mapping[str, Any], dtype: torch.dtype | None = None) -> Outcome:
     """Return the results of a side, then the gradients of its float arguments for a fixed random cotangent."""
     args = {k: v.to(dtype or v.dtype).detach().requires_grad_() if _is_real(v) else v for k, v in given.items()}
     outs = results(fn(**args))
@@ -162,7 +162,7 @@ def _run(fn: Any, given: Mapping[str, Any], dtype: torch.dtype | None = None) ->
     return (*(v.detach() for v in outs), *grads)
 
 
-def _is_real(v: Any) -> bool:
+def _is_real(v: TorchValue) -> bool:
     return isinstance(v, Tensor) and v.is_floating_point()
 
 
