@@ -106,12 +106,16 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Pattern of one variant of a rule; `roots` are its results."""
+    """Pattern of one variant of a rule; `roots` are its results.
+
+    It was made from the trace `told` of `find`; `others` are traces of `find` for other constants and shapes.
+    """
 
     variant: Variant
     roots: tuple[Term, ...]
     told: CallTrace
     terms: tuple[Term, ...] = field(repr=False)
+    others: tuple[CallTrace, ...] = field(repr=False)
 
     @cached_property
     def ops(self) -> tuple[Op | StepName, ...]:
@@ -230,7 +234,8 @@ class _PatternMaker:
                 "return the result of the last operator of the pattern, or a tuple of results",
             )
         self._check_names(variant, roots)
-        return Pattern(variant, roots, self.told, tuple(t for t in self.terms.values() if isinstance(t, Term)))
+        terms = tuple(term for term in self.terms.values() if isinstance(term, Term))
+        return Pattern(variant, roots, self.told, terms, tuple(other.trace for other in self.others))
 
     def _marked_call(self, number: int, call: Node) -> Spot:
         full = full_arguments(call.op, call.args, call.kwargs)
