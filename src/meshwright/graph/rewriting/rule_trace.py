@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class _Watch:
     rank: int
     specs: dict[Value, Spec]
     values: dict[int, Value] = field(default_factory=dict[int, Value])
-    memories: dict[Hashable, Value] = field(default_factory=dict[Hashable, Value])
+    memories: dict[int, Value] = field(default_factory=dict[int, Value])
     kept: list[Tensor] = field(default_factory=list[Tensor])
     calls: list[Node] = field(default_factory=list[Node])
     names: FreshNames = field(default_factory=lambda: FreshNames(iter(())))

@@ -6,7 +6,6 @@ Rules and programs are both read through this table, so that a rule with `x * to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,9 +54,11 @@ for _power, _op in ((2, aten.square), (0.5, aten.sqrt), (-0.5, aten.rsqrt), (-1,
 
 
 @spelled(aten.mul.Tensor, gives=aten.mul.Tensor)
-def _mixed_product(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
+@spelled(aten.add.Tensor, gives=aten.add.Tensor)
+@spelled(aten.sub.Tensor, gives=aten.sub.Tensor)
+def _mixed_dtypes(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
     x, y = promoted(args[0], out), promoted(args[1], out)
-    return (x, y) if (x, y) != args else None
+    return (x, y, *args[2:]) if (x, y) != args[:2] else None
 
 
 @spelled(aten.mul.Tensor, gives=aten.square.default)
@@ -103,26 +104,14 @@ def _times_inverse(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> 
     return (x, like(y, aten.reciprocal.default, y)) if is_operand(y) else (x, inverse(y)) if y != 0 else None
 
 
-@spelled(aten.add.Tensor, gives=aten.add.Tensor)
-def _mixed_sum(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
-    x, y = promoted(args[0], out), promoted(args[1], out)
-    return (x, y, args[2]) if (x, y) != args[:2] else None
+def _arguments_of(op: Operator) -> Spell:
+    """Return a spelling that takes the arguments of the operand, read as a call of `op`."""
+    return lambda read, out, args: read.as_call(args[0], op)
 
 
-@spelled(aten.sub.Tensor, gives=aten.sub.Tensor)
-def _mixed_difference(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
-    x, y = promoted(args[0], out), promoted(args[1], out)
-    return (x, y, args[2]) if (x, y) != args[:2] else None
-
-
-@spelled(aten.reciprocal.default, gives=aten.rsqrt.default)
-def _inverse_root(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
-    return read.as_call(args[0], aten.sqrt.default)
-
-
-@spelled(aten.sqrt.default, gives=aten.rsqrt.default)
-def _root_of_inverse(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
-    return read.as_call(args[0], aten.reciprocal.default)
+spelled(aten.reciprocal.default, gives=aten.rsqrt.default)(_arguments_of(aten.sqrt.default))
+spelled(aten.sqrt.default, gives=aten.rsqrt.default)(_arguments_of(aten.reciprocal.default))
+spelled(aten.log.default, gives=aten.log_softmax.int)(_arguments_of(aten.softmax.int))
 
 
 def _turned(x: Operand) -> Args:
@@ -182,11 +171,6 @@ def _below_autograd(read: Reader, out: Operand, args: tuple[TorchValue, ...]) ->
     return (args[0], args[1], None) if not args[2] else None
 
 
-@spelled(aten.log.default, gives=aten.log_softmax.int)
-def _log_of_softmax(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
-    return read.as_call(args[0], aten.softmax.int)
-
-
 @spelled(aten.where.ScalarOther, gives=aten.masked_fill.Scalar)
 def _filled_elsewhere(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
     mask, x, fill = args
@@ -203,22 +187,13 @@ def _is_false(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
     return (args[0],) if args[0].dtype == torch.bool and args[1] == 0 else None
 
 
-def _variance(read: Reader, x: Operand, dims: Sequence[int], keep: bool) -> Args:
-    if not dims:
+@spelled(aten.var.dim, gives=aten.mean.dim)
+@spelled(aten.var.correction, gives=aten.mean.dim)
+def _biased_variance(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
+    x, dims, correction, keep = args  # `unbiased=False` equals a correction of 0
+    if correction != 0 or not dims:
         return None
     shape = tuple(1 if d - len(x.shape) in dims or d in dims else n for d, n in enumerate(x.shape))
     mean = like(x, aten.mean.dim, x, dims, True, None, shape=shape)
     centred = like(x, aten.sub.Tensor, x, mean, 1)
     return like(x, aten.square.default, centred), dims, keep, None
-
-
-@spelled(aten.var.dim, gives=aten.mean.dim)
-def _biased(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
-    x, dims, unbiased, keep = args
-    return _variance(read, x, dims, keep) if unbiased is False else None
-
-
-@spelled(aten.var.correction, gives=aten.mean.dim)
-def _uncorrected(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
-    x, dims, correction, keep = args
-    return _variance(read, x, dims, keep) if correction == 0 else None
