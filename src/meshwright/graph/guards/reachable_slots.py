@@ -135,7 +135,7 @@ class NameFilter:
         return done < 0
 
 
-def without_scheduler_names(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
+def without_scheduler_names(owner: object, counts: Callable[[str], bool]) -> Callable[[str], bool]:
     """Return `counts` without the names that learning rate schedulers set on an optimizer."""
     return partial(_counts_beside_schedules, counts) if isinstance(owner, Optimizer) else counts
 
@@ -151,11 +151,11 @@ def any_name(key: str) -> bool:
 class _Space:
     """A namespace whose entries are followed by name, and the entries followed so far."""
 
-    def __init__(self, held: Mapping[str, Any], label: str, owner: Any, whole: bool, trusted: bool) -> None:
+    def __init__(self, held: Mapping[str, Any], label: str, owner: object, whole: bool, trusted: bool) -> None:
         self.held, self.label, self.owner, self.whole = held, label, owner, whole
         self.trusted = trusted
         self.keys: dict[str, None] = {}
-        self.followed: Any = None
+        self.followed: tuple[object, ...] | None = None
         self.apart = next((names for kind, names in _APART.items() if isinstance(owner, kind)), APART)
 
     def read(self) -> None:
@@ -175,7 +175,7 @@ class Reach:
         self.counts = NameFilter(set(_CALLED), {}, set())
         self.names, self.parts, self.texts = self.counts.names, self.counts.parts, self.counts.texts
         self.whole: set[str] = set()
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, object] = {}
         self._codes: set[int] = set()
         self._spaces: dict[int, _Space] = {}
         self._globals: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
@@ -183,7 +183,7 @@ class Reach:
         self._modules: dict[str, None] = {}
         self._others: list[Slot] = []
         self.modules: list[tuple[str, nn.Module]] = []
-        self._queue: deque[tuple[Any, str]] = deque()
+        self._queue: deque[tuple[object, str]] = deque()
         self._weak: set[int] = set()
         self.variables: Set[str] | None = None
         self._takes_all_variables = False
@@ -242,7 +242,7 @@ class Reach:
             for space in list(self._spaces.values()):
                 self._follow(space)
 
-    def _push(self, value: Any, label: str) -> None:
+    def _push(self, value: object, label: str) -> None:
         self.meets_optimizers |= isinstance(value, Optimizer) and not label.startswith("optimizer.")
         if not is_plain(value) and id(value) not in self._seen:
             self._queue.append((value, label))
@@ -264,7 +264,7 @@ class Reach:
                 if not space.trusted or is_followed(held[key]):
                     self._push(held[key], f"{space.label}{key}")
 
-    def _visit(self, value: Any, label: str) -> None:
+    def _visit(self, value: object, label: str) -> None:
         if id(value) in self._seen or is_background_type(type(value)):
             return
         self._seen[id(value)] = value
@@ -372,7 +372,7 @@ class Reach:
         for hook in (table or {}).values():
             self._push(hook, label)
 
-    def _space(self, owner: Any, held: Mapping[str, Any], label: str, trusted: bool = False) -> _Space:
+    def _space(self, owner: object, held: Mapping[str, Any], label: str, trusted: bool = False) -> _Space:
         top = (owner if isinstance(owner, type) else type(owner)).__module__.partition(".")[0]
         found = self._spaces.get(id(owner))
         if found is None:
@@ -381,7 +381,7 @@ class Reach:
             self._follow(found)
         return found
 
-    def _object(self, value: Any, label: str) -> None:
+    def _object(self, value: object, label: str) -> None:
         if is_container(value):
             self._container(value, label)
         elif isinstance(value, (tuple, frozenset)):
@@ -395,7 +395,7 @@ class Reach:
         elif is_namespace(value) or not is_stateless(type(value)):
             self._attributes(value, label)
 
-    def _leading(self, value: Any, label: str) -> None:
+    def _leading(self, value: object, label: str) -> None:
         """Follow the members of a callable, or the dict behind a view."""
         if isinstance(value, MappingProxyType):
             self._pushed(gc.get_referents(value), label)
@@ -405,12 +405,13 @@ class Reach:
         members = next(names for kind, names in MEMBERS.items() if isinstance(value, kind))
         self._members(value, members, label)
 
-    def _is_idle(self, function: Any) -> bool:
+    def _is_idle(self, function: object) -> bool:
         """True for a function that did not run, so that it read nothing of the object that it is bound to."""
-        known = isinstance(function, FunctionType) and not is_trusted_file(function.__code__.co_filename)
-        return known and self.ran is not None and function.__code__ not in self.ran and "__self__" not in self.names
+        if not isinstance(function, FunctionType) or is_trusted_file(function.__code__.co_filename):
+            return False
+        return self.ran is not None and function.__code__ not in self.ran and "__self__" not in self.names
 
-    def _holder(self, value: Any, get: Callable[[Any], Any], label: str) -> None:
+    def _holder(self, value: object, get: Callable[[Any], Any], label: str) -> None:
         """Follow the current content of a context variable, weak reference, cache or generator."""
         if (
             get is not cached_results or self.ran is not None
@@ -423,9 +424,9 @@ class Reach:
             self._weak.add(id(target))
             self._push(target, label)
 
-    def _attributes(self, value: Any, label: str) -> None:
+    def _attributes(self, value: object, label: str) -> None:
         """Follow the attributes of an object whose class is not trusted, or holds state of users."""
-        kind: Any = type(value)
+        kind = type(value)
         self._class(kind)
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
@@ -446,13 +447,13 @@ class Reach:
             if not is_trusted(base) or isinstance(value, local):
                 self._descriptors(value, base)
 
-    def _descriptors(self, value: Any, base: type) -> None:
+    def _descriptors(self, value: object, base: type) -> None:
         """Add the `__slots__` members of an object."""
         for name, member in vars(base).items():
             if isinstance(member, (MemberDescriptorType, GetSetDescriptorType)) and name not in SPECIAL:
                 self._read(f"{type(value).__name__}.{name}", value, partial(slot_of, member))
 
-    def _container(self, value: Any, label: str) -> None:
+    def _container(self, value: object, label: str) -> None:
         label = label.removesuffix(".")
         self._others.append(ContainerSlot(label, value))
         if isinstance(value, dict):
@@ -469,22 +470,22 @@ class Reach:
             if held is not None:
                 self._space(value, held, f"{type(value).__name__}.")
 
-    def _items(self, items: Iterable[tuple[Any, Any]], label: str) -> None:
+    def _items(self, items: Iterable[tuple[object, object]], label: str) -> None:
         for key, item in items:
             self._push(key, label)
             self._push(item, f"{label}[{key!r}]" if is_plain(key) else label)
 
-    def _pushed(self, values: Iterable[Any], label: str) -> None:
+    def _pushed(self, values: Iterable[object], label: str) -> None:
         for value in values:
             self._push(value, label)
 
-    def _members(self, value: Any, names: Iterable[str], label: str) -> None:
+    def _members(self, value: object, names: Iterable[str], label: str) -> None:
         for name in names:
             found = getattr(value, name, None)
             if found is not None:
                 self._push(found, label)
 
-    def _read(self, label: str, owner: Any, get: Callable[[Any], Any]) -> None:
+    def _read(self, label: str, owner: object, get: Callable[[Any], Any]) -> None:
         slot = GetterSlot(label, owner, get)
         self._others.append(slot)
         self._push(slot.known, label)

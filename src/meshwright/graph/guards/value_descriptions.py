@@ -23,7 +23,7 @@ from .slots import is_plain
 from .trusted_libraries import is_trusted
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Return a text that differs if the value differs."""
     if is_plain(value):
         return repr(value)
@@ -46,7 +46,7 @@ def described(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _held(x: Any) -> str:
+def _held(x: Tensor | np.ndarray) -> str:
     array = x if isinstance(x, np.ndarray) else x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     lies = repr(x._spec) if isinstance(x, DistTensor) else f"{x.dtype}{list(x.shape)}"
     return f"{lies} {sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]}"
@@ -60,7 +60,7 @@ def class_text(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__} {_short([code_text(f.__code__) for f in functions])}"
 
 
-def _plain(member: Any) -> Any:
+def _plain(member: object) -> object:
     """Return the function behind a method or property of a class."""
     return member.fget if isinstance(member, property) else getattr(member, "__func__", member)
 
@@ -75,5 +75,5 @@ def code_text(code: CodeType) -> str:
     return _short([code.co_code.hex(), code.co_names, constants])
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return sha256(repr(value).encode()).hexdigest()[:16]
