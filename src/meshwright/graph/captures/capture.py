@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import communicator_lookups
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor, full_tensor, map_leaves
 
 from .._errors import SideEffectError
@@ -153,7 +153,7 @@ def captured_for(captured: Capture, module: nn.Module, roots: Mapping[str, Any])
     return None if places is None else replace(captured, slots=slots, ran=places.ran.copy(), places=places)
 
 
-def _look(slot: ModelTensor) -> Any:
+def _look(slot: ModelTensor) -> tuple[object, ...]:
     """Return all that a pass can see of a parameter or buffer, without the attributes that users give it."""
     x = slot.tensor
     keys = tuple(key for _, key in slot.places)
@@ -243,11 +243,11 @@ def _assigned(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> list[tup
     return found
 
 
-def _given_batch(stage: CaptureEnvironment, batch: tuple[Any, ...]) -> Any:
+def _given_batch(stage: CaptureEnvironment, batch: tuple[TorchValue, ...]) -> TorchValue:
     """Return the batch with fake tensors. Each one is an input; its source is its index among the batch's leaves."""
     number = count()
 
-    def given(x: Any) -> Any:
+    def given(x: TorchValue) -> TorchValue:
         at = next(number)
         if not isinstance(x, Tensor):
             return x
