@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.comm import PendingConversion, current_communicator
+from meshwright.layout import TorchValue
 from meshwright.reshard import AllReduce, Plan, Purpose
 
 from ..analysis.live_memory import read_last
 from ..program.effects import is_view
-from ..program.node import Conversion, Node, Start, Value, Wait, map_values
+from ..program.node import Conversion, Node, Op, Start, Value, Wait, map_values
 from ..program.program import Program
 
 Run = Callable[..., tuple[Any, list[Any]]]
@@ -26,7 +27,7 @@ def to_fx(
     program: Program,
     op_of: Callable[[Node], Callable[..., Any] | None] = lambda node: None,
     numbers: Mapping[Value, Any] | None = None,
-    results: Any = None,
+    results: TorchValue = None,
 ) -> fx.GraphModule:
     """Return the program as a torch.fx module that returns the tuple (outputs, written values), or `results`.
 
@@ -47,7 +48,7 @@ def to_fx(
     return fx.GraphModule({}, graph)
 
 
-def _bind(graph: fx.Graph, made: fx.Node, out: Any, known: dict[Value, Any]) -> None:
+def _bind(graph: fx.Graph, made: fx.Node, out: TorchValue, known: dict[Value, Any]) -> None:
     if isinstance(out, Value):
         known[out] = made
     elif isinstance(out, (tuple, list)):
@@ -64,18 +65,20 @@ def _identifier(n: int, name: str) -> str:
     return f"x{n}_" + re.sub(r"\W", "_", name)
 
 
-def _plainly(op: Any, purpose: Purpose) -> Callable[..., Any]:
+def _plainly(op: Op, purpose: Purpose) -> Callable[..., Any]:
     if isinstance(op, Start):
         return start_function(op.carry, purpose)
     if isinstance(op, Wait):
         return _arrived
     if op is torch.ops.aten.view.default:  # a fake tensor may have other strides than the kernel's result
         return torch.ops.aten.reshape.default
-    return step_function(op, purpose) if isinstance(op, Conversion) else op if hasattr(op, "__name__") else _named(op)
+    if isinstance(op, Conversion):
+        return step_function(op, purpose)
+    return op if hasattr(op, "__name__") else _named(op)
 
 
 def _named(op: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         return op(*args, **kwargs)
 
     return call
@@ -83,14 +86,14 @@ def _named(op: Callable[..., Any]) -> Callable[..., Any]:
 
 def step_function(op: Conversion, purpose: Purpose | None = None) -> Callable[[Tensor], Tensor]:
     """Return the step as a function of the local tensor, on the caller's communicator."""
-    ways: dict[Any, Plan] = {}
+    plans: dict[torch.Size | None, Plan] = {}
 
     def carry(x: Tensor) -> Tensor:
         key = x.shape if symbolic else None
-        way = ways.get(key)
-        if way is None:
-            way = ways[key] = op.of_part(tuple(x.shape), purpose)
-        return current_communicator().convert(way, x)
+        plan = plans.get(key)
+        if plan is None:
+            plan = plans[key] = op.of_part(tuple(x.shape), purpose)
+        return current_communicator().convert(plan, x)
 
     symbolic = op.src.is_symbolic
     return carry
@@ -139,7 +142,7 @@ def runner(program: Program) -> Run:
         program, lambda node: overwriting_step_function(over[node], node.origin.purpose) if node in over else None
     )
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: TorchValue) -> tuple[TorchValue, list[TorchValue]]:
         with torch.no_grad():
             out, written = module(*inputs)
             for at in both:

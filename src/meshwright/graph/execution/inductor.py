@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Communicator, PendingConversion, current_communicator
+from meshwright.layout import TorchValue
 
 from ..program.node import Conversion, Node, Start, Value, Wait, tensor_dtype, values_in
 from ..program.program import Input, Program
@@ -115,7 +116,7 @@ class Kernels:
     call: Callable[..., Any]
     nodes: tuple[Node, ...]
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: TorchValue) -> TorchValue:
         return self.call(*args)
 
     def __repr__(self) -> str:
@@ -212,7 +213,7 @@ def _carried(node: Node) -> Conversion | None:
 def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     """Return a function that packs the numbers after the first `tensors` arguments into one tensor for `call`."""
 
-    def packing(*args: Any) -> Any:
+    def packing(*args: TorchValue) -> TorchValue:
         return call(*args[:tensors], torch.tensor(args[tensors:], dtype=torch.float64, device="cpu"))
 
     return packing
