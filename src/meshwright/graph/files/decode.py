@@ -152,7 +152,7 @@ class Decoder:
     ) -> Node:
         given = {text(k): self.tree(v) for k, v in kwargs.items()}
         node = Node(self._op(op), tuple(self.tree(row(args))), given, self.tree(out), item(origins, origin))
-        tensors = 2 if isinstance(node.op, Wait) else 1 if isinstance(node.op, (Conversion, Start)) else None
+        tensors = _TENSOR_ARGUMENTS.get(type(node.op))
         if tensors is not None and (len(node.args) != tensors or not all(map(_is_value, (*node.args, node.out)))):
             raise DataError(f"{node.op!r} must take {tensors} tensors and return a tensor")
         return node
@@ -211,6 +211,10 @@ class Decoder:
 
     def _meta(self, sizes: JsonValue, dtype: JsonValue) -> Tensor:
         return torch.empty([self.size(n) for n in row(sizes)], dtype=torch_name(torch.dtype, dtype), device="meta")
+
+
+_TENSOR_ARGUMENTS: Mapping[type, int] = {Conversion: 1, Start: 1, Wait: 2}
+"""Operator that communicates → number of its arguments, which are tensors."""
 
 
 def _is_value(x: object) -> bool:

@@ -159,7 +159,9 @@ class Encoder:
 
     def _symbol(self, symbol: TorchValue, world: ShapeEnv) -> None:
         hint = known_hint(symbol, world)
-        kind = "found" if hint is None else "size" if symbol.is_positive else "number"
+        kind = "size" if symbol.is_positive else "number"
+        if hint is None:
+            kind = "found"
         if self.symbols.setdefault(str(symbol), (world, kind, hint))[0] is not world:
             raise ExpressionError(f"two symbols are called {symbol}")
 

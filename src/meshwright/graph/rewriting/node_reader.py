@@ -235,7 +235,9 @@ def same_constant(a: TorchValue, b: TorchValue) -> bool:
         return a == b or abs(a - b) <= 1e-7 * max(abs(a), abs(b))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same_constant, a, b))
-    return type(a) is type(b) and a == b if isinstance(a, bool) or isinstance(b, bool) else a == b
+    if isinstance(a, bool) or isinstance(b, bool):
+        return type(a) is type(b) and a == b
+    return a == b
 
 
 def inverse(c: TorchValue) -> TorchValue:

@@ -151,12 +151,9 @@ def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False
     """Return a value for every tensor argument: a square matrix if the argument has no shape."""
     sizes = sample_sizes(shapes, other)
     dtypes = {"float": torch.bfloat16, "int": torch.int64, "bool": torch.bool}
-    found: dict[str, Value] = {}
-    for name in variant.tensors:
-        shape = shapes.get(name)
-        dims = shape.sized(sizes) if shape else (6, 6) if other else (4, 4)
-        found[name] = Value(name, dims, dtypes[shape.kind if shape else "float"])
-    return found
+    square = Shape(("6", "6") if other else ("4", "4"))
+    shape_of = {name: shapes.get(name, square) for name in variant.tensors}
+    return {name: Value(name, shape.sized(sizes), dtypes[shape.kind]) for name, shape in shape_of.items()}
 
 
 def sample_arguments(variant: Variant, shapes: Mapping[str, Shape]) -> dict[str, Any]:

@@ -74,7 +74,9 @@ class Shape:
 
 def kind_of_dtype(dtype: torch.dtype) -> str:
     """Return the word that the notation uses for a dtype: `float`, `int` or `bool`."""
-    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "int"
 
 
 def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:

@@ -145,9 +145,10 @@ def _tensors(
         dims = shape.sized(sizes)
         if shape.kind == "float":
             found[name] = torch.randn(dims, dtype=torch.float64).to(dtype)
+        elif shape.kind == "bool":
+            found[name] = torch.randint(0, 2, dims).to(torch.bool)
         else:
-            below = 2 if shape.kind == "bool" else sizes[shape.below] if shape.below else 4
-            found[name] = torch.randint(0, below, dims).to(torch.bool if shape.kind == "bool" else torch.int64)
+            found[name] = torch.randint(0, sizes[shape.below] if shape.below else 4, dims)
     return found
 
 

@@ -98,10 +98,12 @@ def _sum_over(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
 
 @spelled(aten.div.Tensor, gives=aten.mul.Tensor)
 def _times_inverse(read: Reader, out: Operand, args: tuple[TorchValue, ...]) -> Args:
-    x, y = (promoted(a, out) for a in args)
     if not _is_float(out):
         return None
-    return (x, like(y, aten.reciprocal.default, y)) if is_operand(y) else (x, inverse(y)) if y != 0 else None
+    x, y = (promoted(a, out) for a in args)
+    if is_operand(y):
+        return x, like(y, aten.reciprocal.default, y)
+    return (x, inverse(y)) if y != 0 else None
 
 
 def _arguments_of(op: Operator) -> Spell:
