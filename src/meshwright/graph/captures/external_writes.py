@@ -63,7 +63,7 @@ class ExternalTensors:
         """True if the operator must run on fake tensors; one that only takes a view runs on the tensor itself."""
         if not self._written or not any(map(self.was_written, tensors_in(args))):
             return False
-        return bool(writes_to(op)) or not _looks(op)
+        return bool(writes_to(op)) or not _returns_view(op)
 
     def run(self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> TorchValue:
         """Return the operator's results without writing.
@@ -89,7 +89,7 @@ class ExternalTensors:
 def takes_view(op: Operator, args: TorchValue) -> bool:
     """True if the operator takes a view of a real tensor: a write through the view must reach the tensor."""
     first = args[0] if args else None
-    return isinstance(first, Tensor) and not isinstance(first, FakeTensor) and not writes_to(op) and _looks(op)
+    return isinstance(first, Tensor) and not isinstance(first, FakeTensor) and not writes_to(op) and _returns_view(op)
 
 
 def real_view(op: Operator, args: TorchValue, kwargs: TorchValue) -> Tensor:
@@ -98,7 +98,7 @@ def real_view(op: Operator, args: TorchValue, kwargs: TorchValue) -> Tensor:
         return op(*args, **kwargs)
 
 
-def _looks(op: Operator) -> bool:
+def _returns_view(op: Operator) -> bool:
     name = op._schema.name.split("::")[1]
     return name not in FRESH and (is_view(op) or name in IDENTITIES)
 

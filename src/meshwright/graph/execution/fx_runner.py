@@ -40,21 +40,21 @@ def to_fx(
         known[given.value] = graph.placeholder(_identifier(n, given.value.name))
     for node in program.nodes:
         args, kwargs = map_values(lambda v: known[v], (tuple(node.args), dict(node.kwargs)))
-        target = op_of(node) or _plainly(node.op, node.origin.purpose)
+        target = op_of(node) or _default_function(node.op, node.origin.purpose)
         made = graph.call_function(target, args, kwargs)
-        _bind(graph, made, node.out, known)
+        _bind_results(graph, made, node.out, known)
     ends = results if results is not None else (program.outputs, [v for _, v in program.writes])
     graph.output(map_values(lambda v: known[v], ends))
     return fx.GraphModule({}, graph)
 
 
-def _bind(graph: fx.Graph, made: fx.Node, out: TorchValue, known: dict[Value, Any]) -> None:
+def _bind_results(graph: fx.Graph, made: fx.Node, out: TorchValue, known: dict[Value, Any]) -> None:
     if isinstance(out, Value):
         known[out] = made
     elif isinstance(out, (tuple, list)):
         for at, item in enumerate(out):
             if item is not None:
-                _bind(graph, graph.call_function(getitem, (made, at)), item, known)
+                _bind_results(graph, graph.call_function(getitem, (made, at)), item, known)
 
 
 def _identifier(n: int, name: str) -> str:
@@ -65,19 +65,19 @@ def _identifier(n: int, name: str) -> str:
     return f"x{n}_" + re.sub(r"\W", "_", name)
 
 
-def _plainly(op: Op, purpose: Purpose) -> Callable[..., Any]:
+def _default_function(op: Op, purpose: Purpose) -> Callable[..., Any]:
     if isinstance(op, Start):
         return start_function(op.carry, purpose)
     if isinstance(op, Wait):
-        return _arrived
+        return _wait_for
     if op is torch.ops.aten.view.default:  # a fake tensor may have other strides than the kernel's result
         return torch.ops.aten.reshape.default
     if isinstance(op, Conversion):
         return step_function(op, purpose)
-    return op if hasattr(op, "__name__") else _named(op)
+    return op if hasattr(op, "__name__") else _with_name(op)
 
 
-def _named(op: Callable[..., Any]) -> Callable[..., Any]:
+def _with_name(op: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         return op(*args, **kwargs)
 
@@ -115,9 +115,9 @@ def overwriting_step_function(op: Conversion, purpose: Purpose | None = None) ->
         here = current_communicator()
         if here.rank not in op.src.mesh:
             return whole(x)
-        return here.all_reduce(x, step.op, step.group(way.src, here.rank), over=True)
+        return here.all_reduce(x, step.op, step.group(plan.src, here.rank), over=True)
 
-    way = Plan(op.src, op.dst, (step,), purpose)
+    plan = Plan(op.src, op.dst, (step,), purpose)
     return reduce
 
 
@@ -125,13 +125,13 @@ def start_function(op: Conversion, purpose: Purpose | None = None) -> Callable[[
     """Return a function of the local tensor that starts the step."""
 
     def start(x: Tensor) -> PendingConversion:
-        return current_communicator().start(op.of_part(tuple(x.shape), purpose) if op.src.is_symbolic else way, x)
+        return current_communicator().start(op.of_part(tuple(x.shape), purpose) if op.src.is_symbolic else plan, x)
 
-    way = Plan(op.src, op.dst, (op.step,), purpose)
+    plan = Plan(op.src, op.dst, (op.step,), purpose)
     return start
 
 
-def _arrived(started: PendingConversion, x: Tensor) -> Tensor:
+def _wait_for(started: PendingConversion, x: Tensor) -> Tensor:
     return started.wait()
 
 

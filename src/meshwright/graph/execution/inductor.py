@@ -59,7 +59,7 @@ def _carry(x: Tensor, order: Tensor, number: int) -> Tensor:
     return _CALLS[number](x)
 
 
-def _shown(x: Tensor, order: Tensor, number: int) -> Tensor:
+def _shape_of_result(x: Tensor, order: Tensor, number: int) -> Tensor:
     return x.new_empty(current_communicator().local_shape(_CARRIED[number].dst))
 
 
@@ -70,7 +70,7 @@ def _reduce_over(x: Tensor, order: Tensor, number: int) -> None:
         x.copy_(out)
 
 
-def _shown_over(x: Tensor, order: Tensor, number: int) -> None:
+def _shape_of_nothing(x: Tensor, order: Tensor, number: int) -> None:
     return None
 
 
@@ -86,7 +86,7 @@ def _start(x: Tensor, order: Tensor, number: int) -> Tensor:
     return torch.tensor([ticket], device="cpu")
 
 
-def _shown_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
+def _shape_of_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
     return torch.empty(1, dtype=torch.int64, device="meta")
 
 
@@ -95,15 +95,15 @@ def _wait(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
     return _BEGUN.pop(int(ticket)).wait()
 
 
-def _shown_later(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
-    return _shown(x, order, number)
+def _shape_of_waited(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
+    return _shape_of_result(x, order, number)
 
 
 for _name, _real, _meta in (
-    ("carry", _carry, _shown),
-    ("reduce_over", _reduce_over, _shown_over),
-    ("start", _start, _shown_ticket),
-    ("wait", _wait, _shown_later),
+    ("carry", _carry, _shape_of_result),
+    ("reduce_over", _reduce_over, _shape_of_nothing),
+    ("start", _start, _shape_of_ticket),
+    ("wait", _wait, _shape_of_waited),
 ):
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _meta, "Meta")

@@ -45,20 +45,20 @@ class Regions:
 
 def regions(program: Program, known: Container[Value]) -> Regions:
     """Split the program into three parts; `known` are numbers that are constants in kernels."""
-    split = _Split(known, _first(program))
+    split = _Split(known, _scalar_nodes(program))
     split.early.update(i.value for i in program.inputs if i.role == "scalar")
     for node in program.nodes:
         split.place(node)
     packed = Value("numbers", (len(split.packed),), torch.float64)
     taken = [Node(aten.select.int, (packed, 0, at), {}, out) for at, out in enumerate(split.packed.values())]
-    behind = _needed(split.behind, program.results)
+    behind = _without_unread(split.behind, program.results)
     return Regions(tuple(split.before), (*taken, *split.kernels), behind, tuple(split.packed), packed)
 
 
 # --- nodes before the kernels ----------------------------------------------------------------------------------
 
 
-def _first(program: Program) -> set[Node]:
+def _scalar_nodes(program: Program) -> set[Node]:
     """Return the nodes on scalars that are needed for Python numbers and depend on scalar inputs only."""
     ready = {i.value for i in program.inputs if not i.value.is_tensor or i.value.shape == ()}
     able: list[Node] = []
@@ -82,7 +82,7 @@ def _is_small(node: Node) -> bool:
     return plain and bool(node.outs) and all(v.shape == () for v in node.outs)
 
 
-def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]:
+def _without_unread(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]:
     """Return the nodes without nodes on numbers that are not read."""
     read, kept = set(results), list[Node]()
     for node in reversed(nodes):
@@ -182,7 +182,7 @@ def largest(*numbers: Scalar) -> Tensor:
     return torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in numbers]).amax()
 
 
-def _itself(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -192,7 +192,7 @@ DOUBLES: Mapping[Op, Callable[..., Tensor]] = {
     operator.mul: operator.mul,
     operator.pow: operator.pow,
     operator.truediv: operator.truediv,
-    float: _itself,
+    float: _identity,
     abs: torch.abs,
     minimum: least,
     maximum: largest,

@@ -52,11 +52,11 @@ def split_before_update(program: Program) -> TwoPartStep | None:
     The first part has to be able to run before the whole update: nothing in it writes over what the update reads, and
     the output "out" does not come from the update.
     """
-    update = _update(program)
-    early, late = _outputs(program, update)
+    update = _update_nodes(program)
+    early, late = _divided_outputs(program, update)
     if not update or not _may_come_first(program, update) or "out" not in early:
         return None
-    crossing = _crossing(program, update)
+    crossing = _crossing_values(program, update)
     op_of = _overwriting_functions(program, update, crossing)
     before = [node for node in program.nodes if node not in update]
     begin = to_fx(replace(program, nodes=before), op_of, results=(early, list(crossing)))
@@ -78,10 +78,10 @@ def _gradient_places(program: Program, update: set[Node], crossing: Sequence[Val
     """Return the name of each parameter, and the place of its gradient among the inputs and the crossing values."""
     place_of = {v: at for at, v in enumerate([*[i.value for i in program.inputs], *crossing])}
     saved = [i.value for i in program.inputs if i.role == "saved"]
-    return tuple((name, place_of[v]) for v, name in _named(program, update, [*crossing, *saved]).items())
+    return tuple((name, place_of[v]) for v, name in _parameter_names(program, update, [*crossing, *saved]).items())
 
 
-def _update(program: Program) -> set[Node]:
+def _update_nodes(program: Program) -> set[Node]:
     """Return the nodes of the update, and all nodes that depend on them."""
     found, made = set[Node](), set[Value]()
     for node in program.nodes:
@@ -91,7 +91,7 @@ def _update(program: Program) -> set[Node]:
     return found
 
 
-def _crossing(program: Program, update: set[Node]) -> tuple[Value, ...]:
+def _crossing_values(program: Program, update: set[Node]) -> tuple[Value, ...]:
     """Return the values of the first part that the update reads or the program writes."""
     made = {v for node in program.nodes if node not in update for v in node.outs}
     read = [v for node in program.nodes if node in update for v in node.ins]
@@ -109,14 +109,14 @@ def _may_come_first(program: Program, update: set[Node]) -> bool:
     return True
 
 
-def _outputs(program: Program, update: set[Node]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _divided_outputs(program: Program, update: set[Node]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the outputs that do not come from the update, and those that do."""
     made = {v for node in update for v in node.outs}
     late = {name: each for name, each in program.outputs.items() if not made.isdisjoint(values_in(each))}
     return {name: each for name, each in program.outputs.items() if name not in late}, late
 
 
-def _named(program: Program, update: set[Node], given: Iterable[Value]) -> dict[Value, str]:
+def _parameter_names(program: Program, update: set[Node], given: Iterable[Value]) -> dict[Value, str]:
     """Return the given values that change a parameter or a state in the update, with the parameter's name."""
     owners = {i.value: i.source[0] if i.role == "state" else i.name for i in program.inputs if i.role in _OWNERS}
     owners |= {v: name for (name, _), v in program.outputs.get("state", {}).items()}

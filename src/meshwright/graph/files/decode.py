@@ -70,10 +70,10 @@ class Decoder:
             tuple(self._input(*row) for row in data["inputs"]),
             tuple(self._node(origins, *row) for row in data["nodes"]),
             self.tree(data["outputs"]),
-            tuple((self._at(x), self._at(v)) for x, v in data["writes"]),
+            tuple((self._value_at(x), self._value_at(v)) for x, v in data["writes"]),
             tuple(_change(*row) for row in data["changes"]),
             number(data["rank"]),
-            {self._at(v): item(self.specs, spec) for v, spec in data["lies"]},
+            {self._value_at(v): item(self.specs, spec) for v, spec in data["lies"]},
         )
 
     def read_specs(self, data: JsonValue) -> list[Spec]:
@@ -96,7 +96,7 @@ class Decoder:
     def _spec(
         self, mesh: JsonValue, dtype: JsonValue, sizes: JsonValue, layout: JsonValue, strides: JsonValue = None
     ) -> Spec:
-        kind = _kind(dtype)
+        kind = _dtype_named(dtype)
         if not isinstance(kind, torch.dtype):
             raise DataError(f"a spec has the dtype {dtype!r}")
         shape = [self.size(n) for n in row(sizes)]
@@ -116,9 +116,9 @@ class Decoder:
 
     def _value(self, name: JsonValue, dtype: JsonValue, sizes: JsonValue, device: JsonValue) -> Value:
         torch.device(text(device))
-        return Value(text(name), tuple(self.size(n) for n in row(sizes)), _kind(dtype), device)
+        return Value(text(name), tuple(self.size(n) for n in row(sizes)), _dtype_named(dtype), device)
 
-    def _at(self, n: JsonValue) -> Value:
+    def _value_at(self, n: JsonValue) -> Value:
         return item(self.values, n)
 
     def _input(
@@ -130,7 +130,7 @@ class Decoder:
         source: JsonValue,
         first: JsonValue = None,
     ) -> Input:
-        v, where = self._at(value), self.tree(source)
+        v, where = self._value_at(value), self.tree(source)
         if not _SOURCES[one_of(Role, role)](where):
             raise DataError(f"the source of the input {name!r} is unknown")
         if first is not None and (role != "state" or not isinstance(first, (int, float)) or not v.is_tensor):
@@ -209,7 +209,7 @@ class Decoder:
     def _tensor(self, name: JsonValue) -> Tensor:
         return self.tensors[text(name)]
 
-    def _meta(self, sizes: JsonValue, dtype: JsonValue) -> Tensor:
+    def _meta_tensor(self, sizes: JsonValue, dtype: JsonValue) -> Tensor:
         return torch.empty([self.size(n) for n in row(sizes)], dtype=torch_name(torch.dtype, dtype), device="meta")
 
 
@@ -309,7 +309,7 @@ def _symbol(kind: JsonValue, hint: JsonValue) -> tuple[str, Any]:
     return kind, number(hint, least[kind])
 
 
-def _kind(name: JsonValue) -> Kind:
+def _dtype_named(name: JsonValue) -> Kind:
     numbers: dict[str, Kind] = {"python int": int, "python float": float, "python bool": bool}
     return numbers[name] if name in numbers else torch_name(torch.dtype, name)
 
@@ -341,35 +341,35 @@ def _change(by: JsonValue, what: JsonValue, where: JsonValue, saved: JsonValue) 
     return Change(text(by), text(what), text(where), {u: int(n) if n.is_integer() else n for u, n in amounts.items()})
 
 
-def _itself(op: Conversion) -> Conversion:
+def _identity(op: Conversion) -> Conversion:
     return op
 
 
-_CARRIED: dict[str, Callable[[Conversion], Op]] = {"carry": _itself, "start": Start, "wait": Wait}
+_CARRIED: dict[str, Callable[[Conversion], Op]] = {"carry": _identity, "start": Start, "wait": Wait}
 
 
-def _pairs(decoder: Decoder, what: Iterable[JsonValue]) -> dict[TorchValue, TorchValue]:
+def _dict_of_pairs(decoder: Decoder, what: Iterable[JsonValue]) -> dict[TorchValue, TorchValue]:
     return {decoder.tree(k): decoder.tree(v) for k, v in what}
 
 
-def _torch(kind: type[T]) -> Callable[[Decoder, JsonValue], T]:
+def _torch_reader(kind: type[T]) -> Callable[[Decoder, JsonValue], T]:
     return lambda decoder, what: torch_name(kind, what)
 
 
 _READERS: dict[str, Callable[[Decoder, JsonValue], TorchValue]] = {
-    "%": lambda decoder, what: decoder._at(what),
+    "%": lambda decoder, what: decoder._value_at(what),
     "()": lambda decoder, what: tuple(decoder.tree(row(what))),
-    "{}": _pairs,
+    "{}": _dict_of_pairs,
     "slice": lambda decoder, what: slice(*decoder.tree(row(what))),
     "float": lambda decoder, what: float({"inf": "inf", "-inf": "-inf", "nan": "nan"}[what]),
     "complex": lambda decoder, what: complex(*decoder.tree(row(what))),
     "Size": lambda decoder, what: torch.Size([number(n) for n in row(what)]),
-    "dtype": _torch(torch.dtype),
-    "layout": _torch(torch.layout),
-    "memory_format": _torch(torch.memory_format),
+    "dtype": _torch_reader(torch.dtype),
+    "layout": _torch_reader(torch.layout),
+    "memory_format": _torch_reader(torch.memory_format),
     "device": lambda decoder, what: torch.device(text(what)),
     "tensor": lambda decoder, what: decoder._tensor(what),
-    "meta": lambda decoder, what: decoder._meta(*what),
+    "meta": lambda decoder, what: decoder._meta_tensor(*what),
     "BatchSize": lambda decoder, what: BatchSize(number(what[0]), number(what[1]), number(what[2], 1)),
     "Length": lambda decoder, what: Length(item(decoder.specs, what[0]), number(what[1])),
     "Offset": lambda decoder, what: Offset(item(decoder.specs, what[0]), number(what[1])),

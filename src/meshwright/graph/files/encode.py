@@ -55,7 +55,7 @@ class Encoder:
         """Return the program as plain data. Raises ProgramFileError with the name of the part that cannot be saved."""
         inputs = [self._input(i) for i in program.inputs]
         nodes = [self._node(node) for node in program.nodes]
-        with _telling("the results of the program"):
+        with _naming_place("the results of the program"):
             ends = {
                 "outputs": self.tree(program.outputs),
                 "writes": [[self.values[x], self.values[v]] for x, v in program.writes],
@@ -84,19 +84,19 @@ class Encoder:
         return [[list(m.shape), found, list(m.dim_names)] for m, found in zip(self.meshes, ranks, strict=True)]
 
     def _input(self, given: Input) -> list[JsonValue]:
-        with _telling(f"the input {given.name}"):
+        with _naming_place(f"the input {given.name}"):
             spec = None if given.spec is None else self.spec(given.spec)
-            return [self._new(given.value), given.role, given.name, spec, self.tree(given.source), given.first]
+            return [self._add_value(given.value), given.role, given.name, spec, self.tree(given.source), given.first]
 
     def _node(self, node: Node) -> list[JsonValue]:
-        with _telling(node_text(node, where=True)):
+        with _naming_place(node_text(node, where=True)):
             args, kwargs = self.tree(list(node.args)), {k: self.tree(v) for k, v in node.kwargs.items()}
             for v in node.outs:
-                self._new(v)
+                self._add_value(v)
             origin = self.origins.setdefault(node.origin, len(self.origins))
             return [self._op(node), args, kwargs, self.tree(node.out), origin]
 
-    def _new(self, v: Value) -> int:
+    def _add_value(self, v: Value) -> int:
         """Add a new value to the table and return its number."""
         self.values[v] = at = len(self.value_rows)
         self.value_rows.append([v.name, kind_text(v.dtype), [self.size(n) for n in v.shape], v.device])
@@ -175,7 +175,7 @@ class Encoder:
             return {"%": self.values[x]}
         write = _WRITERS.get(type(x))
         if write is None:
-            raise _UnknownError(f"{_short(x)} is a {type(x).__name__}")
+            raise _UnknownError(f"{_shortened(x)} is a {type(x).__name__}")
         return write(self, x)
 
     def _tensor(self, x: Tensor) -> JsonValue:
@@ -197,7 +197,7 @@ class _UnknownError(Exception):
 
 
 @contextmanager
-def _telling(what: str) -> Generator[None]:
+def _naming_place(what: str) -> Generator[None]:
     """Convert errors for unrepresentable objects inside the context to ProgramFileError, with `what` as the place."""
     try:
         yield
@@ -228,29 +228,29 @@ def _origin(origin: Origin) -> list[JsonValue]:
     ]
 
 
-def _float(encoder: Encoder, x: float) -> JsonValue:
+def _write_float(encoder: Encoder, x: float) -> JsonValue:
     return x if math.isfinite(x) else {"float": repr(x)}
 
 
-def _numbers(tag: str) -> Callable[[Encoder, TorchValue], JsonValue]:
+def _write_numbers(tag: str) -> Callable[[Encoder, TorchValue], JsonValue]:
     return lambda encoder, x: {tag: [int(n) for n in x]}
 
 
-def _named(tag: str) -> Callable[[Encoder, TorchValue], JsonValue]:
+def _write_name(tag: str) -> Callable[[Encoder, TorchValue], JsonValue]:
     return lambda encoder, x: {tag: str(x).removeprefix("torch.")}
 
 
 _WRITERS: dict[type, Callable[[Encoder, TorchValue], JsonValue]] = {
-    float: _float,
+    float: _write_float,
     complex: lambda encoder, x: {"complex": [encoder.tree(x.real), encoder.tree(x.imag)]},
     tuple: lambda encoder, x: {"()": [encoder.tree(v) for v in x]},
     dict: lambda encoder, x: {"{}": [[encoder.tree(k), encoder.tree(v)] for k, v in x.items()]},
     slice: lambda encoder, x: {"slice": [encoder.tree(v) for v in (x.start, x.stop, x.step)]},
-    torch.Size: _numbers("Size"),
-    torch.dtype: _named("dtype"),
-    torch.device: _named("device"),
-    torch.layout: _named("layout"),
-    torch.memory_format: _named("memory_format"),
+    torch.Size: _write_numbers("Size"),
+    torch.dtype: _write_name("dtype"),
+    torch.device: _write_name("device"),
+    torch.layout: _write_name("layout"),
+    torch.memory_format: _write_name("memory_format"),
     Tensor: lambda encoder, x: encoder._tensor(x),
     BatchSize: lambda encoder, x: {"BatchSize": [x.leaf, x.dim, x.ranks]},
     Length: lambda encoder, x: {"Length": [encoder.spec(x.spec), x.dim]},
@@ -259,6 +259,6 @@ _WRITERS: dict[type, Callable[[Encoder, TorchValue], JsonValue]] = {
 }
 
 
-def _short(x: object) -> str:
+def _shortened(x: object) -> str:
     text = f"a distributed tensor {x.spec!r}" if isinstance(x, DistTensor) else repr(x)
     return text if len(text) < 80 else text[:77] + "..."

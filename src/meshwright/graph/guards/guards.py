@@ -44,7 +44,7 @@ class Guards:
         Raises SideEffectError if the forward pass reads the states of an optimizer.
         """
         reach = Reach(roots, ran)
-        slots = [*reach.slots(), *_of_layers(reach)]
+        slots = [*reach.slots(), *_layer_slots(reach)]
         if reach.meets_optimizers and ran is not None:
             reads = Reach(roots, ran.only_forward(), reads_optimizers=True)
             _check_states(reads)
@@ -82,7 +82,7 @@ def _check_states(reach: Reach) -> None:
         )
 
 
-def _of_layers(reach: Reach) -> Iterator[Slot]:
+def _layer_slots(reach: Reach) -> Iterator[Slot]:
     """Yield slots for the submodules, parameters, buffers and hooks of layers."""
     for label, layer in reach.modules:
         for table in ("_modules", "_parameters", "_buffers", *LAYER_HOOKS):
@@ -191,7 +191,7 @@ def check_repeatable(
             return RepeatableCall(first, ran, ReadSlots(guards, seen))
         between = _after_first(all_roots, ran, first, how, guards)
         _check_real(between, asked)
-        second, again = _again(run, between, before, settled, asked)
+        second, again = _run_again(run, between, before, settled, asked)
         if settled and not how.alike(first, second):
             raise side_effect(asked, *next(iter(settled.values())))
     except BaseException:
@@ -231,7 +231,7 @@ def _fakes_in(value: object) -> Iterator[Tensor]:
         yield from (x for x in tensors_in(value) if issubclass(type(x), FakeTensor))
 
 
-def _again(
+def _run_again(
     run: Callable[[], T], between: Guards, before: _Restored, settled: Mapping[str, Change], asked: str
 ) -> tuple[T, Executed]:
     """Return what one more call gives, and the code that ran. Raise SideEffectError if it changes something."""
@@ -277,7 +277,7 @@ _BUFFER = "use a buffer (register_buffer), and change it by tensor operations"
 
 def side_effect(asked: str, what: str, before: object, after: object, fix: str = _BUFFER) -> SideEffectError:
     """Return the error for a change of Python state."""
-    was, now = _short(before), _short(after)
+    was, now = _short_text(before), _short_text(after)
     return SideEffectError(
         asked,
         f"{what} was {was}, and is {now} after it" if was != now else f"{what}, {now}, was changed",
@@ -286,7 +286,7 @@ def side_effect(asked: str, what: str, before: object, after: object, fix: str =
     )
 
 
-def _short(value: object) -> str:
+def _short_text(value: object) -> str:
     text = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     return text if len(text) < 80 else text[:77] + "..."
 

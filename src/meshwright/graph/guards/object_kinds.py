@@ -72,7 +72,7 @@ def variables_named(names: Sequence[str]) -> tuple[Any, ...]:
     return tuple(held.get(os.environ.encodekey(name)) for name in names)
 
 
-def _of_context(value: ContextVar[Any]) -> object:
+def _context_value(value: ContextVar[Any]) -> object:
     return value.get(MISSING)
 
 
@@ -86,24 +86,24 @@ def getter_of(value: object) -> Callable[[Any], Any] | None:
     Returns None for other objects.
     """
     if isinstance(value, ContextVar):
-        return _of_context
+        return _context_value
     if isinstance(value, weakref.ref):
-        return _target
+        return _referent_id
     if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
-        return _drawn
+        return _generator_state
     if isinstance(value, torch.Generator):
-        return _drawn_by_torch
+        return _torch_generator_state
     if isinstance(value, _CACHE):
         return cached_results
-    return _progress if is_iterator(value) else None
+    return _iterator_position if is_iterator(value) else None
 
 
-def _target(value: weakref.ref[object]) -> int | None:
+def _referent_id(value: weakref.ref[object]) -> int | None:
     """Return the id of the object of a weak reference, or None, without keeping the object alive."""
     return id(value()) if value() is not None else None
 
 
-def _drawn(value: random.Random | np.random.Generator | np.random.RandomState) -> str:
+def _generator_state(value: random.Random | np.random.Generator | np.random.RandomState) -> str:
     """Return the state of a random generator as text."""
     if isinstance(value, random.Random):
         return repr(value.getstate())
@@ -111,7 +111,7 @@ def _drawn(value: random.Random | np.random.Generator | np.random.RandomState) -
     return repr(state)
 
 
-def _drawn_by_torch(value: torch.Generator) -> bytes:
+def _torch_generator_state(value: torch.Generator) -> bytes:
     return bytes(value.get_state().numpy())
 
 
@@ -173,7 +173,7 @@ def is_iterator(value: object) -> bool:
     return hasattr(kind, "__next__") and is_trusted(kind)
 
 
-def _progress(value: object) -> object:
+def _iterator_position(value: object) -> object:
     """Return the position of a built-in iterator or generator without advancing it."""
     frame = getattr(value, "gi_frame", MISSING)
     if frame is not MISSING:

@@ -191,7 +191,7 @@ class ContainerSlot:
         if not isinstance(self.value, dict):
             yield self.label, self.known, now
             return
-        before, after = _entries(self.known), _entries(now)
+        before, after = _stored_dict(self.known), _stored_dict(now)
         if list(before) != list(after) and not (self.unordered and before.keys() == after.keys()):
             yield self.label, list(before), list(after)
         else:
@@ -210,14 +210,14 @@ class ContainerSlot:
     def values(self) -> Iterator[tuple[object, object]]:
         known = self.known
         if isinstance(self.value, dict):
-            yield from _entries(known).items()
+            yield from _stored_dict(known).items()
         elif isinstance(known, tuple):
             yield from enumerate(cast("tuple[Any, ...]", known))
         else:
             yield "", known
 
 
-def _entries(known: tuple[Any, ...]) -> dict[Any, Any]:
+def _stored_dict(known: tuple[Any, ...]) -> dict[Any, Any]:
     """Return the stored dict for its `content`."""
     half = len(known) // 2
     return dict(zip(known[:half], known[half:], strict=True))
@@ -266,7 +266,7 @@ def _refill(value: Any, known: Any) -> None:
     if isinstance(value, dict):
         kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
         kind.clear(value)  # method of the base class: a user's own method may do more
-        for key, item in _entries(known).items():
+        for key, item in _stored_dict(known).items():
             kind.__setitem__(value, key, item)
     elif isinstance(value, list):
         list.__setitem__(cast(list[Any], value), slice(None), list(known))

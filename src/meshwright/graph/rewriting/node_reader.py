@@ -126,12 +126,12 @@ class Reader:
         if known is not None and known[1].args is known[0]:
             return known[2]
         if isinstance(v, VirtualValue):
-            return _own(*canonical(v.op, v.args, v), 0, ())
+            return _reading_of(*canonical(v.op, v.args, v), 0, ())
         call = self._producer(v)
         if call is None:
             return None
         place = 0 if call.out is v else call.outs.index(v)
-        reading = _own(*canonical(call.op, full_arguments(call.op, call.args, call.kwargs), v), place, (call,))
+        reading = _reading_of(*canonical(call.op, full_arguments(call.op, call.args, call.kwargs), v), place, (call,))
         self._full[v] = (call.args, call, reading)
         return reading
 
@@ -154,7 +154,7 @@ class Reader:
         args = other.spell(self, v, own.args)
         through = self._through[mark:]
         del self._through[mark:]
-        return None if args is None else _own(other.gives, args, own.place, (*own.calls, *through))
+        return None if args is None else _reading_of(other.gives, args, own.place, (*own.calls, *through))
 
     def as_call(self, v: TorchValue, op: Op) -> tuple[TorchValue, ...] | None:
         """Return the arguments of the first reading of `v` as a call of `op`, or None."""
@@ -204,19 +204,19 @@ class Reader:
         if ours.op != theirs.op or a.dtype != b.dtype or len(ours.args) != len(theirs.args):
             return False
         return is_repeatable(ours.op) and all(
-            self.alike(x, y, depth - 1) for x, y in zip(_flat(ours.args), _flat(theirs.args), strict=False)
+            self.alike(x, y, depth - 1) for x, y in zip(_flat_items(ours.args), _flat_items(theirs.args), strict=False)
         )
 
 
-def _own(op: Op, args: tuple[TorchValue, ...], place: int, calls: tuple[Spot, ...]) -> Reading:
+def _reading_of(op: Op, args: tuple[TorchValue, ...], place: int, calls: tuple[Spot, ...]) -> Reading:
     """Return a reading with the table entries of its operator."""
     known = _KNOWN.get(id(op))
     if known is None or known.op is not op:
-        known = _KNOWN[id(op)] = _look_up(op)
+        known = _KNOWN[id(op)] = _table_entries(op)
     return Reading(op, args, place, calls, known)
 
 
-def _look_up(op: Op) -> Known:
+def _table_entries(op: Op) -> Known:
     others = tuple(SPELLINGS.get(op, ())) if isinstance(op, Operator) else ()
     return Known(op, others, NOTHING.get(op), frozenset([id(op), *(id(other.gives) for other in others)]))
 
@@ -308,10 +308,10 @@ NOTHING: dict[Op, Callable[[tuple[TorchValue, ...], Operand], bool]] = {
 """Operators that may return their first argument unchanged, with a predicate for such calls."""
 
 
-def _flat(tree: Sequence[TorchValue]) -> Iterator[TorchValue]:
+def _flat_items(tree: Sequence[TorchValue]) -> Iterator[TorchValue]:
     for item in tree:
         if isinstance(item, (list, tuple)):
             yield len(item)
-            yield from _flat(item)
+            yield from _flat_items(item)
         else:
             yield item
