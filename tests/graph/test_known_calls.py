@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 def _passes(net: Net, known: set[str]) -> int:
     """Return the number of passes of a capture, and add its checksum to the known calls."""
-    with mock.patch.object(passes, "_captured", wraps=passes._captured) as made:
+    with mock.patch.object(passes, "_capture_once", wraps=passes._capture_once) as made:
         captured = capture(net, net, [torch.ones(2)], is_known=known.__contains__)
     known |= {captured.checksum or ""}
     return made.call_count

@@ -490,6 +490,9 @@ def test_steps_are_rewritten_too() -> None:
         (Rewrite("dtype", lambda x: x.float(), lambda x: x), "float32"),
         (Rewrite("digits", lambda x: (x + x).exp(), lambda x: (x.half() * 2).to(x.dtype).exp()), "explains only"),
         (Rewrite("never", lambda x: -x, lambda x: -x, where=lambda x: False), "refuses every sample"),
+        (Rewrite("one", lambda x: x * 1.0, lambda x: x), r"no match in a program of find's own calls: aten.mul.Tensor"),
+        (Rewrite("inner one", lambda x: (x / 1.0).exp(), lambda x: x.exp()), "change nothing"),
+        (Rewrite("unused", lambda x, y: -x, lambda x, y: -x), "find does not use y"),
     ],
     ids=lambda v: v.name if isinstance(v, Rewrite) else "",
 )
@@ -501,6 +504,21 @@ def test_a_wrong_rule_is_found(rule: Rewrite, found: str) -> None:
 @pytest.mark.parametrize("rule", [FMA, SILU, THERE, BACK], ids=lambda rule: rule.name)
 def test_a_right_rule_passes(rule: Rewrite) -> None:
     assert check_rule(rule) == 6
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rewrite("factor", lambda x, s=1.0: (x * s).exp(), lambda x, s=1.0: torch.exp(s * x)),
+        Rewrite("shape", lambda x: x.reshape(-1, 4).exp(), lambda x: x.exp().reshape(-1, 4)),
+        Rewrite(
+            "known", lambda x, m: x + m, lambda x, m: x - -m, where=lambda m, match: match is None or match.known(m)
+        ),
+    ],
+    ids=lambda rule: rule.name,
+)
+def test_a_rule_that_matches_only_some_samples_passes(rule: Rewrite) -> None:
+    assert check_rule(rule)
 
 
 # mistakes in rules

@@ -1,10 +1,17 @@
 """Errors about programs."""
 
-from meshwright.layout import MeshwrightError
+from __future__ import annotations
+
+from meshwright.layout import MeshwrightError, user_frame
 
 
 class CaptureError(MeshwrightError):
     """Error for Python code that cannot become part of one program."""
+
+
+def capture_error(found: str, why: str, write: str) -> CaptureError:
+    """Return the error for the user's line that runs during a capture."""
+    return CaptureError(f"capturing {user_frame() or 'the forward pass'}", found, why, write)
 
 
 class SideEffectError(CaptureError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from importlib import import_module
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from meshwright.layout import TorchValue
 from meshwright.tensor import grouped_product
 
 Operator = OpOverload
@@ -42,7 +43,7 @@ FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
 """A tensor that has a shape, a dtype and a device, but no data."""
 
 
-def forget_numbers(x: Any) -> None:
+def forget_numbers(x: TorchValue) -> None:
     """Remove the constant elements that a fake tensor may know."""
     x.constant = None
 
@@ -54,13 +55,13 @@ DataDependent = (
 )
 """Errors that fake tensors raise when Python code reads their elements."""
 
-interception_off: Any = torch._C.DisableTorchFunctionSubclass
+interception_off: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
 """Context in which DistTensors act as their plain local tensors."""
 
-unrecorded: Any = _disable_current_modes
+unrecorded: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """Context in which calls are not recorded."""
 
-no_modes: Any = _disable_current_modes
+no_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """Context in which the caller's dispatch modes see no calls."""
 
 
@@ -74,7 +75,7 @@ def dispatch_modes() -> tuple[Any, ...]:
     return tuple(_get_current_dispatch_mode_stack())
 
 
-_autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 - not in torch's stubs
+_autograd: TorchValue = getattr(torch._C, "_autograd")  # noqa: B009 - not in torch's stubs
 
 
 def backward_hooks_of_all() -> list[Mapping[int, Any]]:
@@ -87,11 +88,11 @@ def saving_is_hooked() -> bool:
     return _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-_FAKE_KERNELS: Any = fake_impls.op_implementations_dict
+_FAKE_KERNELS: TorchValue = fake_impls.op_implementations_dict
 """Operator → kernel for fake tensors, if the kernel of the meta device cannot be used."""
 
 
-def _grouped(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _grouped(mode: FakeTensorMode, op: OpOverload, *args: TorchValue, **kwargs: TorchValue) -> torch.Tensor:
     """Return the grouped matrix product on fake tensors, which torch's own kernel refuses, as on the meta device."""
     with mode:
         return grouped_product(*args, **kwargs)
@@ -110,7 +111,7 @@ def _flags_of_backends() -> list[Callable[[], Any]]:
     return [*found, *kinds]
 
 
-_Flag: Any = getattr(torch.backends, "ContextProp", None)
+_Flag: type | None = getattr(torch.backends, "ContextProp", None)
 _FLAGS: list[Callable[[], Any]] = _flags_of_backends()
 
 
@@ -140,7 +141,7 @@ def imagining(mode: FakeTensorMode) -> Generator[FakeTensorMode]:
         yield mode
 
 
-def memory_of(x: torch.Tensor) -> Any:
+def memory_of(x: torch.Tensor) -> int:
     """Return a key that is equal for tensors in the same memory, including fake tensors."""
     return x.untyped_storage()._cdata
 
@@ -159,7 +160,7 @@ next_gradient_number: Callable[[], int] = import_module("torch._C._autograd")._g
 
 def running_gradient_number() -> int | None:
     """Return the sequence number of the autograd node whose backward function runs; None outside of any."""
-    node: Any = torch._C._current_autograd_node()
+    node: TorchValue = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
@@ -175,7 +176,7 @@ _MOST_FAKE_RESULTS = 1 << 14
 """Results on fake tensors that torch may remember; it has no bound of its own."""
 
 
-def new_sizes(**options: Any) -> symbolic_shapes.ShapeEnv:
+def new_sizes(**options: TorchValue) -> symbolic_shapes.ShapeEnv:
     """Return a new ShapeEnv for a recording; torch forgets what it remembers of earlier ones.
 
     torch's caches hold every ShapeEnv for ever, and each ShapeEnv holds what was computed with its sizes. They are
@@ -196,37 +197,42 @@ def new_sizes(**options: Any) -> symbolic_shapes.ShapeEnv:
 
 _numbers = count()
 """Counter for the names of symbols' sources, by which torch identifies symbols."""
+_DYNAMIC = symbolic_shapes.DimDynamic.DYNAMIC
 
 
-def symbolic_float(mode: FakeTensorMode, name: str, hint: float) -> Any:
+def _new_source(name: str) -> ConstantSource:
+    return ConstantSource(f"{name}_{next(_numbers)}")
+
+
+def symbolic_float(mode: FakeTensorMode, name: str, hint: float) -> TorchValue:
     """Return a new symbolic float in the ShapeEnv of `mode`."""
-    env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
-    symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC)
+    env, source = _world(mode), _new_source(name)
+    symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=_DYNAMIC)
     return env.create_symfloatnode(symbol, hint=hint, source=source)
 
 
-def symbolic_int(mode: FakeTensorMode, name: str, hint: int) -> Any:
+def symbolic_int(mode: FakeTensorMode, name: str, hint: int) -> TorchValue:
     """Return a new symbolic integer in the ShapeEnv of `mode`."""
-    env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
-    symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=symbolic_shapes.DimDynamic.DYNAMIC)
+    env, source = _world(mode), _new_source(name)
+    symbol = env.create_unspecified_symbol(hint, source=source, dynamic_dim=_DYNAMIC)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
-def symbolic_count(mode: FakeTensorMode, name: str, hint: int) -> Any:
+def symbolic_count(mode: FakeTensorMode, name: str, hint: int) -> TorchValue:
     """Return a new symbolic positive integer in the ShapeEnv of `mode`; powers of it need no guard."""
-    env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
-    symbol = env.create_symbol(hint, source, symbolic_shapes.DimDynamic.DYNAMIC, None, True, True)
+    env, source = _world(mode), _new_source(name)
+    symbol = env.create_symbol(hint, source, _DYNAMIC, None, True, True)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
-def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:
+def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> TorchValue:
     """Return a new symbolic size of at least two in the ShapeEnv of `mode`."""
-    env, source = _world(mode), ConstantSource(f"{name}_{next(_numbers)}")
-    symbol = env.create_symbol(hint, source, symbolic_shapes.DimDynamic.DYNAMIC, None, True)
+    env, source = _world(mode), _new_source(name)
+    symbol = env.create_symbol(hint, source, _DYNAMIC, None, True)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
-def named_symbol(world: symbolic_shapes.ShapeEnv, name: str, kind: str, hint: int) -> Any:
+def named_symbol(world: symbolic_shapes.ShapeEnv, name: str, kind: str, hint: int) -> int | torch.SymInt:
     """Return a symbol of this name: a "size" of at least two, a "number", or one that is "found" while a program runs.
 
     torch derives a symbol's number from its source. Here the number in the name is used, if there is one.
@@ -236,15 +242,14 @@ def named_symbol(world: symbolic_shapes.ShapeEnv, name: str, kind: str, hint: in
     source = ConstantSource(name)
     if name[1:].isdigit():
         world._generate_unique_id = lambda source_name: int(name[1:])
-    dynamic = symbolic_shapes.DimDynamic.DYNAMIC
     if kind == "size":
-        symbol = world.create_symbol(hint, source, dynamic, None, True)
+        symbol = world.create_symbol(hint, source, _DYNAMIC, None, True)
     else:
-        symbol = world.create_unspecified_symbol(hint, source, dynamic)
+        symbol = world.create_unspecified_symbol(hint, source, _DYNAMIC)
     return world.create_symintnode(symbol, hint=hint, source=source)
 
 
-def known_hint(symbol: Any, world: symbolic_shapes.ShapeEnv) -> int | None:
+def known_hint(symbol: TorchValue, world: symbolic_shapes.ShapeEnv) -> int | None:
     """Return the value of the symbol at its creation; None for a symbol that is found while a program runs."""
     hint = world.backed_var_to_val.get(symbol)
     return None if hint is None else int(hint)
@@ -288,7 +293,7 @@ def compile_graph(
         warnings.simplefilter("ignore", DeprecationWarning)  # from Inductor's own imports
         from torch._inductor.compile_fx import compile_fx
     patches = {"fallback_random": True, **options}  # random numbers as in eager torch, in the same order
-    made: Any = compile_fx(module, list(examples), config_patches=patches)
+    made: TorchValue = compile_fx(module, list(examples), config_patches=patches)
     return _as_kernels_take_it(made, written)
 
 
@@ -309,7 +314,7 @@ def _as_kernels_take_it(call: Callable[..., Any], written: Sequence[int]) -> Cal
     """
     pending = [True]
 
-    def run(*args: Any) -> Any:
+    def run(*args: torch.Tensor) -> TorchValue:
         rows = [x if x.is_contiguous() else x.contiguous() for x in args]
         if pending:
             pending.clear()

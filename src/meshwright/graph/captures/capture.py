@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import communicator_lookups
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor, full_tensor, map_leaves
 
 from .._errors import SideEffectError
@@ -123,9 +123,9 @@ def capture(
         return checksum is not None and is_known is not None and is_known(checksum)
 
     def run() -> Capture:
-        return _captured(module, call, batch, dynamic or {}, most)
+        return _capture_once(module, call, batch, dynamic or {}, most)
 
-    done = check_repeatable(roots, run, Comparison(_same, known, _numbers_of, _asked_by), asked, beside or {})
+    done = check_repeatable(roots, run, Comparison(_same_program, known, _numbers_of, _asked_by), asked, beside or {})
     found, ran = done.gave, done.ran
     own = communicator_lookups() > reads or ran.asks_thread or found.symbols or _holds_objects(found.program)
     return replace(found, ran=ran, checksum=checksum, recording=None, places=done.places, is_own=bool(own))
@@ -146,14 +146,14 @@ def captured_for(captured: Capture, module: nn.Module, roots: Mapping[str, Any])
     `roots` are all objects that count for the places. The batch, and the state of torch, have to be alike too.
     """
     slots = model_tensors(module)
-    if captured.places is None or captured.is_own or list(map(_look, slots)) != captured.looks:
+    if captured.places is None or captured.is_own or list(map(_tensor_state, slots)) != captured.looks:
         return None
     tensors = {id(other.tensor): slot.tensor for slot, other in zip(slots, captured.slots, strict=True)}
     places = captured.places.of_twin(roots, tensors)
     return None if places is None else replace(captured, slots=slots, ran=places.ran.copy(), places=places)
 
 
-def _look(slot: ModelTensor) -> Any:
+def _tensor_state(slot: ModelTensor) -> tuple[object, ...]:
     """Return all that a pass can see of a parameter or buffer, without the attributes that users give it."""
     x = slot.tensor
     keys = tuple(key for _, key in slot.places)
@@ -167,7 +167,7 @@ def _checksum(program: Program, ran: Executed) -> str | None:
     return None if meaning is None else sha256("\n".join([meaning, *codes]).encode()).hexdigest()
 
 
-def _same(first: Capture, second: Capture) -> bool:
+def _same_program(first: Capture, second: Capture) -> bool:
     """True if the programs have the same text and equal constants, before or after constant folding.
 
     Folding is needed if the first pass caches a table that the second pass sees as a constant or a new buffer.
@@ -193,7 +193,7 @@ def _numbers_of(first: Capture, kept: Sequence[Tensor]) -> list[Tensor] | None:
     return [full_tensor(known[v]) for v in values] if all(v in known for v in values) else None
 
 
-def _captured(
+def _capture_once(
     module: nn.Module,
     call: Callable[..., Any],
     batch: Sequence[Any],
@@ -207,21 +207,21 @@ def _captured(
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=sizes)
     stage = CaptureEnvironment(module, mode, recording, DynamicSizes(mode, recording, dynamic), most)
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
-    args = _given_batch(stage, tuple(batch))
-    with _swapped(slots, fakes):
+    args = _fake_batch(stage, tuple(batch))
+    with _with_fakes(slots, fakes):
         with stage.watching():
             out = called(call, args)
-        assigned = _assigned(slots, fakes)
+        assigned = _replaced_buffers(slots, fakes)
     outputs = recording.tree_of(out)
     values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
     program = Program(tuple(recording.inputs), tuple(recording.nodes), outputs, tuple(writes.items()))
     check_late_writes(program, recording.detached_writes)
-    opened, asked, looks = tuple(stage.sizes.open), tuple(stage.asked), list(map(_look, slots))
+    opened, asked, looks = tuple(stage.sizes.open), tuple(stage.asked), list(map(_tensor_state, slots))
     return Capture(program, slots, mode, stage.sizes.values, opened, asked, recording=recording, looks=looks)
 
 
-def _assigned(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _replaced_buffers(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return the buffers that the forward pass replaced, each with its new tensor.
 
     Raises SideEffectError for a replaced parameter, and for a buffer whose shape or dtype changed.
@@ -243,11 +243,11 @@ def _assigned(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> list[tup
     return found
 
 
-def _given_batch(stage: CaptureEnvironment, batch: tuple[Any, ...]) -> Any:
+def _fake_batch(stage: CaptureEnvironment, batch: tuple[TorchValue, ...]) -> TorchValue:
     """Return the batch with fake tensors. Each one is an input; its source is its index among the batch's leaves."""
     number = count()
 
-    def given(x: Any) -> Any:
+    def given(x: TorchValue) -> TorchValue:
         at = next(number)
         if not isinstance(x, Tensor):
             return x
@@ -257,7 +257,7 @@ def _given_batch(stage: CaptureEnvironment, batch: tuple[Any, ...]) -> Any:
 
 
 @contextmanager
-def _swapped(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> Generator[None]:
+def _with_fakes(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> Generator[None]:
     """Replace the modules' tensors by the fake tensors inside the context."""
     try:
         for slot, fake in zip(slots, fakes, strict=True):

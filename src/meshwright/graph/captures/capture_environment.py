@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout import MeshwrightError, Spec, user_frame, user_line
+from meshwright.layout import MeshwrightError, Spec, TorchValue, user_frame, user_line
 from meshwright.tensor import (
     STAGE_SPLIT,
     DistTensor,
@@ -27,10 +27,11 @@ from meshwright.tensor import (
     transforming,
 )
 
-from .._errors import CaptureError
+from .._errors import CaptureError, capture_error
 from ..guards import unobserved, unobserved_if_torchs
 from ..program.effects import is_random_operator, writes_to
 from ..program.node import Node, Origin
+from ..program.program import Role
 from ..recording.dynamic_sizes import DynamicSizes
 from ..recording.recording import Recording, written_by
 from ..torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
@@ -44,7 +45,7 @@ _WITHOUT_MEMORY = ('set the storage of a tensor on device "meta"', "Cannot acces
 """Texts of torch's errors for code that accesses the memory of a fake tensor."""
 
 
-def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
+def called(call: Callable[..., TorchValue], args: Sequence[TorchValue]) -> TorchValue:
     """Return `call(*args)`. Errors that fake tensors cause are converted to CaptureError."""
     try:
         with failures_told():
@@ -54,8 +55,8 @@ def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     except (*DataDependent, TypeError) as error:
         if isinstance(error, TypeError) and FakeTensor.__name__ not in str(error):  # a fake tensor used as a number
             raise
-        raise CaptureError(
-            f"capturing {user_line(error.__traceback__) or 'the forward pass'}",
+        raise _error_at(
+            error,
             str(error).split("\n")[0],
             "Python needs a tensor's numbers there, but a captured tensor has none",
             WITHOUT_NUMBERS,
@@ -64,8 +65,8 @@ def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
         found = next((text for text in _WITHOUT_MEMORY if text in str(error)), None)
         if found is None:
             raise
-        raise CaptureError(
-            f"capturing {user_line(error.__traceback__) or 'the forward pass'}",
+        raise _error_at(
+            error,
             str(error).split("\n")[0],
             "while a model is captured, tensors have no memory to copy or share",
             "use x.clone() instead of copy.copy, copy.deepcopy and set_, and use dense tensors",
@@ -73,19 +74,23 @@ def called(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     except AttributeError as error:
         if not isinstance(error.obj, FakeTensor) or not hasattr(DistTensor, error.name or ""):
             raise
-        raise CaptureError(
-            f"capturing {user_line(error.__traceback__) or 'the forward pass'}",
+        raise _error_at(
+            error,
             f".{error.name} of a tensor",
             "a model is captured as for one device; layouts are decided later",
             "use mw.reshard(x, mesh, placements) to set a layout, and mw.local_map for a function of local parts",
         ) from error
 
 
+def _error_at(error: Exception, found: str, why: str, write: str) -> CaptureError:
+    """Return the error for the user's line that raised `error`."""
+    return CaptureError(f"capturing {user_line(error.__traceback__) or 'the forward pass'}", found, why, write)
+
+
 def _check_whole(leaves: Sequence[Any]) -> None:
     for x in leaves:
         if isinstance(x, DistTensor):
-            raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}",
+            raise capture_error(
                 f"a distributed tensor {x.spec!r} from outside the model",
                 "a model is captured as for one device: only parameters, buffers and batch may be distributed",
                 "make the tensor a buffer of the model (for the loss: model.loss = loss), or a part of the batch",
@@ -118,10 +123,13 @@ class CaptureEnvironment:
         self.in_node = False
         recording.origin = self.origin
 
-    def given(self, x: Tensor, role: Any, name: str, spec: Spec | None, source: Any = None) -> Tensor:
-        """Return a fake unsharded tensor for `x`, which becomes an input of the program."""
-        shape = self.sizes.of(x, source) if role == "batch" else tuple(x.shape)
-        if spec is not None and role == "batch":
+    def given(self, x: Tensor, role: Role, name: str, spec: Spec | None, leaf: int | None = None) -> Tensor:
+        """Return a fake unsharded tensor for `x`, which becomes an input of the program.
+
+        `leaf` is the index of `x` among the leaves of the batch, if it is one.
+        """
+        shape = tuple(x.shape) if leaf is None else self.sizes.of(x, leaf)
+        if spec is not None and leaf is not None:
             spec = Spec(spec.mesh, spec.layout, shape, spec.dtype)
         with self.mode:
             fake = torch.empty(shape, dtype=x.dtype, device=_device(x))
@@ -132,7 +140,7 @@ class CaptureEnvironment:
         if isinstance(x, nn.Parameter):
             fake._is_param = True
         note_spec(fake, spec)
-        self.recording.add_input(fake, role, name, spec, source)
+        self.recording.add_input(fake, role, name, spec, leaf)
         return fake
 
     def origin(self) -> Origin:
@@ -161,7 +169,7 @@ class CaptureEnvironment:
     def _left(self) -> None:
         self.path.pop()
 
-    def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> TorchValue:
         """Run an operator. Random operators, and operators with symbolic sizes, return fake tensors."""
         leaves = list(leaves_in((args, kwargs)))
         _check_whole(leaves)
@@ -178,17 +186,15 @@ class CaptureEnvironment:
         with self.mode:
             return unobserved_if_torchs(op)(*args, **kwargs)
 
-    def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
+    def note(self, op: Operator, args: TorchValue, kwargs: TorchValue, out: TorchValue) -> None:
         if transforming():
-            raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}",
+            raise capture_error(
                 f"{op} inside a transform of torch.func",
                 "inside a transform, tensors are wrappers of torch, which programs do not have",
                 "pass Strategy(full_graph=False), which runs code that cannot be captured in Python",
             )
         if any(isinstance(leaf, torch.Generator) for leaf in leaves_in((args, kwargs))):
-            raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}",
+            raise capture_error(
                 f"{op} with its own generator",
                 "a program draws from torch's default generator, and would not advance another one",
                 "leave out `generator=`, and call torch.manual_seed(seed)",
@@ -204,7 +210,7 @@ class CaptureEnvironment:
             if self.most is not None and len(self.recording.nodes) > self.most:
                 raise _too_long(self.recording.nodes, self.most)
 
-    def _is_sized_by_constants(self, op: Operator, args: Any, kwargs: Any) -> bool:
+    def _is_sized_by_constants(self, op: Operator, args: TorchValue, kwargs: TorchValue) -> bool:
         """True for an operator whose result's shape depends on the elements of its operands, if all are constants."""
         tensors = list(tensors_in((args, kwargs)))
         if not tensors or any(isinstance(x, FakeTensor) for x in tensors):
@@ -213,14 +219,13 @@ class CaptureEnvironment:
             return False
         return _needs_numbers(op, args, kwargs) and self._is_answered(op, args, kwargs)
 
-    def _is_answered(self, op: Operator, args: Any, kwargs: Any) -> bool:
+    def _is_answered(self, op: Operator, args: TorchValue, kwargs: TorchValue) -> bool:
         """True if Python code reads elements of constants only.
 
         Raises CaptureError if the elements may differ between runs, and for an assignment `x.data = y`.
         """
         if op._schema.name == "aten::_has_compatible_shallow_copy_type":
-            raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}",
+            raise capture_error(
                 "an assignment x.data = y",
                 "x would share the memory of y from then on, but a program keeps the memory of its tensors",
                 "write x.copy_(y), under torch.no_grad() if x is a parameter",
@@ -229,8 +234,7 @@ class CaptureEnvironment:
         behind = [self.recording.constants_behind(v) for v in values]
         written = any(map(self.outside.was_written, tensors_in((args, kwargs))))
         if written or None in behind:
-            raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}",
+            raise capture_error(
                 f"{op._schema.name} of a tensor without numbers",
                 "Python needs a tensor's numbers there, but a captured tensor has none",
                 WITHOUT_NUMBERS,
@@ -238,7 +242,9 @@ class CaptureEnvironment:
         self.asked += [x for constants in behind for x in constants or ()]
         return bool(values)
 
-    def opaque(self, op: Callable[..., Any], args: tuple[Any, ...], shown: Callable[[], Any]) -> Any:
+    def opaque(
+        self, op: Callable[..., Any], args: tuple[TorchValue, ...], shown: Callable[[], TorchValue]
+    ) -> TorchValue:
         """Record a call as one node; `shown()` returns its result as fake unsharded tensors.
 
         Nested calls, such as a user's function that another one calls, are part of the node.
@@ -259,7 +265,7 @@ class CaptureEnvironment:
         return out
 
 
-def _needs_numbers(op: Operator, args: Any, kwargs: Any) -> bool:
+def _needs_numbers(op: Operator, args: TorchValue, kwargs: TorchValue) -> bool:
     """True if torch cannot infer the shape of the result without the elements of the operands."""
 
     def numberless(x: Tensor) -> Tensor:

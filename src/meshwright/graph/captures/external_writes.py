@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.layout import user_frame
+from meshwright.layout import TorchValue
 from meshwright.tensor import map_tensors, tensors_in
 
-from .._errors import CaptureError
+from .._errors import CaptureError, capture_error
 from ..completion.stage_sends import meshes_of
 from ..program.effects import is_view, writes_to
 from ..program.node import ArgumentPosition
@@ -32,9 +31,9 @@ class ExternalTensors:
     """The external tensors that were written to, identified by their memory, and the fake tensors for them."""
 
     mode: FakeMode
-    _written: set[Any] = field(default_factory=set[Any])
-    _arrays: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
-    _fakes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, Any])
+    _written: set[int] = field(default_factory=set[int])
+    _arrays: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _fakes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict[int, tuple[Tensor, Tensor]])
 
     def was_written(self, x: Tensor) -> bool:
         """True if the tensor is in external memory that was written to."""
@@ -53,21 +52,20 @@ class ExternalTensors:
         Raises CaptureError for a tensor in the memory of a NumPy array.
         """
         if self._arrays and any(memory_of(x) in self._arrays for x in written.values()):
-            raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}",
+            raise capture_error(
                 "a write to a tensor in the memory of a NumPy array",
                 "a program does not know if each call makes a new array, and would not change the array",
                 "copy the array with torch.tensor(array), or make the tensor outside of forward() and the loss",
             )
         self._written |= {memory_of(x) for x in written.values() if not isinstance(x, FakeTensor) and not inside(x)}
 
-    def stands_in(self, op: Operator, args: Any) -> bool:
+    def stands_in(self, op: Operator, args: TorchValue) -> bool:
         """True if the operator must run on fake tensors; one that only takes a view runs on the tensor itself."""
         if not self._written or not any(map(self.was_written, tensors_in(args))):
             return False
-        return bool(writes_to(op)) or not _looks(op)
+        return bool(writes_to(op)) or not _returns_view(op)
 
-    def run(self, op: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> TorchValue:
         """Return the operator's results without writing.
 
         Raises CaptureError if the write changes the shape of a tensor or adds a gradient history.
@@ -88,19 +86,19 @@ class ExternalTensors:
         return self._fakes[id(x)][1]
 
 
-def takes_view(op: Operator, args: Any) -> bool:
+def takes_view(op: Operator, args: TorchValue) -> bool:
     """True if the operator takes a view of a real tensor: a write through the view must reach the tensor."""
     first = args[0] if args else None
-    return isinstance(first, Tensor) and not isinstance(first, FakeTensor) and not writes_to(op) and _looks(op)
+    return isinstance(first, Tensor) and not isinstance(first, FakeTensor) and not writes_to(op) and _returns_view(op)
 
 
-def real_view(op: Operator, args: Any, kwargs: Any) -> Any:
+def real_view(op: Operator, args: TorchValue, kwargs: TorchValue) -> Tensor:
     """Return the view as a real tensor, with fake tensor modes disabled."""
     with no_modes():
         return op(*args, **kwargs)
 
 
-def _looks(op: Operator) -> bool:
+def _returns_view(op: Operator) -> bool:
     name = op._schema.name.split("::")[1]
     return name not in FRESH and (is_view(op) or name in IDENTITIES)
 
@@ -109,8 +107,7 @@ def _check_kept(x: Tensor, fake: Tensor) -> None:
     """Raise CaptureError for a write that gives the tensor another shape or a gradient history."""
     if (fake.requires_grad and not x.requires_grad) or fake.shape != x.shape:
         found = "a value that requires gradients" if fake.requires_grad else f"the shape {tuple(fake.shape)}"
-        raise CaptureError(
-            f"capturing {user_frame() or 'the forward pass'}",
+        raise capture_error(
             f"a write to an outside tensor of shape {tuple(x.shape)}, which gets {found}",
             "the tensor is kept from step to step, so a later backward pass would reach into earlier steps",
             "write a detached value (detach()) of the tensor's own shape",

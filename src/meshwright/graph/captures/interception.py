@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.layout import user_frame
+from meshwright.layout import TorchValue, user_frame
 from meshwright.tensor import Opaque, functions_passed_to, tensors_in
 
-from .._errors import CaptureError
+from .._errors import CaptureError, capture_error
 from ..torch_hooks import backward_hooks_of_all
 
 
@@ -27,7 +27,7 @@ class UserFunction:
 
     function: type[torch.autograd.Function]
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> TorchValue:
         return self.function.apply(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -54,7 +54,12 @@ def intercepted(note: Opaque) -> Generator[None]:
     Raises CaptureError for uses of `.grad` and `backward()`, and for a function that returns one of its arguments.
     """
 
-    def apply(function: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def apply(
+        function: type[torch.autograd.Function],
+        call: Callable[..., TorchValue],
+        args: tuple[TorchValue, ...],
+        kwargs: dict[str, TorchValue],
+    ) -> TorchValue:
         if function is CheckpointFunction:  # passes decide about recomputation
             run, _, *rest = args
             return run(*rest)
@@ -73,17 +78,18 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.note = note
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., TorchValue], types: TorchValue, args: TorchValue = (), kwargs: TorchValue = None
+    ) -> TorchValue:
         kwargs = kwargs or {}
         if func is Tensor.register_hook:
             x, fn = (*args, *kwargs.values())
-            handle: Any = func(x, fn)  # refuses what torch refuses
+            handle: RemovableHandle = func(x, fn)  # refuses what torch refuses
             handle.remove()
             self.note(Hook(fn), (x,), lambda: None)
             return RemovableHandle(OrderedDict[int, Any]())
         if func in _REFUSED:
-            raise CaptureError(
-                f"capturing {user_frame() or 'the forward pass'}",
+            raise capture_error(
                 f"a use of {_REFUSED[func]}",
                 "a captured forward pass runs once, before any gradient exists",
                 "use torch.autograd.grad for gradients inside the loss; the step itself runs the backward pass",
@@ -91,8 +97,8 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_GRAD: Any = Tensor.grad
-_REFUSED: dict[Any, str] = {
+_GRAD: TorchValue = Tensor.grad
+_REFUSED: dict[Callable[..., TorchValue], str] = {
     Tensor.backward: "backward()",
     Tensor.retain_grad: "retain_grad()",
     Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook()",
@@ -101,7 +107,7 @@ _REFUSED: dict[Any, str] = {
 }
 
 
-def _check_fresh(function: Any, args: tuple[Any, ...], out: Any) -> None:
+def _check_fresh(function: type[torch.autograd.Function], args: tuple[TorchValue, ...], out: TorchValue) -> None:
     if any(r is a for r in tensors_in(out) for a in tensors_in(args)):
         raise CaptureError(
             f"capturing {user_frame()}",

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from meshwright.comm import PendingConversion, current_communicator
+from meshwright.layout import TorchValue
 from meshwright.reshard import AllReduce, Plan, Purpose
 
 from ..analysis.live_memory import read_last
 from ..program.effects import is_view
-from ..program.node import Conversion, Node, Start, Value, Wait, map_values
+from ..program.node import Conversion, Node, Op, Start, Value, Wait, map_values
 from ..program.program import Program
 
 Run = Callable[..., tuple[Any, list[Any]]]
@@ -26,7 +27,7 @@ def to_fx(
     program: Program,
     op_of: Callable[[Node], Callable[..., Any] | None] = lambda node: None,
     numbers: Mapping[Value, Any] | None = None,
-    results: Any = None,
+    results: TorchValue = None,
 ) -> fx.GraphModule:
     """Return the program as a torch.fx module that returns the tuple (outputs, written values), or `results`.
 
@@ -39,21 +40,21 @@ def to_fx(
         known[given.value] = graph.placeholder(_identifier(n, given.value.name))
     for node in program.nodes:
         args, kwargs = map_values(lambda v: known[v], (tuple(node.args), dict(node.kwargs)))
-        target = op_of(node) or _plainly(node.op, node.origin.purpose)
+        target = op_of(node) or _default_function(node.op, node.origin.purpose)
         made = graph.call_function(target, args, kwargs)
-        _bind(graph, made, node.out, known)
+        _bind_results(graph, made, node.out, known)
     ends = results if results is not None else (program.outputs, [v for _, v in program.writes])
     graph.output(map_values(lambda v: known[v], ends))
     return fx.GraphModule({}, graph)
 
 
-def _bind(graph: fx.Graph, made: fx.Node, out: Any, known: dict[Value, Any]) -> None:
+def _bind_results(graph: fx.Graph, made: fx.Node, out: TorchValue, known: dict[Value, Any]) -> None:
     if isinstance(out, Value):
         known[out] = made
     elif isinstance(out, (tuple, list)):
         for at, item in enumerate(out):
             if item is not None:
-                _bind(graph, graph.call_function(getitem, (made, at)), item, known)
+                _bind_results(graph, graph.call_function(getitem, (made, at)), item, known)
 
 
 def _identifier(n: int, name: str) -> str:
@@ -64,18 +65,20 @@ def _identifier(n: int, name: str) -> str:
     return f"x{n}_" + re.sub(r"\W", "_", name)
 
 
-def _plainly(op: Any, purpose: Purpose) -> Callable[..., Any]:
+def _default_function(op: Op, purpose: Purpose) -> Callable[..., Any]:
     if isinstance(op, Start):
         return start_function(op.carry, purpose)
     if isinstance(op, Wait):
-        return _arrived
+        return _wait_for
     if op is torch.ops.aten.view.default:  # a fake tensor may have other strides than the kernel's result
         return torch.ops.aten.reshape.default
-    return step_function(op, purpose) if isinstance(op, Conversion) else op if hasattr(op, "__name__") else _named(op)
+    if isinstance(op, Conversion):
+        return step_function(op, purpose)
+    return op if hasattr(op, "__name__") else _with_name(op)
 
 
-def _named(op: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _with_name(op: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         return op(*args, **kwargs)
 
     return call
@@ -83,14 +86,14 @@ def _named(op: Callable[..., Any]) -> Callable[..., Any]:
 
 def step_function(op: Conversion, purpose: Purpose | None = None) -> Callable[[Tensor], Tensor]:
     """Return the step as a function of the local tensor, on the caller's communicator."""
-    ways: dict[Any, Plan] = {}
+    plans: dict[torch.Size | None, Plan] = {}
 
     def carry(x: Tensor) -> Tensor:
         key = x.shape if symbolic else None
-        way = ways.get(key)
-        if way is None:
-            way = ways[key] = op.of_part(tuple(x.shape), purpose)
-        return current_communicator().convert(way, x)
+        plan = plans.get(key)
+        if plan is None:
+            plan = plans[key] = op.of_part(tuple(x.shape), purpose)
+        return current_communicator().convert(plan, x)
 
     symbolic = op.src.is_symbolic
     return carry
@@ -112,9 +115,9 @@ def overwriting_step_function(op: Conversion, purpose: Purpose | None = None) ->
         here = current_communicator()
         if here.rank not in op.src.mesh:
             return whole(x)
-        return here.all_reduce(x, step.op, step.group(way.src, here.rank), over=True)
+        return here.all_reduce(x, step.op, step.group(plan.src, here.rank), over=True)
 
-    way = Plan(op.src, op.dst, (step,), purpose)
+    plan = Plan(op.src, op.dst, (step,), purpose)
     return reduce
 
 
@@ -122,13 +125,13 @@ def start_function(op: Conversion, purpose: Purpose | None = None) -> Callable[[
     """Return a function of the local tensor that starts the step."""
 
     def start(x: Tensor) -> PendingConversion:
-        return current_communicator().start(op.of_part(tuple(x.shape), purpose) if op.src.is_symbolic else way, x)
+        return current_communicator().start(op.of_part(tuple(x.shape), purpose) if op.src.is_symbolic else plan, x)
 
-    way = Plan(op.src, op.dst, (op.step,), purpose)
+    plan = Plan(op.src, op.dst, (op.step,), purpose)
     return start
 
 
-def _arrived(started: PendingConversion, x: Tensor) -> Tensor:
+def _wait_for(started: PendingConversion, x: Tensor) -> Tensor:
     return started.wait()
 
 
@@ -139,7 +142,7 @@ def runner(program: Program) -> Run:
         program, lambda node: overwriting_step_function(over[node], node.origin.purpose) if node in over else None
     )
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: TorchValue) -> tuple[TorchValue, list[TorchValue]]:
         with torch.no_grad():
             out, written = module(*inputs)
             for at in both:

@@ -7,7 +7,7 @@ one tensor, `order`: Inductor then neither removes nor reorders communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Communicator, PendingConversion, current_communicator
+from meshwright.layout import TorchValue
 
 from ..program.node import Conversion, Node, Start, Value, Wait, tensor_dtype, values_in
 from ..program.program import Input, Program
@@ -58,7 +59,7 @@ def _carry(x: Tensor, order: Tensor, number: int) -> Tensor:
     return _CALLS[number](x)
 
 
-def _shown(x: Tensor, order: Tensor, number: int) -> Tensor:
+def _shape_of_result(x: Tensor, order: Tensor, number: int) -> Tensor:
     return x.new_empty(current_communicator().local_shape(_CARRIED[number].dst))
 
 
@@ -69,7 +70,7 @@ def _reduce_over(x: Tensor, order: Tensor, number: int) -> None:
         x.copy_(out)
 
 
-def _shown_over(x: Tensor, order: Tensor, number: int) -> None:
+def _shape_of_nothing(x: Tensor, order: Tensor, number: int) -> None:
     return None
 
 
@@ -85,7 +86,7 @@ def _start(x: Tensor, order: Tensor, number: int) -> Tensor:
     return torch.tensor([ticket], device="cpu")
 
 
-def _shown_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
+def _shape_of_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
     return torch.empty(1, dtype=torch.int64, device="meta")
 
 
@@ -94,15 +95,15 @@ def _wait(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
     return _BEGUN.pop(int(ticket)).wait()
 
 
-def _shown_later(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
-    return _shown(x, order, number)
+def _shape_of_waited(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
+    return _shape_of_result(x, order, number)
 
 
 for _name, _real, _meta in (
-    ("carry", _carry, _shown),
-    ("reduce_over", _reduce_over, _shown_over),
-    ("start", _start, _shown_ticket),
-    ("wait", _wait, _shown_later),
+    ("carry", _carry, _shape_of_result),
+    ("reduce_over", _reduce_over, _shape_of_nothing),
+    ("start", _start, _shape_of_ticket),
+    ("wait", _wait, _shape_of_waited),
 ):
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _meta, "Meta")
@@ -115,13 +116,15 @@ class Kernels:
     call: Callable[..., Any]
     nodes: tuple[Node, ...]
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: TorchValue) -> TorchValue:
         return self.call(*args)
 
     def __repr__(self) -> str:
         return f"kernels of {len(self.nodes)} operators"
 
 
+Write = tuple[Value, Value]
+"""An input that a program writes to, and its value afterwards."""
 Make = Callable[[Program, dict[Value, int]], Callable[..., Any]]
 """`make(part, numbers)` returns a function for a part of a program; `numbers` maps some of its values to constants."""
 
@@ -144,28 +147,61 @@ def compiled(
     parts = regions(program, rank_numbers)
     if not parts.kernels:
         return program
-    inside = {v for n in parts.kernels for v in n.outs}
-    written = _written_inside(program, parts, inside) if writes and make is None else ()
+    written = _written_inside(program, parts) if writes and make is None else ()
     outside = tuple(pair for pair in program.writes if pair not in written)
-    needed = {v for n in parts.behind for v in n.ins} | {*values_in(program.outputs), *(v for _, v in outside)}
-    gives = tuple(v for n in parts.kernels for v in n.outs if v in needed)
-    wanted = (v for v in (*(v for n in parts.kernels for v in n.ins), *(x for x, _ in written)) if v not in inside)
-    reads = [v for v in dict.fromkeys(wanted) if v not in rank_numbers and v is not parts.packed]
-    copies = [Node(aten.copy_.default, (x, v), {}, Value(f"{x.name}_written", x.shape, x.dtype)) for x, v in written]
-    order = Value("order", (1,), torch.float32)
-    in_order = {node: _in_order(node, order) for node in parts.kernels if _carried(node)}
-    over = {in_order[node] for node in reductions_over(program) if node in in_order}
-    takes = [*([order] if in_order else []), *reads, *([parts.packed] if parts.numbers else [])]
-    inputs = tuple(Input(v, "batch", v.name) for v in takes)
-    part = Program(inputs, (*(in_order.get(n, n) for n in parts.kernels), *copies), gives, rank=program.rank)
+    reads, gives = _reads(parts, written, rank_numbers), _results(program, parts, outside)
+    part, ordered = _kernel_program(parts, written, reads, gives, program.rank)
     if make is not None:
         call = make(part, rank_numbers)
     else:
-        call = _compile(part, rank_numbers, over, options or {}, len(written))
-    call = partial(call, torch.zeros(1, dtype=torch.float32, device="cpu")) if in_order else call
+        call = _compile(part, rank_numbers, _overwriting(program, ordered), options or {}, len(written))
+    if ordered:
+        call = partial(call, torch.zeros(1, dtype=torch.float32, device="cpu"))
     kernels = Kernels(_packing(call, len(reads)) if parts.numbers else call, parts.kernels)
     node = Node(kernels, (*reads, *parts.numbers), {}, gives, parts.kernels[0].origin)
     return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
+
+
+def _written_inside(program: Program, parts: Regions) -> tuple[Write, ...]:
+    """Return the writes that kernels do: of inputs that no later node reads and no result shares memory with."""
+    made = set(parts.made)
+    read_behind = {v for n in parts.behind for v in n.ins}
+    looked_at = {origin_of(program, v) for v in program.results} | read_behind
+    return tuple((x, v) for x, v in program.writes if v in made and x not in looked_at)
+
+
+def _reads(parts: Regions, written: Iterable[Write], known: Iterable[Value]) -> tuple[Value, ...]:
+    """Return the values that kernels read or write to, without their own, the packed numbers, and constants."""
+    read = [*(v for n in parts.kernels for v in n.ins), *(x for x, _ in written)]
+    others = {*parts.made, *known, parts.packed}
+    return tuple(v for v in dict.fromkeys(read) if v not in others)
+
+
+def _results(program: Program, parts: Regions, outside: Iterable[Write]) -> tuple[Value, ...]:
+    """Return the values of kernels that later nodes, outputs or writes `outside` of the kernels read."""
+    read = {v for n in parts.behind for v in n.ins} | {*values_in(program.outputs), *(v for _, v in outside)}
+    return tuple(v for v in parts.made if v in read)
+
+
+def _kernel_program(
+    parts: Regions, written: Iterable[Write], reads: Iterable[Value], gives: tuple[Value, ...], rank: int
+) -> tuple[Program, Mapping[Node, Node]]:
+    """Return the program that becomes kernels, and its communicating nodes by the nodes that they stand for.
+
+    The inputs are `order` if a node communicates, the values that kernels read, and the packed numbers if any.
+    The last nodes are the writes.
+    """
+    order = Value("order", (1,), torch.float32)
+    ordered = {node: replace(node, args=(*node.args, order)) for node in parts.kernels if _carried(node)}
+    taken = [*([order] if ordered else []), *reads, *([parts.packed] if parts.numbers else [])]
+    copies = [Node(aten.copy_.default, (x, v), {}, Value(f"{x.name}_written", x.shape, x.dtype)) for x, v in written]
+    nodes = (*(ordered.get(node, node) for node in parts.kernels), *copies)
+    return Program(tuple(Input(v, "batch", v.name) for v in taken), nodes, gives, rank=rank), ordered
+
+
+def _overwriting(program: Program, ordered: Mapping[Node, Node]) -> set[Node]:
+    """Return the all-reduces of kernels that may overwrite their operand."""
+    return {ordered[node] for node in reductions_over(program) if node in ordered}
 
 
 def _carried(node: Node) -> Conversion | None:
@@ -174,25 +210,13 @@ def _carried(node: Node) -> Conversion | None:
     return step if isinstance(step, Conversion) and step.communicates else None
 
 
-def _in_order(node: Node, order: Value) -> Node:
-    """Return a communicating node with `order` appended to its arguments."""
-    return replace(node, args=(*node.args, order))
-
-
 def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     """Return a function that packs the numbers after the first `tensors` arguments into one tensor for `call`."""
 
-    def packing(*args: Any) -> Any:
+    def packing(*args: TorchValue) -> TorchValue:
         return call(*args[:tensors], torch.tensor(args[tensors:], dtype=torch.float64, device="cpu"))
 
     return packing
-
-
-def _written_inside(program: Program, parts: Regions, inside: Container[Value]) -> tuple[tuple[Value, Value], ...]:
-    """Return the writes that kernels do: of inputs that no later node reads and no result shares memory with."""
-    read_behind = {v for n in parts.behind for v in n.ins}
-    looked_at = {origin_of(program, v) for v in program.results} | read_behind
-    return tuple((x, v) for x, v in program.writes if v in inside and x not in looked_at)
 
 
 def _compile(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import NoReturn
 
 import torch
 
@@ -49,7 +49,7 @@ def save_kernels(program: Program, here: Communicator, path: str | os.PathLike[s
     beside = Path(path).absolute().with_name(f".{token_hex(8)}.pt2")
     made: list[bool] = []
 
-    def package(part: Program, numbers: dict[Value, int]) -> Callable[..., Any]:
+    def package(part: Program, numbers: dict[Value, int]) -> Callable[..., NoReturn]:
         made.append(not written_inputs(part) and all(i.value.is_tensor for i in part.inputs))
         if made[0]:
             examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value)) for i in part.inputs]
@@ -87,5 +87,5 @@ def _is_packaged(program: Program) -> bool:
     return known and next(communication(program), None) is None
 
 
-def _no_call(*args: Any) -> Any:
+def _no_call(*args: object) -> NoReturn:
     raise AssertionError("kernels that were made for a file are not called")

@@ -11,17 +11,20 @@ import math
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
 from ..program.effects import is_assertion, is_random_call
-from ..program.node import Conversion, Node, Start, Value, Wait, map_values
+from ..program.node import Conversion, Node, Op, Start, Value, Wait, map_values
 from ..program.program import Program
 from ..recording.symbolic_numbers import maximum, minimum
 
 aten = torch.ops.aten
+Scalar = Tensor | float
+"""A number in kernels: a float64 tensor, or a constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +37,28 @@ class Regions:
     numbers: tuple[Value, ...]
     packed: Value
 
+    @property
+    def made(self) -> tuple[Value, ...]:
+        """The values that kernels compute."""
+        return tuple(v for node in self.kernels for v in node.outs)
+
 
 def regions(program: Program, known: Container[Value]) -> Regions:
     """Split the program into three parts; `known` are numbers that are constants in kernels."""
-    split = _Split(known, _first(program))
+    split = _Split(known, _scalar_nodes(program))
     split.early.update(i.value for i in program.inputs if i.role == "scalar")
     for node in program.nodes:
         split.place(node)
     packed = Value("numbers", (len(split.packed),), torch.float64)
     taken = [Node(aten.select.int, (packed, 0, at), {}, out) for at, out in enumerate(split.packed.values())]
-    behind = _needed(split.behind, program.results)
+    behind = _without_unread(split.behind, program.results)
     return Regions(tuple(split.before), (*taken, *split.kernels), behind, tuple(split.packed), packed)
 
 
 # --- nodes before the kernels ----------------------------------------------------------------------------------
 
 
-def _first(program: Program) -> set[Node]:
+def _scalar_nodes(program: Program) -> set[Node]:
     """Return the nodes on scalars that are needed for Python numbers and depend on scalar inputs only."""
     ready = {i.value for i in program.inputs if not i.value.is_tensor or i.value.shape == ()}
     able: list[Node] = []
@@ -74,7 +82,7 @@ def _is_small(node: Node) -> bool:
     return plain and bool(node.outs) and all(v.shape == () for v in node.outs)
 
 
-def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]:
+def _without_unread(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]:
     """Return the nodes without nodes on numbers that are not read."""
     read, kept = set(results), list[Node]()
     for node in reversed(nodes):
@@ -139,7 +147,7 @@ class _Split:
         else:
             self.kernels.append(node)
 
-    def _with_tensors(self, args: Any) -> Any:
+    def _with_tensors(self, args: TorchValue) -> TorchValue:
         """Return the arguments with numbers replaced by tensors; None if a number has no tensor in kernels."""
         missing: list[Value] = []
         found = map_values(lambda v: self._tensor_of(v, missing), args)
@@ -166,25 +174,25 @@ def double_of(x: Tensor) -> Tensor:
     return x.reshape(()).to(torch.float64)
 
 
-def least(*numbers: Any) -> Tensor:
+def least(*numbers: Scalar) -> Tensor:
     return torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in numbers]).amin()
 
 
-def largest(*numbers: Any) -> Tensor:
+def largest(*numbers: Scalar) -> Tensor:
     return torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in numbers]).amax()
 
 
-def _itself(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
-DOUBLES: Mapping[Any, Callable[..., Any]] = {
+DOUBLES: Mapping[Op, Callable[..., Tensor]] = {
     aten._local_scalar_dense.default: double_of,
     operator.add: operator.add,
     operator.mul: operator.mul,
     operator.pow: operator.pow,
     operator.truediv: operator.truediv,
-    float: _itself,
+    float: _identity,
     abs: torch.abs,
     minimum: least,
     maximum: largest,
@@ -198,23 +206,23 @@ DOUBLES: Mapping[Any, Callable[..., Any]] = {
 """Function that returns a Python number → function that returns a float64 scalar tensor."""
 
 
-def product(x: Any, y: Any, *, dtype: torch.dtype) -> Tensor:
+def product(x: Tensor, y: Scalar, *, dtype: torch.dtype) -> Tensor:
     return (x * y).to(dtype)
 
 
-def quotient(x: Any, y: Any, *, dtype: torch.dtype) -> Tensor:
+def quotient(x: Tensor, y: Scalar, *, dtype: torch.dtype) -> Tensor:
     return (x / y).to(dtype)
 
 
-def power(x: Any, y: Any, *, dtype: torch.dtype) -> Tensor:
+def power(x: Tensor, y: Scalar, *, dtype: torch.dtype) -> Tensor:
     return (x**y).to(dtype)
 
 
-def total(x: Any, y: Any, *, alpha: Any = 1, dtype: torch.dtype) -> Tensor:
+def total(x: Tensor, y: Scalar, *, alpha: Scalar = 1, dtype: torch.dtype) -> Tensor:
     return (x + y * alpha).to(dtype)
 
 
-def difference(x: Any, y: Any, *, alpha: Any = 1, dtype: torch.dtype) -> Tensor:
+def difference(x: Tensor, y: Scalar, *, alpha: Scalar = 1, dtype: torch.dtype) -> Tensor:
     return (x - y * alpha).to(dtype)
 
 
@@ -222,15 +230,15 @@ def between(x: Tensor, y: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tens
     return torch.lerp(x, y, weight.to(x.dtype)).to(dtype)
 
 
-def plus_product(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1, dtype: torch.dtype) -> Tensor:
+def plus_product(x: Tensor, a: Tensor, b: Tensor, *, value: Scalar = 1, dtype: torch.dtype) -> Tensor:
     return (x + value * a * b).to(dtype)
 
 
-def plus_quotient(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1, dtype: torch.dtype) -> Tensor:
+def plus_quotient(x: Tensor, a: Tensor, b: Tensor, *, value: Scalar = 1, dtype: torch.dtype) -> Tensor:
     return (x + value * a / b).to(dtype)
 
 
-WITH_TENSORS: Mapping[Any, Callable[..., Tensor]] = {
+WITH_TENSORS: Mapping[Op, Callable[..., Tensor]] = {
     aten.mul.Tensor: product,
     aten.mul.Scalar: product,
     aten.div.Tensor: quotient,

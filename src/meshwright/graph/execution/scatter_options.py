@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..program.node import Node, name_of
+from ..program.node import Node, Value, name_of
 from ..program.program import Program
 from ..torch_hooks import PLAIN_INDICES
 from .fx_runner import origin_of
@@ -25,10 +25,10 @@ def options_for(program: Program) -> Mapping[str, Any]:
     Indices that are inputs are read from memory, and are correct with either option.
     """
     given = {i.value for i in program.inputs}
-    return PLAIN_INDICES if any(_computes_places(program, node, given) for node in program.nodes) else {}
+    return PLAIN_INDICES if any(_computes_indices(program, node, given) for node in program.nodes) else {}
 
 
-def _computes_places(program: Program, node: Node, given: set[Any]) -> bool:
+def _computes_indices(program: Program, node: Node, given: set[Value]) -> bool:
     if not any(part in name_of(node.op) for part in ADDING):
         return False
     whole = [v for v in node.ins if isinstance(v.dtype, torch.dtype) and not v.dtype.is_floating_point]

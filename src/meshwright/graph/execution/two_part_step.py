@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from meshwright.layout import TorchValue
+
 from ..program.effects import writes_to
 from ..program.node import Node, Value, values_in
 from ..program.program import Input, Program
@@ -50,32 +52,36 @@ def split_before_update(program: Program) -> TwoPartStep | None:
     The first part has to be able to run before the whole update: nothing in it writes over what the update reads, and
     the output "out" does not come from the update.
     """
-    update = _update(program)
-    first = [node for node in program.nodes if node not in update]
-    made = {v for node in first for v in node.outs}
-    crossing = _crossing(program, update, made)
-    early, late = _outputs(program, update)
+    update = _update_nodes(program)
+    early, late = _divided_outputs(program, update)
     if not update or not _may_come_first(program, update) or "out" not in early:
         return None
-    over = {n: op for n, op in reductions_over(program).items() if n in update or n.ins[0] not in crossing}
-
-    def op_of(node: Node) -> Any:
-        return overwriting_step_function(over[node], node.origin.purpose) if node in over else None
-
-    begin = to_fx(replace(program, nodes=first), op_of, results=(early, list(crossing)))
+    crossing = _crossing_values(program, update)
+    op_of = _overwriting_functions(program, update, crossing)
+    before = [node for node in program.nodes if node not in update]
+    begin = to_fx(replace(program, nodes=before), op_of, results=(early, list(crossing)))
     inputs = (*program.inputs, *[Input(v, "batch", v.name) for v in crossing])
-    end = to_fx(
-        replace(program, inputs=inputs, nodes=[n for n in program.nodes if n in update]),
-        op_of,
-        results=(late, [v for _, v in program.writes]),
-    )
-    at = {v: n for n, v in enumerate([*[i.value for i in program.inputs], *crossing])}
+    after = [node for node in program.nodes if node in update]
+    end = to_fx(replace(program, inputs=inputs, nodes=after), op_of, results=(late, [v for _, v in program.writes]))
+    return TwoPartStep(begin, end, _gradient_places(program, update, crossing), swapped_writes(program))
+
+
+def _overwriting_functions(
+    program: Program, update: set[Node], crossing: Sequence[Value]
+) -> Callable[[Node], Callable[..., TorchValue] | None]:
+    """Return a function of a node: for an all-reduce that may overwrite its operand, what runs it; else None."""
+    over = {n: op for n, op in reductions_over(program).items() if n in update or n.ins[0] not in crossing}
+    return lambda node: overwriting_step_function(over[node], node.origin.purpose) if node in over else None
+
+
+def _gradient_places(program: Program, update: set[Node], crossing: Sequence[Value]) -> tuple[tuple[str, int], ...]:
+    """Return the name of each parameter, and the place of its gradient among the inputs and the crossing values."""
+    place_of = {v: at for at, v in enumerate([*[i.value for i in program.inputs], *crossing])}
     saved = [i.value for i in program.inputs if i.role == "saved"]
-    gradients = tuple((name, at[v]) for v, name in _named(program, update, [*crossing, *saved]).items())
-    return TwoPartStep(begin, end, gradients, swapped_writes(program))
+    return tuple((name, place_of[v]) for v, name in _parameter_names(program, update, [*crossing, *saved]).items())
 
 
-def _update(program: Program) -> set[Node]:
+def _update_nodes(program: Program) -> set[Node]:
     """Return the nodes of the update, and all nodes that depend on them."""
     found, made = set[Node](), set[Value]()
     for node in program.nodes:
@@ -85,8 +91,9 @@ def _update(program: Program) -> set[Node]:
     return found
 
 
-def _crossing(program: Program, update: set[Node], made: set[Value]) -> tuple[Value, ...]:
+def _crossing_values(program: Program, update: set[Node]) -> tuple[Value, ...]:
     """Return the values of the first part that the update reads or the program writes."""
+    made = {v for node in program.nodes if node not in update for v in node.outs}
     read = [v for node in program.nodes if node in update for v in node.ins]
     given = values_in([program.outputs, [v for _, v in program.writes]])
     return tuple(v for v in dict.fromkeys([*read, *given]) if v in made)
@@ -102,14 +109,14 @@ def _may_come_first(program: Program, update: set[Node]) -> bool:
     return True
 
 
-def _outputs(program: Program, update: set[Node]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _divided_outputs(program: Program, update: set[Node]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the outputs that do not come from the update, and those that do."""
     made = {v for node in update for v in node.outs}
     late = {name: each for name, each in program.outputs.items() if not made.isdisjoint(values_in(each))}
     return {name: each for name, each in program.outputs.items() if name not in late}, late
 
 
-def _named(program: Program, update: set[Node], given: Iterable[Value]) -> dict[Value, str]:
+def _parameter_names(program: Program, update: set[Node], given: Iterable[Value]) -> dict[Value, str]:
     """Return the given values that change a parameter or a state in the update, with the parameter's name."""
     owners = {i.value: i.source[0] if i.role == "state" else i.name for i in program.inputs if i.role in _OWNERS}
     owners |= {v: name for (name, _), v in program.outputs.get("state", {}).items()}
@@ -121,9 +128,8 @@ def _owner_of(program: Program, update: set[Node], v: Value, owners: Mapping[Val
     """Return the name of the parameter that a value reaches first, or of which it reaches a state first."""
     seen, ahead = {v}, [v]
     while ahead:
-        calls = [call for x in ahead for node in program.users.get(x, ()) if node in update for call in _calls(node, x)]
-        near = (owners.get(origin_of(program, y), owners.get(y)) for ins, outs in calls for y in (*ins, *outs))
-        name = next((each for each in near if each is not None), None)
+        calls = [call for x in ahead for call in _update_calls(program, update, x)]
+        name = _first_owner(program, owners, (y for ins, outs in calls for y in (*ins, *outs)))
         if name is not None:
             return name
         ahead = list(dict.fromkeys(y for _, outs in calls for y in outs if y not in seen))
@@ -131,10 +137,28 @@ def _owner_of(program: Program, update: set[Node], v: Value, owners: Mapping[Val
     return None
 
 
+def _first_owner(program: Program, owners: Mapping[Value, str], values: Iterable[Value]) -> str | None:
+    """Return the name of the parameter of the first value that is one, is a state of one, or is a view of these."""
+    for v in values:
+        for x in (origin_of(program, v), v):
+            if x in owners:
+                return owners[x]
+    return None
+
+
 _OWNERS = ("parameter", "state")
+Call = tuple[Sequence[Value], Sequence[Value]]
+"""The operands of a call, and its results."""
 
 
-def _calls(node: Node, v: Value) -> Iterator[tuple[Sequence[Value], Sequence[Value]]]:
+def _update_calls(program: Program, update: set[Node], v: Value) -> Iterator[Call]:
+    """Yield the calls of the update that read a value."""
+    for node in program.users.get(v, ()):
+        if node in update:
+            yield from _calls(node, v)
+
+
+def _calls(node: Node, v: Value) -> Iterator[Call]:
     """Yield what is computed with a value, and what is made of it: of lists, the entries at one place."""
     lists = [list(a) for a in node.args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Value)]
     if not lists:

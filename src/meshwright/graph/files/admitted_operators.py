@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
 
+import torch
+
+from ..program.node import Op
 from ..torch_hooks import Operator
 
 NAMESPACES = frozenset({"aten", "prims"})
@@ -54,7 +56,7 @@ def is_admitted(op: Operator, operators: Collection[str] = ()) -> bool:
     return library in NAMESPACES and SIDE_EFFECTS.fullmatch(short) is None and is_function(op._schema, short)
 
 
-def is_function(schema: Any, short: str = "") -> bool:
+def is_function(schema: torch.FunctionSchema, short: str = "") -> bool:
     """True if the schema has only TYPES, at least one tensor, and results or writes (or `short` is in CHECKS)."""
     given, returned = [_type(a) for a in schema.arguments], [_type(r) for r in schema.returns]
     words = {a.name for a, kind in zip(schema.arguments, given, strict=True) if kind == "str"}
@@ -63,7 +65,7 @@ def is_function(schema: Any, short: str = "") -> bool:
     return ((has_tensor and has_result) or short in CHECKS) and TYPES.issuperset([*given, *returned]) and words <= WORDS
 
 
-def _type(argument: Any) -> str:
+def _type(argument: torch.Argument) -> str:
     """Return the type of an argument without enclosing `List[...]` and `Optional[...]`."""
     kind = str(argument.type)
     while found := _INSIDE.fullmatch(kind):
@@ -71,7 +73,7 @@ def _type(argument: Any) -> str:
     return kind
 
 
-def libraries_of(ops: Collection[Any]) -> frozenset[str]:
+def libraries_of(ops: Collection[Op]) -> frozenset[str]:
     """Return the namespaces of the operators that are neither torch's nor this library's."""
     found = {op._schema.name.partition("::")[0] for op in ops if isinstance(op, Operator)}
     return frozenset(found - NAMESPACES - {"meshwright"})

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from meshwright.layout import Spec
+from meshwright.layout import JsonValue, Spec
 
 from ..program.node import Conversion
 from ..program.program import Program
@@ -33,7 +32,7 @@ def first_alike(specs: Iterable[Spec], rank: int) -> int:
     return next(r for r in range(rank + 1) if are_alike(specs, r, rank))
 
 
-def specs_data(specs: Iterable[Spec]) -> dict[str, Any]:
+def specs_data(specs: Iterable[Spec]) -> dict[str, JsonValue]:
     """Return specs without symbols as JSON data, in the order of their texts."""
     encoder = Encoder()
     for spec in sorted(specs, key=lambda s: f"{s!r} on {s.mesh!r}"):
@@ -41,6 +40,6 @@ def specs_data(specs: Iterable[Spec]) -> dict[str, Any]:
     return {"meshes": encoder.mesh_rows, "specs": encoder.spec_rows}
 
 
-def read_specs(data: Any) -> frozenset[Spec]:
+def read_specs(data: JsonValue) -> frozenset[Spec]:
     """Return the specs that `specs_data` wrote. Raises DataError for other data."""
     return frozenset(Decoder({}).read_specs(data))

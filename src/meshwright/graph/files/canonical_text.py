@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+
+from meshwright.layout import JsonValue
 
 from .._errors import ProgramFileError
 from ..guards import described
@@ -27,7 +28,7 @@ def canonical_text(program: Program) -> str:
     origins = [[phase, layer, *modes] for phase, layer, _, *modes in data["origins"]]
     nodes = [[*node, origins[at]] for *node, at in data["nodes"]]
     inputs = [[at, role, "" if role == "saved" else name, *rest] for at, role, name, *rest in data["inputs"]]
-    left: dict[str, Any] = {
+    left: dict[str, JsonValue] = {
         k: v for k, v in data.items() if k not in ("rank", "changes", "origins", "symbols", "torch")
     }
     held = {name: described(x) for name, x in constants.items()}

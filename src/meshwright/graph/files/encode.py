@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import Layout, ProcessMesh, Product, Spec
+from meshwright.layout import JsonValue, Layout, ProcessMesh, Product, Spec, TorchValue
 from meshwright.reshard import Exchange, ReshardError, Step, View, parse_step
 from meshwright.tensor import DistTensor, ReshardMark
 
@@ -27,7 +27,7 @@ from ..program.rank_numbers import Length, Offset, RankPlace
 from ..recording.dynamic_sizes import BatchSize
 from ..recording.size_expressions import ExpressionError, Rows
 from ..recording.symbolic_numbers import FUNCTIONS
-from ..torch_hooks import Operator, known_hint
+from ..torch_hooks import Operator, ShapeEnv, known_hint
 
 FORMAT = 4
 """Version of the written format. Programs of this version and of earlier ones can be read."""
@@ -48,14 +48,14 @@ class Encoder:
     specs: dict[Spec, int] = field(default_factory=dict[Spec, int])
     origins: dict[Origin, int] = field(default_factory=dict[Origin, int])
     values: dict[Value, int] = field(default_factory=dict[Value, int])
-    spec_rows: list[Any] = field(default_factory=list[Any])
-    value_rows: list[Any] = field(default_factory=list[Any])
+    spec_rows: list[JsonValue] = field(default_factory=list[JsonValue])
+    value_rows: list[JsonValue] = field(default_factory=list[JsonValue])
 
-    def program(self, program: Program) -> dict[str, Any]:
+    def program(self, program: Program) -> dict[str, JsonValue]:
         """Return the program as plain data. Raises ProgramFileError with the name of the part that cannot be saved."""
         inputs = [self._input(i) for i in program.inputs]
         nodes = [self._node(node) for node in program.nodes]
-        with _telling("the results of the program"):
+        with _naming_place("the results of the program"):
             ends = {
                 "outputs": self.tree(program.outputs),
                 "writes": [[self.values[x], self.values[v]] for x, v in program.writes],
@@ -78,31 +78,31 @@ class Encoder:
         }
 
     @property
-    def mesh_rows(self) -> list[Any]:
+    def mesh_rows(self) -> list[JsonValue]:
         """Shape, ranks and dim names of each mesh. Evenly spaced ranks are written as the first rank and the steps."""
         ranks = [[m.steps[0], list(m.steps[1])] if m.steps else list(m.process_ids) for m in self.meshes]
         return [[list(m.shape), found, list(m.dim_names)] for m, found in zip(self.meshes, ranks, strict=True)]
 
-    def _input(self, given: Input) -> list[Any]:
-        with _telling(f"the input {given.name}"):
+    def _input(self, given: Input) -> list[JsonValue]:
+        with _naming_place(f"the input {given.name}"):
             spec = None if given.spec is None else self.spec(given.spec)
-            return [self._new(given.value), given.role, given.name, spec, self.tree(given.source), given.first]
+            return [self._add_value(given.value), given.role, given.name, spec, self.tree(given.source), given.first]
 
-    def _node(self, node: Node) -> list[Any]:
-        with _telling(node_text(node, where=True)):
+    def _node(self, node: Node) -> list[JsonValue]:
+        with _naming_place(node_text(node, where=True)):
             args, kwargs = self.tree(list(node.args)), {k: self.tree(v) for k, v in node.kwargs.items()}
             for v in node.outs:
-                self._new(v)
+                self._add_value(v)
             origin = self.origins.setdefault(node.origin, len(self.origins))
             return [self._op(node), args, kwargs, self.tree(node.out), origin]
 
-    def _new(self, v: Value) -> int:
+    def _add_value(self, v: Value) -> int:
         """Add a new value to the table and return its number."""
         self.values[v] = at = len(self.value_rows)
         self.value_rows.append([v.name, kind_text(v.dtype), [self.size(n) for n in v.shape], v.device])
         return at
 
-    def _op(self, node: Node) -> dict[str, Any]:
+    def _op(self, node: Node) -> dict[str, JsonValue]:
         op = node.op
         if isinstance(op, Operator):
             return {"op": str(op)}
@@ -118,7 +118,7 @@ class Encoder:
             return {"python": FUNCTION_NAMES[op]}
         raise _UnknownError(f"{name_of(op)} is a {type(op).__name__}, Python code that only this process has")
 
-    def _step(self, step: Step) -> Any:
+    def _step(self, step: Step) -> JsonValue:
         if isinstance(step, (View, Exchange)):
             return {type(step).__name__: self.spec(step.to)}
         try:
@@ -142,14 +142,14 @@ class Encoder:
     def _mesh(self, mesh: ProcessMesh) -> int:
         return self.meshes.setdefault(mesh, len(self.meshes))
 
-    def _layout(self, layout: Layout) -> list[Any]:
+    def _layout(self, layout: Layout) -> list[JsonValue]:
         dims = [
             {"product": [[self.size(n), list(axes)] for n, axes in d.factors]} if isinstance(d, Product) else list(d)
             for d in layout.dims
         ]
         return [dims, [list(term) for term in layout.partial], list(layout.varying)]
 
-    def size(self, n: Any) -> Any:
+    def size(self, n: int | torch.SymInt) -> int | str:
         """Return a number, or the name of the row that computes it."""
         if isinstance(n, int):
             return int(n)
@@ -157,13 +157,15 @@ class Encoder:
             self._symbol(symbol, n.node.shape_env)
         return self.sizes.of(n.node.expr)
 
-    def _symbol(self, symbol: Any, world: Any) -> None:
+    def _symbol(self, symbol: TorchValue, world: ShapeEnv) -> None:
         hint = known_hint(symbol, world)
-        kind = "found" if hint is None else "size" if symbol.is_positive else "number"
+        kind = "size" if symbol.is_positive else "number"
+        if hint is None:
+            kind = "found"
         if self.symbols.setdefault(str(symbol), (world, kind, hint))[0] is not world:
             raise ExpressionError(f"two symbols are called {symbol}")
 
-    def tree(self, x: Any) -> Any:
+    def tree(self, x: TorchValue) -> JsonValue:
         """Return the encoded form of an argument, a result or the source of an input."""
         if x is None or type(x) in (bool, int, str):
             return x
@@ -173,10 +175,10 @@ class Encoder:
             return {"%": self.values[x]}
         write = _WRITERS.get(type(x))
         if write is None:
-            raise _UnknownError(f"{_short(x)} is a {type(x).__name__}")
+            raise _UnknownError(f"{_shortened(x)} is a {type(x).__name__}")
         return write(self, x)
 
-    def _tensor(self, x: Tensor) -> Any:
+    def _tensor(self, x: Tensor) -> JsonValue:
         if x.is_meta:  # for a tensor of other ranks, only the shape is known
             return {"meta": [[self.size(n) for n in x.shape], kind_text(x.dtype)]}
         name = f"constant_{len(self.tensors)}"
@@ -184,7 +186,7 @@ class Encoder:
         return {"tensor": name}
 
 
-def program_data(program: Program) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def program_data(program: Program) -> tuple[dict[str, JsonValue], dict[str, Tensor]]:
     """Return the program as JSON data, and its constants by name. Raises ProgramFileError if a part cannot be saved."""
     encoder = Encoder()
     return encoder.program(program), encoder.tensors
@@ -195,7 +197,7 @@ class _UnknownError(Exception):
 
 
 @contextmanager
-def _telling(what: str) -> Generator[None]:
+def _naming_place(what: str) -> Generator[None]:
     """Convert errors for unrepresentable objects inside the context to ProgramFileError, with `what` as the place."""
     try:
         yield
@@ -214,7 +216,7 @@ def kind_text(kind: Kind) -> str:
     return str(kind).removeprefix("torch.") if isinstance(kind, torch.dtype) else f"python {kind.__name__}"
 
 
-def _origin(origin: Origin) -> list[Any]:
+def _origin(origin: Origin) -> list[JsonValue]:
     cast = origin.autocast
     return [
         origin.phase,
@@ -226,29 +228,29 @@ def _origin(origin: Origin) -> list[Any]:
     ]
 
 
-def _float(encoder: Encoder, x: float) -> Any:
+def _write_float(encoder: Encoder, x: float) -> JsonValue:
     return x if math.isfinite(x) else {"float": repr(x)}
 
 
-def _numbers(tag: str) -> Callable[[Encoder, Any], Any]:
+def _write_numbers(tag: str) -> Callable[[Encoder, TorchValue], JsonValue]:
     return lambda encoder, x: {tag: [int(n) for n in x]}
 
 
-def _named(tag: str) -> Callable[[Encoder, Any], Any]:
+def _write_name(tag: str) -> Callable[[Encoder, TorchValue], JsonValue]:
     return lambda encoder, x: {tag: str(x).removeprefix("torch.")}
 
 
-_WRITERS: dict[type, Callable[[Encoder, Any], Any]] = {
-    float: _float,
+_WRITERS: dict[type, Callable[[Encoder, TorchValue], JsonValue]] = {
+    float: _write_float,
     complex: lambda encoder, x: {"complex": [encoder.tree(x.real), encoder.tree(x.imag)]},
     tuple: lambda encoder, x: {"()": [encoder.tree(v) for v in x]},
     dict: lambda encoder, x: {"{}": [[encoder.tree(k), encoder.tree(v)] for k, v in x.items()]},
     slice: lambda encoder, x: {"slice": [encoder.tree(v) for v in (x.start, x.stop, x.step)]},
-    torch.Size: _numbers("Size"),
-    torch.dtype: _named("dtype"),
-    torch.device: _named("device"),
-    torch.layout: _named("layout"),
-    torch.memory_format: _named("memory_format"),
+    torch.Size: _write_numbers("Size"),
+    torch.dtype: _write_name("dtype"),
+    torch.device: _write_name("device"),
+    torch.layout: _write_name("layout"),
+    torch.memory_format: _write_name("memory_format"),
     Tensor: lambda encoder, x: encoder._tensor(x),
     BatchSize: lambda encoder, x: {"BatchSize": [x.leaf, x.dim, x.ranks]},
     Length: lambda encoder, x: {"Length": [encoder.spec(x.spec), x.dim]},
@@ -257,6 +259,6 @@ _WRITERS: dict[type, Callable[[Encoder, Any], Any]] = {
 }
 
 
-def _short(x: Any) -> str:
+def _shortened(x: object) -> str:
     text = f"a distributed tensor {x.spec!r}" if isinstance(x, DistTensor) else repr(x)
     return text if len(text) < 80 else text[:77] + "..."

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Mapping
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from meshwright.layout import InputError, MeshwrightError, read_file, read_json
+from meshwright.layout import InputError, JsonValue, MeshwrightError, read_file, read_json
 
 from .._errors import ProgramFileError
 from ..analysis.verify import verify
@@ -41,9 +41,10 @@ MOST_FILE = 4 * 2**30
 """Maximum size of a file in bytes, constants included."""
 
 T = TypeVar("T")
+FilePath = str | os.PathLike[str]
 
 
-def save_program(program: Program, path: str | os.PathLike[str], read_back: bool = True) -> str:
+def save_program(program: Program, path: FilePath, read_back: bool = True) -> str:
     """Write the program and its constants to one file; return the file's checksum.
 
     With `read_back`, the text is decoded before it is written, to make sure that it can be read.
@@ -74,7 +75,7 @@ def _decode_each(checksum: str, decode: Callable[[], Program]) -> Program:
 
 
 def load_program(
-    path: str | os.PathLike[str],
+    path: FilePath,
     share: Callable[[str, Callable[[], Program]], Program] = _decode_each,
     operators: Collection[str] = (),
 ) -> Program:
@@ -94,7 +95,7 @@ def load_program(
     return share(metadata["sha256"], lambda: decoded(path, text, tensors, operators))
 
 
-def decoded(path: Any, text: str, tensors: Mapping[str, Tensor], operators: Collection[str] = ()) -> Program:
+def decoded(path: FilePath, text: str, tensors: Mapping[str, Tensor], operators: Collection[str] = ()) -> Program:
     """Return the program that the JSON text describes. Raises ProgramFileError for any other text."""
 
     def decode() -> Program:
@@ -104,7 +105,7 @@ def decoded(path: Any, text: str, tensors: Mapping[str, Tensor], operators: Coll
     return convert_file_errors(path, decode)
 
 
-def convert_file_errors(path: Any, act: Callable[[], T]) -> T:
+def convert_file_errors(path: FilePath, act: Callable[[], T]) -> T:
     """Return `act()`. Errors that it raises for malformed data are converted to ProgramFileError."""
     try:
         return act()
@@ -114,7 +115,7 @@ def convert_file_errors(path: Any, act: Callable[[], T]) -> T:
         raise program_file_error(path, str(error).split("\n")[0] or type(error).__name__) from error
 
 
-def program_file_error(path: Any, why: str) -> ProgramFileError:
+def program_file_error(path: FilePath, why: str) -> ProgramFileError:
     return ProgramFileError(
         f"loading {os.fspath(path)}",
         "no readable program",
@@ -123,7 +124,7 @@ def program_file_error(path: Any, why: str) -> ProgramFileError:
     )
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: FilePath) -> tuple[dict[str, JsonValue], dict[str, Tensor]]:
     """Return the metadata and the tensors of a file. Raises ProgramFileError if it is no program file."""
     try:
         data = read_file(path, MOST_FILE)
@@ -137,7 +138,9 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
         raise program_file_error(path, f"{error.found}: {error.why}") from error
     except (SafetensorError, ValueError, RuntimeError, OverflowError) as error:
         raise program_file_error(path, str(error)) from error
-    metadata: Any = convert_file_errors(path, lambda: read_json(data[8 : 8 + length], LONGEST)).get("__metadata__")
+    metadata: JsonValue = convert_file_errors(path, lambda: read_json(data[8 : 8 + length], LONGEST)).get(
+        "__metadata__"
+    )
     if metadata is None or metadata.get("kind") != KIND or not metadata.keys() >= {"program", "sha256"}:
         raise program_file_error(path, "it is a safetensors file without a program")
     return metadata, tensors
@@ -153,7 +156,7 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+def write_whole(path: FilePath, data: bytes) -> None:
     """Write a file atomically: after a crash, the file is complete or has its old content.
 
     For a link, the target is written and the link stays. Anything that is no regular file, such as `/dev/null` or a

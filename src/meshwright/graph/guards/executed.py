@@ -5,18 +5,21 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dis import get_instructions
 from functools import lru_cache
 from inspect import CO_GENERATOR
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
+from ..torch_hooks import Operator
 from .trusted_libraries import is_installed_file, is_trusted_file, is_trusted_module
 
 P = ParamSpec("P")
@@ -113,7 +116,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(constant)
 
 
-def _texts(constants: Any) -> Iterator[str]:
+def _texts(constants: Iterable[object]) -> Iterator[str]:
     for constant in constants:
         if isinstance(constant, str):
             if len(constant) <= _LONGEST:
@@ -142,7 +145,7 @@ _BETWEEN = (
 """Files of the standard library and of torch that make system calls for their caller."""
 
 
-def _notice_call(found: Executed, frame: FrameType, function: Any) -> None:
+def _notice_call(found: Executed, frame: FrameType, function: BuiltinFunctionType) -> None:
     """Note a call of a function in C that reads numbers of a tensor, a clock, a file, a seed, memory, or a thread."""
     name, owner = function.__name__, getattr(function, "__self__", None)
     if isinstance(owner, Tensor):
@@ -218,7 +221,7 @@ def _is_trusted(frame: FrameType) -> bool:
     return is_trusted_file(name)
 
 
-def _code_id(callback: Any) -> int:
+def _code_id(callback: object) -> int:
     """Return the id of the code of a function or method; 0 for another object."""
     return id(code) if (code := getattr(callback, "__code__", None)) is not None else 0
 
@@ -261,7 +264,7 @@ def unobserved(call: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def unobserved_if_torchs(op: Any) -> Callable[..., Any]:
+def unobserved_if_torchs(op: Operator) -> Callable[..., TorchValue]:
     """Return the operator, unobserved if it is torch's own: a user's operator may run user code."""
     return unobserved(op) if op.namespace in _NAMESPACES else op
 

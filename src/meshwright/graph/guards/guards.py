@@ -44,7 +44,7 @@ class Guards:
         Raises SideEffectError if the forward pass reads the states of an optimizer.
         """
         reach = Reach(roots, ran)
-        slots = [*reach.slots(), *_of_layers(reach)]
+        slots = [*reach.slots(), *_layer_slots(reach)]
         if reach.meets_optimizers and ran is not None:
             reads = Reach(roots, ran.only_forward(), reads_optimizers=True)
             _check_states(reads)
@@ -82,7 +82,7 @@ def _check_states(reach: Reach) -> None:
         )
 
 
-def _of_layers(reach: Reach) -> Iterator[Slot]:
+def _layer_slots(reach: Reach) -> Iterator[Slot]:
     """Yield slots for the submodules, parameters, buffers and hooks of layers."""
     for label, layer in reach.modules:
         for table in ("_modules", "_parameters", "_buffers", *LAYER_HOOKS):
@@ -186,15 +186,14 @@ def check_repeatable(
         all_roots = {**roots, **beside}
         guards, seen = Guards.of(all_roots, ran), ran.copy()
         _check_outside(ran, asked)
-        settled = {label: change for label, *change in before.guards.changes()}
+        settled = {change[0]: change for change in before.guards.changes()}
         if not settled and (not any(writes(code) for code in ran.installed()) or how.known(first, ran)):
             return RepeatableCall(first, ran, ReadSlots(guards, seen))
         between = _after_first(all_roots, ran, first, how, guards)
         _check_real(between, asked)
-        second, again = _again(run, between, before, settled, asked)
+        second, again = _run_again(run, between, before, settled, asked)
         if settled and not how.alike(first, second):
-            label, change = next(iter(settled.items()))
-            raise side_effect(asked, label, *change)
+            raise side_effect(asked, *next(iter(settled.values())))
     except BaseException:
         before.restore()
         raise
@@ -222,18 +221,18 @@ def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, how: Compari
     return Guards.of(roots, ran)
 
 
-def _has_fakes(value: Any) -> bool:
+def _has_fakes(value: object) -> bool:
     return next(_fakes_in(value), None) is not None
 
 
-def _fakes_in(value: Any) -> Iterator[Tensor]:
+def _fakes_in(value: object) -> Iterator[Tensor]:
     """Yield the value if it is a fake tensor, or the fake tensors in a tuple. Other containers have their own slots."""
     if isinstance(value, tuple) or issubclass(type(value), Tensor):
         yield from (x for x in tensors_in(value) if issubclass(type(x), FakeTensor))
 
 
-def _again(
-    run: Callable[[], T], between: Guards, before: _Restored, settled: Mapping[str, Sequence[Any]], asked: str
+def _run_again(
+    run: Callable[[], T], between: Guards, before: _Restored, settled: Mapping[str, Change], asked: str
 ) -> tuple[T, Executed]:
     """Return what one more call gives, and the code that ran. Raise SideEffectError if it changes something."""
     with executed_code() as again:
@@ -241,7 +240,7 @@ def _again(
     _check_generators(before, asked)
     change = next(between.changes(), None)
     if change is not None:
-        raise side_effect(asked, change[0], *settled.get(change[0], change[1:]))
+        raise side_effect(asked, *settled.get(change[0], change))
     return found, again
 
 
@@ -276,9 +275,9 @@ _KEPT = "compute the table in __init__ or again in each call, or write to a buff
 _BUFFER = "use a buffer (register_buffer), and change it by tensor operations"
 
 
-def side_effect(asked: str, what: str, before: Any, after: Any, fix: str = _BUFFER) -> SideEffectError:
+def side_effect(asked: str, what: str, before: object, after: object, fix: str = _BUFFER) -> SideEffectError:
     """Return the error for a change of Python state."""
-    was, now = _short(before), _short(after)
+    was, now = _short_text(before), _short_text(after)
     return SideEffectError(
         asked,
         f"{what} was {was}, and is {now} after it" if was != now else f"{what}, {now}, was changed",
@@ -287,7 +286,7 @@ def side_effect(asked: str, what: str, before: Any, after: Any, fix: str = _BUFF
     )
 
 
-def _short(value: Any) -> str:
+def _short_text(value: object) -> str:
     text = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     return text if len(text) < 80 else text[:77] + "..."
 

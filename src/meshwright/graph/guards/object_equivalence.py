@@ -45,13 +45,13 @@ class _Pairs:
     """
 
     def __init__(self, tensors: Mapping[int, Tensor]) -> None:
-        self.met: dict[int, Any] = {}
+        self.met: dict[int, object] = {}
         self.back: dict[int, int] = {}
-        self.told: dict[int, Any] = dict(tensors)
+        self.told: dict[int, object] = dict(tensors)
 
-    def alike(self, a: Any, b: Any) -> bool:
+    def alike(self, a: object, b: object) -> bool:
         """True if two values are alike, provided that the places of each pair of objects that was met are."""
-        kind: Any = type(a)
+        kind = type(a)
         if kind is frozenset and a is not b:
             return _same_set(a, b)
         if same(a, b):
@@ -62,23 +62,23 @@ class _Pairs:
             return False
         if kind in _MEMBERS:
             return all(self.alike(getattr(a, name), getattr(b, name)) for name in _MEMBERS[kind])
-        if isinstance(a, tuple):
-            return self._all_alike(cast("tuple[Any, ...]", a), b)
+        if isinstance(a, tuple) and isinstance(b, tuple):
+            return self._all_alike(cast("tuple[object, ...]", a), cast("tuple[object, ...]", b))
         if kind is dict and not a and not b:
             return True
-        return self._meet(a, b)
+        return self._pair_up(a, b)
 
-    def _all_alike(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
+    def _all_alike(self, a: Sequence[object], b: Sequence[object]) -> bool:
         return len(a) == len(b) and all(map(self.alike, a, b))
 
-    def _meet(self, a: Any, b: Any) -> bool:
+    def _pair_up(self, a: object, b: object) -> bool:
         return self.met.setdefault(id(a), b) is b and self.back.setdefault(id(b), id(a)) == id(a)
 
-    def _tell(self, a: Any, b: Any) -> bool:
+    def _note_described(self, a: object, b: object) -> bool:
         """Note that the places of two objects are compared; False if these do not tell all of an object."""
         if a is b or isinstance(a, Tensor):
             return a is b or self.told.get(id(a)) is b
-        if type(a) is not type(b) or not self._meet(a, b) or not _is_told(a, b):
+        if type(a) is not type(b) or not self._pair_up(a, b) or not _is_described(a, b):
             return False
         self.told[id(a)] = b
         return True
@@ -88,19 +88,19 @@ class _Pairs:
         if isinstance(a, NamespaceSlot) and isinstance(b, NamespaceSlot):
             return self._alike_names(a, b)
         if isinstance(a, GetterSlot) and isinstance(b, GetterSlot):
-            return a.label == b.label and self._tell(a.owner, b.owner) and self.alike(a.known, b.known)
+            return a.label == b.label and self._note_described(a.owner, b.owner) and self.alike(a.known, b.known)
         if isinstance(a, ContainerSlot) and isinstance(b, ContainerSlot):
-            return self._tell(a.value, b.value) and self._alike_content(a.known, b.known)
+            return self._note_described(a.value, b.value) and self._alike_content(a.known, b.known)
         return False
 
     def _alike_names(self, a: NamespaceSlot, b: NamespaceSlot) -> bool:
         if a.owner is None and a.held is not b.held:
             return False
-        return a.keys == b.keys and self._tell(a.owner, b.owner) and self._all_alike(a.known, b.known)
+        return a.keys == b.keys and self._note_described(a.owner, b.owner) and self._all_alike(a.known, b.known)
 
-    def _alike_content(self, a: Any, b: Any) -> bool:
+    def _alike_content(self, a: object, b: object) -> bool:
         if isinstance(a, tuple) and isinstance(b, tuple):
-            return self._all_alike(cast("tuple[Any, ...]", a), cast("tuple[Any, ...]", b))
+            return self._all_alike(cast("tuple[object, ...]", a), cast("tuple[object, ...]", b))
         return _same_set(a, b) if isinstance(a, frozenset) else same_content(a, b)
 
 
@@ -109,19 +109,23 @@ def _same_set(a: Any, b: Any) -> bool:
     return a == b and (all(map(is_plain, a)) or set(map(id, a)) == set(map(id, b)))
 
 
-def _is_told(a: Any, b: Any) -> bool:
+def _is_described(a: object, b: object) -> bool:
     """True if places tell all that code can read of two objects of one class."""
     if isinstance(a, CellType):
         return True
     if isinstance(a, FunctionType):
-        return a.__code__ is b.__code__ and not (is_trusted_file(a.__code__.co_filename) and a.__closure__)
+        return (
+            isinstance(b, FunctionType)
+            and a.__code__ is b.__code__
+            and not (is_trusted_file(a.__code__.co_filename) and a.__closure__)
+        )
     if type(a) is np.ndarray:
         return True
     return not isinstance(a, type) and _is_of_python(type(a))
 
 
 @lru_cache(maxsize=4096)
-def _is_of_python(kind: Any) -> bool:
+def _is_of_python(kind: type) -> bool:
     """True if instances have no state but attributes, `__slots__`, and the elements of a container.
 
     State in C needs memory: the size of an instance is compared with that of these parts. The walk reads no slots of a

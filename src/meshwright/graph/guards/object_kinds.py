@@ -15,7 +15,14 @@ from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import attrgetter, methodcaller
 from threading import Thread
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, cast
 
 import numpy as np
@@ -48,7 +55,7 @@ _TORCH = re.compile(r"torch\.(amp|distributions|optim|utils\.data)\b(?!.*\._).*"
 SPECIAL = frozenset({"__dict__", "__weakref__"})
 
 
-def is_followed(value: Any) -> bool:
+def is_followed(value: object) -> bool:
     """True for objects that are followed from a trusted module or class: modules, and functions from untrusted code."""
     own = type(value) is FunctionType and not is_trusted_file(value.__code__.co_filename)
     return own or issubclass(type(value), ModuleType)
@@ -65,7 +72,7 @@ def variables_named(names: Sequence[str]) -> tuple[Any, ...]:
     return tuple(held.get(os.environ.encodekey(name)) for name in names)
 
 
-def _of_context(value: ContextVar[Any]) -> Any:
+def _context_value(value: ContextVar[Any]) -> object:
     return value.get(MISSING)
 
 
@@ -73,30 +80,30 @@ MRO = attrgetter("__mro__")
 _CACHE = type(lru_cache(len))
 
 
-def getter_of(value: Any) -> Callable[[Any], Any] | None:
+def getter_of(value: object) -> Callable[[Any], Any] | None:
     """Return a function that reads the state of a context variable, reference, random generator, cache or iterator.
 
     Returns None for other objects.
     """
     if isinstance(value, ContextVar):
-        return _of_context
+        return _context_value
     if isinstance(value, weakref.ref):
-        return _target
+        return _referent_id
     if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
-        return _drawn
+        return _generator_state
     if isinstance(value, torch.Generator):
-        return _drawn_by_torch
+        return _torch_generator_state
     if isinstance(value, _CACHE):
         return cached_results
-    return _progress if is_iterator(value) else None
+    return _iterator_position if is_iterator(value) else None
 
 
-def _target(value: Any) -> Any:
+def _referent_id(value: weakref.ref[object]) -> int | None:
     """Return the id of the object of a weak reference, or None, without keeping the object alive."""
     return id(value()) if value() is not None else None
 
 
-def _drawn(value: Any) -> str:
+def _generator_state(value: random.Random | np.random.Generator | np.random.RandomState) -> str:
     """Return the state of a random generator as text."""
     if isinstance(value, random.Random):
         return repr(value.getstate())
@@ -104,17 +111,17 @@ def _drawn(value: Any) -> str:
     return repr(state)
 
 
-def _drawn_by_torch(value: torch.Generator) -> bytes:
+def _torch_generator_state(value: torch.Generator) -> bytes:
     return bytes(value.get_state().numpy())
 
 
-def cached_results(value: Any) -> tuple[Any, ...]:
+def cached_results(value: object) -> tuple[Any, ...]:
     """Return the keys and values of an `lru_cache`."""
     links = [x for x in gc.get_referents(value) if isinstance(x, dict)]
     return tuple(item for table in links for pair in cast("dict[Any, Any]", table).items() for item in pair)
 
 
-def decimal_context(_: Any) -> str:
+def decimal_context(_: object) -> str:
     return repr(decimal.getcontext())
 
 
@@ -127,7 +134,7 @@ def global_hooks() -> list[dict[Any, Any]]:
 _GLOBAL = re.compile(r"_global_\w*hooks")
 
 
-def slot_of(member: Any, value: Any) -> Any:
+def slot_of(member: MemberDescriptorType | GetSetDescriptorType, value: object) -> object:
     try:
         return member.__get__(value)
     except AttributeError:
@@ -139,7 +146,7 @@ def built_in_names(namespace: dict[str, Any]) -> Mapping[str, Any]:
     return vars(held) if isinstance(held, ModuleType) else held
 
 
-def is_namespace(value: Any) -> bool:
+def is_namespace(value: object) -> bool:
     """True for namespace objects, whose attributes are settings that other code reads by name."""
     return type(value).__name__ in ("SimpleNamespace", "Namespace", "_local", "local")
 
@@ -161,12 +168,12 @@ def is_background_type(kind: type) -> bool:
     return is_installed_file(str(getattr(sys.modules.get(kind.__module__), "__file__", "")))
 
 
-def is_iterator(value: Any) -> bool:
-    kind: Any = type(value)
+def is_iterator(value: object) -> bool:
+    kind = type(value)
     return hasattr(kind, "__next__") and is_trusted(kind)
 
 
-def _progress(value: Any) -> Any:
+def _iterator_position(value: object) -> object:
     """Return the position of a built-in iterator or generator without advancing it."""
     frame = getattr(value, "gi_frame", MISSING)
     if frame is not MISSING:

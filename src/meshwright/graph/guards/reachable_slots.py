@@ -135,7 +135,7 @@ class NameFilter:
         return done < 0
 
 
-def without_scheduler_names(owner: Any, counts: Callable[[str], bool]) -> Callable[[str], bool]:
+def without_scheduler_names(owner: object, counts: Callable[[str], bool]) -> Callable[[str], bool]:
     """Return `counts` without the names that learning rate schedulers set on an optimizer."""
     return partial(_counts_beside_schedules, counts) if isinstance(owner, Optimizer) else counts
 
@@ -151,11 +151,11 @@ def any_name(key: str) -> bool:
 class _Space:
     """A namespace whose entries are followed by name, and the entries followed so far."""
 
-    def __init__(self, held: Mapping[str, Any], label: str, owner: Any, whole: bool, trusted: bool) -> None:
+    def __init__(self, held: Mapping[str, Any], label: str, owner: object, whole: bool, trusted: bool) -> None:
         self.held, self.label, self.owner, self.whole = held, label, owner, whole
         self.trusted = trusted
         self.keys: dict[str, None] = {}
-        self.followed: Any = None
+        self.followed: tuple[object, ...] | None = None
         self.apart = next((names for kind, names in _APART.items() if isinstance(owner, kind)), APART)
 
     def read(self) -> None:
@@ -175,25 +175,25 @@ class Reach:
         self.counts = NameFilter(set(_CALLED), {}, set())
         self.names, self.parts, self.texts = self.counts.names, self.counts.parts, self.counts.texts
         self.whole: set[str] = set()
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, object] = {}
         self._codes: set[int] = set()
         self._spaces: dict[int, _Space] = {}
         self._globals: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         self._built_in: tuple[Mapping[str, Any], dict[str, None]] = (vars(builtins), {})
         self._modules: dict[str, None] = {}
-        self._others: list[Slot] = []
+        self._other_slots: list[Slot] = []
         self.modules: list[tuple[str, nn.Module]] = []
-        self._queue: deque[tuple[Any, str]] = deque()
+        self._queue: deque[tuple[object, str]] = deque()
         self._weak: set[int] = set()
         self.variables: Set[str] | None = None
         self._takes_all_variables = False
         for code, namespace in ran.codes.values() if ran is not None else ():
-            self._code(code, namespace)
+            self._add_code(code, namespace)
         for tensor in ran.asked if ran is not None else ():
-            self._others.append(ContainerSlot("a tensor whose numbers Python read", tensor))
+            self._other_slots.append(ContainerSlot("a tensor whose numbers Python read", tensor))
         for table in global_hooks():
-            self._others.append(ContainerSlot("global hooks", table))
-            self._hooks(table, "global hooks")
+            self._other_slots.append(ContainerSlot("global hooks", table))
+            self._push_hooks(table, "global hooks")
         for name, root in roots.items():
             self._queue.append((root, "" if isinstance(root, nn.Module) else f"{name}."))
         with warnings.catch_warnings():
@@ -210,7 +210,7 @@ class Reach:
         for space in self._spaces.values():
             owner = None if id(space.owner) in self._weak else space.owner
             yield NamespaceSlot(space.label, space.held, tuple(space.keys), self._counts(space), owner)
-        yield from self._others
+        yield from self._other_slots
 
     def reads_states(self) -> bool:
         """True if the code names the states of a reachable optimizer."""
@@ -242,7 +242,7 @@ class Reach:
             for space in list(self._spaces.values()):
                 self._follow(space)
 
-    def _push(self, value: Any, label: str) -> None:
+    def _push(self, value: object, label: str) -> None:
         self.meets_optimizers |= isinstance(value, Optimizer) and not label.startswith("optimizer.")
         if not is_plain(value) and id(value) not in self._seen:
             self._queue.append((value, label))
@@ -264,25 +264,25 @@ class Reach:
                 if not space.trusted or is_followed(held[key]):
                     self._push(held[key], f"{space.label}{key}")
 
-    def _visit(self, value: Any, label: str) -> None:
+    def _visit(self, value: object, label: str) -> None:
         if id(value) in self._seen or is_background_type(type(value)):
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             if vars(value):
-                self._space(value, vars(value), f"{label}.")
+                self._add_namespace(value, vars(value), f"{label}.")
         elif isinstance(value, type):
-            self._class(value)
+            self._follow_class(value)
         elif isinstance(value, FunctionType):
-            self._function(value, label)
+            self._follow_function(value, label)
         elif isinstance(value, ModuleType):
-            self._module(value)
+            self._follow_module(value)
         elif isinstance(value, nn.Module):
-            self._layer(value, label)
+            self._follow_layer(value, label)
         else:
-            self._object(value, label)
+            self._follow_object(value, label)
 
-    def _code(self, code: CodeType, namespace: dict[str, Any]) -> None:
+    def _add_code(self, code: CodeType, namespace: dict[str, Any]) -> None:
         """Add the names of the code, and follow the globals that it reads."""
         if id(code) in self._codes:
             return
@@ -293,7 +293,7 @@ class Reach:
         self.parts.update(dict.fromkeys(named.parts))
         module = str(namespace.get("__name__"))
         if not named.names.isdisjoint(("Decimal", "decimal")):
-            self._others.append(GetterSlot("decimal.getcontext()", None, decimal_context))
+            self._other_slots.append(GetterSlot("decimal.getcontext()", None, decimal_context))
         if named.variables is not None:
             self.variables = named.variables | (self.variables or set())
             self._takes_all_variables |= not named.names.isdisjoint(_ALL_ITEMS)
@@ -307,9 +307,9 @@ class Reach:
                 self._push(held.get(name), name)
             if name not in held and name in built_in:
                 self._built_in[1][name] = None
-            self._imported(name, namespace)
+            self._follow_import(name, namespace)
 
-    def _imported(self, name: str, namespace: dict[str, Any]) -> None:
+    def _follow_import(self, name: str, namespace: dict[str, Any]) -> None:
         """Follow a module that the code imports inside a function."""
         package = namespace.get("__package__")
         for full in (name, f"{package}.{name}"):
@@ -318,61 +318,61 @@ class Reach:
                 self._modules[full] = None
                 self._push(module, f"{full}.")
 
-    def _function(self, value: FunctionType, label: str) -> None:
+    def _follow_function(self, value: FunctionType, label: str) -> None:
         code = value.__code__
         for name in ("__wrapped__", "registry"):
             if name in vars(value):
                 self._push(vars(value)[name], f"{label}.{name}")
         if self.ran is None and not is_installed_file(code.co_filename):
-            self._code(code, value.__globals__)
+            self._add_code(code, value.__globals__)
         if id(code) not in self._codes:
             return
         for at, held in enumerate(value.__closure__ or ()):
-            self._read(code.co_freevars[at], held, CELL)
+            self._add_getter(code.co_freevars[at], held, CELL)
         for kind, get in OF_FUNCTION.items():
-            self._read(f"{label}.{kind}", value, get)
+            self._add_getter(f"{label}.{kind}", value, get)
         if vars(value):
-            self._space(value, vars(value), f"{label}.")
+            self._add_namespace(value, vars(value), f"{label}.")
 
-    def _module(self, value: ModuleType) -> None:
+    def _follow_module(self, value: ModuleType) -> None:
         trusted = is_trusted_module(value.__name__)
-        self._space(value, vars(value), f"{value.__name__}.", trusted)
+        self._add_namespace(value, vars(value), f"{value.__name__}.", trusted)
 
-    def _class(self, value: type) -> None:
+    def _follow_class(self, value: type) -> None:
         for kind in value.__mro__:
             if kind is not object and id(kind) not in self._spaces:
                 self._seen.setdefault(id(kind), kind)
-                self._space(kind, vars(kind), f"{kind.__name__}.", is_trusted(kind))
+                self._add_namespace(kind, vars(kind), f"{kind.__name__}.", is_trusted(kind))
                 if not is_trusted(kind):
-                    self._read(f"{kind.__name__}.__mro__", kind, MRO)
+                    self._add_getter(f"{kind.__name__}.__mro__", kind, MRO)
         if not is_trusted(type(value)):
-            self._class(type(value))
+            self._follow_class(type(value))
 
-    def _layer(self, value: nn.Module, label: str) -> None:
+    def _follow_layer(self, value: nn.Module, label: str) -> None:
         """Follow a layer: its submodules, hooks, tensors, and attributes that its own or torch's code may read."""
         self.modules.append((f"{label.removesuffix('.')}." if label else "", value))
-        self._class(type(value))
+        self._follow_class(type(value))
         prefix = f"{label.removesuffix('.')}." if label else ""
-        space = self._space(value, vars(value), prefix)
+        space = self._add_namespace(value, vars(value), prefix)
         for key in names_of_torch(type(value)) & vars(value).keys() - FOLLOWING:
             space.keys[key] = None
             self._push(value.__dict__[key], f"{prefix}{key}")
         for key, part in value._modules.items():
             self._push(part, f"{prefix}{key}")
         for table in LAYER_HOOKS:
-            self._hooks(value.__dict__.get(table), f"{prefix}{table}")
+            self._push_hooks(value.__dict__.get(table), f"{prefix}{table}")
         for key, tensor in (*value._parameters.items(), *value._buffers.items()):
             if tensor is not None and vars(tensor):
-                self._space(tensor, vars(tensor), f"{prefix}{key}.")
+                self._add_namespace(tensor, vars(tensor), f"{prefix}{key}.")
         for key, parameter in value._parameters.items():
             for table in TENSOR_HOOKS:
-                self._hooks(getattr(parameter, table, None), f"{prefix}{key}.{table}")
+                self._push_hooks(getattr(parameter, table, None), f"{prefix}{key}.{table}")
 
-    def _hooks(self, table: Mapping[Any, Any] | None, label: str) -> None:
+    def _push_hooks(self, table: Mapping[Any, Any] | None, label: str) -> None:
         for hook in (table or {}).values():
             self._push(hook, label)
 
-    def _space(self, owner: Any, held: Mapping[str, Any], label: str, trusted: bool = False) -> _Space:
+    def _add_namespace(self, owner: object, held: Mapping[str, Any], label: str, trusted: bool = False) -> _Space:
         top = (owner if isinstance(owner, type) else type(owner)).__module__.partition(".")[0]
         found = self._spaces.get(id(owner))
         if found is None:
@@ -381,55 +381,56 @@ class Reach:
             self._follow(found)
         return found
 
-    def _object(self, value: Any, label: str) -> None:
+    def _follow_object(self, value: object, label: str) -> None:
         if is_container(value):
-            self._container(value, label)
+            self._follow_container(value, label)
         elif isinstance(value, (tuple, frozenset)):
-            self._items(enumerate(cast("tuple[Any, ...]", value)), label)
+            self._push_items(enumerate(cast("tuple[Any, ...]", value)), label)
         elif isinstance(value, NAMING):
             self.names.update(word for text in value.__reduce__()[1] for word in str(text).split("."))
         elif (get := getter_of(value)) is not None:
-            self._holder(value, get, label)
+            self._follow_content(value, get, label)
         elif isinstance(value, (MappingProxyType, *MEMBERS)):
-            self._leading(value, label)
+            self._follow_callable(value, label)
         elif is_namespace(value) or not is_stateless(type(value)):
-            self._attributes(value, label)
+            self._follow_attributes(value, label)
 
-    def _leading(self, value: Any, label: str) -> None:
+    def _follow_callable(self, value: object, label: str) -> None:
         """Follow the members of a callable, or the dict behind a view."""
         if isinstance(value, MappingProxyType):
-            self._pushed(gc.get_referents(value), label)
+            self._push_all(gc.get_referents(value), label)
             return
         if isinstance(value, MethodType) and self._is_idle(value.__func__):
             return
         members = next(names for kind, names in MEMBERS.items() if isinstance(value, kind))
-        self._members(value, members, label)
+        self._push_members(value, members, label)
 
-    def _is_idle(self, function: Any) -> bool:
+    def _is_idle(self, function: object) -> bool:
         """True for a function that did not run, so that it read nothing of the object that it is bound to."""
-        known = isinstance(function, FunctionType) and not is_trusted_file(function.__code__.co_filename)
-        return known and self.ran is not None and function.__code__ not in self.ran and "__self__" not in self.names
+        if not isinstance(function, FunctionType) or is_trusted_file(function.__code__.co_filename):
+            return False
+        return self.ran is not None and function.__code__ not in self.ran and "__self__" not in self.names
 
-    def _holder(self, value: Any, get: Callable[[Any], Any], label: str) -> None:
+    def _follow_content(self, value: object, get: Callable[[Any], Any], label: str) -> None:
         """Follow the current content of a context variable, weak reference, cache or generator."""
         if (
             get is not cached_results or self.ran is not None
         ):  # a first pass may fill caches: cached results do not change
-            self._read(label, value, get)
-        self._members(value, ("__wrapped__",), label)
+            self._add_getter(label, value, get)
+        self._push_members(value, ("__wrapped__",), label)
         if self.ran is not None and id(getattr(value, "gi_frame", None)) in self.ran.resumed:
             self.ran.outside.append(f"next() of the generator {label}")
         if isinstance(value, weakref.ref) and (target := cast("weakref.ref[Any]", value)()) is not None:
             self._weak.add(id(target))
             self._push(target, label)
 
-    def _attributes(self, value: Any, label: str) -> None:
+    def _follow_attributes(self, value: object, label: str) -> None:
         """Follow the attributes of an object whose class is not trusted, or holds state of users."""
-        kind: Any = type(value)
-        self._class(kind)
+        kind = type(value)
+        self._follow_class(kind)
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict):
-            space = self._space(value, cast(dict[str, Any], held), f"{kind.__name__}.")
+            space = self._add_namespace(value, cast(dict[str, Any], held), f"{kind.__name__}.")
             if isinstance(value, logging.Logger):
                 space.apart = frozenset(vars(value)) - {"level", "disabled", "parent"}
                 space.keys |= dict.fromkeys(("level", "disabled", "parent"))
@@ -441,50 +442,50 @@ class Reach:
             self._follow(space)
         if isinstance(value, Optimizer):
             for table in STEP_HOOKS:
-                self._hooks(getattr(value, table), f"{label}{table}")
+                self._push_hooks(getattr(value, table), f"{label}{table}")
         for base in kind.__mro__:
             if not is_trusted(base) or isinstance(value, local):
-                self._descriptors(value, base)
+                self._read_descriptors(value, base)
 
-    def _descriptors(self, value: Any, base: type) -> None:
+    def _read_descriptors(self, value: object, base: type) -> None:
         """Add the `__slots__` members of an object."""
         for name, member in vars(base).items():
             if isinstance(member, (MemberDescriptorType, GetSetDescriptorType)) and name not in SPECIAL:
-                self._read(f"{type(value).__name__}.{name}", value, partial(slot_of, member))
+                self._add_getter(f"{type(value).__name__}.{name}", value, partial(slot_of, member))
 
-    def _container(self, value: Any, label: str) -> None:
+    def _follow_container(self, value: object, label: str) -> None:
         label = label.removesuffix(".")
-        self._others.append(ContainerSlot(label, value))
+        self._other_slots.append(ContainerSlot(label, value))
         if isinstance(value, dict):
-            self._items(dict.items(cast(dict[Any, Any], value)), label)
+            self._push_items(dict.items(cast(dict[Any, Any], value)), label)
         elif isinstance(value, (list, deque)):
             held = content(value)
             if not all(map(is_plain, held)):
-                self._items(enumerate(held), label)
+                self._push_items(enumerate(held), label)
         elif isinstance(value, (set, frozenset)):
-            self._pushed(cast("set[Any]", value), label)
+            self._push_all(cast("set[Any]", value), label)
         if not is_trusted(type(value)):
-            self._class(type(value))
+            self._follow_class(type(value))
             held = getattr(value, "__dict__", None)
             if held is not None:
-                self._space(value, held, f"{type(value).__name__}.")
+                self._add_namespace(value, held, f"{type(value).__name__}.")
 
-    def _items(self, items: Iterable[tuple[Any, Any]], label: str) -> None:
+    def _push_items(self, items: Iterable[tuple[object, object]], label: str) -> None:
         for key, item in items:
             self._push(key, label)
             self._push(item, f"{label}[{key!r}]" if is_plain(key) else label)
 
-    def _pushed(self, values: Iterable[Any], label: str) -> None:
+    def _push_all(self, values: Iterable[object], label: str) -> None:
         for value in values:
             self._push(value, label)
 
-    def _members(self, value: Any, names: Iterable[str], label: str) -> None:
+    def _push_members(self, value: object, names: Iterable[str], label: str) -> None:
         for name in names:
             found = getattr(value, name, None)
             if found is not None:
                 self._push(found, label)
 
-    def _read(self, label: str, owner: Any, get: Callable[[Any], Any]) -> None:
+    def _add_getter(self, label: str, owner: object, get: Callable[[Any], Any]) -> None:
         slot = GetterSlot(label, owner, get)
-        self._others.append(slot)
+        self._other_slots.append(slot)
         self._push(slot.known, label)

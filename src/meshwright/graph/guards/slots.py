@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import repeat
 from operator import attrgetter, is_
-from types import BuiltinMethodType, MappingProxyType, MethodType
+from types import BuiltinMethodType, CellType, MappingProxyType, MethodType
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -30,7 +30,7 @@ PLAIN = frozenset(
 )
 """Immutable types whose values are compared by value."""
 
-Change = tuple[str, Any, Any]
+Change = tuple[str, object, object]
 """A label, the stored value, and the current value."""
 
 
@@ -42,20 +42,23 @@ class Slot(Protocol):
     def holds(self) -> bool: ...
     def changes(self) -> Iterator[Change]: ...
     def restore(self) -> None: ...
-    def values(self) -> Iterator[tuple[Any, Any]]:
+    def values(self) -> Iterator[tuple[object, object]]:
         """Yield the stored values, each with its key."""
         ...
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         """Set the value for this key, if the slot can be written to."""
         ...
 
 
-def is_plain(value: Any) -> bool:
+_METHODS = (MethodType, BuiltinMethodType)
+
+
+def is_plain(value: object) -> bool:
     return type(value) in PLAIN or issubclass(type(value), np.generic)
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: object, b: object) -> bool:
     """True if two values are one object, equal plain values, or tuples or methods of such values."""
     if a is b:
         return True
@@ -64,11 +67,11 @@ def same(a: Any, b: Any) -> bool:
         return False
     if kind in PLAIN or issubclass(kind, np.generic):
         return repr(a) == repr(b) if isinstance(a, (float, complex, np.generic)) else a == b
-    if kind is tuple or (isinstance(a, tuple) and hasattr(kind, "_fields")):
+    if isinstance(a, tuple) and isinstance(b, tuple) and (kind is tuple or hasattr(kind, "_fields")):
         return len(a) == len(b) and all(map(same, a, b))
     if kind is frozenset:
         return a == b
-    if isinstance(a, (MethodType, BuiltinMethodType)):
+    if isinstance(a, _METHODS) and isinstance(b, _METHODS):
         return a.__self__ is b.__self__ and a == b
     return False
 
@@ -85,7 +88,7 @@ class NamespaceSlot:
         held: Mapping[str, Any],
         keys: Sequence[str],
         counts: Callable[[str], bool] | None,
-        owner: Any = None,
+        owner: object = None,
     ) -> None:
         self.label, self.held, self.counts, self.owner = label, held, counts, owner
         self.keys = tuple(keys)
@@ -122,7 +125,7 @@ class NamespaceSlot:
             if self.held.get(key, MISSING) is not old:
                 self.put(key, old)
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: object) -> None:
         if isinstance(self.owner, type):
             delattr(self.owner, key) if value is MISSING else setattr(self.owner, key, value)
         elif value is MISSING:
@@ -130,18 +133,18 @@ class NamespaceSlot:
         else:
             cast(dict[str, Any], self.held)[key] = value
 
-    def values(self) -> Iterator[tuple[Any, Any]]:
+    def values(self) -> Iterator[tuple[object, object]]:
         return zip(self.keys, self.known, strict=True)
 
 
 class GetterSlot:
     """A value read by `get(owner)`, such as the content of a cell, defaults of a function, or a `__slots__` member."""
 
-    def __init__(self, label: str, owner: Any, get: Callable[[Any], Any]) -> None:
+    def __init__(self, label: str, owner: object, get: Callable[[Any], Any]) -> None:
         self.label, self.owner, self.get = label, owner, get
         self.known = self.now()
 
-    def now(self) -> Any:
+    def now(self) -> object:
         try:
             return self.get(self.owner)
         except ValueError:  # an empty cell
@@ -159,11 +162,11 @@ class GetterSlot:
         if self.now() is not self.known:
             self.put("", self.known)
 
-    def put(self, key: Any, value: Any) -> None:
-        if self.get is CELL:
+    def put(self, key: object, value: object) -> None:
+        if isinstance(self.owner, CellType):
             self.owner.cell_contents = value
 
-    def values(self) -> Iterator[tuple[Any, Any]]:
+    def values(self) -> Iterator[tuple[object, object]]:
         yield "", self.known
 
 
@@ -174,7 +177,7 @@ OF_FUNCTION = {kind: attrgetter(kind) for kind in ("__code__", "__defaults__", "
 class ContainerSlot:
     """Content of a list, dict, set, deque or array. The order of an `unordered` dict is ignored."""
 
-    def __init__(self, label: str, value: Any, unordered: bool = False) -> None:
+    def __init__(self, label: str, value: object, unordered: bool = False) -> None:
         self.label, self.value, self.unordered = label, value, unordered
         self.known = content(value)
 
@@ -188,7 +191,7 @@ class ContainerSlot:
         if not isinstance(self.value, dict):
             yield self.label, self.known, now
             return
-        before, after = _entries(self.known), _entries(now)
+        before, after = _stored_dict(self.known), _stored_dict(now)
         if list(before) != list(after) and not (self.unordered and before.keys() == after.keys()):
             yield self.label, list(before), list(after)
         else:
@@ -198,23 +201,23 @@ class ContainerSlot:
         if not self.holds():
             _refill(self.value, self.known)
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: object, value: object) -> None:
         kinds: tuple[Any, ...] = (OrderedDict, dict, list)
         kind = next((k for k in kinds if isinstance(self.value, k)), None)
         if kind is not None:
             kind.__setitem__(self.value, key, value)  # method of the base class: a user's own method may do more
 
-    def values(self) -> Iterator[tuple[Any, Any]]:
+    def values(self) -> Iterator[tuple[object, object]]:
         known = self.known
         if isinstance(self.value, dict):
-            yield from _entries(known).items()
+            yield from _stored_dict(known).items()
         elif isinstance(known, tuple):
             yield from enumerate(cast("tuple[Any, ...]", known))
         else:
             yield "", known
 
 
-def _entries(known: tuple[Any, ...]) -> dict[Any, Any]:
+def _stored_dict(known: tuple[Any, ...]) -> dict[Any, Any]:
     """Return the stored dict for its `content`."""
     half = len(known) // 2
     return dict(zip(known[:half], known[half:], strict=True))
@@ -239,7 +242,7 @@ def content(value: Any) -> Any:
     return bytes(value)
 
 
-def same_content(a: Any, b: Any) -> bool:
+def same_content(a: object, b: object) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and (all(map(is_, a, b)) or all(map(same, a, b)))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
@@ -251,7 +254,7 @@ def same_content(a: Any, b: Any) -> bool:
 _BUFFERS = (memoryview, ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._SimpleCData)  # pyright: ignore[reportPrivateUsage] - the base of c_int
 
 
-def is_container(value: Any) -> bool:
+def is_container(value: object) -> bool:
     """True for containers that `ContainerSlot` can compare."""
     if isinstance(value, (tuple, frozenset, MappingProxyType)):
         return False
@@ -263,7 +266,7 @@ def _refill(value: Any, known: Any) -> None:
     if isinstance(value, dict):
         kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
         kind.clear(value)  # method of the base class: a user's own method may do more
-        for key, item in _entries(known).items():
+        for key, item in _stored_dict(known).items():
             kind.__setitem__(value, key, item)
     elif isinstance(value, list):
         list.__setitem__(cast(list[Any], value), slice(None), list(known))

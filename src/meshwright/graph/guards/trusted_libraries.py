@@ -52,7 +52,7 @@ def is_trusted_module(name: str) -> bool:
     return top in TRUSTED or top in sys.stdlib_module_names
 
 
-def is_trusted_call(function: Any) -> bool:
+def is_trusted_call(function: object) -> bool:
     """True for a function or method of a trusted library without a closure."""
     code = getattr(function, "__code__", None)
     return code is not None and not getattr(function, "__closure__", None) and is_trusted_file(code.co_filename)

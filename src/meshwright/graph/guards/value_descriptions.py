@@ -23,14 +23,14 @@ from .slots import is_plain
 from .trusted_libraries import is_trusted
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Return a text that differs if the value differs."""
     if is_plain(value):
         return repr(value)
     if isinstance(value, (Tensor, np.ndarray)):
-        return _held(value)
+        return _tensor_text(value)
     if isinstance(value, FunctionType):
-        return f"{value.__qualname__} {_function(value)}"
+        return f"{value.__qualname__} {_function_text(value)}"
     if isinstance(value, MethodType):
         return f"method {described(value.__func__)}"
     if isinstance(value, type):
@@ -46,7 +46,7 @@ def described(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _held(x: Any) -> str:
+def _tensor_text(x: Tensor | np.ndarray) -> str:
     array = x if isinstance(x, np.ndarray) else x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     lies = repr(x._spec) if isinstance(x, DistTensor) else f"{x.dtype}{list(x.shape)}"
     return f"{lies} {sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]}"
@@ -55,25 +55,25 @@ def _held(x: Any) -> str:
 @lru_cache(maxsize=4096)
 def class_text(kind: type) -> str:
     """Return the name of a class, with a checksum of the bytecode of its functions and of its untrusted bases."""
-    own = [c for c in kind.__mro__ if not is_trusted(c)]
-    functions = [inspect.unwrap(f) for c in own for f in map(_plain, vars(c).values()) if isinstance(f, FunctionType)]
-    return f"{kind.__module__}.{kind.__qualname__} {_short([code_text(f.__code__) for f in functions])}"
+    members = [member for base in kind.__mro__ if not is_trusted(base) for member in vars(base).values()]
+    functions = [inspect.unwrap(f) for f in map(_function_behind, members) if isinstance(f, FunctionType)]
+    return f"{kind.__module__}.{kind.__qualname__} {_checksum([code_text(f.__code__) for f in functions])}"
 
 
-def _plain(member: Any) -> Any:
+def _function_behind(member: object) -> object:
     """Return the function behind a method or property of a class."""
     return member.fget if isinstance(member, property) else getattr(member, "__func__", member)
 
 
-def _function(f: FunctionType) -> str:
-    return _short([code_text(f.__code__), described(f.__defaults__)])
+def _function_text(f: FunctionType) -> str:
+    return _checksum([code_text(f.__code__), described(f.__defaults__)])
 
 
 def code_text(code: CodeType) -> str:
     """Return a checksum of the bytecode, names and constants of the code, without its file and lines."""
     constants = [code_text(c) if isinstance(c, CodeType) else described(c) for c in code.co_consts]
-    return _short([code.co_code.hex(), code.co_names, constants])
+    return _checksum([code.co_code.hex(), code.co_names, constants])
 
 
-def _short(value: Any) -> str:
+def _checksum(value: object) -> str:
     return sha256(repr(value).encode()).hexdigest()[:16]

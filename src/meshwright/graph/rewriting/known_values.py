@@ -2,60 +2,76 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..program.draft import Draft
+from meshwright.layout import TorchValue
+
+from ..program.draft import Draft, Spot
 from ..program.effects import is_pure
-from ..program.node import map_values
+from ..program.node import map_values, values_in
 from ..torch_hooks import Operator, no_modes
-from .node_reader import VirtualValue
+from .node_reader import Operand, VirtualValue
 
 LARGEST = 2**26
 """Maximum number of elements of a computed value."""
 
 
-def known_tensor(draft: Draft, v: Any) -> Tensor | None:
+def known_tensor(draft: Draft, v: Operand) -> Tensor | None:
     """Return the tensor that `v` is on every run, on the CPU; None if it depends on an input or is too large."""
     written = {x for x, _ in draft.program.writes}
     given = (g for g in draft.program.inputs if g.value not in written and type(g.source) is Tensor)
-    found: dict[Any, Any] = {g.value: g.source for g in given}
+    known = _KnownValues(draft, {g.value: g.source for g in given})
     with no_modes(), torch.no_grad():
-        out = _computed(draft, v, found)
+        out = known.value_of(v)
     return out if isinstance(out, Tensor) else None
 
 
-def _computed(draft: Draft, v: Any, found: dict[Any, Any]) -> Any:
-    if v in found:
-        return found[v]
-    found[v] = None
-    if isinstance(v, VirtualValue):
-        call: Any = v
-        kwargs: dict[str, Any] = {}
-    else:
-        call = draft.producer(v)
-        kwargs = {} if call is None else call.kwargs
-    if call is None or not isinstance(call.op, Operator) or not is_pure(call.op) or not _is_small(v):
-        return None
-    known = True
+@dataclass(frozen=True, slots=True)
+class _KnownValues:
+    """Values computed so far: the result of each operator, None if it depends on an input or is too large."""
 
-    def tensor(x: Any) -> Any:
-        nonlocal known
-        value = _computed(draft, x, found)
-        known = known and value is not None
-        return value
+    draft: Draft
+    found: dict[Operand, TorchValue]
 
-    args = tuple(tensor(a) if isinstance(a, VirtualValue) else a for a in call.args)
-    args, kwargs = map_values(tensor, (args, kwargs))
-    if known:
-        out = call.op(*args, **{k: torch.device("cpu") if k == "device" else a for k, a in kwargs.items()})
-        found[v] = out if isinstance(v, VirtualValue) or call.out is v else out[call.outs.index(v)]
-    return found[v]
+    def value_of(self, v: Operand) -> TorchValue:
+        if v not in self.found:
+            self.found[v] = self._computed(v)
+        return self.found[v]
+
+    def _computed(self, v: Operand) -> TorchValue:
+        call = v if isinstance(v, VirtualValue) else self.draft.producer(v)
+        if call is None or not isinstance(call.op, Operator) or not is_pure(call.op) or not _is_small(v):
+            return None
+        operands = {x: self.value_of(x) for x in _operands(call)}
+        if any(value is None for value in operands.values()):
+            return None
+        args, kwargs = _known_arguments(call, operands)
+        out = call.op(*args, **kwargs)
+        return out if isinstance(call, VirtualValue) or call.out is v else out[call.outs.index(v)]
 
 
-def _is_small(v: Any) -> bool:
+def _operands(call: VirtualValue | Spot) -> Iterator[Operand]:
+    """Yield the values that a call reads, those that no node produces first."""
+    yield from (a for a in call.args if isinstance(a, VirtualValue))
+    yield from values_in((call.args, call.kwargs))
+
+
+def _known_arguments(
+    call: VirtualValue | Spot, operands: Mapping[Operand, TorchValue]
+) -> tuple[tuple[TorchValue, ...], dict[str, TorchValue]]:
+    """Return the arguments of a call for known operands, with the CPU as the device."""
+    given = tuple(operands[a] if isinstance(a, VirtualValue) else a for a in call.args)
+    args, kwargs = map_values(operands.__getitem__, (given, call.kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("cpu")
+    return args, kwargs
+
+
+def _is_small(v: Operand) -> bool:
     size = 1
     for n in v.shape:
         if not isinstance(n, int):

@@ -5,19 +5,19 @@ Both traces are cached by shapes, dtypes, constants and modes, so that equal lay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import leaves_in
 
 from .._errors import RewriteError
-from ..program.node import Conversion, Node, Value, map_values
+from ..program.node import Conversion, Kind, Node, Value, map_values
 from ..program.node_text import type_text
-from .node_reader import CASTS, VirtualValue, same_constant
+from .node_reader import CASTS, Operand, VirtualValue, same_constant
 from .pattern import Constant, Pattern, Term, constant_at
 from .pattern_match import Match
 from .rewrite_rule import Rewrite
@@ -52,7 +52,7 @@ class Confirmed:
     rule: Rewrite
     pattern: Pattern
     rank: int
-    known: dict[Any, _Sides | None] = field(default_factory=dict[Any, "_Sides | None"])
+    known: dict[Hashable, _Sides | None] = field(default_factory=dict[Hashable, "_Sides | None"])
 
     def template(self, match: Match) -> Template | None:
         """Return the template to put for a match; None if `find` does something else for exactly these arguments."""
@@ -121,12 +121,12 @@ class Confirmed:
         )
 
 
-def results(out: Any) -> tuple[Any, ...]:
+def results(out: TorchValue) -> tuple[TorchValue, ...]:
     """Return the result of a side of a rule as a tuple."""
     return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 
-def value_like(name: str, v: Any) -> Any:
+def value_like(name: str, v: TorchValue) -> TorchValue:
     """Return a new value named `name` with the metadata of `v`; `v` itself if it is a constant."""
     return Value(name, tuple(v.shape), v.dtype, v.device) if isinstance(v, (Value, VirtualValue)) else v
 
@@ -152,7 +152,7 @@ def _fit(shapes: Mapping[str, Shape], given: Mapping[str, Any]) -> bool:
     )
 
 
-def _without_idle_casts(told: CallTrace) -> tuple[tuple[Node, ...], tuple[Any, ...]]:
+def _without_idle_casts(told: CallTrace) -> tuple[tuple[Node, ...], tuple[TorchValue, ...]]:
     """Return the calls and results of `put` without casts to the dtype that the operand already has."""
     same: dict[Value, Value] = {}
     kept: list[Node] = []
@@ -166,16 +166,16 @@ def _without_idle_casts(told: CallTrace) -> tuple[tuple[Node, ...], tuple[Any, .
     return tuple(kept), tuple(_followed(v, same) for v in results(told.out))
 
 
-def _asks_sizes(tree: Any) -> bool:
+def _asks_sizes(tree: TorchValue) -> bool:
     """True if the tree contains a symbolic size. Programs hold such numbers as values, not as constants."""
     return any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in leaves_in(tree))
 
 
-def _followed(tree: Any, same: Mapping[Value, Value]) -> Any:
+def _followed(tree: TorchValue, same: Mapping[Value, Value]) -> TorchValue:
     return map_values(lambda v: same.get(v, v), tree)
 
 
-def _agrees(term: Term, v: Any, find: CallTrace) -> bool:
+def _agrees(term: Term, v: Operand, find: CallTrace) -> bool:
     """True if the value found for a term has the shape and dtype that `find` makes there."""
     if term.number < 0:
         return True
@@ -183,18 +183,18 @@ def _agrees(term: Term, v: Any, find: CallTrace) -> bool:
     return term.place < len(outs) and _looks(v) == _looks(outs[term.place])
 
 
-def _is_computed(wanted: Constant, found: Any, find: CallTrace) -> bool:
+def _is_computed(wanted: Constant, found: TorchValue, find: CallTrace) -> bool:
     """True if a constant equals the one that `find` computes, or belongs to a cast, whose dtype the result shows."""
     if find.calls[wanted.at[0]].op in CASTS:
         return True
     return same_constant(constant_at(find, wanted.at), wanted.undone(found))
 
 
-def _looks(v: Any) -> Any:
+def _looks(v: Operand) -> tuple[tuple[str, ...], Kind]:
     return tuple(map(str, v.shape)), v.dtype
 
 
-def _look(v: Any) -> Any:
+def _look(v: TorchValue) -> Hashable:
     if isinstance(v, (Value, VirtualValue)):
         return (*_looks(v), v.device)
     return repr(v)

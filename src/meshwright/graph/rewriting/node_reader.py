@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..program.node import Conversion, Op, Value
+from meshwright.layout import TorchValue
+
+from ..program.draft import Spot
+from ..program.node import Conversion, Kind, Op, Value
 from ..torch_hooks import Operator
 
 aten = torch.ops.aten
@@ -17,7 +20,7 @@ CAST = aten.to.dtype
 """Operator that all casts are read as. It has one argument, because the result shows the dtype."""
 
 CASTS = {CAST, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default}
-SAME_OPERATOR: Mapping[Any, Operator] = {
+SAME_OPERATOR: Mapping[Op, Operator] = {
     aten.mul.Scalar: aten.mul.Tensor,
     aten.add.Scalar: aten.add.Tensor,
     aten.sub.Scalar: aten.sub.Tensor,
@@ -32,34 +35,26 @@ SAME_OPERATOR: Mapping[Any, Operator] = {
 """Operator → equivalent operator that takes the same arguments."""
 
 
-class Call(Protocol):
-    """Protocol of a node of a program or of a draft."""
-
-    @property
-    def op(self) -> Op: ...
-    @property
-    def args(self) -> tuple[Any, ...]: ...
-    @property
-    def kwargs(self) -> Any: ...
-    @property
-    def outs(self) -> tuple[Value, ...]: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class VirtualValue:
     """A value that no node produces, but that another spelling of the program would produce: `op(*args)`."""
 
     op: Operator
-    args: tuple[Any, ...]
+    args: tuple[TorchValue, ...]
     shape: tuple[Any, ...]
-    dtype: Any
+    dtype: Kind
     device: str
+
+    @property
+    def kwargs(self) -> dict[str, TorchValue]:
+        """The keyword arguments: none, because `args` are all arguments."""
+        return {}
 
 
 Operand = Value | VirtualValue
 
 
-Spell = Callable[["Reader", Any, tuple[Any, ...]], tuple[Any, ...] | None]
+Spell = Callable[["Reader", Operand, tuple[TorchValue, ...]], tuple[TorchValue, ...] | None]
 """`spell(reader, result, arguments)` returns the other operator's arguments, or None; `arguments` are complete."""
 
 
@@ -81,7 +76,7 @@ class Known:
 
     op: Op
     others: tuple[Spelling, ...]
-    idle: Callable[[tuple[Any, ...], Any], bool] | None
+    idle: Callable[[tuple[TorchValue, ...], Operand], bool] | None
     readable: frozenset[int]
 
 
@@ -93,13 +88,13 @@ class Reading:
     """
 
     op: Op
-    args: tuple[Any, ...]
+    args: tuple[TorchValue, ...]
     place: int
-    calls: tuple[Any, ...]
+    calls: tuple[Spot, ...]
     known: Known
 
     @property
-    def call(self) -> Any:
+    def call(self) -> Spot | None:
         """The node that produces the value; None for a virtual value."""
         return self.calls[0] if self.calls else None
 
@@ -107,7 +102,7 @@ class Reading:
 SPELLINGS: dict[Operator, list[Spelling]] = {}
 
 
-def spelled(op: Any, gives: Any) -> Callable[[Spell], Spell]:
+def spelled(op: Operator, gives: Operator) -> Callable[[Spell], Spell]:
     """Return a decorator that registers a spelling: a call of `op` can be read as a call of `gives`."""
 
     def enter(spell: Spell) -> Spell:
@@ -120,10 +115,10 @@ def spelled(op: Any, gives: Any) -> Callable[[Spell], Spell]:
 class Reader:
     """Reader of values; `producer` returns the node of a value, None for an input."""
 
-    def __init__(self, producer: Callable[[Value], Any]) -> None:
+    def __init__(self, producer: Callable[[Value], Spot | None]) -> None:
         self._producer = producer
-        self._full: dict[Any, tuple[Any, Any, Reading]] = {}
-        self._through: list[Any] = []
+        self._full: dict[Operand, tuple[tuple[TorchValue, ...], Spot, Reading]] = {}
+        self._through: list[Spot] = []
 
     def own(self, v: Operand) -> Reading | None:
         """Return the operator that produces `v`, with all arguments; None for an input."""
@@ -131,12 +126,12 @@ class Reader:
         if known is not None and known[1].args is known[0]:
             return known[2]
         if isinstance(v, VirtualValue):
-            return _own(*canonical(v.op, v.args, v), 0, ())
+            return _reading_of(*canonical(v.op, v.args, v), 0, ())
         call = self._producer(v)
         if call is None:
             return None
         place = 0 if call.out is v else call.outs.index(v)
-        reading = _own(*canonical(call.op, full_arguments(call.op, call.args, call.kwargs), v), place, (call,))
+        reading = _reading_of(*canonical(call.op, full_arguments(call.op, call.args, call.kwargs), v), place, (call,))
         self._full[v] = (call.args, call, reading)
         return reading
 
@@ -159,13 +154,13 @@ class Reader:
         args = other.spell(self, v, own.args)
         through = self._through[mark:]
         del self._through[mark:]
-        return None if args is None else _own(other.gives, args, own.place, (*own.calls, *through))
+        return None if args is None else _reading_of(other.gives, args, own.place, (*own.calls, *through))
 
-    def as_call(self, v: Any, op: Op) -> tuple[Any, ...] | None:
+    def as_call(self, v: TorchValue, op: Op) -> tuple[TorchValue, ...] | None:
         """Return the arguments of the first reading of `v` as a call of `op`, or None."""
         if not isinstance(v, (Value, VirtualValue)):
             return None
-        passed: list[Any] = []
+        passed: list[Spot] = []
         reading = next(self.read(self.base(v, passed), op), None)
         if reading is None:
             return None
@@ -185,7 +180,7 @@ class Reader:
                 return own
         return None
 
-    def base(self, v: Operand, passed: list[Any] | None = None) -> Operand:
+    def base(self, v: Operand, passed: list[Spot] | None = None) -> Operand:
         """Return the value that `v` is a copy of, through casts to the same dtype, dropout with p=0 and the like.
 
         The nodes in between are appended to `passed`.
@@ -196,7 +191,7 @@ class Reader:
             v = own.args[0]
         return v
 
-    def alike(self, a: Any, b: Any, depth: int = 6) -> bool:
+    def alike(self, a: TorchValue, b: TorchValue, depth: int = 6) -> bool:
         """True if both are one value, or are produced by equal operators from equal values."""
         if not isinstance(a, (Value, VirtualValue)) or not isinstance(b, (Value, VirtualValue)):
             return same_constant(a, b)
@@ -209,20 +204,20 @@ class Reader:
         if ours.op != theirs.op or a.dtype != b.dtype or len(ours.args) != len(theirs.args):
             return False
         return is_repeatable(ours.op) and all(
-            self.alike(x, y, depth - 1) for x, y in zip(_flat(ours.args), _flat(theirs.args), strict=False)
+            self.alike(x, y, depth - 1) for x, y in zip(_flat_items(ours.args), _flat_items(theirs.args), strict=False)
         )
 
 
-def _own(op: Any, args: tuple[Any, ...], place: int, calls: tuple[Any, ...]) -> Reading:
+def _reading_of(op: Op, args: tuple[TorchValue, ...], place: int, calls: tuple[Spot, ...]) -> Reading:
     """Return a reading with the table entries of its operator."""
     known = _KNOWN.get(id(op))
     if known is None or known.op is not op:
-        known = _KNOWN[id(op)] = _look_up(op)
+        known = _KNOWN[id(op)] = _table_entries(op)
     return Reading(op, args, place, calls, known)
 
 
-def _look_up(op: Any) -> Known:
-    others = tuple(SPELLINGS.get(op, ()))
+def _table_entries(op: Op) -> Known:
+    others = tuple(SPELLINGS.get(op, ())) if isinstance(op, Operator) else ()
     return Known(op, others, NOTHING.get(op), frozenset([id(op), *(id(other.gives) for other in others)]))
 
 
@@ -234,16 +229,18 @@ def is_repeatable(op: Op) -> bool:
     return isinstance(op, Operator) and torch.Tag.nondeterministic_seeded not in op.tags
 
 
-def same_constant(a: Any, b: Any) -> bool:
+def same_constant(a: TorchValue, b: TorchValue) -> bool:
     """True for equal constants. Floats may differ by a relative 1e-7, since they may be computed in two ways."""
     if type(a) is float and type(b) is float:
         return a == b or abs(a - b) <= 1e-7 * max(abs(a), abs(b))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same_constant, a, b))
-    return type(a) is type(b) and a == b if isinstance(a, bool) or isinstance(b, bool) else a == b
+    if isinstance(a, bool) or isinstance(b, bool):
+        return type(a) is type(b) and a == b
+    return a == b
 
 
-def inverse(c: Any) -> Any:
+def inverse(c: TorchValue) -> TorchValue:
     """Return 1 / c for a number, or the flipped `Constant`."""
     return 1 / c if isinstance(c, (int, float)) else c.flipped()
 
@@ -259,7 +256,7 @@ def argument_names(op: Op) -> tuple[str, ...]:
     return tuple(name for name, _ in _schema(op)) if isinstance(op, Operator) else ()
 
 
-def full_arguments(op: Op, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
+def full_arguments(op: Op, args: tuple[TorchValue, ...], kwargs: Mapping[str, TorchValue]) -> tuple[TorchValue, ...]:
     """Return all arguments in the order of the schema, with defaults for omitted ones."""
     if not isinstance(op, Operator):
         return (*args, *kwargs.values())
@@ -269,7 +266,7 @@ def full_arguments(op: Op, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...
     return (*args, *(kwargs.get(name, default) for name, default in schema[len(args) :]))
 
 
-def canonical(op: Op, args: tuple[Any, ...], out: Operand) -> tuple[Any, tuple[Any, ...]]:
+def canonical(op: Op, args: tuple[TorchValue, ...], out: Operand) -> tuple[Op, tuple[TorchValue, ...]]:
     """Return the canonical operator and its arguments in canonical form."""
     if isinstance(op, Conversion):
         return op, args
@@ -290,15 +287,15 @@ def _changes_nothing(own: Reading, v: Operand) -> bool:
     return idle is not None and isinstance(x, (Value, VirtualValue)) and x.dtype == v.dtype and idle(own.args, v)
 
 
-def _same_shape(args: tuple[Any, ...], v: Operand) -> bool:
+def _same_shape(args: tuple[TorchValue, ...], v: Operand) -> bool:
     return tuple(map(str, args[0].shape)) == tuple(map(str, v.shape))
 
 
-def _is_one(x: Any) -> bool:
+def _is_one(x: TorchValue) -> bool:
     return isinstance(x, (int, float)) and x == 1
 
 
-NOTHING: dict[Any, Callable[[tuple[Any, ...], Any], bool]] = {
+NOTHING: dict[Op, Callable[[tuple[TorchValue, ...], Operand], bool]] = {
     CAST: lambda args, v: True,
     aten.dropout.default: lambda args, v: args[1] == 0 or args[2] is False,
     aten.mul.Tensor: lambda args, v: _is_one(args[1]),
@@ -311,10 +308,10 @@ NOTHING: dict[Any, Callable[[tuple[Any, ...], Any], bool]] = {
 """Operators that may return their first argument unchanged, with a predicate for such calls."""
 
 
-def _flat(tree: Sequence[Any]) -> Iterator[Any]:
+def _flat_items(tree: Sequence[TorchValue]) -> Iterator[TorchValue]:
     for item in tree:
         if isinstance(item, (list, tuple)):
             yield len(item)
-            yield from _flat(item)
+            yield from _flat_items(item)
         else:
             yield item

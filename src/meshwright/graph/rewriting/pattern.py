@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 
+from meshwright.layout import TorchValue
+
 from .._errors import RewriteError
+from ..program.draft import Spot
 from ..program.node import Node, Op, Value, name_of
-from .node_reader import CAST, Reader, Reading, VirtualValue, argument_names, full_arguments
+from .node_reader import CAST, Operand, Reader, Reading, VirtualValue, argument_names, full_arguments
 from .rule_arguments import Shape, Variant, sample_sizes
 from .rule_trace import CallTrace, StepName, trace_calls
 from .spellings import aten
 
-COMMUTE: set[Any] = {
+COMMUTE: set[Op | StepName] = {
     aten.mul.Tensor,
     aten.add.Tensor,
     aten.maximum.default,
@@ -38,6 +41,9 @@ DIMS = {"dim", "dims", "dim0", "dim1", "axis"}
 ANY = {"device", "pin_memory", "layout", "memory_format", "non_blocking", "copy"}
 """Names of arguments that a rule does not compare."""
 
+ConstantPosition = tuple[int, ...]
+"""Position of a constant: number of the call, then the path to the argument."""
+
 
 @dataclass(frozen=True, slots=True)
 class Name:
@@ -50,17 +56,17 @@ class Name:
 class Constant:
     """An attribute of the rule; if `name` is empty, a constant that `find` computes from shapes or attributes.
 
-    `at` is its position: number of the call, then the path to the argument. `flip` means the reciprocal.
+    `flip` means the reciprocal.
     """
 
     name: str
-    at: tuple[Any, ...]
+    at: ConstantPosition
     flip: bool = False
 
     def flipped(self) -> Constant:
         return replace(self, flip=not self.flip)
 
-    def undone(self, found: Any) -> Any:
+    def undone(self, found: TorchValue) -> TorchValue:
         """Return the constant for a matched argument: its reciprocal if `flip` is set."""
         return 1 / found if self.flip else found
 
@@ -69,8 +75,8 @@ class Constant:
 class Term:
     """Result `place` of a call. `number` is the number of the call in `find`, -1 for a call of another spelling."""
 
-    op: Any
-    args: tuple[Any, ...]
+    op: Op | StepName
+    args: tuple[TorchValue, ...]
     place: int
     number: int
 
@@ -100,12 +106,16 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Pattern of one variant of a rule; `roots` are its results."""
+    """Pattern of one variant of a rule; `roots` are its results.
+
+    It was made from the trace `told` of `find`; `others` are traces of `find` for other constants and shapes.
+    """
 
     variant: Variant
     roots: tuple[Term, ...]
     told: CallTrace
     terms: tuple[Term, ...] = field(repr=False)
+    others: tuple[CallTrace, ...] = field(repr=False)
 
     @cached_property
     def ops(self) -> tuple[Op | StepName, ...]:
@@ -113,21 +123,21 @@ class Pattern:
         return tuple(call.op for call in self.told.calls)
 
     @cached_property
-    def entrances(self) -> tuple[tuple[Any, frozenset[frozenset[int]]], ...]:
+    def entrances(self) -> tuple[tuple[Op | StepName, frozenset[frozenset[int]]], ...]:
         """Operators that may produce the first root, each with its needs: sets of ids of operators.
 
         Some operand must be readable as an operator of each set. A cast at the root may be absent, so the operator
         below it is included.
         """
-        found: list[tuple[Any, frozenset[frozenset[int]]]] = []
-        term: Any = self.roots[0]
+        found: list[tuple[Op | StepName, frozenset[frozenset[int]]]] = []
+        term: TorchValue = self.roots[0]
         while isinstance(term, Term):
             found.append((term.op, frozenset(filter(None, map(_makers, term.args)))))
             term = term.args[0] if term.op is CAST else None
         return tuple(found)
 
 
-def _makers(a: Any) -> frozenset[int]:
+def _makers(a: TorchValue) -> frozenset[int]:
     """Return the ids of the operators that may produce an operand; empty for any. A cast may be absent."""
     if not isinstance(a, Term) or isinstance(a.op, StepName):
         return frozenset()
@@ -141,12 +151,9 @@ def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False
     """Return a value for every tensor argument: a square matrix if the argument has no shape."""
     sizes = sample_sizes(shapes, other)
     dtypes = {"float": torch.bfloat16, "int": torch.int64, "bool": torch.bool}
-    found: dict[str, Value] = {}
-    for name in variant.tensors:
-        shape = shapes.get(name)
-        dims = shape.sized(sizes) if shape else (6, 6) if other else (4, 4)
-        found[name] = Value(name, dims, dtypes[shape.kind if shape else "float"])
-    return found
+    square = Shape(("6", "6") if other else ("4", "4"))
+    shape_of = {name: shapes.get(name, square) for name in variant.tensors}
+    return {name: Value(name, shape.sized(sizes), dtypes[shape.kind]) for name, shape in shape_of.items()}
 
 
 def sample_arguments(variant: Variant, shapes: Mapping[str, Shape]) -> dict[str, Any]:
@@ -168,32 +175,46 @@ def make_pattern(find: Callable[..., Any], variant: Variant, shapes: Mapping[str
     """
     given = sample_arguments(variant, shapes)
     told = trace_calls(find, given)
-    others: list[tuple[str, Any, Any, CallTrace]] = []
+    others: list[_OtherTrace] = []
     for a in variant.attributes:
-        others.append((a.name, a.samples[0], a.samples[1], trace_calls(find, given | {a.name: a.samples[1]})))
-    resized = trace_calls(find, given | stand_ins(variant, shapes, other=True))
-    others.append(("", None, None, resized))
-    for name, _, _, other in others:
-        if [c.op for c in other.calls] != [c.op for c in told.calls]:
+        first, second = a.samples[0], a.samples[1]
+        others.append(_OtherTrace(trace_calls(find, given | {a.name: second}), a.name, first, second))
+    others.append(_OtherTrace(trace_calls(find, given | stand_ins(variant, shapes, other=True))))
+    for other in others:
+        if [c.op for c in other.trace.calls] != [c.op for c in told.calls]:
             raise RewriteError(
                 f"rule {rule}",
-                f"other operators for another {name or 'shape'}",
+                f"other operators for another {other.name or 'shape'}",
                 "a pattern must have the same operators for all arguments",
                 "where `find` branches, use an argument with options, such as `kind: Literal['relu', 'gelu']`",
             )
-    return _Maker(told, others, rule).made(variant)
+    return _PatternMaker(told, others, rule).pattern(variant)
+
+
+@dataclass(frozen=True, slots=True)
+class _OtherTrace:
+    """Trace of `find` for the value `second` of the attribute `name` instead of `first`; without a name, for shapes."""
+
+    trace: CallTrace
+    name: str = ""
+    first: TorchValue = None
+    second: TorchValue = None
+
+    def explains(self, constant: TorchValue, other: TorchValue) -> bool:
+        """True if a constant of `find` and that of this trace are the two values of the attribute."""
+        return bool(self.name) and _same_tree(constant, self.first) and _same_tree(other, self.second)
 
 
 @dataclass(slots=True)
-class _Maker:
+class _PatternMaker:
     told: CallTrace
-    others: list[tuple[str, Any, Any, CallTrace]]
+    others: list[_OtherTrace]
     rule: str
-    terms: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    producers: dict[Value, Any] = field(default_factory=dict[Value, Any])
+    terms: dict[Operand, Term | Name] = field(default_factory=dict[Operand, "Term | Name"])
+    producers: dict[Value, Spot] = field(default_factory=dict[Value, Spot])
     numbers: dict[int, int] = field(default_factory=dict[int, int])
 
-    def made(self, variant: Variant) -> Pattern:
+    def pattern(self, variant: Variant) -> Pattern:
         for number, call in enumerate(self.told.calls):
             marked = self._marked_call(number, call)
             self.numbers[id(marked)] = number
@@ -210,29 +231,30 @@ class _Maker:
                 "return the result of the last operator of the pattern, or a tuple of results",
             )
         self._check_names(variant, roots)
-        return Pattern(variant, roots, self.told, tuple(t for t in self.terms.values() if isinstance(t, Term)))
+        terms = tuple(term for term in self.terms.values() if isinstance(term, Term))
+        return Pattern(variant, roots, self.told, terms, tuple(other.trace for other in self.others))
 
-    def _marked_call(self, number: int, call: Node) -> Node:
+    def _marked_call(self, number: int, call: Node) -> Spot:
         full = full_arguments(call.op, call.args, call.kwargs)
-        return Node(call.op, tuple(self._marked((number, at), a) for at, a in enumerate(full)), {}, call.out)
+        args = tuple(self._marked((number, at), a) for at, a in enumerate(full))
+        return Spot(call.op, args, {}, call.out, call.origin)
 
-    def _marked(self, at: tuple[Any, ...], tree: Any) -> Any:
+    def _marked(self, at: ConstantPosition, tree: TorchValue) -> TorchValue:
         """Return `tree` with names for the constants that differ in other traces of `find`."""
         if isinstance(tree, Value):
             return tree
-        seen = [(name, a, b, constant_at(other, at)) for name, a, b, other in self.others]
-        changed = [entry for entry in seen if not _same_tree(entry[3], tree)]
+        constants = [(other, constant_at(other.trace, at)) for other in self.others]
+        changed = [(other, constant) for other, constant in constants if not _same_tree(constant, tree)]
         if not changed:
             return tree
-        name, a, b, found = changed[0]
-        if len(changed) == 1 and name and _same_tree(tree, a) and _same_tree(found, b):
-            return Constant(name, at)
-        whole = [entry[3] for entry in changed]
-        if isinstance(tree, (list, tuple)) and all(isinstance(t, (list, tuple)) and len(t) == len(tree) for t in whole):
+        other, constant = changed[0]
+        if len(changed) == 1 and other.explains(tree, constant):
+            return Constant(other.name, at)
+        if all(_are_equally_long(tree, constant) for _, constant in changed):
             return type(tree)([self._marked((*at, i), item) for i, item in enumerate(tree)])
         return Constant("", at)
 
-    def _term(self, reader: Reader, v: Any) -> Any:
+    def _term(self, reader: Reader, v: TorchValue) -> TorchValue:
         if isinstance(v, (list, tuple)):
             return type(v)([self._term(reader, item) for item in v])
         if not isinstance(v, (Value, VirtualValue)):
@@ -267,7 +289,7 @@ def _named_dtype(reading: Reading) -> tuple[Constant, ...]:
     return tuple(a for a in reading.call.args if isinstance(a, Constant) and a.name)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: TorchValue) -> Iterator[TorchValue]:
     """Yield the names and constants below terms."""
     if isinstance(tree, Term):
         yield from leaves(tree.args)
@@ -278,18 +300,23 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def constant_at(told: CallTrace, at: tuple[Any, ...]) -> Any:
+def constant_at(told: CallTrace, at: ConstantPosition) -> TorchValue:
     """Return the argument at a position: number of the call, then the path to the argument."""
     call = told.calls[at[0]]
-    found: Any = full_arguments(call.op, call.args, call.kwargs)[at[1]]
+    found: TorchValue = full_arguments(call.op, call.args, call.kwargs)[at[1]]
     for step in at[2:]:
         found = found[step]
     return found
 
 
-def _same_tree(a: Any, b: Any) -> bool:
+def _same_tree(a: TorchValue, b: TorchValue) -> bool:
     if isinstance(a, Value) or isinstance(b, Value):
         return isinstance(a, Value) and isinstance(b, Value)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same_tree, a, b))
+    if _are_equally_long(a, b):
+        return all(map(_same_tree, a, b))
     return type(a) is type(b) and a == b
+
+
+def _are_equally_long(a: TorchValue, b: TorchValue) -> bool:
+    """True for two lists or tuples of equal length."""
+    return isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b)

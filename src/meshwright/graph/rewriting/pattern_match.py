@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
 from ..program.draft import Draft, Spot
 from ..program.effects import is_random_operator, is_view
-from ..program.node import Conversion, Value
+from ..program.node import Conversion, Op, Value
 from .known_values import known_tensor
 from .node_reader import CAST, CASTS, Operand, Reader, Reading, VirtualValue, same_constant
 from .pattern import Constant, Name, Pattern, Term
@@ -25,7 +27,8 @@ ADDS_A_DIM = {aten.unsqueeze.default}
 ORDERED = {aten.permute.default, aten.roll.default, aten.movedim.intlist}
 """Operators for which the order of the list of dims matters."""
 
-Goals = tuple[tuple[Any, Any], "Goals"] | None
+Goals = tuple[tuple[TorchValue, TorchValue], "Goals"] | None
+"""Linked list of pairs that must match: a part of a pattern, and what was found in the program for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +53,7 @@ class Match:
         """Argument of the rule → matched value, constant or step."""
         return {**self.pattern.variant.given, **self.names}
 
-    def known(self, v: Any) -> Tensor | None:
+    def known(self, v: Operand) -> Tensor | None:
         """Return the tensor that `v` is on every run; None if it depends on an input or is too large."""
         return known_tensor(self.draft, v)
 
@@ -96,7 +99,7 @@ class _Search:
         return self._next_root()
 
     def _term(self, term: Term, v: Operand, goals: Goals) -> bool:
-        passed: list[Any] = []
+        passed: list[Spot] = []
         base = self.reader.base(v, passed)
         mark = len(self.trail)
         for reading in self._readings(term, base):
@@ -129,7 +132,7 @@ class _Search:
             return False
         return self._name(term.op.name, reading.op.step)
 
-    def _goals(self, term: Term, args: Sequence[Any], goals: Goals) -> Goals:
+    def _goals(self, term: Term, args: Sequence[TorchValue], goals: Goals) -> Goals:
         """Return `goals` with the arguments added. Dims are counted from the end for the comparison."""
         for at, is_dim in reversed(term.order):
             pair = (term.args[at], args[at])
@@ -138,7 +141,7 @@ class _Search:
             goals = (pair, goals)
         return goals
 
-    def _leaf(self, wanted: Any, found: Any) -> bool:
+    def _leaf(self, wanted: TorchValue, found: TorchValue) -> bool:
         if isinstance(wanted, Name):
             if not isinstance(found, (Value, VirtualValue)) or (isinstance(found, Value) and not found.is_tensor):
                 return False
@@ -155,14 +158,14 @@ class _Search:
         self.trail.append((self.match.computed, None))
         return True
 
-    def _name(self, name: str, found: Any) -> bool:
+    def _name(self, name: str, found: TorchValue) -> bool:
         if name in self.match.names:
             return self.reader.alike(self.match.names[name], found)
         self.match.names[name] = found
         self.trail.append((self.match.names, name))
         return True
 
-    def _hold(self, term: Term, v: Operand, calls: Sequence[Any]) -> None:
+    def _hold(self, term: Term, v: Operand, calls: Sequence[Spot]) -> None:
         if term not in self.match.values:
             self.match.values[term] = v
             self.trail.append((self.match.values, term))
@@ -226,17 +229,15 @@ def stands_alone(match: Match, draft: Draft, written: Set[Value]) -> bool:
     spots = match.spots
     if len({origin_modes(s.origin) for s in spots}) != 1:
         return False
+    if written and any(v in written for spot in spots for v in spot.ins):
+        return False
     roots = {id(v) for v in match.roots}
     free: dict[Spot, bool] = {}
-    for spot in spots:
-        if written and any(v in written for v in spot.ins):
-            return False
-        for v in spot.outs:
-            if id(v) in roots or (not draft.is_result(v) and all(u in spots for u in draft.users(v))):
-                continue
-            if not _is_free(spot, spots, draft, free):
-                return False
-    return True
+
+    def is_inner(v: Value) -> bool:
+        return id(v) in roots or (not draft.is_result(v) and all(user in spots for user in draft.users(v)))
+
+    return all(all(map(is_inner, spot.outs)) or _is_free(spot, spots, draft, free) for spot in spots)
 
 
 def _is_free(spot: Spot, spots: Mapping[Spot, None], draft: Draft, known: dict[Spot, bool]) -> bool:
@@ -249,18 +250,18 @@ def _is_free(spot: Spot, spots: Mapping[Spot, None], draft: Draft, known: dict[S
     return known[spot]
 
 
-def _ahead(pairs: Any, goals: Goals) -> Goals:
+def _ahead(pairs: Iterable[tuple[TorchValue, TorchValue]], goals: Goals) -> Goals:
     for pair in reversed(list(pairs)):
         goals = (pair, goals)
     return goals
 
 
-def _orders(term: Term, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
+def _orders(term: Term, args: tuple[TorchValue, ...]) -> tuple[tuple[TorchValue, ...], ...]:
     swap = term.commutes and isinstance(args[1], (Value, VirtualValue))
     return (args, (args[1], args[0], *args[2:])) if swap else (args,)
 
 
-def _from_end(op: Any, dims: Any, x: Any) -> Any:
+def _from_end(op: Op | StepName, dims: TorchValue, x: TorchValue) -> TorchValue:
     """Return dims counted from the end; a list is sorted unless the operator is in ORDERED."""
     if not isinstance(x, (Value, VirtualValue)):
         return dims
@@ -273,7 +274,7 @@ def _from_end(op: Any, dims: Any, x: Any) -> Any:
     return dims
 
 
-def _is_of_kind(pattern: Pattern, name: str, found: Any) -> bool:
+def _is_of_kind(pattern: Pattern, name: str, found: TorchValue) -> bool:
     kind = next((a.of for a in pattern.variant.attributes if a.name == name), None)
     if kind is float:
         return isinstance(found, (int, float)) and not isinstance(found, bool)

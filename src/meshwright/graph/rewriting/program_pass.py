@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
+
+from meshwright.layout import TorchValue
 
 from .._errors import RewriteError
 from ..analysis.verify import verify
@@ -54,7 +56,7 @@ class Pass(ABC):
         return out if len(out.changes) > len(program.changes) else out.with_changes(Change(self.name, f"{self!r}"))
 
 
-def _interface(program: Program) -> Any:
+def _interface(program: Program) -> tuple[list[tuple[str, str]], TorchValue]:
     """Return the types of the inputs, results and writes of a program; passes may add and remove constants."""
     types = map_values(type_text, (program.outputs, [v for _, v in program.writes]))
     return [(i.name, type_text(i.value)) for i in program.inputs if i.role != "constant"], types

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+
+from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from .._errors import RewriteError
 from ..program.draft import Draft, Spot
 from ..program.effects import is_pure, writes_to
-from ..program.node import Conversion, Value, map_values, name_of, values_in
+from ..program.node import Conversion, Op, Value, map_values, name_of, values_in
 from ..program.program import Change, Program
 from ..torch_hooks import Operator
 from .known_values import known_tensor
 from .match_confirmation import Confirmed, Template
-from .node_reader import Reader, Reading, Spelling, VirtualValue, full_arguments
+from .node_reader import Operand, Reader, Reading, Spelling, VirtualValue, full_arguments
 from .pattern_match import Match, find_match
 from .rewrite_rule import AnyRewrite, Rewrite, Rewriter
 from .rule_trace import StepName
@@ -41,6 +44,8 @@ def rewrite(program: Program, rules: Sequence[AnyRewrite], by: str = "rewrite", 
 
 
 Needs = frozenset[frozenset[int]]
+Key = Op | type | None
+"""Key of the index: an operator, the class of a conversion step, or None for all nodes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +59,7 @@ class Edit:
     replaced: bool = False
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[TorchValue, ...]:
         """The arguments of the node in the order of its operator's schema, with defaults for omitted ones."""
         return full_arguments(self.spot.op, self.spot.args, self.spot.kwargs)
 
@@ -75,12 +80,12 @@ class Edit:
     def is_result(self, v: Value) -> bool:
         return self.draft.is_result(v)
 
-    def operands(self, v: Value, op: Any) -> tuple[Any, ...] | None:
+    def operands(self, v: Value, op: Op) -> tuple[TorchValue, ...] | None:
         """Return the arguments of `v` read as a call of `op`, in any spelling; None if it is no such call."""
         reading = next(self.reader.read(self.reader.base(v), op), None)
         return None if reading is None else reading.args
 
-    def known(self, v: Any) -> Any:
+    def known(self, v: Operand) -> Tensor | None:
         """Return the tensor that `v` is on every run; None if it depends on an input or is too large."""
         return known_tensor(self.draft, v)
 
@@ -95,7 +100,7 @@ class Edit:
                 return found
         return None
 
-    def add(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def add(self, op: Op, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         """Add a node before this one and return its values."""
         out = self.draft.add(op, *args, before=self.spot, origin=self.spot.origin, **kwargs)
         ahead = self.spot.before
@@ -110,25 +115,20 @@ class Edit:
         self.replaced = True
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """Entry of the index: one pattern of a rule, or a rewriter."""
+Entry = Confirmed | Rewriter
+"""Entry of the index: one pattern of a rule, or a rewriter."""
 
-    rule: AnyRewrite
-    confirmed: Confirmed | None = None
-    size: int = 0
 
-    def entrances(self) -> Iterator[tuple[Any, Needs]]:
-        """Yield the operator or step class at whose nodes this entry is tried (None: all nodes), with its needs.
+def _entrances(entry: Entry) -> Iterator[tuple[Key, Needs]]:
+    """Yield the operator or step class at whose nodes an entry is tried (None: all nodes), with its needs.
 
-        The needs are sets of ids of operators; each set must include a producer of an operand.
-        """
-        if self.confirmed is None:
-            assert isinstance(self.rule, Rewriter)
-            yield from ((key, Needs()) for key in self.rule.on or (None,))
-            return
-        for op, needs in self.confirmed.pattern.entrances:
-            yield (op.kind if isinstance(op, StepName) else op), needs
+    The needs are sets of ids of operators; each set must include a producer of an operand.
+    """
+    if isinstance(entry, Rewriter):
+        yield from ((key, Needs()) for key in entry.on or (None,))
+        return
+    for op, needs in entry.pattern.entrances:
+        yield (op.kind if isinstance(op, StepName) else op), needs
 
 
 @dataclass(slots=True)
@@ -188,20 +188,20 @@ class _Run:
                     break
         return changed
 
-    def _try(self, entry: _Entry, spot: Spot) -> list[Spot] | None:
+    def _try(self, entry: Entry, spot: Spot) -> list[Spot] | None:
         """Return the new nodes after a change at `spot`; None if nothing was changed."""
-        if entry.confirmed is None:
-            return self._apply_rewriter(entry.rule, spot)
-        confirmed, found = entry.confirmed, list[Template]()
+        if isinstance(entry, Rewriter):
+            return self._apply_rewriter(entry, spot)
+        found: list[Template] = []
 
         def accept(match: Match) -> bool:
-            template = confirmed.template(match)
+            template = entry.template(match)
             if template is None or not self._moves_on(match, template):
                 return False
             found.append(template)
             return True
 
-        match = find_match(confirmed.pattern, spot, self.draft, self.reader, accept, self.written)
+        match = find_match(entry.pattern, spot, self.draft, self.reader, accept, self.written)
         return None if match is None else self._apply(entry.rule, match, found[-1])
 
     def _moves_on(self, match: Match, template: Template) -> bool:
@@ -209,24 +209,32 @@ class _Run:
         same = len(match.spots) == len(template.calls)
         if same and Counter(s.op for s in match.spots) == Counter(call.op for call in template.calls):
             return False
-        return self._place(match) is not None
+        return self._insertion_point(match) is not None
 
-    def _place(self, match: Match) -> Spot | None:
-        """Return the node to insert before: after all needed values and before all readers; None if there is none."""
-        roots = [p for v in match.roots if (p := self.draft.producer(v)) is not None]
+    def _insertion_point(self, match: Match) -> Spot | None:
+        """Return the node to insert before: behind all needed values, before all readers; None if there is none."""
+
+        roots = self._producers(match.roots)
         if len(match.pattern.roots) == 1:
             return roots[0]
-        order = {spot: at for at, spot in enumerate(self.draft)}
-        needed = [v for found in match.names.values() for v in _values_below(found)]
-        behind = max((order[p] + 1 for v in needed if (p := self.draft.producer(v)) is not None), default=0)
-        place = max(behind, min(order[r] for r in roots))
-        outside = (u for v in match.roots for u in self.draft.users(v) if u not in match.spots)
-        if any(order[u] < place for u in outside):
-            return None
-        return next((spot for spot, at in order.items() if at == place), self.draft.end)
+        spots = [*self.draft, self.draft.end]
+        order = {spot: at for at, spot in enumerate(spots)}
+        needed = self._producers(v for found in match.names.values() for v in _values_below(found))
+        behind_needed = max((order[spot] + 1 for spot in needed), default=0)
+        place = max(behind_needed, min(order[root] for root in roots))
+        is_read_before = any(order[reader] < place for reader in self._outside_readers(match))
+        return None if is_read_before else spots[place]
+
+    def _outside_readers(self, match: Match) -> Iterator[Spot]:
+        """Yield the nodes that read a replaced value and stay."""
+        return (user for v in match.roots for user in self.draft.users(v) if user not in match.spots)
+
+    def _producers(self, values: Iterable[Value]) -> list[Spot]:
+        """Return the nodes that produce the values; inputs have none."""
+        return [spot for v in values if (spot := self.draft.producer(v)) is not None]
 
     def _apply(self, rule: AnyRewrite, match: Match, template: Template) -> list[Spot]:
-        place = self._place(match)
+        place = self._insertion_point(match)
         origin = self.draft.producer(match.roots[0])
         assert place is not None
         assert origin is not None
@@ -241,20 +249,21 @@ class _Run:
     def _put(self, match: Match, template: Template, place: Spot, like: Spot, new: list[Spot]) -> list[Value]:
         """Add the calls of `put` before `place`, and return the values of its results."""
 
-        def add(op: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        def add(op: Op, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue], out: TorchValue) -> None:
             self.draft.add_as(op, args, kwargs, out, place, like.origin)
             assert place.before is not None
             new.append(place.before)
-            return out
 
-        def real(v: Any) -> Value:
+        def real(v: Operand) -> Value:
             """Return the value itself; add a node for a virtual value."""
             if isinstance(v, Value):
                 return v
             args = tuple(real(a) if isinstance(a, VirtualValue) else a for a in v.args)
-            return add(v.op, args, dict[str, Any](), self._fresh(v.op, v))
+            out = self._fresh(v.op, v)
+            add(v.op, args, v.kwargs, out)
+            return out
 
-        def named(op: Any) -> Callable[[Value], Value]:
+        def named(op: Op) -> Callable[[Value], Value]:
             return lambda v: here.setdefault(v, self._fresh(op, v))
 
         here = {value: real(match.names[name]) for name, value in template.inputs.items()}
@@ -264,11 +273,11 @@ class _Run:
             add(call.op, args, kwargs, out)
         return [here[v] for v in template.outs]
 
-    def _fresh(self, op: Any, looks: Any) -> Value:
+    def _fresh(self, op: Op, looks: Operand) -> Value:
         stem = looks.name.rstrip("_0123456789") if isinstance(looks, Value) else name_of(op).split(".")[1]
         return Value(self.draft.names.fresh(stem), tuple(looks.shape), looks.dtype, looks.device)
 
-    def _clear(self, spots: Iterator[Spot] | Any) -> list[Spot]:
+    def _clear(self, spots: Iterable[Spot]) -> list[Spot]:
         """Remove the given nodes that are no longer read, and return them."""
         left, gone = list(spots), list[Spot]()
         while True:
@@ -290,7 +299,7 @@ class _Run:
             spots = [s for s in dict.fromkeys(above) if s is not None and is_pure(s.op)]
         return gone
 
-    def _apply_rewriter(self, rule: Any, spot: Spot) -> list[Spot] | None:
+    def _apply_rewriter(self, rule: Rewriter, spot: Spot) -> list[Spot] | None:
         edit = Edit(self.draft, self.reader, spot)
         what = rule.apply(edit, spot)
         if not what:
@@ -332,7 +341,7 @@ class _Group:
     """Entries that begin at one operator and have the same needs for the producers of its operands."""
 
     needs: Needs
-    entries: list[_Entry] = field(default_factory=list[_Entry])
+    entries: list[Entry] = field(default_factory=list[Entry])
 
 
 Groups = dict[int, list[_Group]]
@@ -346,10 +355,10 @@ class _Index:
     """Index of entries by the operator of a node, then by the operators that produce its operands."""
 
     reader: Reader
-    by_op: dict[Any, Groups] = field(default_factory=dict[Any, Groups])
+    by_op: dict[Key, Groups] = field(default_factory=dict[Key, Groups])
     plans: dict[int, Plan] = field(default_factory=dict[int, Plan])
 
-    def at(self, spot: Spot) -> list[_Entry]:
+    def at(self, spot: Spot) -> list[Entry]:
         """Return the entries whose first root this node may produce, in the order to try: largest patterns first."""
         known = self.plans.get(id(spot.op)) if isinstance(spot.op, Operator) else self._plan(spot)
         if known is None:
@@ -374,13 +383,13 @@ class _Index:
         others = [other for other in own.known.others if other.gives is not own.op] if own is not None else []
         return groups, [(other, self.by_op[other.gives]) for other in others if other.gives in self.by_op]
 
-    def _fitting(self, groups: Groups, operands: Sequence[Any]) -> list[_Entry]:
+    def _fitting(self, groups: Groups, operands: Sequence[TorchValue]) -> list[Entry]:
         below = self._ops_below(operands)
         led = {id(group): group for maker in (0, *below) for group in groups.get(maker, ())}
         fit = (g for g in led.values() if not any(makers.isdisjoint(below) for makers in g.needs))
         return [entry for group in fit for entry in group.entries]
 
-    def _ops_below(self, operands: Sequence[Any]) -> set[int]:
+    def _ops_below(self, operands: Sequence[TorchValue]) -> set[int]:
         """Return the ids of the operators that the operands can be read as."""
         found: set[int] = set()
         for x in operands:
@@ -392,9 +401,9 @@ class _Index:
 
 def _index(reader: Reader, rank: int, rules: Sequence[AnyRewrite]) -> _Index:
     index = _Index(reader)
-    groups: dict[Any, _Group] = {}
+    groups: dict[tuple[Key, Needs], _Group] = {}
     for entry in (entry for rule in rules for entry in _entries(rank, rule)):
-        for key, needs in entry.entrances():
+        for key, needs in _entrances(entry):
             if (key, needs) not in groups:
                 group = groups[key, needs] = _Group(needs)
                 for maker in min(needs, key=len) if needs else (0,):
@@ -403,17 +412,15 @@ def _index(reader: Reader, rank: int, rules: Sequence[AnyRewrite]) -> _Index:
     return index
 
 
-def _entries(rank: int, rule: AnyRewrite) -> list[_Entry]:
-    if isinstance(rule, Rewriter):
-        return [_Entry(rule)]
-    return [_Entry(rule, Confirmed(rule, p, rank), len(p.ops)) for p in rule.patterns]
+def _entries(rank: int, rule: AnyRewrite) -> list[Entry]:
+    return [rule] if isinstance(rule, Rewriter) else [Confirmed(rule, pattern, rank) for pattern in rule.patterns]
 
 
-def _size(entry: _Entry) -> int:
-    return -entry.size
+def _size(entry: Entry) -> int:
+    return 0 if isinstance(entry, Rewriter) else -len(entry.pattern.ops)
 
 
-def _keys(spot: Spot, own: Reading | None) -> Iterator[Any]:
+def _keys(spot: Spot, own: Reading | None) -> Iterator[Key]:
     if isinstance(spot.op, Conversion):
         yield from type(spot.op.step).__mro__
     else:
@@ -421,7 +428,7 @@ def _keys(spot: Spot, own: Reading | None) -> Iterator[Any]:
     yield None
 
 
-def _values_below(found: Any) -> Iterator[Value]:
+def _values_below(found: TorchValue) -> Iterator[Value]:
     if isinstance(found, VirtualValue):
         for a in found.args:
             yield from _values_below(a)

@@ -69,7 +69,7 @@ class Rewrite:
     def _asked(self) -> tuple[str, ...]:
         return tuple(inspect.signature(self.where).parameters) if self.where is not None else ()
 
-    def is_met(self, arguments: Mapping[str, Any], match: Any = None) -> bool:
+    def is_met(self, arguments: Mapping[str, Any], match: object = None) -> bool:
         """True if `where` accepts these arguments, or if there is no `where`."""
         if self.where is None:
             return True

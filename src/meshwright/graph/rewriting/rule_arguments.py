@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
 from meshwright.reshard import Step
 
 from .._errors import RewriteError
@@ -30,7 +31,7 @@ Sizes = Mapping[str, Any]
 MOST_CHARACTERS = 1000
 """Maximum length of a shapes line, in characters."""
 _ENTRY = re.compile(r"(?:(?P<kind>int|bool)\b)?\s*(?P<dims>[^<]*?)\s*(?:<\s*(?P<below>\w+))?")
-_ATTRIBUTES: dict[Any, tuple[Any, Any]] = {
+_ATTRIBUTES: dict[object, tuple[TorchValue, TorchValue]] = {
     float: (0.5, 0.25),
     int: (-1, -2),
     torch.dtype: (torch.bfloat16, torch.float16),
@@ -73,7 +74,9 @@ class Shape:
 
 def kind_of_dtype(dtype: torch.dtype) -> str:
     """Return the word that the notation uses for a dtype: `float`, `int` or `bool`."""
-    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "int"
 
 
 def parse_shapes(line: str, tensors: Sequence[str]) -> dict[str, Shape]:
@@ -123,8 +126,8 @@ class Argument:
 
     name: str
     kind: Kind
-    of: Any = None
-    samples: tuple[Any, ...] = ()
+    of: TorchValue = None
+    samples: tuple[TorchValue, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +151,16 @@ def arguments_of(fn: Callable[..., Any], samples: Mapping[str, Sequence[Any]]) -
 
 def variants_of(arguments: Sequence[Argument]) -> Iterator[Variant]:
     """Yield a variant for every combination of choices."""
-    chosen = [a for a in arguments if a.kind == "choice"]
-    for options in product(*(a.of for a in chosen)):
-        given = {a.name: option for a, option in zip(chosen, options, strict=True)}
-        present = {a.name for a in arguments if a.kind == "tensor"}
-        present |= {name for name, option in given.items() if option is Tensor}
-        yield Variant(
-            {name: option for name, option in given.items() if option is not Tensor},
-            tuple(a.name for a in arguments if a.name in present),
-            tuple(a for a in arguments if a.kind == "attribute"),
-            tuple(a for a in arguments if a.kind == "step"),
-        )
+    choices, attributes, steps = (_of_kind(arguments, kind) for kind in ("choice", "attribute", "step"))
+    for options in product(*(choice.of for choice in choices)):
+        chosen = zip(choices, options, strict=True)
+        given = {choice.name: option for choice, option in chosen if option is not Tensor}
+        tensors = tuple(name for name in tensor_names(arguments) if name not in given)
+        yield Variant(given, tensors, attributes, steps)
+
+
+def _of_kind(arguments: Sequence[Argument], kind: Kind) -> tuple[Argument, ...]:
+    return tuple(a for a in arguments if a.kind == kind)
 
 
 def tensor_names(arguments: Sequence[Argument]) -> list[str]:
@@ -174,7 +176,7 @@ def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
         return {name: _BY_NAME.get(text, text) for name, text in written.items()}
 
 
-def _argument(name: str, hint: Any, default: Any, samples: Sequence[Any] | None) -> Argument:
+def _argument(name: str, hint: object, default: object, samples: Sequence[TorchValue] | None) -> Argument:
     empty = default is inspect.Parameter.empty
     if get_origin(hint) is Literal:
         return Argument(name, "choice", get_args(hint))
@@ -186,15 +188,15 @@ def _argument(name: str, hint: Any, default: Any, samples: Sequence[Any] | None)
         return Argument(name, "step", hint)
     if hint in (None, Tensor, "Tensor", "torch.Tensor") and empty and samples is None:
         return Argument(name, "tensor")
-    kind: Any = hint if hint is not None else type(samples[0] if samples else default)
+    kind = hint if hint is not None else type(samples[0] if samples else default)
     return Argument(name, "attribute", kind, _samples(name, kind, None if empty else default, samples))
 
 
-def _may_be_none(hint: Any) -> bool:
+def _may_be_none(hint: object) -> bool:
     return get_origin(hint) in (types.UnionType, typing.Union) and type(None) in get_args(hint)
 
 
-def _samples(name: str, kind: Any, default: Any, samples: Sequence[Any] | None) -> tuple[Any, ...]:
+def _samples(name: str, kind: object, default: object, samples: Sequence[TorchValue] | None) -> tuple[TorchValue, ...]:
     """Return two values for the constant: the default and a different one. Raises RewriteError if none is known."""
     if samples is not None:
         return tuple(samples)

@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator, simulate
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.reshard import Plan, Step, execute
 
 from .._errors import RewriteError
-from ..program.node import Value
+from ..program.draft import Draft
+from ..program.node import Value, name_of
+from ..program.program import Input, Program
 from .match_confirmation import results
+from .node_reader import Reader
+from .pattern import Pattern
+from .pattern_match import find_match
 from .rewrite_rule import Rewrite
 from .rule_arguments import Shape, Variant, sample_sizes, variants_of
-from .rule_trace import apply_steps_with
+from .rule_trace import CallTrace, apply_steps_with
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 ROUNDINGS = 16
@@ -34,7 +39,7 @@ def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int 
     """Return the number of compared cases, on which both sides agree. Rules about steps are checked by `check_steps`.
 
     Raises:
-        RewriteError: the sides differ in a case, or `where` refuses every sample.
+        RewriteError: the sides differ in a case, `where` refuses every sample, or the rule does not match itself.
     """
     torch.manual_seed(seed)
     done = 0
@@ -50,7 +55,29 @@ def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int 
             "nothing was compared",
             "pass shapes and samples that the rule accepts",
         )
+    _check_matches_itself(rule)
     return done
+
+
+def _check_matches_itself(rule: Rewrite) -> None:
+    """Raise RewriteError if no pattern of the rule matches a program that has just the calls of `find`."""
+    if any(_matches_calls(pattern, trace) for pattern in rule.patterns for trace in (pattern.told, *pattern.others)):
+        return
+    calls = ", ".join(name_of(call.op) for call in rule.patterns[0].told.calls)
+    raise RewriteError(
+        f"check of rule {rule.name}",
+        f"no match in a program of find's own calls: {calls}",
+        "programs are read without calls that change nothing, such as x * 1.0, so the rule would never apply",
+        "leave calls that change nothing out of find, or remove them with a Rewriter (edit.unchanged)",
+    )
+
+
+def _matches_calls(pattern: Pattern, trace: CallTrace) -> bool:
+    """True if the pattern matches the program of traced calls; `where` is not asked."""
+    inputs = tuple(Input(v, "batch", name) for name, v in trace.inputs.items())
+    draft = Draft(Program(inputs, trace.calls, trace.out))
+    reader = Reader(draft.producer)
+    return any(find_match(pattern, spot, draft, reader, lambda match: True) is not None for spot in draft)
 
 
 def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0) -> None:
@@ -118,13 +145,14 @@ def _tensors(
         dims = shape.sized(sizes)
         if shape.kind == "float":
             found[name] = torch.randn(dims, dtype=torch.float64).to(dtype)
+        elif shape.kind == "bool":
+            found[name] = torch.randint(0, 2, dims).to(torch.bool)
         else:
-            below = 2 if shape.kind == "bool" else sizes[shape.below] if shape.below else 4
-            found[name] = torch.randint(0, below, dims).to(torch.bool if shape.kind == "bool" else torch.int64)
+            found[name] = torch.randint(0, sizes[shape.below] if shape.below else 4, dims)
     return found
 
 
-def _as_value(name: str, v: Any) -> Any:
+def _as_value(name: str, v: TorchValue) -> TorchValue:
     return Value(name, tuple(v.shape), v.dtype, str(v.device)) if isinstance(v, Tensor) else v
 
 
@@ -148,7 +176,7 @@ def _compare(rule: Rewrite, given: Mapping[str, Any], dtype: torch.dtype) -> Non
             )
 
 
-def _run(fn: Any, given: Mapping[str, Any], dtype: torch.dtype | None = None) -> Outcome:
+def _run(fn: Callable[..., TorchValue], given: Mapping[str, Any], dtype: torch.dtype | None = None) -> Outcome:
     """Return the results of a side, then the gradients of its float arguments for a fixed random cotangent."""
     args = {k: v.to(dtype or v.dtype).detach().requires_grad_() if _is_real(v) else v for k, v in given.items()}
     outs = results(fn(**args))
@@ -162,7 +190,7 @@ def _run(fn: Any, given: Mapping[str, Any], dtype: torch.dtype | None = None) ->
     return (*(v.detach() for v in outs), *grads)
 
 
-def _is_real(v: Any) -> bool:
+def _is_real(v: TorchValue) -> bool:
     return isinstance(v, Tensor) and v.is_floating_point()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.reshard import Step
 from meshwright.tensor import operators_recorded
 
@@ -41,7 +41,7 @@ class CallTrace:
 
     inputs: Mapping[str, Value]
     calls: tuple[Node, ...]
-    out: Any
+    out: TorchValue
 
 
 @dataclass(slots=True)
@@ -49,8 +49,8 @@ class _Watch:
     rank: int
     specs: dict[Value, Spec]
     values: dict[int, Value] = field(default_factory=dict[int, Value])
-    memories: dict[Any, Value] = field(default_factory=dict[Any, Value])
-    kept: list[Any] = field(default_factory=list[Any])
+    memories: dict[int, Value] = field(default_factory=dict[int, Value])
+    kept: list[Tensor] = field(default_factory=list[Tensor])
     calls: list[Node] = field(default_factory=list[Node])
     names: FreshNames = field(default_factory=lambda: FreshNames(iter(())))
 
@@ -59,7 +59,7 @@ class _Watch:
         self.memories.setdefault(memory_of(x), value)
         self.kept.append(x)
 
-    def tree(self, tree: Any) -> Any:
+    def tree(self, tree: TorchValue) -> TorchValue:
         if isinstance(tree, Tensor):
             return self.value(tree)
         if isinstance(tree, (tuple, list)):
@@ -81,7 +81,7 @@ class _Watch:
             )
         return found
 
-    def note(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
+    def note(self, op: Operator, args: TorchValue, kwargs: TorchValue, out: TorchValue) -> None:
         if op._schema.name.split("::")[1] in SILENT:
             return
         if writes_to(op):
@@ -93,12 +93,12 @@ class _Watch:
             )
         self.emit(op, self.tree(args), self.tree(kwargs), out)
 
-    def emit(self, op: Op, args: Any, kwargs: Any, out: Any) -> None:
+    def emit(self, op: Op, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue], out: TorchValue) -> None:
         shown = as_values(out, lambda: self.names.fresh(stem_of(op)))
         self.calls.append(Node(op, args, kwargs, shown))
         self._bind_all(out, shown)
 
-    def _bind_all(self, out: Any, shown: Any) -> None:
+    def _bind_all(self, out: TorchValue, shown: TorchValue) -> None:
         if isinstance(out, Tensor):
             self.bind(out, shown)
         elif isinstance(out, (tuple, list)):
@@ -128,10 +128,10 @@ class _Watch:
 
 
 _watching: ContextVar[_Watch | None] = ContextVar("watching", default=None)
-_carrying: ContextVar[Callable[[Step, Any], Any] | None] = ContextVar("carrying", default=None)
+_carrying: ContextVar[Callable[[Step, Tensor], Tensor] | None] = ContextVar("carrying", default=None)
 
 
-def apply_step(step: Any, x: Any) -> Any:
+def apply_step(step: Step, x: Tensor) -> Tensor:
     """Apply a conversion step to `x` in a rule. The step is an argument of the rule, or a new step.
 
     A new step needs the spec of `x`, so `x` must be the operand or the result of another step of the rule.
@@ -153,7 +153,7 @@ def apply_step(step: Any, x: Any) -> Any:
 
 
 @contextmanager
-def apply_steps_with(run: Callable[[Step, Any], Any]) -> Generator[None]:
+def apply_steps_with(run: Callable[[Step, Tensor], Tensor]) -> Generator[None]:
     """Let `apply_step(step, x)` return `run(step, x)` inside the context."""
     token = _carrying.set(run)
     try:
@@ -188,7 +188,7 @@ def origin_modes(origin: Origin) -> tuple[bool, Modes]:
     return origin.grad, origin.autocast
 
 
-def _autocast(modes: Modes) -> AbstractContextManager[Any]:
+def _autocast(modes: Modes) -> AbstractContextManager[object]:
     return nullcontext() if modes is None else torch.autocast(modes[0], modes[1])
 
 

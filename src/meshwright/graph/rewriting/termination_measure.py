@@ -7,17 +7,19 @@ direction. The weights are the proof. If none are found, the number of steps is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..program.effects import is_view
-from ..program.node import Conversion, name_of
+from ..program.node import Conversion, Op, name_of
 from .node_reader import CASTS, SAME_OPERATOR
 from .rewrite_rule import AnyRewrite, Rewrite
 from .rule_trace import StepName
 
 ROUNDS = 1000
+
+Difference = Mapping[str, int]
+"""Kind of operator → number of removed operators minus number of added ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Measure:
     weights: Mapping[str, int]
     unproved: tuple[str, ...]
 
-    def weight(self, ops: Iterable[Any]) -> int:
+    def weight(self, ops: Iterable[Op]) -> int:
         return sum(self.weights.get(kind_of(op), 1) for op in ops)
 
     def __str__(self) -> str:
@@ -37,40 +39,55 @@ class Measure:
         return "each rule reduces the weight of the program" + (f" ({', '.join(heavy)})" if heavy else "")
 
 
-def kind_of(op: Any) -> str:
+def kind_of(op: Op | StepName) -> str:
     """Return the key of an operator in the weights."""
     if isinstance(op, StepName):
         return op.kind.__name__
     if isinstance(op, Conversion):
         return type(op.step).__name__
-    return name_of(SAME_OPERATOR[op] if op in SAME_OPERATOR else op)
+    return name_of(SAME_OPERATOR.get(op, op))
 
 
 def measure_of(rules: Sequence[AnyRewrite]) -> Measure:
     """Return weights under which the `put` of every rule is lighter than its `find`; other rules are `unproved`."""
-    sides = {rule.name: list(_differences(rule)) for rule in rules if isinstance(rule, Rewrite)}
-    unproved = [rule.name for rule in rules if not isinstance(rule, Rewrite)]
-    unproved += [name for name, found in sides.items() if any(d is None for d in found)]
+    unproved, wanted = _requirements(rules)
     weights: dict[str, int] = {}
-    wanted = {name: [d for d in found if d] for name, found in sides.items() if name not in unproved}
     pulling: set[str] = set()
     for at in range(ROUNDS):
-        heavier = [(name, d) for name, found in wanted.items() for d in found if _lost(weights, d) < 1]
+        heavier = [(name, difference) for name, difference in wanted if _lost(weights, difference) < 1]
         if not heavier:
             return Measure(weights, tuple(unproved))
         if at > ROUNDS // 2:
             pulling.update(name for name, _ in heavier)
         for _, difference in heavier:
-            for kind, n in difference.items():
-                weights[kind] = max(0, weights.get(kind, 1) + n)
+            _move_towards(difference, weights)
     return Measure({}, (*unproved, *sorted(pulling)))
 
 
-def _lost(weights: Mapping[str, int], difference: Mapping[str, int]) -> int:
+def _requirements(rules: Sequence[AnyRewrite]) -> tuple[list[str], list[tuple[str, Difference]]]:
+    """Return the rules that cannot be proved, and the differences of the others that must reduce the weight."""
+    unproved = [rule.name for rule in rules if not isinstance(rule, Rewrite)]
+    differences = {rule.name: list(_differences(rule)) for rule in rules if isinstance(rule, Rewrite)}
+    wanted: list[tuple[str, Difference]] = []
+    for name, found in differences.items():
+        if None in found:
+            unproved.append(name)
+        else:
+            wanted += [(name, difference) for difference in found if difference]
+    return unproved, wanted
+
+
+def _move_towards(difference: Difference, weights: dict[str, int]) -> None:
+    """Raise the weights of removed operators, and lower those of added ones."""
+    for kind, n in difference.items():
+        weights[kind] = max(0, weights.get(kind, 1) + n)
+
+
+def _lost(weights: Mapping[str, int], difference: Difference) -> int:
     return sum(weights.get(kind, 1) * n for kind, n in difference.items())
 
 
-def _differences(rule: Rewrite) -> Iterable[Mapping[str, int] | None]:
+def _differences(rule: Rewrite) -> Iterator[Difference | None]:
     """Yield, for each pattern, the number of removed operators minus added ones by kind; None without a `put` trace.
 
     Casts and views are not counted as removed, since they may stay.
