@@ -21,7 +21,7 @@ from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Plan, execute
 
 from .._errors import CallError, DeadlockError, wrong_message_error
-from .call import Call, Group, Shape, message_call, received_bytes, send_for
+from .call import Call, Group, Message, Shape, message_call, received_bytes, send_for
 from .counters import Counters
 from .reductions import check_reduction, reduce_terms
 from .stragglers import Straggler
@@ -185,8 +185,7 @@ class Communicator(ABC):
         sent = tuple((peer, tuple(x.shape), x.dtype) for peer, x in sends)
         expected = tuple((peer, tuple(shape), dtype) for peer, shape, dtype, _ in receives)
         self._check_peers({peer for peer, _, _ in sent + expected}, group)
-        to_self = [message for message in sent if message[0] == self.rank]
-        from_self = [message for message in expected if message[0] == self.rank]
+        to_self, from_self = (self._with_itself(messages) for messages in (sent, expected))
         if to_self != from_self:
             raise _wrong_shape("exchange", f"expects {from_self} from itself", f"sends itself {to_self}")
         call = Call("exchange", "", None, (), (), group, (sent, expected))
@@ -194,6 +193,10 @@ class Communicator(ABC):
             return [_copy(x) for _, x in sends]
         with self.seen.note(call, received_bytes(call, self.rank)):
             return self._exchange(sends, receives, call)
+
+    def _with_itself(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages of this rank to itself."""
+        return [message for message in messages if message[0] == self.rank]
 
     def send(self, x: Tensor, peer: int, tag: int) -> None:
         """Send a message to rank `peer`, where it is buffered until it is received; returns without waiting for that.

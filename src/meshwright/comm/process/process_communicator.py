@@ -288,21 +288,31 @@ class ProcessCommunicator(Communicator):
         The n-th message between two ranks has tag n. Empty messages and messages to itself do not travel.
         """
         out = [torch.empty(tuple(shape), dtype=dtype, device=device) for _, shape, dtype, device in receives]
-        own = iter([x for peer, x in sends if peer == self.rank])
-        leaving = _tagged([(peer, x) for peer, x in sends if peer != self.rank], group)
-        arriving: list[tuple[int, Tensor]] = []
-        for (peer, *_), tensor in zip(receives, out, strict=True):
-            if peer == self.rank:
-                tensor.copy_(next(own))
-            else:
-                arriving.append((peer, tensor))
-        awaited = _tagged(arriving, group)
+        expected = [(peer, x) for (peer, *_), x in zip(receives, out, strict=True)]
+        for target, source in zip(self._to_itself(expected), self._to_itself(sends), strict=True):
+            target.copy_(source)
+        leaving, awaited = self._tagged(sends, group), self._tagged(expected, group)
         if len(group) > 1:
             # a member without messages opens the backend too, because the others wait for it
             like = next((x for *_, x in leaving + awaited), None)
             backend = self._open(self._backend, group) if like is None else self._open_for(like, group)
             backend.messages(leaving, awaited)
         return out
+
+    def _to_itself(self, messages: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Return the messages of this rank to itself."""
+        return [x for peer, x in messages if peer == self.rank]
+
+    def _tagged(self, messages: Sequence[tuple[int, Tensor]], group: Group) -> list[tuple[int, int, Tensor]]:
+        """Return (place in the group, number of earlier messages with that peer, bytes) of the messages that travel."""
+        counts: dict[int, int] = {}
+        found: list[tuple[int, int, Tensor]] = []
+        for peer, x in messages:
+            if peer == self.rank or x.numel() == 0:
+                continue
+            tag = counts[peer] = counts.get(peer, -1) + 1
+            found.append((group.index(peer), tag, _bytes(x)))
+        return found
 
     def _peers_of(self, group: Group) -> Peers:
         return Peers(self._watchdog.check, lambda place: self._links.life(group[place]) is ProcessState.GONE)
@@ -412,15 +422,3 @@ def _unpacked(data: Tensor, lengths: Sequence[int], shapes: Sequence[Shape], dty
     """Return the tensors stored one after the other in `data`; each has its own memory, aligned for its dtype."""
     parts = data.split(list(lengths))
     return [part.clone().view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _tagged(messages: Sequence[tuple[int, Tensor]], group: Group) -> list[tuple[int, int, Tensor]]:
-    """Return (place in the group, number of earlier messages with that peer, bytes) of the messages with data."""
-    counts: dict[int, int] = {}
-    found: list[tuple[int, int, Tensor]] = []
-    for peer, x in messages:
-        if x.numel() == 0:
-            continue
-        tag = counts[peer] = counts.get(peer, -1) + 1
-        found.append((group.index(peer), tag, _bytes(x)))
-    return found

@@ -207,28 +207,14 @@ class _World:
         return None
 
     def _stuck(self) -> DeadlockError | MissingCallError:
+        """Return the error for ranks that all wait, or that wait for ranks that have ended."""
         waiting = {rank: call for rank, call in enumerate(self.pending) if call is not None and not self.ended[rank]}
-        gone = sorted({peer for call in waiting.values() for peer in call.group if self.ended[peer]})
         found = "; ".join(f"rank {rank} waits in {call}{self._at(rank)}" for rank, call in waiting.items())
         if self.boxes:
             found += f"; {self._not_received()}"
-        if gone:
-            names = " and ".join(f"rank {rank}" for rank in gone)
-            message = all(call.kind == "receive" for call in waiting.values() if not set(gone).isdisjoint(call.group))
-            return missing_call_error(f"a call that {names} should make", f"{found}; {names} ended", message)
-        if any(call.kind == "receive" for call in waiting.values()):
-            return DeadlockError(
-                "messages between ranks",
-                found,
-                "every rank waits for a rank that is waiting too",
-                "make each send before its rank waits, and give each send the tag that is received",
-            )
-        return DeadlockError(
-            "collectives on several groups",
-            found,
-            "every rank waits for a rank that waits in another group",
-            "make collectives in the same order on all ranks that share them",
-        )
+        calls = list(waiting.values())
+        ended = {peer for call in calls for peer in call.group if self.ended[peer]}
+        return _ended_ranks_error(found, calls, ended) if ended else _deadlock_error(found, calls)
 
     def _check_agreement(self, meeting: _PendingCollective, rank: int, call: Call) -> None:
         for peer, other in meeting.calls.items():
@@ -248,6 +234,30 @@ class _World:
         sent = [f"rank {address.source} calls {call}" for address, box in self.boxes.items() for call, _ in box]
         more = f", and {len(sent) - _SHOWN_MESSAGES} more" if len(sent) > _SHOWN_MESSAGES else ""
         return f"not received: {', '.join(sent[:_SHOWN_MESSAGES])}{more}"
+
+
+def _ended_ranks_error(found: str, calls: Sequence[Call], ended: set[int]) -> MissingCallError:
+    """Return the error for calls that wait for ranks that have ended."""
+    names = " and ".join(f"rank {rank}" for rank in sorted(ended))
+    message = all(call.kind == "receive" for call in calls if not ended.isdisjoint(call.group))
+    return missing_call_error(f"a call that {names} should make", f"{found}; {names} ended", message)
+
+
+def _deadlock_error(found: str, calls: Sequence[Call]) -> DeadlockError:
+    """Return the error for calls that wait for one another."""
+    if any(call.kind == "receive" for call in calls):
+        return DeadlockError(
+            "messages between ranks",
+            found,
+            "every rank waits for a rank that is waiting too",
+            "make each send before its rank waits, and give each send the tag that is received",
+        )
+    return DeadlockError(
+        "collectives on several groups",
+        found,
+        "every rank waits for a rank that waits in another group",
+        "make collectives in the same order on all ranks that share them",
+    )
 
 
 class _TorchState(NamedTuple):
