@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ def read_box(file: OpenBytes, at: int, shape: Sequence[int], dtype: torch.dtype,
 
 def memory_of(x: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, without a copy."""
-    numbers: Any = x.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(numbers)
+    return x.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _read(file: OpenBytes, at: int, shape: tuple[int, ...], box: tuple[slice, ...], out: Tensor) -> None:

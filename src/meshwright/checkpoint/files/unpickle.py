@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
+
+from meshwright.layout import TorchValue
 
 from .memory_budget import Budget
 
@@ -34,14 +36,14 @@ class PickledRecord:
     __slots__ = ("fields",)
 
     def __init__(self) -> None:
-        self.fields: Any = None
+        self.fields: TorchValue = None
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> TorchValue:
         """Return a field, or None."""
         return self.fields.get(name) if isinstance(self.fields, dict) else None
 
 
-def unpickle_data(data: bytes, budget: Budget, names: Names, outside: Callable[[Any], Any] | None = None) -> Any:
+def unpickle_data(data: bytes, budget: Budget, names: Names, outside: Callable[[Any], Any] | None = None) -> TorchValue:
     """Return the value in a pickle. `outside` returns the external objects that the pickle refers to.
 
     Raises:
@@ -59,7 +61,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
+    def run(self) -> TorchValue:
         """Run the instructions until the last one; they are counted in blocks."""
         count = 0
         while True:
@@ -109,10 +111,10 @@ class _Machine:
         del self.stack[at:]
         return found
 
-    def name(self, module: Any, name: Any) -> Any:
+    def name(self, module: str, name: str) -> TorchValue:
         """Return the meaning of a name. Raises ValueError for a name without one."""
         if (module, name) not in self.names:
-            raise ValueError(f"it names {str(module)[:80]}.{str(name)[:80]}, which such a file does not need")
+            raise ValueError(f"it names {module[:80]}.{name[:80]}, which such a file does not need")
         return self.names[module, name]
 
 
@@ -154,7 +156,7 @@ def _set(m: _Machine, values: list[Any]) -> None:
         target[checked_key(key)] = value
 
 
-def checked_key(key: Any) -> Any:
+def checked_key(key: TorchValue) -> Hashable:
     """Return a key of a dict. Raises ValueError for one that is nested: hashing it may take all of C's stack."""
     plain = (str, int, float, bool, bytes, type(None), PickledRecord)
     if isinstance(key, plain) or (type(key) is tuple and all(isinstance(k, plain) for k in key)):
@@ -178,14 +180,14 @@ def _build(m: _Machine) -> None:
     target.fields = state
 
 
-def _stack_name(m: _Machine) -> Any:
+def _stack_name(m: _Machine) -> TorchValue:
     name, module = m.stack.pop(), m.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise ValueError("it has a name that is not text")
     return m.name(module, name)
 
 
-def _outside(m: _Machine) -> Any:
+def _outside(m: _Machine) -> TorchValue:
     if m.outside is None:
         raise ValueError("it refers to an object outside the file")
     return m.outside(m.stack.pop())

@@ -7,7 +7,7 @@ nothing is saved.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -97,13 +97,12 @@ def check_whole(name: str, spec: Spec, asked: str) -> None:
 
 
 def _merged(told: Sequence[tuple[Any, list[int]]], ranks: World) -> StateTable:
+    """Return one table from those of the ranks. Raises CheckpointError if two ranks differ about a name."""
     specs: dict[str, tuple[str, ProcessMesh | None]] = {}
     plain: dict[str, list[int]] = {}
     values: dict[str, Any] = {}
     for table, members in told:
-        meshes = [mesh_of(mesh) for mesh in table["meshes"]]
-        for name, (text, at) in table["tensors"].items():
-            mesh = None if at is None else meshes[at]
+        for name, text, mesh in _tensors_of(table):
             _same(name, specs.setdefault(name, (text, mesh)), (text, mesh))
             if mesh is None:
                 plain.setdefault(name, []).extend(members)
@@ -117,6 +116,13 @@ def _merged(told: Sequence[tuple[Any, list[int]]], ranks: World) -> StateTable:
     }
     _check_there({name: spec for name, spec in found.items() if name not in plain}, told, ranks)
     return StateTable(found, values)
+
+
+def _tensors_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str, ProcessMesh | None]]:
+    """Yield the name, the spec and the mesh of each tensor of a rank's table; plain tensors have no mesh."""
+    meshes = [mesh_of(mesh) for mesh in table["meshes"]]
+    for name, (text, at) in table["tensors"].items():
+        yield name, text, None if at is None else meshes[at]
 
 
 def _check_there(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]], ranks: World) -> None:
@@ -133,7 +139,7 @@ def _check_there(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]
                     )
 
 
-def _same(name: str, one: Any, other: Any) -> None:
+def _same(name: str, one: object, other: object) -> None:
     if one != other:
         raise CheckpointError(
             f"to save {name}",

@@ -55,7 +55,17 @@ def load(
     if strict and (found.rank is not None or (whole is not None and report.unexpected_keys)):
         raise _on_every_rank(mismatch_error(catalogue, found), found, {*tensors, *values})
     fit = {name: held for name, held in tensors.items() if name not in report.left_out} | dict(scratch)
-    reads = _reads(catalogue, fit, ranks.rank)
+    ready = _checked_reads(catalogue, fit, ranks)
+    _fill(fit, [read for read in ready if read[0] in scratch])
+    if accept is not None:
+        ranks.agreed(accept)
+    _fill(fit, [read for read in ready if read[0] not in scratch])
+    return report
+
+
+def _checked_reads(catalogue: Catalogue, tensors: Mapping[str, HeldTensor], ranks: World) -> list[Read]:
+    """Return all that this rank reads of the tensors, after the ranks have checked the files together."""
+    reads = _reads(catalogue, tensors, ranks.rank)
     files = ranks.gathered([*reads])
     files[0] = list(dict.fromkeys([*files[0], *catalogue.described_in]))
     ranks.agreed(lambda: with_time_limit(lambda: check_sizes(catalogue)))
@@ -64,11 +74,7 @@ def load(
     ranks.agreed(lambda: with_time_limit(lambda: check_pieces(catalogue, pieces)))
     ready: list[Read] = []
     ranks.agreed(lambda: with_time_limit(lambda: ready.extend(_boxes(catalogue, reads))))
-    _fill(fit, [read for read in ready if read[0] in scratch])
-    if accept is not None:
-        ranks.agreed(accept)
-    _fill(fit, [read for read in ready if read[0] not in scratch])
-    return report
+    return ready
 
 
 def _on_every_rank(error: CheckpointError, found: Comparison, mine: Set[str]) -> CheckpointError:

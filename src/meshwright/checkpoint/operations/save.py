@@ -23,6 +23,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from meshwright.layout import JsonValue
+
 from .._errors import (
     CheckpointError,
     CheckpointWarning,
@@ -319,7 +321,7 @@ class Saving:
         with suppress(OSError):  # the checkpoint is complete under its name
             sync_folder(final.parent)
 
-    def _report(self, rank: int) -> Any:
+    def _report(self, rank: int) -> JsonValue:
         """Return the report of a rank, once it has written its part. Raises CheckpointError if the rank failed."""
         path = self._job.folder / REPORTS / f"{rank}.json"
         pause, end = 0.001, None
@@ -347,7 +349,7 @@ def _nothing() -> None:
     return None
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: JsonValue) -> None:
     """A file that is there as a whole or not at all."""
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps(value))

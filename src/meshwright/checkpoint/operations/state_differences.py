@@ -62,8 +62,7 @@ def compare_state(
     `expected` selects the names of the checkpoint that the state should have. Every rank makes the call.
     """
     _, everyone = ranks.agreed(lambda: _differences(catalogue, tensors, values, others))
-    missing: dict[str, Any] = {name: shape for one in everyone for name, shape in one["missing"].items()}
-    mismatched = {name: text for one in everyone for name, text in one["mismatched"].items()}
+    missing, mismatched = (_of_all_ranks(everyone, kind) for kind in ("missing", "mismatched"))
     mine = json.dumps(sorted({*tensors, *values}))
     asked = ranks.all_gather_distinct(mine, sha256(mine.encode()).hexdigest())
     names = {name for text in asked for name in json.loads(text)}
@@ -71,6 +70,11 @@ def compare_state(
     unexpected = [name for name in saved if name not in names and expected(name)]
     where = next((rank for rank, one in enumerate(everyone) if one["missing"] or one["mismatched"]), None)
     return Comparison(LoadReport(tuple(missing), tuple(unexpected), mismatched), missing, where)
+
+
+def _of_all_ranks(everyone: Sequence[Mapping[str, Mapping[str, Any]]], kind: str) -> dict[str, Any]:
+    """Return the differences of one kind of all ranks; the last rank with a name decides."""
+    return {name: told for one in everyone for name, told in one[kind].items()}
 
 
 def _differences(
