@@ -8,7 +8,7 @@ of its parameter. If each rank uses the parameter differently, the gradient is a
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -130,9 +130,7 @@ def _has_parameter_layouts(optimizer: Optimizer) -> bool:
     found = False
     with local_parts():  # avoids the conversion of pending gradients to distributed tensors
         for group in optimizer.param_groups:
-            if group.get("differentiable"):
-                return False
-            if any(isinstance(v, DistTensor) for v in group.values()):
+            if _needs_operators(group):
                 return False
             for p in group["params"]:
                 if p.grad is None:
@@ -147,6 +145,11 @@ def _has_parameter_layouts(optimizer: Optimizer) -> bool:
     return found
 
 
+def _needs_operators(group: Mapping[str, Any]) -> bool:
+    """True if a parameter group has a differentiable step, or a distributed tensor among its options."""
+    return bool(group.get("differentiable")) or any(isinstance(value, DistTensor) for value in group.values())
+
+
 def _has_equal_dual(spec: Spec, grad: Tensor) -> bool:
     """True if the gradient of a parameter with this spec has the parameter's layout."""
     if isinstance(grad, DistTensor) and grad._viewing:
@@ -155,7 +158,7 @@ def _has_equal_dual(spec: Spec, grad: Tensor) -> bool:
     return have.mesh is spec.mesh and have.layout == spec.layout
 
 
-def _has_layout_of(spec: Spec | None, state: Any) -> bool:
+def _has_layout_of(spec: Spec | None, state: object) -> bool:
     """True if a state has the layout of its parameter's `spec`, or is a counter, which every rank has."""
     if not isinstance(state, DistTensor):
         return not isinstance(state, Tensor) or not state.dim() or spec is None

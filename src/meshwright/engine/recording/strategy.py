@@ -408,23 +408,33 @@ class Strategy:
         if self.recompute.enable:
             yield Recompute(policy=self.recompute.layers, budget=self.recompute.budget)
 
+    def _sharded(self) -> Iterator[Pass]:
+        """Yield the passes that shard gradients, and gather parameters again."""
+        sharding = self.sharding
+        scatters = sharding.stage > 1 if sharding.enable else self.mp_optimization.enable
+        if scatters:
+            yield Scatter()
+        if sharding.enable and sharding.stage == 3 and sharding.regather and not self.pipeline.enable:
+            yield Regather()
+
+    def _reducing(self) -> Iterator[Pass]:
+        """Yield the passes that bundle the reductions of gradients."""
+        if self.dp_optimization.enable:
+            if self.dp_optimization.gradient_sync_after_accumulate:
+                yield Linear()
+            yield Bucket(self.dp_optimization.fuse_grad_size_in_MB * 2**20)
+
     def _recorded(self) -> Iterator[Pass]:
         yield Tidy()
         if self.mp_optimization.enable:
             yield Share()
             yield Cancel()
-        if self.sharding.stage > 1 if self.sharding.enable else self.mp_optimization.enable:
-            yield Scatter()
-        if self.sharding.enable and self.sharding.stage == 3 and self.sharding.regather and not self.pipeline.enable:
-            yield Regather()
+        yield from self._sharded()
         if not self.pipeline.enable:
             yield from self._recomputing()
         if self.merge is not None and self.gradient_merge.fused:
             yield FuseAccumulation()
-        if self.dp_optimization.enable:
-            if self.dp_optimization.gradient_sync_after_accumulate:
-                yield Linear()
-            yield Bucket(self.dp_optimization.fuse_grad_size_in_MB * 2**20)
+        yield from self._reducing()
         if self.release:
             yield Release()
         elif self.foreach and self.compiler == "none":
