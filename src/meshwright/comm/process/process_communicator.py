@@ -32,7 +32,7 @@ from ..checking.rank_facts import RankFacts
 from ..checking.watchdog import Watchdog
 from ..communicators.call import Call, Group, Shape
 from ..communicators.call_purpose import call_purpose, calls_are_compared
-from ..communicators.communicator import Communicator, PendingConversion, Receive, check_message
+from ..communicators.communicator import Communicator, PendingConversion, Receive, check_message, contiguous_copy
 from ..communicators.current_communicator import current_communicator, install_communicator, installed_communicator
 from ..communicators.reductions import reduce_terms
 from ..communicators.stragglers import Straggler, is_slow
@@ -42,7 +42,7 @@ from ..torch_hooks import Backend, PrefixStore, Store, another_connection, open_
 from ..transport.background_thread import BackgroundThread
 from ..transport.control_links import ConnectionClosedError, Links
 from ..transport.messages import Message, Messages
-from ..transport.shared_memory import Peers, SharedMemoryTransport, open_shared
+from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
 from .flight_record import Noted, Record
 from .retained_memory import keep_memory
 
@@ -260,7 +260,7 @@ class ProcessCommunicator(Communicator):
         sends = [(peer, x) for peer in group if peer != self.rank]
         receives = [(peer, s, x.dtype, x.device) for peer, s in zip(group, shapes, strict=True) if peer != self.rank]
         arrived = iter(self._post(sends, receives, group))
-        return [_copy(x) if peer == self.rank else next(arrived) for peer in group]
+        return [contiguous_copy(x) if peer == self.rank else next(arrived) for peer in group]
 
     def _scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
         shape, dtype = call.receives[0], pieces[0].dtype
@@ -268,7 +268,7 @@ class ProcessCommunicator(Communicator):
         transport = self._open_for(pieces[0], call.group)
         if not (even and call.op in ("sum", _AS_SUM) and transport.reduces("sum", dtype)):
             return reduce_terms(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
-        packed = torch.cat([_plain(piece).view(-1) for piece in pieces])
+        packed = torch.cat([contiguous_values(piece).view(-1) for piece in pieces])
         out = packed.new_empty(shape)
         transport.reduce_scatter(out.view(-1), packed)
         return out.div_(len(call.group)) if call.op == _AS_SUM else out
@@ -402,16 +402,8 @@ def _check_host(device: torch.device, call: Call) -> None:
         )
 
 
-def _plain(x: Tensor) -> Tensor:
-    return x.resolve_conj().resolve_neg().contiguous()
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _bytes(x: Tensor) -> Tensor:
-    return _plain(x).view(-1).view(torch.uint8)
+    return contiguous_values(x).view(-1).view(torch.uint8)
 
 
 def _numel(shape: Shape) -> int:

@@ -20,8 +20,8 @@ def one_profiler(rank: Callable[[], int | None]) -> Generator[None]:
     own = {name: names[name] for name in (*PROFILER_STARTS, PROFILER_STOP)}
     running: list[int | None] = []
 
-    def starting(start: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(*args: Any, **kwargs: Any) -> Any:
+    def starting(start: Callable[..., object]) -> Callable[..., object]:
+        def begin(*args: object, **kwargs: object) -> object:
             here = rank()
             if running and running[0] != here:
                 raise _second(here, running[0])
@@ -31,7 +31,7 @@ def one_profiler(rank: Callable[[], int | None]) -> Generator[None]:
 
         return begin
 
-    def stop(*args: Any, **kwargs: Any) -> Any:
+    def stop(*args: object, **kwargs: object) -> object:
         running.clear()
         return own[PROFILER_STOP](*args, **kwargs)
 

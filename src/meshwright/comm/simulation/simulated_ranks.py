@@ -30,7 +30,7 @@ from .._errors import (
     missing_call_error,
 )
 from ..communicators.call import Call, Group, call_mismatch, is_pairwise
-from ..communicators.communicator import Communicator, Receive, check_message
+from ..communicators.communicator import Communicator, Receive, check_message, contiguous_copy
 from ..communicators.current_communicator import current_communicator, using_communicator
 from ..communicators.reductions import reduce_terms
 from ..torch_hooks import GLOBAL_HOOKS, ForwardState, saved_mutable, set_saved_mutable
@@ -331,17 +331,13 @@ class SimulatedCommunicator(Communicator):
         return [x.to(device) for x, (_, _, _, device) in zip(arrived, receives, strict=True)]
 
     def _send(self, x: Tensor, call: Call) -> None:
-        self._world.send(self.rank, call, _copy(x))
+        self._world.send(self.rank, call, contiguous_copy(x))
 
     def _receive(self, call: Call, device: torch.device) -> Tensor:
         return self._world.receive(self.rank, call).to(device)
 
     def _barrier(self, call: Call) -> None:
         self._world.meet(self.rank, call, None, _finish_barrier)
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _order(meeting: _PendingCollective) -> Group:
@@ -353,14 +349,14 @@ def _finish_all_reduce(meeting: _PendingCollective) -> None:
     group = _order(meeting)
     total = reduce_terms([brought[rank] for rank in group], meeting.calls[group[0]].op)
     for rank in group:
-        meeting.taken[rank] = total if rank == group[0] else _copy(total)
+        meeting.taken[rank] = total if rank == group[0] else contiguous_copy(total)
 
 
 def _finish_all_gather(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Tensor], meeting.brought)
     group = _order(meeting)
     for rank in group:
-        meeting.taken[rank] = [_copy(brought[peer]) for peer in group]
+        meeting.taken[rank] = [contiguous_copy(brought[peer]) for peer in group]
 
 
 def _finish_reduce_scatter(meeting: _PendingCollective) -> None:
@@ -374,14 +370,14 @@ def _finish_all_to_all(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Sequence[Tensor]], meeting.brought)
     group = _order(meeting)
     for place, rank in enumerate(group):
-        meeting.taken[rank] = [_copy(brought[peer][place]) for peer in group]
+        meeting.taken[rank] = [contiguous_copy(brought[peer][place]) for peer in group]
 
 
 def _finish_exchange(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Sequence[tuple[int, Tensor]]], meeting.brought)
     for rank, call in meeting.calls.items():
         queues = {peer: iter([x for to, x in brought[peer] if to == rank]) for peer in call.group}
-        meeting.taken[rank] = [_copy(next(queues[source])) for source, _, _ in call.messages[1]]
+        meeting.taken[rank] = [contiguous_copy(next(queues[source])) for source, _, _ in call.messages[1]]
 
 
 def _finish_barrier(meeting: _PendingCollective) -> None:

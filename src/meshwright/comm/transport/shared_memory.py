@@ -75,7 +75,7 @@ class SharedMemoryTransport:
         New memory is expensive in a process that keeps none: the system provides it page by page, each filled with
         zeros.
         """
-        rows = _rows(x)
+        rows = contiguous_values(x)
         out = rows if over else torch.empty(x.shape, dtype=x.dtype)
         flat, given = out.view(-1), rows.view(-1)
         combined = self._combine_in_parts if self._size > 2 and x.nbytes > _SHARED else self._combine
@@ -205,7 +205,8 @@ def _place_of(message: tuple[int, int, Tensor]) -> int:
     return message[0]
 
 
-def _rows(x: Tensor) -> Tensor:
+def contiguous_values(x: Tensor) -> Tensor:
+    """Return the tensor contiguous in memory, and with its own numbers: no pending conjugation or negation."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 

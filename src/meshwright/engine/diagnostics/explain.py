@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +21,10 @@ from meshwright.reshard import plan as reshard_plan
 from meshwright.tensor import CallRecord
 
 from ..marks.decision_record import record
+from .text_table import text_table
 
 _HEAD = ("call", "operand", "becomes", "by", "bytes", "result")
+_NUMBERS = {"bytes"}
 _REMARKS = {
     "ring": "keys and values travel the ring",
     "ulysses": "all-to-all: heads instead of the sequence",
@@ -49,12 +51,12 @@ class Explanation:
     def __str__(self) -> str:
         rows = [_HEAD] + [row for call in self.calls for row in _rows(call, self.rank)]
         counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.collectives.items())) or "no communication"
-        return f"{_aligned(rows)}\nrank {self.rank}: {counts}, {self.received} bytes received"
+        return f"{text_table(rows, _NUMBERS)}\nrank {self.rank}: {counts}, {self.received} bytes received"
 
     __repr__ = __str__
 
 
-def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+def explain(fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Explanation:
     """Run `fn(*args, **kwargs)` and return the decisions for each call in it; print the result.
 
     Inside `simulate` or a process, every rank makes the call and gets its own account. Without ranks, `fn` runs as rank
@@ -136,16 +138,3 @@ def _change(plan: Plan | None, rank: int) -> tuple[str, str, str]:
 
 def _target(src: Spec, dst: Spec) -> str:
     return repr(dst) if dst.mesh is src.mesh else f"{dst!r} on {dst.mesh!r}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows as text, columns two blanks apart; numbers are aligned right, texts left."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if name == "bytes" else cell.ljust(width)
-            for name, cell, width in zip(_HEAD, row, widths, strict=True)
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import (
     DistTensor,
     OperationError,
@@ -39,6 +39,8 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 })  # fmt: skip
 """Optimizer classes that work element by element and keep states in place; subclasses are excluded."""
+StepArguments = tuple[tuple[Optimizer], dict[str, Any]]
+"""Arguments with which torch goes on with a step: the optimizer, and nothing else."""
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
@@ -52,7 +54,7 @@ def own_hook(optimizer: Optimizer) -> int | None:
     return _hooks[optimizer].id if optimizer in _hooks else None
 
 
-def _check_and_hook(optimizer: Optimizer, *_: Any) -> Any:
+def _check_and_hook(optimizer: Optimizer, *_: object) -> StepArguments | None:
     """Run the checks before each step, and register `_step` as the last hook: other hooks may change layouts."""
     if not parts_recorded() and before_step(optimizer):
         return (_without_parameters(optimizer),), {}
@@ -78,12 +80,12 @@ def _check_plain(optimizer: Optimizer) -> None:
             )
 
 
-def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _step(optimizer: Optimizer, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> StepArguments | None:
     """Run the step on local parts if possible; torch then goes on with an optimizer that has no parameters."""
     is_left_out = args and args[0] is not optimizer
     if is_left_out or len(args) > 1 or kwargs or recording() or not _has_parameter_layouts(optimizer):
         return None
-    kind: Any = type(optimizer)
+    kind: TorchValue = type(optimizer)
     with _as_lists(optimizer), local_parts():
         try:
             kind.step.__wrapped__(optimizer)  # without the hooks

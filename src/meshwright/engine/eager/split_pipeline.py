@@ -123,9 +123,9 @@ class _SharedParameters:
     """Parameters of several layers: each is distributed once, and used by the other layers when they run."""
 
     def __init__(self) -> None:
-        self._laid: dict[int, tuple[Tensor, Any]] = {}
+        self._laid: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def laid(self, x: Tensor, marked: Tensor, home: ProcessMesh) -> Any:
+    def laid(self, x: Tensor, marked: Tensor, home: ProcessMesh) -> Tensor:
         """Return the distributed tensor for `x`: that of a layer, else the marked one, else replicated on `home`."""
         own = marked if isinstance(marked, DistTensor) else shard_tensor(x, home, [])
         return self._laid.setdefault(id(x), (x, own))[1]
@@ -136,10 +136,11 @@ class _SharedParameters:
         slots = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
         yield
         for module, name, old in slots:
-            new: Any = module._parameters[name]
+            table: dict[str, Any] = module._parameters
+            new = table[name]
             first = self._laid.setdefault(id(old), (old, new))[1]
             if first is not new:
-                module._parameters[name] = first
+                table[name] = first
                 swap_parameters(module, {name: new.spec})
 
 

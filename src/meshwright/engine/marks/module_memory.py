@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor, shared_memory
 
 from .._errors import SharedMemoryError
@@ -46,7 +46,7 @@ class _Slot:
     """True for a parameter or buffer. Another attribute (False) is distributed only if it shares memory."""
 
     @property
-    def now(self) -> Any:
+    def now(self) -> TorchValue:
         return self.table.get(self.key)
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from meshwright.comm import current_communicator
 from meshwright.graph import LOSS_SCALE, Capture, Input, ModelTensor, new_state, unsharded_state_spec
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor, absent, as_part, distribute_as, keep_own_part
 
 from .loss_scale import LossScale
@@ -114,7 +114,7 @@ def _held(slots: Sequence[ModelTensor], name: str) -> Fetch:
     return lambda leaves: table[key]
 
 
-def _always(value: Any) -> Fetch:
+def _always(value: object) -> Fetch:
     return lambda leaves: value
 
 
@@ -124,7 +124,7 @@ def _batch(at: int, spec: Spec | None) -> Fetch:
     A plain tensor, whole on every rank, is distributed.
     """
 
-    def fetch(leaves: Sequence[Any]) -> Any:
+    def fetch(leaves: Sequence[Any]) -> TorchValue:
         x = leaves[at]
         if spec is not None and not isinstance(x, DistTensor):
             x = distribute_as(x, spec.mesh, spec.layout)

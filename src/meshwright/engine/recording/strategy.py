@@ -16,7 +16,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from meshwright.graph import Pass, Scaling, registered_passes
-from meshwright.layout import Spec
+from meshwright.layout import JsonValue, Spec
 from meshwright.passes import (
     Amp,
     Bucket,
@@ -454,9 +454,9 @@ def _built(kind: type[Any], given: Mapping[str, Any], path: str) -> Any:
     return kind(**values)
 
 
-def _checked(value: Any, hint: Any, path: str) -> Any:
+def _checked(value: JsonValue, hint: object, path: str) -> JsonValue:
     value = tuple(value) if isinstance(value, list) else value
-    wanted = {int: int, bool: bool, float: (int, float), str: str}.get(hint)
+    wanted = _ACCEPTED.get(hint)
     wrong = wanted is not None and (not isinstance(value, wanted) or (hint is not bool and isinstance(value, bool)))
     if wrong or is_dataclass(hint):
         raise StrategyError(
@@ -466,6 +466,10 @@ def _checked(value: Any, hint: Any, path: str) -> Any:
             f"set {path} to a value of that type",
         )
     return value
+
+
+_ACCEPTED: Mapping[object, type | tuple[type, ...]] = {int: int, bool: bool, float: (int, float), str: str}
+"""Type of an option → the types of the values that it accepts; a bool is accepted only for a bool."""
 
 
 def _pass(entry: Mapping[str, Any]) -> Pass:

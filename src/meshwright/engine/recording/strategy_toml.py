@@ -64,13 +64,13 @@ def _lines(value: Any) -> Iterator[str]:
             yield f"{each.name} = {_written(item, each.name)}"
 
 
-def _default(each: Field[Any]) -> Any:
+def _default(each: Field[Any]) -> object:
     if each.default is not MISSING:
         return each.default
     return each.default_factory() if each.default_factory is not MISSING else MISSING
 
 
-def _written(item: Any, name: str) -> str:
+def _written(item: object, name: str) -> str:
     if isinstance(item, bool):
         return str(item).lower()
     if isinstance(item, int):

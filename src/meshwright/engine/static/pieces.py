@@ -35,6 +35,7 @@ from meshwright.graph import (
     runner,
     with_layouts,
 )
+from meshwright.layout import TorchValue
 from meshwright.passes import InPlace
 from meshwright.tensor import leaves_in, local_parts, transforming
 
@@ -60,7 +61,7 @@ class _Known:
     variants: Variants[CompiledPiece]
     latest: CompiledPiece | None = None
 
-    def key(self, args: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    def key(self, args: Sequence[Any], leaves: Sequence[Any]) -> object:
         """Return the key that two calls must share, beside sizes, to use one program."""
         asked = tuple(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         return (torch.is_grad_enabled(), asked, form_of_call(args))
@@ -132,7 +133,7 @@ class Pieces:
     def _running(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Return the function that replaces the module's own `forward`."""
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
             found = None if kwargs or path in self.eager or transforming() else self._find(path, module, args)
             if found is not None:
                 return run_piece(found, list(leaves_in(args)))
@@ -192,7 +193,7 @@ class Pieces:
         return found
 
     def _made_for(
-        self, known: _Known, key: Any, args: Sequence[Any], leaves: Sequence[Any], dynamic: Dynamic
+        self, known: _Known, key: object, args: Sequence[Any], leaves: Sequence[Any], dynamic: Dynamic
     ) -> CompiledPiece:
         """Record the programs for the call, and keep them for later calls."""
         with _unhooked(), self._bare(self._placed):
@@ -214,7 +215,7 @@ class Pieces:
         """
         form = OutputTree()
 
-        def call(*args: Any) -> Any:
+        def call(*args: TorchValue) -> TorchValue:
             out = module.forward(*args)
             check_plain(leaves_in(out), "returning", module)
             check_mappings(out, module)

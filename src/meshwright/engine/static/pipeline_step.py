@@ -42,7 +42,7 @@ from meshwright.tensor import leaves_in
 
 from .._errors import StrategyError
 from ..recording.strategy import Pipeline, Strategy
-from ..recording.variants import sizes_of
+from ..recording.variants import Sizes, sizes_of
 
 AUTO = "auto"
 
@@ -102,7 +102,7 @@ class SeparateBatches(tuple[Any, ...]):
     @property
     def firsts(self) -> list[Any]:
         """Return the first batch of each form, which is the sizes of its tensors."""
-        found: dict[Any, Any] = {}
+        found: dict[Sizes, Any] = {}
         for batch in self:
             found.setdefault(_sizes(batch), batch)
         return [*found.values()]
@@ -114,7 +114,7 @@ class SeparateBatches(tuple[Any, ...]):
         return tuple(sizes.index(_sizes(batch)) for batch in self)
 
 
-def _sizes(batch: Any) -> Any:
+def _sizes(batch: Sequence[Any]) -> Sizes:
     return sizes_of(list(leaves_in(batch)))
 
 

@@ -146,7 +146,7 @@ class Builder:
         self.phases = RecordingPhases(f"{self.mode} program of {type(self.model.network).__name__}")
 
     def build(
-        self, batch: Sequence[Any], dynamic: Dynamic, key: Any
+        self, batch: Sequence[Any], dynamic: Dynamic, key: object
     ) -> tuple[CompiledProgram, BatchPredicate, Capture]:
         """The program for such a batch, which other batches it fits, and the call that was captured for it.
 
@@ -159,7 +159,7 @@ class Builder:
         return found
 
     def _built(
-        self, batch: Sequence[Any], dynamic: Dynamic, key: Any
+        self, batch: Sequence[Any], dynamic: Dynamic, key: object
     ) -> tuple[CompiledProgram, BatchPredicate, Capture]:
         if self.mode == "train" and self.model.strategy.pipeline.enable:
             return self._build_pipeline(batch, key)
@@ -292,7 +292,7 @@ class Builder:
         self.homes |= _state_layouts(captured, layouts)
         self.layouts = layouts
 
-    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[CompiledProgram, BatchPredicate, Capture]:
+    def _build_pipeline(self, batch: Sequence[Any], key: object) -> tuple[CompiledProgram, BatchPredicate, Capture]:
         """The actions of a pipeline's microbatches, each with a program."""
         strategy = self.model.strategy
         how = strategy.microbatches
@@ -387,7 +387,7 @@ class Builder:
         passes = self.model.strategy.passes_on("recorded")
         return passes if self.model.lies_apart() else without_inputs(passes)
 
-    def _states_lie(self) -> Any:
+    def _states_lie(self) -> object:
         """Return the optimizer's states by key, with their specs or shapes; () outside of training."""
         if self.mode != "train":
             return ()

@@ -124,7 +124,11 @@ class SavedProgram:
 
 
 def save_programs(
-    folder: Any, model: RecordedModel, variants: Variants[Any], marks: Mapping[str, str], kernels: bool
+    folder: str | os.PathLike[str],
+    model: RecordedModel,
+    variants: Variants[Any],
+    marks: Mapping[str, str],
+    kernels: bool,
 ) -> None:
     """Write the programs that can still be asked for, each by the first rank that it is for, and remove earlier ones.
 
@@ -204,7 +208,9 @@ class TrustedCode:
     operators: frozenset[str] = frozenset()
 
 
-def load_programs(folder: Any, model: RecordedModel, trusted: TrustedCode) -> list[tuple[str, SavedProgram]]:
+def load_programs(
+    folder: str | os.PathLike[str], model: RecordedModel, trusted: TrustedCode
+) -> list[tuple[str, SavedProgram]]:
     """Return the programs of a folder that are for this rank, with their digests.
 
     Raises ProgramFileError for files that hold none, and StaticError for programs of another model.

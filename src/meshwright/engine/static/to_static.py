@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from meshwright.comm import current_communicator
 from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
+from meshwright.layout import TorchValue
 from meshwright.search import MeshPlan
 from meshwright.tensor import (
     as_part,
@@ -146,7 +147,7 @@ class DistModel:
         self.network.eval()
         return self
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: TorchValue) -> TorchValue:
         """The loss of the whole batch, the same on every rank; what the network gives in prediction."""
         leaves = list(leaves_in(batch))
         for check in self.before if self.mode == "train" else ():
@@ -194,7 +195,7 @@ class DistModel:
                 f"pass {options.accumulate_steps} batches with the same structure",
             )
 
-    def compile(self, *batch: Any) -> Program:
+    def compile(self, *batch: TorchValue) -> Program:
         """The program for such a batch, recorded and not run; tensors may be on the meta device."""
         return self._found(batch, list(leaves_in(batch))).program
 
@@ -207,7 +208,7 @@ class DistModel:
         self._latest = found
         return found
 
-    def _built(self, batch: Sequence[Any], key: Any, leaves: Sequence[Any]) -> CompiledProgram:
+    def _built(self, batch: Sequence[Any], key: object, leaves: Sequence[Any]) -> CompiledProgram:
         """The program for the batch, recorded now if no file has it."""
         open_sizes = self._variants.open_sizes(key, leaves)
         dynamic = {} if self._is_of_one_size else open_sizes
@@ -290,7 +291,7 @@ class DistModel:
             found |= {f"{name}.{key}": value for (name, key), value in model.states().items()}
         return found
 
-    def _run(self, found: CompiledProgram, leaves: Sequence[Any]) -> Any:
+    def _run(self, found: CompiledProgram, leaves: Sequence[Any]) -> TorchValue:
         step = current_communicator().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
         self._runs += 1
         alike = values_equal_on_ranks(self.optimizer if self.mode == "train" else None)
@@ -313,7 +314,7 @@ class DistModel:
             self._keep_states(made, found.program)
         return outputs["out"]
 
-    def _run_pieces(self, batch: Sequence[Any]) -> Any:
+    def _run_pieces(self, batch: Sequence[Any]) -> TorchValue:
         """The step in Python, with programs in the place of the modules that could be captured."""
         assert self.pieces is not None
         with self.pieces.in_place(), torch.set_grad_enabled(self.mode == "train"):
@@ -334,7 +335,7 @@ class DistModel:
             spec = program.specs.get(made) if isinstance(made, Value) else None
             self.optimizer.state[parameters[name]][key] = value if spec is None else as_part(value, spec)
 
-    def _key(self, batch: Sequence[Any]) -> Any:
+    def _key(self, batch: Sequence[Any]) -> object:
         """Return the key that two calls must share, beside the sizes of their batches, to use one program."""
         constants = self._builder.model.constants() if self.mode == "train" else ()
         return (self.mode, constants, form_of(batch))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import current_world, decode_value, encode_value
 from meshwright.comm import current_communicator
-from meshwright.layout import Placement, ProcessMesh, Spec, layout_of
+from meshwright.layout import Placement, ProcessMesh, Spec, TorchValue, layout_of
 from meshwright.tensor import map_tensors
 
 from .._errors import BatchError
@@ -169,7 +169,7 @@ class ShardDataLoader:
             return True
         return rank in one[0] and _rows(one, count, rank) == _rows(other, count, rank)
 
-    def _laid(self, batch: Any, rows: StepSamples | None) -> Any:
+    def _laid(self, batch: TorchValue, rows: StepSamples | None) -> TorchValue:
         """Return the distributed batch. If there are several meshes, each input is put on its own mesh."""
         if len(self._targets) == 1:
             return self._on(batch, 0, rows)
@@ -192,7 +192,7 @@ class ShardDataLoader:
         self._check(batch, len(order))
         return order
 
-    def _check(self, batch: Any, count: int) -> None:
+    def _check(self, batch: object, count: int) -> None:
         if count != len(self._targets):
             raise BatchError(
                 f"a batch over {len(self._targets)} meshes",
@@ -201,7 +201,7 @@ class ShardDataLoader:
                 "pass one mesh for all inputs, or a list with one mesh per input",
             )
 
-    def _on(self, value: Any, at: int, rows: StepSamples | None) -> Any:
+    def _on(self, value: TorchValue, at: int, rows: StepSamples | None) -> TorchValue:
         mesh, placements = self._targets[at]
 
         def lay(x: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class ShardDataLoader:
         return map_tensors(lay, value)
 
 
-def _sampler_of(loader: Any) -> GlobalSampler | None:
+def _sampler_of(loader: object) -> GlobalSampler | None:
     found = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
     return next((sampler for sampler in found if isinstance(sampler, GlobalSampler)), None)
 

@@ -61,9 +61,9 @@ def save_checkpoint(
     step: int,
     model: Model,
     optimizer: Optimizer | None = None,
-    scheduler: Any = None,
+    scheduler: object = None,
     *,
-    data: Any = None,
+    data: object = None,
     async_save: bool = False,
     keep: int | None = None,
 ) -> Saving:
@@ -95,9 +95,9 @@ def load_checkpoint(
     path: Where,
     model: Model,
     optimizer: Optimizer | None = None,
-    scheduler: Any = None,
+    scheduler: object = None,
     *,
-    data: Any = None,
+    data: object = None,
     strict: bool = True,
 ) -> Resumed:
     """Restore everything that `save_checkpoint` wrote, on any mesh; every rank calls it.
