@@ -114,7 +114,7 @@ class _Archive:
         found = unpickle_data(self._read(self.members["data.pkl"]), self.budget, _NAMES, self._storage)
         return _data(found)
 
-    def _place(self, info: zipfile.ZipInfo) -> StorageBytes:
+    def _member_bytes(self, info: zipfile.ZipInfo) -> StorageBytes:
         """Return the position of a member's bytes. Raises ValueError if it is compressed or has no header."""
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"its member {info.filename[:80]} is compressed")
@@ -126,7 +126,7 @@ class _Archive:
         return StorageBytes(begin, info.file_size, info.CRC)
 
     def _read(self, info: zipfile.ZipInfo) -> bytes:
-        place = self._place(info)
+        place = self._member_bytes(info)
         self.budget.spend(place.nbytes, f"the member {info.filename[:80]}")
         data = self.file.read(place.at, place.nbytes)
         if place.crc32 and zlib.crc32(data) != place.crc32:
@@ -138,7 +138,7 @@ class _Archive:
         kind, dtype, key, _, count = about
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not is_count(count):
             raise ValueError("it refers to an object that is not a storage")
-        place = self._place(self.members[f"data/{key}"])
+        place = self._member_bytes(self.members[f"data/{key}"])
         if place.nbytes != count * dtype.itemsize:
             raise ValueError(f"a storage of {count} elements of {dtype} has {place.nbytes} bytes")
         return place, dtype

@@ -118,7 +118,7 @@ class _Machine:
         return self.names[module, name]
 
 
-def _put(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+def _pushing(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
     return lambda m: m.stack.append(read(m))
 
 
@@ -134,7 +134,7 @@ def _pack(count: int) -> Callable[[_Machine], None]:
     return act
 
 
-def _keep(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+def _memoizing(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     def act(m: _Machine) -> None:
         m.memo[read(m)] = m.stack[-1]
 
@@ -207,26 +207,26 @@ def _number_of(data: bytes) -> int:
 _ACTS: dict[bytes, Callable[[_Machine], Any]] = {
     pickle.PROTO: lambda m: m.take(1),
     pickle.FRAME: lambda m: m.take(8),
-    pickle.MARK: _put(lambda m: _MARK),
+    pickle.MARK: _pushing(lambda m: _MARK),
     pickle.POP: lambda m: m.stack.pop(),
-    pickle.NONE: _put(lambda m: None),
-    pickle.NEWTRUE: _put(lambda m: True),
-    pickle.NEWFALSE: _put(lambda m: False),
-    pickle.BININT: _put(lambda m: m.number("<i")),
-    pickle.BININT1: _put(lambda m: m.number("<B")),
-    pickle.BININT2: _put(lambda m: m.number("<H")),
-    pickle.LONG1: _put(lambda m: _number_of(m.text("<B"))),
-    pickle.BINFLOAT: _put(lambda m: m.number(">d")),
-    pickle.SHORT_BINUNICODE: _put(lambda m: m.text("<B").decode("utf-8", "surrogatepass")),
-    pickle.BINUNICODE: _put(lambda m: m.text("<I").decode("utf-8", "surrogatepass")),
-    pickle.BINUNICODE8: _put(lambda m: m.text("<Q").decode("utf-8", "surrogatepass")),
-    pickle.SHORT_BINBYTES: _put(lambda m: m.text("<B")),
-    pickle.BINBYTES: _put(lambda m: m.text("<I")),
-    pickle.BINBYTES8: _put(lambda m: m.text("<Q")),
-    pickle.EMPTY_TUPLE: _put(lambda m: ()),
-    pickle.EMPTY_LIST: _put(lambda m: []),
-    pickle.EMPTY_DICT: _put(lambda m: {}),
-    pickle.TUPLE: _put(lambda m: tuple(m.marked())),
+    pickle.NONE: _pushing(lambda m: None),
+    pickle.NEWTRUE: _pushing(lambda m: True),
+    pickle.NEWFALSE: _pushing(lambda m: False),
+    pickle.BININT: _pushing(lambda m: m.number("<i")),
+    pickle.BININT1: _pushing(lambda m: m.number("<B")),
+    pickle.BININT2: _pushing(lambda m: m.number("<H")),
+    pickle.LONG1: _pushing(lambda m: _number_of(m.text("<B"))),
+    pickle.BINFLOAT: _pushing(lambda m: m.number(">d")),
+    pickle.SHORT_BINUNICODE: _pushing(lambda m: m.text("<B").decode("utf-8", "surrogatepass")),
+    pickle.BINUNICODE: _pushing(lambda m: m.text("<I").decode("utf-8", "surrogatepass")),
+    pickle.BINUNICODE8: _pushing(lambda m: m.text("<Q").decode("utf-8", "surrogatepass")),
+    pickle.SHORT_BINBYTES: _pushing(lambda m: m.text("<B")),
+    pickle.BINBYTES: _pushing(lambda m: m.text("<I")),
+    pickle.BINBYTES8: _pushing(lambda m: m.text("<Q")),
+    pickle.EMPTY_TUPLE: _pushing(lambda m: ()),
+    pickle.EMPTY_LIST: _pushing(lambda m: []),
+    pickle.EMPTY_DICT: _pushing(lambda m: {}),
+    pickle.TUPLE: _pushing(lambda m: tuple(m.marked())),
     pickle.TUPLE1: _pack(1),
     pickle.TUPLE2: _pack(2),
     pickle.TUPLE3: _pack(3),
@@ -234,17 +234,17 @@ _ACTS: dict[bytes, Callable[[_Machine], Any]] = {
     pickle.APPENDS: lambda m: _append(m, m.marked()),
     pickle.SETITEM: lambda m: _set(m, _pairs(m)),
     pickle.SETITEMS: lambda m: _set(m, m.marked()),
-    pickle.GLOBAL: _put(lambda m: m.name(m.line(), m.line())),
-    pickle.STACK_GLOBAL: _put(_stack_name),
+    pickle.GLOBAL: _pushing(lambda m: m.name(m.line(), m.line())),
+    pickle.STACK_GLOBAL: _pushing(_stack_name),
     pickle.REDUCE: _call,
     pickle.NEWOBJ: _call,
     pickle.BUILD: _build,
-    pickle.BINPERSID: _put(_outside),
-    pickle.BINGET: _put(lambda m: m.memo[m.number("<B")]),
-    pickle.LONG_BINGET: _put(lambda m: m.memo[m.number("<I")]),
-    pickle.BINPUT: _keep(lambda m: m.number("<B")),
-    pickle.LONG_BINPUT: _keep(lambda m: m.number("<I")),
-    pickle.MEMOIZE: _keep(lambda m: len(m.memo)),
+    pickle.BINPERSID: _pushing(_outside),
+    pickle.BINGET: _pushing(lambda m: m.memo[m.number("<B")]),
+    pickle.LONG_BINGET: _pushing(lambda m: m.memo[m.number("<I")]),
+    pickle.BINPUT: _memoizing(lambda m: m.number("<B")),
+    pickle.LONG_BINPUT: _memoizing(lambda m: m.number("<I")),
+    pickle.MEMOIZE: _memoizing(lambda m: len(m.memo)),
 }
 """Instruction → its action."""
 _CODES = {code[0]: act for code, act in _ACTS.items()}

@@ -109,7 +109,7 @@ def _catalogue(folder: Path, found: PickledRecord) -> DcpCheckpoint:
     plain: dict[str, Place] = {}
     for name, about in described.items():
         if about.get("chunks") is None:
-            plain[_name(name)] = _place(folder, name, places[name, None])
+            plain[_name(name)] = _byte_range(folder, name, places[name, None])
         else:
             entries[_name(name)] = _entry(folder, name, about, places)
     spans = [(p.file, p.span or (0, 0)) for entry in entries.values() for p in entry.pieces]
@@ -146,11 +146,11 @@ def _entry(folder: Path, name: str, about: PickledRecord, places: Mapping[PieceK
 
 def _piece(folder: Path, name: str, chunk: PickledRecord, places: Mapping[PieceKey, PickledRecord]) -> Piece:
     offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
-    file, span = _place(folder, name, places[name, offsets])
+    file, span = _byte_range(folder, name, places[name, offsets])
     return Piece(file, name, tuple(((o, n),) for o, n in zip(offsets, sizes, strict=True)), None, span)
 
 
-def _place(folder: Path, name: str, info: PickledRecord) -> Place:
+def _byte_range(folder: Path, name: str, info: PickledRecord) -> Place:
     if info.get("transform_descriptors"):
         raise file_error(
             folder / METADATA,

@@ -69,7 +69,7 @@ def _checked_reads(catalogue: Catalogue, tensors: Mapping[str, HeldTensor], rank
     files = ranks.gathered([*reads])
     files[0] = list(dict.fromkeys([*files[0], *catalogue.described_in]))
     ranks.agreed(lambda: with_time_limit(lambda: check_sizes(catalogue)))
-    ranks.agreed(lambda: with_time_limit(lambda: check_files(catalogue, _mine(catalogue, files, ranks))))
+    ranks.agreed(lambda: with_time_limit(lambda: check_files(catalogue, _files_to_check(catalogue, files, ranks))))
     pieces = [(name, piece) for read in reads.values() for name, piece, _ in read]
     ranks.agreed(lambda: with_time_limit(lambda: check_pieces(catalogue, pieces)))
     ready: list[Read] = []
@@ -84,7 +84,7 @@ def _on_every_rank(error: CheckpointError, found: Comparison, mine: Set[str]) ->
     return error
 
 
-def _mine(catalogue: Catalogue, files: list[list[str]], ranks: World) -> list[str]:
+def _files_to_check(catalogue: Catalogue, files: list[list[str]], ranks: World) -> list[str]:
     """Return the files that this rank checks: the files that ranks read are divided by their length."""
     load = [0] * ranks.size
     mine: list[str] = []

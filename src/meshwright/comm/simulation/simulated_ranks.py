@@ -209,7 +209,7 @@ class _World:
     def _stuck(self) -> DeadlockError | MissingCallError:
         """Return the error for ranks that all wait, or that wait for ranks that have ended."""
         waiting = {rank: call for rank, call in enumerate(self.pending) if call is not None and not self.ended[rank]}
-        found = "; ".join(f"rank {rank} waits in {call}{self._at(rank)}" for rank, call in waiting.items())
+        found = "; ".join(f"rank {rank} waits in {call}{self._line_of(rank)}" for rank, call in waiting.items())
         if self.boxes:
             found += f"; {self._not_received()}"
         calls = list(waiting.values())
@@ -220,11 +220,13 @@ class _World:
         for peer, other in meeting.calls.items():
             why = call_mismatch(call, rank, other, peer)
             if why is not None:
-                raise disagreement_error(rank, f"{call}{self._at(rank)}", peer, f"{other}{self._at(peer)}", why)
+                raise disagreement_error(
+                    rank, f"{call}{self._line_of(rank)}", peer, f"{other}{self._line_of(peer)}", why
+                )
             if not is_pairwise(call):
                 return
 
-    def _at(self, rank: int) -> str:
+    def _line_of(self, rank: int) -> str:
         """Return the line of the user's code at which a rank runs or waits."""
         frame = sys._current_frames().get(self.threads[rank].ident or 0) if self.threads else None
         line = user_frame(frame) if frame is not None else ""
@@ -303,7 +305,7 @@ class SimulatedCommunicator(Communicator):
 
     @property
     def shared(self) -> dict[object, Any]:
-        """A dict that all ranks of the simulation share."""
+        """Return a dict that all ranks of the simulation share."""
         return self._world.shared
 
     def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:

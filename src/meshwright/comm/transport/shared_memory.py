@@ -161,9 +161,9 @@ class SharedMemoryTransport:
 
     def _slot(self, dtype: torch.dtype) -> Tensor:
         """Return the slot that this rank writes to in the next round."""
-        return self._of(dtype, (self._round + 1) % 2)[self._place]
+        return self._typed_slots(dtype, (self._round + 1) % 2)[self._place]
 
-    def _of(self, dtype: torch.dtype, turn: int) -> list[Tensor]:
+    def _typed_slots(self, dtype: torch.dtype, turn: int) -> list[Tensor]:
         found = self._typed.get((dtype, turn))
         if found is None:
             found = self._typed[dtype, turn] = [slot.view(dtype) for slot in self._slots[turn]]
@@ -183,7 +183,7 @@ class SharedMemoryTransport:
                 self._wait(other, number)
         if equal and any(flags[other + _WORDS + turn] != word for other in self._others):
             raise RuntimeError(f"ranks send {self._words()} elements, but all ranks must send the same number")
-        return self._of(dtype, turn)
+        return self._typed_slots(dtype, turn)
 
     def _words(self) -> list[int]:
         """Return every rank's word in this round."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def explain(fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Expla
     relu    f32[4, 6] +tp  f32[4, 6]     AllReduce(tp)        96  f32[4, 6]
     rank 0: 1 all_reduce, 96 bytes received
     """
-    with _somewhere() as communicator:
+    with _current_or_peerless() as communicator:
         seen = communicator.seen
         calls, received = Counter(seen.calls), seen.total_received
         with record() as found:
@@ -85,28 +85,16 @@ def explain(fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Expla
         return Explanation(communicator.rank, tuple(found), dict(made), seen.total_received - received, result)
 
 
-class _Here(AbstractContextManager[Communicator]):
-    """The communicator that exists already."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
-
-    def __enter__(self) -> Communicator:
-        return self.communicator
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def _somewhere() -> AbstractContextManager[Communicator]:
+def _current_or_peerless() -> AbstractContextManager[Communicator]:
+    """Return a context with the current communicator, or with one without peers if there is none."""
     try:
-        return _Here(current_communicator())
+        return nullcontext(current_communicator())
     except NoCommunicatorError:
         return using_communicator(PeerlessCommunicator())
 
 
 def _rows(call: CallRecord, rank: int) -> Iterator[tuple[str, ...]]:
-    """One row per operand; the first also has the call's name, its results and any remark."""
+    """Yield one row per operand; the first also has the call's name, its results and any remark."""
     operands = list(_operands(call)) or [("", None)]
     results = ", ".join(map(repr, call.outs))
     for at, (operand, plan) in enumerate(operands):
@@ -117,12 +105,13 @@ def _rows(call: CallRecord, rank: int) -> Iterator[tuple[str, ...]]:
 
 
 def _operands(call: CallRecord) -> Iterator[tuple[str, Plan | None]]:
-    """Every distributed operand with the plan that changes it, then the plain operands that change."""
-    plans = {at: how.plan for at, how in call.moves}
+    """Yield every distributed operand with the plan that changes it, then the plain operands that change."""
+    plans = {at: move.plan for at, move in call.moves}
     sure = {at for at, plan in plans.items() if at < len(call.ins) and call.ins[at] is plan.src}
     for at, spec in enumerate(call.ins):
-        mine = at if at in sure else next((k for k in plans if k not in sure and plans[k].src is spec), None)
-        yield repr(spec), None if mine is None else plans.pop(mine)
+        others = (k for k, plan in plans.items() if k not in sure and plan.src is spec)
+        number = at if at in sure else next(others, None)
+        yield repr(spec), None if number is None else plans.pop(number)
     for plan in plans.values():
         yield f"{plan.src!r} (plain)", plan
 

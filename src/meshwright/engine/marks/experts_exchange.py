@@ -244,10 +244,10 @@ class _RowExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: TorchValue, rows: Tensor, group: tuple[int, ...], out: list[int], back: list[int]) -> Tensor:
-        ctx.way = group, back, out
+        ctx.route = group, back, out
         shapes = [(n, *rows.shape[1:]) for n in back]
         return torch.cat(current_communicator().all_to_all(list(rows.split(out)), shapes, group))
 
     @staticmethod
     def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _RowExchange.apply(grads[0], *ctx.way), None, None, None
+        return _RowExchange.apply(grads[0], *ctx.route), None, None, None

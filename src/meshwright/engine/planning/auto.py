@@ -218,8 +218,8 @@ def strategy_for_plan(plan: MeshPlan, options: Strategy) -> Strategy:
     if saving.accumulate > 1 and options.merge is None:
         chosen["gradient_merge"] = GradientMerge(enable=True, k_steps=saving.accumulate)
     if plan.pipeline is not None and not options.pipeline.enable:
-        how = plan.pipeline
-        chosen["pipeline"] = Pipeline(enable=True, schedule_mode=how.schedule, accumulate_steps=how.microbatches)
+        schedule, microbatches = plan.pipeline.schedule, plan.pipeline.microbatches
+        chosen["pipeline"] = Pipeline(enable=True, schedule_mode=schedule, accumulate_steps=microbatches)
     return replace(options, **chosen)
 
 

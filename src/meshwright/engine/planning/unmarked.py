@@ -75,16 +75,16 @@ class _Planner:
         if module not in self._known:
             parameters = list(module.parameters())
             is_ours = parameters and not any(isinstance(p, DistTensor) for p in parameters)
-            self._known[module] = self._laid(module, args, kwargs) if is_ours else {}
+            self._known[module] = self._distribute_module(module, args, kwargs) if is_ours else {}
         batch = self._known[module]
         numbers = iter(range(len(list(leaves_in((args, kwargs))))))
-        return map_leaves(lambda x: _placed(x, batch.get(next(numbers))), (args, kwargs))
+        return map_leaves(lambda x: _distributed_input(x, batch.get(next(numbers))), (args, kwargs))
 
-    def _laid(self, module: nn.Module, args: TorchValue, kwargs: TorchValue) -> Mapping[int, Spec]:
+    def _distribute_module(self, module: nn.Module, args: TorchValue, kwargs: TorchValue) -> Mapping[int, Spec]:
         """Distribute the module as its plan says; return the layouts of its inputs by their numbers."""
         memory = ModuleMemory(module, f"distributing {type(module).__name__} without marks")
         program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs), most=MOST).program
-        plan = self._cuts(program)
+        plan = self._sharding_plan(program)
         if current_communicator().rank == 0:
             print(f"{type(module).__name__} on {str(plan).splitlines()[0]}; {CUTS_ALONE}", file=sys.stderr)
         specs: dict[Tensor, Spec] = {}
@@ -97,7 +97,7 @@ class _Planner:
         memory.tie()
         return {i.source: plan.layouts[i.name] for i in program.inputs if i.role == "batch" and i.name in plan.layouts}
 
-    def _cuts(self, program: Program) -> MeshPlan:
+    def _sharding_plan(self, program: Program) -> MeshPlan:
         """Return the plan of shardings only. Raises SearchError if it does not fit."""
         try:
             return fastest(program, self._machines, saving=False)
@@ -106,7 +106,7 @@ class _Planner:
             raise SearchError(error.asked, error.found, f"{error.why}; {CUTS_ALONE}", write) from error
 
 
-def _placed(x: TorchValue, spec: Spec | None) -> TorchValue:
+def _distributed_input(x: TorchValue, spec: Spec | None) -> TorchValue:
     """Return a plain input in the layout of the plan; an input of other sizes gets the same layout."""
     if spec is None or not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != spec.ndim:
         return x

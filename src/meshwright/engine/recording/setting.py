@@ -40,7 +40,7 @@ class Roots:
 
     @property
     def beside(self) -> dict[str, Any]:
-        """The objects that a capture does not run."""
+        """Return the objects that a capture does not run."""
         return {} if self.optimizer is None else {"optimizer": self.optimizer}
 
 

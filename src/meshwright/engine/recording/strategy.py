@@ -352,8 +352,8 @@ class Strategy:
     @property
     def merge(self) -> Merge | None:
         """Return how a batch is split for gradient accumulation, or None."""
-        how = self.gradient_merge
-        return Merge(how.k_steps, how.avg) if how.enable and how.k_steps > 1 else None
+        merge = self.gradient_merge
+        return Merge(merge.k_steps, merge.avg) if merge.enable and merge.k_steps > 1 else None
 
     @property
     def microbatches(self) -> Merge | None:

@@ -310,12 +310,12 @@ def _check_meaning(found: Schedule, options: Pipeline) -> None:
 def _table(options: Pipeline, stages: Stages) -> Schedule:
     if "\n" in options.schedule_mode:
         return parse_schedule(options.schedule_mode)
-    how = schedule_by_name(options.schedule_mode)
+    known = schedule_by_name(options.schedule_mode)
     ranks, microbatches = len(stages.ranks), options.accumulate_steps
-    if not how.takes:
-        return how.make(ranks, microbatches)
+    if not known.takes:
+        return known.make(ranks, microbatches)
     chunks = max(1, len(stages.way) // ranks)
-    return how.make(ranks, microbatches, count_slices(options) if how.takes == "slices" else chunks)
+    return known.make(ranks, microbatches, count_slices(options) if known.takes == "slices" else chunks)
 
 
 def count_slices(options: Pipeline) -> int:

@@ -193,9 +193,10 @@ class _Run:
     def _listeners(
         self, tell: EventListener | None
     ) -> tuple[int, Where | None, Where | None, bool, EventListener | None]:
-        how = self.training
-        log = how.log if how.log is not None or how.folder is None else Path(how.folder) / "log.jsonl"
-        return how.steps, log, how.tensorboard, how.show, tell
+        training, log = self.training, self.training.log
+        if log is None and training.folder is not None:
+            log = Path(training.folder) / "log.jsonl"
+        return training.steps, log, training.tensorboard, training.show, tell
 
     def _resume(self) -> None:
         if self.training.folder is None:

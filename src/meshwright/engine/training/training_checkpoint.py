@@ -73,7 +73,7 @@ def save_checkpoint(
     states of torch's, Python's and NumPy's generators, and the step. `data` is an object with `state_dict`, or a Python
     value. A static model includes its own optimizer and the scale of its loss. All else is as in `save_state_dict`.
     """
-    network, optimizer = _parts(model, optimizer)
+    network, optimizer = _network_and_optimizer(model, optimizer)
     tensors: dict[str, HeldTensor] = {}
     values: dict[str, Any] = {"step": step, "data": _state_of(data), "scheduler": _state_of(scheduler)}
     scale = _scale_of(model)
@@ -111,7 +111,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: the checkpoint does not fit; nothing has been changed.
     """
-    network, optimizer = _parts(model, optimizer)
+    network, optimizer = _network_and_optimizer(model, optimizer)
     catalogue = open_together(path)
     _check_run(catalogue)
     other = _other_optimizer(catalogue, optimizer)
@@ -165,7 +165,7 @@ def _objects(
     return found
 
 
-def _parts(model: Model, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+def _network_and_optimizer(model: Model, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
     return (model.network, optimizer or model.optimizer) if isinstance(model, DistModel) else (model, optimizer)
 
 
@@ -254,7 +254,7 @@ def _states_for(catalogue: Catalogue, network: nn.Module, optimizer: Optimizer |
     for name, p in _named(network, optimizer):
         there = optimizer.state.get(p, {})
         entries = {key: catalogue.entries[f"{STATE}{name}.{key}"] for key in keys.get(name, ())}
-        kept = {key: there[key] for key, entry in entries.items() if _fits(entry, there.get(key))}
+        kept = {key: there[key] for key, entry in entries.items() if _fits_entry(entry, there.get(key))}
         new = {key: _new_state(entry, p) for key, entry in entries.items() if key not in kept}
         distribute_states(optimizer, p, new)
         found.append((name, p, {**new, **kept}))
@@ -271,7 +271,7 @@ def _saved_state_keys(catalogue: Catalogue) -> dict[str, list[str]]:
     return found
 
 
-def _fits(entry: Entry, there: object) -> bool:
+def _fits_entry(entry: Entry, there: object) -> bool:
     return isinstance(there, Tensor) and tuple(there.shape) == entry.shape and there.dtype is entry.dtype
 
 
