@@ -257,7 +257,7 @@ class Block(nn.Module):
 def check_seconds(dist_model: mw.DistModel, batch: Sequence[Any]) -> float:
     """Return the seconds that a static model takes to decide that nothing has changed since its last step."""
     start = time.perf_counter()
-    dist_model._found(batch, batch)  # pyright: ignore[reportPrivateUsage] - the decision has no public name
+    dist_model._program_for(batch, batch)  # pyright: ignore[reportPrivateUsage] - the decision has no public name
     return time.perf_counter() - start
 
 

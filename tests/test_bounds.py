@@ -49,7 +49,7 @@ UNBOUNDED = {
 
 CALLS = frozenset(
     {
-        "checkpoint.operations.load.load.ready",
+        "checkpoint.operations.load._checked_reads.ready",
         "checkpoint.operations.open_checkpoint.open_together.found",
         "cli.commands.run.run_simulated.failed",
         "comm.launcher.launch._forwarded_signals.seen",

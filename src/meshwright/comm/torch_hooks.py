@@ -32,6 +32,8 @@ from torch.autograd import forward_ad, graph, profiler
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module
 
+from meshwright.layout import TorchValue
+
 __all__ = [
     "EXPORTER",
     "GLOBAL_HOOKS",
@@ -106,7 +108,7 @@ class Work(Protocol):
 class Backend:
     """Transport of one group: torch's own object behind the few calls that a communicator makes."""
 
-    def __init__(self, name: str, raw: Any) -> None:
+    def __init__(self, name: str, raw: TorchValue) -> None:
         self.name = name
         self._raw = raw
         self._coalesces = name != "gloo" and bool(raw.supports_coalescing)
@@ -122,7 +124,7 @@ class Backend:
         """
         plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
         out = x if over and plain else x.clone(memory_format=torch.contiguous_format)
-        options: Any = c10d.AllreduceOptions()
+        options: TorchValue = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
         self._raw.allreduce([_real(out)], options).wait()
         return out
@@ -180,7 +182,7 @@ def open_backend(name: str, store: Store, place: int, size: int, limit: timedelt
     if plugin is None:
         raise ValueError(name)
     if plugin.extended_api:
-        options: Any = c10d._DistributedBackendOptions()
+        options: TorchValue = c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size, options.timeout = store, place, size, limit
         return Backend(name, plugin.creator_fn(options, None))
     return Backend(name, plugin.creator_fn(store, place, size, limit))
@@ -201,8 +203,8 @@ def another_connection(store: Store) -> Store:
     return cast(Any, store).clone()
 
 
-def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Any:
-    kind: Any = c10d.ProcessGroupGloo
+def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> TorchValue:
+    kind: TorchValue = c10d.ProcessGroupGloo
     if not loopback:
         return kind(store, place, size, limit)
     options = kind._Options()
@@ -211,8 +213,8 @@ def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool)
     return kind(store, place, size, options)
 
 
-def _nccl(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Any:
-    kind: Any = getattr(c10d, "ProcessGroupNCCL", None)
+def _nccl(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> TorchValue:
+    kind: TorchValue = getattr(c10d, "ProcessGroupNCCL", None)
     if kind is None:
         raise ValueError("nccl")
     options = kind.Options()

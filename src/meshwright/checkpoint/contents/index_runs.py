@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.layout import Product, Range, Spec
 
@@ -93,20 +94,38 @@ def are_whole(shape: Sequence[int], parts: Sequence[PartRuns]) -> bool:
     if any(len(part) != len(shape) for part in parts):
         return False
     parts = [part for part in parts if volume(part)]
-    ends = [sorted({0, n, *(e for p in parts for s, m in p[d] for e in (s, s + m))}) for d, n in enumerate(shape)]
-    if any(found[0] < 0 or found[-1] > n for found, n in zip(ends, shape, strict=True)):
+    edges = _cell_edges(shape, parts)
+    if any(found[0] < 0 or found[-1] > n for found, n in zip(edges, shape, strict=True)):
         return False
-    cells = [len(found) - 1 for found in ends]
+    cells = [len(found) - 1 for found in edges]
     if prod(cells) > max(MOST_CELLS, 64 * len(parts)):
         raise ValueError(
             f"a tensor of shape {tuple(shape)} in {len(parts)} parts, whose edges make {prod(cells)} cells"
         )
-    at = [{edge: n for n, edge in enumerate(found)} for found in ends]
-    count = np.zeros(cells, dtype=np.int32)  # number of parts that hold each cell
+    return bool((_parts_by_cell(edges, parts) == 1).all())
+
+
+def _cell_edges(shape: Sequence[int], parts: Sequence[PartRuns]) -> list[list[int]]:
+    """Return, for each dim, the ascending indices at which a part or the tensor begins or ends."""
+    found: list[list[int]] = []
+    for dim, size in enumerate(shape):
+        edges = {0, size}
+        for part in parts:
+            for start, length in part[dim]:
+                edges.update((start, start + length))
+        found.append(sorted(edges))
+    return found
+
+
+def _parts_by_cell(edges: Sequence[Sequence[int]], parts: Sequence[PartRuns]) -> NDArray[np.int32]:
+    """Return the number of parts that hold each cell between the edges."""
+    positions = [{edge: at for at, edge in enumerate(found)} for found in edges]
+    count = np.zeros([len(found) - 1 for found in edges], dtype=np.int32)
     for part in parts:
         for box in product(*part):
-            count[tuple(slice(where[s], where[s + m]) for where, (s, m) in zip(at, box, strict=True))] += 1
-    return bool((count == 1).all())
+            runs = zip(positions, box, strict=True)
+            count[tuple(slice(at[start], at[start + length]) for at, (start, length) in runs)] += 1
+    return count
 
 
 def overlaps(one: PartRuns, other: PartRuns) -> Iterator[Overlap]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from meshwright.comm import Communicator, NoCommunicatorError, current_communicator
-from meshwright.layout import ProcessMesh
+from meshwright.layout import JsonValue, ProcessMesh
 
 from .._errors import error_from_text, error_text
 
@@ -33,7 +33,7 @@ class World:
         """Return the mesh of all ranks in a row."""
         return ProcessMesh(range(self.size), ["world"])
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gathered(self, value: JsonValue) -> list[Any]:
         """Return the values of all ranks in rank order; any JSON value."""
         if self.communicator is None or self.size == 1:
             return [value]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ def read_box(file: OpenBytes, at: int, shape: Sequence[int], dtype: torch.dtype,
 
 def memory_of(x: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, without a copy."""
-    numbers: Any = x.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(numbers)
+    return x.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _read(file: OpenBytes, at: int, shape: tuple[int, ...], box: tuple[slice, ...], out: Tensor) -> None:
@@ -42,7 +40,7 @@ def _read(file: OpenBytes, at: int, shape: tuple[int, ...], box: tuple[slice, ..
     first = box[0].start
     if _is_whole(shape[1:], box[1:]):
         file.read_into(at + first * row, memory_of(out))
-    elif row <= CHUNK and _run(shape[1:], box[1:]) * out.element_size() < LONG_RUN:
+    elif row <= CHUNK and _run_length(shape[1:], box[1:]) * out.element_size() < LONG_RUN:
         _read_rows(file, at, shape, box, out)
     else:
         for n in range(first, box[0].stop):
@@ -64,7 +62,7 @@ def _is_whole(shape: Sequence[int], box: Sequence[slice]) -> bool:
     return all(s.start == 0 and s.stop == n for n, s in zip(shape, box, strict=True))
 
 
-def _run(shape: Sequence[int], box: Sequence[slice]) -> int:
+def _run_length(shape: Sequence[int], box: Sequence[slice]) -> int:
     """Return the number of elements in one run of a box in these inner dims."""
     count = 1
     for n, s in zip(reversed(shape), reversed(box), strict=True):

@@ -17,11 +17,12 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from .._errors import CheckpointError, ReadTimeoutError, WriteTimeoutError, file_error, system_error
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 CHUNK = 1 << 24
 """Most bytes that one operation reads."""
 MOST_NAMES = 1_000_000
@@ -122,7 +123,7 @@ def _wait(watch: _Watch, limit: float) -> None:
             )
 
 
-def read_operation(path: Path, call: Callable[..., T], *args: Any) -> T:
+def read_operation(path: Path, call: Callable[[*Arguments], T], *args: *Arguments) -> T:
     """Return `call(*args)`, a file operation on `path`, under the time limit. OSErrors are passed on."""
     watch: _Watch | None = getattr(_here, "watch", None)
     if watch is None:
@@ -141,7 +142,7 @@ def read_operation(path: Path, call: Callable[..., T], *args: Any) -> T:
         watch.under_way = around
 
 
-def write_operation(path: Path, call: Callable[..., T], *args: Any) -> T:
+def write_operation(path: Path, call: Callable[[*Arguments], T], *args: *Arguments) -> T:
     """Return `call(*args)`, a file operation of a save on `path`, under the time limit of writes. OSError passes."""
     return with_time_limit(lambda: read_operation(path, call, *args), WRITING)
 

@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from meshwright.layout import JsonValue
 
 from .._errors import file_error
 from .file_operations import open_bytes
@@ -28,7 +30,7 @@ def is_within_bound(data: bytes) -> bool:
     return cost_of(data) <= LARGEST
 
 
-def parse_json(data: bytes, path: Path, budget: Budget, what: str = "JSON") -> Any:
+def parse_json(data: bytes, path: Path, budget: Budget, what: str = "JSON") -> JsonValue:
     """Return the value of a JSON text.
 
     Raises:
@@ -49,7 +51,7 @@ def read_whole_file(path: Path, budget: Budget, links: bool = False) -> bytes:
         return file.read(0, file.size)
 
 
-def read_json(path: Path, what: str, links: bool = False) -> tuple[Any, bytes]:
+def read_json(path: Path, what: str, links: bool = False) -> tuple[JsonValue, bytes]:
     """Return the value and the bytes of a JSON file. Raises CheckpointFileError for any other file."""
     budget = Budget(path)
     data = read_whole_file(path, budget, links)
@@ -59,7 +61,7 @@ def read_json(path: Path, what: str, links: bool = False) -> tuple[Any, bytes]:
         raise file_error(path, what, str(error)) from error
 
 
-def _no_number(text: str) -> Any:
+def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 

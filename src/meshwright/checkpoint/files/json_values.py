@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshwright.layout import JsonValue
+
 from .._errors import CheckpointError
 
 DEEPEST = 100
@@ -17,7 +19,7 @@ DEEPEST = 100
 _PLAIN = (str, bool, int, type(None))
 
 
-def encode_value(name: str, value: Any, depth: int = 0) -> Any:
+def encode_value(name: str, value: Any, depth: int = 0) -> JsonValue:
     """Return the value as JSON. Raises CheckpointError, with the name, for a value that JSON cannot hold.
 
     >>> encode_value("betas", (0.9, math.inf))
@@ -28,7 +30,7 @@ def encode_value(name: str, value: Any, depth: int = 0) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, float):  # also NumPy's
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+        return _encode_float(float(value))
     if type(value) is list:
         return [encode_value(name, v, depth + 1) for v in value]
     if type(value) is tuple:
@@ -38,13 +40,17 @@ def encode_value(name: str, value: Any, depth: int = 0) -> Any:
     raise _no_value(name, value)
 
 
-def _key(name: str, key: Any) -> Any:
+def _encode_float(value: float) -> JsonValue:
+    return value if math.isfinite(value) else {"float": repr(value)}
+
+
+def _key(name: str, key: object) -> JsonValue:
     if type(key) in (str, int):
         return key
     raise _no_value(name, key)
 
 
-def _no_value(name: str, value: Any) -> CheckpointError:
+def _no_value(name: str, value: object) -> CheckpointError:
     return CheckpointError(
         f"to save {name}",
         f"a {type(value).__name__}",
@@ -62,7 +68,7 @@ def _too_deep(name: str) -> CheckpointError:
     )
 
 
-def decode_value(value: Any, depth: int = 0) -> Any:
+def decode_value(value: JsonValue, depth: int = 0) -> Any:
     """Return the value from the JSON of `encode_value`. Raises ValueError for other JSON, or for too many levels.
 
     >>> decode_value(encode_value("x", {1: (2.0, -math.inf)}))
@@ -81,7 +87,7 @@ def decode_value(value: Any, depth: int = 0) -> Any:
     raise ValueError(f"{str(list(value))[:80]} is not a value of a checkpoint")
 
 
-_KINDS: dict[str, Callable[[Any, int], Any]] = {
+_KINDS: dict[str, Callable[[JsonValue, int], Any]] = {
     "tuple": lambda inner, depth: tuple(decode_value(v, depth) for v in inner),
     "dict": lambda inner, depth: {k: decode_value(v, depth) for k, v in inner},
     "float": lambda inner, depth: _FLOATS[inner],

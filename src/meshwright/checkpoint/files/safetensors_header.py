@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
+
+from meshwright.layout import JsonValue
 
 from .._errors import CheckpointFileError, file_error
 from .file_operations import OpenBytes
@@ -62,7 +63,7 @@ def _read(file: OpenBytes) -> dict[str, HeaderEntry]:
     length = int.from_bytes(file.read(0, 8), "little")
     if length > min(LONGEST_HEADER, file.size - 8):
         raise ValueError(f"it should have a header of {length} bytes, and it has {file.size} bytes")
-    fields: Any = parse_json(file.read(8, length), file.path, Budget(file.path), "a header")
+    fields: JsonValue = parse_json(file.read(8, length), file.path, Budget(file.path), "a header")
     about = fields.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in about.values()):
         raise ValueError("its __metadata__ has values that are not strings")
@@ -77,7 +78,7 @@ def _read(file: OpenBytes) -> dict[str, HeaderEntry]:
     return {name: HeaderEntry(s.kind, s.shape, s.at + 8 + length) for name, (s, _) in found.items()}
 
 
-def _stored(name: str, field: Any) -> tuple[HeaderEntry, int]:
+def _stored(name: str, field: JsonValue) -> tuple[HeaderEntry, int]:
     """Return a tensor, with its first byte counted from the header's end, and the index after its last byte."""
     if set(field) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name} has the fields {', '.join(map(str, field))[:80]}")
@@ -92,6 +93,6 @@ def _stored(name: str, field: Any) -> tuple[HeaderEntry, int]:
     return HeaderEntry(kind, tuple(shape), start), stop
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     """True for an integer from 0 on that a file or a tensor can have as a size."""
     return type(value) is int and 0 <= value < 1 << 63

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.layout import TorchValue
+
 from .._errors import CheckpointFileError, file_error
 from .box_reader import memory_of, read_box
 from .file_operations import CHUNK, OpenBytes
@@ -83,7 +85,7 @@ class SavedTensor:
         return memory.as_strided(self.shape, self.strides)[tuple(box)]
 
 
-def read_archive(file: OpenBytes, name: str, span: tuple[int, int]) -> Any:
+def read_archive(file: OpenBytes, name: str, span: tuple[int, int]) -> TorchValue:
     """Return the value in a part of a file; tensors are SavedTensor. Raises CheckpointFileError for anything else."""
     try:
         if span[0] + span[1] > file.size:
@@ -105,14 +107,14 @@ class _Archive:
         with zipfile.ZipFile(_Part(file, span, self.budget)) as archive:
             self.members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
 
-    def value(self) -> Any:
+    def value(self) -> TorchValue:
         order = self.members.get("byteorder")
         if order is not None and self._read(order) != b"little":
             raise ValueError("its numbers have another byte order")
         found = unpickle_data(self._read(self.members["data.pkl"]), self.budget, _NAMES, self._storage)
         return _data(found)
 
-    def _place(self, info: zipfile.ZipInfo) -> StorageBytes:
+    def _member_bytes(self, info: zipfile.ZipInfo) -> StorageBytes:
         """Return the position of a member's bytes. Raises ValueError if it is compressed or has no header."""
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"its member {info.filename[:80]} is compressed")
@@ -124,19 +126,19 @@ class _Archive:
         return StorageBytes(begin, info.file_size, info.CRC)
 
     def _read(self, info: zipfile.ZipInfo) -> bytes:
-        place = self._place(info)
+        place = self._member_bytes(info)
         self.budget.spend(place.nbytes, f"the member {info.filename[:80]}")
         data = self.file.read(place.at, place.nbytes)
         if place.crc32 and zlib.crc32(data) != place.crc32:
             raise ValueError(f"its member {info.filename[:80]} does not have the CRC-32 that the archive says")
         return data
 
-    def _storage(self, about: Any) -> tuple[StorageBytes, torch.dtype]:
+    def _storage(self, about: TorchValue) -> tuple[StorageBytes, torch.dtype]:
         """Return the position of a storage's bytes, and the dtype of its elements."""
         kind, dtype, key, _, count = about
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not is_count(count):
             raise ValueError("it refers to an object that is not a storage")
-        place = self._place(self.members[f"data/{key}"])
+        place = self._member_bytes(self.members[f"data/{key}"])
         if place.nbytes != count * dtype.itemsize:
             raise ValueError(f"a storage of {count} elements of {dtype} has {place.nbytes} bytes")
         return place, dtype
@@ -174,7 +176,13 @@ class _Part(io.RawIOBase):
         return data
 
 
-def _rebuilt(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> SavedTensor:
+def _rebuilt(
+    storage: tuple[StorageBytes, torch.dtype],
+    offset: TorchValue,
+    shape: TorchValue,
+    strides: TorchValue,
+    *rest: object,
+) -> SavedTensor:
     """Return the tensor that `_rebuild_tensor_v2` would create, or `_rebuild_tensor_v3`, which has a dtype."""
     place, dtype = storage
     dtype = next((x for x in rest if isinstance(x, torch.dtype)), dtype)
@@ -192,11 +200,11 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(max(n, 1) for n in shape[at + 1 :]) for at in range(len(shape)))
 
 
-def _dict(pairs: Any = ()) -> dict[Any, Any]:
+def _dict(pairs: TorchValue = ()) -> dict[Any, Any]:
     return {checked_key(key): value for key, value in pairs}
 
 
-def _data(value: Any, depth: int = 0) -> Any:
+def _data(value: TorchValue, depth: int = 0) -> TorchValue:
     """Return `value`. Raises ValueError for anything in it that is no data, or nested too deeply."""
     if depth > DEEPEST:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep")

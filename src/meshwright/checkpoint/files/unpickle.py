@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
+
+from meshwright.layout import TorchValue
 
 from .memory_budget import Budget
 
@@ -34,14 +36,14 @@ class PickledRecord:
     __slots__ = ("fields",)
 
     def __init__(self) -> None:
-        self.fields: Any = None
+        self.fields: TorchValue = None
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> TorchValue:
         """Return a field, or None."""
         return self.fields.get(name) if isinstance(self.fields, dict) else None
 
 
-def unpickle_data(data: bytes, budget: Budget, names: Names, outside: Callable[[Any], Any] | None = None) -> Any:
+def unpickle_data(data: bytes, budget: Budget, names: Names, outside: Callable[[Any], Any] | None = None) -> TorchValue:
     """Return the value in a pickle. `outside` returns the external objects that the pickle refers to.
 
     Raises:
@@ -59,7 +61,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
+    def run(self) -> TorchValue:
         """Run the instructions until the last one; they are counted in blocks."""
         count = 0
         while True:
@@ -109,14 +111,14 @@ class _Machine:
         del self.stack[at:]
         return found
 
-    def name(self, module: Any, name: Any) -> Any:
+    def name(self, module: str, name: str) -> TorchValue:
         """Return the meaning of a name. Raises ValueError for a name without one."""
         if (module, name) not in self.names:
-            raise ValueError(f"it names {str(module)[:80]}.{str(name)[:80]}, which such a file does not need")
+            raise ValueError(f"it names {module[:80]}.{name[:80]}, which such a file does not need")
         return self.names[module, name]
 
 
-def _put(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+def _pushing(read: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
     return lambda m: m.stack.append(read(m))
 
 
@@ -132,7 +134,7 @@ def _pack(count: int) -> Callable[[_Machine], None]:
     return act
 
 
-def _keep(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+def _memoizing(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
     def act(m: _Machine) -> None:
         m.memo[read(m)] = m.stack[-1]
 
@@ -154,7 +156,7 @@ def _set(m: _Machine, values: list[Any]) -> None:
         target[checked_key(key)] = value
 
 
-def checked_key(key: Any) -> Any:
+def checked_key(key: TorchValue) -> Hashable:
     """Return a key of a dict. Raises ValueError for one that is nested: hashing it may take all of C's stack."""
     plain = (str, int, float, bool, bytes, type(None), PickledRecord)
     if isinstance(key, plain) or (type(key) is tuple and all(isinstance(k, plain) for k in key)):
@@ -178,14 +180,14 @@ def _build(m: _Machine) -> None:
     target.fields = state
 
 
-def _stack_name(m: _Machine) -> Any:
+def _stack_name(m: _Machine) -> TorchValue:
     name, module = m.stack.pop(), m.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise ValueError("it has a name that is not text")
     return m.name(module, name)
 
 
-def _outside(m: _Machine) -> Any:
+def _outside(m: _Machine) -> TorchValue:
     if m.outside is None:
         raise ValueError("it refers to an object outside the file")
     return m.outside(m.stack.pop())
@@ -205,26 +207,26 @@ def _number_of(data: bytes) -> int:
 _ACTS: dict[bytes, Callable[[_Machine], Any]] = {
     pickle.PROTO: lambda m: m.take(1),
     pickle.FRAME: lambda m: m.take(8),
-    pickle.MARK: _put(lambda m: _MARK),
+    pickle.MARK: _pushing(lambda m: _MARK),
     pickle.POP: lambda m: m.stack.pop(),
-    pickle.NONE: _put(lambda m: None),
-    pickle.NEWTRUE: _put(lambda m: True),
-    pickle.NEWFALSE: _put(lambda m: False),
-    pickle.BININT: _put(lambda m: m.number("<i")),
-    pickle.BININT1: _put(lambda m: m.number("<B")),
-    pickle.BININT2: _put(lambda m: m.number("<H")),
-    pickle.LONG1: _put(lambda m: _number_of(m.text("<B"))),
-    pickle.BINFLOAT: _put(lambda m: m.number(">d")),
-    pickle.SHORT_BINUNICODE: _put(lambda m: m.text("<B").decode("utf-8", "surrogatepass")),
-    pickle.BINUNICODE: _put(lambda m: m.text("<I").decode("utf-8", "surrogatepass")),
-    pickle.BINUNICODE8: _put(lambda m: m.text("<Q").decode("utf-8", "surrogatepass")),
-    pickle.SHORT_BINBYTES: _put(lambda m: m.text("<B")),
-    pickle.BINBYTES: _put(lambda m: m.text("<I")),
-    pickle.BINBYTES8: _put(lambda m: m.text("<Q")),
-    pickle.EMPTY_TUPLE: _put(lambda m: ()),
-    pickle.EMPTY_LIST: _put(lambda m: []),
-    pickle.EMPTY_DICT: _put(lambda m: {}),
-    pickle.TUPLE: _put(lambda m: tuple(m.marked())),
+    pickle.NONE: _pushing(lambda m: None),
+    pickle.NEWTRUE: _pushing(lambda m: True),
+    pickle.NEWFALSE: _pushing(lambda m: False),
+    pickle.BININT: _pushing(lambda m: m.number("<i")),
+    pickle.BININT1: _pushing(lambda m: m.number("<B")),
+    pickle.BININT2: _pushing(lambda m: m.number("<H")),
+    pickle.LONG1: _pushing(lambda m: _number_of(m.text("<B"))),
+    pickle.BINFLOAT: _pushing(lambda m: m.number(">d")),
+    pickle.SHORT_BINUNICODE: _pushing(lambda m: m.text("<B").decode("utf-8", "surrogatepass")),
+    pickle.BINUNICODE: _pushing(lambda m: m.text("<I").decode("utf-8", "surrogatepass")),
+    pickle.BINUNICODE8: _pushing(lambda m: m.text("<Q").decode("utf-8", "surrogatepass")),
+    pickle.SHORT_BINBYTES: _pushing(lambda m: m.text("<B")),
+    pickle.BINBYTES: _pushing(lambda m: m.text("<I")),
+    pickle.BINBYTES8: _pushing(lambda m: m.text("<Q")),
+    pickle.EMPTY_TUPLE: _pushing(lambda m: ()),
+    pickle.EMPTY_LIST: _pushing(lambda m: []),
+    pickle.EMPTY_DICT: _pushing(lambda m: {}),
+    pickle.TUPLE: _pushing(lambda m: tuple(m.marked())),
     pickle.TUPLE1: _pack(1),
     pickle.TUPLE2: _pack(2),
     pickle.TUPLE3: _pack(3),
@@ -232,17 +234,17 @@ _ACTS: dict[bytes, Callable[[_Machine], Any]] = {
     pickle.APPENDS: lambda m: _append(m, m.marked()),
     pickle.SETITEM: lambda m: _set(m, _pairs(m)),
     pickle.SETITEMS: lambda m: _set(m, m.marked()),
-    pickle.GLOBAL: _put(lambda m: m.name(m.line(), m.line())),
-    pickle.STACK_GLOBAL: _put(_stack_name),
+    pickle.GLOBAL: _pushing(lambda m: m.name(m.line(), m.line())),
+    pickle.STACK_GLOBAL: _pushing(_stack_name),
     pickle.REDUCE: _call,
     pickle.NEWOBJ: _call,
     pickle.BUILD: _build,
-    pickle.BINPERSID: _put(_outside),
-    pickle.BINGET: _put(lambda m: m.memo[m.number("<B")]),
-    pickle.LONG_BINGET: _put(lambda m: m.memo[m.number("<I")]),
-    pickle.BINPUT: _keep(lambda m: m.number("<B")),
-    pickle.LONG_BINPUT: _keep(lambda m: m.number("<I")),
-    pickle.MEMOIZE: _keep(lambda m: len(m.memo)),
+    pickle.BINPERSID: _pushing(_outside),
+    pickle.BINGET: _pushing(lambda m: m.memo[m.number("<B")]),
+    pickle.LONG_BINGET: _pushing(lambda m: m.memo[m.number("<I")]),
+    pickle.BINPUT: _memoizing(lambda m: m.number("<B")),
+    pickle.LONG_BINPUT: _memoizing(lambda m: m.number("<I")),
+    pickle.MEMOIZE: _memoizing(lambda m: len(m.memo)),
 }
 """Instruction → its action."""
 _CODES = {code[0]: act for code, act in _ACTS.items()}

@@ -15,6 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
+from meshwright.layout import JsonValue
+
 from .._errors import CheckpointFileError, file_error
 from ..contents.catalogue import ByteRange, Catalogue, FileFacts, file_name
 from ..files.file_operations import open_bytes, status
@@ -98,7 +100,7 @@ def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
     return replace(catalogue, files=known)
 
 
-def _facts(told: Any) -> FileFacts:
+def _facts(told: JsonValue) -> FileFacts:
     facts = facts_of(told)
     ranges: list[ByteRange] = []
     for name, *numbers in told["ranges"]:

@@ -6,7 +6,7 @@ objects of torch, and names that such metadata does not need are refused. `torch
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshwright.layout import TorchValue
 
 from .._errors import CheckpointFileError, file_error
 from ..contents.catalogue import Catalogue, Entry, FileFacts, OpenFile, Piece, file_name
@@ -37,14 +39,14 @@ _CLASSES = {
 """Module → its classes that are read as records."""
 
 
-def _sizes(dims: Any = ()) -> tuple[int, ...]:
+def _sizes(dims: Iterable[TorchValue] = ()) -> tuple[int, ...]:
     found = tuple(dims)
     if len(found) > 64 or not all(is_count(n) for n in found):
         raise ValueError("it has an invalid size")
     return found
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     """Return None, for a value that is not needed: a path, a memory format, a layout."""
 
 
@@ -96,6 +98,10 @@ Place = tuple[str, tuple[int, int]]
 """A file, with the first byte and the number of bytes in it."""
 
 
+PieceKey = tuple[str, tuple[int, ...] | None]
+"""The name of a tensor and the first index of a piece of it; None for a value."""
+
+
 def _catalogue(folder: Path, found: PickledRecord) -> DcpCheckpoint:
     places = {(_name(i.get("fqn")), _offset(i.get("offset"))): info for i, info in found.get("storage_data").items()}
     described: Mapping[Any, PickledRecord] = found.get("state_dict_metadata")
@@ -103,7 +109,7 @@ def _catalogue(folder: Path, found: PickledRecord) -> DcpCheckpoint:
     plain: dict[str, Place] = {}
     for name, about in described.items():
         if about.get("chunks") is None:
-            plain[_name(name)] = _place(folder, name, places[name, None])
+            plain[_name(name)] = _byte_range(folder, name, places[name, None])
         else:
             entries[_name(name)] = _entry(folder, name, about, places)
     spans = [(p.file, p.span or (0, 0)) for entry in entries.values() for p in entry.pieces]
@@ -114,17 +120,17 @@ def _catalogue(folder: Path, found: PickledRecord) -> DcpCheckpoint:
     return DcpCheckpoint(folder, entries, values, files, described_in=described_in)
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     if isinstance(value, str):
         return value
     raise ValueError(f"a name is a {type(value).__name__}")
 
 
-def _offset(value: Any) -> tuple[int, ...] | None:
+def _offset(value: Iterable[TorchValue] | None) -> tuple[int, ...] | None:
     return None if value is None else _sizes(value)
 
 
-def _entry(folder: Path, name: str, about: PickledRecord, places: Any) -> Entry:
+def _entry(folder: Path, name: str, about: PickledRecord, places: Mapping[PieceKey, PickledRecord]) -> Entry:
     dtype, shape = about.get("properties").fields[0], _sizes(about.get("size"))
     if not isinstance(dtype, torch.dtype) or not is_count(prod(shape) * dtype.itemsize):
         raise ValueError(f"tensor {name} has an invalid dtype or shape")
@@ -138,13 +144,13 @@ def _entry(folder: Path, name: str, about: PickledRecord, places: Any) -> Entry:
     return Entry(shape, dtype, tuple(p for p in pieces if 0 not in shape_of(p.runs)))
 
 
-def _piece(folder: Path, name: str, chunk: PickledRecord, places: Any) -> Piece:
+def _piece(folder: Path, name: str, chunk: PickledRecord, places: Mapping[PieceKey, PickledRecord]) -> Piece:
     offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
-    file, span = _place(folder, name, places[name, offsets])
+    file, span = _byte_range(folder, name, places[name, offsets])
     return Piece(file, name, tuple(((o, n),) for o, n in zip(offsets, sizes, strict=True)), None, span)
 
 
-def _place(folder: Path, name: str, info: PickledRecord) -> Place:
+def _byte_range(folder: Path, name: str, info: PickledRecord) -> Place:
     if info.get("transform_descriptors"):
         raise file_error(
             folder / METADATA,
@@ -171,7 +177,7 @@ def _check_apart(folder: Path, places: list[Place]) -> None:
         end, last = start + length, file
 
 
-def _value(folder: Path, name: str, place: Place) -> Any:
+def _value(folder: Path, name: str, place: Place) -> TorchValue:
     file, span = place
     with _open(folder / file) as opened:
         return opened.value(name, span)
@@ -184,17 +190,17 @@ class DcpFile(OpenFile):
         self._file, self._is_checked = file, is_checked
         self._latest: tuple[tuple[int, int], Any] | None = None
 
-    def found(self, name: str, span: tuple[int, int]) -> Any:
+    def found(self, name: str, span: tuple[int, int]) -> TorchValue:
         """Return the value in a range of bytes; tensors as their positions in it."""
         if self._latest is None or self._latest[0] != span:
             self._latest = (span, read_archive(self._file, name, span))
         return self._latest[1]
 
-    def value(self, name: str, span: tuple[int, int]) -> Any:
+    def value(self, name: str, span: tuple[int, int]) -> TorchValue:
         """Return a value, with its tensors read."""
         return self._read_all(self.found(name, span))
 
-    def _read_all(self, value: Any) -> Any:
+    def _read_all(self, value: TorchValue) -> TorchValue:
         if isinstance(value, SavedTensor):
             value.check(self._file)
             return value.read(self._file)

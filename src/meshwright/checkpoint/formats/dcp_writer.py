@@ -93,7 +93,7 @@ class _Written:
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file, self._digest, self._ranges = file, sha256(), list[ByteRange]()
 
-    def save(self, name: str, value: Any) -> None:
+    def save(self, name: str, value: object) -> None:
         """Append the bytes that `torch.save` writes for a tensor or value."""
         data = io.BytesIO()
         torch.save(value.clone() if isinstance(value, torch.Tensor) else value, data)

@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
+
+from meshwright.layout import JsonValue
 
 from ..contents.catalogue import Entry, FileFacts, Piece
 from ..contents.index_runs import shape_of
@@ -44,14 +46,14 @@ class SaveJob:
 class Format(Protocol):
     """A format of checkpoints."""
 
-    def prepared(self, job: SaveJob) -> Callable[[], Any]:
+    def prepared(self, job: SaveJob) -> Callable[[], JsonValue]:
         """Return the work of this rank's thread, a function that returns a JSON report.
 
         Ranks may communicate until `prepared` returns, but not in the thread.
         """
         ...
 
-    def finish(self, job: SaveJob, reports: Sequence[Any]) -> None:
+    def finish(self, job: SaveJob, reports: Sequence[JsonValue]) -> None:
         """Write the files of rank 0 once all ranks have written theirs; `reports` are in the order of the ranks."""
         ...
 
@@ -59,10 +61,10 @@ class Format(Protocol):
 class MeshwrightFormat:
     """The format of this package: a safetensors file per rank, and a manifest."""
 
-    def prepared(self, job: SaveJob) -> Callable[[], Any]:
+    def prepared(self, job: SaveJob) -> Callable[[], JsonValue]:
         return lambda: self._write(job)
 
-    def _write(self, job: SaveJob) -> Any:
+    def _write(self, job: SaveJob) -> JsonValue:
         mine = job.mine()
         if not mine:
             return None
@@ -70,7 +72,7 @@ class MeshwrightFormat:
         facts = write_file(job.folder / _file_of(job.ranks.rank), aligned(items))
         return [facts.nbytes, facts.sha256, {r.name: r.crc32 for r in facts.ranges}]
 
-    def finish(self, job: SaveJob, reports: Sequence[Any]) -> None:
+    def finish(self, job: SaveJob, reports: Sequence[JsonValue]) -> None:
         files = {_file_of(rank): FileFacts(*report[:2]) for rank, report in enumerate(reports) if report is not None}
         tensors: dict[str, Entry] = {}
         for name, parts in job.shares.items():

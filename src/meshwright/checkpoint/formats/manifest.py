@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from meshwright.layout import MeshwrightError, ProcessMesh, Product, Spec, parse_spec
+from meshwright.layout import JsonValue, MeshwrightError, ProcessMesh, Product, Spec, parse_spec
 
 from .._errors import CheckpointError, CheckpointFileError, file_error
 from ..contents.catalogue import Catalogue, Entry, FileFacts, OpenFile, Piece, file_name
@@ -88,8 +88,8 @@ def mesh_json(mesh: ProcessMesh) -> dict[str, Any]:
 
 def mesh_of(text: Mapping[str, Any]) -> ProcessMesh:
     """Return the mesh from the JSON of `mesh_json`. Raises ValueError for impossible sizes."""
-    ranks: Any = list(text["ranks"])
-    shape: Any = text["shape"]
+    ranks: list[Any] = list(text["ranks"])
+    shape: Sequence[int] = text["shape"]
     if not 0 < len(shape) <= MOST_DIMS or not all(is_count(n) for n in (*shape, *ranks)) or prod(shape) != len(ranks):
         raise ValueError(f"a mesh of shape {str(shape)[:80]} has {len(ranks)} ranks")
     for size in reversed(shape[1:]):
@@ -141,7 +141,7 @@ def read_manifest(folder: Path) -> MeshwrightCheckpoint:
         raise file_error(path, "a manifest in an unknown form", str(error).split("\n")[0]) from error
 
 
-def _checked(folder: Path, content: Any) -> MeshwrightCheckpoint:
+def _checked(folder: Path, content: JsonValue) -> MeshwrightCheckpoint:
     budget = Budget(folder / MANIFEST)
     meshes = [mesh_of(mesh) for mesh in content["meshes"]]
     files = {file_name(folder, name): facts_of(told) for name, told in content["files"].items()}
@@ -153,7 +153,7 @@ def _checked(folder: Path, content: Any) -> MeshwrightCheckpoint:
     return MeshwrightCheckpoint(folder, tensors, values, files, about)
 
 
-def facts_of(told: Any) -> FileFacts:
+def facts_of(told: JsonValue) -> FileFacts:
     """Return the facts about a file from JSON. Raises ValueError for anything else."""
     nbytes, digest = told["bytes"], told["sha256"]
     if not is_count(nbytes) or not isinstance(digest, str) or not _SHA256.fullmatch(digest):

@@ -21,7 +21,7 @@ from torch import Tensor
 from .._errors import CheckpointError, file_error
 from ..contents.catalogue import ByteRange, Entry, FileFacts, OpenFile, Piece, expected_shape
 from ..contents.index_runs import full_runs
-from ..files.box_reader import read_box
+from ..files.box_reader import memory_of, read_box
 from ..files.file_operations import CHUNK, OpenBytes, open_bytes, write_operation
 from ..files.safetensors_header import DTYPE_OF_NAME, DTYPES, LONGEST_HEADER, HeaderEntry, read_header
 
@@ -111,8 +111,7 @@ def _parts(items: Sequence[TensorItem], metadata: Mapping[str, str] | None) -> I
 def bytes_of(x: Tensor) -> memoryview:
     """Return the elements of a tensor as bytes, without a copy if it is contiguous."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    numbers: Any = x.resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(numbers)
+    return memory_of(x.resolve_neg().contiguous())
 
 
 class SafetensorsFile(OpenFile):

@@ -7,7 +7,7 @@ nothing is saved.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -44,7 +44,7 @@ def table_of(tensors: Mapping[str, HeldTensor], values: Mapping[str, Any], ranks
     """Return the table of all ranks. Raises CheckpointError, on every rank, for a state that cannot be saved."""
     text, _ = ranks.agreed(lambda: _text(tensors, values))
     found = ranks.all_gather_distinct(text, sha256(text.encode()).hexdigest())
-    return _merged([(json.loads(text), members) for text, members in found.items()], ranks)
+    return _merged_table([(json.loads(text), members) for text, members in found.items()], ranks)
 
 
 def _text(tensors: Mapping[str, HeldTensor], values: Mapping[str, Any]) -> str:
@@ -96,30 +96,36 @@ def check_whole(name: str, spec: Spec, asked: str) -> None:
         )
 
 
-def _merged(told: Sequence[tuple[Any, list[int]]], ranks: World) -> StateTable:
+def _merged_table(told: Sequence[tuple[Any, list[int]]], ranks: World) -> StateTable:
+    """Return one table from those of the ranks. Raises CheckpointError if two ranks differ about a name."""
     specs: dict[str, tuple[str, ProcessMesh | None]] = {}
     plain: dict[str, list[int]] = {}
     values: dict[str, Any] = {}
     for table, members in told:
-        meshes = [mesh_of(mesh) for mesh in table["meshes"]]
-        for name, (text, at) in table["tensors"].items():
-            mesh = None if at is None else meshes[at]
-            _same(name, specs.setdefault(name, (text, mesh)), (text, mesh))
+        for name, text, mesh in _tensors_of(table):
+            _check_equal(name, specs.setdefault(name, (text, mesh)), (text, mesh))
             if mesh is None:
                 plain.setdefault(name, []).extend(members)
         for name, value in table["values"].items():
-            _same(name, values.setdefault(name, value), value)
+            _check_equal(name, values.setdefault(name, value), value)
     if twice := specs.keys() & values.keys():
-        _same(min(twice), "a tensor", "a value")
+        _check_equal(min(twice), "a tensor", "a value")
     found = {
         name: parse_spec(text, mesh or ProcessMesh(sorted(plain[name]), ["world"]))
         for name, (text, mesh) in specs.items()
     }
-    _check_there({name: spec for name, spec in found.items() if name not in plain}, told, ranks)
+    _check_held_on_mesh({name: spec for name, spec in found.items() if name not in plain}, told, ranks)
     return StateTable(found, values)
 
 
-def _check_there(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]], ranks: World) -> None:
+def _tensors_of(table: Mapping[str, Any]) -> Iterator[tuple[str, str, ProcessMesh | None]]:
+    """Yield the name, the spec and the mesh of each tensor of a rank's table; plain tensors have no mesh."""
+    meshes = [mesh_of(mesh) for mesh in table["meshes"]]
+    for name, (text, at) in table["tensors"].items():
+        yield name, text, None if at is None else meshes[at]
+
+
+def _check_held_on_mesh(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]], ranks: World) -> None:
     """Raise CheckpointError if a rank of a tensor's mesh does not have the tensor."""
     for table, members in told:
         for name in specs.keys() - table["tensors"].keys():
@@ -133,7 +139,7 @@ def _check_there(specs: Mapping[str, Spec], told: Sequence[tuple[Any, list[int]]
                     )
 
 
-def _same(name: str, one: Any, other: Any) -> None:
+def _check_equal(name: str, one: object, other: object) -> None:
     if one != other:
         raise CheckpointError(
             f"to save {name}",

@@ -55,20 +55,26 @@ def load(
     if strict and (found.rank is not None or (whole is not None and report.unexpected_keys)):
         raise _on_every_rank(mismatch_error(catalogue, found), found, {*tensors, *values})
     fit = {name: held for name, held in tensors.items() if name not in report.left_out} | dict(scratch)
-    reads = _reads(catalogue, fit, ranks.rank)
-    files = ranks.gathered([*reads])
-    files[0] = list(dict.fromkeys([*files[0], *catalogue.described_in]))
-    ranks.agreed(lambda: with_time_limit(lambda: check_sizes(catalogue)))
-    ranks.agreed(lambda: with_time_limit(lambda: check_files(catalogue, _mine(catalogue, files, ranks))))
-    pieces = [(name, piece) for read in reads.values() for name, piece, _ in read]
-    ranks.agreed(lambda: with_time_limit(lambda: check_pieces(catalogue, pieces)))
-    ready: list[Read] = []
-    ranks.agreed(lambda: with_time_limit(lambda: ready.extend(_boxes(catalogue, reads))))
+    ready = _checked_reads(catalogue, fit, ranks)
     _fill(fit, [read for read in ready if read[0] in scratch])
     if accept is not None:
         ranks.agreed(accept)
     _fill(fit, [read for read in ready if read[0] not in scratch])
     return report
+
+
+def _checked_reads(catalogue: Catalogue, tensors: Mapping[str, HeldTensor], ranks: World) -> list[Read]:
+    """Return all that this rank reads of the tensors, after the ranks have checked the files together."""
+    reads = _reads(catalogue, tensors, ranks.rank)
+    files = ranks.gathered([*reads])
+    files[0] = list(dict.fromkeys([*files[0], *catalogue.described_in]))
+    ranks.agreed(lambda: with_time_limit(lambda: check_sizes(catalogue)))
+    ranks.agreed(lambda: with_time_limit(lambda: check_files(catalogue, _files_to_check(catalogue, files, ranks))))
+    pieces = [(name, piece) for read in reads.values() for name, piece, _ in read]
+    ranks.agreed(lambda: with_time_limit(lambda: check_pieces(catalogue, pieces)))
+    ready: list[Read] = []
+    ranks.agreed(lambda: with_time_limit(lambda: ready.extend(_boxes(catalogue, reads))))
+    return ready
 
 
 def _on_every_rank(error: CheckpointError, found: Comparison, mine: Set[str]) -> CheckpointError:
@@ -78,7 +84,7 @@ def _on_every_rank(error: CheckpointError, found: Comparison, mine: Set[str]) ->
     return error
 
 
-def _mine(catalogue: Catalogue, files: list[list[str]], ranks: World) -> list[str]:
+def _files_to_check(catalogue: Catalogue, files: list[list[str]], ranks: World) -> list[str]:
     """Return the files that this rank checks: the files that ranks read are divided by their length."""
     load = [0] * ranks.size
     mine: list[str] = []

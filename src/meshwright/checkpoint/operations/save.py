@@ -23,6 +23,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from meshwright.layout import JsonValue
+
 from .._errors import (
     CheckpointError,
     CheckpointWarning,
@@ -96,9 +98,13 @@ def begin_save(
     keep: int | None = None,
 ) -> Saving:
     """Return a checkpoint whose writing has begun; `taken` gives the parts that this rank writes, by their names."""
-    name, _ = ranks.agreed(
-        lambda: _on_disk(final, lambda: write_operation(final, _place, final, keep, ranks)) if ranks.rank == 0 else None
-    )
+
+    def new_folder() -> str | None:
+        if ranks.rank != 0:
+            return None
+        return _on_disk(final, lambda: write_operation(final, _prepare_folder, final, keep, ranks))
+
+    name, _ = ranks.agreed(new_folder)
     folder = final.with_name(ranks.gathered(name)[0])
     job = SaveJob(folder, ranks, table, shares, {}, held or {})
     lock = lock_new(folder) if ranks.rank == 0 else None
@@ -157,7 +163,7 @@ def _with_system_errors(final: Path, act: Callable[[], T]) -> T:
         raise write_error(final, error) from error
 
 
-def _place(final: Path, keep: int | None, ranks: World) -> str:
+def _prepare_folder(final: Path, keep: int | None, ranks: World) -> str:
     """Return the name of a new folder beside the checkpoint's."""
     if keep is not None and keep < 1:
         raise CheckpointError(
@@ -319,7 +325,7 @@ class Saving:
         with suppress(OSError):  # the checkpoint is complete under its name
             sync_folder(final.parent)
 
-    def _report(self, rank: int) -> Any:
+    def _report(self, rank: int) -> JsonValue:
         """Return the report of a rank, once it has written its part. Raises CheckpointError if the rank failed."""
         path = self._job.folder / REPORTS / f"{rank}.json"
         pause, end = 0.001, None
@@ -347,8 +353,8 @@ def _nothing() -> None:
     return None
 
 
-def _write_json(path: Path, value: Any) -> None:
-    """A file that is there as a whole or not at all."""
+def _write_json(path: Path, value: JsonValue) -> None:
+    """Write a JSON file that appears complete or not at all."""
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps(value))
     os.replace(beside, path)

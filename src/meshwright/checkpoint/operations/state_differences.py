@@ -62,8 +62,7 @@ def compare_state(
     `expected` selects the names of the checkpoint that the state should have. Every rank makes the call.
     """
     _, everyone = ranks.agreed(lambda: _differences(catalogue, tensors, values, others))
-    missing: dict[str, Any] = {name: shape for one in everyone for name, shape in one["missing"].items()}
-    mismatched = {name: text for one in everyone for name, text in one["mismatched"].items()}
+    missing, mismatched = (_of_all_ranks(everyone, kind) for kind in ("missing", "mismatched"))
     mine = json.dumps(sorted({*tensors, *values}))
     asked = ranks.all_gather_distinct(mine, sha256(mine.encode()).hexdigest())
     names = {name for text in asked for name in json.loads(text)}
@@ -71,6 +70,11 @@ def compare_state(
     unexpected = [name for name in saved if name not in names and expected(name)]
     where = next((rank for rank, one in enumerate(everyone) if one["missing"] or one["mismatched"]), None)
     return Comparison(LoadReport(tuple(missing), tuple(unexpected), mismatched), missing, where)
+
+
+def _of_all_ranks(everyone: Sequence[Mapping[str, Mapping[str, Any]]], kind: str) -> dict[str, Any]:
+    """Return the differences of one kind of all ranks; the last rank with a name decides."""
+    return {name: told for one in everyone for name, told in one[kind].items()}
 
 
 def _differences(
@@ -83,7 +87,7 @@ def _differences(
         if held.spec is not None:
             check_whole(name, held.spec, "to load")
         if name in catalogue.entries:
-            if told := _apart(catalogue, name, held):
+            if told := _difference_of(catalogue, name, held):
                 mismatched[name] = told
         elif name in catalogue.values:
             mismatched[name] = "a value in the checkpoint, a tensor in the state"
@@ -97,7 +101,7 @@ def _differences(
     return {"missing": missing, "mismatched": mismatched}
 
 
-def _apart(catalogue: Catalogue, name: str, held: HeldTensor) -> str:
+def _difference_of(catalogue: Catalogue, name: str, held: HeldTensor) -> str:
     """Return the difference of a tensor from the saved one as text; "" if there is none."""
     shape, dtype = _shape(held), held.part.dtype if held.spec is None else held.spec.dtype
     entry = catalogue.entries[name]
@@ -129,7 +133,7 @@ def mismatch_error(catalogue: Catalogue, found: Comparison) -> CheckpointError:
     kinds = {"missing": report.missing_keys, "mismatched": report.mismatched, "unexpected": report.unexpected_keys}
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items() if names)
     lines = [
-        *_lines(report.missing_keys, lambda name: _not_there(catalogue, found, name)),
+        *_lines(report.missing_keys, lambda name: _missing_text(catalogue, found, name)),
         *_lines(report.mismatched, lambda name: report.mismatched[name]),
         *_lines(report.unexpected_keys, lambda name: "in the checkpoint, not in the state"),
     ]
@@ -153,7 +157,7 @@ def _on_one_line(name: str) -> str:
     return name.replace("\n", r"\n")
 
 
-def _not_there(catalogue: Catalogue, found: Comparison, name: str) -> str:
+def _missing_text(catalogue: Catalogue, found: Comparison, name: str) -> str:
     """Return the text for a missing name, with a name of the same shape under which it may have been saved."""
     shape, report = found.shapes[name], found.report
     if shape is None:

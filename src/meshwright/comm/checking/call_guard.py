@@ -219,9 +219,9 @@ class Guard:
             why = f"on this group, rank {self.rank} has made {mine.number} calls and rank {peer} {other.number} calls"
         else:
             why = "earlier calls differ, which were not compared"
-        raise disagreement_error(self.rank, self._told(meeting), peer, text, why)
+        raise disagreement_error(self.rank, self._call_text(meeting), peer, text, why)
 
-    def _told(self, meeting: CallFrames) -> str:
+    def _call_text(self, meeting: CallFrames) -> str:
         """Return this rank's call, with the line of the user's code if the call is the current one."""
         line, said = user_frame(), meeting.frame.text.decode(errors="replace")
         return f"{said} at {line}" if line and meeting.call is self._call else said
@@ -231,7 +231,7 @@ class Guard:
         at = f"{meeting.frame.group}/{meeting.frame.number}"
         self._facts.tell(at)
         rows = self._facts.differences(at, peer)
-        error = disagreement_error(self.rank, self._told(meeting), peer, text, _OTHER_VALUES)
+        error = disagreement_error(self.rank, self._call_text(meeting), peer, text, _OTHER_VALUES)
         found = f"{error.found}; {rows}" if rows else error.found
         return DisagreementError(error.asked, found, _OTHER_VALUES, _WRITE_FOR_VALUES)
 
@@ -241,7 +241,7 @@ class Guard:
         if not (meeting.frame.balance + sum(other.balance for other in frames.values())) & _MASK:
             return
         sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()}
-        told = sorted((sides | {self.rank: self._told(meeting)}).items())
+        told = sorted((sides | {self.rank: self._call_text(meeting)}).items())
         raise DisagreementError(
             f"one {call.kind} of ranks {', '.join(map(str, call.group))}",
             "; ".join(f"rank {rank} calls {text}" for rank, text in told),

@@ -68,7 +68,7 @@ class Watchdog:
             self._publish(now)
             self._tend()
             for thread, moving in list(self._moving.items()):
-                error = self._found(*moving)
+                error = self._error_of_peers(*moving)
                 if error is not None:
                     self._tell(thread, moving, error)
 
@@ -96,7 +96,7 @@ class Watchdog:
         if self._moving.get(thread) == moving:
             self._kill(error)
 
-    def _found(self, call: Call, began: float) -> CommError | None:
+    def _error_of_peers(self, call: Call, began: float) -> CommError | None:
         for peer in call.group:
             life = ProcessState.RUNNING if peer == self._guard.rank else self._links.life(peer)
             if life not in (ProcessState.GONE, ProcessState.STOPPED):

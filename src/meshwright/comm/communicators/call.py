@@ -39,20 +39,20 @@ class Call(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements that the caller contributes: its tensor, or all its pieces and messages."""
+        """Return the number of elements that the caller contributes: its tensor, or all its pieces and messages."""
         return sum(map(_numel, self.sends)) + sum(_numel(shape) for _, shape, _ in self.messages[0])
 
     @property
     def message(self) -> Message:
-        """The one message of a send or a receive."""
+        """Return the one message of a send or a receive."""
         (found,) = self.messages[0] + self.messages[1]
         return found
 
     def __str__(self) -> str:
         if self.kind in ("send", "receive"):
             peer, shape, dtype = self.message
-            way = "to" if self.kind == "send" else "from"
-            return f"{self.kind}({_dtype_name(dtype)}, {shape}, tag {self.tag}) {way} rank {peer}"
+            direction = "to" if self.kind == "send" else "from"
+            return f"{self.kind}({_dtype_name(dtype)}, {shape}, tag {self.tag}) {direction} rank {peer}"
         return f"{self.kind}({', '.join(_arguments(self))}) on ranks {', '.join(map(str, self.group))}"
 
 

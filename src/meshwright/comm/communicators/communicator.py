@@ -21,7 +21,7 @@ from meshwright.layout import ProcessMesh, Spec
 from meshwright.reshard import Plan, execute
 
 from .._errors import CallError, DeadlockError, wrong_message_error
-from .call import Call, Group, Shape, message_call, received_bytes, send_for
+from .call import Call, Group, Message, Shape, message_call, received_bytes, send_for
 from .counters import Counters
 from .reductions import check_reduction, reduce_terms
 from .stragglers import Straggler
@@ -134,7 +134,7 @@ class Communicator(ABC):
         if expected[group.index(self.rank)] != mine:
             raise _wrong_shape("all_gather", f"shapes {expected}", f"rank {self.rank} has shape {mine}")
         if len(group) == 1:
-            return [_copy(x)]
+            return [contiguous_copy(x)]
         call = Call("all_gather", "", x.dtype, (mine,), expected, group)
         with self.seen.note(call, received_bytes(call, self.rank)):
             return self._all_gather(x, call)
@@ -168,7 +168,7 @@ class Communicator(ABC):
         if sends[mine] != expected[mine]:
             raise _wrong_shape("all_to_all", f"expects {expected[mine]} from itself", f"sends itself {sends[mine]}")
         if len(group) == 1:
-            return [_copy(pieces[0])]
+            return [contiguous_copy(pieces[0])]
         call = Call("all_to_all", "", dtype, sends, expected, group)
         with self.seen.note(call, received_bytes(call, self.rank)):
             return self._all_to_all(pieces, call)
@@ -185,15 +185,18 @@ class Communicator(ABC):
         sent = tuple((peer, tuple(x.shape), x.dtype) for peer, x in sends)
         expected = tuple((peer, tuple(shape), dtype) for peer, shape, dtype, _ in receives)
         self._check_peers({peer for peer, _, _ in sent + expected}, group)
-        to_self = [message for message in sent if message[0] == self.rank]
-        from_self = [message for message in expected if message[0] == self.rank]
+        to_self, from_self = (self._with_itself(messages) for messages in (sent, expected))
         if to_self != from_self:
             raise _wrong_shape("exchange", f"expects {from_self} from itself", f"sends itself {to_self}")
         call = Call("exchange", "", None, (), (), group, (sent, expected))
         if len(group) == 1:
-            return [_copy(x) for _, x in sends]
+            return [contiguous_copy(x) for _, x in sends]
         with self.seen.note(call, received_bytes(call, self.rank)):
             return self._exchange(sends, receives, call)
+
+    def _with_itself(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages of this rank to itself."""
+        return [message for message in messages if message[0] == self.rank]
 
     def send(self, x: Tensor, peer: int, tag: int) -> None:
         """Send a message to rank `peer`, where it is buffered until it is received; returns without waiting for that.
@@ -206,7 +209,7 @@ class Communicator(ABC):
         call = self._message("send", peer, tag, tuple(x.shape), x.dtype)
         with self.seen.note(call, 0):
             if peer == self.rank:
-                self._to_self.setdefault(tag, deque()).append((str(call), _copy(x)))
+                self._to_self.setdefault(tag, deque()).append((str(call), contiguous_copy(x)))
             else:
                 self._send(x, call)
 
@@ -335,7 +338,8 @@ def check_message(call: Call, rank: int, sent: str) -> None:
         raise wrong_message_error(rank, str(call), call.message[0], sent)
 
 
-def _copy(x: Tensor) -> Tensor:
+def contiguous_copy(x: Tensor) -> Tensor:
+    """Return the tensor in new memory, contiguous."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

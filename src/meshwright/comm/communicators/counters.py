@@ -51,7 +51,7 @@ class Counters:
 
     @property
     def total_calls(self) -> int:
-        """The number of calls of all kinds."""
+        """Return the number of calls of all kinds."""
         return sum(self.calls.values())
 
     @property

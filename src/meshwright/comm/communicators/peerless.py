@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
-from .communicator import Communicator, Receive
+from .communicator import Communicator, Receive, contiguous_copy
 
 
 class PeerlessCommunicator(Communicator):
@@ -29,13 +29,13 @@ class PeerlessCommunicator(Communicator):
         super().__init__(rank, size)
 
     def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
-        return x.clone(memory_format=torch.contiguous_format)
+        return contiguous_copy(x)
 
     def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
         return self._fill([x] * len(call.group), call)
 
     def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
-        return pieces[call.group.index(self.rank)].clone(memory_format=torch.contiguous_format)
+        return contiguous_copy(pieces[call.group.index(self.rank)])
 
     def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
         return self._fill(pieces, call)
@@ -43,9 +43,7 @@ class PeerlessCommunicator(Communicator):
     def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
         own = iter([x for peer, x in sends if peer == self.rank])
         return [
-            next(own).clone(memory_format=torch.contiguous_format)
-            if peer == self.rank
-            else torch.zeros(tuple(shape), dtype=dtype, device=device)
+            contiguous_copy(next(own)) if peer == self.rank else torch.zeros(tuple(shape), dtype=dtype, device=device)
             for peer, shape, dtype, device in receives
         ]
 
@@ -61,6 +59,6 @@ class PeerlessCommunicator(Communicator):
 
     def _fill(self, like: Sequence[Tensor], call: Call) -> list[Tensor]:
         return [
-            x.clone(memory_format=torch.contiguous_format) if peer == self.rank else x.new_zeros(shape)
+            contiguous_copy(x) if peer == self.rank else x.new_zeros(shape)
             for x, shape, peer in zip(like, call.receives, call.group, strict=True)
         ]

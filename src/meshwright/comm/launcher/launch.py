@@ -280,9 +280,9 @@ def _first_to_fail(store: TCPStore, run: str, ranks: list[_Rank], seen: int) -> 
 
 def _report(ranks: list[_Rank], seen: int, first: int) -> int:
     code = ranks[first].process.returncode or ranks[seen].process.returncode
-    how = f"was killed first, by {signal.Signals(-code).name}" if code < 0 else f"failed first, with status {code}"
+    ending = f"was killed first, by {signal.Signals(-code).name}" if code < 0 else f"failed first, with status {code}"
     for rank in sorted(ranks[1:], key=lambda rank: rank.rank == first):
         print_lines(rank.rank, rank.lines)
     where = "above" if first == 0 else f"marked [{first}]"
-    print(f"meshwright: rank {first} {how}; its last lines are {where}", file=sys.stderr, flush=True)
+    print(f"meshwright: rank {first} {ending}; its last lines are {where}", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code

@@ -47,7 +47,7 @@ class ProcessIdentity(NamedTuple):
 
     @property
     def life(self) -> ProcessState:
-        """The state of the process; a later process with the same number counts as another one."""
+        """Return the state of the process; a later process with the same number counts as another one."""
         if not self.system or self.system != _system():
             return ProcessState.UNKNOWN
         found = _read(self.process)

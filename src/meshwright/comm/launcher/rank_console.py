@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TextIO
 
 from ..communicators.current_communicator import installed_communicator
@@ -19,7 +20,7 @@ def in_debugger() -> bool:
     return any(_is_stopped(frame) for frame in sys._current_frames().values())
 
 
-def _is_stopped(frame: Any) -> bool:
+def _is_stopped(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_globals.get("__name__") in _DEBUGGERS and frame.f_code.co_name in _STOPPED:
             return True

@@ -32,7 +32,7 @@ from ..checking.rank_facts import RankFacts
 from ..checking.watchdog import Watchdog
 from ..communicators.call import Call, Group, Shape
 from ..communicators.call_purpose import call_purpose, calls_are_compared
-from ..communicators.communicator import Communicator, PendingConversion, Receive, check_message
+from ..communicators.communicator import Communicator, PendingConversion, Receive, check_message, contiguous_copy
 from ..communicators.current_communicator import current_communicator, install_communicator, installed_communicator
 from ..communicators.reductions import reduce_terms
 from ..communicators.stragglers import Straggler, is_slow
@@ -42,7 +42,7 @@ from ..torch_hooks import Backend, PrefixStore, Store, another_connection, open_
 from ..transport.background_thread import BackgroundThread
 from ..transport.control_links import ConnectionClosedError, Links
 from ..transport.messages import Message, Messages
-from ..transport.shared_memory import Peers, SharedMemoryTransport, open_shared
+from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
 from .flight_record import Noted, Record
 from .retained_memory import keep_memory
 
@@ -260,7 +260,7 @@ class ProcessCommunicator(Communicator):
         sends = [(peer, x) for peer in group if peer != self.rank]
         receives = [(peer, s, x.dtype, x.device) for peer, s in zip(group, shapes, strict=True) if peer != self.rank]
         arrived = iter(self._post(sends, receives, group))
-        return [_copy(x) if peer == self.rank else next(arrived) for peer in group]
+        return [contiguous_copy(x) if peer == self.rank else next(arrived) for peer in group]
 
     def _scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
         shape, dtype = call.receives[0], pieces[0].dtype
@@ -268,7 +268,7 @@ class ProcessCommunicator(Communicator):
         transport = self._open_for(pieces[0], call.group)
         if not (even and call.op in ("sum", _AS_SUM) and transport.reduces("sum", dtype)):
             return reduce_terms(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
-        packed = torch.cat([_plain(piece).view(-1) for piece in pieces])
+        packed = torch.cat([contiguous_values(piece).view(-1) for piece in pieces])
         out = packed.new_empty(shape)
         transport.reduce_scatter(out.view(-1), packed)
         return out.div_(len(call.group)) if call.op == _AS_SUM else out
@@ -288,21 +288,31 @@ class ProcessCommunicator(Communicator):
         The n-th message between two ranks has tag n. Empty messages and messages to itself do not travel.
         """
         out = [torch.empty(tuple(shape), dtype=dtype, device=device) for _, shape, dtype, device in receives]
-        own = iter([x for peer, x in sends if peer == self.rank])
-        leaving = _tagged([(peer, x) for peer, x in sends if peer != self.rank], group)
-        arriving: list[tuple[int, Tensor]] = []
-        for (peer, *_), tensor in zip(receives, out, strict=True):
-            if peer == self.rank:
-                tensor.copy_(next(own))
-            else:
-                arriving.append((peer, tensor))
-        awaited = _tagged(arriving, group)
+        expected = [(peer, x) for (peer, *_), x in zip(receives, out, strict=True)]
+        for target, source in zip(self._to_itself(expected), self._to_itself(sends), strict=True):
+            target.copy_(source)
+        leaving, awaited = self._tagged(sends, group), self._tagged(expected, group)
         if len(group) > 1:
             # a member without messages opens the backend too, because the others wait for it
             like = next((x for *_, x in leaving + awaited), None)
             backend = self._open(self._backend, group) if like is None else self._open_for(like, group)
             backend.messages(leaving, awaited)
         return out
+
+    def _to_itself(self, messages: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Return the messages of this rank to itself."""
+        return [x for peer, x in messages if peer == self.rank]
+
+    def _tagged(self, messages: Sequence[tuple[int, Tensor]], group: Group) -> list[tuple[int, int, Tensor]]:
+        """Return (place in the group, number of earlier messages with that peer, bytes) of the messages that travel."""
+        counts: dict[int, int] = {}
+        found: list[tuple[int, int, Tensor]] = []
+        for peer, x in messages:
+            if peer == self.rank or x.numel() == 0:
+                continue
+            tag = counts[peer] = counts.get(peer, -1) + 1
+            found.append((group.index(peer), tag, _bytes(x)))
+        return found
 
     def _peers_of(self, group: Group) -> Peers:
         return Peers(self._watchdog.check, lambda place: self._links.life(group[place]) is ProcessState.GONE)
@@ -392,16 +402,8 @@ def _check_host(device: torch.device, call: Call) -> None:
         )
 
 
-def _plain(x: Tensor) -> Tensor:
-    return x.resolve_conj().resolve_neg().contiguous()
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _bytes(x: Tensor) -> Tensor:
-    return _plain(x).view(-1).view(torch.uint8)
+    return contiguous_values(x).view(-1).view(torch.uint8)
 
 
 def _numel(shape: Shape) -> int:
@@ -412,15 +414,3 @@ def _unpacked(data: Tensor, lengths: Sequence[int], shapes: Sequence[Shape], dty
     """Return the tensors stored one after the other in `data`; each has its own memory, aligned for its dtype."""
     parts = data.split(list(lengths))
     return [part.clone().view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _tagged(messages: Sequence[tuple[int, Tensor]], group: Group) -> list[tuple[int, int, Tensor]]:
-    """Return (place in the group, number of earlier messages with that peer, bytes) of the messages with data."""
-    counts: dict[int, int] = {}
-    found: list[tuple[int, int, Tensor]] = []
-    for peer, x in messages:
-        if x.numel() == 0:
-            continue
-        tag = counts[peer] = counts.get(peer, -1) + 1
-        found.append((group.index(peer), tag, _bytes(x)))
-    return found

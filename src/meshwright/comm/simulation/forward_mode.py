@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+
+from meshwright.layout import TorchValue
 
 from ..communicators.call import Call
 from ..torch_hooks import ForwardState, forward_ad
@@ -49,7 +50,7 @@ class SharedLevel:
     @contextmanager
     def installed(self) -> Generator[None]:
         """Share the level while the context is open."""
-        hooks: Any = forward_ad
+        hooks: TorchValue = forward_ad
         before = ForwardState.now()
         hooks.enter_dual_level, hooks.exit_dual_level = self.enter, self.leave
         try:

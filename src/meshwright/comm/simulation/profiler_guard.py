@@ -17,11 +17,11 @@ from ..torch_hooks import PROFILER, PROFILER_STARTS, PROFILER_STOP
 def one_profiler(rank: Callable[[], int | None]) -> Generator[None]:
     """Raise CallError if a second rank starts the profiler inside the block; `rank` returns the calling rank."""
     names: dict[str, Any] = PROFILER.__dict__
-    own = {name: names[name] for name in (*PROFILER_STARTS, PROFILER_STOP)}
+    originals = {name: names[name] for name in (*PROFILER_STARTS, PROFILER_STOP)}
     running: list[int | None] = []
 
-    def starting(start: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(*args: Any, **kwargs: Any) -> Any:
+    def starting(start: Callable[..., object]) -> Callable[..., object]:
+        def begin(*args: object, **kwargs: object) -> object:
             here = rank()
             if running and running[0] != here:
                 raise _second(here, running[0])
@@ -31,15 +31,15 @@ def one_profiler(rank: Callable[[], int | None]) -> Generator[None]:
 
         return begin
 
-    def stop(*args: Any, **kwargs: Any) -> Any:
+    def stop(*args: object, **kwargs: object) -> object:
         running.clear()
-        return own[PROFILER_STOP](*args, **kwargs)
+        return originals[PROFILER_STOP](*args, **kwargs)
 
-    names.update({name: starting(own[name]) for name in PROFILER_STARTS} | {PROFILER_STOP: stop})
+    names.update({name: starting(originals[name]) for name in PROFILER_STARTS} | {PROFILER_STOP: stop})
     try:
         yield
     finally:
-        names.update(own)
+        names.update(originals)
 
 
 def _second(here: int | None, other: int | None) -> CallError:

@@ -20,7 +20,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dis import get_instructions
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ..torch_hooks import EXPORTER
@@ -36,7 +36,7 @@ _STATELESS = ("torch", "numpy", "sympy", __name__.partition(".")[0])
 class RankGlobal:
     """A global or a class attribute that has one value for each rank."""
 
-    def __init__(self, holder: Any, name: str) -> None:
+    def __init__(self, holder: ModuleType | type, name: str) -> None:
         self.holder, self.name = holder, name
 
     def read(self) -> Any:
@@ -69,7 +69,7 @@ class SharedDict(RankGlobal):
         return {}
 
 
-_found: dict[str, tuple[Any, list[RankGlobal]]] = {}
+_found: dict[str, tuple[object, list[RankGlobal]]] = {}
 """Name of a module → the fingerprint of the module when it was searched, and the slots found in it."""
 
 
@@ -90,27 +90,32 @@ def is_of_program(name: str) -> bool:
     return module is not None and _may_have_state(name) and (name == "__main__" or not _is_of_library(name, module))
 
 
-def _looks_of(name: str, module: Any) -> Any:
+def _looks_of(name: str, module: ModuleType) -> object:
     """Return a fingerprint of the members of a module; the members of a library's module count as constant."""
     if name != "__main__" and _is_of_library(name, module):
         return id(module)
     return frozenset(map(id, vars(module).values()))
 
 
-def _is_of_library(name: str, module: Any) -> bool:
+def _is_of_library(name: str, module: ModuleType) -> bool:
     """True for modules of installed packages, of Python and of this package."""
     path = getattr(module, "__file__", None)
     return path is None or "site-packages" in path or path.startswith((*_LIBRARIES, _OWN))
 
 
-def _slots_of(name: str, module: Any) -> Iterator[RankGlobal]:
+def _slots_of(name: str, module: ModuleType) -> Iterator[RankGlobal]:
+    """Yield the slots of a module and of its classes."""
     if not _may_have_state(name) or not hasattr(module, "__dict__"):
         return
     classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
     for cls in classes:
         yield from (SharedDict(cls, attribute) for attribute in _shared_states(cls))
-    if name not in ("__main__", EXPORTER) and _is_of_library(name, module):
-        return
+    if name in ("__main__", EXPORTER) or not _is_of_library(name, module):
+        yield from _assigned_slots(module, classes)
+
+
+def _assigned_slots(module: ModuleType, classes: list[type]) -> Iterator[RankGlobal]:
+    """Yield the globals and class attributes that functions of the module assign."""
     codes = list(_codes(module, classes))
     yield from (RankGlobal(module, n) for n in sorted(_stored(codes, "STORE_GLOBAL")))
     assigned = _stored(codes, "STORE_ATTR")
@@ -122,7 +127,7 @@ def _may_have_state(name: str) -> bool:
     return name == EXPORTER or (name.partition(".")[0] not in _STATELESS and name not in sys.stdlib_module_names)
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(value: object) -> bool:
     """True for a value that may differ between ranks; functions and descriptors belong to the class."""
     return not callable(value) and not hasattr(value, "__get__")
 
@@ -137,7 +142,7 @@ def _shared_states(cls: type) -> Iterator[str]:
         yield from (n for n, v in vars(cls).items() if n in names and isinstance(v, dict))
 
 
-def _codes(module: Any, classes: list[type]) -> Iterator[CodeType]:
+def _codes(module: ModuleType, classes: list[type]) -> Iterator[CodeType]:
     """Yield the code of every function of a module, nested functions included."""
     members = [*vars(module).values(), *[m for cls in classes for m in vars(cls).values()]]
     found = [getattr(m, "__func__", getattr(m, "fget", m)) for m in members]
@@ -155,7 +160,7 @@ def _stored(codes: list[CodeType], operation: str) -> set[str]:
 class RankGlobals:
     """The values of all slots for every rank of a simulation; the values of one rank at a time are in place."""
 
-    def __init__(self, size: int, program: Any) -> None:
+    def __init__(self, size: int, program: object) -> None:
         self._loaded = -1
         self._values: list[dict[RankGlobal, Any]] = [{} for _ in range(size)]
         self._slots: list[RankGlobal] = []

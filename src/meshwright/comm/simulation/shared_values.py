@@ -58,9 +58,7 @@ def _entries(holder: Any) -> Iterable[Any]:
         return vars(holder).values()
     if isinstance(holder, (list, tuple, set, frozenset, deque)):
         return holder
-    if isinstance(holder, _CACHE):
-        return gc.get_referents(holder)
-    if type(holder).__name__ == "_lru_list_elem":
+    if isinstance(holder, _CACHE) or _is_link(holder):
         return gc.get_referents(holder)
     return ()
 
@@ -121,16 +119,16 @@ class SharedValues:
             self._hidden.pop(key)()
 
 
-def _is_link(x: Any) -> bool:
+def _is_link(x: object) -> bool:
     """True for an entry of a cache of limited size."""
     return type(x).__name__ == "_lru_list_elem"
 
 
-def _is_container(x: Any) -> bool:
+def _is_container(x: object) -> bool:
     return isinstance(x, (dict, list, tuple, set, frozenset, deque, nn.Module, _CACHE)) or _is_link(x)
 
 
-def containers_below(program: Any, is_of_program: Callable[[str], bool]) -> list[Any]:
+def containers_below(program: object, is_of_program: Callable[[str], bool]) -> list[Any]:
     """Return the containers that a program shares between ranks: in its modules, their classes and its closures.
 
     The modules are those of the functions and classes that the globals and closures of `program` lead to.

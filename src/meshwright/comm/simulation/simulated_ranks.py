@@ -30,7 +30,7 @@ from .._errors import (
     missing_call_error,
 )
 from ..communicators.call import Call, Group, call_mismatch, is_pairwise
-from ..communicators.communicator import Communicator, Receive, check_message
+from ..communicators.communicator import Communicator, Receive, check_message, contiguous_copy
 from ..communicators.current_communicator import current_communicator, using_communicator
 from ..communicators.reductions import reduce_terms
 from ..torch_hooks import GLOBAL_HOOKS, ForwardState, saved_mutable, set_saved_mutable
@@ -207,38 +207,26 @@ class _World:
         return None
 
     def _stuck(self) -> DeadlockError | MissingCallError:
+        """Return the error for ranks that all wait, or that wait for ranks that have ended."""
         waiting = {rank: call for rank, call in enumerate(self.pending) if call is not None and not self.ended[rank]}
-        gone = sorted({peer for call in waiting.values() for peer in call.group if self.ended[peer]})
-        found = "; ".join(f"rank {rank} waits in {call}{self._at(rank)}" for rank, call in waiting.items())
+        found = "; ".join(f"rank {rank} waits in {call}{self._line_of(rank)}" for rank, call in waiting.items())
         if self.boxes:
             found += f"; {self._not_received()}"
-        if gone:
-            names = " and ".join(f"rank {rank}" for rank in gone)
-            message = all(call.kind == "receive" for call in waiting.values() if not set(gone).isdisjoint(call.group))
-            return missing_call_error(f"a call that {names} should make", f"{found}; {names} ended", message)
-        if any(call.kind == "receive" for call in waiting.values()):
-            return DeadlockError(
-                "messages between ranks",
-                found,
-                "every rank waits for a rank that is waiting too",
-                "make each send before its rank waits, and give each send the tag that is received",
-            )
-        return DeadlockError(
-            "collectives on several groups",
-            found,
-            "every rank waits for a rank that waits in another group",
-            "make collectives in the same order on all ranks that share them",
-        )
+        calls = list(waiting.values())
+        ended = {peer for call in calls for peer in call.group if self.ended[peer]}
+        return _ended_ranks_error(found, calls, ended) if ended else _deadlock_error(found, calls)
 
     def _check_agreement(self, meeting: _PendingCollective, rank: int, call: Call) -> None:
         for peer, other in meeting.calls.items():
             why = call_mismatch(call, rank, other, peer)
             if why is not None:
-                raise disagreement_error(rank, f"{call}{self._at(rank)}", peer, f"{other}{self._at(peer)}", why)
+                raise disagreement_error(
+                    rank, f"{call}{self._line_of(rank)}", peer, f"{other}{self._line_of(peer)}", why
+                )
             if not is_pairwise(call):
                 return
 
-    def _at(self, rank: int) -> str:
+    def _line_of(self, rank: int) -> str:
         """Return the line of the user's code at which a rank runs or waits."""
         frame = sys._current_frames().get(self.threads[rank].ident or 0) if self.threads else None
         line = user_frame(frame) if frame is not None else ""
@@ -248,6 +236,30 @@ class _World:
         sent = [f"rank {address.source} calls {call}" for address, box in self.boxes.items() for call, _ in box]
         more = f", and {len(sent) - _SHOWN_MESSAGES} more" if len(sent) > _SHOWN_MESSAGES else ""
         return f"not received: {', '.join(sent[:_SHOWN_MESSAGES])}{more}"
+
+
+def _ended_ranks_error(found: str, calls: Sequence[Call], ended: set[int]) -> MissingCallError:
+    """Return the error for calls that wait for ranks that have ended."""
+    names = " and ".join(f"rank {rank}" for rank in sorted(ended))
+    message = all(call.kind == "receive" for call in calls if not ended.isdisjoint(call.group))
+    return missing_call_error(f"a call that {names} should make", f"{found}; {names} ended", message)
+
+
+def _deadlock_error(found: str, calls: Sequence[Call]) -> DeadlockError:
+    """Return the error for calls that wait for one another."""
+    if any(call.kind == "receive" for call in calls):
+        return DeadlockError(
+            "messages between ranks",
+            found,
+            "every rank waits for a rank that is waiting too",
+            "make each send before its rank waits, and give each send the tag that is received",
+        )
+    return DeadlockError(
+        "collectives on several groups",
+        found,
+        "every rank waits for a rank that waits in another group",
+        "make collectives in the same order on all ranks that share them",
+    )
 
 
 class _TorchState(NamedTuple):
@@ -293,7 +305,7 @@ class SimulatedCommunicator(Communicator):
 
     @property
     def shared(self) -> dict[object, Any]:
-        """A dict that all ranks of the simulation share."""
+        """Return a dict that all ranks of the simulation share."""
         return self._world.shared
 
     def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
@@ -321,17 +333,13 @@ class SimulatedCommunicator(Communicator):
         return [x.to(device) for x, (_, _, _, device) in zip(arrived, receives, strict=True)]
 
     def _send(self, x: Tensor, call: Call) -> None:
-        self._world.send(self.rank, call, _copy(x))
+        self._world.send(self.rank, call, contiguous_copy(x))
 
     def _receive(self, call: Call, device: torch.device) -> Tensor:
         return self._world.receive(self.rank, call).to(device)
 
     def _barrier(self, call: Call) -> None:
         self._world.meet(self.rank, call, None, _finish_barrier)
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _order(meeting: _PendingCollective) -> Group:
@@ -343,14 +351,14 @@ def _finish_all_reduce(meeting: _PendingCollective) -> None:
     group = _order(meeting)
     total = reduce_terms([brought[rank] for rank in group], meeting.calls[group[0]].op)
     for rank in group:
-        meeting.taken[rank] = total if rank == group[0] else _copy(total)
+        meeting.taken[rank] = total if rank == group[0] else contiguous_copy(total)
 
 
 def _finish_all_gather(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Tensor], meeting.brought)
     group = _order(meeting)
     for rank in group:
-        meeting.taken[rank] = [_copy(brought[peer]) for peer in group]
+        meeting.taken[rank] = [contiguous_copy(brought[peer]) for peer in group]
 
 
 def _finish_reduce_scatter(meeting: _PendingCollective) -> None:
@@ -364,14 +372,14 @@ def _finish_all_to_all(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Sequence[Tensor]], meeting.brought)
     group = _order(meeting)
     for place, rank in enumerate(group):
-        meeting.taken[rank] = [_copy(brought[peer][place]) for peer in group]
+        meeting.taken[rank] = [contiguous_copy(brought[peer][place]) for peer in group]
 
 
 def _finish_exchange(meeting: _PendingCollective) -> None:
     brought = cast(dict[int, Sequence[tuple[int, Tensor]]], meeting.brought)
     for rank, call in meeting.calls.items():
         queues = {peer: iter([x for to, x in brought[peer] if to == rank]) for peer in call.group}
-        meeting.taken[rank] = [_copy(next(queues[source])) for source, _, _ in call.messages[1]]
+        meeting.taken[rank] = [contiguous_copy(next(queues[source])) for source, _, _ in call.messages[1]]
 
 
 def _finish_barrier(meeting: _PendingCollective) -> None:

@@ -75,7 +75,7 @@ class SharedMemoryTransport:
         New memory is expensive in a process that keeps none: the system provides it page by page, each filled with
         zeros.
         """
-        rows = _rows(x)
+        rows = contiguous_values(x)
         out = rows if over else torch.empty(x.shape, dtype=x.dtype)
         flat, given = out.view(-1), rows.view(-1)
         combined = self._combine_in_parts if self._size > 2 and x.nbytes > _SHARED else self._combine
@@ -119,17 +119,21 @@ class SharedMemoryTransport:
 
     def messages(self, sends: Sequence[tuple[int, int, Tensor]], receives: Sequence[tuple[int, int, Tensor]]) -> None:
         """Exchange all (place in the group, tag, bytes); messages for one rank are in the order of their tags."""
-        places = range(self._size)
-        leaving = [[x for to, _, x in sends if to == place] for place in places]
-        arriving = [[x for by, _, x in receives if by == place] for place in places]
-        lengths = [sum(x.numel() for x in row) for row in arriving]
+        leaving, arriving = sorted(sends, key=_place_of), sorted(receives, key=_place_of)
+        lengths = self._lengths(arriving)
         out = torch.empty(sum(lengths), dtype=torch.uint8)
-        flat = [x for row in leaving for x in row]
-        packed = torch.cat(flat) if flat else out[:0]
-        self.all_to_all(out, packed, lengths, [sum(x.numel() for x in row) for row in leaving])
-        expected = [x for row in arriving for x in row]
-        for x, part in zip(expected, out.split([x.numel() for x in expected]), strict=True):
+        packed = torch.cat([x for _, _, x in leaving]) if leaving else out[:0]
+        self.all_to_all(out, packed, lengths, self._lengths(leaving))
+        parts = out.split([x.numel() for _, _, x in arriving])
+        for (_, _, x), part in zip(arriving, parts, strict=True):
             x.copy_(part)
+
+    def _lengths(self, messages: Sequence[tuple[int, int, Tensor]]) -> list[int]:
+        """Return the number of bytes of all messages with each place in the group."""
+        found = [0] * self._size
+        for place, _, x in messages:
+            found[place] += x.numel()
+        return found
 
     def barrier(self) -> None:
         """Return once every rank of the group has called it."""
@@ -157,9 +161,9 @@ class SharedMemoryTransport:
 
     def _slot(self, dtype: torch.dtype) -> Tensor:
         """Return the slot that this rank writes to in the next round."""
-        return self._of(dtype, (self._round + 1) % 2)[self._place]
+        return self._typed_slots(dtype, (self._round + 1) % 2)[self._place]
 
-    def _of(self, dtype: torch.dtype, turn: int) -> list[Tensor]:
+    def _typed_slots(self, dtype: torch.dtype, turn: int) -> list[Tensor]:
         found = self._typed.get((dtype, turn))
         if found is None:
             found = self._typed[dtype, turn] = [slot.view(dtype) for slot in self._slots[turn]]
@@ -179,7 +183,7 @@ class SharedMemoryTransport:
                 self._wait(other, number)
         if equal and any(flags[other + _WORDS + turn] != word for other in self._others):
             raise RuntimeError(f"ranks send {self._words()} elements, but all ranks must send the same number")
-        return self._of(dtype, turn)
+        return self._typed_slots(dtype, turn)
 
     def _words(self) -> list[int]:
         """Return every rank's word in this round."""
@@ -197,7 +201,12 @@ class SharedMemoryTransport:
             raise RuntimeError(f"the rank at index {other // _LINE} did not join the call within {self._limit:g} s")
 
 
-def _rows(x: Tensor) -> Tensor:
+def _place_of(message: tuple[int, int, Tensor]) -> int:
+    return message[0]
+
+
+def contiguous_values(x: Tensor) -> Tensor:
+    """Return the tensor contiguous in memory, and with its own numbers: no pending conjugation or negation."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
@@ -213,40 +222,51 @@ def open_shared(
 
     All members get the same answer.
     """
-    peers = peers or Peers()
-    length = size * (_LINE * 8 + 2 * SLOT)
-    store = PrefixStore("shared", store)
-    store.set(f"home/{place}", host_identity())
-    homes = {_awaited(store, f"home/{p}", p, limit, peers).decode() for p in range(size)}
-    if len(homes) > 1 or not homes.pop():
+    members = _Members(PrefixStore("shared", store), place, size, limit, peers or Peers())
+    homes = members.answers("home", host_identity())
+    if not homes[0] or len(set(homes)) > 1:
         return None
+    length = size * (_LINE * 8 + 2 * SLOT)
     made = create_region(length) if place == 0 else None
     try:
         if place == 0:
-            store.set("name", made[0] if made is not None else "")
-        memory = (
-            made[1] if made is not None else attach_region(_awaited(store, "name", 0, limit, peers).decode(), length)
-        )
+            members.store.set("name", made[0] if made is not None else "")
+        memory = made[1] if made is not None else attach_region(members.answer_of(0, "name"), length)
         found = None if memory is None else SharedMemoryTransport(memory, place, size, limit, peers)
-        store.set(f"open/{place}", "yes" if found is not None else "no")
-        everyone = [_awaited(store, f"open/{p}", p, limit, peers) == b"yes" for p in range(size)]
+        answers = members.answers("open", "no" if found is None else "yes")
     finally:
         if made is not None:
             unlink_region(made[0])
-    return found if all(everyone) else None
+    return found if "no" not in answers else None
 
 
-def _awaited(store: Store, key: str, place: int, limit: timedelta, peers: Peers) -> bytes:
-    """Return the value of a key that the rank of a place sets. Raises RuntimeError if the rank never will."""
-    begin = looked = time.monotonic()
-    while not store.check([key]):
-        time.sleep(_BETWEEN_ASKS)
-        now = time.monotonic()
-        if now - begin > limit.total_seconds():
-            raise RuntimeError(f"the rank at index {place} did not join the group within {limit.total_seconds():g} s")
-        if now - looked > _BETWEEN_LOOKS:
-            looked = now
-            peers.check()
-            if peers.is_gone(place) and not store.check([key]):
-                raise RuntimeError(f"the process of the rank at index {place} in the group has ended")
-    return store.get(key)
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The members of a group that opens its transport, and the store through which they agree."""
+
+    store: Store
+    place: int
+    size: int
+    limit: timedelta
+    peers: Peers
+
+    def answers(self, question: str, mine: str) -> list[str]:
+        """Return every member's answer to a question, of which this member gives its own."""
+        self.store.set(f"{question}/{self.place}", mine)
+        return [self.answer_of(place, f"{question}/{place}") for place in range(self.size)]
+
+    def answer_of(self, place: int, key: str) -> str:
+        """Return the value of a key that the member at `place` sets. Raises RuntimeError if the member never will."""
+        begin = looked = time.monotonic()
+        limit = self.limit.total_seconds()
+        while not self.store.check([key]):
+            time.sleep(_BETWEEN_ASKS)
+            now = time.monotonic()
+            if now - begin > limit:
+                raise RuntimeError(f"the rank at index {place} did not join the group within {limit:g} s")
+            if now - looked > _BETWEEN_LOOKS:
+                looked = now
+                self.peers.check()
+                if self.peers.is_gone(place) and not self.store.check([key]):
+                    raise RuntimeError(f"the process of the rank at index {place} in the group has ended")
+        return self.store.get(key).decode()

@@ -34,11 +34,16 @@ def compare_first_values(tensors: Sequence[Named], step: str) -> None:
     """
     for group, laid in by_mesh(tensors).items():
         own = [initial_checksum_of(each.tensor) for each in laid]
-        highest = _most([_NONE if value is None else value for value in own], group)
-        lowest = _most([_NONE - 2**32 if value is None else -value for value in own], group)
-        bad = [at for at, (high, low) in enumerate(zip(highest, lowest, strict=True)) if high > -low]
+        bad = _differing(own, group)
         if bad:
             raise _initial_value_error(step, group, [laid[at].name for at in bad], [own[at] for at in bad])
+
+
+def _differing(checksums: Sequence[int | None], group: Group) -> list[int]:
+    """Return the indices of the checksums that differ between ranks; None equals every checksum."""
+    highest = _most([_NONE if value is None else value for value in checksums], group)
+    lowest = _most([_NONE - 2**32 if value is None else -value for value in checksums], group)
+    return [at for at, (high, low) in enumerate(zip(highest, lowest, strict=True)) if high > -low]
 
 
 def _most(values: Sequence[int], group: Group) -> list[int]:

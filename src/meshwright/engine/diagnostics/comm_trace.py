@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
@@ -20,6 +20,7 @@ from meshwright.layout import ProcessMesh, module_path, user_frame
 from meshwright.reshard import Plan, Purpose
 from meshwright.tensor import bucket_of, call_site_of_gradient, call_sites_kept, in_backward
 
+from .text_table import text_table
 from .trace_file import rank_events, trace_file
 from .traced_call import TracedCall
 from .traced_work import TracedWork, WorkRecorder, clock
@@ -60,8 +61,7 @@ class CommTrace:
         if not self.calls:
             return f"rank {self.rank}: no communication"
         rows = [_HEAD, *(_row(at, call) for at, call in enumerate(self.calls, 1))]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
-        return "\n".join([*(_aligned(row, widths) for row in rows), last])
+        return f"{text_table(rows, _NUMBERS)}\n{last}"
 
     __repr__ = __str__
 
@@ -154,12 +154,3 @@ def _row(at: int, call: TracedCall) -> tuple[str, ...]:
 def _short(line: str) -> str:
     path, _, number = line.rpartition(":")
     return f"{Path(path).name}:{number}" if path else line
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(_cells(row, widths)).rstrip()
-
-
-def _cells(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    for name, cell, width in zip(_HEAD, row, widths, strict=True):
-        yield cell.rjust(width) if name in _NUMBERS else cell.ljust(width)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,10 @@ from meshwright.reshard import plan as reshard_plan
 from meshwright.tensor import CallRecord
 
 from ..marks.decision_record import record
+from .text_table import text_table
 
 _HEAD = ("call", "operand", "becomes", "by", "bytes", "result")
+_NUMBERS = {"bytes"}
 _REMARKS = {
     "ring": "keys and values travel the ring",
     "ulysses": "all-to-all: heads instead of the sequence",
@@ -49,12 +51,12 @@ class Explanation:
     def __str__(self) -> str:
         rows = [_HEAD] + [row for call in self.calls for row in _rows(call, self.rank)]
         counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.collectives.items())) or "no communication"
-        return f"{_aligned(rows)}\nrank {self.rank}: {counts}, {self.received} bytes received"
+        return f"{text_table(rows, _NUMBERS)}\nrank {self.rank}: {counts}, {self.received} bytes received"
 
     __repr__ = __str__
 
 
-def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+def explain(fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Explanation:
     """Run `fn(*args, **kwargs)` and return the decisions for each call in it; print the result.
 
     Inside `simulate` or a process, every rank makes the call and gets its own account. Without ranks, `fn` runs as rank
@@ -74,7 +76,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
     relu    f32[4, 6] +tp  f32[4, 6]     AllReduce(tp)        96  f32[4, 6]
     rank 0: 1 all_reduce, 96 bytes received
     """
-    with _somewhere() as communicator:
+    with _current_or_peerless() as communicator:
         seen = communicator.seen
         calls, received = Counter(seen.calls), seen.total_received
         with record() as found:
@@ -83,28 +85,16 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation
         return Explanation(communicator.rank, tuple(found), dict(made), seen.total_received - received, result)
 
 
-class _Here(AbstractContextManager[Communicator]):
-    """The communicator that exists already."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
-
-    def __enter__(self) -> Communicator:
-        return self.communicator
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def _somewhere() -> AbstractContextManager[Communicator]:
+def _current_or_peerless() -> AbstractContextManager[Communicator]:
+    """Return a context with the current communicator, or with one without peers if there is none."""
     try:
-        return _Here(current_communicator())
+        return nullcontext(current_communicator())
     except NoCommunicatorError:
         return using_communicator(PeerlessCommunicator())
 
 
 def _rows(call: CallRecord, rank: int) -> Iterator[tuple[str, ...]]:
-    """One row per operand; the first also has the call's name, its results and any remark."""
+    """Yield one row per operand; the first also has the call's name, its results and any remark."""
     operands = list(_operands(call)) or [("", None)]
     results = ", ".join(map(repr, call.outs))
     for at, (operand, plan) in enumerate(operands):
@@ -115,12 +105,13 @@ def _rows(call: CallRecord, rank: int) -> Iterator[tuple[str, ...]]:
 
 
 def _operands(call: CallRecord) -> Iterator[tuple[str, Plan | None]]:
-    """Every distributed operand with the plan that changes it, then the plain operands that change."""
-    plans = {at: how.plan for at, how in call.moves}
+    """Yield every distributed operand with the plan that changes it, then the plain operands that change."""
+    plans = {at: move.plan for at, move in call.moves}
     sure = {at for at, plan in plans.items() if at < len(call.ins) and call.ins[at] is plan.src}
     for at, spec in enumerate(call.ins):
-        mine = at if at in sure else next((k for k in plans if k not in sure and plans[k].src is spec), None)
-        yield repr(spec), None if mine is None else plans.pop(mine)
+        others = (k for k, plan in plans.items() if k not in sure and plan.src is spec)
+        number = at if at in sure else next(others, None)
+        yield repr(spec), None if number is None else plans.pop(number)
     for plan in plans.values():
         yield f"{plan.src!r} (plain)", plan
 
@@ -136,16 +127,3 @@ def _change(plan: Plan | None, rank: int) -> tuple[str, str, str]:
 
 def _target(src: Spec, dst: Spec) -> str:
     return repr(dst) if dst.mesh is src.mesh else f"{dst!r} on {dst.mesh!r}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows as text, columns two blanks apart; numbers are aligned right, texts left."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if name == "bytes" else cell.ljust(width)
-            for name, cell, width in zip(_HEAD, row, widths, strict=True)
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor, map_tensors, tensors_in
 
 INPUT, OUTPUT, LOSS = "input", "output", "loss"
@@ -59,9 +59,9 @@ def observe(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Any] | N
     given = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), tuple(batch))
     out = model(*given) if loss is None else loss(model(*given[:-1]), given[-1])
     terms = [x.sum() for x in tensors_in(out) if x.is_floating_point() or x.is_complex()]
-    total: Any = sum(terms[1:], terms[0]) if terms else None
-    if total is None:
+    if not terms:
         return seen.parts
+    total = sum(terms[1:], terms[0])
     seen.note(LOSS, "", total)
     if total.requires_grad:
         total.backward()
@@ -72,7 +72,7 @@ def observe(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Any] | N
 
 
 def _watch(seen: Observed, path: str, module: nn.Module) -> None:
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(_: nn.Module, args: TorchValue, kwargs: TorchValue) -> TorchValue:
         def watched(x: Tensor) -> Tensor:
             seen.note(INPUT, path, x)
             if not (x.requires_grad and torch.is_grad_enabled()):
@@ -83,7 +83,7 @@ def _watch(seen: Observed, path: str, module: nn.Module) -> None:
 
         return map_tensors(watched, args), map_tensors(watched, kwargs)
 
-    def behind(_: nn.Module, inputs: Any, out: Any) -> None:
+    def behind(_: nn.Module, inputs: object, out: TorchValue) -> None:
         for x in tensors_in(out):
             seen.note(OUTPUT, path, x)
             if x.requires_grad and torch.is_grad_enabled():

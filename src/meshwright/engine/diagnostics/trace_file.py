@@ -46,10 +46,10 @@ def _arrow(rank: int, row: int, call: TracedCall, numbers: Counter[tuple[int, in
     """Return one end of a message's arrow; messages with one tag arrive in the order in which they were sent."""
     assert call.peer is not None
     sends = call.kind == "send"
-    way = (rank, call.peer, call.tag) if sends else (call.peer, rank, call.tag)
-    number = numbers[way]
-    numbers[way] += 1
-    source, target, tag = way
+    route = (rank, call.peer, call.tag) if sends else (call.peer, rank, call.tag)
+    number = numbers[route]
+    numbers[route] += 1
+    source, target, tag = route
     end = {"ph": "s", "ts": call.began} if sends else {"ph": "f", "bp": "e", "ts": call.began + call.seconds}
     named = {"name": "message", "cat": "message", "id": f"{source} to {target}, tag {tag}, {number}"}
     return {**named, "pid": rank, "tid": row, **end}

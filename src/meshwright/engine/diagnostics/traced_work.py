@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.comm import Counters, NoCommunicatorError, current_communicator
+from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, local_parts, tensors_in
 
 _SINCE = time() - perf_counter()
@@ -60,11 +61,11 @@ class WorkRecorder:
         """Record passes of modules and updates of optimizers inside the block."""
         updates: list[Callable[[], None]] = []
 
-        def update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def update(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if self._is_here():
                 updates.append(self.watch("update", type(optimizer).__name__))
 
-        def updated(*_: Any) -> None:
+        def updated(*_: object) -> None:
             if self._is_here() and updates:
                 updates.pop()()
 
@@ -79,7 +80,7 @@ class WorkRecorder:
             yield
             self._end_of_backward()
 
-    def _before(self, module: nn.Module, _: Any) -> None:
+    def _before(self, module: nn.Module, _: object) -> None:
         if isinstance(module, fx.GraphModule) or not self._is_here():  # the code of a program is no module of the user
             return
         if not self._forward:
@@ -88,7 +89,7 @@ class WorkRecorder:
                 self._names |= {m: path or type(m).__name__ for path, m in module.named_modules()}
         self._forward.append((self._names.get(module, type(module).__name__), clock()))
 
-    def _behind(self, module: nn.Module, _: Any, out: Any) -> None:
+    def _behind(self, module: nn.Module, _: object, out: TorchValue) -> None:
         if isinstance(module, fx.GraphModule) or not self._is_here() or not self._forward:
             return
         name, began = self._forward.pop()

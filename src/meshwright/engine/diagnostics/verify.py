@@ -144,7 +144,7 @@ def verify(
     return _compared(model, reference, ranks, mesh, rtol)
 
 
-def _marking(marks: Any) -> Callable[[nn.Module, ProcessMesh], Any]:
+def _marking(marks: object) -> Callable[[nn.Module, ProcessMesh], Any]:
     if isinstance(marks, Parallelism):
         return lambda model, mesh: parallelize(model, None, mesh, marks)[0]
     if callable(marks):

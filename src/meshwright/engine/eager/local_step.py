@@ -8,7 +8,7 @@ of its parameter. If each rank uses the parameter differently, the gradient is a
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import (
     DistTensor,
     OperationError,
@@ -39,6 +39,8 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 })  # fmt: skip
 """Optimizer classes that work element by element and keep states in place; subclasses are excluded."""
+StepArguments = tuple[tuple[Optimizer], dict[str, Any]]
+"""Arguments with which torch goes on with a step: the optimizer, and nothing else."""
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
@@ -52,7 +54,7 @@ def own_hook(optimizer: Optimizer) -> int | None:
     return _hooks[optimizer].id if optimizer in _hooks else None
 
 
-def _check_and_hook(optimizer: Optimizer, *_: Any) -> Any:
+def _check_and_hook(optimizer: Optimizer, *_: object) -> StepArguments | None:
     """Run the checks before each step, and register `_step` as the last hook: other hooks may change layouts."""
     if not parts_recorded() and before_step(optimizer):
         return (_without_parameters(optimizer),), {}
@@ -78,12 +80,12 @@ def _check_plain(optimizer: Optimizer) -> None:
             )
 
 
-def _step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _step(optimizer: Optimizer, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> StepArguments | None:
     """Run the step on local parts if possible; torch then goes on with an optimizer that has no parameters."""
     is_left_out = args and args[0] is not optimizer
     if is_left_out or len(args) > 1 or kwargs or recording() or not _has_parameter_layouts(optimizer):
         return None
-    kind: Any = type(optimizer)
+    kind: TorchValue = type(optimizer)
     with _as_lists(optimizer), local_parts():
         try:
             kind.step.__wrapped__(optimizer)  # without the hooks
@@ -130,9 +132,7 @@ def _has_parameter_layouts(optimizer: Optimizer) -> bool:
     found = False
     with local_parts():  # avoids the conversion of pending gradients to distributed tensors
         for group in optimizer.param_groups:
-            if group.get("differentiable"):
-                return False
-            if any(isinstance(v, DistTensor) for v in group.values()):
+            if _needs_operators(group):
                 return False
             for p in group["params"]:
                 if p.grad is None:
@@ -147,6 +147,11 @@ def _has_parameter_layouts(optimizer: Optimizer) -> bool:
     return found
 
 
+def _needs_operators(group: Mapping[str, Any]) -> bool:
+    """True if a parameter group has a differentiable step, or a distributed tensor among its options."""
+    return bool(group.get("differentiable")) or any(isinstance(value, DistTensor) for value in group.values())
+
+
 def _has_equal_dual(spec: Spec, grad: Tensor) -> bool:
     """True if the gradient of a parameter with this spec has the parameter's layout."""
     if isinstance(grad, DistTensor) and grad._viewing:
@@ -155,7 +160,7 @@ def _has_equal_dual(spec: Spec, grad: Tensor) -> bool:
     return have.mesh is spec.mesh and have.layout == spec.layout
 
 
-def _has_layout_of(spec: Spec | None, state: Any) -> bool:
+def _has_layout_of(spec: Spec | None, state: object) -> bool:
     """True if a state has the layout of its parameter's `spec`, or is a counter, which every rank has."""
     if not isinstance(state, DistTensor):
         return not isinstance(state, Tensor) or not state.dim() or spec is None

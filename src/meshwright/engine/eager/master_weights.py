@@ -11,7 +11,7 @@ copied back after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, as_part, distribute_as, local_parts
 
 from .._errors import StrategyError
@@ -83,7 +84,7 @@ class MasterWeightsAndOffload:
     _loaded: dict[Any, State] = field(default_factory=dict[Any, State])
     _versions: dict[Tensor, int] = field(default_factory=dict[Tensor, int])
 
-    def before(self, of: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
+    def before(self, of: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.stage is not None:
             self.stage[0]()
         if not (self.master or self.memory):
@@ -104,7 +105,7 @@ class MasterWeightsAndOffload:
             )
         self._params = [group["params"] for group in of.param_groups]
         *others, last = list(self._buckets(of)) or [[]]
-        kind: Any = type(of)
+        kind: TorchValue = type(of)
         for bucket in others:
             self._enter(of, bucket)
             kind.step.__wrapped__(of)  # without hooks, such as those that call this method
@@ -224,7 +225,7 @@ def _in_parameter_layout(x: Tensor, p: Tensor) -> Tensor:
     return distribute_as(x, p.spec.mesh, p.spec.layout.with_varying(())) if isinstance(p, DistTensor) else x
 
 
-def _moves(p: Tensor, x: Any) -> bool:
+def _moves(p: Tensor, x: object) -> bool:
     """True for a state as large as its parameter; counters stay where the optimizer has put them."""
     return isinstance(x, Tensor) and x.shape == p.shape and x.dim() > 0
 
@@ -235,7 +236,7 @@ def _mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         local = fn(x.detach().as_subclass(Tensor))
         if not isinstance(x, DistTensor):
             return local
-        out: Any = as_part(local.view_as(local), x._spec)
+        out = as_part(local.view_as(local), x._spec)
         out.__class__ = type(x)
         return out
 

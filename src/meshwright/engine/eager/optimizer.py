@@ -59,13 +59,13 @@ def shard_optimizer(
         shard_fn = None
     asked: set[tuple[int, str]] = set()
 
-    def lay(of: Optimizer, *_: Any) -> None:
+    def lay(of: Optimizer, *_: object) -> None:
         known = asked if of is optimizer else set[tuple[int, str]]()  # a copy of the optimizer, whose step is recorded
         for parameter, state in of.state.items():
             if isinstance(parameter, DistTensor):
                 _distribute_state(parameter, state, shard_fn, known)
 
-    def lay_again(*_: Any) -> None:
+    def lay_again(*_: object) -> None:
         asked.clear()
         lay(optimizer)
 
@@ -89,11 +89,11 @@ def replace_parameters(optimizer: Optimizer, before: Mapping[str, Tensor], after
 def _hook(optimizer: Optimizer, around: MasterWeightsAndOffload) -> None:
     """Register the work around the steps of this optimizer, but not of copies of it, whose steps are recorded."""
 
-    def before(of: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(of: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if of is optimizer:
             around.before(of, args, kwargs)
 
-    def behind(of: Optimizer, *_: Any) -> None:
+    def behind(of: Optimizer, *_: object) -> None:
         if of is optimizer:
             around.behind(of)
 
@@ -125,7 +125,7 @@ def refuse_master_weights(optimizer: Optimizer) -> None:
 
 
 def _step_work(
-    optimizer: Optimizer, shard_fn: Any, master_weights: bool, offload: bool
+    optimizer: Optimizer, shard_fn: object, master_weights: bool, offload: bool
 ) -> MasterWeightsAndOffload | None:
     stage = shard_fn.around(optimizer) if isinstance(shard_fn, ShardingStage1) else None
     known = _STEP_WORK.get(optimizer)

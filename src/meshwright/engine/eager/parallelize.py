@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.layout import Placement, ProcessMesh, Replicate, Shard
+from meshwright.layout import Placement, ProcessMesh, Replicate, Shard, TorchValue
 from meshwright.tensor import Context, DistTensor, map_tensors, tensors_in
 
 from .._errors import StrategyError
@@ -177,7 +177,7 @@ class _InputDistribution:
     config: Parallelism
     same: SameInputs = field(default_factory=SameInputs)
 
-    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(self, _: nn.Module, args: TorchValue, kwargs: TorchValue) -> TorchValue:
         self.same.check(list(tensors_in((args, kwargs))))
         sizes = next((x.shape[:2] for x in tensors_in((args, kwargs)) if x.dim()), ())
 

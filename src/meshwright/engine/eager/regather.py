@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.layout import Layout, Spec
+from meshwright.layout import Layout, Spec, TorchValue
 from meshwright.tensor import DistTensor, as_part, distribute_as, local_parts, map_tensors, transforming
 
 from ..torch_hooks import top_saved_hooks
@@ -113,7 +113,7 @@ def gather_inputs(layer: nn.Module, gather: Callable[[Tensor], Tensor]) -> None:
     """Gather the layer's inputs by `gather` from now on; the layer saves their local parts for the backward pass."""
     watch = SavedPartHooks()
 
-    def before(_: nn.Module, inputs: Any, named: Any) -> Any:
+    def before(_: nn.Module, inputs: TorchValue, named: TorchValue) -> TorchValue:
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def gathered(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def gather_inputs(layer: nn.Module, gather: Callable[[Tensor], Tensor]) -> None:
     layer.register_forward_hook(lambda *_: watch.leave(), always_call=True)
 
 
-def _pack(saved: Tensor) -> Any:
+def _pack(saved: Tensor) -> Tensor | _SavedPart:
     found = _live.found.get(_address(saved))
     if found is None or found.whole._version != found.version:
         return saved
@@ -137,7 +137,7 @@ def _pack(saved: Tensor) -> Any:
         return _SavedPart(found.part, found.whole.spec.layout, _View.by(saved), spec)
 
 
-def _unpack(saved: Any) -> Tensor:
+def _unpack(saved: Tensor | _SavedPart) -> Tensor:
     return saved.redeem() if isinstance(saved, _SavedPart) else saved
 
 

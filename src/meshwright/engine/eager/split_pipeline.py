@@ -88,22 +88,34 @@ def _distribute_between_layers(
     Scalars, which scale the output, go to the stage of the module's last layer. All others go to the stage of its first
     layer, with the marks of `shard_fn`. A tensor that a layer holds too stays one tensor.
     """
-    inside: dict[str, list[ProcessMesh]] = {}
-    for name, home in homes.items():
-        for path in ("", *(name[:at] for at, letter in enumerate(name) if letter == ".")):
-            ends = inside.setdefault(path, [home, home])
-            ends[1] = home
+    inside = _stages_inside(homes)
     for path, module in model.named_modules():
-        inner = inside.get(path, [])
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers] if inner else []
-        plain = [(t, name, x) for t in tables for name, x in t.items() if _is_plain(x)]
+        if path not in inside:
+            continue
+        first, last = inside[path][0], inside[path][-1]
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        plain = [(table, name, x) for table in tables for name, x in table.items() if _is_plain(x)]
         if plain and shard_fn is not None:
-            shard_fn(path, module, inner[0])
+            shard_fn(path, module, first)
         for table, name, x in plain:
-            table[name] = shared.laid(x, table[name], inner[-1 if x.dim() == 0 else 0])
+            table[name] = shared.laid(x, table[name], last if x.dim() == 0 else first)
 
 
-def _is_plain(x: Any) -> bool:
+def _stages_inside(homes: Mapping[str, ProcessMesh]) -> dict[str, list[ProcessMesh]]:
+    """Return the stages of the layers inside each module around layers, in the order of the layers."""
+    found: dict[str, list[ProcessMesh]] = {}
+    for name, home in homes.items():
+        for path in ("", *_paths_around(name)):
+            found.setdefault(path, []).append(home)
+    return found
+
+
+def _paths_around(path: str) -> list[str]:
+    """Return the paths of the modules around a module, without the model: "a.b.c" is inside "a" and "a.b"."""
+    return [path[:at] for at, letter in enumerate(path) if letter == "."]
+
+
+def _is_plain(x: object) -> bool:
     return x is not None and not isinstance(x, DistTensor)
 
 
@@ -111,9 +123,9 @@ class _SharedParameters:
     """Parameters of several layers: each is distributed once, and used by the other layers when they run."""
 
     def __init__(self) -> None:
-        self._laid: dict[int, tuple[Tensor, Any]] = {}
+        self._laid: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def laid(self, x: Tensor, marked: Tensor, home: ProcessMesh) -> Any:
+    def laid(self, x: Tensor, marked: Tensor, home: ProcessMesh) -> Tensor:
         """Return the distributed tensor for `x`: that of a layer, else the marked one, else replicated on `home`."""
         own = marked if isinstance(marked, DistTensor) else shard_tensor(x, home, [])
         return self._laid.setdefault(id(x), (x, own))[1]
@@ -124,10 +136,11 @@ class _SharedParameters:
         slots = [(m, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None]
         yield
         for module, name, old in slots:
-            new: Any = module._parameters[name]
+            table: dict[str, Any] = module._parameters
+            new = table[name]
             first = self._laid.setdefault(id(old), (old, new))[1]
             if first is not new:
-                module._parameters[name] = first
+                table[name] = first
                 swap_parameters(module, {name: new.spec})
 
 
@@ -195,9 +208,9 @@ def _prices(layers: Sequence[str], costs: Costs) -> list[float]:
     """Return the cost of each layer with all that is inside it."""
     found: dict[str, float] = dict.fromkeys(layers, 0.0)
     for path, cost in costs.items():
-        for end in (*(at for at, letter in enumerate(path) if letter == "."), len(path)):
-            if path[:end] in found:
-                found[path[:end]] += cost
+        for outer in (*_paths_around(path), path):
+            if outer in found:
+                found[outer] += cost
     return [found[name] for name in layers]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard, layout_of
+from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard, TorchValue, layout_of
 from meshwright.tensor import DistTensor, StageArrival, StageOrder, captured_whole, map_tensors, pipe_split, tensors_in
 
 from ..marks.tensors import reshard
@@ -32,14 +32,14 @@ class StageEntry:
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
         layer.register_forward_hook(self._behind, always_call=True)
 
-    def _before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, _: nn.Module, args: TorchValue, kwargs: dict[str, TorchValue]) -> TorchValue:
         self.order.come_to(self.home)
         rows = next((x.shape[0] for x in tensors_in((args, kwargs)) if x.dim()), 0)
         handed = _PassedContainers(lambda x: self._moved(x, rows))
         self._handed.append(handed)
         return handed.given(args), {name: handed.given(x) for name, x in kwargs.items()}
 
-    def _behind(self, *_: Any) -> None:
+    def _behind(self, *_: object) -> None:
         if self._handed:
             self._handed.pop().give_back()
 
@@ -69,12 +69,12 @@ class StageEntry:
 class _PassedContainers:
     """Copies of the caller's lists and dicts with moved tensors; changes by the layer are copied back."""
 
-    def __init__(self, move: Any) -> None:
+    def __init__(self, move: Callable[[Tensor], Tensor]) -> None:
         self._move = move
         self._copies: list[tuple[Any, Any, Any]] = []
         self._origin: dict[int, tuple[Any, Any]] = {}
 
-    def given(self, tree: Any) -> Any:
+    def given(self, tree: TorchValue) -> TorchValue:
         """Return `tree` for the layer, with tensors moved, and lists and dicts copied.
 
         Values of dataclasses and other mappings are sent by the operations that read them.
@@ -89,11 +89,11 @@ class _PassedContainers:
             return self._copied(tree, {key: self.given(x) for key, x in tree.items()})
         return tree if isinstance(tree, Mapping) else map_tensors(self._move, tree)
 
-    def _noted(self, old: Any, new: Any) -> Any:
+    def _noted(self, old: TorchValue, new: TorchValue) -> TorchValue:
         self._origin[id(new)] = (new, old)
         return new
 
-    def _copied(self, old: Any, new: Any) -> Any:
+    def _copied(self, old: TorchValue, new: TorchValue) -> TorchValue:
         self._copies.append((old, new, new.copy()))
         return self._noted(old, new)
 
@@ -108,11 +108,11 @@ class _PassedContainers:
                 old.clear()
                 old.update({key: self._of_caller(x) for key, x in new.items()})
 
-    def _of_caller(self, x: Any) -> Any:
+    def _of_caller(self, x: TorchValue) -> TorchValue:
         return self._origin[id(x)][1] if id(x) in self._origin else x
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: TorchValue, other: TorchValue) -> bool:
     if len(one) != len(other):
         return False
     if isinstance(one, Mapping):

@@ -149,7 +149,7 @@ def along(x: Tensor, axis: str, placement: Placement) -> Tensor:
 
 def _cut(layer: nn.Module, name: str, mesh: ProcessMesh, axis: str, dim: int) -> None:
     """Shard a parameter along one more axis; the placements of other styles stay."""
-    held: Any = getattr(layer, name, None)
+    held: object = getattr(layer, name, None)
     if not isinstance(held, Tensor):
         return
     if axis not in mesh.sizes:

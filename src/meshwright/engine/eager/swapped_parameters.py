@@ -42,7 +42,7 @@ class _ParameterSwap:
         self._owned, self._watch = owned, watch
         self._held: list[dict[str, Any]] = []
 
-    def before(self, module: nn.Module, *_: Any) -> None:
+    def before(self, module: nn.Module, *_: object) -> None:
         table: dict[str, Any] = module._parameters
         held = {name: table[name] for name in self._owned}
         self._held.append(held)
@@ -51,7 +51,7 @@ class _ParameterSwap:
         if self._watch is not None:
             self._watch.enter([(p, table[name]) for name, p in held.items()])
 
-    def behind(self, module: nn.Module, *_: Any) -> None:
+    def behind(self, module: nn.Module, *_: object) -> None:
         if self._held:
             module._parameters.update(self._held.pop())
             if self._watch is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 from torch import nn
 
@@ -62,9 +62,9 @@ class ContextHooks:
                 part.register_forward_pre_hook(self._enter, prepend=True)
                 part.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, *_: object) -> None:
         self.entered.append(using_attention(self.by))
         self.entered[-1].__enter__()
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self.entered.pop().__exit__(None, None, None)

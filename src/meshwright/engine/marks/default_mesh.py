@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -48,20 +48,15 @@ def init_mesh(**sizes: int) -> ProcessMesh:
     Raises:
         MeshError: the product of the sizes is not the number of ranks.
     """
-    if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not hasattr(size, "__index__")]:
-        raise MeshError(
-            f"init_mesh({', '.join(wrong)})",
-            "sizes that are not integers",
-            "the size of an axis is a number of ranks",
-            "write init_mesh(dp=-1, tp=2)",
-        )
+    _check_integers(sizes)
     ranks = init_process().size
     if ranks == 1:
         sizes = dict.fromkeys(sizes, 1)
     given = math.prod(size for size in sizes.values() if size != -1)
-    open_axes = [name for name, size in sizes.items() if size == -1]
-    filled = {name: ranks // max(given, 1) if size == -1 else size for name, size in sizes.items()}
-    if not sizes or min(filled.values()) < 1 or len(open_axes) > 1 or math.prod(filled.values()) != ranks:
+    remaining = ranks // max(given, 1)
+    filled = {name: remaining if size == -1 else size for name, size in sizes.items()}
+    open_axes = list(sizes.values()).count(-1)
+    if not sizes or min(filled.values()) < 1 or open_axes > 1 or math.prod(filled.values()) != ranks:
         raise MeshError(
             f"init_mesh({', '.join(f'{name}={size}' for name, size in sizes.items())})",
             f"{ranks} ranks",
@@ -69,6 +64,17 @@ def init_mesh(**sizes: int) -> ProcessMesh:
             f"write init_mesh(dp={ranks}), or start other ranks: `meshwright run --ranks {max(given, 2)} script.py`",
         )
     return ProcessMesh(np.arange(ranks).reshape(tuple(filled.values())), list(filled))
+
+
+def _check_integers(sizes: Mapping[str, object]) -> None:
+    wrong = [f"{name}={size!r}" for name, size in sizes.items() if not hasattr(size, "__index__")]
+    if wrong:
+        raise MeshError(
+            f"init_mesh({', '.join(wrong)})",
+            "sizes that are not integers",
+            "the size of an axis is a number of ranks",
+            "write init_mesh(dp=-1, tp=2)",
+        )
 
 
 def resolve_mesh(mesh: ProcessMesh | None) -> ProcessMesh:
@@ -97,7 +103,7 @@ def resolve_mesh(mesh: ProcessMesh | None) -> ProcessMesh:
     return found
 
 
-def _checked(mesh: Any) -> ProcessMesh:
+def _checked(mesh: object) -> ProcessMesh:
     if isinstance(mesh, ProcessMesh):
         return mesh
     raise MeshError(

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Layout, ProcessMesh, Product, Spec, axes_of, replicated
+from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec, TorchValue, axes_of, replicated
 from meshwright.tensor import DistTensor, as_dist_tensor, distribute_as, local_parts, redistribute
 
 from .default_mesh import resolve_mesh
@@ -52,7 +51,7 @@ class Roles:
         varying = (a for a in self.tokens if a not in self.experts)
         return Layout((self.experts, *(self._free(d) for d in layout.dims[1:])), varying=tuple(varying))
 
-    def _free(self, dim: Any) -> tuple[str, ...]:
+    def _free(self, dim: Dim) -> tuple[str, ...]:
         return () if isinstance(dim, Product) else tuple(a for a in dim if a in self.inner)
 
     def enter(self, x: DistTensor, keep: bool) -> Tensor:
@@ -232,22 +231,23 @@ def _exchange_rows(rows: Tensor, group: tuple[int, ...], out: list[int], back: l
     """Return the rows received from the group: `out[i]` rows go to the i-th rank, and `back[i]` rows come from it."""
     if len(group) == 1:
         return rows
+    sent = rows.to_local() if isinstance(rows, DistTensor) else rows
+    received: Tensor = _RowExchange.apply(sent, group, out, back)
     if not isinstance(rows, DistTensor):
-        return _RowExchange.apply(rows, group, out, back)  # pyright: ignore[reportReturnType] - untyped in torch
-    local: Any = _RowExchange.apply(rows.to_local(), group, out, back)
+        return received
     spec = rows.spec
-    return as_dist_tensor(local, Spec(spec.mesh, spec.layout, (sum(back), *spec.shape[1:]), spec.dtype))
+    return as_dist_tensor(received, Spec(spec.mesh, spec.layout, (sum(back), *spec.shape[1:]), spec.dtype))
 
 
 class _RowExchange(torch.autograd.Function):
     """All-to-all of rows; the gradients travel in the opposite direction."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: tuple[int, ...], out: list[int], back: list[int]) -> Tensor:
-        ctx.way = group, back, out
+    def forward(ctx: TorchValue, rows: Tensor, group: tuple[int, ...], out: list[int], back: list[int]) -> Tensor:
+        ctx.route = group, back, out
         shapes = [(n, *rows.shape[1:]) for n in back]
         return torch.cat(current_communicator().all_to_all(list(rows.split(out)), shapes, group))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _RowExchange.apply(grads[0], *ctx.way), None, None, None
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _RowExchange.apply(grads[0], *ctx.route), None, None, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ def run_experts(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence
     name = routed.name
     out = routed.experts(rows, ends, *parameters)
     if not isinstance(out, Tensor) or out.dim() != 2 or out.shape[0] != rows.shape[0]:  # pyright: ignore[reportUnnecessaryIsInstance] - a user's function
-        found: Any = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__  # pyright: ignore[reportUnnecessaryIsInstance] - as above
+        found: object = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__  # pyright: ignore[reportUnnecessaryIsInstance] - as above
         raise ExpertsError(
             f"experts {name} of rows {tuple(rows.shape)}",
             f"{found}",

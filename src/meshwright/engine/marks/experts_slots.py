@@ -40,7 +40,7 @@ class SlottedExperts:
         if any(set(p.spec.layout.cut_axes) - set(roles.experts) for p in own):
             return self.otherwise(self.routed, tokens, indices, weights, parameters)
         ids = redistribute(ids, mesh, replicated(2)).to_local()
-        found = _placed(self.routed, roles, x, experts_of(ids, self.routed.count), scores, own).to(x.dtype)
+        found = _partial_results(self.routed, roles, x, experts_of(ids, self.routed.count), scores, own).to(x.dtype)
         found = redistribute(found, mesh, Layout((x.spec.layout.dims[0], ())))
         return found.reshape(*tokens.shape[:-1], found.shape[-1])
 
@@ -48,7 +48,7 @@ class SlottedExperts:
         return f"dispatch_experts of {self.routed.name}, {self.routed.capacity} rows each"
 
 
-def _placed(
+def _partial_results(
     routed: Routed, roles: Roles, x: DistTensor, ids: Tensor, scores: DistTensor, parameters: Sequence[DistTensor]
 ) -> Any:
     """Return the results for the tokens, as a pending sum over all ranks of the tokens' axes."""
@@ -64,7 +64,7 @@ def _placed(
     sharing = tuple(a for a in roles.tokens if a not in roles.experts)
     lies = Layout((roles.experts, sharing, ()))
     rows = redistribute(rows, roles.mesh, lies)  # pyright: ignore[reportArgumentType] - made of a DistTensor
-    made = _made(routed, rows.to_local(), [p.to_local() for p in parameters])
+    made = _slot_results(routed, rows.to_local(), [p.to_local() for p in parameters])
     mine = _own_slots(rows.spec, slots[order.argsort()], capacity, tuple(made.shape))
     terms = torch.constant_pad_nd(made.flatten(0, 1), [0, 0, 0, 1]).index_select(0, mine)
     is_mine = (mine < made.shape[0] * made.shape[1]).view(-1, routed.choices)
@@ -79,7 +79,7 @@ def _local_everywhere(x: DistTensor, roles: Roles) -> DistTensor:
     return redistribute(x, roles.mesh, Layout(((),) * x.dim(), varying=roles.tokens))
 
 
-def _made(routed: Routed, rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def _slot_results(routed: Routed, rows: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return the results of a rank's experts for the rows in its slots [experts, places, features]."""
     experts, places = rows.shape[:2]
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device) * places

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Placement, ProcessMesh, Replicate, Shard, Spec, layout_of
-from meshwright.tensor import captured_whole, map_tensors, note_spec, noted_spec, tensors_in
+from meshwright.layout import Placement, ProcessMesh, Replicate, Shard, Spec, TorchValue, layout_of
+from meshwright.tensor import Opaque, captured_whole, map_tensors, note_spec, noted_spec, tensors_in
 
 from .default_mesh import resolve_mesh
 
@@ -23,28 +23,29 @@ Place = tuple[ProcessMesh, Sequence[Placement]] | None
 class LocalMapCall:
     """The call as an operator; `run` runs it with distributed tensors."""
 
-    func: Any
+    func: Callable[..., Any]
     run: Callable[..., Any]
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *given: TorchValue) -> TorchValue:
         return self.run(*given)
 
     def __repr__(self) -> str:
         return f"local_map of {getattr(self.func, '__name__', self.func)}"
 
 
-def noted(tree: Any) -> Any:
+def noted(tree: TorchValue) -> Opaque | None:
     """Return the capture's callback for a call with these arguments, or None if no model is being captured."""
-    return next((note for x in tensors_in(tree) if (note := captured_whole(x)) is not None), None)
+    notes = map(captured_whole, tensors_in(tree))
+    return next((note for note in notes if note is not None), None)
 
 
-def mesh_of(tree: Any, given: ProcessMesh | None) -> ProcessMesh:
+def mesh_of(tree: TorchValue, given: ProcessMesh | None) -> ProcessMesh:
     """Return the given mesh, else the mesh of the first argument whose spec is known, else the default mesh."""
     known = map(noted_spec, tensors_in(tree))
     return resolve_mesh(given if given is not None else next((spec.mesh for spec in known if spec is not None), None))
 
 
-def parts_of(tree: Any, place: Place, guess: Place) -> Any:
+def parts_of(tree: TorchValue, place: Place, guess: Place) -> TorchValue:
     """Return `tree` with fake local parts for whole tensors.
 
     A tensor has the layout of `place`, else its known spec, else the layout of `guess`.
@@ -68,7 +69,7 @@ def _spec(x: Tensor, place: Place, guess: Place) -> Spec | None:
     return Spec(mesh, layout_of(fitting, x.dim(), mesh), x.shape, x.dtype)
 
 
-def whole_of(part: Any, place: Place, shape: Sequence[int] | None, grad: bool) -> Any:
+def whole_of(part: TorchValue, place: Place, shape: Sequence[int] | None, grad: bool) -> TorchValue:
     """Return a fake whole tensor for a result. Without `shape`, all parts are taken to have one size."""
     if place is None or not isinstance(part, Tensor):
         return part

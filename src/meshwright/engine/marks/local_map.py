@@ -8,14 +8,14 @@ computed alike on all ranks. Its gradient is passed on by the first of these ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.comm import current_communicator
-from meshwright.layout import Partial, Placement, ProcessMesh, Shard, layout_of
+from meshwright.layout import Partial, Placement, ProcessMesh, Shard, TorchValue, layout_of
 from meshwright.tensor import DistTensor, redistribute, tensors_in
 
 from .._errors import LocalMapError
@@ -54,7 +54,7 @@ def local_map(
     [10.0, 10.0]
     """
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         note = noted((args, kwargs))
         if note is None:
             return run(args, kwargs)
@@ -65,7 +65,7 @@ def local_map(
             LocalMapCall(func, run), (args, kwargs), lambda: _run_on_fake_parts(func, args, kwargs, wanted, targets)
         )
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchValue:
         first = next((a.mesh for a in (*args, *kwargs.values()) if isinstance(a, DistTensor)), None)
         mesh = resolve_mesh(process_mesh if process_mesh is not None else first)
         wanted = _per_input(func, in_placements, len(args))
@@ -97,7 +97,7 @@ class LocalLayer(nn.Module):
         self.out_shapes = out_shapes
         self._is_local = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         if self._is_local:
             return super().__call__(*args, **kwargs)
         own = dict((*self.named_parameters(), *self.named_buffers()))
@@ -106,7 +106,7 @@ class LocalLayer(nn.Module):
             return self._run(args, kwargs, own)
         targets = _targets(type(self), self.out_dist_attrs, self.out_shapes)
 
-        def inside(*parts: Any, own: Any, **named: Any) -> Any:
+        def inside(*parts: TorchValue, own: dict[str, Any], **named: TorchValue) -> TorchValue:
             return self._call(own, parts, named)
 
         wanted = [None] * len(args)
@@ -115,7 +115,7 @@ class LocalLayer(nn.Module):
             call, (args, kwargs, own), lambda: _run_on_fake_parts(inside, args, {**kwargs, "own": own}, wanted, targets)
         )
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: dict[str, Any]) -> TorchValue:
         targets = _targets(type(self), self.out_dist_attrs, self.out_shapes)
         axes = _varying_axes(targets)
         local = tuple(_inside(a, axes) for a in args)
@@ -123,7 +123,7 @@ class LocalLayer(nn.Module):
         out = self._call({k: _inside(v, axes) for k, v in own.items()}, local, named)
         return _results(type(self), out, targets)
 
-    def _call(self, own: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, own: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TorchValue:
         """Run the forward pass on local parts, with `own` in place of the module's parameters and buffers."""
         self._is_local = True
         try:
@@ -132,7 +132,13 @@ class LocalLayer(nn.Module):
             self._is_local = False
 
 
-def _run_on_fake_parts(func: Any, args: Any, kwargs: Any, wanted: Sequence[Place], targets: Sequence[Target]) -> Any:
+def _run_on_fake_parts(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    wanted: Sequence[Place],
+    targets: Sequence[Target],
+) -> TorchValue:
     """Return the function's results for whole fake tensors, found by a run on fake local parts."""
     guess = next(((t[0], t[1]) for t in targets if t is not None), None)
     parts = [parts_of(a, place, guess) for a, place in zip(args, wanted, strict=True)]
@@ -147,7 +153,7 @@ def _run_on_fake_parts(func: Any, args: Any, kwargs: Any, wanted: Sequence[Place
 
 
 def _per_input(
-    func: Any, in_placements: Sequence[PlacementList | None] | None, count: int
+    func: object, in_placements: Sequence[PlacementList | None] | None, count: int
 ) -> Sequence[PlacementList | None]:
     if in_placements is None:
         return [None] * count
@@ -162,7 +168,7 @@ def _per_input(
 
 
 def _targets(
-    func: Any, places: Sequence[tuple[ProcessMesh, PlacementList] | None], shapes: Sequence[Shape] | None
+    func: object, places: Sequence[tuple[ProcessMesh, PlacementList] | None], shapes: Sequence[Shape] | None
 ) -> list[Target]:
     if shapes is not None and len(shapes) != len(places):
         raise LocalMapError(
@@ -175,7 +181,7 @@ def _targets(
     return [None if p is None else (*p, shape) for p, shape in zip(places, known, strict=True)]
 
 
-def _placed(x: Any, wanted: PlacementList | None, mesh: ProcessMesh, may_move: bool) -> Any:
+def _placed(x: TorchValue, wanted: PlacementList | None, mesh: ProcessMesh, may_move: bool) -> TorchValue:
     """Return `x` in the layout `wanted`. Raises LocalMapError if it has another one and `may_move` is not set."""
     if wanted is None or not isinstance(x, DistTensor):
         return x
@@ -192,7 +198,7 @@ def _placed(x: Any, wanted: PlacementList | None, mesh: ProcessMesh, may_move: b
     )
 
 
-def _inside(x: Any, axes: frozenset[tuple[ProcessMesh, str]]) -> Any:
+def _inside(x: TorchValue, axes: frozenset[tuple[ProcessMesh, str]]) -> TorchValue:
     """Return the local part of `x`. It is varying along those of `axes` along which it is replicated."""
     if not isinstance(x, DistTensor):
         return x
@@ -211,7 +217,7 @@ def _varying_axes(targets: Sequence[Target]) -> frozenset[tuple[ProcessMesh, str
     )
 
 
-def _results(func: Any, out: Any, targets: Sequence[Target]) -> Any:
+def _results(func: object, out: TorchValue, targets: Sequence[Target]) -> TorchValue:
     """Return the function's results as distributed tensors in the layouts of their targets."""
     results, many = _listed(func, out, targets)
     axes = _varying_axes(targets)
@@ -219,7 +225,7 @@ def _results(func: Any, out: Any, targets: Sequence[Target]) -> Any:
     return type(out)(made) if many else made[0]
 
 
-def _listed(func: Any, out: Any, targets: Sequence[Target]) -> tuple[list[Any], bool]:
+def _listed(func: object, out: TorchValue, targets: Sequence[Target]) -> tuple[list[Any], bool]:
     """Return the results in a list, and True if there are several. Raises LocalMapError for a wrong number."""
     many = isinstance(out, (list, tuple))
     results: list[Any] = list(out) if many else [out]
@@ -233,7 +239,7 @@ def _listed(func: Any, out: Any, targets: Sequence[Target]) -> tuple[list[Any], 
     return results, many
 
 
-def _outside(func: Any, x: Any, target: Target, axes: frozenset[tuple[ProcessMesh, str]]) -> Any:
+def _outside(func: object, x: TorchValue, target: Target, axes: frozenset[tuple[ProcessMesh, str]]) -> TorchValue:
     if isinstance(x, DistTensor):
         raise LocalMapError(
             f"local_map of {_name(func)}",
@@ -251,7 +257,7 @@ def _outside(func: Any, x: Any, target: Target, axes: frozenset[tuple[ProcessMes
 
 def _count_gradient_once(x: Tensor, mesh: ProcessMesh, axes: set[str]) -> Tensor:
     at = mesh.coordinate(current_communicator().rank) if current_communicator().rank in mesh else {}
-    out: Any = _GradientOnFirstRank.apply(x, not any(at.get(a) for a in axes))
+    out: Tensor = _GradientOnFirstRank.apply(x, not any(at.get(a) for a in axes))
     return out
 
 
@@ -259,14 +265,14 @@ class _GradientOnFirstRank(torch.autograd.Function):
     """The identity; the gradient passes on one rank and is zero on the others."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, passes: bool) -> Tensor:
+    def forward(ctx: TorchValue, x: Tensor, passes: bool) -> Tensor:
         ctx.passes = passes
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] if ctx.passes else torch.zeros_like(grads[0]), None
 
 
-def _name(func: Any) -> str:
+def _name(func: object) -> str:
     return str(getattr(func, "__name__", func))

@@ -162,13 +162,13 @@ def _give_memory(x: Tensor, device: torch.device) -> None:
         new = torch.empty_like(x.detach().as_subclass(Tensor), device=device)
         if new.is_floating_point() or new.is_complex():
             new.fill_(torch.nan)
-        made: Any = new.requires_grad_(x.requires_grad)
+        made: Tensor = new.requires_grad_(x.requires_grad)
         if isinstance(x, DistTensor):
             made = as_part(made, x._spec)
             made.__class__ = type(x)
         elif isinstance(x, nn.Parameter):
             made = nn.Parameter(made, x.requires_grad)
-        made.__dict__.update(x.__dict__)
+        vars(made).update(vars(x))
         torch.utils.swap_tensors(x, made)
 
 

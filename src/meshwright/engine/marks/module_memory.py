@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor, shared_memory
 
 from .._errors import SharedMemoryError
@@ -45,7 +46,7 @@ class _Slot:
     """True for a parameter or buffer. Another attribute (False) is distributed only if it shares memory."""
 
     @property
-    def now(self) -> Any:
+    def now(self) -> TorchValue:
         return self.table.get(self.key)
 
 
@@ -78,24 +79,19 @@ class ModuleMemory:
 
     def __init__(self, model: nn.Module, asked: str) -> None:
         self._asked = asked
-        slots = sorted(_slots(model), key=lambda slot: not slot.is_held)
-        objects = list({id(slot.tensor): slot.tensor for slot in slots}.values())
-        held = len({id(slot.tensor) for slot in slots if slot.is_held})
-        groups, pairs = shared_memory(objects, held)
-        self._of = _by_tensor(slots) if groups or pairs or _is_held_twice(slots) else {}
-        self._pairs = [(self._slots_of(objects[a])[0], self._slots_of(objects[b])[0]) for a, b in pairs]
-        self._groups = [[s for at in group for s in self._slots_of(objects[at])] for group in groups]
-        grouped = {id(slot.tensor) for group in self._groups for slot in group}
-        self._groups += [group for key, group in self._of.items() if key not in grouped and _is_mixed(group)]
+        by_object = _by_object(sorted(_slots(model), key=lambda slot: not slot.is_held))
+        held = sum(slots[0].is_held for slots in by_object)
+        groups, pairs = shared_memory([slots[0].tensor for slots in by_object], held)
+        self._pairs = [(by_object[one][0], by_object[other][0]) for one, other in pairs]
+        self._groups = [[slot for at in group for slot in by_object[at]] for group in groups]
+        grouped = set(chain.from_iterable(groups))
+        self._groups += [slots for at, slots in enumerate(by_object) if at not in grouped and _is_mixed(slots)]
         self._check_before()
 
     @property
     def is_shared(self) -> bool:
         """True if some tensors of the module share memory."""
         return bool(self._groups or self._pairs)
-
-    def _slots_of(self, tensor: Tensor) -> list[_Slot]:
-        return self._of[id(tensor)]
 
     def _check_before(self) -> None:
         for one, other in self._pairs:
@@ -175,17 +171,12 @@ def _slots(model: nn.Module) -> Iterable[_Slot]:
                     yield _Slot(f"{path}.{key}" if path else key, table, key, x, is_held)
 
 
-def _by_tensor(slots: Sequence[_Slot]) -> dict[int, list[_Slot]]:
+def _by_object(slots: Iterable[_Slot]) -> list[list[_Slot]]:
+    """Return the slots of each tensor object."""
     found: dict[int, list[_Slot]] = {}
     for slot in slots:
         found.setdefault(id(slot.tensor), []).append(slot)
-    return found
-
-
-def _is_held_twice(slots: Sequence[_Slot]) -> bool:
-    """True if some attribute is the same object as a parameter or buffer."""
-    held = {id(slot.tensor) for slot in slots if slot.is_held}
-    return any(not slot.is_held and id(slot.tensor) in held for slot in slots)
+    return list(found.values())
 
 
 def _is_mixed(group: Sequence[_Slot]) -> bool:
@@ -202,7 +193,7 @@ def _contents(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [(table, dict(table)) for table in tables]
 
 
-def _spec(x: Any) -> Spec | None:
+def _spec(x: object) -> Spec | None:
     return x.spec if isinstance(x, DistTensor) else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any, cast
+from typing import cast
 from weakref import ReferenceType, ref
 
 from torch import Tensor
@@ -28,7 +28,7 @@ def refuse_stale_parameters() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
-def _check(optimizer: Optimizer, *_: Any) -> None:
+def _check(optimizer: Optimizer, *_: object) -> None:
     """Raise TrainingError if a parameter has no gradient, but its distributed successor has one."""
     if not _became:
         return

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.graph import OWN
-from meshwright.layout import Placement, PlacementError, ProcessMesh, Spec, layout_of
+from meshwright.layout import Placement, PlacementError, ProcessMesh, Spec, TorchValue, layout_of
 from meshwright.tensor import (
     DistTensor,
     captured_whole,
@@ -28,7 +27,7 @@ from .stale_parameters import note_replacement
 
 
 def shard_tensor(
-    data: Any,
+    data: TorchValue,
     mesh: ProcessMesh | None = None,
     placements: Sequence[Placement] = (),
     *,
@@ -124,7 +123,11 @@ def dtensor_from_local(
 
 
 def dtensor_from_fn(
-    fn: Callable[..., Tensor], mesh: ProcessMesh | None, placements: Sequence[Placement], *args: Any, **kwargs: Any
+    fn: Callable[..., Tensor],
+    mesh: ProcessMesh | None,
+    placements: Sequence[Placement],
+    *args: object,
+    **kwargs: object,
 ) -> DistTensor:
     """Return `fn(*args, **kwargs)` distributed over `mesh`, for a factory such as `torch.ones`.
 

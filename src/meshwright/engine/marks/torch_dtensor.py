@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard, Spec, layout_of
+from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard, Spec, TorchValue, layout_of
 from meshwright.tensor import DistTensor, redistribute
 
 from .._errors import TorchDTensorError
@@ -23,7 +23,7 @@ _OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "prod": "product
 _BACK = {theirs: ours for ours, theirs in _OPS.items()}
 
 
-def _torch() -> Any:
+def _torch() -> TorchValue:
     """Return torch.distributed.tensor, imported at first use because the import is as slow as that of torch."""
     return import_module("torch.distributed.tensor")
 
@@ -83,7 +83,7 @@ def _check_order(spec: Spec) -> None:
     raise _unsayable(spec, found, "call mw.reshard(x, placements=x.placements) first, which changes the order")
 
 
-def _to_torch(spec: Spec, placement: Placement) -> Any:
+def _to_torch(spec: Spec, placement: Placement) -> TorchValue:
     if isinstance(placement, Shard):
         return _torch().Shard(placement.dim)
     if not isinstance(placement, Partial):
@@ -99,7 +99,7 @@ def _unsayable(spec: Spec, found: str, write: str) -> TorchDTensorError:
     return TorchDTensorError(f"{spec!r} as torch's DTensor", found, "DTensor cannot express it", write)
 
 
-def _from_torch(x: DTensor, placement: Any) -> Placement:
+def _from_torch(x: DTensor, placement: TorchValue) -> Placement:
     if type(placement) is _torch().Shard:
         return Shard(placement.dim)
     if type(placement) is _torch().Replicate:

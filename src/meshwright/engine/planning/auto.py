@@ -14,7 +14,7 @@ from meshwright.comm import current_communicator
 from meshwright.cost import Cluster, cluster_of
 from meshwright.cost import cluster as read_cluster
 from meshwright.graph import Program, capture
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.search import (
     REPLICAS,
     AccumulationCheck,
@@ -81,7 +81,7 @@ def states_of(optimizer: Optimizer | None) -> float:
     kind, weight = type(optimizer), torch.zeros(SMALL, SMALL, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     try:
-        twin: Any = kind([weight], **optimizer.defaults)
+        twin: Optimizer = kind([weight], **optimizer.defaults)
         twin.step()
     except (TypeError, ValueError, RuntimeError):  # created or called in another way: assume Adam's
         return ADAM
@@ -102,7 +102,7 @@ def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor
             "pass (inputs, labels); or pass loss=None and return the loss from the model",
         )
 
-    def call(*args: Any) -> Any:
+    def call(*args: TorchValue) -> TorchValue:
         return model(*args) if loss is None else loss(model(*args[:-1]), args[-1])
 
     return capture(model, call, batch, most=MOST).program
@@ -166,7 +166,7 @@ def auto(
     return step
 
 
-def _checked(optimizer: Any) -> Optimizer:
+def _checked(optimizer: object) -> Optimizer:
     """Return the optimizer. Raises BatchError if it is something else."""
     if not isinstance(optimizer, Optimizer):
         raise BatchError(
@@ -181,7 +181,7 @@ def _checked(optimizer: Any) -> Optimizer:
 def _first(loader: Any) -> Sequence[Any]:
     """Return the first batch of the loader. Raises BatchError unless the loader can be iterated again."""
     known = isinstance(loader, Iterable) and not isinstance(loader, (Tensor, Iterator, Mapping))
-    batch: Any = next(iter(loader), None) if known else None
+    batch: TorchValue = next(iter(loader), None) if known else None
     if batch is None or (isinstance(loader, tuple) and isinstance(batch, Tensor)):
         raise BatchError(
             f"mw.auto with a loader that is a {type(loader).__name__}",
@@ -226,8 +226,8 @@ def strategy_for_plan(plan: MeshPlan, options: Strategy) -> Strategy:
     if saving.accumulate > 1 and options.merge is None:
         chosen["gradient_merge"] = GradientMerge(enable=True, k_steps=saving.accumulate)
     if plan.pipeline is not None and not options.pipeline.enable:
-        how = plan.pipeline
-        chosen["pipeline"] = Pipeline(enable=True, schedule_mode=how.schedule, accumulate_steps=how.microbatches)
+        schedule, microbatches = plan.pipeline.schedule, plan.pipeline.microbatches
+        chosen["pipeline"] = Pipeline(enable=True, schedule_mode=schedule, accumulate_steps=microbatches)
     return replace(options, **chosen)
 
 

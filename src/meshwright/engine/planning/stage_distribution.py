@@ -33,8 +33,8 @@ def distribute_over_stages(model: nn.Module, optimizer: Optimizer, plan: MeshPla
             if not isinstance(table[name], DistTensor) and spec.layout.cut_axes:
                 table[name] = shard_tensor(table[name], home, spec.placements)
 
-    how, batch = plan.pipeline, _row_placements(plan)
-    split_pipeline(model, plan.mesh, how.split, axis=STAGES, way=how.way or None, batch=batch, shard_fn=mark)
+    split, way, batch = plan.pipeline.split, plan.pipeline.way or None, _row_placements(plan)
+    split_pipeline(model, plan.mesh, split, axis=STAGES, way=way, batch=batch, shard_fn=mark)
     replace_parameters(optimizer, before, dict(model.named_parameters(remove_duplicate=False)))
 
 

@@ -112,9 +112,9 @@ def suggest(
 def _scheduled(best: MeshPlan) -> Iterator[str]:
     """Yield the schedule of the microbatches, which `split` and `way` do not express."""
     if best.pipeline is not None:
-        how = best.pipeline
-        asked = {"enable": True, "schedule_mode": how.schedule, "accumulate_steps": how.microbatches}
-        yield f"{how.microbatches} microbatches by {how.schedule}: Strategy.of(pipeline={asked})"
+        pipeline = best.pipeline
+        asked = {"enable": True, "schedule_mode": pipeline.schedule, "accumulate_steps": pipeline.microbatches}
+        yield f"{pipeline.microbatches} microbatches by {pipeline.schedule}: Strategy.of(pipeline={asked})"
 
 
 def _saved(saving: MemorySaving) -> Iterator[str]:

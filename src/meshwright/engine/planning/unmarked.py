@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwright.comm import current_communicator
 from meshwright.cost import Cluster
 from meshwright.graph import Program, capture
-from meshwright.layout import Spec, replicated
+from meshwright.layout import Spec, TorchValue, replicated
 from meshwright.search import MeshPlan, SearchError
 from meshwright.tensor import DistTensor, distribute_as, keep_own_part, leaves_in, map_leaves
 
@@ -39,7 +39,7 @@ def unmarked(cluster: Cluster | str | None = None) -> Generator[None]:
     planner, plain = _Planner(cluster), nn.Module.__call__
 
     @wraps(plain)
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(module: nn.Module, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         with planner.entered(module, args, kwargs) as (args, kwargs):
             return plain(module, *args, **kwargs)
 
@@ -63,7 +63,7 @@ class _Planner:
         self._depth = _Depth()
 
     @contextmanager
-    def entered(self, module: nn.Module, args: Any, kwargs: Any) -> Generator[tuple[Any, Any]]:
+    def entered(self, module: nn.Module, args: TorchValue, kwargs: TorchValue) -> Generator[tuple[Any, Any]]:
         """Yield the arguments for the module, inside its call; those of the outermost module are distributed."""
         self._depth.value += 1
         try:
@@ -71,20 +71,20 @@ class _Planner:
         finally:
             self._depth.value -= 1
 
-    def _arguments(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _arguments(self, module: nn.Module, args: TorchValue, kwargs: TorchValue) -> TorchValue:
         if module not in self._known:
             parameters = list(module.parameters())
             is_ours = parameters and not any(isinstance(p, DistTensor) for p in parameters)
-            self._known[module] = self._laid(module, args, kwargs) if is_ours else {}
+            self._known[module] = self._distribute_module(module, args, kwargs) if is_ours else {}
         batch = self._known[module]
         numbers = iter(range(len(list(leaves_in((args, kwargs))))))
-        return map_leaves(lambda x: _placed(x, batch.get(next(numbers))), (args, kwargs))
+        return map_leaves(lambda x: _distributed_input(x, batch.get(next(numbers))), (args, kwargs))
 
-    def _laid(self, module: nn.Module, args: Any, kwargs: Any) -> Mapping[int, Spec]:
+    def _distribute_module(self, module: nn.Module, args: TorchValue, kwargs: TorchValue) -> Mapping[int, Spec]:
         """Distribute the module as its plan says; return the layouts of its inputs by their numbers."""
         memory = ModuleMemory(module, f"distributing {type(module).__name__} without marks")
         program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs), most=MOST).program
-        plan = self._cuts(program)
+        plan = self._sharding_plan(program)
         if current_communicator().rank == 0:
             print(f"{type(module).__name__} on {str(plan).splitlines()[0]}; {CUTS_ALONE}", file=sys.stderr)
         specs: dict[Tensor, Spec] = {}
@@ -97,7 +97,7 @@ class _Planner:
         memory.tie()
         return {i.source: plan.layouts[i.name] for i in program.inputs if i.role == "batch" and i.name in plan.layouts}
 
-    def _cuts(self, program: Program) -> MeshPlan:
+    def _sharding_plan(self, program: Program) -> MeshPlan:
         """Return the plan of shardings only. Raises SearchError if it does not fit."""
         try:
             return fastest(program, self._machines, saving=False)
@@ -106,7 +106,7 @@ class _Planner:
             raise SearchError(error.asked, error.found, f"{error.why}; {CUTS_ALONE}", write) from error
 
 
-def _placed(x: Any, spec: Spec | None) -> Any:
+def _distributed_input(x: TorchValue, spec: Spec | None) -> TorchValue:
     """Return a plain input in the layout of the plan; an input of other sizes gets the same layout."""
     if spec is None or not isinstance(x, Tensor) or isinstance(x, DistTensor) or x.dim() != spec.ndim:
         return x

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
 
 from meshwright.graph import Capture, canonical_text_or_none, runs_users_code, writes_external_tensors
 
@@ -24,7 +23,7 @@ def checksums(captured: Sequence[Capture]) -> tuple[str, ...]:
     return tuple(each.checksum for each in captured if each.checksum is not None)
 
 
-def digest_of(captured: Sequence[Capture], how: Any, model: RecordedModel) -> str | None:
+def digest_of(captured: Sequence[Capture], how: object, model: RecordedModel) -> str | None:
     """Return the checksum, or None if a recording runs code that no checksum covers."""
     optimizer, slots = model.optimizer, captured[0].slots
     hooked = any(slot.tensor._backward_hooks for slot in slots)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from meshwright.comm import current_communicator
 from meshwright.graph import LOSS_SCALE, Capture, Input, ModelTensor, new_state, unsharded_state_spec
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor, absent, as_part, distribute_as, keep_own_part
 
 from .loss_scale import LossScale
@@ -71,20 +71,29 @@ def states_fit(inputs: Iterable[Input], slots: Sequence[ModelTensor], optimizer:
     if optimizer is None:
         return True
     taken = {i.source: i for i in inputs if i.role in ("state", "scalar") and isinstance(i.source, tuple)}
-    trained = [s for s in slots if s.is_parameter and s.tensor.requires_grad]
-    held = {(s.name, key): x for s in trained for key, x in optimizer.state.get(s.tensor, {}).items()}
-    forms = {key: _form(x) for key, x in held.items() if isinstance(x, (Tensor, int, float))}
-    missing = (i for key, i in taken.items() if key not in forms and key[0] != LOSS_SCALE)
-    return all(i.first is not None for i in missing) and all(
-        key in taken and form == _form_of_input(taken[key]) for key, form in forms.items()
-    )
+    held = _forms_of_states(slots, optimizer)
+    missing = [given for key, given in taken.items() if key not in held and key[0] != LOSS_SCALE]
+    if any(given.first is None for given in missing):
+        return False
+    return all(key in taken and form == _form_of_input(taken[key]) for key, form in held.items())
 
 
-def _form(x: Any) -> Any:
+def _forms_of_states(slots: Sequence[ModelTensor], optimizer: Optimizer) -> dict[tuple[str, str], object]:
+    """Return the form of each state of a trained parameter, by the name of the parameter and the key."""
+    found: dict[tuple[str, str], object] = {}
+    for slot in slots:
+        if slot.is_parameter and slot.tensor.requires_grad:
+            states = optimizer.state.get(slot.tensor, {})
+            found |= {(slot.name, key): _form(x) for key, x in states.items() if isinstance(x, (Tensor, int, float))}
+    return found
+
+
+def _form(x: Tensor | float) -> object:
+    """Return the shape, dtype and device of a state, or the type of a number."""
     return (tuple(x.shape), x.dtype, x.device.type) if isinstance(x, Tensor) else type(x)
 
 
-def _form_of_input(given: Input) -> Any:
+def _form_of_input(given: Input) -> object:
     v, shape = given.value, given.value.shape if given.spec is None else given.spec.shape
     return (tuple(shape), v.dtype, v.device.partition(":")[0]) if v.is_tensor else v.dtype
 
@@ -105,7 +114,7 @@ def _held(slots: Sequence[ModelTensor], name: str) -> Fetch:
     return lambda leaves: table[key]
 
 
-def _always(value: Any) -> Fetch:
+def _always(value: object) -> Fetch:
     return lambda leaves: value
 
 
@@ -115,7 +124,7 @@ def _batch(at: int, spec: Spec | None) -> Fetch:
     A plain tensor, whole on every rank, is distributed.
     """
 
-    def fetch(leaves: Sequence[Any]) -> Any:
+    def fetch(leaves: Sequence[Any]) -> TorchValue:
         x = leaves[at]
         if spec is not None and not isinstance(x, DistTensor):
             x = distribute_as(x, spec.mesh, spec.layout)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.graph import ModelTensor, StateKey, model_tensors
+from meshwright.layout import TorchValue
 from meshwright.tensor import local_parts
 
 from .memory_overlap import share_no_memory
@@ -41,7 +42,7 @@ class RecordedModel:
         held = ((p, state) for p, state in self.optimizer.state.items() if id(p) in names)
         return {(names[id(p)], key): value for p, state in held for key, value in state.items()}
 
-    def call(self, mode: Mode, *batch: Any) -> Any:
+    def call(self, mode: Mode, *batch: TorchValue) -> TorchValue:
         """Return the loss of a batch, whose last part is the labels; without a loss, the network's result."""
         if mode == "predict" or self.loss is None:
             return self.network(*batch)
@@ -76,7 +77,7 @@ class RecordedModel:
         }
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> object:
     """Return an option as a value that can be compared and hashed; of objects, their type."""
     if isinstance(value, (int, float, bool, str, type(None))):
         return value

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.graph import Capture, Guards, backend_flags, model_tensors, modes_on
+from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, local_parts
 
 from .._errors import StaticError
@@ -39,7 +40,7 @@ class Roots:
 
     @property
     def beside(self) -> dict[str, Any]:
-        """The objects that a capture does not run."""
+        """Return the objects that a capture does not run."""
         return {} if self.optimizer is None else {"optimizer": self.optimizer}
 
 
@@ -115,17 +116,17 @@ def _of_optimizer(optimizer: Optimizer | None) -> Iterator[Any]:
         yield id(p), [(key, _layout_of(v) if isinstance(v, Tensor) else type(v)) for key, v in state.items()]
 
 
-def _hooks(owner: Any, kinds: tuple[str, ...], own: int | None = None) -> tuple[Any, ...]:
+def _hooks(owner: object, kinds: tuple[str, ...], own: int | None = None) -> tuple[Any, ...]:
     """Return the ids of the hooks of a parameter or an optimizer other than our `own`; torch never reuses an id."""
     held = [tuple(number for number in getattr(owner, kind, None) or () if number != own) for kind in kinds]
     return tuple(held) if any(held) else ()
 
 
-def _layout_of(x: Tensor) -> Any:
+def _layout_of(x: Tensor) -> object:
     return x._spec if type(x) is DistTensor else (x.shape, x.dtype, x.device)
 
 
-def form_of(tree: Any) -> Any:
+def form_of(tree: TorchValue) -> Hashable:
     """Return the structure of a batch without its tensors: types, lengths, keys in their order.
 
     Raises StaticError for a leaf that is no tensor and cannot be compared.

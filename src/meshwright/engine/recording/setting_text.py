@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,14 @@ def spec_text(spec: Spec) -> str:
     return f"{spec!r} on {spec.mesh!r}"
 
 
-def layout_text(x: Any) -> str:
+def layout_text(x: object) -> str:
     """Return the dtype and shape of a tensor as text, with its layout and mesh if it is distributed."""
     if isinstance(x, DistTensor):
         return spec_text(x._spec)
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def code_of(network: nn.Module, loss: Any, optimizer: Optimizer | None) -> dict[str, str]:
+def code_of(network: nn.Module, loss: object, optimizer: Optimizer | None) -> dict[str, str]:
     """Return the code of a model's programs as text: the classes of its modules, the loss, the optimizer."""
     found = {f"module {path or '.'}": class_text(type(part)) for path, part in network.named_modules()}
     return {**found, "loss": described(loss), "optimizer": "none" if optimizer is None else class_text(type(optimizer))}

@@ -52,7 +52,7 @@ class _Recorded:
 
 
 def recorded_once(
-    here: Communicator, captured: Capture, how: Any, record: Callable[[], Program], alike: bool
+    here: Communicator, captured: Capture, how: object, record: Callable[[], Program], alike: bool
 ) -> tuple[Program, BatchPredicate]:
     """Return `record()` and the test of batches that fit it, or both as an earlier simulated rank recorded them.
 
@@ -80,7 +80,7 @@ def recorded_once(
 
 
 def captured_once(
-    here: Communicator, batch: Sequence[Any], how: Any, roots: Roots, make: Callable[[], Capture]
+    here: Communicator, batch: Sequence[Any], how: object, roots: Roots, make: Callable[[], Capture]
 ) -> Capture:
     """Return `make()`, or what it returned to a simulated rank whose module is alike wherever the code can read.
 
@@ -101,12 +101,12 @@ def captured_once(
     return captured
 
 
-def _is_bare(x: Any) -> bool:
+def _is_bare(x: object) -> bool:
     """True for a plain value, and for a tensor without attributes that a forward pass sees."""
     return all(name.startswith("_") for name in vars(x)) if isinstance(x, Tensor) else is_plain(x)
 
 
-def _tensor_facts(x: Tensor) -> Any:
+def _tensor_facts(x: Tensor) -> object:
     return type(x), layout_text(x), x.device, x.requires_grad
 
 
@@ -147,7 +147,7 @@ def completed_once(here: Communicator, program: Program, given: Mapping[str, Spe
     return made_once(here, key, lambda: complete(program, given))
 
 
-def searched_once(here: Communicator, program: Program, how: Any, search: Callable[[], T]) -> T:
+def searched_once(here: Communicator, program: Program, how: object, search: Callable[[], T]) -> T:
     """Return `search()`, or its result on a simulated rank with the same program; `how` is what it depends on besides.
 
     All ranks then share one result, and each reads it by the names of its own values.
@@ -157,7 +157,7 @@ def searched_once(here: Communicator, program: Program, how: Any, search: Callab
     return made_once(here, ("searches", numbered(program.text()), repr(how)), search)
 
 
-def made_once(here: Communicator, key: Any, make: Callable[[], T]) -> T:
+def made_once(here: Communicator, key: object, make: Callable[[], T]) -> T:
     """Return `make()`, or its result on a simulated rank with an equal key."""
     if not isinstance(here, SimulatedCommunicator):
         return make()

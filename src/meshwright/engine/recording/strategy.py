@@ -16,7 +16,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from meshwright.graph import Pass, Scaling, registered_passes
-from meshwright.layout import Spec
+from meshwright.layout import JsonValue, Spec
 from meshwright.passes import (
     Amp,
     Bucket,
@@ -352,8 +352,8 @@ class Strategy:
     @property
     def merge(self) -> Merge | None:
         """Return how a batch is split for gradient accumulation, or None."""
-        how = self.gradient_merge
-        return Merge(how.k_steps, how.avg) if how.enable and how.k_steps > 1 else None
+        merge = self.gradient_merge
+        return Merge(merge.k_steps, merge.avg) if merge.enable and merge.k_steps > 1 else None
 
     @property
     def microbatches(self) -> Merge | None:
@@ -408,23 +408,33 @@ class Strategy:
         if self.recompute.enable:
             yield Recompute(policy=self.recompute.layers, budget=self.recompute.budget)
 
+    def _sharded(self) -> Iterator[Pass]:
+        """Yield the passes that shard gradients, and gather parameters again."""
+        sharding = self.sharding
+        scatters = sharding.stage > 1 if sharding.enable else self.mp_optimization.enable
+        if scatters:
+            yield Scatter()
+        if sharding.enable and sharding.stage == 3 and sharding.regather and not self.pipeline.enable:
+            yield Regather()
+
+    def _reducing(self) -> Iterator[Pass]:
+        """Yield the passes that bundle the reductions of gradients."""
+        if self.dp_optimization.enable:
+            if self.dp_optimization.gradient_sync_after_accumulate:
+                yield Linear()
+            yield Bucket(self.dp_optimization.fuse_grad_size_in_MB * 2**20)
+
     def _recorded(self) -> Iterator[Pass]:
         yield Tidy()
         if self.mp_optimization.enable:
             yield Share()
             yield Cancel()
-        if self.sharding.stage > 1 if self.sharding.enable else self.mp_optimization.enable:
-            yield Scatter()
-        if self.sharding.enable and self.sharding.stage == 3 and self.sharding.regather and not self.pipeline.enable:
-            yield Regather()
+        yield from self._sharded()
         if not self.pipeline.enable:
             yield from self._recomputing()
         if self.merge is not None and self.gradient_merge.fused:
             yield FuseAccumulation()
-        if self.dp_optimization.enable:
-            if self.dp_optimization.gradient_sync_after_accumulate:
-                yield Linear()
-            yield Bucket(self.dp_optimization.fuse_grad_size_in_MB * 2**20)
+        yield from self._reducing()
         if self.release:
             yield Release()
         elif self.foreach and self.compiler == "none":
@@ -444,9 +454,9 @@ def _built(kind: type[Any], given: Mapping[str, Any], path: str) -> Any:
     return kind(**values)
 
 
-def _checked(value: Any, hint: Any, path: str) -> Any:
+def _checked(value: JsonValue, hint: object, path: str) -> JsonValue:
     value = tuple(value) if isinstance(value, list) else value
-    wanted = {int: int, bool: bool, float: (int, float), str: str}.get(hint)
+    wanted = _ACCEPTED.get(hint)
     wrong = wanted is not None and (not isinstance(value, wanted) or (hint is not bool and isinstance(value, bool)))
     if wrong or is_dataclass(hint):
         raise StrategyError(
@@ -456,6 +466,10 @@ def _checked(value: Any, hint: Any, path: str) -> Any:
             f"set {path} to a value of that type",
         )
     return value
+
+
+_ACCEPTED: Mapping[object, type | tuple[type, ...]] = {int: int, bool: bool, float: (int, float), str: str}
+"""Type of an option → the types of the values that it accepts; a bool is accepted only for a bool."""
 
 
 def _pass(entry: Mapping[str, Any]) -> Pass:

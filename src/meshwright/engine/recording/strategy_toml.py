@@ -59,17 +59,17 @@ def strategy_from_toml(text: str) -> Strategy:
 
 def _changed_fields(value: Any) -> dict[str, object]:
     """Return the plain fields that differ from their defaults."""
-    return {
-        each.name: item
-        for each in fields(value)
-        if (item := getattr(value, each.name)) != _default(each)
-        and not is_dataclass(item)
-        and each.name != "passes"
-        and item is not None
-    }
+    items = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "passes"}
+    changed = {each.name for each in fields(value) if getattr(value, each.name) != _default(each)}
+    return {name: item for name, item in items.items() if name in changed and _is_plain(item)}
 
 
-def _default(each: Field[Any]) -> Any:
+def _is_plain(item: object) -> bool:
+    """True for a value that TOML holds as one entry; sections are written apart, and None is left out."""
+    return item is not None and not is_dataclass(item)
+
+
+def _default(each: Field[Any]) -> object:
     if each.default is not MISSING:
         return each.default
     return each.default_factory() if each.default_factory is not MISSING else MISSING

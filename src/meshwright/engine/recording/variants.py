@@ -56,7 +56,7 @@ class Variants(Generic[T]):
         without = sum(v.digest is None for variants in self.known.values() for v in variants)
         return len(self._digests() - {None}) + without
 
-    def find(self, key: Any, leaves: Sequence[Any]) -> T | None:
+    def find(self, key: object, leaves: Sequence[Any]) -> T | None:
         """Return the program for the batch in the present setting, or None; calls with one `key` differ in sizes."""
         skeleton = (key, tuple(map(kind_of, leaves)))
         sizes = sizes_of(leaves)
@@ -70,7 +70,7 @@ class Variants(Generic[T]):
                 return variant.program
         return None
 
-    def open_sizes(self, key: Any, leaves: Sequence[Any]) -> Dynamic:
+    def open_sizes(self, key: object, leaves: Sequence[Any]) -> Dynamic:
         """Return the dims that the next program should leave open: those in which batches of this kind differ.
 
         Raises StaticError for new sizes if there are `most` programs.
@@ -88,7 +88,7 @@ class Variants(Generic[T]):
                 found.setdefault(leaf, set()).update(dims)
         return {leaf: frozenset(dims) for leaf, dims in found.items()}
 
-    def add(self, key: Any, leaves: Sequence[Any], variant: Variant[T]) -> None:
+    def add(self, key: object, leaves: Sequence[Any], variant: Variant[T]) -> None:
         """Add a program that was recorded for this batch.
 
         If one program has more than MOST_SETTINGS variants, the oldest variants are forgotten. Raises StaticError if
@@ -135,7 +135,7 @@ def differences(a: Sizes, b: Sizes) -> list[tuple[int, int]]:
     return [(at, d) for at, (x, y) in enumerate(zip(a, b, strict=True)) for d in range(len(x)) if x[d] != y[d]]
 
 
-def kind_of(x: Any) -> Any:
+def kind_of(x: object) -> object:
     """Return the properties that two leaves must share, beside sizes, to fit one program."""
     if isinstance(x, DistTensor):
         return (x.spec.mesh, x.spec.layout, x.spec.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.graph import Piece, Program, Run
+from meshwright.layout import TorchValue
 from meshwright.tensor import as_part, leaves_in, local_parts, map_leaves
 
 from .._errors import StaticError
@@ -23,17 +24,17 @@ from ..recording.program_inputs import Fetch
 class OutputTree:
     """The structure of an output: a tree with numbers in place of its leaves, and the leaves that are no tensors."""
 
-    tree: Any = None
+    tree: TorchValue = None
     plain: dict[int, Any] = field(default_factory=dict[int, Any])
 
-    def taken_apart(self, out: Any) -> list[Tensor]:
+    def taken_apart(self, out: TorchValue) -> list[Tensor]:
         """Return the tensors of `out`, and store the structure of `out`."""
         leaves, number = list(leaves_in(out)), count()
         self.tree = map_leaves(lambda _: next(number), out)
         self.plain = {at: x for at, x in enumerate(leaves) if not isinstance(x, Tensor)}
         return [x for x in leaves if isinstance(x, Tensor)]
 
-    def put_together(self, tensors: Iterable[Any]) -> Any:
+    def put_together(self, tensors: Iterable[Any]) -> TorchValue:
         """Return the tree with these tensors as its leaves."""
         left = iter(tensors)
         return map_leaves(lambda at: self.plain[at] if at in self.plain else next(left), self.tree)
@@ -65,7 +66,7 @@ def autocast_off() -> Generator[None]:
         yield
 
 
-def run_piece(found: CompiledPiece, leaves: Sequence[Any]) -> Any:
+def run_piece(found: CompiledPiece, leaves: Sequence[Any]) -> TorchValue:
     """Return the outputs of the module, as part of the caller's autograd graph."""
     with local_parts(), autocast_off():
         given = [fetch(leaves) for fetch in found.fetch]
@@ -83,7 +84,7 @@ class _Piece(torch.autograd.Function):
     """The two programs of a piece, as one differentiable function of the rank's parts."""
 
     @staticmethod
-    def forward(ctx: Any, found: CompiledPiece, *given: Any) -> Any:
+    def forward(ctx: TorchValue, found: CompiledPiece, *given: TorchValue) -> tuple[Any, ...]:
         outputs, written = found.forward(*given)
         targets = _targets(found.piece.forward, given)
         flat, saved = (_without_memory_of(targets, outputs[key]) for key in ("out", "saved"))
@@ -98,7 +99,7 @@ class _Piece(torch.autograd.Function):
         return tuple(flat)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Any, ...]:
         found: CompiledPiece = ctx.found
         if torch.is_grad_enabled():
             raise StaticError(
@@ -128,7 +129,7 @@ def _without_memory_of(targets: Sequence[Tensor], values: Sequence[Any]) -> list
     """Return the values; those in the memory of a target are copied, so that writes do not change them."""
     taken = {x.untyped_storage().data_ptr() for x in targets}
 
-    def apart(x: Any) -> Any:
+    def apart(x: TorchValue) -> TorchValue:
         return x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in taken else x
 
     return [apart(x) for x in values] if taken else list(values)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.graph import CaptureError, Program
+from meshwright.layout import TorchValue
 
 from .._errors import StaticError
 from ..recording.setting import form_of
@@ -29,7 +30,7 @@ def check_plain(leaves: Iterable[Any], how: str, module: nn.Module) -> None:
         )
 
 
-def form_of_call(args: Sequence[Any]) -> Any:
+def form_of_call(args: Sequence[Any]) -> Hashable:
     """Return the structure of the arguments. Raises CaptureError for one that cannot be compared from call to call."""
     try:
         return form_of(args)
@@ -37,7 +38,7 @@ def form_of_call(args: Sequence[Any]) -> Any:
         raise CaptureError(error.asked, error.found, error.why, error.write) from error
 
 
-def check_mappings(out: Any, module: nn.Module) -> None:
+def check_mappings(out: TorchValue, module: nn.Module) -> None:
     """Raise CaptureError for results in mappings other than dict, which programs do not make."""
     if isinstance(out, Mapping) and type(out) is not dict:
         raise CaptureError(

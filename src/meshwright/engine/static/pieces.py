@@ -35,6 +35,7 @@ from meshwright.graph import (
     runner,
     with_layouts,
 )
+from meshwright.layout import TorchValue
 from meshwright.passes import InPlace
 from meshwright.tensor import leaves_in, local_parts, transforming
 
@@ -60,7 +61,7 @@ class _Known:
     variants: Variants[CompiledPiece]
     latest: CompiledPiece | None = None
 
-    def key(self, args: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    def key(self, args: Sequence[Any], leaves: Sequence[Any]) -> object:
         """Return the key that two calls must share, beside sizes, to use one program."""
         asked = tuple(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         return (torch.is_grad_enabled(), asked, form_of_call(args))
@@ -99,7 +100,7 @@ class Pieces:
     def in_place(self) -> Generator[None]:
         """Run the modules that can be captured as programs, inside the block."""
         try:
-            self._put("", self.root)
+            self._replace_forward("", self.root)
             with self._autocast():
                 yield
         finally:
@@ -115,30 +116,30 @@ class Pieces:
         with torch.autocast(device, torch.bfloat16) if self.amp.enable else nullcontext():
             yield
 
-    def _put(self, path: str, module: nn.Module) -> None:
+    def _replace_forward(self, path: str, module: nn.Module) -> None:
         if module in self._placed:
             return
         if "forward" in module.__dict__:
             self.eager[path] = "its forward is an attribute that was assigned to the instance"
         if path in self.eager or type(module).forward is nn.Module.forward:  # a list of modules is not called
-            self._put_parts(path, module)
+            self._replace_forwards_inside(path, module)
             return
         module.__dict__["forward"] = self._placed[module] = self._running(path, module)
 
-    def _put_parts(self, path: str, module: nn.Module) -> None:
+    def _replace_forwards_inside(self, path: str, module: nn.Module) -> None:
         for name, child in module.named_children():
-            self._put(f"{path}.{name}".lstrip("."), child)
+            self._replace_forward(f"{path}.{name}".lstrip("."), child)
 
     def _running(self, path: str, module: nn.Module) -> Callable[..., Any]:
         """Return the function that replaces the module's own `forward`."""
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
             found = None if kwargs or path in self.eager or transforming() else self._find(path, module, args)
             if found is not None:
                 return run_piece(found, list(leaves_in(args)))
             if self._placed.pop(module, None) is not None:
                 del module.__dict__["forward"]
-            self._put_parts(path, module)
+            self._replace_forwards_inside(path, module)
             return module.forward(*args, **kwargs)
 
         return forward
@@ -192,12 +193,12 @@ class Pieces:
         return found
 
     def _made_for(
-        self, known: _Known, key: Any, args: Sequence[Any], leaves: Sequence[Any], dynamic: Dynamic
+        self, known: _Known, key: object, args: Sequence[Any], leaves: Sequence[Any], dynamic: Dynamic
     ) -> CompiledPiece:
         """Record the programs for the call, and keep them for later calls."""
         with _unhooked(), self._bare(self._placed):
             captured, form = self._captured(known.network, args, dynamic)
-            found = self._made(type(known.network).__name__, captured, form, leaves)
+            found = self._compiled_piece(type(known.network).__name__, captured, form, leaves)
         refuse_shared_new_layouts(captured, self.root)
         apply_captured_layouts(captured, None)
         setting = Setting.of(Roots(known.network), replace(captured, places=None))  # hooks are back since
@@ -214,7 +215,7 @@ class Pieces:
         """
         form = OutputTree()
 
-        def call(*args: Any) -> Any:
+        def call(*args: TorchValue) -> TorchValue:
             out = module.forward(*args)
             check_plain(leaves_in(out), "returning", module)
             check_mappings(out, module)
@@ -233,7 +234,7 @@ class Pieces:
         program = with_layouts(captured.program, complete(captured.program))
         return replace(captured, program=apply_passes(program, self.strategy.passes_on("captured"))), form
 
-    def _made(self, name: str, captured: Capture, form: OutputTree, leaves: Sequence[Any]) -> CompiledPiece:
+    def _compiled_piece(self, name: str, captured: Capture, form: OutputTree, leaves: Sequence[Any]) -> CompiledPiece:
         """Return the programs of this rank after all passes, with the functions that run them."""
         here, grad = current_communicator(), torch.is_grad_enabled()
         asked = [at for at, x in enumerate(leaves) if grad and isinstance(x, Tensor) and x.requires_grad]

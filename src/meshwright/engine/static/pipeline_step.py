@@ -42,7 +42,7 @@ from meshwright.tensor import leaves_in
 
 from .._errors import StrategyError
 from ..recording.strategy import Pipeline, Strategy
-from ..recording.variants import sizes_of
+from ..recording.variants import Sizes, sizes_of
 
 AUTO = "auto"
 
@@ -102,7 +102,7 @@ class SeparateBatches(tuple[Any, ...]):
     @property
     def firsts(self) -> list[Any]:
         """Return the first batch of each form, which is the sizes of its tensors."""
-        found: dict[Any, Any] = {}
+        found: dict[Sizes, Any] = {}
         for batch in self:
             found.setdefault(_sizes(batch), batch)
         return [*found.values()]
@@ -114,8 +114,12 @@ class SeparateBatches(tuple[Any, ...]):
         return tuple(sizes.index(_sizes(batch)) for batch in self)
 
 
-def _sizes(batch: Any) -> Any:
+def _sizes(batch: Sequence[Any]) -> Sizes:
     return sizes_of(list(leaves_in(batch)))
+
+
+MicrobatchKind = tuple[int, int]
+"""The direction of a microbatch through the chunks, 0 or 1, and the number of its form."""
 
 
 def pipeline_step(
@@ -132,33 +136,68 @@ def pipeline_step(
         StageError, ScheduleError: the schedule does not fit the model's chunks.
         StrategyError: the schedule is for another number of microbatches.
     """
-    first, *_ = programs = [split_stages(c.program) for c in captured]
+    staged = [split_stages(c.program) for c in captured]
     trained = {slot.name for slot in captured[0].slots if slot.is_parameter and slot.tensor.requires_grad}
-    chosen = _choose_schedule(strategy.pipeline, *first, trained)
+    chosen = _choose_schedule(strategy.pipeline, *staged[0], trained)
     schedule = chosen.schedule
-    for program, _ in programs:
+    for program, _ in staged:
         check_renewed(program, schedule)
-    count = range(schedule.sequences)
-    form_of = batch.form_of if isinstance(batch, SeparateBatches) else (0,) * len(count)
-    way_of = [schedule.way_of(m * schedule.slices) for m in count]
-    pairs = sorted({*zip(way_of, form_of, strict=True)})
-    steps = [_staged_step(captured[form], programs[form], way, strategy) for way, form in pairs]
-    _check_alike([stages for (way, _), (_, stages) in zip(pairs, steps, strict=True) if way == 0])
-    own = first[1].of(current_communicator().rank)
-    split = own is not None and schedule.splits(own)
-    how = bool(schedule.recomputed), schedule.slices, split, is_asynchronous(schedule)
-    copies = [split_step(step, stages, *how) for step, stages in steps]
+    kinds = _microbatch_kinds(batch, schedule)
+    copies = _split_copies(captured, staged, sorted({*kinds}), schedule, strategy)
+    copies, again = _with_updates(copies, schedule, update)
+    return PipelineStep(copies, _intake_of(batch, copies, kinds, schedule, strategy), chosen, again)
+
+
+def _microbatch_kinds(batch: Sequence[Any], schedule: Schedule) -> list[MicrobatchKind]:
+    """Return the kind of each microbatch of a batch."""
+    count = schedule.sequences
+    directions = [schedule.way_of(m * schedule.slices) for m in range(count)]
+    forms = batch.form_of if isinstance(batch, SeparateBatches) else (0,) * count
+    return list(zip(directions, forms, strict=True))
+
+
+def _split_copies(
+    captured: Sequence[Capture],
+    staged: Sequence[tuple[Program, Stages]],
+    kinds: Sequence[MicrobatchKind],
+    schedule: Schedule,
+    strategy: Strategy,
+) -> Sequence[RankParts]:
+    """Return this rank's parts of the step of each kind of microbatch."""
+    steps = [_staged_step(captured[form], staged[form], direction, strategy) for direction, form in kinds]
+    _check_alike([stages for (direction, _), (_, stages) in zip(kinds, steps, strict=True) if direction == 0])
+    stage = staged[0][1].of(current_communicator().rank)
+    splits = stage is not None and schedule.splits(stage)
+    options = bool(schedule.recomputed), schedule.slices, splits, is_asynchronous(schedule)
+    return [split_step(step, stages, *options) for step, stages in steps]
+
+
+def _with_updates(
+    copies: Sequence[RankParts], schedule: Schedule, update: Callable[[Program], Sequence[Program]]
+) -> tuple[tuple[RankParts, ...], Program | None]:
+    """Return the parts with the optimizer's update, and the program of later updates if it is another one."""
     per_step = updates(schedule)
-    first_update, *others = update(joint_epilogue(copies, schedule.sequences // per_step))
-    _check_updates(schedule, copies, first_update, others)
+    first, *others = update(joint_epilogue(copies, schedule.sequences // per_step))
+    _check_updates(schedule, copies, first, others)
     again = with_epilogue(copies, others[0])[0].programs[EPILOGUE] if others and per_step > 1 else None
-    copies = with_epilogue(copies, first_update)
+    return with_epilogue(copies, first), again
+
+
+def _intake_of(
+    batch: Sequence[Any],
+    copies: Sequence[RankParts],
+    kinds: Sequence[MicrobatchKind],
+    schedule: Schedule,
+    strategy: Strategy,
+) -> MicrobatchInputs:
+    """Return how the microbatches get their inputs from a batch; `copies` are in the order of the sorted kinds."""
     if isinstance(batch, SeparateBatches):
-        copy_of = [pairs.index(pair) for pair in zip(way_of, form_of, strict=True)]
-        return PipelineStep(copies, separate_batches(copies, copy_of, len(list(leaves_in(batch[0])))), chosen, again)
-    how = strategy.microbatches
-    assert how is not None
-    return PipelineStep(copies, split_batch(copies, schedule, how.leaves(list(leaves_in(batch)))), chosen, again)
+        distinct = sorted({*kinds})
+        copy_of = [distinct.index(kind) for kind in kinds]
+        return separate_batches(copies, copy_of, len(list(leaves_in(batch[0]))))
+    merge = strategy.microbatches
+    assert merge is not None
+    return split_batch(copies, schedule, merge.leaves(list(leaves_in(batch))))
 
 
 def _check_updates(schedule: Schedule, copies: Sequence[RankParts], first: Program, others: Sequence[Program]) -> None:
@@ -271,12 +310,12 @@ def _check_meaning(found: Schedule, options: Pipeline) -> None:
 def _table(options: Pipeline, stages: Stages) -> Schedule:
     if "\n" in options.schedule_mode:
         return parse_schedule(options.schedule_mode)
-    how = schedule_by_name(options.schedule_mode)
+    known = schedule_by_name(options.schedule_mode)
     ranks, microbatches = len(stages.ranks), options.accumulate_steps
-    if not how.takes:
-        return how.make(ranks, microbatches)
+    if not known.takes:
+        return known.make(ranks, microbatches)
     chunks = max(1, len(stages.way) // ranks)
-    return how.make(ranks, microbatches, count_slices(options) if how.takes == "slices" else chunks)
+    return known.make(ranks, microbatches, count_slices(options) if known.takes == "slices" else chunks)
 
 
 def count_slices(options: Pipeline) -> int:

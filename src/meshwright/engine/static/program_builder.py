@@ -1,4 +1,4 @@
-"""From a model and a batch to the program of this rank: captured, laid out, recorded, and behind all passes."""
+"""Build the program of this rank for a batch: capture the model, complete its layouts, record, and run all passes."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ from .program_files import SavedProgram
 
 @dataclass(slots=True)
 class CompiledProgram:
-    """A program, the function that runs it, and where each of its inputs comes from; of a pipeline also its table.
+    """A program, the function that runs it, and the functions that fetch its inputs; for a pipeline also its table.
 
-    One that is not `whole` runs more than its program says, and is in no file: the first of asynchronous steps, where
-    the updates behind its first one are others.
+    A program that is not `whole` runs more than its nodes say, and is never saved. This is the first asynchronous step
+    of a pipeline if its later updates run another program than its first one.
     """
 
     program: Program
@@ -88,9 +88,9 @@ class CompiledProgram:
     table: Mapping[str, Any] | None = None
     whole: bool = True
     shared: bool = True
-    """True if the program is for other ranks, too: for those that hold parts of the same shapes."""
+    """True if the program is also for other ranks: those with parts of the same shapes."""
     digest: str | None = None
-    """A checksum of all that decides which program a recording gives; None where no checksum tells."""
+    """A checksum of everything that determines the program of a recording; None if no checksum covers it."""
     captures: tuple[str, ...] = ()
     """Checksums of the calls that were captured for it."""
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -146,20 +146,20 @@ class Builder:
         self.phases = RecordingPhases(f"{self.mode} program of {type(self.model.network).__name__}")
 
     def build(
-        self, batch: Sequence[Any], dynamic: Dynamic, key: Any
+        self, batch: Sequence[Any], dynamic: Dynamic, key: object
     ) -> tuple[CompiledProgram, BatchPredicate, Capture]:
-        """The program for such a batch, which other batches it fits, and the call that was captured for it.
+        """Return the program for a batch, the test of other batches that it fits, and the captured call.
 
-        Ranks whose `key` is the same share the program.
+        Ranks with the same `key` share the program.
         """
         self._begin()
         with garbage_collection_paused():
-            found = self._built(batch, dynamic, key)
+            found = self._build_step(batch, dynamic, key)
         self.phases.tell()
         return found
 
-    def _built(
-        self, batch: Sequence[Any], dynamic: Dynamic, key: Any
+    def _build_step(
+        self, batch: Sequence[Any], dynamic: Dynamic, key: object
     ) -> tuple[CompiledProgram, BatchPredicate, Capture]:
         if self.mode == "train" and self.model.strategy.pipeline.enable:
             return self._build_pipeline(batch, key)
@@ -167,17 +167,19 @@ class Builder:
         merge = strategy.merge if self.mode == "train" else None
         captured, layouts = self._captured(merge.piece(batch, 0) if merge else batch, dynamic)
         sizes = sizes_of(list(leaves_in(batch)))
-        how = (key, dynamic, sizes, self.model.lies_apart())
-        digest = digest_of([captured], (key, dynamic, () if dynamic else sizes, how[-1]), self.model)
+        apart = self.model.lies_apart()
+        digest = digest_of([captured], (key, dynamic, () if dynamic else sizes, apart), self.model)
         saved = self._saved(digest, batch, [captured])
         if saved is not None:
-            self._lay(captured, layouts)
+            self._apply_layouts(captured, layouts)
             return self._loaded(saved.of_call(self._constants([captured])), digest), saved.holds, captured
-        how = (*how, strategy, self._states_lie(), type(self.model.optimizer))
+        depends_on = (key, dynamic, sizes, apart, strategy, self._states_lie(), type(self.model.optimizer))
         alike = self._records_alike
-        program, fits = recorded_once(current_communicator(), captured, how, lambda: self._made(captured, batch), alike)
+        program, fits = recorded_once(
+            current_communicator(), captured, depends_on, lambda: self._recorded_with_passes(captured, batch), alike
+        )
         self.recordings += 1
-        self._lay(captured, layouts)
+        self._apply_layouts(captured, layouts)
         ready = self._with_facts(self._ready(program), [captured], digest)
         return ready, fits, captured
 
@@ -200,7 +202,7 @@ class Builder:
         return self.model.optimizer is None or not runs_users_code(self.model.optimizer)
 
     def _loaded(self, saved: SavedProgram, digest: str | None) -> CompiledProgram:
-        """A program of a file, ready to run."""
+        """Return a program of a file, ready to run."""
         pipeline = saved.piped
         if pipeline is not None:
             found = self._ready_pipeline(pipeline)
@@ -264,7 +266,7 @@ class Builder:
         return SteadyCalls(current_communicator(), (*loaded, *self.kept.captures(self.model)))
 
     def _on_stages(self, program: Program) -> Program:
-        """The captured program; of a pipeline, each operand is sent to the stage that reads it."""
+        """Return the captured program; in a pipeline, each operand is sent to the stage that reads it."""
         meshes = meshes_of(program)
         in_stages = self.mode == "train" and self.model.strategy.pipeline.enable
         return (
@@ -272,32 +274,33 @@ class Builder:
         )
 
     def _uncut(self, program: Program, layouts: Layouts, batch: Sequence[Any]) -> dict[str, Spec]:
-        """Whole rows for what a batch in pieces has plain, where its tensors would be cut along different axes.
+        """Return layouts with whole rows for plain inputs of a batch that is split into pieces.
 
-        A rank takes a piece of its own part, and those must be the same rows in all tensors.
+        There are none if all tensors of the batch are sharded along the same axes. Each rank takes pieces of its own
+        parts, and these pieces must have the same rows in all tensors.
         """
-        how = self.model.strategy.merge or self.model.strategy.microbatches
-        if how is None:
+        merge = self.model.strategy.merge or self.model.strategy.microbatches
+        if merge is None:
             return {}
-        cut = how.leaves(list(leaves_in(batch)))
+        cut = merge.leaves(list(leaves_in(batch)))
         specs = {i: layouts.specs.get(i.value.name) for i in program.inputs if i.role == "batch" and i.source in cut}
         if len({spec.layout.dims[0] if spec else () for spec in specs.values()}) <= 1:
             return {}
         plain = ((i.value.name, spec) for i, spec in specs.items() if spec is not None and i.spec is None)
         return {n: spec.with_layout(replace(spec.layout, dims=((), *spec.layout.dims[1:]))) for n, spec in plain}
 
-    def _lay(self, captured: Capture, layouts: Layouts) -> None:
+    def _apply_layouts(self, captured: Capture, layouts: Layouts) -> None:
         """Convert parameters, buffers and states to the layouts that the program takes."""
         apply_captured_layouts(captured, self.model.optimizer)
         self.homes |= _state_layouts(captured, layouts)
         self.layouts = layouts
 
-    def _build_pipeline(self, batch: Sequence[Any], key: Any) -> tuple[CompiledProgram, BatchPredicate, Capture]:
-        """The actions of a pipeline's microbatches, each with a program."""
+    def _build_pipeline(self, batch: Sequence[Any], key: object) -> tuple[CompiledProgram, BatchPredicate, Capture]:
+        """Return the step of a pipeline, in which each action has a program, with its test and its captured call."""
         strategy = self.model.strategy
-        how = strategy.microbatches
-        assert how is not None
-        firsts = batch.firsts if isinstance(batch, SeparateBatches) else [how.piece(batch, 0)]
+        microbatches = strategy.microbatches
+        assert microbatches is not None
+        firsts = batch.firsts if isinstance(batch, SeparateBatches) else [microbatches.piece(batch, 0)]
         captured, layouts = self._captured(firsts[0], {})
         homes = _state_layouts(captured, layouts)
         others = [self._captured(first, {}, homes)[0] for first in firsts[1:]]
@@ -305,13 +308,13 @@ class Builder:
         digest = digest_of([captured, *others], (key, sizes, self.model.lies_apart()), self.model)
         saved = self._saved(digest, batch, [captured, *others])
         if saved is not None:
-            self._lay(captured, layouts)
+            self._apply_layouts(captured, layouts)
             return self._loaded(saved.of_call(self._constants([captured, *others])), digest), saved.holds, captured
         self.recordings += 1
         with self.phases.phase("record"):
             found = pipeline_step([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
         fits = captured.fits()
-        self._lay(captured, layouts)
+        self._apply_layouts(captured, layouts)
         passes = self._last_passes()
         with self.phases.phase("passes"):
             found = found.after(lambda part: apply_passes(part, passes))
@@ -337,7 +340,7 @@ class Builder:
         )
 
     def _ready_pipeline(self, found: PipelineStep) -> CompiledProgram:
-        """A pipeline's step, each part compiled where the strategy asks for it."""
+        """Return a pipeline's step with each part as a function, compiled if the strategy asks for it."""
         model = self.model
 
         def make(part: Program) -> tuple[Run, tuple[Value, ...]]:
@@ -357,7 +360,7 @@ class Builder:
         return CompiledProgram(program, run, tuple(run.inputs), fetch, writes, table, found.again is None, apart=apart)
 
     def _ready(self, program: Program, lowered: Program | None = None) -> CompiledProgram:
-        """The program, compiled where the strategy asks for it and it is not yet, with what fetches its inputs."""
+        """Return the program as a function, compiled if the strategy asks for it; `lowered` is compiled already."""
         model = self.model
         writes = {given.value: at for at, given in enumerate(program.inputs)}
         if lowered is None:
@@ -375,19 +378,19 @@ class Builder:
             apart=split_before_update(lowered) if self.mode == "train" and is_compared() else None,
         )
 
-    def _made(self, captured: Capture, batch: Sequence[Any]) -> Program:
-        """The program of this rank, after all passes."""
+    def _recorded_with_passes(self, captured: Capture, batch: Sequence[Any]) -> Program:
+        """Return the program of this rank, after all passes."""
         with self.phases.phase("record"):
             program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
         with self.phases.phase("passes"):
             return apply_passes(program, self._last_passes())
 
     def _last_passes(self) -> Sequence[Pass]:
-        """The passes on what is recorded; inputs that look at one memory are not written over."""
+        """Return the passes on recorded programs; without writes in place if inputs share memory."""
         passes = self.model.strategy.passes_on("recorded")
         return passes if self.model.lies_apart() else without_inputs(passes)
 
-    def _states_lie(self) -> Any:
+    def _states_lie(self) -> object:
         """Return the optimizer's states by key, with their specs or shapes; () outside of training."""
         if self.mode != "train":
             return ()
@@ -403,7 +406,7 @@ class Builder:
         return self._with_update(captured, step)
 
     def _with_updates(self, captured: Capture, step: Program) -> list[Program]:
-        """The step with the optimizer's behind it; and, where that makes states, with one that finds them."""
+        """Return the step with the update; if the update creates states, also the later step that has them."""
         first = self._with_update(captured, step)
         made = made_states(first)
         if not (made and self.model.strategy.pipeline.asynchronous):
@@ -411,9 +414,9 @@ class Builder:
         return [first, self._with_update(captured, step, made)]
 
     def _with_update(self, captured: Capture, step: Program, made: Mapping[StateKey, Input] | None = None) -> Program:
-        """The step, whose outputs are a loss and gradients, and the optimizer's step behind it.
+        """Return the step, whose outputs are a loss and gradients, followed by the optimizer's update.
 
-        States are those that there are, and those that are `made` by then.
+        The update reads the existing states and those that an earlier update has `made`.
         """
         optimizer, strategy, here = self.model.optimizer, self.model.strategy, current_communicator()
         assert optimizer is not None

@@ -51,7 +51,7 @@ Row = Mapping[str, Any]
 
 
 MOST_KERNELS = 2**30
-"""Bytes of a file of kernels."""
+"""Most bytes of a file of kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class SavedProgram:
-    """A program of a file, and the file of its kernels where this machine can run them; or a pipeline's step.
+    """A program or a pipeline's step of a file, with the file of its kernels if this machine can run them.
 
-    It is `shared` if it is for all ranks that hold parts of the same shapes. `holds` tells which batches it is for.
+    It is `shared` if it is for all ranks with parts of the same shapes. `holds` tests if it fits a batch.
     `table` describes the pipeline, if there is one. `constants` maps the place of each input that is a constant of the
     captured call to the number of this constant in the call.
     """
@@ -94,7 +94,7 @@ class SavedProgram:
 
     @property
     def piped(self) -> PipelineStep | None:
-        """The step of a pipeline, or None. Raises an error of Python for a table of another form."""
+        """Return the step of a pipeline, or None. Raises an error of Python for a table of another form."""
         return None if self.table is None else split_joined_step(self.program, self.table)
 
     def of_call(self, constants: Sequence[Tensor]) -> SavedProgram:
@@ -107,7 +107,7 @@ class SavedProgram:
         return replace(self, program=replace(self.program, inputs=tuple(inputs)))
 
     def lowered(self, writes: bool) -> Program:
-        """The program with kernels: those of the file, or new ones, which write in place where they may."""
+        """Return the program with kernels: those of the file, or new ones, which write in place if `writes`."""
         if self.kernels is not None:
             found = self.kernels.load(self.program)
             if found is not None:
@@ -115,20 +115,24 @@ class SavedProgram:
         return compiled(self.program, current_communicator(), writes=writes)
 
     def fits(self, leaves: Sequence[Any], model: RecordedModel, trains: bool) -> bool:
-        """True for a batch of such sizes and, for a training step, an optimizer with such states.
+        """True if the program fits a batch and, for a training step, the optimizer's states.
 
-        States that can be made before the first step may be missing.
+        States that can be created before the first step may be missing.
         """
         optimizer = model.optimizer if trains else None
         return self.holds(leaves) and states_fit(self.program.inputs, model.slots(), optimizer)
 
 
 def save_programs(
-    folder: Any, model: RecordedModel, variants: Variants[Any], marks: Mapping[str, str], kernels: bool
+    folder: str | os.PathLike[str],
+    model: RecordedModel,
+    variants: Variants[Any],
+    marks: Mapping[str, str],
+    kernels: bool,
 ) -> None:
-    """Write the programs that can still be asked for, each by the first rank that it is for, and remove earlier ones.
+    """Write the recorded programs, each by the first rank that it is for, and remove those of earlier calls.
 
-    Every rank makes the call, which returns when all have written.
+    Every rank makes the call, which returns when all ranks have written.
     """
     here, place = current_communicator(), Path(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -188,7 +192,7 @@ def _saved_kernels(place: Path, name: str, program: Program) -> Iterator[dict[st
 
 
 def _kernels(place: Path, rows: Sequence[Row], program: str) -> Kernels | None:
-    """The file with kernels and its checksum, where it is what was saved, and was saved on such a machine."""
+    """Return the file with a program's kernels; None if there is none, or it is of another kind of machine."""
     name = program.replace(".safetensors", ".pt2")
     for row in rows:
         if row["machine"] == machine() and row["file"] == name and (place / name).exists():
@@ -204,7 +208,9 @@ class TrustedCode:
     operators: frozenset[str] = frozenset()
 
 
-def load_programs(folder: Any, model: RecordedModel, trusted: TrustedCode) -> list[tuple[str, SavedProgram]]:
+def load_programs(
+    folder: str | os.PathLike[str], model: RecordedModel, trusted: TrustedCode
+) -> list[tuple[str, SavedProgram]]:
     """Return the programs of a folder that are for this rank, with their digests.
 
     Raises ProgramFileError for files that hold none, and StaticError for programs of another model.

@@ -1,4 +1,4 @@
-"""One call from a module to programs: `to_static` gives a model whose steps are captured, recorded and run as one."""
+"""`to_static`: a model whose steps are captured, recorded and run as programs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from meshwright.comm import current_communicator
 from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
+from meshwright.layout import TorchValue
 from meshwright.search import MeshPlan
 from meshwright.tensor import (
     as_part,
@@ -45,19 +46,20 @@ def to_static(
     optimizer: Optimizer | None = None,
     strategy: Strategy | None = None,
 ) -> DistModel:
-    """`layer`, whose training step (forward, loss, backward, update) runs as one program recorded for every rank.
+    """Return a model whose training step (forward, loss, backward, update) runs as one program on every rank.
 
-    Programs are recorded at the first call for a batch of new shapes. `model` and `optimizer` stay what they are and
-    share their tensors with the programs: going on eagerly is a matter of calling them.
+    Programs are recorded at the first call with a batch of new shapes. `model` and `optimizer` are not changed and
+    share their tensors with the programs, so they can still be called in the eager mode.
     """
     return DistModel(model, loader, loss, optimizer, strategy or Strategy())
 
 
 class DistModel:
-    """A model whose steps run as programs, made by `to_static`: call it with a batch.
+    """A model whose steps run as programs; `to_static` creates it, and it is called with a batch.
 
-    In training it makes a step and gives the loss of the whole batch; in evaluation it gives the loss, in prediction
-    what the network gives. It trains where there are a loss and an optimizer, and predicts where there is none.
+    In training mode a call makes a step and returns the loss of the whole batch. In evaluation mode it returns the
+    loss, and in prediction mode the network's result. The first mode is training if there is an optimizer, evaluation
+    if there is only a loss, and prediction otherwise.
     """
 
     def __init__(
@@ -82,9 +84,9 @@ class DistModel:
         self.plan: MeshPlan | None = None
         """The plan that `auto` has chosen; None for a marked model."""
         self.before: list[Callable[[Sequence[Any]], None]] = []
-        """Is called with the leaves of each batch that is trained on, and may refuse it."""
+        """Functions that get the leaves of each training batch, and may raise an error."""
         self.pieces: Pieces | None = None
-        """The modules that run as programs, where the whole could not be one."""
+        """The modules that run as programs, if the whole model cannot be one program."""
 
     @property
     def network(self) -> nn.Module:
@@ -109,12 +111,12 @@ class DistModel:
 
     @property
     def pipeline(self) -> ScheduleChoice | None:
-        """The schedule of the microbatches, and why it is that one; once a pipeline was called."""
+        """Return the schedule of the microbatches and the reason for it; None before the first call of a pipeline."""
         return self._builder.pipeline
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The factor of the loss in training with `amp` in float16, which the steps change; None without."""
+        """Return the factor of the loss, which the steps change; None without `amp` in float16."""
         return self._builder.loss_scale
 
     @property
@@ -122,7 +124,7 @@ class DistModel:
         return self._builder.mode
 
     def train(self) -> DistModel:
-        """From now on calls make training steps. Raises StaticError where there is no optimizer."""
+        """Make calls training steps from now on. Raises StaticError without an optimizer."""
         if self.optimizer is None:
             raise StaticError(
                 "dist_model.train()",
@@ -135,19 +137,19 @@ class DistModel:
         return self
 
     def eval(self) -> DistModel:
-        """From now on calls give the loss and change nothing."""
+        """Make calls return the loss from now on, and change nothing."""
         self._builder.mode = "eval"
         self.network.eval()
         return self
 
     def predict(self) -> DistModel:
-        """From now on calls give what the network gives."""
+        """Make calls return the network's result from now on."""
         self._builder.mode = "predict"
         self.network.eval()
         return self
 
-    def __call__(self, *batch: Any) -> Any:
-        """The loss of the whole batch, the same on every rank; what the network gives in prediction."""
+    def __call__(self, *batch: TorchValue) -> TorchValue:
+        """Return the loss of the whole batch, equal on every rank; the network's result in prediction mode."""
         leaves = list(leaves_in(batch))
         for check in self.before if self.mode == "train" else ():
             check(leaves)
@@ -155,26 +157,26 @@ class DistModel:
         if self.pieces is None:
             refuse_call(self._now.optimizer)
             try:
-                found = self._found(batch, leaves)
+                found = self._program_for(batch, leaves)
             except CaptureError as error:
                 if self.strategy.full_graph:
                     raise
                 self.pieces = Pieces(self.network, self.strategy, error)
             else:
-                return self._run(found, leaves)
+                return self._run_program(found, leaves)
         return self._run_pieces(batch)
 
     def accumulate(self, batches: Iterable[Sequence[Any]]) -> Tensor:
-        """A training step whose microbatches are these batches, each with sizes of its own; gives their mean loss.
+        """Make a training step with these batches as microbatches, whose sizes may differ; return their mean loss.
 
-        There are as many as the pipeline has microbatches, and each counts as much as any other. Each new row of sizes
-        is recorded anew. Raises StaticError without a pipeline, and for another number.
+        The number of batches must be that of the pipeline's microbatches, and all have the same weight. Each new
+        sequence of sizes is recorded. Raises StaticError without a pipeline, and for another number of batches.
         """
         separate = SeparateBatches(batches)
         self._check_separate(separate)
         refuse_shared(self.network)
         leaves = list(leaves_in(tuple(separate)))
-        return self._run(self._found(separate, leaves), leaves)
+        return self._run_program(self._program_for(separate, leaves), leaves)
 
     def _check_separate(self, batches: SeparateBatches) -> None:
         options = self.strategy.pipeline
@@ -194,21 +196,21 @@ class DistModel:
                 f"pass {options.accumulate_steps} batches with the same structure",
             )
 
-    def compile(self, *batch: Any) -> Program:
-        """The program for such a batch, recorded and not run; tensors may be on the meta device."""
-        return self._found(batch, list(leaves_in(batch))).program
+    def compile(self, *batch: TorchValue) -> Program:
+        """Return the program for a batch, recorded but not run; tensors may be on the meta device."""
+        return self._program_for(batch, list(leaves_in(batch))).program
 
-    def _found(self, batch: Sequence[Any], leaves: Sequence[Any]) -> CompiledProgram:
-        """The program that takes the batch, recorded now if there is none."""
+    def _program_for(self, batch: Sequence[Any], leaves: Sequence[Any]) -> CompiledProgram:
+        """Return the program for the batch, recorded now if there is none."""
         key = self._key(batch)
         found = self._variants.find(key, leaves)
         if found is None:
-            found = self._built(batch, key, leaves)
+            found = self._record_program(batch, key, leaves)
         self._latest = found
         return found
 
-    def _built(self, batch: Sequence[Any], key: Any, leaves: Sequence[Any]) -> CompiledProgram:
-        """The program for the batch, recorded now if no file has it."""
+    def _record_program(self, batch: Sequence[Any], key: object, leaves: Sequence[Any]) -> CompiledProgram:
+        """Return a new program for the batch, from a file or recorded now."""
         open_sizes = self._variants.open_sizes(key, leaves)
         dynamic = {} if self._is_of_one_size else open_sizes
         self._marks = self._marks or first_marks(self.network)
@@ -229,13 +231,13 @@ class DistModel:
 
     @property
     def _is_of_one_size(self) -> bool:
-        """True where a program is right for the sizes that it was recorded with: of kernels, and of pieces."""
+        """True if a program fits only the sizes that it was recorded with: with compiled kernels, or a split batch."""
         in_pieces = self.strategy.merge is not None or self.strategy.pipeline.enable
         return self.strategy.compiler == "inductor" or (in_pieces and self.mode == "train")
 
     @property
     def program(self) -> Program:
-        """The program that ran last. Raises StaticError before the first call."""
+        """Return the program that ran last. Raises StaticError before the first call."""
         if self._latest is None:
             raise StaticError(
                 "dist_model.program",
@@ -251,26 +253,26 @@ class DistModel:
         return self._builder.recordings
 
     def save(self, folder: str | os.PathLike[str], kernels: bool = False) -> None:
-        """Write every program recorded so far into a folder, one for all ranks; `load` takes them from there.
+        """Write every program recorded so far into a folder, from which `load` reads them; ranks share the folder.
 
-        Every rank makes the call, which returns when the folder is complete. Of ranks that hold parts of the same
-        shapes the first one writes. Parameters and states are no part of it. With `kernels`, programs in which ranks do
-        not communicate are compiled ahead of time for `Strategy(compiler="inductor")`.
+        Every rank makes the call, which returns when the folder is complete. Among ranks with parts of the same shapes,
+        the first one writes. Parameters and states are not written. With `kernels`, programs in which ranks do not
+        communicate are compiled ahead of time for `Strategy(compiler="inductor")`.
 
-        Raises ProgramFileError for programs that no file can hold.
+        Raises ProgramFileError for programs that cannot be saved.
         """
         save_programs(folder, self._builder.model, self._variants, self._marks, kernels)
 
     def load(self, folder: str | os.PathLike[str], kernels: bool = False, operators: Collection[str] = ()) -> DistModel:
-        """From now on the programs that such a model saved are used, and not recorded again; gives the model itself.
+        """Use the programs in a folder from now on instead of recording them again; return the model itself.
 
-        The model is still captured at the first call for a kind of batch. A program is used if the capture is the one
-        that it was recorded of. A file may name operators of torch that are functions of tensors only; `operators`
-        names those of other libraries that it may use too, such as "mylib" or "mylib.scale". With `kernels`, compiled
-        kernels of the folder are used: they are native code, so pass it only for files that you trust.
+        The model is still captured at the first call for a kind of batch. A program is used if it was recorded from an
+        equal capture. A file may name operators of torch that are functions of tensors only; `operators` names further
+        ones of other libraries, such as "mylib" or "mylib.scale". With `kernels`, compiled kernels of the folder are
+        used. They are native code, so set it only for files that you trust.
 
-        Raises StaticError for programs of another model, another loss, optimizer or strategy, or of another number of
-        ranks, and ProgramFileError for files that hold none.
+        Raises StaticError for programs of another model, loss, optimizer or strategy, or of another number of ranks,
+        and ProgramFileError for files without programs.
         """
         self._builder.loaded += load_programs(folder, self._builder.model, TrustedCode(kernels, frozenset(operators)))
         return self
@@ -281,7 +283,7 @@ class DistModel:
         return self._roots if self.mode == "train" else replace(self._roots, optimizer=None)
 
     def state_dict(self, mode: Literal["all", "param", "opt"] = "all") -> dict[str, Any]:
-        """Parameters and buffers by name, and the optimizer's states by "parameter.key"."""
+        """Return parameters and buffers by name, and the optimizer's states by "parameter.key"."""
         found: dict[str, Any] = {}
         model = self._builder.model
         if mode in ("all", "param"):
@@ -290,7 +292,7 @@ class DistModel:
             found |= {f"{name}.{key}": value for (name, key), value in model.states().items()}
         return found
 
-    def _run(self, found: CompiledProgram, leaves: Sequence[Any]) -> Any:
+    def _run_program(self, found: CompiledProgram, leaves: Sequence[Any]) -> TorchValue:
         step = current_communicator().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
         self._runs += 1
         alike = values_equal_on_ranks(self.optimizer if self.mode == "train" else None)
@@ -313,8 +315,8 @@ class DistModel:
             self._keep_states(made, found.program)
         return outputs["out"]
 
-    def _run_pieces(self, batch: Sequence[Any]) -> Any:
-        """The step in Python, with programs in the place of the modules that could be captured."""
+    def _run_pieces(self, batch: Sequence[Any]) -> TorchValue:
+        """Run the step in Python, with programs in place of the modules that can be captured."""
         assert self.pieces is not None
         with self.pieces.in_place(), torch.set_grad_enabled(self.mode == "train"):
             out = self._builder.model.call(self.mode, *batch)
@@ -325,7 +327,7 @@ class DistModel:
         return map_tensors(lambda x: full_tensor(x.detach()), out)
 
     def _keep_states(self, states: Mapping[StateKey, Any], program: Program) -> None:
-        """The optimizer's states that the first step made."""
+        """Store the optimizer's states that the first step created."""
         if self.optimizer is None:
             return
         parameters = {slot.name: slot.tensor for slot in self._builder.model.slots()}
@@ -334,7 +336,7 @@ class DistModel:
             spec = program.specs.get(made) if isinstance(made, Value) else None
             self.optimizer.state[parameters[name]][key] = value if spec is None else as_part(value, spec)
 
-    def _key(self, batch: Sequence[Any]) -> Any:
+    def _key(self, batch: Sequence[Any]) -> object:
         """Return the key that two calls must share, beside the sizes of their batches, to use one program."""
         constants = self._builder.model.constants() if self.mode == "train" else ()
         return (self.mode, constants, form_of(batch))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import current_world, decode_value, encode_value
 from meshwright.comm import current_communicator
-from meshwright.layout import Placement, ProcessMesh, Spec, layout_of
+from meshwright.layout import Placement, ProcessMesh, Spec, TorchValue, layout_of
 from meshwright.tensor import map_tensors
 
 from .._errors import BatchError
@@ -82,14 +82,14 @@ class ShardDataLoader:
         sampler = self.sampler
         if sampler is None:
             for batch in self.dataloader:
-                yield self._laid(batch, None)
+                yield self._distributed_batch(batch, None)
             return
         steps = sampler.steps(sampler.place)
         with torch.random.fork_rng(devices=[]):  # a loader draws a seed, and a resumed run draws it again
             batches = iter(self.dataloader)
         for rows, batch in zip(steps, batches, strict=False):
             sampler.place = rows.behind  # the loader may have fetched more
-            yield self._laid(batch, rows if self._splitted else None)
+            yield self._distributed_batch(batch, rows if self._splitted else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data; every rank calls it."""
@@ -169,15 +169,15 @@ class ShardDataLoader:
             return True
         return rank in one[0] and _rows(one, count, rank) == _rows(other, count, rank)
 
-    def _laid(self, batch: Any, rows: StepSamples | None) -> Any:
+    def _distributed_batch(self, batch: TorchValue, rows: StepSamples | None) -> TorchValue:
         """Return the distributed batch. If there are several meshes, each input is put on its own mesh."""
         if len(self._targets) == 1:
-            return self._on(batch, 0, rows)
+            return self._distributed_input(batch, 0, rows)
         if isinstance(batch, Mapping):
             order = self._order(batch)
-            return {key: self._on(value, order.index(key), rows) for key, value in batch.items()}
+            return {key: self._distributed_input(value, order.index(key), rows) for key, value in batch.items()}
         self._check(batch, len(batch) if isinstance(batch, (list, tuple)) else 1)
-        laid = [self._on(value, at, rows) for at, value in enumerate(batch)]
+        laid = [self._distributed_input(value, at, rows) for at, value in enumerate(batch)]
         return type(batch)(*laid) if hasattr(batch, "_fields") else type(batch)(laid)
 
     def _order(self, batch: Mapping[str, Any]) -> list[str]:
@@ -192,7 +192,7 @@ class ShardDataLoader:
         self._check(batch, len(order))
         return order
 
-    def _check(self, batch: Any, count: int) -> None:
+    def _check(self, batch: object, count: int) -> None:
         if count != len(self._targets):
             raise BatchError(
                 f"a batch over {len(self._targets)} meshes",
@@ -201,7 +201,7 @@ class ShardDataLoader:
                 "pass one mesh for all inputs, or a list with one mesh per input",
             )
 
-    def _on(self, value: Any, at: int, rows: StepSamples | None) -> Any:
+    def _distributed_input(self, value: TorchValue, at: int, rows: StepSamples | None) -> TorchValue:
         mesh, placements = self._targets[at]
 
         def lay(x: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class ShardDataLoader:
         return map_tensors(lay, value)
 
 
-def _sampler_of(loader: Any) -> GlobalSampler | None:
+def _sampler_of(loader: object) -> GlobalSampler | None:
     found = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
     return next((sampler for sampler in found if isinstance(sampler, GlobalSampler)), None)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import PostedCommunicator, current_communicator
-from meshwright.layout import ProcessMesh
+from meshwright.layout import ProcessMesh, TorchValue
 from meshwright.passes import Merge
 from meshwright.pipeline import ActionKind, Schedule, StageError, Stages
 
@@ -46,7 +46,7 @@ class Microbatches:
         """Return the same steps with another autocast dtype and another scaler."""
         return Microbatches(self.model, self.loss, self.schedule, self._stages, autocast, scaler)
 
-    def __call__(self, *batch: Any) -> Tensor:
+    def __call__(self, *batch: TorchValue) -> Tensor:
         """Return the mean loss of all microbatches of a batch. Raises RewriteError if their sizes would differ."""
         count = self.schedule.microbatches
         return self.accumulate([Merge(count).piece(batch, m) for m in range(count)])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import Catalogue, CheckpointError, HeldTensor, World
-from meshwright.layout import InputError, Layout, ProcessMesh, Spec, read_json
+from meshwright.layout import InputError, JsonValue, Layout, ProcessMesh, Spec, read_json
 from meshwright.tensor import current_random_source
 
 NAME = "random"
@@ -101,7 +101,7 @@ def _written() -> bytes:
     return json.dumps(states).encode()
 
 
-def _set(states: Any) -> None:
+def _set(states: JsonValue) -> None:
     torch.set_rng_state(_bytes(bytes.fromhex(states["torch"])))
     random.setstate(_python_state(states))
     np.random.set_state(_numpy_state(states))
@@ -109,11 +109,11 @@ def _set(states: Any) -> None:
         torch.cuda.set_rng_state(_bytes(bytes.fromhex(states["cuda"])))
 
 
-def _python_state(states: Any) -> Any:
+def _python_state(states: JsonValue) -> tuple[Any, ...]:
     version, words, gauss = states["python"]
     return version, tuple(words), gauss
 
 
-def _numpy_state(states: Any) -> Any:
+def _numpy_state(states: JsonValue) -> tuple[Any, ...]:
     kind, keys, *rest = states["numpy"]
     return kind, np.array(keys, dtype=np.uint32), *rest

@@ -20,6 +20,7 @@ from meshwright.checkpoint import (
     open_together,
     save,
 )
+from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor
 
 Where = str | os.PathLike[str]
@@ -83,7 +84,7 @@ def held(x: Tensor) -> HeldTensor:
     return HeldTensor(x.to_local().detach(), x.spec) if isinstance(x, DistTensor) else HeldTensor(x.detach())
 
 
-def _held(state: Any) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
+def _held(state: TorchValue) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
     """Return the tensors and the values of a state, by name."""
     tensors: dict[str, HeldTensor] = {}
     values: dict[str, Any] = {}
@@ -102,14 +103,14 @@ def _held(state: Any) -> tuple[dict[str, HeldTensor], dict[str, Any]]:
     return tensors, values
 
 
-def _leaves(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(name: str, tree: TorchValue) -> Iterator[tuple[str, Any]]:
     for key, value in _inside(tree) or ():
         yield from _leaves(f"{name}.{key}" if name else str(key), value)
     if _inside(tree) is None:
         yield name, tree
 
 
-def _inside(tree: Any) -> list[tuple[Any, Any]] | None:
+def _inside(tree: TorchValue) -> list[tuple[Any, Any]] | None:
     """Return the entries of a dict, or of a list that contains tensors or dicts; None for a leaf."""
     if isinstance(tree, Mapping):
         return list(tree.items())
@@ -118,7 +119,7 @@ def _inside(tree: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _filled(tree: Any, name: str, values: Mapping[str, Any]) -> Any:
+def _filled(tree: TorchValue, name: str, values: Mapping[str, Any]) -> TorchValue:
     """Return `tree` with the values that were saved; dicts and lists are changed in place."""
     entries = _inside(tree)
     if entries is None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint import current_world, hold_folder
 from meshwright.cost import DEVICES, device_of
+from meshwright.layout import TorchValue
 from meshwright.search import MeshPlan
 from meshwright.tensor import DistTensor, tensors_in
 
@@ -192,9 +193,10 @@ class _Run:
     def _listeners(
         self, tell: EventListener | None
     ) -> tuple[int, Where | None, Where | None, bool, EventListener | None]:
-        how = self.training
-        log = how.log if how.log is not None or how.folder is None else Path(how.folder) / "log.jsonl"
-        return how.steps, log, how.tensorboard, how.show, tell
+        training, log = self.training, self.training.log
+        if log is None and training.folder is not None:
+            log = Path(training.folder) / "log.jsonl"
+        return training.steps, log, training.tensorboard, training.show, tell
 
     def _resume(self) -> None:
         if self.training.folder is None:
@@ -296,7 +298,7 @@ class _Run:
             flops = 6.0 * tokens * sum(p.numel() for p in self.network.parameters())
         return flops / (device_seconds * self.peak(self.training.autocast or next(self.network.parameters()).dtype))
 
-    def _loss_of(self, batch: Any) -> Tensor:
+    def _loss_of(self, batch: TorchValue) -> Tensor:
         given, named = _arguments(batch)
         if self.loss is None:
             out = self.network(*given, **named)
@@ -340,7 +342,7 @@ class _CheckpointExtras:
     data: Any
     scaler: torch.amp.GradScaler
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         place = self.data.state_dict()
         return {"data": place, "loss_scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else place
 
@@ -351,7 +353,7 @@ class _CheckpointExtras:
             self.scaler.load_state_dict(scale)
 
 
-def _check(model: Any, data: Any, training: Training, scaler: Any) -> None:
+def _check(model: object, data: object, training: Training, scaler: object) -> None:
     """Raise TrainingError for a model or scaler that does not fit, BatchError for data that cannot resume."""
     if isinstance(model, Microbatches) and model.scaler not in (None, scaler):
         raise TrainingError(
@@ -405,13 +407,13 @@ def _endless(data: Iterable[Any]) -> Iterator[Any]:
     )
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(batch: TorchValue) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)), {}
 
 
-def _tokens(batch: Any) -> int:
+def _tokens(batch: TorchValue) -> int:
     """Return the elements of the first input if they are integers, else its rows."""
     first = next(tensors_in(batch), None)
     if first is None or first.dim() == 0:
@@ -452,5 +454,5 @@ def _text(path: str | os.PathLike[str] | None) -> str | None:
     return None if path is None else os.fspath(path)
 
 
-def _silent(_: Any) -> None:
+def _silent(_: object) -> None:
     """Ignore an event, on ranks other than 0."""

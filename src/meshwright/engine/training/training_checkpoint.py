@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,9 @@ def save_checkpoint(
     step: int,
     model: Model,
     optimizer: Optimizer | None = None,
-    scheduler: Any = None,
+    scheduler: object = None,
     *,
-    data: Any = None,
+    data: object = None,
     async_save: bool = False,
     keep: int | None = None,
 ) -> Saving:
@@ -73,7 +73,7 @@ def save_checkpoint(
     states of torch's, Python's and NumPy's generators, and the step. `data` is an object with `state_dict`, or a Python
     value. A static model includes its own optimizer and the scale of its loss. All else is as in `save_state_dict`.
     """
-    network, optimizer = _parts(model, optimizer)
+    network, optimizer = _network_and_optimizer(model, optimizer)
     tensors: dict[str, HeldTensor] = {}
     values: dict[str, Any] = {"step": step, "data": _state_of(data), "scheduler": _state_of(scheduler)}
     scale = _scale_of(model)
@@ -95,9 +95,9 @@ def load_checkpoint(
     path: Where,
     model: Model,
     optimizer: Optimizer | None = None,
-    scheduler: Any = None,
+    scheduler: object = None,
     *,
-    data: Any = None,
+    data: object = None,
     strict: bool = True,
 ) -> Resumed:
     """Restore everything that `save_checkpoint` wrote, on any mesh; every rank calls it.
@@ -111,14 +111,14 @@ def load_checkpoint(
     Raises:
         CheckpointError: the checkpoint does not fit; nothing has been changed.
     """
-    network, optimizer = _parts(model, optimizer)
+    network, optimizer = _network_and_optimizer(model, optimizer)
     catalogue = open_together(path)
     _check_run(catalogue)
-    other = "" if optimizer is None else _other_optimizer(catalogue, optimizer)
+    other = _other_optimizer(catalogue, optimizer)
     kept = None if other else optimizer
     tensors = {f"{MODEL}{name}": held(x) for name, x in network.state_dict().items() if isinstance(x, Tensor)}
     same = _are_on_the_same_meshes(catalogue, tensors)
-    states = [] if kept is None else _states_for(catalogue, network, kept)
+    states = _states_for(catalogue, network, kept)
     tensors |= {f"{STATE}{name}.{key}": held(x) for name, _, found in states for key, x in found.items()}
     random = place_for_random(catalogue, current_world(), same)
     scopes = (MODEL,) if kept is None else (MODEL, STATE)
@@ -142,7 +142,7 @@ def load_checkpoint(
         restored.undo()
         raise
     if kept is not None:
-        _put_back(catalogue, kept, [state for state in states if f"{MODEL}{state[0]}" not in report.left_out])
+        _put_back(catalogue, kept, states, report.left_out)
     put_back_random(random, current_world(), same)
     return Resumed(catalogue.values["step"], catalogue.values["data"], catalogue.folder, report)
 
@@ -165,7 +165,7 @@ def _objects(
     return found
 
 
-def _parts(model: Model, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+def _network_and_optimizer(model: Model, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
     return (model.network, optimizer or model.optimizer) if isinstance(model, DistModel) else (model, optimizer)
 
 
@@ -222,8 +222,10 @@ def _is_run(catalogue: Catalogue) -> bool:
     )
 
 
-def _other_optimizer(catalogue: Catalogue, optimizer: Optimizer) -> str:
-    """Return how the saved optimizer differs in kind, groups or options, in words."""
+def _other_optimizer(catalogue: Catalogue, optimizer: Optimizer | None) -> str:
+    """Return how the saved optimizer differs in kind, groups or options, in words; "" if it does not."""
+    if optimizer is None:
+        return ""
     groups, here = catalogue.values.get(GROUPS, []), optimizer.param_groups
     saved, kind = catalogue.values.get(KIND), type(optimizer).__name__
     if saved is not None and saved != kind:
@@ -243,25 +245,33 @@ def _are_on_the_same_meshes(catalogue: Catalogue, tensors: Mapping[str, HeldTens
     return all(name in catalogue.entries and catalogue.entries[name].mesh is mesh for name, mesh in meshes.items())
 
 
-def _states_for(catalogue: Catalogue, network: nn.Module, optimizer: Optimizer) -> States:
+def _states_for(catalogue: Catalogue, network: nn.Module, optimizer: Optimizer | None) -> States:
     """Return a tensor for every saved state: the existing one if it fits, else a new one in its parameter's layout."""
-    keys: dict[str, list[str]] = {}
-    for entry in catalogue.entries:
-        name, _, key = entry.removeprefix(STATE).rpartition(".")
-        if entry.startswith(STATE):
-            keys.setdefault(name, []).append(key)
+    if optimizer is None:
+        return []
+    keys = _saved_state_keys(catalogue)
     found: States = []
     for name, p in _named(network, optimizer):
         there = optimizer.state.get(p, {})
         entries = {key: catalogue.entries[f"{STATE}{name}.{key}"] for key in keys.get(name, ())}
-        kept = {key: there[key] for key, entry in entries.items() if _fits(entry, there.get(key))}
+        kept = {key: there[key] for key, entry in entries.items() if _fits_entry(entry, there.get(key))}
         new = {key: _new_state(entry, p) for key, entry in entries.items() if key not in kept}
         distribute_states(optimizer, p, new)
         found.append((name, p, {**new, **kept}))
     return found
 
 
-def _fits(entry: Entry, there: Any) -> bool:
+def _saved_state_keys(catalogue: Catalogue) -> dict[str, list[str]]:
+    """Return the keys of the saved states of each parameter."""
+    found: dict[str, list[str]] = {}
+    for entry in catalogue.entries:
+        name, _, key = entry.removeprefix(STATE).rpartition(".")
+        if entry.startswith(STATE):
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def _fits_entry(entry: Entry, there: object) -> bool:
     return isinstance(there, Tensor) and tuple(there.shape) == entry.shape and there.dtype is entry.dtype
 
 
@@ -276,9 +286,11 @@ def _new_state(entry: Entry, p: Tensor) -> Tensor:
     return as_part(local, spec) if rank in spec.mesh else absent(local, spec)
 
 
-def _put_back(catalogue: Catalogue, optimizer: Optimizer, states: States) -> None:
-    """Give the optimizer its states; its options are there."""
+def _put_back(catalogue: Catalogue, optimizer: Optimizer, states: States, left_out: Set[str]) -> None:
+    """Give the optimizer the states of the parameters that were loaded; it has its options already."""
     for name, p, found in states:
+        if f"{MODEL}{name}" in left_out:
+            continue
         prefix = f"{STATE}{name}."
         plain = {n.removeprefix(prefix): v for n, v in catalogue.values.items() if n.startswith(prefix)}
         optimizer.state[p] = {**found, **{key: value for key, value in plain.items() if "." not in key}}

@@ -92,7 +92,7 @@ def _write_line(file: IO[str], line: str) -> None:
         warnings.warn(f"the log {file.name} misses a line: {error.strerror}", RuntimeWarning, stacklevel=2)
 
 
-def _in_json(value: Any) -> Any:
+def _in_json(value: object) -> object:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
