@@ -91,7 +91,6 @@ def with_epilogue(ways: Sequence[RankParts], behind: Program) -> tuple[RankParts
             parts,
             programs={**parts.programs, EPILOGUE: empty if n else behind},
             gives={**parts.gives, EPILOGUE: ()},
-            sums=tuple(v for v in parts.sums if v in totals),
             terms=tuple((x, v) for x, v in parts.terms if v in totals),
         )
         for n, parts in enumerate(ways)

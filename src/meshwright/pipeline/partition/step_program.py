@@ -188,7 +188,7 @@ class _Reader:
         renewed = tuple((self.of(x), self.of(v)) for x, v in row["renewed"])
         stages = Stages(tuple(map(tuple, ranks)), tuple(way))
         crossings = tuple(self._crossing(*each) for each in row["crossings"])
-        return RankParts(self.inputs, stages, programs, gives, crossings, tuple(v for _, v in terms), terms, renewed)
+        return RankParts(self.inputs, stages, programs, gives, crossings, terms, renewed)
 
     def _program(self, begin: int, end: int, outputs: Any, results: Iterable[Value]) -> Program:
         nodes, specs = self.whole.nodes[begin:end], self.whole.specs
