@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.graph import (
     Draft,
     Node,
+    Op,
     Operator,
     Program,
     StageSend,
@@ -28,6 +29,7 @@ from meshwright.graph import (
     name_of,
     values_in,
 )
+from meshwright.layout import TorchValue
 from meshwright.spmd import BoundRule, Call, RuleError, describe, split_factor
 from meshwright.spmd import factor_choices as ways_to_cut
 from meshwright.tensor import STAGE_SPLIT, ReshardMark
@@ -74,6 +76,8 @@ class Terms:
     values: tuple[Value, ...]
 
 
+Arguments = tuple[TorchValue, ...]
+NamedArguments = Mapping[str, TorchValue]
 SlicedValue = Value | Pieces | Terms
 SliceRule = Callable[["Slicer", Node], bool]
 """Cuts a node without its rule; returns False if the rule applies."""
@@ -104,7 +108,7 @@ class Slicer:
         self._at: dict[Value, int] = {}
         self._given = {i.value for i in program.inputs if i.role == "batch"}
         self._learned = {i.value for i in program.inputs if i.role == "parameter"}
-        self._stand_ins: dict[Value, Any] = {}
+        self._stand_ins: dict[Value, Tensor] = {}
         self._cut_before: dict[tuple[Value, SequenceCut], tuple[Value, ...]] = {}
         self._entering: dict[Value, Pieces] = {}
         self._node: Node | None = None
@@ -166,7 +170,7 @@ class Slicer:
 
     # --- values --------------------------------------------------------------------------------------------------
 
-    def add(self, n: int, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def add(self, n: int, op: Op, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
         """Add a node of slice n and return its output. Raises StageError if it would read a value of a later slice."""
         assert self._node is not None
         ahead = next((v for v in values_in((args, kwargs)) if self._at.get(v, 0) > n), None)
@@ -252,9 +256,7 @@ class Slicer:
     def factor(self, node: Node) -> tuple[BoundRule, int, tuple[int, ...]]:
         """Return the node's bound rule, the factor along which its operands are cut, and the lengths of its slices."""
         call = self._described(node)
-        operands: list[Value | None] = call.operands(node.args, node.kwargs)
-        pieces = ((at, self._entering.get(v, self.held[v])) for at, v in enumerate(operands) if v is not None)
-        cuts = {at: x.cut for at, x in pieces if isinstance(x, Pieces)}
+        cuts = self._cuts_of(call.operands(node.args, node.kwargs))
         if not cuts:
             raise self.refusal(self.told, "the sliced value is not an operand of the operator's rule")
         bound = call.bound
@@ -264,9 +266,14 @@ class Slicer:
         lengths = {cut.lengths for cut in cuts.values()}
         if len(factors) != 1 or None in factors or len(lengths) != 1:
             raise self.refusal(self.told, "its operands are sliced along different dims")
-        (factor,), (own,) = factors, lengths
+        (factor,), (lengths_of_all,) = factors, lengths
         assert factor is not None
-        return bound, factor, own
+        return bound, factor, lengths_of_all
+
+    def _cuts_of(self, operands: Sequence[Value | None]) -> dict[int, SequenceCut]:
+        """Return the cut of each operand that is in slices, by the position of the operand."""
+        held = ((at, self._entering.get(v, self.held[v])) for at, v in enumerate(operands) if v is not None)
+        return {at: x.cut for at, x in held if isinstance(x, Pieces)}
 
     def local(
         self, node: Node, bound: BoundRule, factor: int, lengths: tuple[int, ...], known: bool = False
@@ -275,16 +282,10 @@ class Slicer:
 
         Unless it is `known` that the node may be cut along the factor, its rule is checked first.
         """
-        formed = bound.names[factor] in bound.rule.forms or factor in bound.whole
-        ways = () if formed else tuple(ways_to_cut(bound, factor))
-        fits = any("sum" not in w.ins and {*w.outs} <= {factor, "sum"} for w in ways)
-        if not (fits or known) or is_random_call(node):
-            why = (
-                "it draws random numbers for the whole sequence"
-                if is_random_call(node)
-                else "it needs the whole sequence"
-            )
-            raise self.refusal(self.told, why)
+        if is_random_call(node):
+            raise self.refusal(self.told, "it draws random numbers for the whole sequence")
+        if not known and not _may_be_cut(bound, factor):
+            raise self.refusal(self.told, "it needs the whole sequence")
         operands: list[Value | None] = self._described(node).operands(node.args, node.kwargs)
         found: dict[Value, tuple[Value, ...]] = {}
         for at, v in enumerate(operands):
@@ -312,8 +313,8 @@ class Slicer:
             raise self.refusal(self.told, "it has no rule that says how to slice it")
         return call
 
-    def stand_in(self, v: Value) -> Any:
-        """Return a meta tensor of the shape of the whole value."""
+    def stand_in(self, v: Value) -> Tensor | float:
+        """Return a meta tensor of the shape of the whole value, or a number for a number."""
         if not isinstance(v.dtype, torch.dtype):
             return v.dtype(2)
         if v not in self._stand_ins:
@@ -341,10 +342,22 @@ class Slicer:
         )
 
 
-def _with_size(args: Any, kwargs: Any, key: int | str, shape: list[int]) -> tuple[Any, Any]:
+def _with_size(
+    args: Arguments, kwargs: NamedArguments, key: int | str, shape: list[int]
+) -> tuple[Arguments, NamedArguments]:
+    """Return the arguments with the sizes at position or name `key` replaced, if they are given."""
     if isinstance(key, int) and key < len(args):
         return (*args[:key], shape, *args[key + 1 :]), kwargs
-    return (args, {**kwargs, key: shape}) if isinstance(key, str) and key in kwargs else (args, kwargs)
+    if isinstance(key, str) and key in kwargs:
+        return args, {**kwargs, key: shape}
+    return args, kwargs
+
+
+def _may_be_cut(bound: BoundRule, factor: int) -> bool:
+    """True if the rule computes each slice of the results from slices, or terms of the results."""
+    if bound.names[factor] in bound.rule.forms or factor in bound.whole:
+        return False
+    return any("sum" not in way.ins and {*way.outs} <= {factor, "sum"} for way in ways_to_cut(bound, factor))
 
 
 def _out(bound: BoundRule, at: int) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright.graph import Node, Program, Value, tensor_dtype
+from meshwright.graph import Node, Operator, Program, Value, tensor_dtype
 from meshwright.spmd import BoundRule
 
 from .sequence_slicer import Pieces, SequenceCut, Slicer, SliceRule, Terms, sliced
@@ -29,34 +29,26 @@ ELEMENTS = (
 
 def _arguments(node: Node) -> dict[str, Any]:
     """Return the arguments of an operator by name, including defaults."""
-    schema: Any = node.op._schema  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess] - an operator
-    found = {a.name: a.default_value for a in schema.arguments}
+    assert isinstance(node.op, Operator)
+    found = {a.name: a.default_value for a in node.op._schema.arguments}
     return found | dict(zip(found, node.args, strict=False)) | dict(node.kwargs)
 
 
 def attention(s: Slicer, node: Node) -> bool:
     """Cut causal attention: the queries of a slice attend to the keys of this slice and all earlier ones."""
     given = _arguments(node)
-    q, k, v = (s.held[given[name]] for name in ("query", "key", "value"))
     at = len(given["query"].shape) - 2
-    if not all(isinstance(x, Pieces) and x.cut.dim == at and x.cut.before * x.cut.after == 1 for x in (q, k, v)):
+    q, k, v = (_pieces_along(s, given[name], at) for name in ("query", "key", "value"))
+    if q is None or k is None or v is None:
         return False
-    assert isinstance(q, Pieces)
-    assert isinstance(k, Pieces)
-    assert isinstance(v, Pieces)
     why = _not_causal(given, q, k, v)
     if why:
         raise s.refusal(s.told, why)
     options = {name: given[name] for name in ("scale", "enable_gqa")}
     made: list[Value] = []
     for n, (query, length, start) in enumerate(zip(q.values, q.cut.lengths, q.cut.starts, strict=True)):
-        keys, values = (
-            x[0] if n == 0 else s.add(n, aten.cat.default, list(x[: n + 1]), at) for x in (k.values, v.values)
-        )
-        mask = None
-        if n:
-            every = s.add(n, aten.ones.default, [length, start + length], dtype=torch.bool, device=_device(query))
-            mask = s.add(n, aten.tril.default, every, start)
+        keys, values = _first_slices(s, k, n), _first_slices(s, v, n)
+        mask = _causal_mask(s, n, query, length, start) if n else None
         made.append(s.add(n, node.op, query, keys, values, mask, 0.0, n == 0, **options))
     s.held[node.outs[0]] = Pieces(q.cut, tuple(made))
     return True
@@ -72,8 +64,14 @@ def _not_causal(given: Mapping[str, Any], q: Pieces, k: Pieces, v: Pieces) -> st
     return "queries and keys are split at different positions" if not q.cut == k.cut == v.cut else ""
 
 
-def _device(v: Value) -> torch.device:
-    return torch.device(v.device)
+def _first_slices(s: Slicer, x: Pieces, n: int) -> Value:
+    """Return the slices up to slice n as one value."""
+    return s.add(n, aten.cat.default, list(x.values[: n + 1]), x.cut.dim) if n else x.values[0]
+
+
+def _causal_mask(s: Slicer, n: int, query: Value, length: int, start: int) -> Value:
+    every = s.add(n, aten.ones.default, [length, start + length], dtype=torch.bool, device=torch.device(query.device))
+    return s.add(n, aten.tril.default, every, start)
 
 
 def class_loss(s: Slicer, node: Node) -> bool:
@@ -94,10 +92,8 @@ def class_loss(s: Slicer, node: Node) -> bool:
         _divide(s, node, prod(n for d, n in enumerate(x.shape) if d != classes))
     elif given["reduction"] == MEAN:
         targets = s.local(node, bound, factor, lengths, known=True)[target]
-        ignored = given["ignore_index"]
-        counts = [
-            _mass(s, n, t, s.whole(w) if (w := given["weight"]) else None, ignored) for n, t in enumerate(targets)
-        ]
+        weight = s.whole(given["weight"]) if given["weight"] else None
+        counts = (_mass(s, n, each, weight, given["ignore_index"]) for n, each in enumerate(targets))
         _divide(s, node, Terms(tuple(counts)))
     return True
 
@@ -170,10 +166,10 @@ def reshaped(s: Slicer, node: Node) -> bool:
     return True
 
 
-def _along(s: Slicer, node: Node, dim: int) -> Pieces | None:
-    """Return the operand if it is cut along `dim` only; otherwise None."""
-    x = s.held[node.ins[0]]
-    if not isinstance(x, Pieces) or x.cut.before * x.cut.after != 1 or x.cut.dim != dim % len(node.ins[0].shape):
+def _pieces_along(s: Slicer, v: Value, dim: int) -> Pieces | None:
+    """Return the slices of a value that is cut along `dim` only; None for any other value."""
+    x = s.held[v]
+    if not isinstance(x, Pieces) or x.cut.before * x.cut.after != 1 or x.cut.dim != dim:
         return None
     return x
 
@@ -181,7 +177,7 @@ def _along(s: Slicer, node: Node, dim: int) -> Pieces | None:
 def select(s: Slicer, node: Node) -> bool:
     """Select one position from the slice that contains it."""
     given = _arguments(node)
-    x = _along(s, node, given["dim"])
+    x = _pieces_along(s, node.ins[0], given["dim"] % len(node.ins[0].shape))
     if x is None:
         return False
     at = given["index"] % x.cut.total
@@ -193,7 +189,7 @@ def select(s: Slicer, node: Node) -> bool:
 def part(s: Slicer, node: Node) -> bool:
     """Select consecutive positions: each slice keeps its part of them."""
     given = _arguments(node)
-    x = _along(s, node, given["dim"])
+    x = _pieces_along(s, node.ins[0], given["dim"] % len(node.ins[0].shape))
     if x is None:
         return False
     wanted = range(x.cut.total)[_range(given)]

@@ -110,11 +110,15 @@ class _Staging:
         next_draw = len(self.chain)
         for node in reversed(self.program.nodes):
             if node in waiting:
-                users = [u for v in node.outs for u in self.program.users.get(v, ())]
-                latest = min((self.chunk[v] for u in users for v in u.outs), default=0)
+                latest = self._first_use(node)
                 self._put_at(node, min(latest, next_draw) if is_random_call(node) else latest)
             if is_random_call(node):
                 next_draw = min([next_draw, *(self.chunk[v] for v in node.outs if self.chunk[v] >= 0)])
+
+    def _first_use(self, node: Node) -> int:
+        """Return the first chunk that reads a result of a node."""
+        users = [user for v in node.outs for user in self.program.users.get(v, ())]
+        return min((self.chunk[v] for user in users for v in user.outs), default=0)
 
     def _waiting(self) -> set[Node]:
         free = {x for x, _ in self.program.writes}

@@ -187,7 +187,7 @@ def split_step(
         places = _split_recomputation(whole, places)
     _check_slices(whole, places)
     left_out = {*(() if recompute else ("R",)), *(() if split else ("W",))}
-    kinds = [part for part in _OF_CHUNKS if part not in left_out]
+    kinds: list[PartKind] = [part for part in _OF_CHUNKS if part not in left_out]
     return _rank_parts(whole, places, [PartPlace(*each) for each in product(kinds, whole.own, range(slices))])
 
 
@@ -507,8 +507,7 @@ def _rank_parts(step: _RankStep, places: Places, actions: Sequence[PartPlace]) -
     places = _postpone_placeholders(step, places, {PROLOGUE, *actions, EPILOGUE})
     nodes = _nodes_at([PROLOGUE, *actions, EPILOGUE], step, places)
     crossings = tuple(c for c in step.crossings.values() if c.source in nodes or c.target in nodes)
-    sums = _summed_values(step, places, nodes[EPILOGUE])
-    terms = tuple((x, v) for v in sums for x in _terms_of(v, step, places))
+    terms = _terms_at_end(step, places, nodes[EPILOGUE])
     wanted = _values_read_elsewhere(nodes, places).union(
         (c.operand for c in crossings), (x for x, _ in terms), (v for _, v in whole.writes)
     )
@@ -542,10 +541,11 @@ def _postpone_placeholders(step: _RankStep, places: Places, here: Collection[Par
     return moved
 
 
-def _summed_values(step: _RankStep, places: Places, behind: Sequence[Node]) -> tuple[Value, ...]:
-    """Return the values of each microbatch that are read after all microbatches, or are results."""
+def _terms_at_end(step: _RankStep, places: Places, behind: Sequence[Node]) -> tuple[tuple[Value, Value], ...]:
+    """Return the pairs (term, sum) of values of each microbatch that are read behind, or are results of the step."""
     read = [v for node in behind for v in node.ins] + list(values_in(step.program.outputs))
-    return tuple(v for v in dict.fromkeys(read) if v in places and places[v].part in ("F", "B", "W"))
+    sums = (v for v in dict.fromkeys(read) if v in places and places[v].part in ("F", "B", "W"))
+    return tuple((x, v) for v in sums for x in _terms_of(v, step, places))
 
 
 def _values_read_elsewhere(nodes: Mapping[PartPlace, Sequence[Node]], places: Places) -> set[Value]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.comm import Communicator, current_communicator
 from meshwright.graph import GradientInspector, Input, Program, Run, Value, tensor_dtype
+from meshwright.layout import TorchValue
 from meshwright.reshard import Halves, halves_of
 
 from .._errors import StageError
@@ -125,19 +126,12 @@ class PipelineRun:
         self.inputs = (*intake.inputs, *self._behind.inputs)
         self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
         self._before = [(p.programs[PROLOGUE], p.gives[PROLOGUE], make(p.programs[PROLOGUE])[0]) for p in copies]
-        self._parts = {
-            (copy, place): _part(place, parts, [_message(c, rank) for c in parts.crossings], make)
-            for copy, parts in enumerate(copies)
-            for place in parts.programs
-            if place not in (PROLOGUE, EPILOGUE)
-        }
+        self._parts = _parts_of_actions(copies, rank, make)
         stage = copies[0].stages.of(rank)
         steps = _steps(schedule, stage, intake.copies, self._parts)
         self._row, self._used = tuple(entry for entry, _ in steps), [version for _, version in steps]
         self._ways = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
-        once = {v for _, gives, _ in self._before for v in gives}
-        fed = {feed.value for feeds in intake.feeds for feed in feeds}
-        known = once | {i.value for i in self.inputs} - fed
+        known = _known_before(copies, self.inputs, intake)
         self._drops = _drops(self._row, self._parts, known)
         self._rehearsal = rehearsal(self._row, copies, known)
         self._same = _buffers(self.inputs)
@@ -145,7 +139,7 @@ class PipelineRun:
         self.writes = (*self._renewed, *self._behind.writes)
         self._read = {v for part in self._parts.values() for v in part.reads} & known - self._same.keys()
 
-    def __call__(self, *inputs: Any) -> tuple[Any, list[Any]]:
+    def __call__(self, *inputs: TorchValue) -> tuple[Any, list[Any]]:
         outputs, written = self._run(inputs, None)
         return outputs, written or []
 
@@ -159,8 +153,8 @@ class PipelineRun:
         with torch.no_grad():
             self._begin(base)
             step = _Step(base, self._dealt(base), WeightStash(self._used, self._read))
-            states = self._rehearsal.states(base) if self._rehearsal else {}
-            end = self._rehearsal.now() if self._rehearsal else {}
+            states = self._rehearsal.states(base)
+            end = self._rehearsal.now()
             for n, ((copy, place, m), gone) in enumerate(zip(self._row, self._drops, strict=True)):
                 if place == EPILOGUE:
                     set_states(end)
@@ -221,6 +215,26 @@ class _Step:
     written: list[Any] | None = field(default_factory=list[Any])
 
 
+def _parts_of_actions(
+    copies: Sequence[RankParts], rank: int, make: ProgramMaker
+) -> Mapping[tuple[int, PartPlace], _Part]:
+    """Return the parts that run in actions, by the copy of the model and the place."""
+    found: dict[tuple[int, PartPlace], _Part] = {}
+    for copy, parts in enumerate(copies):
+        messages = [_message(c, rank) for c in parts.crossings]
+        for place in parts.programs:
+            if place not in (PROLOGUE, EPILOGUE):
+                found[copy, place] = _part(place, parts, messages, make)
+    return found
+
+
+def _known_before(copies: Sequence[RankParts], inputs: Sequence[Input], intake: MicrobatchInputs) -> set[Value]:
+    """Return the values that are known before the microbatches: results of the programs before them, and inputs."""
+    once = {v for parts in copies for v in parts.gives[PROLOGUE]}
+    fed = {feed.value for feeds in intake.feeds for feed in feeds}
+    return once | {i.value for i in inputs} - fed
+
+
 def _act(
     part: _Part, known: Mapping[Value, Any], held: Known, totals: _Totals, here: Communicator, tag: Callable[[int], int]
 ) -> None:
@@ -255,7 +269,7 @@ def _part(place: PartPlace, parts: RankParts, messages: Sequence[_Message], make
     program = parts.programs[place]
     gives = parts.gives[place]
     arriving = [m for m in messages if m.crossing.target == place]
-    here = {*gives, *(m.crossing.result for m in arriving)}
+    here = {*gives, *_arriving_values(arriving)}
     return _Part(
         make(program)[0],
         tuple(i.value for i in program.inputs),
@@ -266,6 +280,10 @@ def _part(place: PartPlace, parts: RankParts, messages: Sequence[_Message], make
         tuple((x, v) for x, v in parts.renewed if v in here),
         _layers(parts.programs.get(place._replace(part="F"), program)),
     )
+
+
+def _arriving_values(arriving: Sequence[_Message]) -> Iterator[Value]:
+    return (message.crossing.result for message in arriving)
 
 
 def _layers(program: Program) -> str:
@@ -322,8 +340,8 @@ def _drops(
             drops.append(())
             continue
         part = parts[copy, place]
-        touched = {*part.reads, *part.gives, *(x.crossing.operand for x in part.leaving)}
-        touched |= {x.crossing.result for x in part.arriving}
+        touched = {*part.reads, *part.gives, *(message.crossing.operand for message in part.leaving)}
+        touched.update(_arriving_values(part.arriving))
         drops.append(tuple(touched - seen[m] - kept))
         seen[m] |= touched
     return tuple(reversed(drops))

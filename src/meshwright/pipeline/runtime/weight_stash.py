@@ -54,6 +54,8 @@ class WeightStash:
             self.older.pop(self._used[n], None)
 
 
-def _apart(x: Any, memory: Collection[int]) -> Any:
-    looks = isinstance(x, Tensor) and x.numel() and x.untyped_storage().data_ptr() in memory
-    return x.clone() if looks else x
+def _apart(x: object, memory: Collection[int]) -> object:
+    """Return a copy of a tensor that shares this memory; other values as they are."""
+    if isinstance(x, Tensor) and x.numel() and x.untyped_storage().data_ptr() in memory:
+        return x.clone()
+    return x

@@ -112,9 +112,14 @@ def _key(timeline: Timeline, y: float) -> Iterator[str]:
             yield f'<rect x="{at:g}" y="{y - 9:g}" width="10" height="10" fill="{fill}"/>'
         yield f'<text x="{x + 28:g}" y="{y:g}">{said}</text>'
         x += 28 + _LETTER * len(said) + 18
-    ranks, ways = range(len(timeline.rows)), timeline.schedule.ways
-    if any(len(_chunks(timeline, rank, way)) > 1 for rank in ranks for way in ways):
+    if _has_later_chunks(timeline):
         yield f'<text x="{x:g}" y="{y:g}">(pale: later chunks of a rank)</text>'
+
+
+def _has_later_chunks(timeline: Timeline) -> bool:
+    """True if a rank has several chunks of one way, so that some boxes are pale."""
+    ranks, ways = range(len(timeline.rows)), timeline.schedule.ways
+    return any(len(_chunks(timeline, rank, way)) > 1 for rank in ranks for way in ways)
 
 
 def _boxes(timeline: Timeline, rank: int, timed: TimedAction, scale: float, time: Time) -> Iterator[str]:

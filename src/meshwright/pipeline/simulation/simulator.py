@@ -32,6 +32,11 @@ class Times:
     overhead: float = 0.0
     slowdown: float = 1.0
 
+    @property
+    def recomputed_forward(self) -> float | tuple[float, ...]:
+        """Seconds of a recomputed forward pass: those of the first one, unless `recompute` says otherwise."""
+        return self.forward if self.recompute is None else self.recompute
+
     def of(self, action: Action) -> float:
         """Return the seconds of one action (one atom), without overhead."""
         c = action.chunk
@@ -45,7 +50,7 @@ class Times:
             case ActionKind.BACKWARD:
                 return chunk_value(self.backward, c) + chunk_value(self.weight, c)
             case ActionKind.RECOMPUTE:
-                return chunk_value(self.forward if self.recompute is None else self.recompute, c)
+                return chunk_value(self.recomputed_forward, c)
             case ActionKind.GATHER:
                 return chunk_value(self.gather, c)
             case ActionKind.SCATTER:
