@@ -69,9 +69,8 @@ class _SliceSearch:
     def back_to_sums(self, v: Value, user: Spot) -> Sequence[Spot]:
         """Return the all-reduces and operators to replace if `v` is sliced earlier, readers first; or none."""
         spot = self.draft.producer(v)
-        if spot is None or v.sizes != self.last.ins[0].sizes or not has_static_sizes(v):
-            return ()
-        if not is_only_use(self.draft, v, user):
+        has_known_shape = v.sizes == self.last.ins[0].sizes and has_static_sizes(v)
+        if spot is None or not has_known_shape or not is_only_use(self.draft, v, user):
             return ()
         if isinstance(spot.op, Conversion):
             return (spot,) if self._is_sum(spot.op) else ()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from meshwright.graph import Change, Conversion, Draft, Op, Pass, Program, RewriteError, Spot, Value, register_pass
+from meshwright.layout import TorchValue
 from meshwright.reshard import AllReduce
 
 from .._rows import has_equal_shards, has_static_sizes, is_only_use, origin_text, row_spec
@@ -103,7 +104,7 @@ class _Rows:
     def _split(self, x: Value) -> list[Value]:
         return list(self._add(aten.split_with_sizes.default, x, [self.shape[0]] * self.pieces, 0))
 
-    def _add(self, op: Op, *args: Any) -> Any:
+    def _add(self, op: Op, *args: TorchValue) -> TorchValue:
         return self.draft.add(op, *args, before=self.step, origin=self.step.origin)
 
 

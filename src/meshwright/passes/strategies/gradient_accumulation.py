@@ -7,7 +7,7 @@ all pieces. Buffers that the forward pass updates are passed from piece to piece
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from meshwright.graph import (
     linear_tail,
     map_values,
 )
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor, as_part, local_parts, map_tensors, tensors_in
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ class Merge:
                 "write Merge(4), or leave out Merge",
             )
 
-    def piece(self, batch: Any, number: int) -> Any:
+    def piece(self, batch: TorchValue, number: int) -> TorchValue:
         """Return piece `number` of a batch. A piece of a DistTensor has a piece of each rank's local tensor.
 
         The program of one piece is recorded for the first piece.
@@ -135,8 +135,7 @@ class _Merged:
             if old is not new
         }
         for at in range(self.how.pieces):
-            self.became = {x: self.became.get(v, v) if at else x for x, v in self.step.writes}
-            self.became |= {x: parts[at] for x, parts in pieces.items()}
+            self._start_piece(at, pieces)
             for node in self.step.nodes:
                 self._copy(node, bottoms)
         grads = {name: self._finished(wanted[name], chain) for name, chain in chains.items()}
@@ -148,7 +147,12 @@ class _Merged:
         if not hold_same_rows(lies):
             raise RewriteError(repr(self.how), rows_text(lies), *OTHER_ROWS)
 
-    def _closed(self, inputs: tuple[Input, ...], outputs: Any) -> Program:
+    def _start_piece(self, at: int, pieces: Mapping[Value, Sequence[Value]]) -> None:
+        """Map the inputs to piece `at` of the batch, and to the buffers that the piece before has updated."""
+        self.became = {x: self.became.get(v, v) if at else x for x, v in self.step.writes}
+        self.became |= {x: parts[at] for x, parts in pieces.items()}
+
+    def _closed(self, inputs: tuple[Input, ...], outputs: object) -> Program:
         nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in self.draft)
         writes = tuple((x, self.became.get(v, v)) for x, v in self.step.writes)
         specs = {**self.step.specs, **self.specs}

@@ -181,7 +181,7 @@ class _SequenceSharding:
     def _new(self, v: Value) -> Value:
         return Value(self.draft.names.fresh("along"), v.shape, v.dtype, v.device)
 
-    def _cut(self, v: Any) -> tuple[int, int] | None:
+    def _cut(self, v: Value) -> tuple[int, int] | None:
         """Return the dim of a two-dim weight that the axis shards, and the number of ranks along the axis; or None."""
         spec = self._spec(v)
         if spec is not None:
