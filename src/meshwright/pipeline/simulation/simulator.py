@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..table.action import COMPUTES, RECEIVES, SENDS, Action, ActionKind
-from ..table.execution_order import Event, events, feasible_order, needs
+from ..table.execution_order import Event, events_of, feasible_order, needs
 from ..table.peak_memory import Memory, chunk_value, peaks
 from ..table.schedule import Schedule
 
@@ -107,10 +107,11 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Compute seconds of each rank."""
-        return tuple(
-            sum(self.times.of(atom) for timed in row for atom in timed.action.atoms if atom.kind in COMPUTES)
-            for row in self.rows
-        )
+        found = [0.0] * self.schedule.ranks
+        for rank, atom in self.schedule.atoms():
+            if atom.kind in COMPUTES:
+                found[rank] += self.times.of(atom)
+        return tuple(found)
 
     @property
     def bubble(self) -> float:
@@ -165,8 +166,7 @@ class Clock:
         start = self.start(rank, action)
         assert start is not None
         end = self.free[rank] = start + self.times.length(action)
-        for event in (e for atom in action.atoms for e in events(atom)):
-            self._ended[event] = end
+        self._ended.update(dict.fromkeys(events_of(action), end))
         return TimedAction(action, start, end)
 
 

@@ -9,7 +9,7 @@ from .._errors import ScheduleError
 from .action import COMPUTES, RECEIVES, TRANSFERS, Action, ActionKind
 from .execution_order import Channel, Event, events, feasible_order, message_ranks
 from .peak_memory import Memory, peaks
-from .schedule import Schedule
+from .schedule import Schedule, atoms_of
 from .weight_versions import is_asynchronous, update_groups, versions_used
 
 
@@ -187,7 +187,7 @@ def _check_updates(schedule: Schedule, stale: bool) -> None:
     Without `stale`, a row must update its weights after its last backward.
     """
     for rank, row in enumerate(schedule.rows):
-        atoms = [atom for action in row for atom in action.atoms]
+        atoms = list(atoms_of(row))
         if not stale:
             _check_update_last(schedule, rank, atoms)
         _check_gathers(schedule, rank, atoms)

@@ -62,6 +62,12 @@ def events(action: Action) -> Iterator[Event]:
         yield Event(kind, action.microbatch, action.chunk)
 
 
+def events_of(action: Action) -> Iterator[Event]:
+    """Yield the events that have happened when `action`, with the actions beside it, has ended."""
+    for atom in action.atoms:
+        yield from events(atom)
+
+
 def needs(schedule: Schedule, action: Action) -> Iterator[Event]:
     """Yield the events that must happen before `action` (one atom) begins; for a receive, that its message was sent."""
     kind, m, c = action.kind, action.microbatch, action.chunk
@@ -127,7 +133,7 @@ class Walk:
                 action = row[self.places[rank]]
                 yield rank, action
                 self.places[rank] += 1
-                for event in (e for atom in action.atoms for e in events(atom)):
+                for event in events_of(action):
                     self._happened.add(event)
                     ready.extend(self._waiting.pop(event, ()))
 
