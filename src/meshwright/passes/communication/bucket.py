@@ -120,10 +120,10 @@ class Window:
     def and_(self, other: Window) -> Window | None:
         """Return the positions where both may be placed together; None if there are none."""
         both = Window(max(self.ready, other.ready), min(self.due, other.due), min(self.at, other.at))
-        return both if both.stand <= both.due else None
+        return both if both.position <= both.due else None
 
     @property
-    def stand(self) -> int:
+    def position(self) -> int:
         return max(self.ready, self.at)
 
 
@@ -189,10 +189,10 @@ def _origin_of(spots: Sequence[Spot]) -> Origin:
 
 def _fuse(draft: Draft, spots: Sequence[Spot], window: Window, at: dict[Spot, int]) -> Change:
     """Replace several collectives by one. Views that make operands move before it, views of results after it."""
-    stand = window.stand
-    anchor = next((s for s in islice(at, stand, None) if not is_view(s.op)), draft.end)
+    position = window.position
+    anchor = next((s for s in islice(at, position, None) if not is_view(s.op)), draft.end)
     end = at.get(anchor, len(at))
-    above = [s for spot in spots for s in _producers(draft, spot) if at[s] >= stand]
+    above = [s for spot in spots for s in _producers(draft, spot) if at[s] >= position]
     below = [s for spot in spots for s in _readers(draft, spot) if at[s] < end]
     _move_views(draft, above, anchor, at)
     op = _send_together(draft, spots, anchor)

@@ -56,26 +56,26 @@ class Schedule(Pass):
         tasks = _Tasks(program, self.cluster)
         if not tasks.sends:
             return program
-        cap = self.cluster.device.memory if self.memory is None else self.memory
-        found = [f for window in self.windows if (f := self._tried(tasks, window)).peak <= cap]
+        limit = self.cluster.device.memory if self.memory is None else self.memory
+        found = [f for window in self.windows if (f := self._schedule_in(tasks, window)).peak <= limit]
         if not found:
             return program
         soon = CLOSE * min(f.seconds for f in found)
         best = min((f for f in found if f.seconds <= soon), key=lambda f: (f.peak, f.window))
-        return best.program.with_changes(self._told(tasks, best))
+        return best.program.with_changes(self._change(tasks, best))
 
-    def _tried(self, tasks: _Tasks, window: int) -> _Found:
+    def _schedule_in(self, tasks: _Tasks, window: int) -> _Found:
         order, seconds = _scheduled(tasks, window)
         program = replace(tasks.program, nodes=tuple(_split(order, tasks.program)))
         return _Found(program, seconds, live_memory(program).peak, window)
 
-    def _told(self, tasks: _Tasks, best: _Found) -> Change:
+    def _change(self, tasks: _Tasks, best: _Found) -> Change:
         alone, compute = sum(tasks.seconds), tasks.compute
         sent = alone - compute
         what = f"{len(tasks.sends)} collectives started earlier, by at most {best.window} nodes"
-        shown = f"{sent:.3g} s of communication, of which {max(0.0, best.seconds - compute):.3g} s are exposed"
+        exposure = f"{sent:.3g} s of communication, of which {max(0.0, best.seconds - compute):.3g} s are exposed"
         saved = {"seconds": alone - best.seconds, "bytes": live_memory(tasks.program).peak - best.peak}
-        return Change(self.name, f"{what}: {shown}", "", saved)
+        return Change(self.name, f"{what}: {exposure}", "", saved)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _Run:
     def __post_init__(self) -> None:
         count = len(self.tasks.program.nodes)
         self.begun = [False] * count
-        self.there = [0.0] * count
+        self.available = [0.0] * count
         """Time at which the results of each task are available."""
         self.missing = [len(needed) for needed in self.tasks.before]
         self.ready = [at for at in range(count) if not self.missing[at]]
@@ -192,7 +192,7 @@ class _Run:
         needed = self.tasks.before[at]
         if at in sends:
             needed = {b for b in needed if b not in sends or self._reads(at, b)}
-        return max((self.there[b] for b in needed), default=0.0)
+        return max((self.available[b] for b in needed), default=0.0)
 
     def _reads(self, at: int, other: int) -> bool:
         nodes = self.tasks.program.nodes
@@ -202,10 +202,10 @@ class _Run:
         seconds = self.tasks.seconds[at]
         if at in self.tasks.sends:
             self.link = max(self.link, self.now) + seconds
-            self.there[at] = self.link
+            self.available[at] = self.link
         else:
             self.now += seconds
-            self.there[at] = self.now
+            self.available[at] = self.now
         self.begun[at] = True
         self.order.append(at)
         self.ready.remove(at)

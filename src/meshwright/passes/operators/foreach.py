@@ -135,13 +135,13 @@ class Foreach(Pass):
             return program
         nodes = (*(n for n in program.nodes if n not in region), *(u.node for u in order))
         out = replace(program, nodes=nodes)
-        told = [
+        changes = [
             Change(self.name, f"{len(u.nodes)} × {name_of(u.nodes[0].op)} become {name_of(u.node.op)}", "", {})
             for u in groups
         ]
-        gone = len(program.nodes) - len(nodes)
-        grown = live_memory(program).peak_in("update") - live_memory(out).peak_in("update")
-        return out.with_changes(*told, Change(self.name, "in all", "", {"operators": gone, "bytes": grown}))
+        removed = len(program.nodes) - len(nodes)
+        freed = live_memory(program).peak_in("update") - live_memory(out).peak_in("update")
+        return out.with_changes(*changes, Change(self.name, "in all", "", {"operators": removed, "bytes": freed}))
 
 
 def _region(program: Program) -> set[Node]:

@@ -163,7 +163,7 @@ class PipelineRun:
                 set_states(states.get((copy, place, m), {}))
                 part, way, held = self._parts[copy, place], self._ways[m], step.held[m]
                 with here.seen.doing("pipeline", f"{place.part}{m}.{place.chunk} {part.layers}"):
-                    known = step.versions.of(n, base)
+                    known = step.versions.values_for(n, base)
                     _act(part, known, held, step.totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
                 for x, v in part.renewed:
                     base.update(dict.fromkeys(self._same.get(x, (x,)), held[v]))
