@@ -14,7 +14,6 @@ from heapq import heappop, heappush
 from typing import Any, ClassVar
 
 import torch
-from torch._ops import OpOverloadPacket
 
 from meshwright.graph import (
     Change,
@@ -43,12 +42,12 @@ ListCall = Callable[[Columns, NamedColumns], Call | None]
 """Makes the call on lists from columns of arguments; returns None if there is none."""
 
 
-def _unary(packet: OpOverloadPacket[..., Any]) -> ListCall:
+def _unary(op: Operator) -> ListCall:
     """Return a function that makes the call on lists of `op(x)`."""
-    return lambda columns, named: (packet.default, columns, {}) if len(columns) == 1 and not named else None
+    return lambda columns, named: (op, columns, {}) if len(columns) == 1 and not named else None
 
 
-def _binary(packet: OpOverloadPacket[..., Any]) -> ListCall:
+def _binary(packet: TorchValue) -> ListCall:
     """Return a function that makes the call on lists of `op(x, y)`; `y` is a tensor or a number for each `x`."""
 
     def call(columns: Columns, named: NamedColumns) -> Call | None:
@@ -64,7 +63,7 @@ def _binary(packet: OpOverloadPacket[..., Any]) -> ListCall:
     return call
 
 
-def _with_numbers(packet: OpOverloadPacket[..., Any], columns: Columns, named: NamedColumns) -> Call | None:
+def _with_numbers(packet: TorchValue, columns: Columns, named: NamedColumns) -> Call | None:
     """Return a call on lists of tensors and a last or named number, which is one for all or one for each; else None."""
     *tensors, last = (*columns, *named.values())
     if len(named) > 1 or any(map(_is_tensor, last)) or not all(_is_tensor(t) for column in tensors for t in column):
@@ -76,7 +75,7 @@ def _with_numbers(packet: OpOverloadPacket[..., Any], columns: Columns, named: N
     return packet.ScalarList, (*tensors, last), {}
 
 
-def _ternary(packet: OpOverloadPacket[..., Any]) -> ListCall:
+def _ternary(packet: TorchValue) -> ListCall:
     """Return a function that makes the call on lists of `op(x, a, b, value=1)`."""
 
     def call(columns: Columns, named: NamedColumns) -> Call | None:
@@ -101,12 +100,12 @@ FOREACH: Mapping[Op, ListCall] = {
     aten.lerp.Scalar: _lerp,
     aten.addcmul.default: _ternary(aten._foreach_addcmul),
     aten.addcdiv.default: _ternary(aten._foreach_addcdiv),
-    aten.sqrt.default: _unary(aten._foreach_sqrt),
-    aten.rsqrt.default: _unary(aten._foreach_rsqrt),
-    aten.neg.default: _unary(aten._foreach_neg),
-    aten.abs.default: _unary(aten._foreach_abs),
-    aten.sign.default: _unary(aten._foreach_sign),
-    aten.reciprocal.default: _unary(aten._foreach_reciprocal),
+    aten.sqrt.default: _unary(aten._foreach_sqrt.default),
+    aten.rsqrt.default: _unary(aten._foreach_rsqrt.default),
+    aten.neg.default: _unary(aten._foreach_neg.default),
+    aten.abs.default: _unary(aten._foreach_abs.default),
+    aten.sign.default: _unary(aten._foreach_sign.default),
+    aten.reciprocal.default: _unary(aten._foreach_reciprocal.default),
 }
 """Operator → function that makes its call on lists."""
 

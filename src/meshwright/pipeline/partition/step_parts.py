@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import Literal, NamedTuple
 
 import torch
@@ -453,26 +453,21 @@ def _terms_of(v: Value, step: _RankStep, places: Places) -> Iterator[Value]:
 def _split_backward(step: _RankStep, places: Places) -> Places:
     """Move the nodes of the backward pass that no other chunk and no exchange needs from B to W."""
     moved = dict(places)
-    needed = {c.operand for c in step.crossings.values()}
-    needed.update(_values_from_elsewhere(step, places))
-    for node in reversed(step.nodes):
-        place = places.get(node)
-        if place is None or place.part != "B":
-            continue
+    backward = [node for node in step.nodes if node in places and places[node].part == "B"]
+    needed = {c.operand for c in step.crossings.values()} | _read_from_elsewhere(backward, places)
+    for node in reversed(backward):
         if not needed.isdisjoint(node.outs):
             needed.update(node.ins)
         else:
+            place = places[node]
             moved |= _runs_at(node, place._replace(part="W"))
             needed.update(v for v in node.ins if v in places and places[v].slice != place.slice)
     return moved
 
 
-def _values_from_elsewhere(step: _RankStep, places: Places) -> Iterator[Value]:
-    """Yield the values that nodes of a B read from other places."""
-    for node in step.nodes:
-        place = places.get(node)
-        if place is not None and place.part == "B":
-            yield from (v for v in node.ins if places.get(v) != place)
+def _read_from_elsewhere(nodes: Iterable[Node], places: Places) -> set[Value]:
+    """Return the values that nodes read from other places."""
+    return {v for node in nodes for v in node.ins if places.get(v) != places[node]}
 
 
 def _split_recomputation(step: _RankStep, places: Places) -> Places:
@@ -508,7 +503,7 @@ def _rank_parts(step: _RankStep, places: Places, actions: Sequence[PartPlace]) -
     nodes = _nodes_at([PROLOGUE, *actions, EPILOGUE], step, places)
     crossings = tuple(c for c in step.crossings.values() if c.source in nodes or c.target in nodes)
     terms = _terms_at_end(step, places, nodes[EPILOGUE])
-    wanted = _values_read_elsewhere(nodes, places).union(
+    wanted = _read_from_elsewhere(chain.from_iterable(nodes.values()), places).union(
         (c.operand for c in crossings), (x for x, _ in terms), (v for _, v in whole.writes)
     )
     outputs: dict[PartPlace, object] = {place: _results_in(members, wanted) for place, members in nodes.items()}
@@ -546,11 +541,6 @@ def _terms_at_end(step: _RankStep, places: Places, behind: Sequence[Node]) -> tu
     read = [v for node in behind for v in node.ins] + list(values_in(step.program.outputs))
     sums = (v for v in dict.fromkeys(read) if v in places and places[v].part in ("F", "B", "W"))
     return tuple((x, v) for v in sums for x in _terms_of(v, step, places))
-
-
-def _values_read_elsewhere(nodes: Mapping[PartPlace, Sequence[Node]], places: Places) -> set[Value]:
-    """Return the values that are read outside the place where they are computed."""
-    return {v for place, members in nodes.items() for node in members for v in node.ins if places.get(v) != place}
 
 
 def _results_in(nodes: Sequence[Node], wanted: Collection[Value]) -> tuple[Value, ...]:

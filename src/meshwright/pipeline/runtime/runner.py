@@ -299,9 +299,9 @@ def _steps(
 
     An asynchronous schedule gives the place of the updates; otherwise one update comes last.
     """
-    if is_asynchronous(schedule) and stage is not None:
-        return [*_entries(schedule, stage, copies, there)]
-    row = () if stage is None else _entries(schedule, stage, copies, there)
+    row = [] if stage is None else list(_entries(schedule, stage, copies, there))
+    if row and is_asynchronous(schedule):
+        return row
     last = [((0, EPILOGUE, 0), n + 1) for n in range(updates(schedule))]
     return [*(step for step in row if step[0][1] != EPILOGUE), *last]
 
