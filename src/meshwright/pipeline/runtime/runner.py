@@ -120,12 +120,12 @@ class PipelineRun:
         again: Program | None = None,
         looks: bool = False,
     ) -> None:
-        self._behind = StepUpdates(copies[0].programs[EPILOGUE], again, updates(schedule), make, looks)
-        self.looks = self._behind.looks
+        self._epilogue = StepUpdates(copies[0].programs[EPILOGUE], again, updates(schedule), make, looks)
+        self.looks = self._epilogue.looks
         """True if gradients can be looked at before the update."""
-        self.inputs = (*intake.inputs, *self._behind.inputs)
+        self.inputs = (*intake.inputs, *self._epilogue.inputs)
         self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
-        self._before = [(p.programs[PROLOGUE], p.gives[PROLOGUE], make(p.programs[PROLOGUE])[0]) for p in copies]
+        self._prologues = [(p.programs[PROLOGUE], p.gives[PROLOGUE], make(p.programs[PROLOGUE])[0]) for p in copies]
         self._parts = _parts_of_actions(copies, rank, make)
         stage = copies[0].stages.of(rank)
         steps = _steps(schedule, stage, intake.copies, self._parts)
@@ -136,7 +136,7 @@ class PipelineRun:
         self._rehearsal = rehearsal(self._row, copies, known)
         self._same = _buffers(self.inputs)
         self._renewed = tuple(dict.fromkeys(self._same.get(x, (x,))[0] for parts in copies for x, _ in parts.renewed))
-        self.writes = (*self._renewed, *self._behind.writes)
+        self.writes = (*self._renewed, *self._epilogue.writes)
         self._read = {v for part in self._parts.values() for v in part.reads} & known - self._same.keys()
 
     def __call__(self, *inputs: TorchValue) -> tuple[Any, list[Any]]:
@@ -152,7 +152,7 @@ class PipelineRun:
         base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
         with torch.no_grad():
             self._begin(base)
-            step = _Step(base, self._dealt(base), WeightStash(self._used, self._read))
+            step = _Step(base, self._inputs_of_microbatches(base), WeightStash(self._used, self._read))
             states = self._rehearsal.states(base)
             end = self._rehearsal.now()
             for n, ((copy, place, m), gone) in enumerate(zip(self._row, self._drops, strict=True)):
@@ -177,22 +177,22 @@ class PipelineRun:
 
     def _begin(self, base: Known) -> None:
         """Run the programs before the microbatches, once for each version of the weights."""
-        for program, gives, run in self._before:
+        for program, gives, run in self._prologues:
             out, _ = run(*(base[i.value] for i in program.inputs))
             base.update(zip(gives, out, strict=True))
 
     def _update(self, n: int, step: _Step, here: Communicator, look_at: GradientInspector | None) -> None:
         """Run the update that is entry n; microbatches in flight keep the weights that they have used."""
         base, at = step.base, len(step.outputs)
-        step.versions.keep(n, base, self._behind.over(at, base), *step.held)
+        step.versions.keep(n, base, self._epilogue.over(at, base), *step.held)
         with here.seen.doing("pipeline", "after all microbatches"):
-            outputs, step.written = self._behind(at, base, step.totals.known, look_at)
+            outputs, step.written = self._epilogue(at, base, step.totals.known, look_at)
         step.outputs.append(outputs)
         step.totals = _Totals()
         if n + 1 < len(self._row):
             self._begin(base)
 
-    def _dealt(self, base: Known) -> list[Known]:
+    def _inputs_of_microbatches(self, base: Known) -> list[Known]:
         """Return the input values of each microbatch."""
         cut = {feed.given for feeds in self._feeds for feed in feeds if feed.is_piece}
         count = self._microbatches
