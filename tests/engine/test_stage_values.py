@@ -229,6 +229,27 @@ def test_rows_stay_on_their_replicas(static: bool) -> None:
         torch.testing.assert_close(found, trained(EarlyLosses, False), rtol=1e-5, atol=1e-6)
 
 
+class AddedTwice(Net):
+    """A parameter of the shape of a microbatch is added twice: one sum is both of its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(0, 1, 6).reshape(1, 2, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        once = x + self.table
+        twice = once + self.table
+        x = self.entry(twice.tanh()) + self.entry(twice.sigmoid())
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.head(x), y)
+
+
+def test_a_gradient_that_is_added_to_itself_counts_twice() -> None:
+    for found in mw.simulate(lambda: trained(AddedTwice, True, ([0, 1], ["pp"]), accumulate_steps=4), 2):
+        torch.testing.assert_close(found, trained(AddedTwice, False), rtol=1e-5, atol=1e-6)
+
+
 class Routed(Layer):
     """A model with two experts and rows chosen for each: only the stage's ranks know their numbers."""
 

@@ -11,17 +11,17 @@ are gathered before the first of them is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, takewhile
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from meshwright.cost import device_of, link_of
-from meshwright.graph import Change, Conversion, Draft, Origin, Pass, Program, Spot, Value, is_view, register_pass
+from meshwright.graph import Change, Conversion, Draft, Op, Origin, Pass, Program, Spot, Value, is_view, register_pass
 from meshwright.layout import Spec, hint
 from meshwright.reshard import AllGather, AllReduce, ReduceScatter
 
@@ -53,30 +53,29 @@ class Bucket(Pass):
     alone: int | None = None
 
     def run(self, program: Program) -> Program:
-        if not all(
-            has_equal_shards(op.src) and has_equal_shards(op.dst)
-            for n in program.nodes
-            if isinstance(op := n.op, Conversion)
-        ):
+        if not all(_has_equal_shards(node.op) for node in program.nodes):
             return program
         draft = Draft(program)
         changes: list[Change] = []
-        waiting = [spot for spot in draft if _can_join(spot) and _row_bytes(spot) <= self._most(spot)]
+        waiting = list(filter(self._is_small, draft))
         order: dict[Spot, int] = {}
         while len(waiting) > 1:
             order = order or {spot: at for at, spot in enumerate(draft)}
             members, window = self._first(draft, waiting, order)
-            if len(members) > 1:
-                changes.append(_fuse(draft, members, window, order))
+            spots = [member.spot for member in members]
+            if len(spots) > 1:
+                changes.append(_fuse(draft, spots, window, order))
                 order = {}
-            taken = {m.spot for m in members}
+            taken = set(spots)
             waiting = [spot for spot in waiting if spot not in taken]
         return draft.finish(*changes) if changes else program
 
-    def _most(self, spot: Spot) -> int:
-        """Return the maximum size in bytes of a collective that may join others."""
+    def _is_small(self, spot: Spot) -> bool:
+        """True for a collective that may join others, and is not too large for it."""
+        if not _can_join(spot):
+            return False
         alone = break_even_bytes(spot.ins[0].device) if self.alone is None else self.alone
-        return min(self.bytes, alone)
+        return _row_bytes(spot) <= min(self.bytes, alone)
 
     def _first(
         self, draft: Draft, waiting: Sequence[Spot], order: dict[Spot, int]
@@ -121,10 +120,10 @@ class Window:
     def and_(self, other: Window) -> Window | None:
         """Return the positions where both may be placed together; None if there are none."""
         both = Window(max(self.ready, other.ready), min(self.due, other.due), min(self.at, other.at))
-        return both if both.stand <= both.due else None
+        return both if both.position <= both.due else None
 
     @property
-    def stand(self) -> int:
+    def position(self) -> int:
         return max(self.ready, self.at)
 
 
@@ -137,7 +136,7 @@ class BucketMember:
     """
 
     spot: Spot
-    kind: Any
+    kind: Hashable
     window: Window
     makers: tuple[Spot, ...]
     is_urgent: bool
@@ -188,28 +187,43 @@ def _origin_of(spots: Sequence[Spot]) -> Origin:
     return replace(origin, layer=".".join(names[0] for names in shared), where=origin.where if same else "")
 
 
-def _fuse(draft: Draft, members: Sequence[BucketMember], window: Window, at: dict[Spot, int]) -> Change:
+def _fuse(draft: Draft, spots: Sequence[Spot], window: Window, at: dict[Spot, int]) -> Change:
     """Replace several collectives by one. Views that make operands move before it, views of results after it."""
-    stand = window.stand
-    anchor = next((s for s in islice(at, stand, None) if not is_view(s.op)), draft.end)
-    above = {s for m in members for s in _producers(draft, m.spot) if is_view(s.op) and at[s] >= stand}
-    below = {s for m in members for s in _readers(draft, m.spot) if is_view(s.op) and at[s] < at.get(anchor, len(at))}
-    for spot in sorted(above, key=at.__getitem__):
-        draft.move(spot, before=anchor)
-    spots = [m.spot for m in members]
-    op = _packed_op(spots)
-    origin = _origin_of(spots)
-    parts = [_operand_as_row(draft, s, anchor) for s in spots]
-    flat = draft.add(aten.cat.default, parts, 1, before=anchor, origin=origin)
-    flat = draft.add(aten.reshape.default, flat, [-1], before=anchor, origin=origin)
-    sent = draft.add(op, flat, before=anchor, origin=origin)
-    _unpack_results(draft, spots, sent, [p.shape[1] for p in parts], anchor)
-    for spot in sorted(below, key=at.__getitem__):
-        draft.move(spot, before=anchor)
+    position = window.position
+    anchor = next((s for s in islice(at, position, None) if not is_view(s.op)), draft.end)
+    end = at.get(anchor, len(at))
+    above = [s for spot in spots for s in _producers(draft, spot) if at[s] >= position]
+    below = [s for spot in spots for s in _readers(draft, spot) if at[s] < end]
+    _move_views(draft, above, anchor, at)
+    op = _send_together(draft, spots, anchor)
+    _move_views(draft, below, anchor, at)
     for spot in spots:
         draft.remove(spot)
     what = f"{len(spots)} × {op.step!r} merged into one of {sum(map(_row_bytes, spots)):,} bytes"
-    return Change("bucket", what, origin_text(origin), {"rounds": len(spots) - 1})
+    return Change("bucket", what, origin_text(_origin_of(spots)), {"rounds": len(spots) - 1})
+
+
+def _move_views(draft: Draft, spots: Iterable[Spot], anchor: Spot, at: dict[Spot, int]) -> None:
+    """Move those of the nodes that are views before `anchor`, in their order."""
+    views = {spot for spot in spots if is_view(spot.op)}
+    for spot in sorted(views, key=at.__getitem__):
+        draft.move(spot, before=anchor)
+
+
+def _send_together(draft: Draft, spots: Sequence[Spot], anchor: Spot) -> Conversion:
+    """Add one collective before `anchor` that gives the results of several; return its step."""
+    op, origin = _packed_op(spots), _origin_of(spots)
+    parts = [_operand_as_row(draft, spot, anchor) for spot in spots]
+    flat = draft.add(aten.cat.default, parts, 1, before=anchor, origin=origin)
+    flat = draft.add(aten.reshape.default, flat, [-1], before=anchor, origin=origin)
+    sent = draft.add(op, flat, before=anchor, origin=origin)
+    _unpack_results(draft, spots, sent, [part.shape[1] for part in parts], anchor)
+    return op
+
+
+def _has_equal_shards(op: Op) -> bool:
+    """False for a conversion with local tensors of different shapes."""
+    return not isinstance(op, Conversion) or (has_equal_shards(op.src) and has_equal_shards(op.dst))
 
 
 def _can_join(spot: Spot) -> bool:
@@ -236,7 +250,7 @@ def _axes(step: AllReduce | ReduceScatter | AllGather) -> tuple[str, ...]:
     return tuple(a for a, _ in step.places) if isinstance(step, AllGather) else step.axes
 
 
-def _kind(spot: Spot) -> Any:
+def _kind(spot: Spot) -> Hashable:
     """Return the key that the members of a bucket share."""
     step, src = _step(spot)
     (x,) = spot.ins

@@ -60,16 +60,19 @@ def _shortened(draft: Draft, last: Spot) -> Change | None:
         part = chain[at:]
         if _op(part[0]).src.shape != _op(last).dst.shape:  # a view between factors and their product
             continue
-        way = plan(_op(part[0]).src, _op(last).dst)
-        old, new = _cost([_op(s) for s in _unneeded_nodes(draft, part)]), _cost([Conversion(*s) for s in way.walk()])
+        shorter = plan(_op(part[0]).src, _op(last).dst)
+        old, new = (
+            _cost([_op(s) for s in _unneeded_nodes(draft, part)]),
+            _cost([Conversion(*s) for s in shorter.walk()]),
+        )
         saved = (old[0] - new[0], old[1] - new[1])
         if min(saved) >= 0 and max(saved) > 0 and (best is None or saved > best[0]):
-            best = saved, part, way
+            best = saved, part, shorter
     if best is None:
         return None
-    (rounds, nbytes), part, way = best
-    _replace(draft, part, way)
-    what = f"{' · '.join(repr(s.op) for s in part)} is {way!r}"
+    (rounds, nbytes), part, shorter = best
+    _replace(draft, part, shorter)
+    what = f"{' · '.join(repr(s.op) for s in part)} is {shorter!r}"
     return Change("cancel", what, origin_text(last.origin), {"bytes": nbytes, "rounds": rounds})
 
 
@@ -147,7 +150,7 @@ def _cost(ops: Sequence[Conversion]) -> Cost:
     return sum(int(op.communicates) for op in ops), sum(received_bytes(op.step, op.src) for op in ops)
 
 
-def _replace(draft: Draft, part: Sequence[Spot], way: Plan) -> None:
+def _replace(draft: Draft, part: Sequence[Spot], shorter: Plan) -> None:
     """Insert the plan at the start of the chain, or at its end if the result is larger than the operand.
 
     So the smaller tensor is the one that is kept.
@@ -155,7 +158,7 @@ def _replace(draft: Draft, part: Sequence[Spot], way: Plan) -> None:
     last = part[-1]
     x = part[0].ins[0]
     at = part[0] if last.outs[0].nbytes <= x.nbytes else last
-    steps = [(step, spec) for step, spec in way.walk() if not isinstance(step, Relabel)]
+    steps = [(step, spec) for step, spec in shorter.walk() if not isinstance(step, Relabel)]
     for step, spec in steps:
         x = draft.add(Conversion(step, spec), x, before=at, origin=at.origin)
     if not steps:  # the result of a step is contiguous and shares no memory, and readers may rely on that

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -121,8 +121,9 @@ def _keeps_terms(spot: Spot, out: Value) -> bool:
     """False if a factor may make a term of a pending sum overflow."""
     if spot.op not in PRODUCTS | QUOTIENTS:
         return True
-    number: Any = spot.args[1]
-    factor = number if spot.op in PRODUCTS else 1 / number if number else inf
+    factor: float = spot.args[1]
+    if spot.op in QUOTIENTS:
+        factor = 1 / factor if factor else inf
     return isinstance(out.dtype, torch.dtype) and is_exact_factor(factor, out.dtype)
 
 

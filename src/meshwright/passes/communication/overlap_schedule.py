@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar
 
@@ -26,14 +27,14 @@ from meshwright.graph import (
     Start,
     Value,
     Wait,
-    is_assertion,
-    is_random_operator,
     live_memory,
     map_values,
     refuse_writing,
     register_pass,
     work_of,
 )
+
+from .._fixed_order import has_fixed_order, is_collective
 
 WINDOWS = (0, 8, 32, 128, 512)
 CLOSE = 1.01
@@ -55,26 +56,26 @@ class Schedule(Pass):
         tasks = _Tasks(program, self.cluster)
         if not tasks.sends:
             return program
-        cap = self.cluster.device.memory if self.memory is None else self.memory
-        found = [f for window in self.windows if (f := self._tried(tasks, window)).peak <= cap]
+        limit = self.cluster.device.memory if self.memory is None else self.memory
+        found = [f for window in self.windows if (f := self._schedule_in(tasks, window)).peak <= limit]
         if not found:
             return program
         soon = CLOSE * min(f.seconds for f in found)
         best = min((f for f in found if f.seconds <= soon), key=lambda f: (f.peak, f.window))
-        return best.program.with_changes(self._told(tasks, best))
+        return best.program.with_changes(self._change(tasks, best))
 
-    def _tried(self, tasks: _Tasks, window: int) -> _Found:
+    def _schedule_in(self, tasks: _Tasks, window: int) -> _Found:
         order, seconds = _scheduled(tasks, window)
         program = replace(tasks.program, nodes=tuple(_split(order, tasks.program)))
         return _Found(program, seconds, live_memory(program).peak, window)
 
-    def _told(self, tasks: _Tasks, best: _Found) -> Change:
+    def _change(self, tasks: _Tasks, best: _Found) -> Change:
         alone, compute = sum(tasks.seconds), tasks.compute
         sent = alone - compute
         what = f"{len(tasks.sends)} collectives started earlier, by at most {best.window} nodes"
-        shown = f"{sent:.3g} s of communication, of which {max(0.0, best.seconds - compute):.3g} s are exposed"
+        exposure = f"{sent:.3g} s of communication, of which {max(0.0, best.seconds - compute):.3g} s are exposed"
         saved = {"seconds": alone - best.seconds, "bytes": live_memory(tasks.program).peak - best.peak}
-        return Change(self.name, f"{what}: {shown}", "", saved)
+        return Change(self.name, f"{what}: {exposure}", "", saved)
 
 
 @dataclass(frozen=True)
@@ -85,39 +86,50 @@ class _Found:
     window: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Tasks:
     """The nodes of a program as tasks: duration, predecessors, successors, and longest path to the end."""
 
     program: Program
     cluster: Cluster
-    seconds: list[float] = field(default_factory=list[float])
-    sends: set[int] = field(default_factory=set[int])
-    """Indices of the tasks that are collectives."""
-    before: list[set[int]] = field(default_factory=list[set[int]])
-    behind: list[list[int]] = field(default_factory=list[list[int]])
-    rest: list[float] = field(default_factory=list[float])
-    """Length of the longest path from the start of each task to the end, in seconds."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Duration of each task."""
+        return [self._seconds(node) for node in self.program.nodes]
+
+    @cached_property
+    def sends(self) -> set[int]:
+        """Indices of the tasks that are collectives."""
+        return {at for at, node in enumerate(self.program.nodes) if is_collective(node)}
+
+    @cached_property
+    def before(self) -> list[set[int]]:
+        """Predecessors of each task: producers of its operands, and the one before it in a chain of fixed order."""
         nodes = self.program.nodes
-        self.seconds = [self._seconds(node) for node in nodes]
-        self.sends = {at for at, node in enumerate(nodes) if _sends(node)}
         makers = {v: at for at, node in enumerate(nodes) for v in node.outs}
-        self.before = [{makers[v] for v in node.ins if v in makers} for node in nodes]
-        for chain in (
-            [*sorted(self.sends)],
-            [at for at, node in enumerate(nodes) if is_random_operator(node.op) or is_assertion(node.op)],
-        ):
-            for first, second in pairwise(chain):
-                self.before[second].add(first)
-        self.behind = [[] for _ in nodes]
+        found = [{makers[v] for v in node.ins if v in makers} for node in nodes]
+        fixed = [at for at, node in enumerate(nodes) if has_fixed_order(node) and at not in self.sends]
+        for first, second in (*pairwise(sorted(self.sends)), *pairwise(fixed)):
+            found[second].add(first)
+        return found
+
+    @cached_property
+    def behind(self) -> list[list[int]]:
+        """Successors of each task."""
+        found: list[list[int]] = [[] for _ in self.program.nodes]
         for at, needed in enumerate(self.before):
             for other in needed:
-                self.behind[other].append(at)
-        self.rest = [0.0] * len(nodes)
-        for at in reversed(range(len(nodes))):
-            self.rest[at] = self.seconds[at] + max((self.rest[b] for b in self.behind[at]), default=0.0)
+                found[other].append(at)
+        return found
+
+    @cached_property
+    def rest(self) -> list[float]:
+        """Length of the longest path from the start of each task to the end, in seconds."""
+        found = [0.0] * len(self.program.nodes)
+        for at in reversed(range(len(found))):
+            found[at] = self.seconds[at] + max((found[follower] for follower in self.behind[at]), default=0.0)
+        return found
 
     @property
     def compute(self) -> float:
@@ -128,10 +140,6 @@ class _Tasks:
             return self.cluster.seconds(node.op.step, node.op.src.concrete)
         work = work_of(node)
         return self.cluster.device.seconds(work.flops, work.nbytes, work.dtype) if work.nbytes else 0.0
-
-
-def _sends(node: Node) -> bool:
-    return isinstance(node.op, Conversion) and node.op.communicates
 
 
 def _scheduled(tasks: _Tasks, window: int) -> tuple[list[int], float]:
@@ -158,7 +166,7 @@ class _Run:
     def __post_init__(self) -> None:
         count = len(self.tasks.program.nodes)
         self.begun = [False] * count
-        self.there = [0.0] * count
+        self.available = [0.0] * count
         """Time at which the results of each task are available."""
         self.missing = [len(needed) for needed in self.tasks.before]
         self.ready = [at for at in range(count) if not self.missing[at]]
@@ -184,7 +192,7 @@ class _Run:
         needed = self.tasks.before[at]
         if at in sends:
             needed = {b for b in needed if b not in sends or self._reads(at, b)}
-        return max((self.there[b] for b in needed), default=0.0)
+        return max((self.available[b] for b in needed), default=0.0)
 
     def _reads(self, at: int, other: int) -> bool:
         nodes = self.tasks.program.nodes
@@ -194,10 +202,10 @@ class _Run:
         seconds = self.tasks.seconds[at]
         if at in self.tasks.sends:
             self.link = max(self.link, self.now) + seconds
-            self.there[at] = self.link
+            self.available[at] = self.link
         else:
             self.now += seconds
-            self.there[at] = self.now
+            self.available[at] = self.now
         self.begun[at] = True
         self.order.append(at)
         self.ready.remove(at)

@@ -64,14 +64,13 @@ class _SliceSearch:
     last: Spot
     op: Conversion
     step: Slice
-    done: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    slices: dict[Value, Value] = field(default_factory=dict[Value, Value])
 
     def back_to_sums(self, v: Value, user: Spot) -> Sequence[Spot]:
         """Return the all-reduces and operators to replace if `v` is sliced earlier, readers first; or none."""
         spot = self.draft.producer(v)
-        if spot is None or v.sizes != self.last.ins[0].sizes or not has_static_sizes(v):
-            return ()
-        if not is_only_use(self.draft, v, user):
+        has_known_shape = v.sizes == self.last.ins[0].sizes and has_static_sizes(v)
+        if spot is None or not has_known_shape or not is_only_use(self.draft, v, user):
             return ()
         if isinstance(spot.op, Conversion):
             return (spot,) if self._is_sum(spot.op) else ()
@@ -122,8 +121,8 @@ class _SliceSearch:
     def _sliced(self, v: Value, before: Sequence[Spot]) -> Value:
         """Return the slice of `v`, after adding the nodes that compute it."""
         spot = self.draft.producer(v)
-        if v in self.done:
-            return self.done[v]
+        if v in self.slices:
+            return self.slices[v]
         if spot is None or spot not in before:
             assert isinstance(v.dtype, torch.dtype)
             op = Conversion(self.step, self.op.src.with_dtype(v.dtype))
@@ -133,7 +132,7 @@ class _SliceSearch:
         else:
             args = map_values(lambda x: self._sliced(x, before) if self._is_cut(x) else x, spot.args)
             out = self.draft.add(spot.op, *args, before=self.last, origin=spot.origin, **spot.kwargs)
-        self.done[v] = out
+        self.slices[v] = out
         return out
 
     def _is_cut(self, x: Value) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from meshwright.graph import Change, Conversion, Draft, Op, Pass, Program, RewriteError, Spot, Value, register_pass
+from meshwright.layout import TorchValue
 from meshwright.reshard import AllReduce
 
 from .._rows import has_equal_shards, has_static_sizes, is_only_use, origin_text, row_spec
@@ -47,7 +48,7 @@ class SplitProducts(Pass):
     def run(self, program: Program) -> Program:
         draft = Draft(program)
         found = [spot for spot in draft if self._fits(draft, spot)]
-        changes = [self._apart(draft, spot) for spot in found]
+        changes = [self._split_step(draft, spot) for spot in found]
         return draft.finish(*changes) if changes else program
 
     def _fits(self, draft: Draft, spot: Spot) -> bool:
@@ -63,10 +64,10 @@ class SplitProducts(Pass):
             return False
         return _has_product(draft, x, spot)
 
-    def _apart(self, draft: Draft, step: Spot) -> Change:
+    def _split_step(self, draft: Draft, step: Spot) -> Change:
         (x,), origin = step.ins, step.origin
         rows = _Rows(draft, step, self.pieces, (prod(x.shape[:-1]) // self.pieces, x.shape[-1]))
-        sent = [_sent(draft, step, part) for part in rows.of(x, step)]
+        sent = [_reduced_piece(draft, step, part) for part in rows.pieces_of(x, step)]
         whole = draft.add(aten.cat.default, sent, 0, before=step, origin=origin)
         draft.replace(step.outs[0], draft.add(aten.view.default, whole, list(x.shape), before=step, origin=origin))
         draft.remove(step)
@@ -82,7 +83,7 @@ class _Rows:
     pieces: int
     shape: tuple[int, int]
 
-    def of(self, v: Value, reader: Spot) -> list[Value]:
+    def pieces_of(self, v: Value, reader: Spot) -> list[Value]:
         """Return the pieces of the operand `v` of `reader`. Products and sums are computed piece by piece."""
         made = self.draft.producer(v)
         if made is None or not is_only_use(self.draft, v, reader):
@@ -91,9 +92,9 @@ class _Rows:
             x, w = made.args
             return [self._add(aten.mm.default, part, w) for part in self._split(x)]
         if made.op in VIEWS and made.ins[0].shape[-1:] == v.shape[-1:]:
-            return self.of(made.ins[0], made)
+            return self.pieces_of(made.ins[0], made)
         if _is_sum(made):
-            both = (self.of(a, made) for a in made.args)
+            both = (self.pieces_of(a, made) for a in made.args)
             return [self._add(aten.add.Tensor, a, b) for a, b in zip(*both, strict=True)]
         return self._cut(v)
 
@@ -103,12 +104,12 @@ class _Rows:
     def _split(self, x: Value) -> list[Value]:
         return list(self._add(aten.split_with_sizes.default, x, [self.shape[0]] * self.pieces, 0))
 
-    def _add(self, op: Op, *args: Any) -> Any:
+    def _add(self, op: Op, *args: TorchValue) -> TorchValue:
         return self.draft.add(op, *args, before=self.step, origin=self.step.origin)
 
 
 def _has_product(draft: Draft, v: Value, reader: Spot) -> bool:
-    """True if `_Rows.of` would compute a product piece by piece."""
+    """True if `_Rows.pieces_of` would compute a product piece by piece."""
     made = draft.producer(v)
     if made is None or not is_only_use(draft, v, reader):
         return False
@@ -125,12 +126,12 @@ def _is_sum(spot: Spot) -> bool:
     return a.sizes == b.sizes and a.dtype == b.dtype
 
 
-def _sent(draft: Draft, step: Spot, part: Value) -> Value:
+def _reduced_piece(draft: Draft, step: Spot, part: Value) -> Value:
     """Return the piece after its all-reduce."""
     assert isinstance(step.op, Conversion)
     assert isinstance(step.op.step, AllReduce)
-    how, src = step.op.step, step.op.src
+    reduction, src = step.op.step, step.op.src
     flat = draft.add(aten.view.default, part, [-1], before=step, origin=step.origin)
-    carry = Conversion(how, row_spec(src.mesh, prod(part.shape), src.dtype, how.axes, how.op))
+    carry = Conversion(reduction, row_spec(src.mesh, prod(part.shape), src.dtype, reduction.axes, reduction.op))
     out = draft.add(carry, flat, before=step, origin=step.origin)
     return draft.add(aten.view.default, out, list(part.shape), before=step, origin=step.origin)

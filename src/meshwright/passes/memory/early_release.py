@@ -7,7 +7,7 @@ Groups with nodes that communicate, draw random numbers or assert do not move.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import ClassVar
@@ -15,18 +15,17 @@ from typing import ClassVar
 from meshwright.graph import (
     AliasClasses,
     Change,
-    Conversion,
     Node,
     Pass,
     Program,
     Value,
     alias_classes,
-    is_assertion,
-    is_random_operator,
     live_memory,
     refuse_writing,
     register_pass,
 )
+
+from .._fixed_order import has_fixed_order
 
 
 @register_pass
@@ -38,7 +37,7 @@ class Release(Pass):
 
     def run(self, program: Program) -> Program:
         refuse_writing(program, repr(self))
-        groups = [g for g in _groups(program) if not any(map(_may_not_move, g.nodes))]
+        groups = [g for g in _groups(program) if not any(map(has_fixed_order, g.nodes))]
         moved = _with_early_updates(program, groups) if groups else program.nodes
         if moved == program.nodes:
             return program
@@ -63,44 +62,43 @@ def _gradients(program: Program, groups: Sequence[_Group]) -> int:
     return max(accumulate(steps))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Group:
     """Connected nodes of the update; `behind` is the index of the last node that they must follow."""
 
-    nodes: list[Node] = field(default_factory=list[Node])
-    behind: int = -1
-
-
-def _may_not_move(node: Node) -> bool:
-    return (
-        (isinstance(node.op, Conversion) and node.op.communicates)
-        or is_random_operator(node.op)
-        or is_assertion(node.op)
-    )
+    nodes: Sequence[Node]
+    behind: int
 
 
 def _groups(program: Program) -> list[_Group]:
     """Return the connected groups of update nodes, one per parameter, in program order."""
-    group_of: dict[Node, _Group] = {}
+    place = {node: at for at, node in enumerate(program.nodes)}
+    awaited = _LastPredecessor(program)
+    groups = [sorted(nodes, key=place.__getitem__) for nodes in _connected(program)]
+    return [_Group(nodes, max(map(awaited.by, nodes), default=-1)) for nodes in groups]
+
+
+def _connected(program: Program) -> list[list[Node]]:
+    """Return the update nodes in groups that no value connects, except values that many updates read."""
+    group_of: dict[Node, list[Node]] = {}
     common = _common(program)
     for node in program.nodes:
         if node.origin.phase != "update" or node in common:
             continue
         makers = [program.producers[v] for v in node.ins if v in program.producers]
-        found = list(dict.fromkeys(group_of[m] for m in makers if m in group_of))
-        mine = found[0] if found else _Group()
+        found = _distinct(group_of[maker] for maker in makers if maker in group_of)
+        mine = found[0] if found else []
         for other in found[1:]:
-            mine.nodes += other.nodes
-            group_of.update(dict.fromkeys(other.nodes, mine))
-        mine.nodes.append(node)
+            mine += other
+            group_of.update(dict.fromkeys(other, mine))
+        mine.append(node)
         group_of[node] = mine
-    place = {node: at for at, node in enumerate(program.nodes)}
-    groups = list(dict.fromkeys(group_of.values()))
-    awaited = _LastPredecessor(program)
-    for group in groups:
-        group.nodes.sort(key=place.__getitem__)
-        group.behind = max(map(awaited.by, group.nodes), default=-1)
-    return groups
+    return _distinct(group_of.values())
+
+
+def _distinct(groups: Iterable[list[Node]]) -> list[list[Node]]:
+    """Return each group once, in order."""
+    return list({id(group): group for group in groups}.values())
 
 
 def _common(program: Program) -> set[Node]:
@@ -144,16 +142,13 @@ class _LastPredecessor:
 def _with_early_updates(program: Program, groups: Sequence[_Group]) -> tuple[Node, ...]:
     """Return the nodes with each group directly after the node it must follow; shared nodes come before all groups."""
     common = _common(program)
-    moving = {n for g in groups for n in g.nodes} | common
-    due: dict[int, list[_Group]] = {}
+    due = {min(group.behind for group in groups): [node for node in program.nodes if node in common]}
     for group in groups:
-        due.setdefault(group.behind, []).append(group)
-    first = min(due)
-    nodes: list[Node] = []
-    for at in range(-1, len(program.nodes)):
-        if at >= 0 and program.nodes[at] not in moving:
-            nodes.append(program.nodes[at])
-        if at == first:
-            nodes += [n for n in program.nodes if n in common]
-        nodes += [n for group in due.get(at, ()) for n in group.nodes]
-    return tuple(nodes)
+        due.setdefault(group.behind, []).extend(group.nodes)
+    moving = {node for nodes in due.values() for node in nodes}
+    found = due.get(-1, [])
+    for at, node in enumerate(program.nodes):
+        if node not in moving:
+            found.append(node)
+        found += due.get(at, ())
+    return tuple(found)

@@ -76,9 +76,9 @@ class _Reuse:
     """Memory → index of the last node that reads it; results are read at the end."""
     whole: set[Value] = field(init=False)
     """Inputs that are written back, and what was written over them: values that fill an input exactly."""
-    homes: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    first_inputs: dict[Value, Value] = field(default_factory=dict[Value, Value])
     """Memory → the first input there that is written back."""
-    ends: dict[Value, list[tuple[Value | None, Value]]] = field(default_factory=dict[Value, Any])
+    results_in: dict[Value, list[tuple[Value | None, Value]]] = field(default_factory=dict[Value, Any])
     """Memory → the results there, each with the input that it is written to; None for an output."""
 
     def __post_init__(self) -> None:
@@ -93,17 +93,17 @@ class _Reuse:
         for v in self.program.results:
             self.last[self.found.of(v)] = len(self.program.nodes)
         for x, v in self.program.writes:
-            self.homes.setdefault(self.found.of(x), x)
-            self.ends.setdefault(self.found.of(v), []).append((x, v))
+            self.first_inputs.setdefault(self.found.of(x), x)
+            self.results_in.setdefault(self.found.of(v), []).append((x, v))
         for v in values_in(self.program.outputs):
-            self.ends.setdefault(self.found.of(v), []).append((None, v))
+            self.results_in.setdefault(self.found.of(v), []).append((None, v))
 
     def at(self, at: int, node: Node) -> tuple[Op, tuple[Any, ...]] | None:
         """Return the in-place operator and its arguments if node `at` may overwrite an operand, otherwise None."""
         twin = overwriting(node.op)
         if twin is None or any(True for _ in alias_pairs(node)):
             return None
-        for args in _orders(node):
+        for args in _argument_orders(node):
             olds, news = list(values_in(args[0])), list(node.outs)
             if self._may_write(at, node, olds, news):
                 self._write(olds, news)
@@ -114,8 +114,8 @@ class _Reuse:
         roots = [self.found.of(v) for v in olds]
         if len(olds) != len(news) or len(set(roots)) != len(roots) or not olds:
             return False
-        there = [v for v in node.ins if self.found.of(v) in roots]
-        if len(there) != len(olds):
+        overlapping = [v for v in node.ins if self.found.of(v) in roots]
+        if len(overlapping) != len(olds):
             return False
         return all(map(self._fits, olds, news)) and all(
             self._is_over(at, v, new) for v, new in zip(olds, news, strict=True)
@@ -128,9 +128,9 @@ class _Reuse:
         """
         if not old.is_tensor or old.dtype != new.dtype or not {old, new} <= self.strides.keys():
             return False
-        return str(old.shape) == str(new.shape) and self._lie(old) == self._lie(new)
+        return str(old.shape) == str(new.shape) and self._used_strides(old) == self._used_strides(new)
 
-    def _lie(self, v: Value) -> list[int]:
+    def _used_strides(self, v: Value) -> list[int]:
         """Return the strides of dims with more than one element."""
         return [step for n, step in zip(v.shape, self.strides[v], strict=True) if hint(n) != 1]
 
@@ -141,12 +141,14 @@ class _Reuse:
             return False
         if root not in self.roots:
             return True
-        return old in self.whole and self._goes_home(old, root, new)
+        return old in self.whole and self._is_only_result(old, root, new)
 
-    def _goes_home(self, old: Value, root: Value, new: Value) -> bool:
+    def _is_only_result(self, old: Value, root: Value, new: Value) -> bool:
         """True where no result is in the memory of `new` but `new` itself, for the input that it is written to."""
-        home = self.homes.get(root)
-        return all(x is not None and x is home and v is new for x, v in self.ends.get(self.found.of(new), ()))
+        first_input = self.first_inputs.get(root)
+        return all(
+            x is not None and x is first_input and v is new for x, v in self.results_in.get(self.found.of(new), ())
+        )
 
     def _write(self, olds: Sequence[Value], news: Sequence[Value]) -> None:
         for old, new in zip(olds, news, strict=True):
@@ -157,13 +159,15 @@ class _Reuse:
             self.found.join(old, new)
             root = self.found.of(new)
             self.last[root] = max(self.last[mine], self.last[other])
-            self.ends[root] = [end for memory in dict.fromkeys((mine, other)) for end in self.ends.pop(memory, ())]
-            if (home := self.homes.pop(mine, None) or self.homes.pop(other, None)) is not None:
-                self.homes[root] = home
+            self.results_in[root] = [
+                end for memory in dict.fromkeys((mine, other)) for end in self.results_in.pop(memory, ())
+            ]
+            if (first_input := self.first_inputs.pop(mine, None) or self.first_inputs.pop(other, None)) is not None:
+                self.first_inputs[root] = first_input
             self.saved.append(new.nbytes)
 
 
-def _orders(node: Node) -> Iterator[tuple[Any, ...]]:
+def _argument_orders(node: Node) -> Iterator[tuple[Any, ...]]:
     """Yield the arguments, and the arguments with swapped operands if the operator commutes."""
     yield node.args
     if node.op in COMMUTES and not node.kwargs and len(node.args) == 2 and isinstance(node.args[1], Value):

@@ -17,7 +17,6 @@ from meshwright.cost import DEVICES, Device
 from meshwright.graph import (
     AliasClasses,
     Change,
-    Conversion,
     Draft,
     Node,
     Pass,
@@ -36,6 +35,8 @@ from meshwright.graph import (
     work_of,
     writes_to,
 )
+
+from .._fixed_order import is_collective
 
 
 @register_pass
@@ -135,7 +136,7 @@ class _SavedValues:
         return [n for n in self.program.nodes if n.origin.phase == "forward"]
 
     def _is_again(self, node: Node) -> bool:
-        if isinstance(node.op, Conversion) and node.op.communicates:
+        if is_collective(node):
             return self.how.communication and not is_cross_mesh(node.op)
         if is_random_call(node) or writes_to(node.op) or is_assertion(node.op) or self._reads_renewed(node):
             return False

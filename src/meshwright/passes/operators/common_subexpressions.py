@@ -7,9 +7,9 @@ numbers that depend on the rank are inputs of a program, not constants in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from meshwright.graph import (
     Change,
@@ -24,6 +24,7 @@ from meshwright.graph import (
     register_pass,
     values_in,
 )
+from meshwright.layout import TorchValue
 from meshwright.reshard import Exchange
 
 from .._rows import origin_text, received_bytes
@@ -50,7 +51,7 @@ class Share(Pass):
     def run(self, program: Program) -> Program:
         draft = Draft(program)
         own = _seen_outside(draft)
-        first: dict[Any, Spot] = {}
+        first: dict[Hashable, Spot] = {}
         changes: list[Change] = []
         merged = 0
         for spot in list(draft):
@@ -77,13 +78,13 @@ class Share(Pass):
             return not isinstance(spot.op.step, Exchange)
         return self.local
 
-    def _key(self, spot: Spot) -> Any:
+    def _key(self, spot: Spot) -> Hashable:
         origin = spot.origin
         phase = "" if self.phases and origin.phase != "update" else origin.phase
         return spot.op, _frozen(spot.args), _frozen(spot.kwargs), phase, origin.grad, origin.autocast
 
 
-def _frozen(tree: Any) -> Any:
+def _frozen(tree: TorchValue) -> Hashable:
     """Return `tree` as a key. Numbers are compared by type and text (0.0 is not -0.0, and 1 is not True)."""
     if isinstance(tree, Value):
         return tree

@@ -7,79 +7,90 @@ other. Collectives keep their order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from typing import Any, ClassVar
 
 import torch
 
 from meshwright.graph import (
     Change,
-    Conversion,
     Node,
+    Op,
+    Operator,
     Pass,
     Program,
     Value,
-    is_assertion,
-    is_random_operator,
     live_memory,
     name_of,
     refuse_writing,
     register_pass,
     values_in,
 )
+from meshwright.layout import TorchValue
+
+from .._fixed_order import has_fixed_order
 
 aten = torch.ops.aten
 Columns = tuple[list[Any], ...]
-Call = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
+NamedColumns = Mapping[str, list[Any]]
+Call = tuple[Operator, tuple[Any, ...], Mapping[str, Any]]
 """An operator on lists, its arguments and its keyword arguments."""
+ListCall = Callable[[Columns, NamedColumns], Call | None]
+"""Makes the call on lists from columns of arguments; returns None if there is none."""
 
 
-def _unary(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
+def _unary(op: Operator) -> ListCall:
     """Return a function that makes the call on lists of `op(x)`."""
-    return lambda columns, named: (packet.default, columns, {}) if len(columns) == 1 and not named else None
+    return lambda columns, named: (op, columns, {}) if len(columns) == 1 and not named else None
 
 
-def _binary(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
+def _binary(packet: TorchValue) -> ListCall:
     """Return a function that makes the call on lists of `op(x, y)`; `y` is a tensor or a number for each `x`."""
 
-    def call(columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
+    def call(columns: Columns, named: NamedColumns) -> Call | None:
         if len(columns) != 2:
             return None
         xs, ys = columns
-        if all(_is_tensor(y) for y in ys):
-            alike = all(x.sizes == y.sizes for x, y in zip(xs, ys, strict=True)) and all(map(_same, named.values()))
-            return (packet.List, columns, {k: v[0] for k, v in named.items()}) if alike else None
-        return _with_numbers(packet, columns, named)
+        if not all(map(_is_tensor, ys)):
+            return _with_numbers(packet, columns, named)
+        if any(x.sizes != y.sizes for x, y in zip(xs, ys, strict=True)) or not all(map(_same, named.values())):
+            return None
+        return packet.List, columns, {name: column[0] for name, column in named.items()}
 
     return call
 
 
-def _with_numbers(packet: Any, columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
+def _with_numbers(packet: TorchValue, columns: Columns, named: NamedColumns) -> Call | None:
     """Return a call on lists of tensors and a last or named number, which is one for all or one for each; else None."""
     *tensors, last = (*columns, *named.values())
-    if len(named) > 1 or any(_is_tensor(n) for n in last) or not all(_is_tensor(t) for ts in tensors for t in ts):
+    if len(named) > 1 or any(map(_is_tensor, last)) or not all(_is_tensor(t) for column in tensors for t in column):
         return None
     if any(len({t.shape for t in row}) > 1 for row in zip(*tensors, strict=True)):
         return None
-    return (packet.Scalar, (*tensors, last[0]), {}) if _same(last) else (packet.ScalarList, (*tensors, last), {})
+    if _same(last):
+        return packet.Scalar, (*tensors, last[0]), {}
+    return packet.ScalarList, (*tensors, last), {}
 
 
-def _ternary(packet: Any) -> Callable[[Columns, Mapping[str, list[Any]]], Call | None]:
+def _ternary(packet: TorchValue) -> ListCall:
     """Return a function that makes the call on lists of `op(x, a, b, value=1)`."""
 
-    def call(columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
-        return _with_numbers(packet, columns, named or {"value": [1] * len(columns[0])}) if len(columns) == 3 else None
+    def call(columns: Columns, named: NamedColumns) -> Call | None:
+        if len(columns) != 3:
+            return None
+        return _with_numbers(packet, columns, named or {"value": [1] * len(columns[0])})
 
     return call
 
 
-def _lerp(columns: Columns, named: Mapping[str, list[Any]]) -> Call | None:
+def _lerp(columns: Columns, named: NamedColumns) -> Call | None:
     return _with_numbers(aten._foreach_lerp, columns, named) if len(columns) == 3 and not named else None
 
 
-FOREACH: Mapping[Any, Callable[[Columns, Mapping[str, list[Any]]], Call | None]] = {
+FOREACH: Mapping[Op, ListCall] = {
     **dict.fromkeys([aten.add.Tensor, aten.add.Scalar], _binary(aten._foreach_add)),
     **dict.fromkeys([aten.sub.Tensor, aten.sub.Scalar], _binary(aten._foreach_sub)),
     **dict.fromkeys([aten.mul.Tensor, aten.mul.Scalar], _binary(aten._foreach_mul)),
@@ -89,14 +100,14 @@ FOREACH: Mapping[Any, Callable[[Columns, Mapping[str, list[Any]]], Call | None]]
     aten.lerp.Scalar: _lerp,
     aten.addcmul.default: _ternary(aten._foreach_addcmul),
     aten.addcdiv.default: _ternary(aten._foreach_addcdiv),
-    aten.sqrt.default: _unary(aten._foreach_sqrt),
-    aten.rsqrt.default: _unary(aten._foreach_rsqrt),
-    aten.neg.default: _unary(aten._foreach_neg),
-    aten.abs.default: _unary(aten._foreach_abs),
-    aten.sign.default: _unary(aten._foreach_sign),
-    aten.reciprocal.default: _unary(aten._foreach_reciprocal),
+    aten.sqrt.default: _unary(aten._foreach_sqrt.default),
+    aten.rsqrt.default: _unary(aten._foreach_rsqrt.default),
+    aten.neg.default: _unary(aten._foreach_neg.default),
+    aten.abs.default: _unary(aten._foreach_abs.default),
+    aten.sign.default: _unary(aten._foreach_sign.default),
+    aten.reciprocal.default: _unary(aten._foreach_reciprocal.default),
 }
-"""Operator → function that makes its call on lists from columns of arguments, or returns None if there is none."""
+"""Operator → function that makes its call on lists."""
 
 
 @register_pass
@@ -113,8 +124,9 @@ class Foreach(Pass):
         if not _keeps_order(program, region):
             return program
         units = list(_units(program, region, self.least, {}))
-        order = list(_sorted(units))
-        if len(order) < len(units):  # groups depend on each other through ordered nodes
+        try:
+            order = list(_sorted(units))
+        except CycleError:  # groups depend on each other through nodes of fixed order
             units = list(_units(program, region, self.least, _order_dependences(program, region)))
             order = list(_sorted(units))
         groups = [u for u in units if len(u.nodes) > 1]
@@ -122,13 +134,13 @@ class Foreach(Pass):
             return program
         nodes = (*(n for n in program.nodes if n not in region), *(u.node for u in order))
         out = replace(program, nodes=nodes)
-        told = [
+        changes = [
             Change(self.name, f"{len(u.nodes)} × {name_of(u.nodes[0].op)} become {name_of(u.node.op)}", "", {})
             for u in groups
         ]
-        gone = len(program.nodes) - len(nodes)
-        grown = live_memory(program).peak_in("update") - live_memory(out).peak_in("update")
-        return out.with_changes(*told, Change(self.name, "in all", "", {"operators": gone, "bytes": grown}))
+        removed = len(program.nodes) - len(nodes)
+        freed = live_memory(program).peak_in("update") - live_memory(out).peak_in("update")
+        return out.with_changes(*changes, Change(self.name, "in all", "", {"operators": removed, "bytes": freed}))
 
 
 def _region(program: Program) -> set[Node]:
@@ -142,15 +154,9 @@ def _region(program: Program) -> set[Node]:
     return found
 
 
-def _is_ordered(node: Node) -> bool:
-    """True for nodes that must keep their order: collectives, random operators and assertions."""
-    sends = isinstance(node.op, Conversion) and node.op.communicates
-    return sends or is_random_operator(node.op) or is_assertion(node.op)
-
-
 def _keeps_order(program: Program, region: set[Node]) -> bool:
-    """True if the region can run after the rest without changing the order of ordered nodes."""
-    ordered = [node in region for node in program.nodes if _is_ordered(node)]
+    """True if the region can run after the rest without changing the order of nodes of fixed order."""
+    ordered = [node in region for node in program.nodes if has_fixed_order(node)]
     return ordered == sorted(ordered)
 
 
@@ -171,20 +177,18 @@ def _reached(flow: Iterable[tuple[Node, Iterable[Value], Iterable[Value]]]) -> s
     for node, to, on in flow:
         if any(v in touched for v in to):
             found.add(node)
-        if node in found or _is_ordered(node):
+        if node in found or has_fixed_order(node):
             touched.update(on)
     return found
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _MergedNodes:
     """Nodes that become one: `node` replaces them, `at` is the position of the first one."""
 
-    nodes: list[Node]
+    nodes: Sequence[Node]
     node: Node
     at: int
-    needs: int = 0
-    feeds: list[_MergedNodes] = field(default_factory=list["_MergedNodes"])
 
 
 def _units(program: Program, region: set[Node], least: int, sides: Mapping[Node, Any]) -> Iterator[_MergedNodes]:
@@ -195,12 +199,14 @@ def _units(program: Program, region: set[Node], least: int, sides: Mapping[Node,
     for node in program.nodes:
         if node in region:
             key = formulas.of(node), sides.get(node)
-            alike.setdefault(key if node.op in FOREACH and not _is_ordered(node) else node, []).append(node)
+            may_merge = node.op in FOREACH and not has_fixed_order(node)
+            alike.setdefault(key if may_merge else node, []).append(node)
     for nodes in alike.values():
-        made = _merge_nodes(nodes) if len(nodes) >= max(least, 2) else None
-        yield from (
-            [_MergedNodes(nodes, made, place[nodes[0]])] if made else [_MergedNodes([n], n, place[n]) for n in nodes]
-        )
+        merged = _merge_nodes(nodes) if len(nodes) >= max(least, 2) else None
+        if merged is None:
+            yield from (_MergedNodes([node], node, place[node]) for node in nodes)
+        else:
+            yield _MergedNodes(nodes, merged, place[nodes[0]])
 
 
 def _merge_nodes(nodes: Sequence[Node]) -> Node | None:
@@ -223,48 +229,56 @@ class _Formulas:
     numbers: dict[Any, int] = field(default_factory=dict[Any, int])
 
     def of(self, node: Node) -> int:
-        def told(tree: Any) -> Any:
-            if isinstance(tree, Value):
-                return self.known.get(tree) or self._leaf(tree)
-            if isinstance(tree, (tuple, list)):
-                return tuple(told(v) for v in tree)
-            return (type(tree).__name__, repr(tree))
-
-        key = (node.op, told(node.args), tuple((k, told(v)) for k, v in node.kwargs.items()))
+        key = (node.op, self._formula(node.args), tuple((k, self._formula(v)) for k, v in node.kwargs.items()))
         number = self.numbers.setdefault(key, len(self.numbers))
         for at, v in enumerate(node.outs):
             self.known[v] = (number, at, str(v.dtype), v.device)
         return number
 
-    def _leaf(self, v: Value) -> Any:
+    def _formula(self, tree: TorchValue) -> Hashable:
+        """Return a key for an argument, which is equal for values of equal formulas."""
+        if isinstance(tree, Value):
+            return self.known.get(tree) or self._leaf(tree)
+        if isinstance(tree, (tuple, list)):
+            return tuple(map(self._formula, tree))
+        return (type(tree).__name__, repr(tree))
+
+    def _leaf(self, v: Value) -> Hashable:
         if not v.is_tensor:
             return v
         return (self.roles.get(v, "made"), str(v.dtype), v.device)
 
 
 def _sorted(units: Sequence[_MergedNodes]) -> Iterator[_MergedNodes]:
-    """Yield the units in topological order, and in program order where there is a choice."""
-    makers = {v: u for u in units for n in u.nodes for v in n.outs}
-    ordered = sorted((u for u in units if _is_ordered(u.node)), key=lambda u: u.at)
+    """Yield the units in topological order, and in program order where there is a choice.
+
+    Raises CycleError if units depend on each other.
+    """
+    sorter = _dependences(units)
+    sorter.prepare()
+    unit_at = {unit.at: unit for unit in units}
+    ready: list[int] = []
+    while sorter.is_active():
+        for unit in sorter.get_ready():
+            heappush(ready, unit.at)
+        first = unit_at[heappop(ready)]
+        yield first
+        sorter.done(first)
+
+
+def _dependences(units: Sequence[_MergedNodes]) -> TopologicalSorter[_MergedNodes]:
+    """Return the graph of the units: each depends on the producers of its operands; others must keep their order."""
+    makers = {v: unit for unit in units for v in unit.node.outs}
+    found = TopologicalSorter[_MergedNodes]()
     for unit in units:
-        for maker in {makers[v] for n in unit.nodes for v in n.ins if v in makers}:
-            maker.feeds.append(unit)
-            unit.needs += 1
-    for first, second in itertools.pairwise(ordered):
-        first.feeds.append(second)
-        second.needs += 1
-    ready = [(u.at, id(u), u) for u in units if not u.needs]
-    heapify(ready)
-    while ready:
-        *_, unit = heappop(ready)
-        yield unit
-        for follower in unit.feeds:
-            follower.needs -= 1
-            if not follower.needs:
-                heappush(ready, (follower.at, id(follower), follower))
+        found.add(unit, *(makers[v] for v in unit.node.ins if v in makers))
+    ordered = sorted((unit for unit in units if has_fixed_order(unit.node)), key=lambda unit: unit.at)
+    for before, after in itertools.pairwise(ordered):
+        found.add(after, before)
+    return found
 
 
-def _is_tensor(v: Any) -> bool:
+def _is_tensor(v: object) -> bool:
     return isinstance(v, Value) and v.is_tensor
 
 

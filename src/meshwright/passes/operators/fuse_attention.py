@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.graph import Edit, Rewrite, Rewriter, RulePass, Spot, register_pass, register_rewrite
+from meshwright.graph import Edit, Match, Rewrite, Rewriter, RulePass, Spot, Value, register_pass, register_rewrite
 
 aten = torch.ops.aten
 NEVER = -1e9
@@ -38,12 +38,12 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
 
-def _keeps_digits(q: Any, upcast: bool) -> bool:
+def _keeps_digits(q: Value, upcast: bool) -> bool:
     """False if the softmax is computed in a lower precision than in the operator."""
     return not (upcast and q.dtype == torch.float64)
 
 
-def _fits_scores(q: Any, mask: Any, upcast: bool, match: Any) -> bool:
+def _fits_scores(q: Value, mask: Value | None, upcast: bool, match: Match | None) -> bool:
     """True if the mask has the dtype of the scores, or if a cast is exact: it is 0 or at most NEVER everywhere."""
     if mask is None or mask.dtype == q.dtype:
         return _keeps_digits(q, upcast)
@@ -54,7 +54,7 @@ def _fits_scores(q: Any, mask: Any, upcast: bool, match: Any) -> bool:
     return bool(((known == 0) | hidden).all()) and not bool(hidden.all(-1).any())
 
 
-def _masks_all_filled(q: Any, mask: Any, fill: float, upcast: bool, match: Any) -> bool:
+def _masks_all_filled(q: Value, mask: Value, fill: float, upcast: bool, match: Match | None) -> bool:
     """True if filled scores have zero weight: -inf, or at most NEVER if each row keeps a score."""
     if fill == -math.inf or not _keeps_digits(q, upcast):
         return _keeps_digits(q, upcast)

@@ -7,23 +7,23 @@ Each rule is a small step; several rules in a row match one style of writing. In
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.graph import Rewrite, RulePass, register_pass, register_rewrite
+from meshwright.graph import Rewrite, RulePass, Value, register_pass, register_rewrite
 
 COARSE = (torch.bfloat16, torch.float16)
 
 
-def _is_fine(x: Any) -> bool:
+def _is_fine(x: Value) -> bool:
     """True if the dtype is not 16-bit, so that fusion removes no rounding that matters."""
     return x.dtype not in COARSE
 
 
-def _is_coarse(x: Any) -> bool:
+def _is_coarse(x: Value) -> bool:
     return x.dtype in COARSE
 
 

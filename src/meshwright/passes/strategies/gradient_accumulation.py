@@ -7,7 +7,7 @@ all pieces. Buffers that the forward pass updates are passed from piece to piece
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from meshwright.graph import (
     linear_tail,
     map_values,
 )
-from meshwright.layout import Spec
+from meshwright.layout import Spec, TorchValue
 from meshwright.tensor import DistTensor, as_part, local_parts, map_tensors, tensors_in
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ class Merge:
                 "write Merge(4), or leave out Merge",
             )
 
-    def piece(self, batch: Any, number: int) -> Any:
+    def piece(self, batch: TorchValue, number: int) -> TorchValue:
         """Return piece `number` of a batch. A piece of a DistTensor has a piece of each rank's local tensor.
 
         The program of one piece is recorded for the first piece.
@@ -65,9 +65,7 @@ class Merge:
         """
         rows = _first_row_count(tensors_in(batch))
         cut = [x for x in tensors_in(batch) if _first_row_count([x]) == rows]
-        lies = [x.spec if isinstance(x, DistTensor) else None for x in cut]
-        if not hold_same_rows(lies):
-            raise RewriteError(repr(self), rows_text(lies), *OTHER_ROWS)
+        _check_rows(self, [x.spec if isinstance(x, DistTensor) else None for x in cut])
         return map_tensors(lambda x: self._cut(x, number) if _first_row_count([x]) == rows else x, batch)
 
     def _cut(self, x: Tensor, number: int) -> Tensor:
@@ -113,7 +111,7 @@ def _first_row_count(tensors: Iterable[Tensor]) -> int | None:
 class _Merged:
     """Builder of the merged program. `cut` are the indices of the batch's leaves that are split."""
 
-    how: Merge
+    merge: Merge
     step: Program
     cut: Collection[int]
     became: dict[Value, Value] = field(default_factory=dict[Value, Value])
@@ -122,41 +120,39 @@ class _Merged:
     draft: Draft = field(init=False)
 
     def program(self) -> Program:
-        self._check_rows()
-        inputs = tuple(self._whole(i) if self._is_cut(i) else i for i in self.step.inputs)
+        cut = list(filter(self._is_cut, self.step.inputs))
+        _check_rows(self.merge, [piece.spec for piece in cut])
+        wholes = {piece.value: self._whole(piece) for piece in cut}
+        inputs = tuple(wholes.get(i.value, i) for i in self.step.inputs)
         self.draft = Draft(replace(self.step, inputs=inputs, nodes=(), writes=(), outputs=()))
         self._reserve()
         wanted = {"": self.step.outputs["out"], **self.step.outputs["grads"]}
         chains = {name: linear_tail(self.step, v) for name, v in wanted.items()}
-        bottoms = {_bottom(v, chains[name]) for name, v in wanted.items()}
-        pieces = {
-            old.value: self._pieces(old, new)
-            for old, new in zip(self.step.inputs, inputs, strict=True)
-            if old is not new
-        }
-        for at in range(self.how.pieces):
-            self.became = {x: self.became.get(v, v) if at else x for x, v in self.step.writes}
-            self.became |= {x: parts[at] for x, parts in pieces.items()}
-            for node in self.step.nodes:
-                self._copy(node, bottoms)
-        grads = {name: self._finished(wanted[name], chain) for name, chain in chains.items()}
-        return self._closed(inputs, {"out": grads.pop(""), "grads": grads})
+        starts = set(map(_start_of, wanted.values(), chains.values()))
+        pieces = {piece.value: self._pieces(piece, wholes[piece.value]) for piece in cut}
+        for at in range(self.merge.pieces):
+            self._add_piece(at, pieces, starts)
+        grads = {name: self._finished_gradient(wanted[name], chain) for name, chain in chains.items()}
+        return self._finished_program(inputs, {"out": grads.pop(""), "grads": grads})
 
-    def _check_rows(self) -> None:
-        """Raise RewriteError if a rank holds different rows of different tensors."""
-        lies = [i.spec for i in self.step.inputs if self._is_cut(i)]
-        if not hold_same_rows(lies):
-            raise RewriteError(repr(self.how), rows_text(lies), *OTHER_ROWS)
+    def _add_piece(self, at: int, pieces: Mapping[Value, Sequence[Value]], starts: Collection[Value]) -> None:
+        """Add the nodes of one piece. It reads the buffers that the piece before has updated."""
+        self.became = {x: self.became.get(v, v) if at else x for x, v in self.step.writes}
+        self.became |= {x: parts[at] for x, parts in pieces.items()}
+        for node in self.step.nodes:
+            self._copy(node, starts)
 
-    def _closed(self, inputs: tuple[Input, ...], outputs: Any) -> Program:
+    def _finished_program(self, inputs: tuple[Input, ...], outputs: object) -> Program:
         nodes = tuple(Node(s.op, s.args, s.kwargs, s.out, s.origin) for s in self.draft)
         writes = tuple((x, self.became.get(v, v)) for x, v in self.step.writes)
         specs = {**self.step.specs, **self.specs}
         made = replace(self.step, inputs=inputs, nodes=nodes, outputs=outputs, writes=writes, specs=specs)
         merged = Draft(made).finish()
         before, after = (len(list(communication(p))) for p in (self.step, merged))
-        saved = {"collectives": before * self.how.pieces - after}
-        return merged.with_changes(Change("merge", f"one update for {self.how.pieces} pieces of the batch", "", saved))
+        saved = {"collectives": before * self.merge.pieces - after}
+        return merged.with_changes(
+            Change("merge", f"one update for {self.merge.pieces} pieces of the batch", "", saved)
+        )
 
     def _reserve(self) -> None:
         """Reserve the names of the recorded step."""
@@ -170,14 +166,14 @@ class _Merged:
     def _whole(self, given: Input) -> Input:
         """Return the input of the whole batch for the input of its first piece."""
         v, spec = given.value, given.spec
-        shape = (v.shape[0] * self.how.pieces, *v.shape[1:])
+        shape = (v.shape[0] * self.merge.pieces, *v.shape[1:])
         if spec is not None:
-            spec = Spec(spec.mesh, spec.layout, (spec.shape[0] * self.how.pieces, *spec.shape[1:]), spec.dtype)
+            spec = Spec(spec.mesh, spec.layout, (spec.shape[0] * self.merge.pieces, *spec.shape[1:]), spec.dtype)
         return replace(given, value=Value(v.name, shape, v.dtype, v.device), spec=spec)
 
     def _pieces(self, piece: Input, whole: Input) -> Sequence[Value]:
-        made = [self._fresh(piece.value) for _ in range(self.how.pieces)]
-        args = (whole.value, self.how.pieces, 0)
+        made = [self._fresh(piece.value) for _ in range(self.merge.pieces)]
+        args = (whole.value, self.merge.pieces, 0)
         return self.draft.add_as(aten.chunk.default, args, {}, made, self.draft.end, Origin("forward"))
 
     def _fresh(self, v: Value) -> Value:
@@ -186,13 +182,13 @@ class _Merged:
             self.specs[new] = self.step.specs[v]
         return new
 
-    def _copy(self, node: Node, bottoms: Collection[Value]) -> None:
+    def _copy(self, node: Node, starts: Collection[Value]) -> None:
         args, kwargs = map_values(lambda v: self.became.get(v, v), (node.args, dict(node.kwargs)))
         self.became.update({v: self._fresh(v) for v in node.outs})
         out = map_values(lambda v: self.became[v], node.out)
         self.draft.add_as(node.op, args, kwargs, out, self.draft.end, node.origin)
         for v in node.outs:
-            if v in bottoms:
+            if v in starts:
                 self._add(v)
 
     def _add(self, v: Value) -> None:
@@ -203,13 +199,13 @@ class _Merged:
             self.draft.add_as(aten.add.Tensor, args, {}, new, self.draft.end, Origin("backward"))
         self.sums[v] = new
 
-    def _finished(self, v: Value, chain: Sequence[Node]) -> Value:
+    def _finished_gradient(self, v: Value, chain: Sequence[Node]) -> Value:
         """Return the sum or mean over all pieces after the nodes of `chain`, the linear tail of `v`."""
-        bottom = _bottom(v, chain)
-        new = self.sums.get(bottom, bottom)
-        if self.how.average and bottom in self.sums:
-            mean = self._fresh(bottom)
-            args = (new, self.how.pieces)
+        start = _start_of(v, chain)
+        new = self.sums.get(start, start)
+        if self.merge.average and start in self.sums:
+            mean = self._fresh(start)
+            args = (new, self.merge.pieces)
             new = self.draft.add_as(aten.div.Tensor, args, {}, mean, self.draft.end, Origin("backward"))
         for node in reversed(chain):
             became = {**self.became, node.ins[0]: new}
@@ -219,20 +215,16 @@ class _Merged:
         return new
 
 
-OTHER_ROWS = (
-    "a rank would take other rows of one tensor than of the other for a piece",
-    "shard the rows of all tensors of a batch along the same axes",
-)
+def _check_rows(merge: Merge, specs: Sequence[Spec | None]) -> None:
+    """Raise RewriteError if a rank holds different rows of tensors with these specs; None is an unsharded tensor."""
+    if len({spec.layout.dims[0] if spec else () for spec in specs}) > 1:
+        raise RewriteError(
+            repr(merge),
+            "rows in the layouts " + ", ".join(repr(spec) if spec else "a plain tensor" for spec in specs),
+            "a rank would take other rows of one tensor than of the other for a piece",
+            "shard the rows of all tensors of a batch along the same axes",
+        )
 
 
-def hold_same_rows(lies: Iterable[Spec | None]) -> bool:
-    """True if each rank holds the same rows of all tensors with these specs; None is an unsharded tensor."""
-    return len({spec.layout.dims[0] if spec else () for spec in lies}) <= 1
-
-
-def rows_text(lies: Iterable[Spec | None]) -> str:
-    return "rows in the layouts " + ", ".join(repr(spec) if spec else "a plain tensor" for spec in lies)
-
-
-def _bottom(v: Value, chain: Sequence[Node]) -> Value:
+def _start_of(v: Value, chain: Sequence[Node]) -> Value:
     return chain[-1].ins[0] if chain else v

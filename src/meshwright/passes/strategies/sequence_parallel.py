@@ -96,16 +96,16 @@ class SequenceParallel(Pass):
     dim: int = 1
 
     def run(self, program: Program) -> Program:
-        way = _SequenceSharding(Draft(program), self.axis, self.dim)
-        for spot in list(way.draft):
-            if way.ends_in_terms(spot):
-                way.cut(spot)
-        if not way.streams:
+        sharding = _SequenceSharding(Draft(program), self.axis, self.dim)
+        for spot in list(sharding.draft):
+            if sharding.ends_in_terms(spot):
+                sharding.cut(spot)
+        if not sharding.streams:
             return program
-        for spot in list(way.draft):
-            way.remark(spot)
-            way.gather(spot)
-        return way.draft.finish(*way.changes)
+        for spot in list(sharding.draft):
+            sharding.remark(spot)
+            sharding.gather(spot)
+        return sharding.draft.finish(*sharding.changes)
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class _SequenceSharding:
         weight = PRODUCTS.get(spot.op)
         if weight is None or len(spot.outs[0].shape) != 3:
             return False
-        found = self._cut(spot.args[weight.at])
+        found = self._sharded_dim(spot.args[weight.at])
         return found is not None and found[0] == weight.summed and hint(spot.outs[0].shape[self.dim]) >= found[1]
 
     def cut(self, spot: Spot) -> None:
@@ -130,7 +130,7 @@ class _SequenceSharding:
         (out,) = spot.outs
         self.streams.add(out.shape)
         self._insert(ReshardAlongAxis(self.axis, self.dim), spot, out)
-        self._note(f"sharded along the sequence after {spot.op}", spot, self._kept(out))
+        self._add_change(f"sharded along the sequence after {spot.op}", spot, self._unkept_bytes(out))
 
     def remark(self, spot: Spot) -> None:
         """Change a mark that replicates the residual stream along the axis to a mark that shards it."""
@@ -145,25 +145,25 @@ class _SequenceSharding:
         weight = PRODUCTS.get(spot.op)
         if weight is None or weight.kept is None:
             return
-        found = self._cut(spot.args[weight.at])
+        found = self._sharded_dim(spot.args[weight.at])
         if found is None or found[0] != weight.kept:
             return
         x = spot.args[weight.x]
         if not isinstance(x, Value) or len(x.shape) != 3:
             return
         if x not in self.gathered:
-            self.gathered[x] = self._new(x)
+            self.gathered[x] = self._fresh_value(x)
             origin = replace(spot.origin, grad=True)  # a later product may have gradients
             self.draft.add_as(ReshardAlongAxis(self.axis, None), (x,), {}, self.gathered[x], spot, origin)
-            self._note(f"gathered before {spot.op}", spot)
+            self._add_change(f"gathered before {spot.op}", spot)
         whole = self.gathered[x]
         self.draft.set_args(spot, map_values(lambda v: whole if v is x else v, spot.args))
 
-    def _note(self, what: str, spot: Spot, bytes_kept: float = 0) -> None:
+    def _add_change(self, what: str, spot: Spot, bytes_kept: float = 0) -> None:
         saved = {"bytes": bytes_kept} if bytes_kept else {}
         self.changes.append(Change("sequence_parallel", what, origin_text(spot.origin), saved))
 
-    def _kept(self, v: Value) -> float:
+    def _unkept_bytes(self, v: Value) -> float:
         """Return the bytes of the sequence that a rank need not keep; 0 if the layout is unknown."""
         spec = self.draft.program.specs.get(v)
         if spec is None or self.axis not in spec.mesh.sizes:
@@ -173,15 +173,15 @@ class _SequenceSharding:
         return v.nbytes / others * (n - 1) / n
 
     def _insert(self, op: ReshardAlongAxis, behind: Spot, v: Value) -> None:
-        new = self._new(v)
+        new = self._fresh_value(v)
         self.draft.replace(v, new)
         assert behind.after is not None
         self.draft.add_as(op, (v,), {}, new, behind.after, behind.origin)
 
-    def _new(self, v: Value) -> Value:
+    def _fresh_value(self, v: Value) -> Value:
         return Value(self.draft.names.fresh("along"), v.shape, v.dtype, v.device)
 
-    def _cut(self, v: Any) -> tuple[int, int] | None:
+    def _sharded_dim(self, v: Value) -> tuple[int, int] | None:
         """Return the dim of a two-dim weight that the axis shards, and the number of ranks along the axis; or None."""
         spec = self._spec(v)
         if spec is not None:
@@ -191,7 +191,7 @@ class _SequenceSharding:
         order = SAME_WEIGHT.get(maker.op) if maker is not None else None
         if maker is None or order is None:
             return None
-        found = self._cut(maker.ins[0])
+        found = self._sharded_dim(maker.ins[0])
         return None if found is None else (order.index(found[0]), found[1])
 
     def _spec(self, v: Value) -> Spec | None:

@@ -33,16 +33,23 @@ def further_sharded(spec: Spec, axes: Iterable[str], least: int = 1024) -> Spec:
     ranks = prod(spec.mesh.sizes[a] for a in free)
     if ranks == 1 or spec.shape.numel() < least or not spec.layout.is_simple:
         return spec
-    pieces = [_held(spec, dim) * ranks for dim in spec.layout.dims]
-    even = [at for at, n in enumerate(spec.shape) if n and n % pieces[at] == 0]
-    long = sorted((at for at, n in enumerate(spec.shape) if n >= pieces[at]), key=lambda at: -spec.shape[at])
-    if not even and not long:
+    at = _dim_to_shard(spec, ranks)
+    if at is None:
         return spec
-    at = (even or long)[0]
     dim = spec.layout.dims[at]
     assert isinstance(dim, tuple)  # the layout is simple
     dims = (*spec.layout.dims[:at], (*dim, *free), *spec.layout.dims[at + 1 :])
     return spec.with_layout(Layout(dims, spec.layout.partial))
+
+
+def _dim_to_shard(spec: Spec, ranks: int) -> int | None:
+    """Return the first dim that `ranks` times its shards divide evenly, otherwise the longest with as many elements."""
+    pieces = [_held(spec, dim) * ranks for dim in spec.layout.dims]
+    even = [at for at, n in enumerate(spec.shape) if n and n % pieces[at] == 0]
+    if even:
+        return even[0]
+    long = [at for at, n in enumerate(spec.shape) if n >= pieces[at]]
+    return max(long, key=spec.shape.__getitem__, default=None)
 
 
 def _held(spec: Spec, dim: Dim) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from meshwright.graph import Node, Program
 
 from .._errors import StageError
 from ..table.action import ActionKind
-from ..table.schedule import Row, Schedule
+from ..table.schedule import Row, Schedule, atoms_of
 
 
 def check_renewed(program: Program, schedule: Schedule) -> None:
@@ -35,15 +33,13 @@ def check_renewed(program: Program, schedule: Schedule) -> None:
 def _chunk(node: Node) -> int:
     """Return the chunk in which a node's operands are read; -1 if it has no chunk."""
     edge, chunk = node.origin.edge, node.origin.chunk
-    return edge.source if edge is not None else -1 if chunk is None else chunk
+    if edge is not None:
+        return edge.source
+    return -1 if chunk is None else chunk
 
 
 def _is_in_order(row: Row, chunks: set[int]) -> bool:
     """True if the forward passes of these chunks take the microbatches in ascending order."""
-    found = [*_forwards(row, chunks)]
+    atoms = atoms_of(row)
+    found = [atom.microbatch for atom in atoms if atom.kind is ActionKind.FORWARD and atom.chunk in chunks]
     return found == sorted(found)
-
-
-def _forwards(row: Row, chunks: set[int]) -> Iterator[int]:
-    for action in row:
-        yield from (a.microbatch for a in action.atoms if a.kind is ActionKind.FORWARD and a.chunk in chunks)

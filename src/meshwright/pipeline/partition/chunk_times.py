@@ -35,9 +35,18 @@ def chunk_times(program: Program, stages: Stages, trained: Collection[str]) -> T
     gradients: that of x belongs to B, that of w to W. Values without a gradient cost neither: inputs, labels, frozen
     weights.
     """
+    totals = _work_of_chunks(program, len(stages.way), trained)
+    longest = max((total.forward for total in totals), default=0.0) or 1.0
+    forward, backward, weight = (
+        tuple(max(flops / longest, LEAST) for flops in column) for column in zip(*totals, strict=True)
+    )
+    return Times(forward, backward, weight)
+
+
+def _work_of_chunks(program: Program, chunks: int, trained: Collection[str]) -> list[Work]:
     once = {i.value for i in program.inputs if i.role in ("parameter", "buffer", "constant")}
     needs = {i.value for i in program.inputs if i.role == "parameter" and i.name in trained}
-    totals = [Work(0.0, 0.0, 0.0)] * len(stages.way)
+    totals = [Work(0.0, 0.0, 0.0)] * chunks
     for node in program.nodes:
         chunk = node.origin.chunk
         if chunk == ALWAYS:
@@ -45,11 +54,9 @@ def chunk_times(program: Program, stages: Stages, trained: Collection[str]) -> T
         elif chunk is not None and chunk >= 0:
             work = _work(node, once, needs)
             totals[chunk] = Work(*(a + b for a, b in zip(totals[chunk], work, strict=True)))
-        if any(v in needs for v in node.ins):
-            needs.update(v for v in node.outs if _is_float(v))
-    most = max((total.forward for total in totals), default=0.0) or 1.0
-    forward, backward, weight = (tuple(max(n / most, LEAST) for n in column) for column in zip(*totals, strict=True))
-    return Times(forward, backward, weight)
+        if not needs.isdisjoint(node.ins):
+            needs.update(filter(_is_float, node.outs))
+    return totals
 
 
 def _is_float(v: Value) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
@@ -81,18 +81,23 @@ def with_epilogue(ways: Sequence[RankParts], behind: Program) -> tuple[RankParts
 
     It need not read all of the sums.
     """
-    behind = Draft(behind).finish()
-    read = {v for node in behind.nodes for v in node.ins} | set(behind.results)
-    behind = replace(behind, inputs=tuple(i for i in behind.inputs if i.role != "saved" or i.value in read))
+    behind = _without_unread(Draft(behind).finish())
     totals = {i.source.of for i in behind.inputs if isinstance(i.source, MicrobatchSum)}
-    empty = Program((), (), None)
-    return tuple(
-        replace(
-            parts,
-            programs={**parts.programs, EPILOGUE: empty if n else behind},
-            gives={**parts.gives, EPILOGUE: ()},
-            sums=tuple(v for v in parts.sums if v in totals),
-            terms=tuple((x, v) for x, v in parts.terms if v in totals),
-        )
-        for n, parts in enumerate(ways)
+    others = [Program((), (), None)] * (len(ways) - 1)
+    return tuple(_ending(parts, last, totals) for parts, last in zip(ways, [behind, *others], strict=True))
+
+
+def _without_unread(behind: Program) -> Program:
+    """Return the program without the saved inputs that it does not read."""
+    read = {v for node in behind.nodes for v in node.ins} | set(behind.results)
+    return replace(behind, inputs=tuple(i for i in behind.inputs if i.role != "saved" or i.value in read))
+
+
+def _ending(parts: RankParts, behind: Program, totals: Collection[Value]) -> RankParts:
+    """Return the parts with this program behind, and with the terms of the sums `totals` only."""
+    return replace(
+        parts,
+        programs={**parts.programs, EPILOGUE: behind},
+        gives={**parts.gives, EPILOGUE: ()},
+        terms=tuple((x, v) for x, v in parts.terms if v in totals),
     )

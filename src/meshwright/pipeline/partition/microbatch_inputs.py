@@ -50,10 +50,10 @@ def split_batch(ways: Sequence[RankParts], schedule: Schedule, cut: Collection[i
 
 def _check_rows(cut: Sequence[Input]) -> None:
     if len({i.spec.layout.dims[0] if i.spec else () for i in cut}) > 1:
-        lies = ", ".join(repr(i.spec) if i.spec else "a plain tensor" for i in cut)
+        layouts = ", ".join(repr(i.spec) if i.spec else "a plain tensor" for i in cut)
         raise StageError(
             "a batch in microbatches",
-            f"rows in the layouts {lies}",
+            f"rows in the layouts {layouts}",
             "a rank would take other rows of one tensor than of the other for a microbatch",
             "shard the rows of all tensors of a batch along the same axes",
         )

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from meshwright.graph import Node, Program, Value, tensor_dtype
-from meshwright.spmd import BoundRule
+from meshwright.graph import Node, Operator, Program, Value, tensor_dtype
 
-from .sequence_slicer import Pieces, SequenceCut, Slicer, SliceRule, Terms, sliced
+from .sequence_slicer import NodeCut, Pieces, SequenceCut, Slicer, SliceRule, Terms, sliced
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -29,34 +28,26 @@ ELEMENTS = (
 
 def _arguments(node: Node) -> dict[str, Any]:
     """Return the arguments of an operator by name, including defaults."""
-    schema: Any = node.op._schema  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess] - an operator
-    found = {a.name: a.default_value for a in schema.arguments}
+    assert isinstance(node.op, Operator)
+    found = {a.name: a.default_value for a in node.op._schema.arguments}
     return found | dict(zip(found, node.args, strict=False)) | dict(node.kwargs)
 
 
 def attention(s: Slicer, node: Node) -> bool:
     """Cut causal attention: the queries of a slice attend to the keys of this slice and all earlier ones."""
     given = _arguments(node)
-    q, k, v = (s.held[given[name]] for name in ("query", "key", "value"))
     at = len(given["query"].shape) - 2
-    if not all(isinstance(x, Pieces) and x.cut.dim == at and x.cut.before * x.cut.after == 1 for x in (q, k, v)):
+    q, k, v = (_pieces_along(s, given[name], at) for name in ("query", "key", "value"))
+    if q is None or k is None or v is None:
         return False
-    assert isinstance(q, Pieces)
-    assert isinstance(k, Pieces)
-    assert isinstance(v, Pieces)
     why = _not_causal(given, q, k, v)
     if why:
-        raise s.refusal(s.told, why)
+        raise s.refusal(why)
     options = {name: given[name] for name in ("scale", "enable_gqa")}
     made: list[Value] = []
     for n, (query, length, start) in enumerate(zip(q.values, q.cut.lengths, q.cut.starts, strict=True)):
-        keys, values = (
-            x[0] if n == 0 else s.add(n, aten.cat.default, list(x[: n + 1]), at) for x in (k.values, v.values)
-        )
-        mask = None
-        if n:
-            every = s.add(n, aten.ones.default, [length, start + length], dtype=torch.bool, device=_device(query))
-            mask = s.add(n, aten.tril.default, every, start)
+        keys, values = _first_slices(s, k, n), _first_slices(s, v, n)
+        mask = _causal_mask(s, n, query, length, start) if n else None
         made.append(s.add(n, node.op, query, keys, values, mask, 0.0, n == 0, **options))
     s.held[node.outs[0]] = Pieces(q.cut, tuple(made))
     return True
@@ -72,8 +63,14 @@ def _not_causal(given: Mapping[str, Any], q: Pieces, k: Pieces, v: Pieces) -> st
     return "queries and keys are split at different positions" if not q.cut == k.cut == v.cut else ""
 
 
-def _device(v: Value) -> torch.device:
-    return torch.device(v.device)
+def _first_slices(s: Slicer, x: Pieces, n: int) -> Value:
+    """Return the slices up to slice n as one value."""
+    return s.add(n, aten.cat.default, list(x.values[: n + 1]), x.cut.dim) if n else x.values[0]
+
+
+def _causal_mask(s: Slicer, n: int, query: Value, length: int, start: int) -> Value:
+    every = s.add(n, aten.ones.default, [length, start + length], dtype=torch.bool, device=torch.device(query.device))
+    return s.add(n, aten.tril.default, every, start)
 
 
 def class_loss(s: Slicer, node: Node) -> bool:
@@ -84,25 +81,23 @@ def class_loss(s: Slicer, node: Node) -> bool:
     given = _arguments(node)
     if given["reduction"] == NONE:
         return False
-    bound, factor, lengths = s.factor(node)
+    cut = s.cut_of(node)
     x, target = given["self"], given["target"]
     classes = min(len(x.shape) - 1, 1)
-    if factor in bound.ins[0][classes]:
+    if cut.factor in cut.bound.ins[0][classes]:
         return False
-    _sum(s, node, bound, factor, lengths)
+    _sum(s, cut)
     if given["reduction"] == MEAN and tensor_dtype(target).is_floating_point:
         _divide(s, node, prod(n for d, n in enumerate(x.shape) if d != classes))
     elif given["reduction"] == MEAN:
-        targets = s.local(node, bound, factor, lengths, known=True)[target]
-        ignored = given["ignore_index"]
-        counts = [
-            _mass(s, n, t, s.whole(w) if (w := given["weight"]) else None, ignored) for n, t in enumerate(targets)
-        ]
+        targets = s.local(cut, known=True)[target]
+        weight = s.whole(given["weight"]) if given["weight"] else None
+        counts = (_target_weight(s, n, each, weight, given["ignore_index"]) for n, each in enumerate(targets))
         _divide(s, node, Terms(tuple(counts)))
     return True
 
 
-def _mass(s: Slicer, n: int, target: Value, weight: Value | None, ignored: int) -> Value:
+def _target_weight(s: Slicer, n: int, target: Value, weight: Value | None, ignored: int) -> Value:
     """Return the total weight of the targets of a slice."""
     counted = s.add(n, aten.ne.Scalar, target, ignored)
     if weight is None:
@@ -117,20 +112,20 @@ def element_loss(s: Slicer, node: Node) -> bool:
     given = _arguments(node)
     if given["reduction"] == NONE:
         return False
-    bound, factor, lengths = s.factor(node)
-    _sum(s, node, bound, factor, lengths)
+    _sum(s, s.cut_of(node))
     if given["reduction"] == MEAN:
         shapes = [x.shape for x in given.values() if isinstance(x, Value)]
         _divide(s, node, prod(torch.broadcast_shapes(*shapes)))
     return True
 
 
-def _sum(s: Slicer, node: Node, bound: BoundRule, factor: int, lengths: tuple[int, ...]) -> None:
+def _sum(s: Slicer, cut: NodeCut) -> None:
     """Store the result of a loss as one term per slice."""
-    local = s.local(node, bound, factor, lengths, known=True)
+    node = cut.node
+    local = s.local(cut, known=True)
     given = {**_arguments(node), "reduction": SUM}
     terms: list[Value] = []
-    for n in range(len(lengths)):
+    for n in range(len(cut.lengths)):
         args = [local[x][n] if isinstance(x, Value) else x for x in given.values()]
         terms.append(s.add(n, node.op, *args))
     s.held[node.outs[0]] = Terms(tuple(terms))
@@ -146,15 +141,15 @@ def _divide(s: Slicer, node: Node, by: int | Terms) -> None:
 
 def mean(s: Slicer, node: Node) -> bool:
     """Cut a mean over the sequence into a sum per slice, divided by the number of all elements."""
-    bound, factor, lengths = s.factor(node)
-    if any(factor in dim for dim in bound.outs[0]):
+    cut = s.cut_of(node)
+    if any(cut.factor in factors for factors in cut.bound.outs[0]):
         return False
     given = _arguments(node)
     x, (out,) = given["self"], node.outs
-    local = s.local(node, bound, factor, lengths, known=True)[x]
+    local = s.local(cut, known=True)[x]
     listed = given.get("dim") or list(range(len(x.shape)))
-    how = (listed, given.get("keepdim", False))
-    terms = (s.add(n, aten.sum.dim_IntList, v, *how, dtype=given["dtype"]) for n, v in enumerate(local))
+    keepdim = given.get("keepdim", False)
+    terms = (s.add(n, aten.sum.dim_IntList, v, listed, keepdim, dtype=given["dtype"]) for n, v in enumerate(local))
     s.held[out] = Terms(tuple(terms))
     _divide(s, node, prod(x.shape[d] for d in listed))
     return True
@@ -162,18 +157,16 @@ def mean(s: Slicer, node: Node) -> bool:
 
 def reshaped(s: Slicer, node: Node) -> bool:
     """Reshape each slice to the shape of its slice of the result."""
-    bound, factor, lengths = s.factor(node)
-    local = s.local(node, bound, factor, lengths, known=True)[node.ins[0]]
-    shapes = [s.out_shape(node, bound, factor, lengths, n) for n in range(len(lengths))]
-    made = [s.add(n, aten.reshape.default, v, shape) for n, (v, shape) in enumerate(zip(local, shapes, strict=True))]
-    s.as_pieces(node, bound, factor, lengths, made)
+    cut = s.cut_of(node)
+    local = s.local(cut, known=True)[node.ins[0]]
+    s.as_pieces(cut, [s.add(n, aten.reshape.default, v, s.out_shape(cut, n)) for n, v in enumerate(local)])
     return True
 
 
-def _along(s: Slicer, node: Node, dim: int) -> Pieces | None:
-    """Return the operand if it is cut along `dim` only; otherwise None."""
-    x = s.held[node.ins[0]]
-    if not isinstance(x, Pieces) or x.cut.before * x.cut.after != 1 or x.cut.dim != dim % len(node.ins[0].shape):
+def _pieces_along(s: Slicer, v: Value, dim: int) -> Pieces | None:
+    """Return the slices of a value that is cut along `dim` only; None for any other value."""
+    x = s.held[v]
+    if not isinstance(x, Pieces) or x.cut.before * x.cut.after != 1 or x.cut.dim != dim:
         return None
     return x
 
@@ -181,7 +174,7 @@ def _along(s: Slicer, node: Node, dim: int) -> Pieces | None:
 def select(s: Slicer, node: Node) -> bool:
     """Select one position from the slice that contains it."""
     given = _arguments(node)
-    x = _along(s, node, given["dim"])
+    x = _pieces_along(s, node.ins[0], given["dim"] % len(node.ins[0].shape))
     if x is None:
         return False
     at = given["index"] % x.cut.total
@@ -190,17 +183,17 @@ def select(s: Slicer, node: Node) -> bool:
     return True
 
 
-def part(s: Slicer, node: Node) -> bool:
-    """Select consecutive positions: each slice keeps its part of them."""
+def select_range(s: Slicer, node: Node) -> bool:
+    """Select consecutive positions: each slice keeps its select_range of them."""
     given = _arguments(node)
-    x = _along(s, node, given["dim"])
+    x = _pieces_along(s, node.ins[0], given["dim"] % len(node.ins[0].shape))
     if x is None:
         return False
     wanted = range(x.cut.total)[_range(given)]
     edges = [*x.cut.starts, x.cut.total]
     kept = [range(max(a, wanted.start), min(b, wanted.stop)) for a, b in pairwise(edges)]
     if wanted.step != 1 or not all(kept):
-        raise s.refusal(s.told, "a slice would keep no positions")
+        raise s.refusal("a slice would keep no positions")
     made = [
         s.add(n, aten.slice.Tensor, v, x.cut.dim, own.start - start, own.stop - start)
         for n, (v, own, start) in enumerate(zip(x.values, kept, x.cut.starts, strict=True))
@@ -216,11 +209,11 @@ def _range(given: Mapping[str, Any]) -> slice:
 
 
 def dropout(s: Slicer, node: Node) -> bool:
-    """Draw one mask for the whole sequence with the first slice; each slice uses its part of the mask."""
+    """Draw one mask for the whole sequence with the first slice; each slice uses its select_range of the mask."""
     given = _arguments(node)
     x = s.held[given["input"]]
     if not isinstance(x, Pieces) or x.cut.before != 1:
-        raise s.refusal(s.told, "its rows and positions are merged into one dim, or it applies to terms of a sum")
+        raise s.refusal("its rows and positions are merged into one dim, or it applies to terms of a sum")
     if not given["train"] or given["p"] == 0:
         s.held[node.outs[0]] = x
         return True
@@ -234,7 +227,7 @@ def dropout(s: Slicer, node: Node) -> bool:
     return True
 
 
-def spread(s: Slicer, node: Node) -> bool:
+def broadcast(s: Slicer, node: Node) -> bool:
     """Broadcast tensors: sliced tensors keep their shape, whole tensors are expanded if needed."""
     xs, outs = list(node.ins), list(node.outs)
     pairs = [(x, s.held[x], out) for x, out in zip(xs, outs, strict=True)]
@@ -246,7 +239,7 @@ def spread(s: Slicer, node: Node) -> bool:
     return True
 
 
-def fresh(s: Slicer, node: Node) -> bool:
+def new_tensor(s: Slicer, node: Node) -> bool:
     """Create a tensor of explicit sizes, which reads only the dtype of its operand."""
     x = s.held[node.ins[0]]
     assert isinstance(x, Pieces)
@@ -261,10 +254,10 @@ SLICE_RULES: Mapping[str, SliceRule] = {
     "aten::mean": mean,
     **dict.fromkeys(("aten::unflatten", "aten::squeeze"), reshaped),
     "aten::select": select,
-    **dict.fromkeys(("aten::slice", "aten::narrow"), part),
+    **dict.fromkeys(("aten::slice", "aten::narrow"), select_range),
     "aten::dropout": dropout,
-    "aten::broadcast_tensors": spread,
-    **dict.fromkeys(("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty"), fresh),
+    "aten::broadcast_tensors": broadcast,
+    **dict.fromkeys(("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty"), new_tensor),
 }
 
 

@@ -45,7 +45,7 @@ def split_stages(program: Program) -> tuple[Program, Stages]:
     ranks = tuple(dict.fromkeys(found.chain))
     _check_apart(ranks)
     numbers = count()
-    nodes = tuple(found.told(node, numbers) for node in program.nodes)
+    nodes = tuple(found.with_chunk(node, numbers) for node in program.nodes)
     return replace(program, nodes=nodes), Stages(ranks, tuple(ranks.index(r) for r in found.chain))
 
 
@@ -57,39 +57,48 @@ class _Staging:
 
     def __post_init__(self) -> None:
         self._find_always()
-        self.chain = self._longest()
+        self.chain = self._longest_chain()
+        self._place_inputs()
+        self._place_nodes()
+        self._postpone()
+
+    def _place_inputs(self) -> None:
         for given in self.program.inputs:
-            home = self._home(given.value)
-            self._check_input(given, home)
-            self.chunk.setdefault(given.value, EVERYWHERE if home is None else self._first(home, 0, None))
+            ranks = self._ranks_of(given.value)
+            self._check_input(given, ranks)
+            self.chunk.setdefault(given.value, EVERYWHERE if ranks is None else self._first_chunk(ranks, 0))
+
+    def _place_nodes(self) -> None:
+        """Put each node into the first chunk on its mesh that is not before the chunks of its operands."""
         for node in self.program.nodes:
-            if all(v in self.chunk for v in node.outs) and node.outs:
+            if node.outs and all(v in self.chunk for v in node.outs):
                 continue
             before = max((self.chunk[v] for v in node.ins), default=EVERYWHERE)
-            home = self._of_node(node)
-            nowhere = home is None and before < 0
-            at = EVERYWHERE if nowhere else self._first(home, max(before, 0) + (node.op is STAGE_SPLIT), node)
+            ranks = self._ranks_of_node(node)
+            if ranks is None and before < 0:
+                at = EVERYWHERE
+            else:
+                at = self._first_chunk(ranks, max(before, 0) + (node.op is STAGE_SPLIT), extend=True)
             self.chunk.update(dict.fromkeys(node.outs, at))
-        self._put_off()
 
-    def _check_input(self, given: Input, home: Ranks | None) -> None:
+    def _check_input(self, given: Input, ranks: Ranks | None) -> None:
         """Raise StageError if ranks of several stages hold parts of an input: no single stage could send it."""
-        stages = [ranks for ranks in dict.fromkeys(self.chain) if set(ranks) & set(home or ())]
-        if len(stages) > 1 and home not in self.chain:
+        stages = [stage for stage in dict.fromkeys(self.chain) if set(stage) & set(ranks or ())]
+        if len(stages) > 1 and ranks not in self.chain:
             raise StageError(
                 "stages of a pipeline",
-                f"{given.name} on ranks of the stages {' and '.join(map(_one, stages))}",
+                f"{given.name} on ranks of the stages {' and '.join(map(_ranks_text, stages))}",
                 "the first stage sends the input without the ranks of a later stage",
                 "give a plain tensor, or place it on the mesh of one stage",
             )
 
-    def _home(self, v: Value) -> Ranks | None:
+    def _ranks_of(self, v: Value) -> Ranks | None:
         """Return the ranks that hold a value; None if they are not known."""
         spec = self.program.specs.get(v)
         return None if spec is None else tuple(sorted(spec.mesh.process_ids))
 
-    def _of_node(self, node: Node) -> Ranks | None:
-        return next((r for v in (*node.outs, *node.ins) if (r := self._home(v)) is not None), None)
+    def _ranks_of_node(self, node: Node) -> Ranks | None:
+        return next((r for v in (*node.outs, *node.ins) if (r := self._ranks_of(v)) is not None), None)
 
     def _find_always(self) -> None:
         """Find the values that depend on no batch, on no buffer that changes, and on no draw."""
@@ -101,7 +110,7 @@ class _Staging:
             if not is_random_call(node) and all(self.chunk.get(v) == ALWAYS for v in node.ins):
                 self.chunk.update(dict.fromkeys(node.outs, ALWAYS))
 
-    def _put_off(self) -> None:
+    def _postpone(self) -> None:
         """Move draws, and values of renewed buffers only, to the chunk that uses them or that draws next.
 
         By then earlier chunks have drawn their numbers, and earlier microbatches have renewed the buffers.
@@ -110,11 +119,15 @@ class _Staging:
         next_draw = len(self.chain)
         for node in reversed(self.program.nodes):
             if node in waiting:
-                users = [u for v in node.outs for u in self.program.users.get(v, ())]
-                latest = min((self.chunk[v] for u in users for v in u.outs), default=0)
-                self._put_at(node, min(latest, next_draw) if is_random_call(node) else latest)
+                latest = self._first_use(node)
+                self._move_to_last(node, min(latest, next_draw) if is_random_call(node) else latest)
             if is_random_call(node):
                 next_draw = min([next_draw, *(self.chunk[v] for v in node.outs if self.chunk[v] >= 0)])
+
+    def _first_use(self, node: Node) -> int:
+        """Return the first chunk that reads a result of a node."""
+        users = [user for v in node.outs for user in self.program.users.get(v, ())]
+        return min((self.chunk[v] for user in users for v in user.outs), default=0)
 
     def _waiting(self) -> set[Node]:
         free = {x for x, _ in self.program.writes}
@@ -126,7 +139,7 @@ class _Staging:
                 found.add(node)
         return found
 
-    def _put_at(self, node: Node, latest: int) -> None:
+    def _move_to_last(self, node: Node, latest: int) -> None:
         """Put a node into the last chunk on its mesh that is not after `latest`.
 
         It stays where it is if there is none.
@@ -135,40 +148,44 @@ class _Staging:
         later = (c for c in range(at + 1, latest + 1) if at >= 0 and self.chain[c] == self.chain[at])
         self.chunk.update(dict.fromkeys(node.outs, max(later, default=at)))
 
-    def _longest(self) -> tuple[Ranks, ...]:
+    def _longest_chain(self) -> tuple[Ranks, ...]:
         """Return the meshes along the longest path through changes of mesh."""
-        ways: dict[Value, tuple[Ranks, ...]] = {}
-        best: tuple[Ranks, ...] = ()
+        chains: dict[Value, tuple[Ranks, ...]] = {}
+        longest: tuple[Ranks, ...] = ()
         for node in self.program.nodes:
             if any(self.chunk.get(v) == ALWAYS for v in node.outs):
                 continue
-            way = max((ways.get(v) or self._start(v) for v in node.ins), key=len, default=())
-            home = self._of_node(node)
-            if home is not None and (way[-1:] != (home,) or node.op is STAGE_SPLIT):
-                way = (*way, home)
-            ways.update(dict.fromkeys(node.outs, way))
-            best = max(best, way, key=len)
-        return best
+            chain = max((chains.get(v) or self._first_ranks(v) for v in node.ins), key=len, default=())
+            ranks = self._ranks_of_node(node)
+            if ranks is not None and (chain[-1:] != (ranks,) or node.op is STAGE_SPLIT):
+                chain = (*chain, ranks)
+            chains.update(dict.fromkeys(node.outs, chain))
+            longest = max(longest, chain, key=len)
+        return longest
 
-    def _start(self, v: Value) -> tuple[Ranks, ...]:
-        home = self._home(v)
-        return () if home is None or self.chunk.get(v) == ALWAYS else (home,)
+    def _first_ranks(self, v: Value) -> tuple[Ranks, ...]:
+        ranks = self._ranks_of(v)
+        return () if ranks is None or self.chunk.get(v) == ALWAYS else (ranks,)
 
-    def _first(self, home: Ranks | None, least: int, node: Node | None) -> int:
-        """Return the first chunk from `least` on that is on these ranks; a node begins a new chunk if there is none."""
-        if home is None or not self.chain:
+    def _first_chunk(self, ranks: Ranks | None, least: int, extend: bool = False) -> int:
+        """Return the first chunk from `least` on that is on these ranks.
+
+        If there is none, it is a new chunk at the end of the chain with `extend`, otherwise `least`.
+        """
+        if ranks is None or not self.chain:
             return least
-        found = next((c for c in range(least, len(self.chain)) if self.chain[c] == home), None)
-        if found is None and node is not None:
-            self.chain = (*self.chain, home)
-            return len(self.chain) - 1
-        return least if found is None else found
+        if ranks in self.chain[least:]:
+            return self.chain.index(ranks, least)
+        if not extend:
+            return least
+        self.chain = (*self.chain, ranks)
+        return len(self.chain) - 1
 
-    def told(self, node: Node, numbers: Iterator[int]) -> Node:
+    def with_chunk(self, node: Node, numbers: Iterator[int]) -> Node:
         """Return the node with its chunk, and with an edge if it leads from one chunk to another."""
         at = self.chunk[node.outs[0]] if node.outs else 0
         edge: Edge | None = None
-        if at >= 0 and len(node.ins) == 1 and self._home(node.ins[0]) not in (None, self._of_node(node)):
+        if at >= 0 and len(node.ins) == 1 and self._ranks_of(node.ins[0]) not in (None, self._ranks_of_node(node)):
             edge = Edge(self.chunk[node.ins[0]], at, next(numbers))
         return replace(node, origin=replace(node.origin, chunk=at, edge=edge))
 
@@ -178,11 +195,11 @@ def _check_apart(ranks: Sequence[Ranks]) -> None:
         if set(a) & set(b):
             raise StageError(
                 "stages of a pipeline",
-                f"stages on ranks {_one(a)} and on ranks {_one(b)}",
+                f"stages on ranks {_ranks_text(a)} and on ranks {_ranks_text(b)}",
                 "a rank can run only one stage",
                 "use meshes that are the same, or have no rank in common",
             )
 
 
-def _one(ranks: Ranks) -> str:
+def _ranks_text(ranks: Ranks) -> str:
     return f"{ranks[0]}…{ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))

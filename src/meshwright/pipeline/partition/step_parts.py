@@ -9,10 +9,10 @@ of all microbatches' gradients run once after them: reductions, the gradients of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
-from typing import Any, Literal, NamedTuple
+from itertools import chain, product
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -21,7 +21,6 @@ from meshwright.graph import (
     EVERYWHERE,
     Conversion,
     Draft,
-    Edge,
     Input,
     Node,
     Program,
@@ -73,9 +72,8 @@ class RankParts:
     """The programs of one rank by place, and the values that pass between them.
 
     `inputs` are the inputs of the whole step. `gives` names the outputs of each program for the other programs; a
-    program may call them differently. `sums` are the values whose sums over all microbatches the program behind reads.
-    `terms` are the pairs (term, sum): the value itself, or the value of each slice of a sequence. `renewed` are pairs
-    of a buffer and the value that it takes from each microbatch.
+    program may call them differently. `terms` are the pairs (term, sum): the value itself, or the value of each slice
+    of a sequence. `renewed` are pairs of a buffer and the value that it takes from each microbatch.
     """
 
     inputs: tuple[Input, ...]
@@ -83,13 +81,79 @@ class RankParts:
     programs: Mapping[PartPlace, Program]
     gives: Mapping[PartPlace, tuple[Value, ...]]
     crossings: tuple[Crossing, ...]
-    sums: tuple[Value, ...]
     terms: tuple[tuple[Value, Value], ...]
     renewed: tuple[tuple[Value, Value], ...]
+
+    @property
+    def sums(self) -> tuple[Value, ...]:
+        """The values whose sums over all microbatches the program behind reads."""
+        return tuple(dict.fromkeys(total for _, total in self.terms))
 
     def after(self, act: Callable[[Program], Program]) -> RankParts:
         """Return the parts with each program replaced by `act(program)`."""
         return replace(self, programs={place: act(program) for place, program in self.programs.items()})
+
+
+@dataclass(frozen=True)
+class _RankStep:
+    """The recorded step of one microbatch on its rank, and what follows from the origins of its nodes."""
+
+    program: Program
+    stages: Stages
+
+    @cached_property
+    def own(self) -> tuple[int, ...]:
+        """The chunks of this rank."""
+        stage = self.stages.of(self.program.rank)
+        return tuple(chunk for chunk, at in enumerate(self.stages.way) if at == stage)
+
+    @cached_property
+    def crossings(self) -> Mapping[Node, Crossing]:
+        """The exchanges between chunks. These nodes have no place of their own: two places take part in them."""
+        found = {node: _crossing_of(node) for node in self.program.nodes}
+        return {node: crossing for node, crossing in found.items() if crossing is not None}
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes other than exchanges between chunks, in order."""
+        return tuple(node for node in self.program.nodes if node not in self.crossings)
+
+    @cached_property
+    def outputs(self) -> frozenset[Value]:
+        """The values in the outputs of the step."""
+        return frozenset(values_in(self.program.outputs))
+
+    @cached_property
+    def arrived(self) -> frozenset[Value]:
+        """The values that conversions along an edge compute from the exchange on."""
+        found: set[Value] = set()
+        for node in self.program.nodes:
+            is_behind = node.origin.edge is not None and not found.isdisjoint(node.ins)
+            if node in self.crossings or is_behind:
+                found.update(node.outs)
+        return frozenset(found)
+
+    def chunk_of(self, node: Node) -> int:
+        """Return the chunk of a node.
+
+        A node that converts along an edge belongs to the chunk on its side of the exchange.
+        """
+        edge = node.origin.edge
+        if edge is None:
+            return node.origin.chunk or 0
+        has_arrived = not self.arrived.isdisjoint(node.ins)
+        return edge.target if has_arrived == (node.origin.phase == "forward") else edge.source
+
+    def readers_of(self, node: Node) -> Sequence[Node]:
+        """Return the nodes that read a result of a node."""
+        return [reader for v in node.outs for reader in self.program.users.get(v, ())]
+
+
+Places = Mapping[Node | Value, PartPlace]
+"""The place of each node, and the place where each value is available first.
+
+Exchanges between chunks have no place, nor do sums that were dissolved into their terms; their results have one.
+"""
 
 
 def split_step(
@@ -104,332 +168,390 @@ def split_step(
         slices: number of slices of a sequence.
         split: split the backward pass into B and W. Otherwise it is one program, B, and nothing is held until a W.
         stale: weights change while microbatches are in flight. Nodes that compute gradients of weights from the values
-        of
-            weights then run for each microbatch.
+            of weights then run for each microbatch.
     """
-    return _StepSplitter(
-        repeat_concatenations(step) if slices > 1 else step, stages, recompute, slices, split, stale
-    ).parts()
+    whole = _RankStep(repeat_concatenations(step) if slices > 1 else step, stages)
+    places = _place_forward(whole, _place_given_values(whole))
+    places = _place_backward(whole, places)
+    places = _place_with_readers(whole, places)
+    places = _place_with_operands(whole, places)
+    places = _align_draws(whole, places)
+    places = _postpone_linear_tails(whole, places)
+    places = _postpone_readers(whole, places)
+    if stale:
+        places = _repeat_weight_gradients(whole, places)
+    places = _dissolve_sums(whole, places)
+    if split:
+        places = _split_backward(whole, places)
+    if recompute:
+        places = _split_recomputation(whole, places)
+    _check_slices(whole, places)
+    left_out = {*(() if recompute else ("R",)), *(() if split else ("W",))}
+    kinds: list[PartKind] = [part for part in _OF_CHUNKS if part not in left_out]
+    return _rank_parts(whole, places, [PartPlace(*each) for each in product(kinds, whole.own, range(slices))])
 
 
-@dataclass
-class _StepSplitter:
-    step: Program
-    stages: Stages
-    recompute: bool
-    slices: int
-    split: bool
-    stale: bool
-    at: dict[Node, PartPlace] = field(default_factory=dict[Node, PartPlace])
-    of: dict[Value, PartPlace] = field(default_factory=dict[Value, PartPlace])
-    crossings: list[Crossing] = field(default_factory=list[Crossing])
-    _crossed: set[Value] = field(default_factory=set[Value])
-    _terms: dict[Value, tuple[Value, ...]] = field(default_factory=dict[Value, tuple[Value, ...]])
+def _crossing_of(node: Node) -> Crossing | None:
+    """Return the exchange between chunks that a node is; None for other nodes.
 
-    @cached_property
-    def _own(self) -> list[int]:
-        """The chunks of this rank."""
-        own = self.stages.of(self.step.rank)
-        return [c for c, stage in enumerate(self.stages.way) if stage == own]
+    In the backward pass it goes from the later chunk to the earlier one.
+    """
+    edge = node.origin.edge
+    if edge is None or not isinstance(node.op, Conversion) or not isinstance(node.op.step, Exchange):
+        return None
+    (operand,), (result,) = node.ins, node.outs
+    if node.origin.phase == "forward":
+        source, target = (PartPlace("F", chunk, node.origin.slice) for chunk in (edge.source, edge.target))
+        return Crossing(node.op, operand, result, source, target, 2 * edge.number)
+    source, target = (PartPlace("B", chunk, node.origin.slice) for chunk in (edge.target, edge.source))
+    return Crossing(node.op, operand, result, source, target, 2 * edge.number + 1)
 
-    @property
-    def _parts_of_chunks(self) -> tuple[PartKind, ...]:
-        left_out = {*(() if self.recompute else ("R",)), *(() if self.split else ("W",))}
-        return tuple(part for part in _OF_CHUNKS if part not in left_out)
 
-    def parts(self) -> RankParts:
-        self._place_inputs()
-        for node in self.step.nodes:
-            if node.origin.phase == "forward":
-                self._settle(node, self._forward(node))
-        late = [node for node in self.step.nodes if node.origin.phase != "forward"]
-        for node in late:
-            place = self._backward(node)
-            if place is not None:
-                self._settle(node, place)
-        self._place_beside([node for node in late if node not in self.at and not self._is_crossing(node)])
-        self._draw_along()
-        self._put_behind()
-        if self.stale:
-            self._keep_versions()
-        self._add_up()
-        if self.split:
-            self._split()
-        if self.recompute:
-            self._make_again()
-        self._check_slices()
-        return self._made()
+def _runs_at(node: Node, place: PartPlace) -> Places:
+    """Return the places of a node and its results, if the node runs at `place`."""
+    return dict.fromkeys((node, *node.outs), place)
 
-    def _place_inputs(self) -> None:
-        changed = {x for x, _ in self.step.writes}
-        for given in self.step.inputs:
-            if given.role not in ("batch", "size") and given.value not in changed:
-                self.of[given.value] = PROLOGUE
 
-    def _settle(self, node: Node, place: PartPlace) -> None:
-        if self._is_crossing(node):
-            self._cross(node)
-            return
-        self.at[node] = place
-        for v in node.outs:
-            self.of[v] = place
-            if node.origin.edge is not None and any(x in self._crossed for x in node.ins):
-                self._crossed.add(v)
+def _place_given_values(step: _RankStep) -> Places:
+    """Return the places of inputs that stay the same for all microbatches, and of values that exchanges bring."""
+    places: dict[Node | Value, PartPlace] = {c.result: c.target for c in step.crossings.values()}
+    changed = {x for x, _ in step.program.writes}
+    for given in step.program.inputs:
+        if given.role not in ("batch", "size") and given.value not in changed:
+            places[given.value] = PROLOGUE
+    return places
 
-    def _is_crossing(self, node: Node) -> bool:
-        return isinstance(node.op, Conversion) and isinstance(node.op.step, Exchange) and node.origin.edge is not None
 
-    def _cross(self, node: Node) -> None:
-        """Add an exchange between chunks; in the backward pass it goes from the later chunk to the earlier one."""
-        edge, back = node.origin.edge, node.origin.phase != "forward"
-        assert edge is not None
-        assert isinstance(node.op, Conversion)
-        part: PartKind = "B" if back else "F"
-        ends = PartPlace(part, edge.source, node.origin.slice), PartPlace(part, edge.target, node.origin.slice)
-        source, target = reversed(ends) if back else ends
-        (operand,), (result,) = node.ins, node.outs
-        self.crossings.append(Crossing(node.op, operand, result, source, target, 2 * edge.number + back))
-        self.of[result] = target
-        self._crossed.add(result)
+def _place_forward(step: _RankStep, places: Places) -> Places:
+    """Add the places of the nodes of the forward pass: in the chunk of each, or once before the microbatches."""
+    placed = dict(places)
+    for node in step.nodes:
+        if node.origin.phase == "forward":
+            placed |= _runs_at(node, _forward_place(step, placed, node))
+    return placed
 
-    def _forward(self, node: Node) -> PartPlace:
-        origin = node.origin
-        if origin.chunk == ALWAYS or self._is_always(node):
-            return PROLOGUE
-        if origin.chunk == EVERYWHERE:
-            return PartPlace("F", min(self._own, default=0), origin.slice)
-        return PartPlace("F", self._side(node, origin.edge, origin.chunk or 0, back=False), origin.slice)
 
-    def _is_always(self, node: Node) -> bool:
-        return not is_random_call(node) and all(self.of.get(v) == PROLOGUE for v in node.ins)
+def _forward_place(step: _RankStep, places: Places, node: Node) -> PartPlace:
+    if node.origin.chunk == ALWAYS or (_reads_prologue_only(node, places) and not is_random_call(node)):
+        return PROLOGUE
+    is_everywhere = node.origin.chunk == EVERYWHERE
+    chunk = min(step.own, default=0) if is_everywhere else step.chunk_of(node)
+    return PartPlace("F", chunk, node.origin.slice)
 
-    def _side(self, node: Node, edge: Edge | None, chunk: int, back: bool) -> int:
-        """Return the chunk of a node.
 
-        A node that converts along an edge belongs to the chunk on its side of the exchange.
-        """
-        if edge is None:
-            return chunk
-        arrived = any(v in self._crossed for v in node.ins)
-        return edge.target if arrived != back else edge.source
+def _reads_prologue_only(node: Node, places: Places) -> bool:
+    return all(places.get(v) == PROLOGUE for v in node.ins)
 
-    def _backward(self, node: Node) -> PartPlace | None:
-        """Return the place of the gradient of a forward node; None for nodes that belong to no forward node.
 
-        A sum of the gradients from several chunks or slices runs where the last of them arrives.
-        """
-        origin = node.origin
-        if origin.chunk is None or origin.chunk == EVERYWHERE:
-            return None
-        if origin.chunk == ALWAYS:
-            return EPILOGUE
-        chunk, at = self._side(node, origin.edge, origin.chunk, back=True), origin.slice
-        late = [place for v in node.ins if (place := self.of.get(v, EPILOGUE)).part == "B"]
-        return PartPlace("B", min([chunk, *(p.chunk for p in late)]), min([at, *(p.slice for p in late)]))
+def _place_backward(step: _RankStep, places: Places) -> Places:
+    """Add the places of the gradients of forward nodes. Gradients of nodes in no chunk run after all microbatches.
 
-    def _place_beside(self, nodes: Sequence[Node]) -> None:
-        """Place the nodes of the backward pass that belong to no forward node.
+    A sum of the gradients from several chunks or slices runs where the last of them arrives.
+    """
+    placed = dict(places)
+    for node in step.nodes:
+        if node in placed or node.origin.chunk in (None, EVERYWHERE):
+            continue
+        if node.origin.chunk == ALWAYS:
+            placed |= _runs_at(node, EPILOGUE)
+            continue
+        arriving = [placed[v] for v in node.ins if v in placed and placed[v].part == "B"]
+        chunk = min([step.chunk_of(node), *(place.chunk for place in arriving)])
+        at = min([node.origin.slice, *(place.slice for place in arriving)])
+        placed |= _runs_at(node, PartPlace("B", chunk, at))
+    return placed
 
-        Such a node runs with its readers in the backward pass, otherwise with the producers of its operands. So a
-        backward pass starts in its chunk, and buffers are renewed where their new value is computed.
-        """
-        renewing = {v for _, v in self.step.writes}
-        for node in reversed(nodes):
-            if renewing.intersection(node.outs):
-                renewing.update(node.ins)
-            places = [self.at[u] for v in node.outs for u in self.step.users.get(v, ()) if u in self.at]
-            if readers := [p for p in places if p.part == "B" and p.chunk != ALWAYS]:
-                self._settle(node, _latest(readers))
-        for node in nodes:
-            if node not in self.at:
-                near = [p for v in node.ins if v in self.of and (p := self.of[v]).chunk != ALWAYS]
-                if not near and self._own and renewing.intersection(node.outs):
-                    near = [PartPlace("F", self._own[0])]
-                self._settle(node, _latest(near) if near else EPILOGUE)
 
-    def _draw_along(self) -> None:
-        """Move the draws of other ranks' chunks to the nearest own forward, in the order of the step.
+def _place_with_readers(step: _RankStep, places: Places) -> Places:
+    """Add the places of nodes that belong to no forward node and have readers in the backward pass: with the readers.
 
-        So all generators have the same state. With one chunk per rank, microbatches get the numbers of one device that
-        takes them one after the other.
-        """
-        latest = self._latest_draws()
-        for node, place in self.at.items():
-            edge = node.origin.edge
-            if place.part != "F" or place.chunk in self._own or not self._own:
-                continue
-            if node in latest:
-                near = min(self._own, key=lambda c, at=latest[node]: (c < at, abs(c - at)))
-                self._move(node, PartPlace("F", near, place.slice))
-            elif edge is not None and edge.target in self._own and all(self._is_here(v) for v in node.ins):
-                self._move(node, place._replace(chunk=edge.target))  # draws that are repeated here are not sent
+    So a backward pass starts in its chunk.
+    """
+    placed = dict(places)
+    for node in reversed(step.nodes):
+        if node not in placed:
+            readers = [placed[reader] for reader in step.readers_of(node) if reader in placed]
+            readers = [place for place in readers if place.part == "B"]
+            if readers:
+                placed |= _runs_at(node, _latest(readers))
+    return placed
 
-    def _latest_draws(self) -> Mapping[Node, int]:
-        """Map each draw without operands of the batch to the last chunk where it precedes all later draws."""
-        found: dict[Node, int] = {}
-        least = len(self.stages.way)
-        for node in reversed(self.step.nodes):
-            if node in self.at and self.at[node].part == "F" and is_random_call(node):
-                least = min(least, self.at[node].chunk)
-                if all(self.of.get(v) == PROLOGUE for v in node.ins):
-                    found[node] = least
-        return found
 
-    def _is_here(self, v: Value) -> bool:
-        return v in self.of and self.of[v].chunk in (ALWAYS, *self._own)
+def _place_with_operands(step: _RankStep, places: Places) -> Places:
+    """Add the places of all other nodes: with the producers of their operands, or after all microbatches.
 
-    def _keep_versions(self) -> None:
-        """Move nodes that compute gradients from weights into each microbatch.
+    So buffers are renewed where their new value is computed.
+    """
+    placed = dict(places)
+    renewing = _renewing_values(step, places)
+    for node in step.nodes:
+        if node in placed:
+            continue
+        producers = [placed[v] for v in node.ins if v in placed and placed[v].chunk != ALWAYS]
+        if producers:
+            placed |= _runs_at(node, _latest(producers))
+        elif step.own and not renewing.isdisjoint(node.outs):
+            placed |= _runs_at(node, PartPlace("F", step.own[0]))
+        else:
+            placed |= _runs_at(node, EPILOGUE)
+    return placed
 
-        They then read the microbatch's version of the weights.
-        """
-        for node in self.step.nodes:
-            is_late = self.at.get(node) == EPILOGUE and node.origin.chunk == ALWAYS
-            if is_late and any(self.of.get(v) == PROLOGUE and v.is_tensor for v in node.ins):
-                self._bring(node)
 
-    def _bring(self, node: Node) -> None:
-        """Move a node, with its producers after all microbatches, to the place of the gradient that it reads."""
-        if isinstance(node.op, Conversion) and isinstance(node.op.step, Exchange):
+def _renewing_values(step: _RankStep, places: Places) -> set[Value]:
+    """Return the new values of buffers, and the values that nodes without a place compute them from."""
+    found = {v for _, v in step.program.writes}
+    for node in reversed(step.nodes):
+        if node not in places and not found.isdisjoint(node.outs):
+            found.update(node.ins)
+    return found
+
+
+def _align_draws(step: _RankStep, places: Places) -> Places:
+    """Move the draws of other ranks' chunks to the nearest own forward, in the order of the step.
+
+    So all generators have the same state. With one chunk per rank, microbatches get the numbers of one device that
+    takes them one after the other.
+    """
+    if not step.own:
+        return places
+    moved = dict(places)
+    latest = _latest_draws(step, places)
+    for node in step.nodes:
+        place, edge = moved[node], node.origin.edge
+        if place.part != "F" or place.chunk in step.own:
+            continue
+        if node in latest:
+            moved |= _runs_at(node, place._replace(chunk=_nearest_chunk(step.own, latest[node])))
+        elif edge is not None and edge.target in step.own and all(_is_here(v, step, moved) for v in node.ins):
+            moved |= _runs_at(node, place._replace(chunk=edge.target))  # draws that are repeated here are not sent
+    return moved
+
+
+def _latest_draws(step: _RankStep, places: Places) -> Mapping[Node, int]:
+    """Map each draw without operands of the batch to the last chunk where it precedes all later draws."""
+    found: dict[Node, int] = {}
+    least = len(step.stages.way)
+    for node in reversed(step.nodes):
+        if places[node].part == "F" and is_random_call(node):
+            least = min(least, places[node].chunk)
+            if _reads_prologue_only(node, places):
+                found[node] = least
+    return found
+
+
+def _nearest_chunk(chunks: Sequence[int], to: int) -> int:
+    """Return the first chunk from `to` on; if there is none, the last one before it."""
+    return min(chunks, key=lambda chunk: (chunk < to, abs(chunk - to)))
+
+
+def _is_here(v: Value, step: _RankStep, places: Places) -> bool:
+    return v in places and places[v].chunk in (ALWAYS, *step.own)
+
+
+def _postpone_linear_tails(step: _RankStep, places: Places) -> Places:
+    """Move linear tails of results into the part after all microbatches."""
+    moved = dict(places)
+    for v in values_in(step.program.outputs):
+        for node in linear_tail(step.program, v):
+            if node not in moved or not _is_read_at_end_only(node, step, moved):
+                break
+            moved |= _runs_at(node, EPILOGUE)
+    return moved
+
+
+def _is_read_at_end_only(node: Node, step: _RankStep, places: Places) -> bool:
+    """True if the results of a node are read, and only after all microbatches."""
+    readers = step.readers_of(node)
+    is_read = bool(readers) or not step.outputs.isdisjoint(node.outs)
+    return is_read and all(places.get(reader) == EPILOGUE for reader in readers)
+
+
+def _postpone_readers(step: _RankStep, places: Places) -> Places:
+    """Move all nodes that read a value of the part after all microbatches into that part."""
+    moved = dict(places)
+    for node in step.nodes:
+        if node.origin.phase != "forward" and any(moved.get(v) == EPILOGUE for v in node.ins):
+            moved |= _runs_at(node, EPILOGUE)
+    return moved
+
+
+def _repeat_weight_gradients(step: _RankStep, places: Places) -> Places:
+    """Move nodes that compute gradients from weights, and their producers after all microbatches, into each microbatch.
+
+    They then read the microbatch's version of the weights. Each runs at the place of the gradient that it reads.
+    """
+    moved = dict(places)
+    repeated = _weight_gradients(step, places)
+    for node in step.nodes:
+        if node in repeated:
+            _check_repeatable(node)
+            gradients = [moved[v] for v in node.ins if v in moved and moved[v] != PROLOGUE]
+            if gradients and EPILOGUE not in gradients:
+                moved |= _runs_at(node, _latest(gradients))
+    return moved
+
+
+def _weight_gradients(step: _RankStep, places: Places) -> Collection[Node]:
+    """Return the nodes after all microbatches that compute gradients from weights, and their producers there."""
+    found: set[Node] = set()
+    for node in reversed(step.nodes):
+        is_late = places[node] == EPILOGUE and node.origin.chunk == ALWAYS
+        if is_late and any(places.get(v) == PROLOGUE and v.is_tensor for v in node.ins):
+            found.add(node)
+        if node in found:
+            found.update(step.program.producers[v] for v in node.ins if places.get(v) == EPILOGUE)
+    return found
+
+
+def _check_repeatable(node: Node) -> None:
+    if isinstance(node.op, Conversion) and isinstance(node.op.step, Exchange):
+        raise StageError(
+            "a schedule with several updates per step",
+            f"{node.op!r}, which brings gradients to other ranks",
+            "the gradients would arrive at newer weights than their own",
+            "give shared weights one layout on all stages that use them, or use a schedule such as 1F1B",
+        )
+
+
+def _dissolve_sums(step: _RankStep, places: Places) -> Places:
+    """Turn sums over slices, or over uses of a tied weight, into terms of the sum over all microbatches.
+
+    So no W waits for another one. Sums of placeholders for the gradients of other ranks' parameters run in the part
+    after all microbatches.
+    """
+    kept = dict(places)
+    dissolved: set[Node] = set()
+    for node in reversed(step.nodes):
+        if kept[node].part != "B" or node.op != _ADD or len(node.ins) != 2 or node.kwargs:
+            continue
+        if not _is_read_at_end_only(node, step, kept):
+            if _is_inner_sum(node, step, dissolved):
+                dissolved.add(node)
+        elif kept[node].chunk in step.own:
+            dissolved.add(node)
+        else:
+            kept |= _runs_at(node, EPILOGUE)
+    return {each: place for each, place in kept.items() if each not in dissolved}
+
+
+def _is_inner_sum(node: Node, step: _RankStep, dissolved: Collection[Node]) -> bool:
+    """True if only a dissolved sum reads the result of a sum."""
+    readers = step.readers_of(node)
+    return len(readers) == 1 and readers[0] in dissolved and node.outs[0] not in step.program.results
+
+
+def _terms_of(v: Value, step: _RankStep, places: Places) -> Iterator[Value]:
+    """Yield the terms of a dissolved sum; any other value is its own term."""
+    node = step.program.producers.get(v)
+    if node is None or node in places or node in step.crossings:
+        yield v
+        return
+    for x in node.ins:
+        yield from _terms_of(x, step, places)
+
+
+def _split_backward(step: _RankStep, places: Places) -> Places:
+    """Move the nodes of the backward pass that no other chunk and no exchange needs from B to W."""
+    moved = dict(places)
+    backward = [node for node in step.nodes if node in places and places[node].part == "B"]
+    needed = {c.operand for c in step.crossings.values()} | _read_from_elsewhere(backward, places)
+    for node in reversed(backward):
+        if not needed.isdisjoint(node.outs):
+            needed.update(node.ins)
+        else:
+            place = places[node]
+            moved |= _runs_at(node, place._replace(part="W"))
+            needed.update(v for v in node.ins if v in places and places[v].slice != place.slice)
+    return moved
+
+
+def _read_from_elsewhere(nodes: Iterable[Node], places: Places) -> set[Value]:
+    """Return the values that nodes read from other places."""
+    return {v for node in nodes for v in node.ins if places.get(v) != places[node]}
+
+
+def _split_recomputation(step: _RankStep, places: Places) -> Places:
+    """Move the nodes of the backward pass that read forward values only to R."""
+    moved = dict(places)
+    for node in step.nodes:
+        place = moved.get(node, EPILOGUE)
+        if place.part in ("B", "W") and node.ins and all(_is_forward(v, moved) for v in node.ins):
+            moved |= _runs_at(node, place._replace(part="R"))
+    return moved
+
+
+def _is_forward(v: Value, places: Places) -> bool:
+    return v not in places or places[v].part in ("always", "F", "R")
+
+
+def _check_slices(step: _RankStep, places: Places) -> None:
+    """Check that no slice reads a later one in the forward pass, or an earlier one in the backward pass."""
+    for node in step.nodes:
+        if node in places and any(_is_late(places[node], places[v]) for v in node.ins if v in places):
             raise StageError(
-                "a schedule with several updates per step",
-                f"{node.op!r}, which brings gradients to other ranks",
-                "the gradients would arrive at newer weights than their own",
-                "give shared weights one layout on all stages that use them, or use a schedule such as 1F1B",
+                "a table of slices of a sequence",
+                f"{node.op!r} {node.origin.layer}".rstrip(),
+                "an earlier slice needs its gradient before it exists",
+                "use a schedule of whole sequences",
             )
-        ins = [v for v in node.ins if self.of.get(v, PROLOGUE) != PROLOGUE]
-        for made in (self.step.producers[v] for v in ins if self.of[v] == EPILOGUE):
-            self._bring(made)
-        places = [self.of[v] for v in ins]
-        if EPILOGUE not in places and places:
-            self._move(node, _latest(places))
 
-    def _put_behind(self) -> None:
-        """Move linear tails of results into the part after all microbatches, and with them all nodes that read them."""
-        for v in values_in(self.step.outputs):
-            for node in linear_tail(self.step, v):
-                if not self._reaches_only_behind(node):
-                    break
-                self._move(node, EPILOGUE)
-        for node in self.step.nodes:
-            if node in self.at and node.origin.phase != "forward" and any(self.of.get(v) == EPILOGUE for v in node.ins):
-                self._move(node, EPILOGUE)
 
-    def _add_up(self) -> None:
-        """Turn sums over slices, or over uses of a tied weight, into terms of the sum over all microbatches.
+def _rank_parts(step: _RankStep, places: Places, actions: Sequence[PartPlace]) -> RankParts:
+    """Return the programs at the places of `actions`, before them and after them, and the values between them."""
+    whole = step.program
+    places = _postpone_placeholders(step, places, {PROLOGUE, *actions, EPILOGUE})
+    nodes = _nodes_at([PROLOGUE, *actions, EPILOGUE], step, places)
+    crossings = tuple(c for c in step.crossings.values() if c.source in nodes or c.target in nodes)
+    terms = _terms_at_end(step, places, nodes[EPILOGUE])
+    wanted = _read_from_elsewhere(chain.from_iterable(nodes.values()), places).union(
+        (c.operand for c in crossings), (x for x, _ in terms), (v for _, v in whole.writes)
+    )
+    outputs: dict[PartPlace, object] = {place: _results_in(members, wanted) for place, members in nodes.items()}
+    outputs[EPILOGUE] = whole.outputs
+    programs = {place: _program_of(members, outputs[place], whole) for place, members in nodes.items()}
+    gives = {place: tuple(values_in(given)) for place, given in outputs.items()}
+    return RankParts(whole.inputs, step.stages, programs, gives, crossings, terms, _renewed_here(step, places))
 
-        So no W waits for another one. Sums of placeholders for the gradients of other ranks' parameters run in the part
-        after all microbatches.
-        """
-        left = [v for node, place in self.at.items() if place == EPILOGUE for v in node.ins]
-        left += values_in(self.step.outputs)
-        while left:
-            v = left.pop()
-            if not self._is_added(v) or any(self.at.get(u) != EPILOGUE for u in self.step.users.get(v, ())):
-                continue
-            node = self.step.producers[v]
-            if self.at[node].chunk in self._own:
-                self._terms[v] = tuple(self._flat(v))
-            else:
-                self._move(node, EPILOGUE)
-                left += node.ins
 
-    def _flat(self, v: Value) -> Iterator[Value]:
-        node = self.step.producers[v]
-        del self.at[node]
-        for x in node.ins:
-            if self._is_added(x) and len(self.step.users[x]) == 1 and x not in self.step.results:
-                yield from self._flat(x)
-            else:
-                yield x
+def _nodes_at(here: Iterable[PartPlace], step: _RankStep, places: Places) -> Mapping[PartPlace, Sequence[Node]]:
+    """Return the nodes at each place of this rank, in order."""
+    nodes: dict[PartPlace, list[Node]] = {place: [] for place in here}
+    for node in step.nodes:
+        if places.get(node) in nodes:
+            nodes[places[node]].append(node)
+    return nodes
 
-    def _is_added(self, v: Value) -> bool:
-        node = self.step.producers.get(v)
-        if node is None or node.op != _ADD or len(node.ins) != 2 or node.kwargs:
-            return False
-        return node in self.at and self.at[node].part == "B"
 
-    def _reaches_only_behind(self, node: Node) -> bool:
-        users = (u for v in node.outs for u in self.step.users.get(v, ()))
-        return node in self.at and all(self.at.get(u) == EPILOGUE for u in users)
+def _renewed_here(step: _RankStep, places: Places) -> tuple[tuple[Value, Value], ...]:
+    """Return the pairs of a buffer and its new value whose new value is computed on this rank or given."""
+    return tuple((x, v) for x, v in step.program.writes if v not in places or _is_here(v, step, places))
 
-    def _move(self, node: Node, place: PartPlace) -> None:
-        self.at[node] = place
-        self.of.update(dict.fromkeys(node.outs, place))
 
-    def _split(self) -> None:
-        """Move the nodes of the backward pass that no other chunk and no exchange needs from B to W."""
-        needed = {c.operand for c in self.crossings}
-        for node in self.step.nodes:
-            if node in self.at:
-                needed.update(v for v in node.ins if self.at[node] != self.of.get(v) and self.at[node].part == "B")
-        for node in reversed(self.step.nodes):
-            place = self.at.get(node)
-            if place is None or place.part != "B":
-                continue
-            if any(v in needed for v in node.outs):
-                needed.update(node.ins)
-            else:
-                self._move(node, place._replace(part="W"))
-                needed.update(v for v in node.ins if self.of.get(v, place).slice != place.slice)
+def _postpone_placeholders(step: _RankStep, places: Places, here: Collection[PartPlace]) -> Places:
+    """Move placeholders for the gradients of other ranks' parameters into the part after all microbatches."""
+    moved = dict(places)
+    for node in step.nodes:
+        if node in places and places[node] not in here and not node.ins:
+            moved |= _runs_at(node, EPILOGUE)
+    return moved
 
-    def _make_again(self) -> None:
-        """Move the nodes of the backward pass that read forward values only to R."""
-        for node in self.step.nodes:
-            place = self.at.get(node, EPILOGUE)
-            if place.part in ("B", "W") and node.ins and all(self._is_forward(v) for v in node.ins):
-                self._move(node, place._replace(part="R"))
 
-    def _check_slices(self) -> None:
-        """Check that no slice reads a later one in the forward pass, or an earlier one in the backward pass."""
-        for node, place in self.at.items():
-            if any(_is_late(place, self.of[v]) for v in node.ins if v in self.of):
-                raise StageError(
-                    "a table of slices of a sequence",
-                    f"{node.op!r} {node.origin.layer}".rstrip(),
-                    "an earlier slice needs its gradient before it exists",
-                    "use a schedule of whole sequences",
-                )
+def _terms_at_end(step: _RankStep, places: Places, behind: Sequence[Node]) -> tuple[tuple[Value, Value], ...]:
+    """Return the pairs (term, sum) of values of each microbatch that are read behind, or are results of the step."""
+    read = [v for node in behind for v in node.ins] + list(values_in(step.program.outputs))
+    sums = (v for v in dict.fromkeys(read) if v in places and places[v].part in ("F", "B", "W"))
+    return tuple((x, v) for v in sums for x in _terms_of(v, step, places))
 
-    def _is_forward(self, v: Value) -> bool:
-        return v not in self.of or self.of[v].part in ("always", "F", "R")
 
-    def _made(self) -> RankParts:
-        chunks = self._own
-        order = product(self._parts_of_chunks, chunks, range(self.slices))
-        places = [PROLOGUE, *(PartPlace(part, c, n) for part, c, n in order), EPILOGUE]
-        nodes: dict[PartPlace, list[Node]] = {place: [] for place in places}
-        for node in self.step.nodes:
-            if node in self.at and self.at[node] not in nodes and not node.ins:
-                self._move(node, EPILOGUE)  # a placeholder for the gradient of another rank's parameter
-            if self.at.get(node) in nodes:
-                nodes[self.at[node]].append(node)
-        crossings = tuple(c for c in self.crossings if c.source in nodes or c.target in nodes)
-        sums = self._sums(nodes[EPILOGUE])
-        terms = tuple((x, v) for v in sums for x in self._terms.get(v, (v,)))
-        wanted = self._wanted(nodes, crossings) | {x for x, _ in terms}
-        programs = {place: self._program(nodes[place], _made_of(nodes[place], wanted)) for place in places[:-1]}
-        programs[EPILOGUE] = self._program(nodes[EPILOGUE], self.step.outputs)
-        renewed = tuple((x, v) for x, v in self.step.writes if self.of.get(v, PROLOGUE).chunk in (ALWAYS, *chunks))
-        gives = {place: tuple(values_in(program.outputs)) for place, program in programs.items()}
-        return RankParts(self.step.inputs, self.stages, programs, gives, crossings, sums, terms, renewed)
+def _results_in(nodes: Sequence[Node], wanted: Collection[Value]) -> tuple[Value, ...]:
+    return tuple(v for node in nodes for v in node.outs if v in wanted)
 
-    def _sums(self, behind: Sequence[Node]) -> tuple[Value, ...]:
-        """Return the values of each microbatch that are read after all microbatches, or are results."""
-        read = [v for node in behind for v in node.ins] + list(values_in(self.step.outputs))
-        return tuple(v for v in dict.fromkeys(read) if v in self.of and self.of[v].part in ("F", "B", "W"))
 
-    def _wanted(self, nodes: Mapping[PartPlace, Sequence[Node]], crossings: Sequence[Crossing]) -> set[Value]:
-        """Return the values that are read outside the place where they are computed."""
-        read = {v for place, members in nodes.items() for n in members for v in n.ins if self.of.get(v) != place}
-        return read | {c.operand for c in crossings} | {v for _, v in self.step.writes}
-
-    def _program(self, nodes: Sequence[Node], outputs: Any) -> Program:
-        made = {v for node in nodes for v in node.outs}
-        inputs = read_by(nodes, values_in(outputs), self.step.inputs, self.step.specs)
-        read = {i.value for i in inputs}
-        specs = {v: s for v, s in self.step.specs.items() if v in made or v in read}
-        return Draft(Program(inputs, tuple(nodes), outputs, rank=self.step.rank, specs=specs)).finish()
+def _program_of(nodes: Sequence[Node], outputs: object, whole: Program) -> Program:
+    inputs = read_by(nodes, values_in(outputs), whole.inputs, whole.specs)
+    known = {v for node in nodes for v in node.outs} | {i.value for i in inputs}
+    specs = {v: spec for v, spec in whole.specs.items() if v in known}
+    return Draft(Program(inputs, tuple(nodes), outputs, rank=whole.rank, specs=specs)).finish()
 
 
 def read_by(
@@ -453,7 +575,3 @@ def _is_late(place: PartPlace, near: PartPlace) -> bool:
     if near.part == "F":
         return place.part == "F" and near.slice > place.slice
     return near.part != "B" or near.slice < place.slice
-
-
-def _made_of(nodes: Sequence[Node], wanted: Collection[Value]) -> tuple[Value, ...]:
-    return tuple(v for node in nodes for v in node.outs if v in wanted)

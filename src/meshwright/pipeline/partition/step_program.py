@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from meshwright.graph import Change, Conversion, FreshNames, Input, Node, Program, Value, map_values, values_in
-from meshwright.layout import Spec
+from meshwright.layout import JsonValue, Spec
 from meshwright.reshard import Exchange
 
 from ..table.parser import parse_schedule
@@ -21,7 +21,7 @@ from .microbatch_inputs import MicrobatchInput, MicrobatchInputs
 from .stages import Stages
 from .step_parts import EPILOGUE, PROLOGUE, Crossing, PartKind, PartPlace, RankParts, read_by
 
-Table = Mapping[str, Any]
+Table = Mapping[str, JsonValue]
 
 
 def write_step_program(
@@ -58,36 +58,36 @@ class _Writer:
     specs: dict[Value, Spec] = field(default_factory=dict[Value, Spec])
     changes: list[Change] = field(default_factory=list[Change])
     new: dict[Value, Value] = field(default_factory=dict[Value, Value])
-    _there: set[Value] = field(default_factory=set[Value])
+    _known: set[Value] = field(default_factory=set[Value])
     _names: FreshNames = field(default_factory=lambda: FreshNames(iter(())))
 
-    def of(self, v: Value) -> Value:
+    def written(self, v: Value) -> Value:
         if v not in self.new:
             self.new[v] = Value(self._names.fresh(v.name), v.shape, v.dtype, v.device)
         return self.new[v]
 
     def name(self, v: Value) -> str:
-        return self.of(v).name
+        return self.written(v).name
 
     def take(self, given: Input) -> None:
         """Add an input, if it is not there yet."""
-        if given.value not in self._there:
-            self._there.add(given.value)
-            self.inputs.append(replace(given, value=self.of(given.value)))
+        if given.value not in self._known:
+            self._known.add(given.value)
+            self.inputs.append(replace(given, value=self.written(given.value)))
 
     def add(self, node: Node) -> None:
         for v in node.ins:
             self.take(Input(v, "saved", v.name))  # the value of another rank, or a sum
-        args, kwargs = map_values(self.of, (node.args, dict(node.kwargs)))
-        self.nodes.append(Node(node.op, args, kwargs, map_values(self.of, node.out), node.origin))
-        self._there.update(node.outs)
+        args, kwargs = map_values(self.written, (node.args, dict(node.kwargs)))
+        self.nodes.append(Node(node.op, args, kwargs, map_values(self.written, node.out), node.origin))
+        self._known.update(node.outs)
 
     def nodes_of(self, program: Program) -> tuple[int, int]:
         """Write the nodes of a part; return the index of its first node, and the index after its last node."""
         begin = len(self.nodes)
         for node in program.nodes:
             self.add(node)
-        self.specs |= {self.of(v): spec for v, spec in program.specs.items()}
+        self.specs |= {self.written(v): spec for v, spec in program.specs.items()}
         self.changes += program.changes
         return begin, len(self.nodes)
 
@@ -95,7 +95,7 @@ class _Writer:
         """Write the parts of a copy; return its entry in the table."""
         rows: list[Any] = []
         crossings: list[Any] = []
-        for place in sorted(parts.programs, key=_by_need):
+        for place in sorted(parts.programs, key=_run_order):
             if place == EPILOGUE:
                 continue
             crossings += self._crossings(c for c in parts.crossings if c.target == place)
@@ -124,15 +124,15 @@ class _Writer:
         return of_total, self.name(given.source.of if of_total else given.source)
 
     def program(self, behind: Program) -> Program:
-        outputs = map_values(self.of, behind.outputs)
+        outputs = map_values(self.written, behind.outputs)
         for v in behind.results:
             self.take(Input(v, "saved", v.name))
-        writes = tuple((self.of(x), self.of(v)) for x, v in behind.writes)
-        specs = {v: spec for v, spec in self.specs.items() if v in {self.new[w] for w in self._there}}
+        writes = tuple((self.written(x), self.written(v)) for x, v in behind.writes)
+        specs = {v: spec for v, spec in self.specs.items() if v in {self.new[w] for w in self._known}}
         return Program(tuple(self.inputs), tuple(self.nodes), outputs, writes, tuple(self.changes), self.rank, specs)
 
 
-def _by_need(place: PartPlace) -> tuple[int, ...]:
+def _run_order(place: PartPlace) -> tuple[int, ...]:
     """Sort key: parts in an order in which each part reads only outputs of earlier parts."""
     part, chunk, number = place
     if part in ("R", "B"):
@@ -153,7 +153,10 @@ def read_step_program(program: Program, table: Table) -> tuple[tuple[RankParts, 
     programs = ({**parts.programs, EPILOGUE: Program((), (), None) if n else behind} for n, parts in enumerate(copies))
     copies = tuple(replace(parts, programs=p) for parts, p in zip(copies, programs, strict=True))
     feeds = tuple(
-        tuple(MicrobatchInput(reader.of(value), reader.of(given), is_piece is True) for value, given, is_piece in row)
+        tuple(
+            MicrobatchInput(reader.value_of(value), reader.value_of(given), is_piece is True)
+            for value, given, is_piece in row
+        )
         for row in table["feeds"]
     )
     copy_of = tuple(range(len(copies))[n] for n in table["copy of"])
@@ -168,10 +171,10 @@ class _Reader:
         self.known = {v.name: v for v in (*(i.value for i in whole.inputs), *(v for n in whole.nodes for v in n.outs))}
         self.inputs = tuple(i for i in whole.inputs if i.role != "saved")
 
-    def of(self, name: str) -> Value:
+    def value_of(self, name: str) -> Value:
         return self.known[name]
 
-    def called(self, name: str, v: Value) -> Value:
+    def output(self, name: str, v: Value) -> Value:
         """Return the value that a part outputs as `v`. It may be read only by another rank or by a sum."""
         return self.known.setdefault(name, Value(name, v.shape, v.dtype, v.device))
 
@@ -180,39 +183,40 @@ class _Reader:
         programs: dict[PartPlace, Program] = {}
         gives: dict[PartPlace, tuple[Value, ...]] = {EPILOGUE: ()}
         for part, chunk, number, begin, end, given in row["parts"]:
-            place = _place(part, chunk, number)
-            outputs = tuple(self.of(name) for _, name in given)
+            place = _read_place(part, chunk, number)
+            outputs = tuple(self.value_of(name) for _, name in given)
             programs[place] = self._program(begin, end, outputs, outputs)
-            gives[place] = tuple(self.called(name, v) for (name, _), v in zip(given, outputs, strict=True))
-        terms = tuple((self.of(x), self.called(v, self.of(x))) for x, v in row["terms"])
-        renewed = tuple((self.of(x), self.of(v)) for x, v in row["renewed"])
+            gives[place] = tuple(self.output(name, v) for (name, _), v in zip(given, outputs, strict=True))
+        terms = tuple((self.value_of(x), self.output(v, self.value_of(x))) for x, v in row["terms"])
+        renewed = tuple((self.value_of(x), self.value_of(v)) for x, v in row["renewed"])
         stages = Stages(tuple(map(tuple, ranks)), tuple(way))
         crossings = tuple(self._crossing(*each) for each in row["crossings"])
-        return RankParts(self.inputs, stages, programs, gives, crossings, tuple(v for _, v in terms), terms, renewed)
+        return RankParts(self.inputs, stages, programs, gives, crossings, terms, renewed)
 
-    def _program(self, begin: int, end: int, outputs: Any, results: Iterable[Value]) -> Program:
+    def _program(self, begin: int, end: int, outputs: object, results: Iterable[Value]) -> Program:
         nodes, specs = self.whole.nodes[begin:end], self.whole.specs
         return Program(read_by(nodes, results, self.inputs, specs), nodes, outputs, rank=self.whole.rank, specs=specs)
 
-    def _crossing(self, number: int, source: Any, target: Any, tag: int) -> Crossing:
+    def _crossing(self, number: int, source: JsonValue, target: JsonValue, tag: int) -> Crossing:
         node = self.whole.nodes[number]
         if not isinstance(node.op, Conversion) or not isinstance(node.op.step, Exchange):
             raise TypeError(f"node {number} is {node.op!r}, not an exchange")
         (operand,), (result,) = node.ins, node.outs
-        return Crossing(node.op, operand, result, _place(*source), _place(*target), int(tag))
+        return Crossing(node.op, operand, result, _read_place(*source), _read_place(*target), int(tag))
 
-    def behind(self, begin: int, end: int, sources: Any) -> Program:
+    def behind(self, begin: int, end: int, sources: JsonValue) -> Program:
         whole = self.whole
         results = [v for pair in whole.writes for v in pair] + list(values_in(whole.outputs))
         program = self._program(begin, end, whole.outputs, results)
         found = {
-            self.of(name): MicrobatchSum(self.of(v)) if is_sum is True else self.of(v) for name, is_sum, v in sources
+            self.value_of(name): MicrobatchSum(self.value_of(v)) if is_sum is True else self.value_of(v)
+            for name, is_sum, v in sources
         }
         inputs = tuple(replace(i, source=found[i.value]) if i.role == "saved" else i for i in program.inputs)
         return replace(program, inputs=inputs, writes=whole.writes)
 
 
-def _place(part: Any, chunk: Any, number: Any) -> PartPlace:
+def _read_place(part: JsonValue, chunk: JsonValue, number: JsonValue) -> PartPlace:
     if part not in get_args(PartKind):
         raise ValueError(f"{part!r} is not a part of a step")
     return PartPlace(part, int(chunk), int(number))

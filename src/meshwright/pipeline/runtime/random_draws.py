@@ -9,7 +9,7 @@ the pass runs.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ States = Mapping[str, Tensor]
 class DrawRehearsal:
     """The draws of the forward passes of a row, in the order of one device."""
 
-    entries: tuple[Entry, ...]
-    draws: Mapping[tuple[int, PartPlace], tuple[Run, tuple[Value, ...]]]
-    devices: tuple[str, ...]
+    entries: tuple[Entry, ...] = ()
+    draws: Mapping[tuple[int, PartPlace], tuple[Run, tuple[Value, ...]]] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
 
     def states(self, base: Mapping[Value, Any]) -> dict[Entry, States]:
         """Run all draws; return the state of the generators before each entry.
@@ -57,10 +57,10 @@ def set_states(states: States) -> None:
             torch.set_rng_state(state)
 
 
-def rehearsal(row: Sequence[Entry], copies: Sequence[RankParts], known: Collection[Value]) -> DrawRehearsal | None:
-    """Return the draws to run before a step; None if the row draws in the order of one device by itself.
+def rehearsal(row: Sequence[Entry], copies: Sequence[RankParts], known: Collection[Value]) -> DrawRehearsal:
+    """Return the draws to run before a step: none if the row draws in the order of one device by itself.
 
-    Also None if draws read other values than those `known` before the step, such as a probability that is part of the
+    Also none if draws read other values than those `known` before the step, such as a probability that is part of the
     batch. Numbers are then drawn in the order of the row.
     """
     programs = {(n, place): _draws(p) for n, parts in enumerate(copies) for place, p in parts.programs.items()}
@@ -68,10 +68,14 @@ def rehearsal(row: Sequence[Entry], copies: Sequence[RankParts], known: Collecti
     in_order = sorted(entries, key=lambda entry: (entry[2], entry[1].chunk, entry[1].slice))
     drawn = {e[:2]: programs[e[:2]] for e in entries}
     if entries == in_order or not all(_can_be_first(p, known) for p in drawn.values()):
-        return None
-    devices = {v.device for p in drawn.values() for node in p.nodes if is_random_call(node) for v in node.outs}
-    runs = {at: (runner(p), tuple(i.value for i in p.inputs)) for at, p in drawn.items()}
-    return DrawRehearsal(tuple(in_order), runs, tuple(sorted(devices)))
+        return DrawRehearsal()
+    return _rehearsal_of(in_order, drawn)
+
+
+def _rehearsal_of(entries: Sequence[Entry], draws: Mapping[tuple[int, PartPlace], Program]) -> DrawRehearsal:
+    devices = {v.device for p in draws.values() for node in p.nodes if is_random_call(node) for v in node.outs}
+    runs = {at: (runner(p), tuple(i.value for i in p.inputs)) for at, p in draws.items()}
+    return DrawRehearsal(tuple(entries), runs, tuple(sorted(devices)))
 
 
 def _draws(program: Program) -> Program:
@@ -79,7 +83,7 @@ def _draws(program: Program) -> Program:
     needed: set[Value] = set()
     kept: list[Node] = []
     for node in reversed(program.nodes):
-        if is_random_call(node) or any(v in needed for v in node.outs):
+        if is_random_call(node) or not needed.isdisjoint(node.outs):
             needed.update(node.ins)
             kept.append(node)
     nodes = tuple(reversed(kept))
@@ -87,5 +91,5 @@ def _draws(program: Program) -> Program:
 
 
 def _can_be_first(program: Program, known: Collection[Value]) -> bool:
-    speaks = any(isinstance(node.op, Conversion) and node.op.communicates for node in program.nodes)
-    return not speaks and all(i.value in known for i in program.inputs)
+    communicates = any(isinstance(node.op, Conversion) and node.op.communicates for node in program.nodes)
+    return not communicates and all(i.value in known for i in program.inputs)

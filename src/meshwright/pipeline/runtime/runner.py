@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.comm import Communicator, current_communicator
 from meshwright.graph import GradientInspector, Input, Program, Run, Value, tensor_dtype
+from meshwright.layout import TorchValue
 from meshwright.reshard import Halves, halves_of
 
 from .._errors import StageError
@@ -119,33 +120,26 @@ class PipelineRun:
         again: Program | None = None,
         looks: bool = False,
     ) -> None:
-        self._behind = StepUpdates(copies[0].programs[EPILOGUE], again, updates(schedule), make, looks)
-        self.looks = self._behind.looks
+        self._epilogue = StepUpdates(copies[0].programs[EPILOGUE], again, updates(schedule), make, looks)
+        self.looks = self._epilogue.looks
         """True if gradients can be looked at before the update."""
-        self.inputs = (*intake.inputs, *self._behind.inputs)
+        self.inputs = (*intake.inputs, *self._epilogue.inputs)
         self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
-        self._before = [(p.programs[PROLOGUE], p.gives[PROLOGUE], make(p.programs[PROLOGUE])[0]) for p in copies]
-        self._parts = {
-            (copy, place): _part(place, parts, [_message(c, rank) for c in parts.crossings], make)
-            for copy, parts in enumerate(copies)
-            for place in parts.programs
-            if place not in (PROLOGUE, EPILOGUE)
-        }
+        self._prologues = [(p.programs[PROLOGUE], p.gives[PROLOGUE], make(p.programs[PROLOGUE])[0]) for p in copies]
+        self._parts = _parts_of_actions(copies, rank, make)
         stage = copies[0].stages.of(rank)
         steps = _steps(schedule, stage, intake.copies, self._parts)
         self._row, self._used = tuple(entry for entry, _ in steps), [version for _, version in steps]
         self._ways = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
-        once = {v for _, gives, _ in self._before for v in gives}
-        fed = {feed.value for feeds in intake.feeds for feed in feeds}
-        known = once | {i.value for i in self.inputs} - fed
+        known = _known_before(copies, self.inputs, intake)
         self._drops = _drops(self._row, self._parts, known)
         self._rehearsal = rehearsal(self._row, copies, known)
         self._same = _buffers(self.inputs)
         self._renewed = tuple(dict.fromkeys(self._same.get(x, (x,))[0] for parts in copies for x, _ in parts.renewed))
-        self.writes = (*self._renewed, *self._behind.writes)
+        self.writes = (*self._renewed, *self._epilogue.writes)
         self._read = {v for part in self._parts.values() for v in part.reads} & known - self._same.keys()
 
-    def __call__(self, *inputs: Any) -> tuple[Any, list[Any]]:
+    def __call__(self, *inputs: TorchValue) -> tuple[Any, list[Any]]:
         outputs, written = self._run(inputs, None)
         return outputs, written or []
 
@@ -158,9 +152,9 @@ class PipelineRun:
         base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
         with torch.no_grad():
             self._begin(base)
-            step = _Step(base, self._dealt(base), WeightStash(self._used, self._read))
-            states = self._rehearsal.states(base) if self._rehearsal else {}
-            end = self._rehearsal.now() if self._rehearsal else {}
+            step = _Step(base, self._inputs_of_microbatches(base), WeightStash(self._used, self._read))
+            states = self._rehearsal.states(base)
+            end = self._rehearsal.now()
             for n, ((copy, place, m), gone) in enumerate(zip(self._row, self._drops, strict=True)):
                 if place == EPILOGUE:
                     set_states(end)
@@ -169,7 +163,7 @@ class PipelineRun:
                 set_states(states.get((copy, place, m), {}))
                 part, way, held = self._parts[copy, place], self._ways[m], step.held[m]
                 with here.seen.doing("pipeline", f"{place.part}{m}.{place.chunk} {part.layers}"):
-                    known = step.versions.of(n, base)
+                    known = step.versions.values_for(n, base)
                     _act(part, known, held, step.totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
                 for x, v in part.renewed:
                     base.update(dict.fromkeys(self._same.get(x, (x,)), held[v]))
@@ -183,22 +177,22 @@ class PipelineRun:
 
     def _begin(self, base: Known) -> None:
         """Run the programs before the microbatches, once for each version of the weights."""
-        for program, gives, run in self._before:
+        for program, gives, run in self._prologues:
             out, _ = run(*(base[i.value] for i in program.inputs))
             base.update(zip(gives, out, strict=True))
 
     def _update(self, n: int, step: _Step, here: Communicator, look_at: GradientInspector | None) -> None:
         """Run the update that is entry n; microbatches in flight keep the weights that they have used."""
         base, at = step.base, len(step.outputs)
-        step.versions.keep(n, base, self._behind.over(at, base), *step.held)
+        step.versions.keep(n, base, self._epilogue.over(at, base), *step.held)
         with here.seen.doing("pipeline", "after all microbatches"):
-            outputs, step.written = self._behind(at, base, step.totals.known, look_at)
+            outputs, step.written = self._epilogue(at, base, step.totals.known, look_at)
         step.outputs.append(outputs)
         step.totals = _Totals()
         if n + 1 < len(self._row):
             self._begin(base)
 
-    def _dealt(self, base: Known) -> list[Known]:
+    def _inputs_of_microbatches(self, base: Known) -> list[Known]:
         """Return the input values of each microbatch."""
         cut = {feed.given for feeds in self._feeds for feed in feeds if feed.is_piece}
         count = self._microbatches
@@ -219,6 +213,26 @@ class _Step:
     totals: _Totals = field(default_factory=_Totals)
     outputs: list[Any] = field(default_factory=list[Any])
     written: list[Any] | None = field(default_factory=list[Any])
+
+
+def _parts_of_actions(
+    copies: Sequence[RankParts], rank: int, make: ProgramMaker
+) -> Mapping[tuple[int, PartPlace], _Part]:
+    """Return the parts that run in actions, by the copy of the model and the place."""
+    found: dict[tuple[int, PartPlace], _Part] = {}
+    for copy, parts in enumerate(copies):
+        messages = [_message(c, rank) for c in parts.crossings]
+        for place in parts.programs:
+            if place not in (PROLOGUE, EPILOGUE):
+                found[copy, place] = _part(place, parts, messages, make)
+    return found
+
+
+def _known_before(copies: Sequence[RankParts], inputs: Sequence[Input], intake: MicrobatchInputs) -> set[Value]:
+    """Return the values that are known before the microbatches: results of the programs before them, and inputs."""
+    once = {v for parts in copies for v in parts.gives[PROLOGUE]}
+    fed = {feed.value for feeds in intake.feeds for feed in feeds}
+    return once | {i.value for i in inputs} - fed
 
 
 def _act(
@@ -255,7 +269,7 @@ def _part(place: PartPlace, parts: RankParts, messages: Sequence[_Message], make
     program = parts.programs[place]
     gives = parts.gives[place]
     arriving = [m for m in messages if m.crossing.target == place]
-    here = {*gives, *(m.crossing.result for m in arriving)}
+    here = {*gives, *_arriving_values(arriving)}
     return _Part(
         make(program)[0],
         tuple(i.value for i in program.inputs),
@@ -266,6 +280,10 @@ def _part(place: PartPlace, parts: RankParts, messages: Sequence[_Message], make
         tuple((x, v) for x, v in parts.renewed if v in here),
         _layers(parts.programs.get(place._replace(part="F"), program)),
     )
+
+
+def _arriving_values(arriving: Sequence[_Message]) -> Iterator[Value]:
+    return (message.crossing.result for message in arriving)
 
 
 def _layers(program: Program) -> str:
@@ -281,9 +299,9 @@ def _steps(
 
     An asynchronous schedule gives the place of the updates; otherwise one update comes last.
     """
-    if is_asynchronous(schedule) and stage is not None:
-        return [*_entries(schedule, stage, copies, there)]
-    row = () if stage is None else _entries(schedule, stage, copies, there)
+    row = [] if stage is None else list(_entries(schedule, stage, copies, there))
+    if row and is_asynchronous(schedule):
+        return row
     last = [((0, EPILOGUE, 0), n + 1) for n in range(updates(schedule))]
     return [*(step for step in row if step[0][1] != EPILOGUE), *last]
 
@@ -322,8 +340,8 @@ def _drops(
             drops.append(())
             continue
         part = parts[copy, place]
-        touched = {*part.reads, *part.gives, *(x.crossing.operand for x in part.leaving)}
-        touched |= {x.crossing.result for x in part.arriving}
+        touched = {*part.reads, *part.gives, *(message.crossing.operand for message in part.leaving)}
+        touched.update(_arriving_values(part.arriving))
         drops.append(tuple(touched - seen[m] - kept))
         seen[m] |= touched
     return tuple(reversed(drops))

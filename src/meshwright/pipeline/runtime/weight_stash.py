@@ -30,7 +30,7 @@ class WeightStash:
         self._last = {version: n for n, version in enumerate(used)}
         self.older: dict[int, Known] = {}
 
-    def of(self, n: int, base: Known) -> Mapping[Value, Any]:
+    def values_for(self, n: int, base: Known) -> Mapping[Value, Any]:
         """Return the values that entry n reads: `base`, with the values of an older version where it uses one."""
         older = self.older.get(self._used[n])
         return base if older is None else ChainMap(older, base)
@@ -44,9 +44,9 @@ class WeightStash:
         if self._last.get(newest, -1) <= n:
             return
         memory = {x.untyped_storage().data_ptr() for x in written}
-        self.older[newest] = {v: _apart(base[v], memory) for v in self._read if v in base}
+        self.older[newest] = {v: _copied_if_shared(base[v], memory) for v in self._read if v in base}
         for known in held:
-            known.update({v: _apart(x, memory) for v, x in known.items()})
+            known.update({v: _copied_if_shared(x, memory) for v, x in known.items()})
 
     def drop(self, n: int) -> None:
         """Free the version of entry n, if no later entry uses it."""
@@ -54,6 +54,8 @@ class WeightStash:
             self.older.pop(self._used[n], None)
 
 
-def _apart(x: Any, memory: Collection[int]) -> Any:
-    looks = isinstance(x, Tensor) and x.numel() and x.untyped_storage().data_ptr() in memory
-    return x.clone() if looks else x
+def _copied_if_shared(x: object, memory: Collection[int]) -> object:
+    """Return a copy of a tensor that shares this memory; other values as they are."""
+    if isinstance(x, Tensor) and x.numel() and x.untyped_storage().data_ptr() in memory:
+        return x.clone()
+    return x

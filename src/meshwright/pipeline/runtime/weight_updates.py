@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.graph import GradientInspector, Input, InspectedStep, Program, Run, Value, runner, split_before_update
+from meshwright.layout import TorchValue
 
 from ..partition.epilogue import MicrobatchSum
 from .weight_stash import Known
@@ -102,7 +103,9 @@ def _made_by(first: Program, again: Program | None) -> list[Input]:
     return [i for i in (again.inputs if again else ()) if i.role == "state" and i.source in made]
 
 
-def mean_of(outputs: Sequence[Any]) -> Any:
+def mean_of(outputs: Sequence[TorchValue]) -> TorchValue:
     """Return the outputs of the first update, with the mean loss of all updates."""
     first, *others = outputs
-    return {**first, "out": sum((o["out"] for o in others), first["out"]) / len(outputs)} if others else first
+    if not others:
+        return first
+    return {**first, "out": sum((o["out"] for o in others), first["out"]) / len(outputs)}

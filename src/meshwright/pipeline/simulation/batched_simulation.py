@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..table.action import Action
-from ..table.execution_order import Event, events, feasible_order, needs
+from ..table.execution_order import Event, events_of, feasible_order, needs
 from ..table.peak_memory import Memory
 from ..table.schedule import Row, Schedule
 from .simulator import Times, crossed
@@ -42,13 +43,13 @@ class BatchedSimulation:
         self.schedule = schedule
         order = [(rank, action, self._waits(rank, action)) for rank, action in feasible_order(schedule)]
         awaited = {event for *_, waits in order for event, _ in waits}
-        self._alike: dict[Any, tuple[int, Action]] = {}
+        self._alike: dict[Hashable, tuple[int, Action]] = {}
         self._steps = [
             _Step(
                 rank,
                 self._number(action),
                 waits,
-                tuple(event for atom in action.atoms for event in events(atom) if event in awaited),
+                tuple(event for event in events_of(action) if event in awaited),
             )
             for rank, action, waits in order
         ]
@@ -63,7 +64,7 @@ class BatchedSimulation:
         key = tuple((atom.kind, atom.chunk) for atom in action.atoms)
         return self._alike.setdefault(key, (len(self._alike), action))[0]
 
-    def makespans(self, times: Times) -> Any:
+    def makespans(self, times: Times) -> NDArray[np.float64]:
         """Return the makespan that `simulate` computes, for each case."""
         lengths = [times.length(action) for _, action in self._alike.values()]
         free: list[Any] = [0.0] * self.schedule.ranks
@@ -76,7 +77,7 @@ class BatchedSimulation:
             ended.update(dict.fromkeys(gives, free[rank]))
         return np.maximum.reduce(np.broadcast_arrays(*free))
 
-    def peaks(self, held: Any) -> Any:
+    def peaks(self, held: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the peak memory of each rank (row) for each case, if a microbatch takes `held` in each chunk (row)."""
         return np.array([(alive @ held).max(axis=0) for alive in self._alive])
 

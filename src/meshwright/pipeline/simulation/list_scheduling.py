@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .._errors import ScheduleError
 from ..table.action import Action, ActionKind
 from ..table.peak_memory import Memory
-from ..table.schedule import Schedule, Way
+from ..table.schedule import Schedule, Way, chunks_on
 from .simulator import Clock, Times
 
 ActionOrder = Sequence[tuple[ActionKind, int]]
@@ -38,7 +38,7 @@ class _Table:
         self.shape = Schedule(name, (way,), m, ((),) * self.ranks)
         self.memory, self.limits, self.m = memory, limits, m
         self.clock = Clock(self.shape, times)
-        self.own = [[c for c, owner in enumerate(way) if owner == r] for r in range(self.ranks)]
+        self.own = [chunks_on(way, r) for r in range(self.ranks)]
         self.urgency = {pair: n for n, pair in enumerate(rule)}
         self.rows: list[list[Action]] = [[] for _ in range(self.ranks)]
         self.done = {(kind, c): 0 for kind in _ORDER for c in range(len(way))}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from html import escape
 
 from ..table.action import COMPUTES, NOTHING, Action, ActionKind
+from ..table.schedule import Way, chunks_on
 from .simulator import TimedAction, Timeline
 
 COLOURS = {
@@ -98,23 +99,28 @@ def timeline_svg(timeline: Timeline, time: Time = "{:g}".format) -> str:
             if timed.end > timed.start:
                 parts += _boxes(timeline, rank, timed, scale, time)
     parts.append(f'<text x="{_LABEL}" y="{height - 26}">{escape(title)}</text>')
-    parts += [*_key(timeline, height - 8), "</svg>"]
+    parts += [*_legend(timeline, height - 8), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
-def _key(timeline: Timeline, y: float) -> Iterator[str]:
+def _legend(timeline: Timeline, y: float) -> Iterator[str]:
     """Yield the legend of the colours that occur."""
-    there = {atom.kind for row in timeline.rows for timed in row for atom in timed.action.atoms}
-    named = {COLOURS[kind]: MEANS[kind] for kind in COLOURS if kind in there and kind in MEANS}
+    kinds = {atom.kind for _, atom in timeline.schedule.atoms()}
+    named = {COLOURS[kind]: MEANS[kind] for kind in COLOURS if kind in kinds and kind in MEANS}
     x = float(_LABEL)
-    for (colour, pale, _), said in named.items():
+    for (colour, pale, _), meaning in named.items():
         for at, fill in ((x, colour), (x + 12, pale)):
             yield f'<rect x="{at:g}" y="{y - 9:g}" width="10" height="10" fill="{fill}"/>'
-        yield f'<text x="{x + 28:g}" y="{y:g}">{said}</text>'
-        x += 28 + _LETTER * len(said) + 18
-    ranks, ways = range(len(timeline.rows)), timeline.schedule.ways
-    if any(len(_chunks(timeline, rank, way)) > 1 for rank in ranks for way in ways):
+        yield f'<text x="{x + 28:g}" y="{y:g}">{meaning}</text>'
+        x += 28 + _LETTER * len(meaning) + 18
+    if _has_later_chunks(timeline):
         yield f'<text x="{x:g}" y="{y:g}">(pale: later chunks of a rank)</text>'
+
+
+def _has_later_chunks(timeline: Timeline) -> bool:
+    """True if a rank has several chunks of one way, so that some boxes are pale."""
+    ranks, ways = range(len(timeline.rows)), timeline.schedule.ways
+    return any(len(chunks_on(way, rank)) > 1 for rank in ranks for way in ways)
 
 
 def _boxes(timeline: Timeline, rank: int, timed: TimedAction, scale: float, time: Time) -> Iterator[str]:
@@ -124,7 +130,7 @@ def _boxes(timeline: Timeline, rank: int, timed: TimedAction, scale: float, time
     for n, atom in enumerate(atoms):
         high = _BAR / len(atoms)
         y = rank * _ROW + 4 + n * high
-        pale = atom.kind in COMPUTES and atom.chunk != min(_chunks(timeline, rank, _way(timeline, atom)))
+        pale = atom.kind in COMPUTES and atom.chunk != min(chunks_on(_way(timeline, atom), rank))
         tip = f"{atom} at {time(timed.start)}, until {time(timed.end)}"
         yield (
             f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{high:.2f}"'
@@ -137,13 +143,9 @@ def _boxes(timeline: Timeline, rank: int, timed: TimedAction, scale: float, time
         yield "</g>"
 
 
-def _way(timeline: Timeline, atom: Action) -> Sequence[int]:
+def _way(timeline: Timeline, atom: Action) -> Way:
     schedule = timeline.schedule
-    return schedule.ways[schedule.routes[atom.microbatch] if schedule.routes else 0]
-
-
-def _chunks(timeline: Timeline, rank: int, way: Sequence[int]) -> list[int]:
-    return [c for c, owner in enumerate(way) if owner == rank]
+    return schedule.ways[schedule.way_of(atom.microbatch)]
 
 
 def perfetto_trace(timeline: Timeline, seconds: float = 1.0) -> str:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..table.action import COMPUTES, RECEIVES, SENDS, Action, ActionKind
-from ..table.execution_order import Event, events, feasible_order, needs
+from ..table.execution_order import Event, events_of, feasible_order, needs
 from ..table.peak_memory import Memory, chunk_value, peaks
 from ..table.schedule import Schedule
 
@@ -32,6 +32,11 @@ class Times:
     overhead: float = 0.0
     slowdown: float = 1.0
 
+    @property
+    def recomputed_forward(self) -> float | tuple[float, ...]:
+        """Seconds of a recomputed forward pass: those of the first one, unless `recompute` says otherwise."""
+        return self.forward if self.recompute is None else self.recompute
+
     def of(self, action: Action) -> float:
         """Return the seconds of one action (one atom), without overhead."""
         c = action.chunk
@@ -45,7 +50,7 @@ class Times:
             case ActionKind.BACKWARD:
                 return chunk_value(self.backward, c) + chunk_value(self.weight, c)
             case ActionKind.RECOMPUTE:
-                return chunk_value(self.forward if self.recompute is None else self.recompute, c)
+                return chunk_value(self.recomputed_forward, c)
             case ActionKind.GATHER:
                 return chunk_value(self.gather, c)
             case ActionKind.SCATTER:
@@ -102,10 +107,11 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Compute seconds of each rank."""
-        return tuple(
-            sum(self.times.of(atom) for timed in row for atom in timed.action.atoms if atom.kind in COMPUTES)
-            for row in self.rows
-        )
+        found = [0.0] * self.schedule.ranks
+        for rank, atom in self.schedule.atoms():
+            if atom.kind in COMPUTES:
+                found[rank] += self.times.of(atom)
+        return tuple(found)
 
     @property
     def bubble(self) -> float:
@@ -160,8 +166,7 @@ class Clock:
         start = self.start(rank, action)
         assert start is not None
         end = self.free[rank] = start + self.times.length(action)
-        for event in (e for atom in action.atoms for e in events(atom)):
-            self._ended[event] = end
+        self._ended.update(dict.fromkeys(events_of(action), end))
         return TimedAction(action, start, end)
 
 

@@ -9,7 +9,7 @@ from .._errors import ScheduleError
 from .action import COMPUTES, RECEIVES, TRANSFERS, Action, ActionKind
 from .execution_order import Channel, Event, events, feasible_order, message_ranks
 from .peak_memory import Memory, peaks
-from .schedule import Schedule
+from .schedule import Schedule, atoms_of
 from .weight_versions import is_asynchronous, update_groups, versions_used
 
 
@@ -187,20 +187,26 @@ def _check_updates(schedule: Schedule, stale: bool) -> None:
     Without `stale`, a row must update its weights after its last backward.
     """
     for rank, row in enumerate(schedule.rows):
-        kinds = [(atom.kind, atom) for action in row for atom in action.atoms]
-        updates = [n for n, (kind, _) in enumerate(kinds) if kind is ActionKind.OPTIMIZER]
-        last = max((n for n, (kind, _) in enumerate(kinds) if kind in COMPUTES), default=-1)
-        if updates and (updates[0] < last or schedule.versions) and not stale:
-            raise _wrong(
-                schedule,
-                f"{kinds[updates[0]][1]} on rank {rank}, before {kinds[last][1]}",
-                "updates with microbatches in flight change what the optimizer means",
-                "move O to the end of the row; or call check_schedule(schedule, stale=True) to allow it",
-            )
-        _check_gathers(schedule, rank, [atom for _, atom in kinds])
+        atoms = list(atoms_of(row))
+        if not stale:
+            _check_update_last(schedule, rank, atoms)
+        _check_gathers(schedule, rank, atoms)
     if stale and is_asynchronous(schedule):
         _check_groups(schedule)
         _check_versions(schedule)
+
+
+def _check_update_last(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> None:
+    """Check that a row updates its weights after its last backward."""
+    updates = [n for n, atom in enumerate(atoms) if atom.kind is ActionKind.OPTIMIZER]
+    last = max((n for n, atom in enumerate(atoms) if atom.kind in COMPUTES), default=-1)
+    if updates and (updates[0] < last or schedule.versions):
+        raise _wrong(
+            schedule,
+            f"{atoms[updates[0]]} on rank {rank}, before {atoms[last]}",
+            "updates with microbatches in flight change what the optimizer means",
+            "move O to the end of the row; or call check_schedule(schedule, stale=True) to allow it",
+        )
 
 
 def _check_groups(schedule: Schedule) -> None:
@@ -242,23 +248,13 @@ def _check_gathers(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> No
     gathered = {a.chunk for a in atoms if a.kind is ActionKind.GATHER}
     seen: set[tuple[ActionKind, int]] = set()
     for atom in atoms:
-        late = atom.kind in COMPUTES and atom.chunk in gathered and (ActionKind.GATHER, atom.chunk) not in seen
-        early = (
-            atom.kind is ActionKind.SCATTER
-            and not {
-                (ActionKind.BACKWARD, atom.chunk),
-                (ActionKind.BACKWARD_WEIGHT, atom.chunk),
-            }
-            & seen
-        )
-        if late or early:
-            raise _wrong(
-                schedule,
-                f"{atom} on rank {rank}",
-                f"the parameters of chunk {atom.chunk} are not gathered yet" if late else "no gradients exist yet",
-                f"put G.{atom.chunk} before it" if late else f"put S.{atom.chunk} after a BW or W of that chunk",
-            )
-        seen.add((atom.kind, atom.chunk))
+        c, found = atom.chunk, f"{atom} on rank {rank}"
+        if atom.kind in COMPUTES and c in gathered and (ActionKind.GATHER, c) not in seen:
+            raise _wrong(schedule, found, f"the parameters of chunk {c} are not gathered yet", f"put G.{c} before it")
+        gradients = {(ActionKind.BACKWARD, c), (ActionKind.BACKWARD_WEIGHT, c)}
+        if atom.kind is ActionKind.SCATTER and gradients.isdisjoint(seen):
+            raise _wrong(schedule, found, "no gradients exist yet", f"put S.{c} after a BW or W of that chunk")
+        seen.add((atom.kind, c))
 
 
 def _check_capacity(schedule: Schedule, found: Sequence[float], capacity: float | Sequence[float] | None) -> None:

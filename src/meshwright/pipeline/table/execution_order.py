@@ -62,6 +62,12 @@ def events(action: Action) -> Iterator[Event]:
         yield Event(kind, action.microbatch, action.chunk)
 
 
+def events_of(action: Action) -> Iterator[Event]:
+    """Yield the events that have happened when `action`, with the actions beside it, has ended."""
+    for atom in action.atoms:
+        yield from events(atom)
+
+
 def needs(schedule: Schedule, action: Action) -> Iterator[Event]:
     """Yield the events that must happen before `action` (one atom) begins; for a receive, that its message was sent."""
     kind, m, c = action.kind, action.microbatch, action.chunk
@@ -127,7 +133,7 @@ class Walk:
                 action = row[self.places[rank]]
                 yield rank, action
                 self.places[rank] += 1
-                for event in (e for atom in action.atoms for e in events(atom)):
+                for event in events_of(action):
                     self._happened.add(event)
                     ready.extend(self._waiting.pop(event, ()))
 
@@ -175,21 +181,22 @@ class Walk:
 
     def _meets(self, rank: int, action: Action, ready: deque[int]) -> bool:
         """True if the messages of `action` are complete: both their ranks have posted them."""
-        mine = {e for atom in action.atoms if atom.kind in TRANSFERS for e in events(atom)}
-        if not mine:
-            return True
-        self._posted.setdefault(rank, frozenset(mine))
-        for event in self._posted[rank]:
-            other = next((r for r in message_ranks(self.schedule, _action(event)) if r != rank), rank)
-            if _counterpart(event) in self._posted.get(other, ()):
+        messages = frozenset(e for atom in action.atoms if atom.kind in TRANSFERS for e in events(atom))
+        for event in self._posted.setdefault(rank, messages):
+            other, answer = self._peer(rank, event), _counterpart(event)
+            if answer in self._posted.get(other, ()):
                 self._posted[rank] -= {event}
-                self._posted[other] -= {_counterpart(event)}
+                self._posted[other] -= {answer}
                 if not self._posted[other]:
                     ready.append(other)
         if self._posted[rank]:
             return False
         del self._posted[rank]
         return True
+
+    def _peer(self, rank: int, event: Event) -> int:
+        """Return the other rank of a message; `rank` itself if the message does not leave it."""
+        return next((r for r in message_ranks(self.schedule, _action(event)) if r != rank), rank)
 
     def _reason(self, rank: int, action: Action) -> str:
         if (lacking := self._lacking(action)) is not None:

@@ -25,21 +25,10 @@ def parse_schedule(text: str) -> Schedule:
     0: F0.0 BW0.0
     1: F0.1 BW0.1
     """
-    if len(text) > MOST_CHARACTERS or len(_WORD.findall(text)) > MOST_WORDS:
-        why = f"a table has at most {MOST_CHARACTERS} characters and {MOST_WORDS} words"
-        raise _unread(f"{len(text)} characters", why, "use a table with fewer microbatches")
+    _check_length(text)
     lines = [line for line in (raw.split("#")[0].strip() for raw in text.splitlines()) if line]
-    head = _HEAD.fullmatch(lines[0]) if lines else None
-    if head is None:
-        raise _unread(lines[0] if lines else "", "the first line must name the schedule", "write 1F1B: 8 microbatches")
-    if not head["name"].isprintable():
-        raise _unread(repr(lines[0]), "the name of a schedule must be printable", "write 1F1B: 8 microbatches")
-    parts: dict[str, list[list[str]]] = {}
-    for line in lines[1:]:
-        key, colon, rest = line.partition(":")
-        if not colon:
-            raise _unread(line, "a line must begin with a rank or a name and a colon", "write 0: F0.0 BW0.0")
-        parts.setdefault(key, []).append(rest.split())
+    head = _head(lines[0] if lines else "")
+    parts = _words_by_key(lines[1:])
     return Schedule(
         head["name"],
         tuple(_numbers(way) for way in parts.pop("way", [])) or _no_way(),
@@ -50,6 +39,32 @@ def parse_schedule(text: str) -> Schedule:
         versions=_numbers(_one("versions", parts.pop("versions", [[]]))),
         rows=tuple(tuple(map(parse_action, _one(str(r), row))) for r, row in enumerate(_rows(parts))),
     )
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MOST_CHARACTERS or len(_WORD.findall(text)) > MOST_WORDS:
+        why = f"a table has at most {MOST_CHARACTERS} characters and {MOST_WORDS} words"
+        raise _unread(f"{len(text)} characters", why, "use a table with fewer microbatches")
+
+
+def _head(line: str) -> re.Match[str]:
+    found = _HEAD.fullmatch(line)
+    if found is None:
+        raise _unread(line, "the first line must name the schedule", "write 1F1B: 8 microbatches")
+    if not found["name"].isprintable():
+        raise _unread(repr(line), "the name of a schedule must be printable", "write 1F1B: 8 microbatches")
+    return found
+
+
+def _words_by_key(lines: list[str]) -> dict[str, list[list[str]]]:
+    """Map the rank or the name before each colon to the words behind it, line by line."""
+    parts: dict[str, list[list[str]]] = {}
+    for line in lines:
+        key, colon, rest = line.partition(":")
+        if not colon:
+            raise _unread(line, "a line must begin with a rank or a name and a colon", "write 0: F0.0 BW0.0")
+        parts.setdefault(key, []).append(rest.split())
+    return parts
 
 
 def _rows(parts: dict[str, list[list[str]]]) -> list[list[list[str]]]:

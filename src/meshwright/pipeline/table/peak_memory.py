@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from .action import Action, ActionKind
-from .schedule import Row, Schedule
+from .schedule import Row, Schedule, chunks_on
 from .weight_versions import held_version_counts
 
 
@@ -66,7 +66,7 @@ def peaks(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]
 
 def _on(schedule: Schedule, rank: int, values: float | tuple[float, ...]) -> float:
     """Return the sum of the values of a rank's chunks."""
-    return sum(chunk_value(values, c) for way in schedule.ways for c, owner in enumerate(way) if owner == rank)
+    return sum(chunk_value(values, chunk) for way in schedule.ways for chunk in chunks_on(way, rank))
 
 
 def _peak(schedule: Schedule, row: Row, memory: Memory, weights: float) -> float:

@@ -102,11 +102,13 @@ class Schedule:
     @cached_property
     def neighbours(self) -> tuple[frozenset[int], ...]:
         """Rank → itself and the ranks that it sends values to or receives values from."""
-        pairs = {(way[e.source], way[e.target]) for way in self.ways for e in self.all_edges}
-        return tuple(
-            frozenset({r} | {b for a, b in pairs if a == r} | {a for a, b in pairs if b == r})
-            for r in range(self.ranks)
-        )
+        found = [{rank} for rank in range(self.ranks)]
+        for way in self.ways:
+            for edge in self.all_edges:
+                source, target = way[edge.source], way[edge.target]
+                found[source].add(target)
+                found[target].add(source)
+        return tuple(map(frozenset, found))
 
     @property
     def all_edges(self) -> tuple[Edge, ...]:
@@ -125,16 +127,12 @@ class Schedule:
 
     def splits(self, rank: int) -> bool:
         """True if the rank computes the gradients of weights separately from those of inputs."""
-        return any(atom.kind is ActionKind.BACKWARD_WEIGHT for action in self.rows[rank] for atom in action.atoms)
+        return any(atom.kind is ActionKind.BACKWARD_WEIGHT for atom in atoms_of(self.rows[rank]))
 
     def atoms(self) -> Iterator[tuple[int, Action]]:
         """Yield every (rank, action) row by row; actions that run side by side are yielded separately."""
         for rank, row in enumerate(self.rows):
-            for action in row:
-                if action.beside is None:
-                    yield rank, action
-                else:
-                    yield from ((rank, atom) for atom in action.atoms)
+            yield from ((rank, atom) for atom in atoms_of(row))
 
     def __str__(self) -> str:
         """Return the text that `parse_schedule` reads: a head, the ways, and one line per rank."""
@@ -147,6 +145,20 @@ class Schedule:
         named = {"routes": self.routes, "edges": tuple(map(_edge_text, self.edges)), "versions": self.versions}
         lines += [_line(name, items) for name, items in named.items() if items]
         return "\n".join([*lines, *(_line(rank, row) for rank, row in enumerate(self.rows))])
+
+
+def atoms_of(row: Row) -> Iterator[Action]:
+    """Yield the actions of a row in order; actions that run side by side are yielded separately."""
+    for action in row:
+        if action.beside is None:
+            yield action
+        else:
+            yield from action.atoms
+
+
+def chunks_on(way: Way, rank: int) -> list[int]:
+    """Return the chunks that a rank runs on a way, in order."""
+    return [chunk for chunk, owner in enumerate(way) if owner == rank]
 
 
 def _line(head: object, items: Sequence[object]) -> str:

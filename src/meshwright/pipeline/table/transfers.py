@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .action import NOTHING, Action, ActionKind
+from .action import Action, ActionKind
 from .schedule import Schedule
 
 
@@ -33,27 +33,38 @@ def with_transfers(schedule: Schedule) -> Schedule:
 
 
 def _received(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
-    for kind, m, c, *_ in action.atoms:
-        if kind is ActionKind.FORWARD:
-            for e in schedule.into[c]:
-                if schedule.rank_of(m, e.source) != rank:
-                    yield Action(ActionKind.RECEIVE_FORWARD, m, e.source, NOTHING if c == e.source + 1 else c)
-        elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
-            for e in schedule.out_of[c]:
-                if e.gradient and schedule.rank_of(m, e.target) != rank:
-                    yield Action(ActionKind.RECEIVE_BACKWARD, m, e.target, NOTHING if c == e.target - 1 else c)
+    for atom in action.atoms:
+        kind = ActionKind.RECEIVE_FORWARD if atom.kind is ActionKind.FORWARD else ActionKind.RECEIVE_BACKWARD
+        sources, _ = _partners(schedule, atom)
+        for source in sources:
+            if schedule.rank_of(atom.microbatch, source) != rank:
+                yield _message(kind, atom.microbatch, source, atom.chunk)
 
 
 def _sent(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
-    for kind, m, c, *_ in action.atoms:
-        if kind is ActionKind.FORWARD:
-            for e in schedule.out_of[c]:
-                if schedule.rank_of(m, e.target) != rank:
-                    yield Action(ActionKind.SEND_FORWARD, m, c, NOTHING if e.target == c + 1 else e.target)
-        elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
-            for e in schedule.into[c]:
-                if e.gradient and schedule.rank_of(m, e.source) != rank:
-                    yield Action(ActionKind.SEND_BACKWARD, m, c, NOTHING if e.source == c - 1 else e.source)
+    for atom in action.atoms:
+        kind = ActionKind.SEND_FORWARD if atom.kind is ActionKind.FORWARD else ActionKind.SEND_BACKWARD
+        _, targets = _partners(schedule, atom)
+        for target in targets:
+            if schedule.rank_of(atom.microbatch, target) != rank:
+                yield _message(kind, atom.microbatch, atom.chunk, target)
+
+
+def _partners(schedule: Schedule, atom: Action) -> tuple[list[int], list[int]]:
+    """Return the chunks whose values or gradients an action reads, and the chunks that read those it computes."""
+    into, out_of = schedule.into, schedule.out_of
+    if atom.kind is ActionKind.FORWARD:
+        return [edge.source for edge in into[atom.chunk]], [edge.target for edge in out_of[atom.chunk]]
+    if atom.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+        sources = [edge.target for edge in out_of[atom.chunk] if edge.gradient]
+        return sources, [edge.source for edge in into[atom.chunk] if edge.gradient]
+    return [], []
+
+
+def _message(kind: ActionKind, microbatch: int, source: int, target: int) -> Action:
+    """Return the action of a message, which names the chunk at its other end only if that is no neighbour."""
+    message = Action(kind, microbatch, source)
+    return message if message.other_end == target else message._replace(to=target)
 
 
 def whole_backward(schedule: Schedule, name: str | None = None) -> Schedule:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from .action import COMPUTES, Action, ActionKind
-from .schedule import Row, Schedule
+from .schedule import Row, Schedule, atoms_of
 
 
 def is_asynchronous(schedule: Schedule) -> bool:
@@ -19,12 +19,10 @@ def is_asynchronous(schedule: Schedule) -> bool:
 
 
 def _updates_early(row: Row) -> bool:
-    kinds = [atom.kind for action in row for atom in action.atoms]
-    return (
-        any(kind in COMPUTES for kind in kinds[kinds.index(ActionKind.OPTIMIZER) :])
-        if ActionKind.OPTIMIZER in kinds
-        else False
-    )
+    kinds = [atom.kind for atom in atoms_of(row)]
+    if ActionKind.OPTIMIZER not in kinds:
+        return False
+    return not COMPUTES.isdisjoint(kinds[kinds.index(ActionKind.OPTIMIZER) :])
 
 
 def updates(schedule: Schedule) -> int:
@@ -34,7 +32,7 @@ def updates(schedule: Schedule) -> int:
     >>> updates(pipedream(4, 8)), updates(pipedream_2bw(4, 8)), updates(one_f_one_b(4, 8))
     (8, 2, 1)
     """
-    kinds = [atom.kind for action in schedule.rows[0] for atom in action.atoms]
+    kinds = [atom.kind for atom in atoms_of(schedule.rows[0])]
     return kinds.count(ActionKind.OPTIMIZER) if is_asynchronous(schedule) else 1
 
 
@@ -47,7 +45,7 @@ def update_groups(schedule: Schedule) -> Mapping[tuple[int, int], tuple[frozense
 
 
 def _groups(row: Row) -> Iterator[tuple[int, tuple[frozenset[int], ...]]]:
-    atoms = [atom for action in row for atom in action.atoms]
+    atoms = list(atoms_of(row))
     for chunk in sorted({atom.chunk for atom in atoms if atom.kind in COMPUTES}):
         taken: list[set[int]] = [set()]
         for atom in atoms:
@@ -66,7 +64,7 @@ def versions_used(schedule: Schedule, row: Row) -> Iterator[tuple[Action, int]]:
     """
     made = 0
     used: dict[tuple[int, int], int] = {}
-    for atom in (atom for action in row for atom in action.atoms):
+    for atom in atoms_of(row):
         m, at = atom.microbatch, (atom.microbatch, atom.chunk)
         if atom.kind is ActionKind.FORWARD:
             used[at] = schedule.versions[m] if schedule.versions else made
