@@ -68,7 +68,7 @@ def questions_in_messages() -> list[str]:
         f"{path.relative_to(SOURCE)}:{call.lineno}: {text}"
         for path in sorted(SOURCE.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn")
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn_user"))
         for call in ast.walk(node)
         if isinstance(call, ast.Call)
         for text in openings(call.args)

@@ -26,7 +26,7 @@ from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous,
 from ._text import parse_layout, read_dtype, write_dtype
 from ._toml import write_toml
 from ._untyped import JsonValue, TorchValue
-from ._where import module_path, user_frame, user_line, user_place
+from ._where import module_path, user_frame, user_line, user_place, warn_user
 
 __all__ = [
     "MOST_TEXT",
@@ -85,6 +85,7 @@ __all__ = [
     "user_frame",
     "user_line",
     "user_place",
+    "warn_user",
     "whole_of",
     "without_trivial_axes",
     "write_dtype",

@@ -1,8 +1,9 @@
-"""Source line in the user's files, and module of the model, of a call or a traceback."""
+"""Source line in the user's files, and module of the model, of a call or a traceback; warnings at that line."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
@@ -17,6 +18,14 @@ _GENERATED = "<eval_with_key>"
 def user_frame(frame: FrameType | None = None) -> str:
     """Return `file:line` of the nearest frame outside of torch and of this package, from the caller or `frame` on."""
     return next((_line(f, f.f_lineno) for f in _callers(frame or sys._getframe(1)) if _is_users(f)), "")
+
+
+def warn_user(message: str | Warning, category: type[Warning]) -> None:
+    """Warn at the nearest line outside of torch and of this package, or at the caller's if there is none."""
+    frame = next((f for f in _callers(sys._getframe(1)) if _is_users(f)), sys._getframe(1))
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, category, *place, registry=registry)
 
 
 def user_line(trace: TracebackType | None) -> str:

@@ -12,10 +12,11 @@ import fcntl
 import os
 import threading
 import time
-import warnings
 import weakref
 from contextlib import suppress
 from pathlib import Path
+
+from meshwright.layout import warn_user
 
 from .._errors import CheckpointWarning, FolderInUseError, write_error
 from ..contents.rank_world import World
@@ -127,10 +128,9 @@ def _holder(descriptor: int) -> str:
 
 def _without(folder: Path, error: OSError) -> int:
     """Warn that there are no locks; return a descriptor that holds none."""
-    warnings.warn(
+    warn_user(
         f"{folder}: the file system has no locks ({error.strerror}), so a second job that saves there is not noticed",
         CheckpointWarning,
-        stacklevel=2,
     )
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 

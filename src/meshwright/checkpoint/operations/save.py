@@ -14,7 +14,6 @@ import shutil
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from meshwright.layout import JsonValue
+from meshwright.layout import JsonValue, warn_user
 
 from .._errors import (
     CheckpointError,
@@ -139,7 +138,7 @@ def finish_earlier(ranks: World) -> CheckpointError | None:
 def warn_of_earlier_failure(error: CheckpointError | None) -> None:
     """Report the failure that `finish_earlier` returned."""
     if error is not None:
-        warnings.warn(f"an earlier save failed, and the program continued\n{error}", CheckpointWarning, stacklevel=5)
+        warn_user(f"an earlier save failed, and the program continued\n{error}", CheckpointWarning)
 
 
 @atexit.register

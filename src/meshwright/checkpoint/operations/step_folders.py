@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from secrets import token_hex
+
+from meshwright.layout import warn_user
 
 from .._errors import CheckpointFileError, CheckpointWarning, ReadTimeoutError
 from ..files.file_operations import names_in, with_time_limit
@@ -70,10 +71,9 @@ def prune(folder: Path, keep: int) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            warnings.warn(
+            warn_user(
                 f"{path} was not removed, although only {keep} steps are kept: {error.strerror}",
                 CheckpointWarning,
-                stacklevel=2,
             )
     for path in folder.glob(".gone.step_*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -61,10 +61,18 @@ def findings_text(findings: list[Finding]) -> str:
     width = max(len(f.name) for f in findings)
     lines = [f"{f.state:<8} {f.name:<{width}}  {f.found}" for f in findings]
     missing = [f for f in findings if not f.good]
-    todo = [f"  {f.name}: {f.write}" + ("" if f.needed else "  (optional)") for f in missing]
-    bad = sum(f.needed for f in missing)
-    verdict = f"{bad} required part{'s' if bad > 1 else ''} missing" if bad else "ready"
-    return "\n".join([*lines, *(["", "install or change:", *todo] if todo else []), "", verdict])
+    if missing:
+        lines += ["", "install or change:", *map(_instruction, missing)]
+    return "\n".join([*lines, "", _verdict(sum(f.needed for f in missing))])
+
+
+def _instruction(missing: Finding) -> str:
+    return f"  {missing.name}: {missing.write}" + ("" if missing.needed else "  (optional)")
+
+
+def _verdict(required: int) -> str:
+    """Return the last line, for so many required parts that are missing."""
+    return f"{required} required part{'s' if required > 1 else ''} missing" if required else "ready"
 
 
 def _packages() -> Iterator[Finding]:

@@ -10,8 +10,9 @@ no call within `limit`, and then
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
+
+from meshwright.layout import warn_user
 
 from .._errors import CommError, DeadlockError, DeadPeerError, MissingCallError, NoAnswerError, missing_call_error
 from ..communicators.call import Call
@@ -113,7 +114,7 @@ class Examiner:
         elif watch.waited > watch.patience:
             raise late
         if not ring and watch.warn_now():
-            warnings.warn(str(late), RuntimeWarning, stacklevel=2)
+            warn_user(str(late), RuntimeWarning)
 
     def _has_refused(self, peer: int) -> bool:
         """True if no process listens at the address of a rank of another host."""

@@ -13,7 +13,6 @@ import atexit
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.layout import MeshwrightError, user_place
+from meshwright.layout import MeshwrightError, user_place, warn_user
 from meshwright.reshard import Plan
 
 from .._errors import CallError, CommError, StragglerWarning
@@ -231,7 +230,7 @@ class ProcessCommunicator(Communicator):
         self._guard.waits.warned(_BETWEEN_WARNINGS if found else _BETWEEN_QUESTIONS)
         if found:
             text = "; ".join(map(str, found))
-            warnings.warn(f"rank {self.rank} waits for slower ranks: {text}", StragglerWarning, stacklevel=2)
+            warn_user(f"rank {self.rank} waits for slower ranks: {text}", StragglerWarning)
 
     def _end_at_once(self, error: CommError) -> None:
         """End the process, whose call cannot be interrupted; runs in the watchdog's thread."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import Group, current_communicator
+from meshwright.layout import warn_user
 from meshwright.tensor import local_parts
 
 from .._errors import NonFiniteGradientError
@@ -39,7 +39,7 @@ def should_skip_update(tensors: Mapping[str, Tensor | None], checks: StepChecks,
     error = non_finite_error(step, bad or "", group)
     if checks.bad_numbers == "stop":
         raise error
-    warnings.warn(f"{error.asked} is skipped: {error.found}", RuntimeWarning, stacklevel=5)
+    warn_user(f"{error.asked} is skipped: {error.found}", RuntimeWarning)
     return True
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +14,8 @@ from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshwright.layout import warn_user
 
 from .._errors import TrainingError
 
@@ -89,7 +90,7 @@ def _write_line(file: IO[str], line: str) -> None:
     try:
         print(line, file=file)
     except OSError as error:
-        warnings.warn(f"the log {file.name} misses a line: {error.strerror}", RuntimeWarning, stacklevel=2)
+        warn_user(f"the log {file.name} misses a line: {error.strerror}", RuntimeWarning)
 
 
 def _in_json(value: object) -> object:

@@ -7,7 +7,6 @@ and the schema of batch norm marks nothing. All arguments are checked before the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.layout import Cache, Spec, TorchValue, whole_of
+from meshwright.layout import Cache, Spec, TorchValue, warn_user, whole_of
 
 from .._errors import OperationError, RanWholeWarning
 from .._torch_call import Arguments, NamedArguments, TorchFunction
@@ -35,7 +34,7 @@ def warn_ran_whole(name: str, why: str) -> None:
     """Warn once per name, with the line that called the caller of this function."""
     if name not in RAN_WHOLE:
         RAN_WHOLE[name] = why
-        warnings.warn(f"{name} runs on whole tensors: {why}", RanWholeWarning, stacklevel=5)
+        warn_user(f"{name} runs on whole tensors: {why}", RanWholeWarning)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import TorchValue
+from meshwright.layout import TorchValue, warn_user
 
 from .._errors import OperationError
 from .._torch_call import TorchFunction
@@ -116,10 +115,10 @@ def _as_source_for(target: Tensor, result: Tensor) -> Tensor:
 def _resize(target: Tensor, result: Tensor) -> None:
     """Give a plain target the shape and the strides of its result, with the warning of one device."""
     if target.numel():
-        warnings.warn(
+        warn_user(
             f"An output with one or more elements was resized since it had shape {list(target.shape)}, which does not "
             f"match the required output shape {list(result.shape)}. Pass an output without elements, or of this shape",
-            stacklevel=5,
+            UserWarning,
         )
     target.resize_(result.shape)
     if isinstance(result, DistTensor) and result._spec.is_dense:
