@@ -30,13 +30,13 @@ def _patched_function(function: str) -> tuple[Any, str]:
     from meshwright.comm import torch_hooks
     from meshwright.comm.checking.call_guard import Guard
     from meshwright.comm.process import process_communicator
-    from meshwright.comm.transport.control_links import Links
+    from meshwright.comm.transport.control_links import ControlLinks
     from meshwright.comm.transport.shared_memory import SharedMemoryTransport
 
     return {
         "before the comparison": (Guard, "before"),
-        "in the comparison": (Links, "receive"),
-        "while a link opens": (Links, "wait_open"),
+        "in the comparison": (ControlLinks, "receive"),
+        "while a link opens": (ControlLinks, "wait_open"),
         "while the memory opens": (process_communicator, "open_shared"),
         "while the backend opens": (process_communicator, "open_backend"),
         "in the memory": (SharedMemoryTransport, "_meet"),

@@ -68,12 +68,18 @@ def questions_in_messages() -> list[str]:
         f"{path.relative_to(SOURCE)}:{call.lineno}: {text}"
         for path in sorted(SOURCE.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn_user"))
+        if isinstance(node, ast.Raise)
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn_user"))
         for call in ast.walk(node)
         if isinstance(call, ast.Call)
         for text in openings(call.args)
         if QUESTIONS.match(text)
     ]
+
+
+def is_warning(node: ast.AST) -> bool:
+    """True for a call that warns."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn_user")
 
 
 def openings(arguments: list[ast.expr]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard, Spec, layout_of
-from meshwright.reshard import AllReduce, AllToAll, Plan, ReduceScatter, lower_bound, plan
+from meshwright.reshard import AllReduce, AllToAll, ConversionPlan, ReduceScatter, lower_bound, plan
 
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
 MESHES = {1: [(4,)], 2: [(2, 2), (2, 4)], 3: [(2, 2, 2)]}
@@ -41,7 +41,7 @@ class Case:
     src: tuple[Placement, ...]
     dst: tuple[Placement, ...]
 
-    def plan(self) -> Plan:
+    def plan(self) -> ConversionPlan:
         mesh = ProcessMesh(torch.arange(prod(self.mesh)).reshape(self.mesh).numpy(), AXES[: len(self.mesh)])
         sides = [Spec(mesh, layout_of(p, 2, mesh), self.shape, torch.float32) for p in (self.src, self.dst)]
         return plan(*sides)
@@ -72,7 +72,7 @@ def cases(quick: bool) -> Iterator[Case]:
             yield Case(mesh, shape, src, dst)
 
 
-def is_reachable(made: Plan) -> bool:
+def is_reachable(made: ConversionPlan) -> bool:
     """True if collectives can reach the bound, which lets the ranks share the summation in any way.
 
     A reduce-scatter shares it by the layout. That is not even if the parts are uneven, and not the best way if a part

@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.pipeline import (
     KNOWN_SCHEDULES,
-    Memory,
+    ChunkMemory,
     Schedule,
     ScheduleError,
     Times,
@@ -113,7 +113,7 @@ def problem_of(i: dict[str, Any]) -> Problem:
         WAYS[i["placement"]](i["p"], v)[0],
         i["m"],
         Times(_each(i["F"]), _each(i["B"]), _each(i["W"]), transfer=float(i["message"])),
-        Memory(1 / v, i["kept"] / v),
+        ChunkMemory(1 / v, i["kept"] / v),
         float(i["capacity"]),
         i["objective"],
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.comm import Call, Check, CommError, ProcessCommunicator, current_communicator, init_process
+from meshwright.comm import Check, CommCall, CommError, ProcessCommunicator, current_communicator, init_process
 from meshwright.layout import ProcessMesh, parse_spec
 from meshwright.reshard import plan
 
@@ -120,7 +120,7 @@ def pairs() -> Results:
     return found
 
 
-def calls() -> list[Call]:
+def calls() -> list[CommCall]:
     """Return the communicator's record of one exchange and one all-reduce."""
     ranks = current_communicator()
     with ranks.seen.record_calls() as log:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.comm import Call, DisagreementError, ProcessCommunicator
+from meshwright.comm import CommCall, DisagreementError, ProcessCommunicator
 from meshwright.tensor import DistTensor
 
 LIMIT = 60.0
@@ -27,7 +27,7 @@ def _queued(self: ProcessCommunicator, x: Tensor) -> bool:
     return x.is_floating_point()
 
 
-def _moves_nothing(self: ProcessCommunicator, x: Tensor, call: Call, over: bool) -> Tensor:
+def _moves_nothing(self: ProcessCommunicator, x: Tensor, call: CommCall, over: bool) -> Tensor:
     return x.clone()
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.comm import Call, CommError
+from meshwright.comm import CommCall, CommError
 from meshwright.comm.launcher.rendezvous import RankAddress
 from meshwright.comm.process.flight_record import LENGTH, VARIABLE, Record, record_folder
 
 PLACE = RankAddress(1, 2, 1, "127.0.0.1", 1, True, "run/../0")
-CALL = Call("all_reduce", "sum", torch.float32, ((2,),), ((2,),), (0, 1))
+CALL = CommCall("all_reduce", "sum", torch.float32, ((2,),), ((2,),), (0, 1))
 
 
 def test_a_record_has_the_last_calls_and_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.cost import NARROWEST, CostError, Kernels, cluster, cluster_of, device_of, link_of
+from meshwright.cost import NARROWEST, CostError, KernelTimes, cluster, cluster_of, device_of, link_of
 
 
 def test_a_line_gives_devices_nodes_and_network() -> None:
@@ -158,7 +158,7 @@ def test_a_group_over_nodes_shares_the_network_among_the_ranks_of_a_node() -> No
 
 
 def test_short_ragged_and_few_products_are_less_efficient() -> None:
-    kernels = Kernels(device_of("A100"))
+    kernels = KernelTimes(device_of("A100"))
 
     def rate(m: int, n: int, k: int) -> float:
         return 2.0 * m * n * k / float(kernels.matmul(m, n, k))

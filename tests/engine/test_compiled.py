@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.engine import StaticError
 from meshwright.graph import Start
-from meshwright.passes import Schedule
+from meshwright.passes import OverlapSchedule
 
 SIZES = (6, 4, 6)
 
@@ -72,7 +72,7 @@ def test_kernels_wait_for_conversions_that_start_early() -> None:
 
     plain, early = (
         mw.simulate(lambda s=s: losses(s), 2)
-        for s in (mw.Strategy(), mw.Strategy(compiler="inductor", passes=(Schedule(),)))
+        for s in (mw.Strategy(), mw.Strategy(compiler="inductor", passes=(OverlapSchedule(),)))
     )
     assert early[0] == early[1]
     assert early[0] == pytest.approx(plain[0], rel=1e-6)

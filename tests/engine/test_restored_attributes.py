@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.graph.guards import Comparison, check_repeatable
+from meshwright.graph.guards import PassComparison, check_repeatable
 
 
 def test_all_attributes_of_layers_are_restored() -> None:
@@ -20,7 +20,7 @@ def test_all_attributes_of_layers_are_restored() -> None:
         del layer["gone"]
         raise LookupError
 
-    how: Comparison[None] = Comparison(lambda a, b: True, lambda found, ran: False, lambda found, kept: None)
+    how: PassComparison[None] = PassComparison(lambda a, b: True, lambda found, ran: False, lambda found, kept: None)
     with pytest.raises(LookupError):
         check_repeatable({"model": model}, run, how, "capturing the forward pass")
     assert (layer["state"], layer["gone"]) == (None, 1)

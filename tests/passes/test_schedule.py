@@ -26,7 +26,7 @@ from meshwright.graph import (
     name_of,
 )
 from meshwright.layout import ProcessMesh, parse_spec
-from meshwright.passes import InPlace, Schedule
+from meshwright.passes import InPlace, OverlapSchedule
 from meshwright.reshard import AllGather, AllReduce
 
 from .steps import assert_same, llama_step
@@ -71,7 +71,7 @@ def test_independent_nodes_run_while_a_collective_is_in_flight() -> None:
         return weight, add(aten.abs.default, reduce(value))
 
     program = toy(build)
-    scheduled = Schedule(SLOW)(program)
+    scheduled = OverlapSchedule(SLOW)(program)
     assert order(scheduled) == ["exp", "start", "neg", "wait", "abs"]
     (told,) = scheduled.changes
     assert told.saved["seconds"] == pytest.approx(1.0)  # neg is hidden: 5 seconds become 4
@@ -86,10 +86,10 @@ def test_gathers_are_prefetched() -> None:
             y = add(aten.add.Tensor, add(aten.exp.default, y), add(aten.sum.default, whole))
         return y
 
-    first, *_ = scheduled = order(Schedule(SLOW)(toy(build)))
+    first, *_ = scheduled = order(OverlapSchedule(SLOW)(toy(build)))
     assert first == "start"
     assert scheduled.index("wait") > scheduled.index("exp")
-    near = order(Schedule(SLOW, windows=(0,))(toy(build)))
+    near = order(OverlapSchedule(SLOW, windows=(0,))(toy(build)))
     assert [name for name in near if name in ("start", "wait")] == ["start", "wait"] * 3
 
 
@@ -98,19 +98,19 @@ def test_a_memory_cap_limits_prefetching() -> None:
         return [add(aten.sum.default, add(aten.exp.default, gather(x))) for _ in range(8)]
 
     program = toy(build)
-    free = Schedule(SLOW)(program)
+    free = OverlapSchedule(SLOW)(program)
     cap = (live_memory(program).peak + live_memory(free).peak) // 2
-    capped = Schedule(SLOW, memory=cap)(program)
+    capped = OverlapSchedule(SLOW, memory=cap)(program)
     assert live_memory(capped).peak <= cap < live_memory(free).peak
-    assert Schedule(SLOW, memory=1)(program) is program
+    assert OverlapSchedule(SLOW, memory=1)(program) is program
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2)])
 def test_a_step_keeps_its_bits(shape: tuple[int, int, int]) -> None:
     step = llama_step(shape)
-    programs = step.changed(Schedule())
+    programs = step.changed(OverlapSchedule())
     assert_same(step, programs)
-    assert_same(step, step.changed(lambda p: InPlace()(Schedule()(p))))
+    assert_same(step, step.changed(lambda p: InPlace()(OverlapSchedule()(p))))
     for before, after in zip(step.programs, programs, strict=True):
         assert [n.op.carry for n in communication(after)] == [n.op for n in communication(before)]
 
@@ -120,7 +120,7 @@ def test_operands_stay_until_the_end_of_a_collective() -> None:
         value = add(aten.exp.default, x)
         return add(aten.abs.default, reduce(value)), add(aten.neg.default, value)
 
-    program = InPlace()(Schedule(SLOW)(toy(build)))
+    program = InPlace()(OverlapSchedule(SLOW)(toy(build)))
     assert order(program) == ["exp", "start", "neg", "wait", "abs_"]
 
 

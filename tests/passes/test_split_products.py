@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.cost import cluster_of
 from meshwright.graph import Program, RewriteError, Start, communication, count_ops
-from meshwright.passes import Schedule, SplitProducts
+from meshwright.passes import OverlapSchedule, SplitProducts
 
 from .steps import assert_same, llama_step
 
@@ -36,7 +36,7 @@ def test_each_piece_has_a_reduction_of_its_own() -> None:
 
 def test_a_piece_is_in_flight_while_the_next_is_computed() -> None:
     step = llama_step((1, 1, 2))
-    programs = step.changed(lambda p: Schedule(cluster_of("H100"))(ALL(p)))
+    programs = step.changed(lambda p: OverlapSchedule(cluster_of("H100"))(ALL(p)))
     assert_same(step, programs, exactly=False)
     nodes = programs[0].nodes
     begun = [at for at, n in enumerate(nodes) if isinstance(n.op, Start)]

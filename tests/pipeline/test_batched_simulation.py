@@ -12,7 +12,15 @@ from meshwright.comm import current_communicator
 from meshwright.comm import simulate as simulate_ranks
 from meshwright.graph import Conversion, Value
 from meshwright.layout import ProcessMesh, parse_spec
-from meshwright.pipeline import KNOWN_SCHEDULES, BatchedSimulation, Memory, Schedule, Times, peaks, simulate_schedule
+from meshwright.pipeline import (
+    KNOWN_SCHEDULES,
+    BatchedSimulation,
+    ChunkMemory,
+    Schedule,
+    Times,
+    peaks,
+    simulate_schedule,
+)
 from meshwright.pipeline.partition.step_parts import Crossing, PartPlace
 from meshwright.pipeline.runtime.runner import _message
 from meshwright.reshard import Exchange
@@ -38,7 +46,7 @@ def test_many_times_at_once_equal_each_alone(name: str) -> None:
         forward, backward, weight, transfer, each = (tuple(chunk[n] for chunk in row) for row in rows)
         line = simulate_schedule(table, Times(forward, backward, weight, transfer, overhead=0.1, slowdown=0.8))
         assert seconds[n] == pytest.approx(line.makespan)
-        assert held[:, n] == pytest.approx(peaks(table, Memory(held=each)))
+        assert held[:, n] == pytest.approx(peaks(table, ChunkMemory(held=each)))
 
 
 def test_a_rank_on_both_meshes_keeps_its_own_part_of_a_message() -> None:

@@ -12,8 +12,8 @@ from meshwright.pipeline import (
     Action,
     ActionKind,
     Channel,
+    ChunkMemory,
     Edge,
-    Memory,
     Schedule,
     ScheduleError,
     check_schedule,
@@ -69,7 +69,7 @@ def test_capacity() -> None:
     assert check_schedule(one_f_one_b(4, 8), capacity=4) == (4, 3, 2, 1)
     with pytest.raises(ScheduleError, match="rank 0 holds up to 4"):
         check_schedule(one_f_one_b(4, 8), capacity=3)
-    check_schedule(zb_h1(4, 8), memory=Memory(kept=0.5), capacity=(4, 3.5, 3, 2.5))
+    check_schedule(zb_h1(4, 8), memory=ChunkMemory(kept=0.5), capacity=(4, 3.5, 3, 2.5))
 
 
 def test_stale_weights_need_an_option() -> None:
@@ -96,9 +96,9 @@ def test_groups_of_updates(first: str, second: str, versions: tuple[int, ...], s
 
 
 def test_versions_count_as_memory() -> None:
-    assert check_schedule(pipedream(4, 8), stale=True, memory=Memory(weights=10.0)) == (34.0, 23.0, 12.0, 1.0)
+    assert check_schedule(pipedream(4, 8), stale=True, memory=ChunkMemory(weights=10.0)) == (34.0, 23.0, 12.0, 1.0)
     with pytest.raises(ScheduleError, match="holds up to 34"):
-        check_schedule(pipedream(4, 8), stale=True, memory=Memory(weights=10.0), capacity=33)
+        check_schedule(pipedream(4, 8), stale=True, memory=ChunkMemory(weights=10.0), capacity=33)
 
 
 def test_receives_in_another_order_than_sends() -> None:

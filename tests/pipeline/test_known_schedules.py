@@ -11,8 +11,8 @@ import pytest
 from meshwright.pipeline import (
     KNOWN_SCHEDULES,
     Channel,
+    ChunkMemory,
     KnownSchedule,
-    Memory,
     Schedule,
     ScheduleError,
     ScheduleSizes,
@@ -117,7 +117,7 @@ def test_weight_versions() -> None:
 
 def test_memory_in_bytes() -> None:
     """B releases the memory that W does not need; a chunk's static bytes are always in memory."""
-    memory = Memory(held=10.0, kept=4.0, static=(100.0, 200.0))
+    memory = ChunkMemory(held=10.0, kept=4.0, static=(100.0, 200.0))
     assert peaks(schedule_by_name("ZB-H1").make(2, 4), memory) == (100.0 + 20.0, 200.0 + 14.0)
 
 

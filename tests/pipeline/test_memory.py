@@ -9,7 +9,7 @@ import pytest
 from meshwright.pipeline import (
     KNOWN_SCHEDULES,
     ActionKind,
-    Memory,
+    ChunkMemory,
     Schedule,
     Times,
     linear,
@@ -18,14 +18,14 @@ from meshwright.pipeline import (
     simulate_schedule,
 )
 
-SEVERAL = Memory(held=(5.0, 7.0), kept=(2.0, 3.0), inputs=(1.0, 2.0), static=(10.0, 20.0))
+SEVERAL = ChunkMemory(held=(5.0, 7.0), kept=(2.0, 3.0), inputs=(1.0, 2.0), static=(10.0, 20.0))
 
 
 def schedule_of(*rows: str, m: int) -> Schedule:
     return Schedule("mine", linear(len(rows)), m, tuple(tuple(map(parse_action, row.split())) for row in rows))
 
 
-def accounted(schedule: Schedule, rank: int, memory: Memory) -> float:
+def accounted(schedule: Schedule, rank: int, memory: ChunkMemory) -> float:
     """Return the peak memory of a rank; in each place, memory is allocated before other memory is released."""
 
     def of(values: float | tuple[float, ...] | None, chunk: int) -> float:
@@ -69,8 +69,8 @@ def test_peaks_of_known_schedules(name: str) -> None:
     known = KNOWN_SCHEDULES[name]
     schedule = known.make(4, 8, 2) if known.takes else known.make(4, 8)
     chunks = schedule.chunks
-    several = Memory(*(tuple(base + c for c in range(chunks)) for base in (5.0, 2.0, 1.0, 10.0)))
-    for memory in (Memory(), Memory(held=3.0, kept=1.0, static=2.0), several):
+    several = ChunkMemory(*(tuple(base + c for c in range(chunks)) for base in (5.0, 2.0, 1.0, 10.0)))
+    for memory in (ChunkMemory(), ChunkMemory(held=3.0, kept=1.0, static=2.0), several):
         expected = tuple(accounted(schedule, rank, memory) for rank in range(schedule.ranks))
         assert peaks(schedule, memory) == expected
         assert simulate_schedule(schedule).peaks(memory) == expected

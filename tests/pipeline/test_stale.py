@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import meshwright as mw
 from meshwright.engine import StrategyError
-from meshwright.pipeline import Memory, StageError, peaks, schedule_by_name
+from meshwright.pipeline import ChunkMemory, StageError, peaks, schedule_by_name
 
 from .oracle import Chain, batch, compare, laid, loss_of
 
@@ -161,7 +161,7 @@ def test_versions_live_as_long_as_in_the_table(name: str, stages: int, monkeypat
     for n, p in Chain(stages).named_parameters():
         sizes[stage_of(n, stages)] += p.nbytes
     table = schedule_by_name(name).make(stages, 2 * stages)
-    assert tuple(most) == peaks(table, Memory(held=0.0, weights=tuple(map(float, sizes))))
+    assert tuple(most) == peaks(table, ChunkMemory(held=0.0, weights=tuple(map(float, sizes))))
     assert left == [0] * stages
 
 

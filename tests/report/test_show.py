@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import meshwright as mw
 from meshwright.layout import Layout, Product, Spec, expand_products, parse_spec
 from meshwright.report import Listing, Picture
-from meshwright.report._pieces import Pieces
+from meshwright.report._pieces import TensorPieces
 
 MESH = mw.ProcessMesh(np.arange(12).reshape(2, 3, 2), ["x", "y", "z"])
 HEADED = 2
@@ -43,7 +43,7 @@ def specs(draw: st.DrawFn) -> Spec:
 
 @given(specs())
 def test_each_piece_names_the_ranks_that_hold_it(spec: Spec) -> None:
-    drawn = Pieces.of(spec)
+    drawn = TensorPieces.of(spec)
     shape = [max(s.start + s.length for s in found) for found in drawn.segments]
     held = {rank: np.zeros(shape, bool) for rank in MESH.process_ids}
     for chosen in product(*drawn.segments):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.comm import Counters, current_communicator, simulate
 from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec, expand_products
-from meshwright.reshard import Plan, execute
+from meshwright.reshard import ConversionPlan, execute
 
 AXES = ("x", "y", "z")
 OPS = {
@@ -92,7 +92,7 @@ def glue(spec: Spec, parts: dict[int, Tensor]) -> Tensor:
     return out.reshape(spec.shape)
 
 
-def carry_out(made: Plan, parts: dict[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Counters]]:
+def carry_out(made: ConversionPlan, parts: dict[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Counters]]:
     """Return the parts after the plan, and every communicator's counts; ranks outside the source start with nothing."""
     size = max(made.ranks) + 2
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from meshwright.layout import Layout, ProcessMesh, Spec, parse_spec
-from meshwright.reshard import Plan, ReshardError, execute, plan, transposed
+from meshwright.reshard import ConversionPlan, ReshardError, execute, plan, transposed
 
 from .oracle import carry_out, conversions, glue, take_apart, whole
 
@@ -18,7 +18,7 @@ SQUARE = ProcessMesh([[0, 1], [2, 3]], ["x", "y"])
 TYPES = ("[5@x, 4]", "[5, 4@x]", "[5, 4] +x", "[5, 4]", "[5, 4] ~x")
 
 
-def check(made: Plan) -> None:
+def check(made: ConversionPlan) -> None:
     """Check that the whole is unchanged, parts have their shapes, inputs are not written, and bytes are as planned."""
     x = whole(tuple(made.src.shape), made.src.dtype)
     parts = take_apart(made.src, x)

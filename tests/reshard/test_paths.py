@@ -16,8 +16,8 @@ from meshwright.comm import current_communicator, simulate
 from meshwright.layout import ProcessMesh, Spec, parse_layout, parse_spec
 from meshwright.reshard import (
     AllGather,
+    ConversionPlan,
     Exchange,
-    Plan,
     ReshardError,
     collective_between,
     execute,
@@ -145,7 +145,7 @@ def test_a_reversed_sharding_still_gathers_in_one_step():
     assert made.steps[0].group(made.src, 0) == (0, 4, 1, 5)
 
 
-def sent(made: Plan) -> tuple[Counter[int], int]:
+def sent(made: ConversionPlan) -> tuple[Counter[int], int]:
     """Return the elements that each rank sends in exchanges, and the bytes that cross."""
 
     class Spy:

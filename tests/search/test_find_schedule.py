@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.pipeline import (
-    Memory,
+    ChunkMemory,
     Times,
     check_schedule,
     linear,
@@ -22,8 +22,8 @@ from meshwright.search.scheduling.hints import known_tables
 UNEQUAL = Times((100.0, 97.0, 109.0, 117.0), (100.0, 97.0, 109.0, 117.0), (70.0, 68.0, 76.0, 82.0), transfer=3.0)
 PROBLEMS = [
     Problem(linear(4)[0], 8),
-    Problem(linear(4)[0], 8, UNEQUAL, Memory(1.0, 0.5), 8.0),
-    Problem(linear(3)[0], 6, Times(297.0, 294.0, 199.0, transfer=5.0), Memory(1.0, 0.5), 3.0, "span"),
+    Problem(linear(4)[0], 8, UNEQUAL, ChunkMemory(1.0, 0.5), 8.0),
+    Problem(linear(3)[0], 6, Times(297.0, 294.0, 199.0, transfer=5.0), ChunkMemory(1.0, 0.5), 3.0, "span"),
     Problem(looped(2, 2)[0], 4, capacity=4.0),
     Problem(zigzag(3)[0], 6, capacity=6.0),
     Problem(linear(2)[0], 4, split=False),
@@ -50,7 +50,7 @@ def test_the_best_placement_is_chosen() -> None:
     """On equal stages a V is faster than a line within the same memory."""
     half = Times(0.5, 0.5, 0.5)
     line = Problem(linear(4)[0], 8, capacity=4.0)
-    v = Problem(zigzag(4)[0], 8, half, Memory(0.5), 4.0)
+    v = Problem(zigzag(4)[0], 8, half, ChunkMemory(0.5), 4.0)
     found = find_placement([line, v], seconds=0)
     assert found.problem is v
     assert found.value <= simulate_schedule(zb_v(4, 8), half).makespan

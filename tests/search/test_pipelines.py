@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.cost import Cluster, cluster, cluster_of
 from meshwright.graph import Program, capture
-from meshwright.pipeline import Memory, Schedule, ScheduleSizes, peaks, schedule_by_name, simulate_schedule
+from meshwright.pipeline import ChunkMemory, Schedule, ScheduleSizes, peaks, schedule_by_name, simulate_schedule
 from meshwright.search import MeshPlan, SearchError, parse_mesh_plan, plan_mesh
 from meshwright.search.module_plans.pipeline_search import Pipelines
 from meshwright.search.module_plans.replicas import PlanRequest, Replicas
@@ -28,7 +28,7 @@ from meshwright.search.stages.balance import SHORTER, balance
 from meshwright.search.stages.batched_step_time import BatchedStepTime, LayerSums
 from meshwright.search.stages.chunk_starts import ChunkStarts
 from meshwright.search.stages.layer_chain import chain_of
-from meshwright.search.stages.layer_costs import LayerCosts, Links, layer_costs
+from meshwright.search.stages.layer_costs import LayerCosts, LinkTimes, layer_costs
 from meshwright.search.stages.schedule_tables import IN_A_V, IN_LOOPS, SCHEDULES, one_chunk_tables, several_chunk_tables
 from meshwright.search.stages.stage_starts import starts_by_bound
 
@@ -68,8 +68,8 @@ def random_layers(layers: int, seed: int, alike: bool = False) -> LayerCosts:
     return LayerCosts(*(row() for _ in range(10)))
 
 
-def links(message: float = 0.1, reduced: float = 0.05) -> Links:
-    return Links(lambda nbytes: message * nbytes, lambda nbytes: reduced * nbytes)
+def links(message: float = 0.1, reduced: float = 0.05) -> LinkTimes:
+    return LinkTimes(lambda nbytes: message * nbytes, lambda nbytes: reduced * nbytes)
 
 
 @lru_cache
@@ -82,11 +82,11 @@ def tables(stages: int, microbatches: int, chunks: int = 1) -> list[Schedule]:
     return [how.make(stages, microbatches, *more) for how, more in makes if how.holds(shape)]
 
 
-def takes(layers: LayerCosts, table: Schedule, starts: tuple[int, ...], by: Links) -> tuple[float, float]:
+def takes(layers: LayerCosts, table: Schedule, starts: tuple[int, ...], by: LinkTimes) -> tuple[float, float]:
     """Return bytes of the fullest rank and seconds of a step, summed rank by rank."""
     costs, way = layers.chunks(starts), table.ways[0]
     own = [[c for c, rank in enumerate(way) if rank == r] for r in range(table.ranks)]
-    alive = peaks(table, Memory(held=costs.held))
+    alive = peaks(table, ChunkMemory(held=costs.held))
     nbytes = [
         a + sum(costs.static[c] for c in chunks) + max(costs.brief[c] for c in chunks)
         for a, chunks in zip(alive, own, strict=True)
@@ -181,7 +181,7 @@ def test_the_memory_of_a_stage_is_the_sum_of_its_parts(seed: int) -> None:
     cuts, way = (0, *found.starts, 6), found.schedule.ways[0]
     for stage in range(3):
         own = [(a, b) for (a, b), at in zip(pairwise(cuts), way, strict=True) if at == stage]
-        alive = peaks(found.schedule, Memory(held=found.costs.held))[stage]
+        alive = peaks(found.schedule, ChunkMemory(held=found.costs.held))[stage]
         held = sum(sum(layers.static[a:b]) for a, b in own) + max(max(layers.brief[a:b]) for a, b in own) + alive
         assert found.held[stage] == pytest.approx(held)
         for chunk, (a, b) in enumerate(pairwise(cuts)):
@@ -338,7 +338,7 @@ def test_shardings_of_stages_take_the_least_memory_if_needed() -> None:
         program = captured(Products(998), torch.empty(2056, 998))
     asked = PlanRequest(program, machines("4xA100", 1e9), True, (), 2.0)
     own = Replicas(asked, 2, 2)
-    links = Links(lambda n: asked.cluster.message(n, False) * (n > 0), lambda n: 0.0 * n)
+    links = LinkTimes(lambda n: asked.cluster.message(n, False) * (n > 0), lambda n: 0.0 * n)
     staged: list[tuple[LayerCosts, int]] = []
     for pieces in asked.pieces(2):
         saving = MemorySaving(accumulate=pieces)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.cost import Kernels, cluster_of
+from meshwright.cost import KernelTimes, cluster_of
 from meshwright.search import Experts, Plan, Software, Transformer, hold, predict
 from meshwright.search.transformer_plans.communication import communications
 
@@ -61,7 +61,7 @@ def test_offloaded_states_cost_host_time_and_no_device_memory() -> None:
     plan = Plan(dp=64, zero=3, batch=64)
     own, hosted, stowed = LLAMA.parameters / 64, 4e11, 2e10
     here, there = seconds(plan), seconds(plan, hosted=hosted, stowed=stowed)
-    kernels = Kernels(CLUSTER.device)
+    kernels = KernelTimes(CLUSTER.device)
     update = own * 32 * 8 / (hosted * kernels.habits.streamed)
     assert there - here == pytest.approx(update + own * 6 / stowed - kernels.stream(own * 32))
     assert seconds(plan, hosted=hosted) < there, "pinned, gradients go as fast as a device's share of the memory"

@@ -16,7 +16,7 @@ import pytest
 from meshwright.pipeline import (
     Action,
     ActionKind,
-    Memory,
+    ChunkMemory,
     Schedule,
     ScheduleError,
     Times,
@@ -35,27 +35,27 @@ UNEQUAL = Times((3.0, 5.0), (4.0, 2.0), (2.0, 3.0), transfer=1.0)
 FRACTIONS = Times((0.37, 1.21), (0.93, 0.37), (0.11, 0.74), transfer=0.05)
 ODD = Times((1 / 3, 0.7), (2 / 7, 0.45), (0.1, 1 / 9), transfer=1 / 13)
 GIB = float(2**30)
-BYTES = Memory((1234567891.0, 987654321.0), (617283945.0, 987654321.0), static=3 * GIB)
+BYTES = ChunkMemory((1234567891.0, 987654321.0), (617283945.0, 987654321.0), static=3 * GIB)
 LINE, V, LOOP = linear(2)[0], zigzag(2)[0], looped(2, 2)[0]
 SMALL = {
     "unequal": Problem(LINE, 3, UNEQUAL),
-    "short of memory": Problem(LINE, 3, UNEQUAL, Memory(1.0, 0.5), 1.5),
-    "one microbatch": Problem(LINE, 3, UNEQUAL, Memory(1.0, 0.5), 1.0, "span"),
-    "memory per rank": Problem(LINE, 3, UNEQUAL, Memory(1.0, 1.0), (2.0, 1.0), "span"),
-    "more is kept than held": Problem(LINE, 3, UNEQUAL, Memory(1.0, 1.5), 2.6),
-    "whole backwards": Problem(LINE, 3, UNEQUAL, Memory(1.0), 2.0, split=False),
-    "whole backwards, span": Problem(LINE, 3, UNEQUAL, Memory(1.0), 1.0, "span", split=False),
-    "fractions": Problem(LINE, 3, FRACTIONS, Memory(1.0, 0.5), 2.0),
-    "fractions, span": Problem(LINE, 3, FRACTIONS, Memory(1.0, 0.5), 1.5, "span"),
-    "odd numbers": Problem(LINE, 3, ODD, Memory(0.3, 0.1), 0.65),
-    "odd numbers, span": Problem(LINE, 3, ODD, Memory(0.3, 0.1), 0.5, "span"),
+    "short of memory": Problem(LINE, 3, UNEQUAL, ChunkMemory(1.0, 0.5), 1.5),
+    "one microbatch": Problem(LINE, 3, UNEQUAL, ChunkMemory(1.0, 0.5), 1.0, "span"),
+    "memory per rank": Problem(LINE, 3, UNEQUAL, ChunkMemory(1.0, 1.0), (2.0, 1.0), "span"),
+    "more is kept than held": Problem(LINE, 3, UNEQUAL, ChunkMemory(1.0, 1.5), 2.6),
+    "whole backwards": Problem(LINE, 3, UNEQUAL, ChunkMemory(1.0), 2.0, split=False),
+    "whole backwards, span": Problem(LINE, 3, UNEQUAL, ChunkMemory(1.0), 1.0, "span", split=False),
+    "fractions": Problem(LINE, 3, FRACTIONS, ChunkMemory(1.0, 0.5), 2.0),
+    "fractions, span": Problem(LINE, 3, FRACTIONS, ChunkMemory(1.0, 0.5), 1.5, "span"),
+    "odd numbers": Problem(LINE, 3, ODD, ChunkMemory(0.3, 0.1), 0.65),
+    "odd numbers, span": Problem(LINE, 3, ODD, ChunkMemory(0.3, 0.1), 0.5, "span"),
     "bytes": Problem(LINE, 3, UNEQUAL, BYTES, 3 * GIB + 2 * 1234567891.0),
-    "two microbatches": Problem(LINE, 2, UNEQUAL, Memory(1.0, 0.5), 1.5),
-    "overhead": Problem(LINE, 2, replace(UNEQUAL, overhead=0.3), Memory(1.0, 0.5), 1.5),
-    "no time for some": Problem(LINE, 3, Times((2.0, 1.0), (0.0, 1.0), (1.0, 0.0)), Memory(1.0, 0.5), 1.5),
-    "a V": Problem(V, 2, Times(2.0, 3.0, 1.0, transfer=0.5), Memory(0.5), 1.0),
-    "a V, span": Problem(V, 2, Times((2.0, 1.0, 1.0, 4.0), 3.0, 1.0), Memory(0.5, 0.25), 1.0, "span"),
-    "a loop": Problem(LOOP, 2, Times(2.0, (1.0, 2.0, 2.0, 3.0), 1.0), Memory(0.5), 1.0),
+    "two microbatches": Problem(LINE, 2, UNEQUAL, ChunkMemory(1.0, 0.5), 1.5),
+    "overhead": Problem(LINE, 2, replace(UNEQUAL, overhead=0.3), ChunkMemory(1.0, 0.5), 1.5),
+    "no time for some": Problem(LINE, 3, Times((2.0, 1.0), (0.0, 1.0), (1.0, 0.0)), ChunkMemory(1.0, 0.5), 1.5),
+    "a V": Problem(V, 2, Times(2.0, 3.0, 1.0, transfer=0.5), ChunkMemory(0.5), 1.0),
+    "a V, span": Problem(V, 2, Times((2.0, 1.0, 1.0, 4.0), 3.0, 1.0), ChunkMemory(0.5, 0.25), 1.0, "span"),
+    "a loop": Problem(LOOP, 2, Times(2.0, (1.0, 2.0, 2.0, 3.0), 1.0), ChunkMemory(0.5), 1.0),
 }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_bounds_of_the_solver_are_valid_from_any_start(name: str) -> None:
 
 @needs_solver
 def test_the_solver_improves_a_known_schedule() -> None:
-    problem = Problem(linear(3)[0], 6, Times(10.0, 10.0, 10.0), Memory(1.0, 0.5), 2.0)
+    problem = Problem(linear(3)[0], 6, Times(10.0, 10.0, 10.0), ChunkMemory(1.0, 0.5), 2.0)
     known = min(map(problem.value, hints(problem)))
     found = find_schedule(problem, seconds=10)
     assert found.value == 250 < known
@@ -97,7 +97,7 @@ def test_the_solver_improves_a_known_schedule() -> None:
 
 @needs_solver
 def test_without_time_the_solver_returns_the_known_schedule() -> None:
-    problem = Problem(linear(4)[0], 8, Times(297.0, 294.0, 199.0, transfer=5.0), Memory(1.0, 0.5), 3.0)
+    problem = Problem(linear(4)[0], 8, Times(297.0, 294.0, 199.0, transfer=5.0), ChunkMemory(1.0, 0.5), 3.0)
     start = next(hints(problem))
     solved = solve(problem, start, lower_bound(problem), time.time())
     assert lower_bound(problem) <= solved.bound <= problem.value(solved.schedule or start)

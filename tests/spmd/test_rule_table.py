@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.spmd import Call, describe_for_propagation, random_operator_rule
+from meshwright.spmd import OperatorCall, describe_for_propagation, random_operator_rule
 from meshwright.spmd.rules.layers import RANDOM_RULES
 from meshwright.spmd.rules.rule_table import RULES
 
@@ -39,7 +39,7 @@ DRAWING = {
 OVERLOADS = {"aten.normal": "normal.Tensor_Tensor", "aten.bernoulli": "bernoulli.default"}
 
 
-def written(call: Call, operands: list[torch.Tensor | None]) -> str:
+def written(call: OperatorCall, operands: list[torch.Tensor | None]) -> str:
     """Return a call's rule as text, with the factors that may be sharded and the number of choices for terms."""
     rule, bound = call.rule, call.bound
     choices = list(dict.fromkeys(every_choice(bound, operands)))

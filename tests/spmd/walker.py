@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import chunk
-from meshwright.spmd import REPLICATED, AxisState, BoundRule, Call, Choice, describe, factor_choices
+from meshwright.spmd import REPLICATED, AxisState, BoundRule, Choice, OperatorCall, describe, factor_choices
 from meshwright.spmd.derivation.sharding_choices import pending_sum_choices
 
 JOIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -201,7 +201,7 @@ class Sample:
         """True if operand i gets a gradient."""
         return self.fixed is not None and i not in self.fixed and differentiable(x)
 
-    def described(self) -> Call | None:
+    def described(self) -> OperatorCall | None:
         def meta(v: Any) -> Any:
             return v.to("meta") if isinstance(v, Tensor) else v
 
@@ -213,10 +213,10 @@ class Sample:
 
         return tuple(one(a) for a in self.args), {k: one(v) for k, v in self.kwargs.items()}
 
-    def operands(self, call: Call) -> list[Tensor | None]:
+    def operands(self, call: OperatorCall) -> list[Tensor | None]:
         return call.operands(self.args, self.kwargs)
 
-    def arguments(self, call: Call, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, call: OperatorCall, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments with the operands replaced."""
         args, kwargs = self.mapped(lambda v: v.clone() if isinstance(v, Tensor) else v)
         args = list(args)
@@ -286,7 +286,7 @@ def check(sample: Sample, ranks: int) -> int:
     return done
 
 
-def check_choice(sample: Sample, call: Call, choice: Choice, ranks: int) -> None:
+def check_choice(sample: Sample, call: OperatorCall, choice: Choice, ranks: int) -> None:
     operands = sample.operands(call)
     whole_in = [
         x.detach().clone().requires_grad_(sample.wants(i, x)) if x is not None else None for i, x in enumerate(operands)
@@ -308,7 +308,12 @@ def check_choice(sample: Sample, call: Call, choice: Choice, ranks: int) -> None
 
 
 def run_ranks(
-    sample: Sample, call: Call, choice: Choice, ranks: int, parts: list[list[Any]], shapes: list[tuple[int, ...]]
+    sample: Sample,
+    call: OperatorCall,
+    choice: Choice,
+    ranks: int,
+    parts: list[list[Any]],
+    shapes: list[tuple[int, ...]],
 ) -> list[list[Tensor]]:
     group = Ranks(ranks)
     name = call.bound.names[choice.factor] if choice.factor is not None else ""
@@ -347,7 +352,7 @@ def cotangents(bound: BoundRule, i: int, held: AxisState, cotangent: Tensor, ran
 
 
 def gradients(
-    call: Call, choice: Choice, ranks: int, whole_in: Any, whole: Any, parts_in: Any, outs: list[list[Tensor]]
+    call: OperatorCall, choice: Choice, ranks: int, whole_in: Any, whole: Any, parts_in: Any, outs: list[list[Tensor]]
 ) -> None:
     loss: Any = 0
     local: Any = 0

@@ -14,7 +14,7 @@ from ._errors import (
     ReadTimeoutError,
     WriteTimeoutError,
 )
-from .contents.catalogue import Catalogue, Entry, FileFacts, Piece
+from .contents.catalogue import Catalogue, FileFacts, TensorEntry, TensorPiece
 from .contents.rank_world import World, current_world
 from .files.json_values import decode_value, encode_value
 from .formats.format_interface import Format
@@ -33,15 +33,15 @@ __all__ = [
     "CheckpointError",
     "CheckpointFileError",
     "CheckpointWarning",
-    "Entry",
     "FileFacts",
     "FolderInUseError",
     "Format",
     "HeldTensor",
     "LoadReport",
-    "Piece",
     "ReadTimeoutError",
     "Saving",
+    "TensorEntry",
+    "TensorPiece",
     "World",
     "WriteTimeoutError",
     "convert",

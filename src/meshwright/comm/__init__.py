@@ -22,7 +22,7 @@ from ._errors import (
     StragglerWarning,
 )
 from .checking.call_guard import Check
-from .communicators.call import Call, Group
+from .communicators.call import CommCall, Group
 from .communicators.call_purpose import call_purpose, is_compared, note_fact, when_compared
 from .communicators.communicator import Communicator, FinishedConversion, PendingConversion, Receive
 from .communicators.counters import Counters
@@ -46,9 +46,9 @@ from .simulation.simulated_ranks import SimulatedCommunicator, simulate
 
 __all__ = [
     "WATCHED_TYPES",
-    "Call",
     "CallError",
     "Check",
+    "CommCall",
     "CommError",
     "Communicator",
     "Counters",

@@ -99,7 +99,7 @@ class ForwardState(NamedTuple):
         forward_ad._current_level, eager_transforms.JVP_NESTING = self
 
 
-class Work(Protocol):
+class PendingWork(Protocol):
     """A collective in flight."""
 
     def wait(self) -> bool: ...
@@ -149,7 +149,7 @@ class Backend:
         works += [self._raw.recv([x], place, tag) for place, tag, x in receives]
         if self._coalesces:
             works = [self._raw._end_coalescing()]
-        for work in cast(list[Work], works):
+        for work in cast(list[PendingWork], works):
             work.wait()
 
     def barrier(self) -> None:

@@ -4,7 +4,7 @@ from ._cluster import Cluster, cluster_of
 from ._describe import cluster
 from ._device import DEVICES, NARROWEST, Device, device_of
 from ._errors import CostError
-from ._kernels import Flags, Habits, Kernels, Numbers
+from ._kernels import Flags, Habits, KernelTimes, Numbers
 from ._link import LINKS, Link, link_of
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "Device",
     "Flags",
     "Habits",
-    "Kernels",
+    "KernelTimes",
     "Link",
     "Numbers",
     "cluster",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from meshwright.layout import Spec
-from meshwright.reshard import ROUNDS, AllGather, AllReduce, CollectiveKind, ReduceScatter, Step
+from meshwright.reshard import ROUNDS, AllGather, AllReduce, CollectiveKind, ConversionStep, ReduceScatter
 
 from ._collectives import Group
 from ._device import Device, device_of
@@ -22,7 +22,7 @@ from ._kernels import Flags, Numbers
 from ._link import Link, link_of
 
 LOOKED_AT = 64
-KINDS: Mapping[type[Step], CollectiveKind] = {
+KINDS: Mapping[type[ConversionStep], CollectiveKind] = {
     AllReduce: "all-reduce", AllGather: "all-gather", ReduceScatter: "reduce-scatter",
 }  # fmt: skip
 """Steps that are collectives. In other steps, each rank sends its messages directly, all at once."""
@@ -99,7 +99,7 @@ class Cluster:
         latency = self.inside.latency if self.outside is None else self.outside.latency
         return np.where(across, latency + nbytes / outside, self.inside.latency + nbytes / inside)
 
-    def seconds(self, step: Step, x: Spec) -> float:
+    def seconds(self, step: ConversionStep, x: Spec) -> float:
         """Return the seconds of a step that is applied to a tensor with spec `x`: a price for `reshard.plan`."""
         if not step.rounds(x):
             return 0.0

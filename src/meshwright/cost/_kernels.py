@@ -49,7 +49,7 @@ class Habits:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelTimes:
     """Seconds of the operators that layers consist of.
 
     >>> from meshwright.cost import device_of

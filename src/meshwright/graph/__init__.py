@@ -26,7 +26,7 @@ from .analysis.live_memory import (
     refuse_writing,
     written_inputs,
 )
-from .analysis.node_work import Work, work_of
+from .analysis.node_work import NodeWork, work_of
 from .analysis.strides import strides_of
 from .analysis.verify import verify
 from .captures.capture import Capture, ModelTensor, capture, captured_for, model_tensors
@@ -36,7 +36,7 @@ from .completion.batch_copies import copy_batch_inputs
 from .completion.layout_completion import complete, with_layouts
 from .completion.stage_sends import StageSend, meshes_of, with_stage_sends
 from .execution.fx_runner import Run, runner, to_fx
-from .execution.inductor import Kernels, compiled
+from .execution.inductor import CompiledKernels, compiled
 from .execution.kernel_files import machine, save_kernels, with_kernels
 from .execution.two_part_step import GradientInspector, InspectedStep, TwoPartStep, split_before_update
 from .files.admitted_operators import is_admitted, libraries_of
@@ -69,8 +69,8 @@ from .program.layouts import Layouts, parse_layouts
 from .program.node import (
     ALWAYS,
     EVERYWHERE,
+    ChunkConversion,
     Conversion,
-    Edge,
     Node,
     Op,
     Origin,
@@ -91,7 +91,7 @@ from .recording.functionalization import overwriting
 from .recording.recording import is_lifted
 from .replay.joined_programs import join_programs
 from .replay.loss_scale import HELD, LOSS_SCALE, Scaling
-from .replay.model_piece import Piece, record_piece
+from .replay.model_piece import ModelPiece, record_piece
 from .replay.recorder import record_forward, record_gradients
 from .rewriting.pattern_match import Match
 from .rewriting.program_pass import (
@@ -125,9 +125,10 @@ __all__ = [
     "Capture",
     "CaptureError",
     "Change",
+    "ChunkConversion",
+    "CompiledKernels",
     "Conversion",
     "Draft",
-    "Edge",
     "Edit",
     "Executed",
     "FreshNames",
@@ -136,20 +137,20 @@ __all__ = [
     "Hook",
     "Input",
     "InspectedStep",
-    "Kernels",
     "Layouts",
     "LiveMemory",
     "Match",
     "Measure",
+    "ModelPiece",
     "ModelTensor",
     "Node",
+    "NodeWork",
     "Op",
     "Operator",
     "Origin",
     "Overwrite",
     "OwnRules",
     "Pass",
-    "Piece",
     "Program",
     "ProgramError",
     "ProgramFileError",
@@ -169,7 +170,6 @@ __all__ = [
     "UserFunction",
     "Value",
     "Wait",
-    "Work",
     "alias_classes",
     "alias_pairs",
     "apply_passes",

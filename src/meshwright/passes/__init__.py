@@ -12,7 +12,7 @@ from .communication.bucket import Bucket
 from .communication.conversion_chains import Cancel
 from .communication.deferred_reductions import Linear
 from .communication.hierarchical_all_reduce import Hierarchy
-from .communication.overlap_schedule import Schedule
+from .communication.overlap_schedule import OverlapSchedule
 from .communication.reduce_scatter import Scatter
 from .communication.split_products import SplitProducts
 from .memory.early_release import Release
@@ -46,11 +46,11 @@ __all__ = [
     "InPlace",
     "Linear",
     "Merge",
+    "OverlapSchedule",
     "Recompute",
     "Regather",
     "Release",
     "Scatter",
-    "Schedule",
     "SequenceParallel",
     "ShardParameters",
     "Share",

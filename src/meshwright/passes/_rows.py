@@ -14,7 +14,7 @@ import torch
 
 from meshwright.graph import Draft, Origin, Spot, Value
 from meshwright.layout import Layout, ProcessMesh, Product, Spec
-from meshwright.reshard import Step
+from meshwright.reshard import ConversionStep
 
 
 def has_equal_shards(spec: Spec) -> bool:
@@ -64,7 +64,7 @@ def have_equal_local_tensors(a: Spec, b: Spec) -> bool:
     return a.layout.dims == b.layout.dims and a.layout.partial == b.layout.partial
 
 
-def received_bytes(step: Step, src: Spec) -> int:
+def received_bytes(step: ConversionStep, src: Spec) -> int:
     """Return the bytes that the busiest rank receives: the first rank, which has the largest chunks."""
     return step.received(src, src.mesh.process_ids[0])
 

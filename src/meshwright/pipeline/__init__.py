@@ -36,7 +36,7 @@ from .table.action import Action, ActionKind, parse_action
 from .table.checker import channels, check_schedule
 from .table.execution_order import Channel
 from .table.parser import parse_schedule
-from .table.peak_memory import Memory, peaks
+from .table.peak_memory import ChunkMemory, peaks
 from .table.schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from .table.transfers import whole_backward, with_transfers
 from .table.weight_versions import is_asynchronous, updates, weight_versions
@@ -48,9 +48,9 @@ __all__ = [
     "ActionKind",
     "BatchedSimulation",
     "Channel",
+    "ChunkMemory",
     "Edge",
     "KnownSchedule",
-    "Memory",
     "MicrobatchInputs",
     "PipelineRun",
     "ProgramMaker",

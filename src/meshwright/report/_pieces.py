@@ -28,7 +28,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TensorPieces:
     """The pieces of a tensor: `segments[d]` are the nonempty segments of dim d (or of a factor), in order."""
 
     spec: Spec
@@ -37,7 +37,7 @@ class Pieces:
     empty: tuple[str, ...]
 
     @staticmethod
-    def of(spec: Spec) -> Pieces:
+    def of(spec: Spec) -> TensorPieces:
         """Return the pieces of a tensor; symbolic sizes count by their hint."""
         spec, sizes = spec.concrete, spec.mesh.sizes
         names = [f"dim {d}" for d in range(spec.ndim)]
@@ -47,7 +47,7 @@ class Pieces:
             shape, layout = expand_products(shape, layout)
         every = [list(_segments(n, dim, sizes)) for n, dim in zip(shape, layout.dims, strict=True)]
         empty = [text for name, found in zip(names, every, strict=True) for text in _empty_texts(name, found)]
-        return Pieces(spec, tuple(names), tuple(map(_nonempty, every)), tuple(dict.fromkeys(empty)))
+        return TensorPieces(spec, tuple(names), tuple(map(_nonempty, every)), tuple(dict.fromkeys(empty)))
 
     @property
     def cut(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from meshwright.search import size
 from meshwright.tensor import DistTensor
 
 from ._html import Markup, element, table
-from ._pieces import Pieces, Segment
+from ._pieces import Segment, TensorPieces
 
 MOST_ROWS, MOST_COLUMNS, MOST_GRIDS, MOST_HOLDERS = 16, 8, 8, 6
 """Most rows, columns, grids and holders that are shown; the number of further ones is printed."""
@@ -34,14 +34,14 @@ class Picture:
     spec: Spec
 
     def __str__(self) -> str:
-        return "\n".join(_text(Pieces.of(self.spec)))
+        return "\n".join(_text(TensorPieces.of(self.spec)))
 
     __repr__ = __str__
 
     @property
     def svg(self) -> str:
         """Return the picture as self-contained SVG."""
-        return _svg(Pieces.of(self.spec))
+        return _svg(TensorPieces.of(self.spec))
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -136,7 +136,7 @@ def _head_lines(spec: Spec) -> list[str]:
     return [f"{spec!r} on {spec.mesh!r}", f"a rank holds at most {size(_largest_part(spec))} of {size(spec.nbytes)}"]
 
 
-def _text(pieces: Pieces) -> list[str]:
+def _text(pieces: TensorPieces) -> list[str]:
     grids = list(islice(_grids(pieces), MOST_GRIDS + 1))
     lines = _head_lines(pieces.spec)
     for title, cells in grids[:MOST_GRIDS]:
@@ -146,13 +146,13 @@ def _text(pieces: Pieces) -> list[str]:
     return [*lines, *(["..."] if len(grids) > MOST_GRIDS else []), *pieces.empty[:MOST_GRIDS]]
 
 
-def _side_dims(pieces: Pieces) -> tuple[int | None, int | None]:
+def _side_dims(pieces: TensorPieces) -> tuple[int | None, int | None]:
     """Return the dims of the rows and of the columns: sharded dims first."""
     dims = sorted([*pieces.cut, *(d for d in range(len(pieces.names)) if d not in pieces.cut)][:2])
     return (dims[0] if dims else None), (dims[1] if len(dims) > 1 else None)
 
 
-def _grids(pieces: Pieces) -> Iterator[tuple[str, list[list[str]]]]:
+def _grids(pieces: TensorPieces) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield, for each choice of segments of the other dims, a title and a table; its first column names rows."""
     down, across = _side_dims(pieces)
     rest = [d for d in range(len(pieces.names)) if d not in (down, across)]
@@ -162,7 +162,7 @@ def _grids(pieces: Pieces) -> Iterator[tuple[str, list[list[str]]]]:
         yield title, _cells(pieces, fixed, down, across)
 
 
-def _cells(pieces: Pieces, fixed: dict[int, Segment], down: int | None, across: int | None) -> list[list[str]]:
+def _cells(pieces: TensorPieces, fixed: dict[int, Segment], down: int | None, across: int | None) -> list[list[str]]:
     """Return the table of the pieces in `fixed` segments of all dims but two; a row names the columns."""
     rows, columns = _side_segments(pieces, down), _side_segments(pieces, across)
     shown_rows, shown_columns = rows[:MOST_ROWS], columns[:MOST_COLUMNS]
@@ -180,7 +180,7 @@ def _cells(pieces: Pieces, fixed: dict[int, Segment], down: int | None, across: 
     return cells
 
 
-def _side_segments(pieces: Pieces, dim: int | None) -> Sequence[Segment]:
+def _side_segments(pieces: TensorPieces, dim: int | None) -> Sequence[Segment]:
     return pieces.segments[dim] if dim is not None else (Segment(0, 1),)
 
 
@@ -192,7 +192,7 @@ def _more_text(every: Sequence[Segment], shown: Sequence[Segment], what: str) ->
     return [f"… {len(every) - len(shown)} more {what}"] if len(every) > len(shown) else []
 
 
-def _holders_text(pieces: Pieces, segments: dict[int | None, Segment]) -> str:
+def _holders_text(pieces: TensorPieces, segments: dict[int | None, Segment]) -> str:
     """Return the ranks of the piece in these segments as text."""
     sign = JOINED[next((op for _, op in pieces.spec.layout.partial), "sum")]
     chosen = [segments[d] for d in range(len(pieces.names))]
@@ -202,7 +202,7 @@ def _holders_text(pieces: Pieces, segments: dict[int | None, Segment]) -> str:
     return ", ".join(holders)
 
 
-def _svg(pieces: Pieces) -> str:
+def _svg(pieces: TensorPieces) -> str:
     """Return the first grids below each other; the colour of a piece is that of its first rank."""
     grids = list(islice(_grids(pieces), MOST_GRIDS))
     parts, y = [_label(8, 18, "; ".join(_head_lines(pieces.spec)), False)], float(TOP)

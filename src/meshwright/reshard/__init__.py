@@ -12,11 +12,12 @@ from ._bound import lower_bound
 from ._errors import ReshardError
 from ._execute import Halves, Mover, away_part, halves_of
 from ._parse import parse_step
-from ._plan import Plan, Price, Purpose, execute, plan
+from ._plan import ConversionPlan, Price, Purpose, execute, plan
 from ._steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    ConversionStep,
     Exchange,
     Fill,
     Pad,
@@ -24,7 +25,6 @@ from ._steps import (
     Relabel,
     Scale,
     Slice,
-    Step,
     View,
 )
 
@@ -35,12 +35,13 @@ __all__ = [
     "AllToAll",
     "AxisRole",
     "CollectiveKind",
+    "ConversionPlan",
+    "ConversionStep",
     "Exchange",
     "Fill",
     "Halves",
     "Mover",
     "Pad",
-    "Plan",
     "Price",
     "Purpose",
     "ReduceScatter",
@@ -48,7 +49,6 @@ __all__ = [
     "ReshardError",
     "Scale",
     "Slice",
-    "Step",
     "View",
     "away_part",
     "collective_between",

@@ -8,10 +8,10 @@ from meshwright.layout import Layout, Spec
 
 from ._path import padded_axes, plain_paths
 from ._regions import cuts_of, widest
-from ._steps import Exchange, Step
+from ._steps import ConversionStep, Exchange
 
 
-def cross_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
+def cross_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[ConversionStep, ...]]:
     """Yield the paths from `src` to `dst` on another mesh, for tensors without product dims.
 
     Some paths spread: the ranks on which `dst` replicates a shard receive a share of it each, and gather the shares.

@@ -19,6 +19,7 @@ from ._steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    ConversionStep,
     Exchange,
     Fill,
     Pad,
@@ -26,7 +27,6 @@ from ._steps import (
     Relabel,
     Scale,
     Slice,
-    Step,
     View,
     made,
 )
@@ -72,7 +72,7 @@ class Act:
     fresh: bool = True
 
 
-def compile_step(step: Step, x: Spec, rank: int) -> Act | None:
+def compile_step(step: ConversionStep, x: Spec, rank: int) -> Act | None:
     """Return the action of `rank` for `step` on its local tensor of `x`; None if there is nothing to do."""
     if isinstance(step, Exchange):
         return _exchange(step, x, rank)
@@ -312,7 +312,7 @@ def _copies(boxes: Sequence[Box], full: Sequence[int], target: Box) -> Join:
     return copy
 
 
-_ACTS: dict[type[Step], Callable[..., Act | None]] = {
+_ACTS: dict[type[ConversionStep], Callable[..., Act | None]] = {
     AllGather: _all_gather,
     AllReduce: _all_reduce,
     AllToAll: _all_to_all,
@@ -326,7 +326,7 @@ _ACTS: dict[type[Step], Callable[..., Act | None]] = {
 }
 
 
-def compile_plan(steps: Sequence[Step], specs: Sequence[Spec], rank: int) -> tuple[Action, ...]:
+def compile_plan(steps: Sequence[ConversionStep], specs: Sequence[Spec], rank: int) -> tuple[Action, ...]:
     """Return the actions of `rank` in order. If needed, the last one copies the result or makes it contiguous."""
     acts: list[Action] = []
     shared, strided, worked = True, False, False

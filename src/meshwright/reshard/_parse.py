@@ -12,6 +12,7 @@ from ._steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    ConversionStep,
     Exchange,
     Fill,
     Pad,
@@ -20,14 +21,13 @@ from ._steps import (
     Relabel,
     Scale,
     Slice,
-    Step,
     View,
 )
 
 _PLACES = re.compile(r"(?P<places>[^,;]+, dim \d{1,4}(?:; [^,;]+, dim \d{1,4})*)(?P<notes>[^,;]*)")
 
 
-def parse_step(text: str, mesh: ProcessMesh | None = None) -> Step:
+def parse_step(text: str, mesh: ProcessMesh | None = None) -> ConversionStep:
     """Return the step with this text; `mesh` is the target mesh of a View or an Exchange.
 
     >>> parse_step("ReduceScatter(x y, dim 0 over x max)")
@@ -120,7 +120,7 @@ def _spec(text: str, mesh: ProcessMesh | None) -> Spec:
     return parse_spec(text, mesh)
 
 
-_READERS: dict[str, Callable[[str, ProcessMesh | None], Step]] = {
+_READERS: dict[str, Callable[[str, ProcessMesh | None], ConversionStep]] = {
     "Slice": lambda text, mesh: Slice(_places(text)),
     "AllGather": lambda text, mesh: AllGather(_places(text)),
     "ReduceScatter": lambda text, mesh: _reduce_scatter(text),

@@ -26,6 +26,7 @@ from ._steps import (
     AllReduce,
     AllToAll,
     Collective,
+    ConversionStep,
     Fill,
     Pad,
     Places,
@@ -33,7 +34,6 @@ from ._steps import (
     Relabel,
     Scale,
     Slice,
-    Step,
     appended,
 )
 
@@ -64,10 +64,10 @@ class Trail:
     """A path under construction: the steps so far, and the spec after them."""
 
     def __init__(self, start: Spec) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ConversionStep] = []
         self.at = start
 
-    def go(self, step: Step) -> None:
+    def go(self, step: ConversionStep) -> None:
         self.steps.append(step)
         self.at = step.apply(self.at)
 
@@ -82,7 +82,7 @@ class Trail:
         return set(self.at.mesh.dim_names) - set(layout.cut_axes) - set(layout.partial_axes)
 
 
-def find_path(src: Spec, dst: Spec, manner: Manner) -> tuple[Step, ...]:
+def find_path(src: Spec, dst: Spec, manner: Manner) -> tuple[ConversionStep, ...]:
     """Return the steps from `src` to `dst` with the given options."""
     trail, target = _begin_trail(src, dst)
     kept = _kept_terms(trail, target)
@@ -94,7 +94,7 @@ def find_path(src: Spec, dst: Spec, manner: Manner) -> tuple[Step, ...]:
     return tuple(trail.steps)
 
 
-def plain_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
+def plain_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[ConversionStep, ...]]:
     """Yield the direct path, and paths with other options that may be cheaper.
 
     Gathers axis by axis never reduce the bytes of a rank, so they are tried only for a price of the caller
@@ -115,7 +115,7 @@ def plain_paths(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ..
             yield find_path(src, dst, manner)
 
 
-def _axis_orders(src: Spec, moving: Sequence[Step], all_ways: bool) -> list[tuple[str, ...] | None]:
+def _axis_orders(src: Spec, moving: Sequence[ConversionStep], all_ways: bool) -> list[tuple[str, ...] | None]:
     """Return None (all axes at once), and the orders of axes that keep the order of the axes in every dim."""
     scattered = [s.places for s in moving if isinstance(s, ReduceScatter) and len(s.axes) > 1]
     gathered = [s.places for s in moving if isinstance(s, AllGather) and len(s.places) > 1]
@@ -127,7 +127,7 @@ def _axis_orders(src: Spec, moving: Sequence[Step], all_ways: bool) -> list[tupl
     return [None, *islice(orders, MOST_ORDERS)]
 
 
-def _has_uneven_scatters(src: Spec, moving: Sequence[Step]) -> bool:
+def _has_uneven_scatters(src: Spec, moving: Sequence[ConversionStep]) -> bool:
     """True if the shards of a scatter may be uneven, and no all-to-all moves elements anyway."""
     uneven = any(n % src.mesh.size for n in src.shape)
     return uneven and not any(isinstance(step, AllToAll) for step in moving)

@@ -17,9 +17,9 @@ from ._errors import ReshardError
 from ._execute import Action, Mover, compile_plan
 from ._factors import bridge, common_factors
 from ._path import plain_paths
-from ._steps import AllToAll, Collective, Exchange, Relabel, Step, View, made
+from ._steps import AllToAll, Collective, ConversionStep, Exchange, Relabel, View, made
 
-Price = Callable[[Step, Spec], float]
+Price = Callable[[ConversionStep, Spec], float]
 """Function that returns the cost of a step for a tensor with the given spec."""
 SMALL_MESH = 64
 
@@ -33,7 +33,7 @@ class Purpose(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """The steps from `src` to `dst`, in order; `purpose` describes the place in a program that needs them.
 
     >>> from meshwright.layout import ProcessMesh, parse_spec
@@ -44,7 +44,7 @@ class Plan:
 
     src: Spec
     dst: Spec
-    steps: tuple[Step, ...]
+    steps: tuple[ConversionStep, ...]
     purpose: Purpose | None = field(default=None, compare=False, repr=False)
     _actions: dict[int, tuple[Action, ...]] = field(default_factory=dict[int, tuple[Action, ...]], compare=False)
 
@@ -71,7 +71,7 @@ class Plan:
         """Bytes received by the rank that receives most."""
         return max(self.received(rank) for rank in self.ranks)
 
-    def walk(self) -> Iterable[tuple[Step, Spec]]:
+    def walk(self) -> Iterable[tuple[ConversionStep, Spec]]:
         """Return pairs of each step and the spec that it is applied to."""
         return zip(self.steps, self.specs, strict=False)
 
@@ -90,7 +90,7 @@ class Plan:
         return " · ".join(map(repr, self.steps)) or "nothing to do"
 
 
-def plan(src: Spec, dst: Spec, price: Price | None = None) -> Plan:
+def plan(src: Spec, dst: Spec, price: Price | None = None) -> ConversionPlan:
     """Return the cheapest plan from `src` to `dst`, on one mesh or across two; it is equal on every rank.
 
     Without a price, plans are compared by the bytes that the busiest rank receives, then by rounds, then by steps.
@@ -104,7 +104,7 @@ def plan(src: Spec, dst: Spec, price: Price | None = None) -> Plan:
     return _plan(src, dst, price)
 
 
-def _symbolic(src: Spec, dst: Spec, found: Plan) -> Plan:
+def _symbolic(src: Spec, dst: Spec, found: ConversionPlan) -> ConversionPlan:
     """Return the plan for symbolic sizes, made from the plan `found` for their hints.
 
     Raises ReshardError if a step depends on the sizes.
@@ -118,17 +118,17 @@ def _symbolic(src: Spec, dst: Spec, found: Plan) -> Plan:
             "the step depends on sizes, which are symbolic",
             "use a batch of fixed sizes, or axes that divide the dim evenly",
         )
-    return Plan(src, dst, steps)
+    return ConversionPlan(src, dst, steps)
 
 
 @lru_cache(maxsize=2048)
-def _plan(src: Spec, dst: Spec, price: Price | None) -> Plan:
+def _plan(src: Spec, dst: Spec, price: Price | None) -> ConversionPlan:
     _check(src, dst)
     if src is dst:
-        return Plan(src, dst, ())
+        return ConversionPlan(src, dst, ())
     if src.mesh is dst.mesh and src.layout.dims == dst.layout.dims and src.layout.partial == dst.layout.partial:
-        return Plan(src, dst, (Relabel(dst.layout),))
-    found = {steps: Plan(src, dst, steps) for steps in _candidates(src, dst, price is not None)}
+        return ConversionPlan(src, dst, (Relabel(dst.layout),))
+    found = {steps: ConversionPlan(src, dst, steps) for steps in _candidates(src, dst, price is not None)}
     plans = list(found.values())
     if len(plans) == 1:
         return plans[0]
@@ -154,15 +154,15 @@ def _check(src: Spec, dst: Spec) -> None:
         )
 
 
-def _cost_within_mesh(p: Plan) -> tuple[float, ...]:
+def _cost_within_mesh(p: ConversionPlan) -> tuple[float, ...]:
     return max(map(p.received, _compared_ranks(p))), sum(_communicates(step) for step in p.steps), len(p.steps)
 
 
-def _communicates(step: Step) -> bool:
+def _communicates(step: ConversionStep) -> bool:
     return isinstance(step, Collective | AllToAll | Exchange)
 
 
-def _compared_ranks(p: Plan) -> tuple[int, ...]:
+def _compared_ranks(p: ConversionPlan) -> tuple[int, ...]:
     """Return the ranks to compare: all of a small mesh; of a large one, ranks at the ends and in the middle of axes."""
     mesh = p.src.mesh
     if mesh.size <= SMALL_MESH:
@@ -178,12 +178,12 @@ def _role(layout: Layout, axis: str) -> tuple[int, Dim] | str | None:
     return cut or dict(layout.partial).get(axis)
 
 
-def _cost_across_meshes(p: Plan) -> tuple[float, ...]:
+def _cost_across_meshes(p: ConversionPlan) -> tuple[float, ...]:
     crossing = sum(s.received(x, rank) for s, x in p.walk() if isinstance(s, Exchange) for rank in p.ranks)
     return sum(map(p.received, p.ranks)), crossing, sum(_communicates(step) for step in p.steps), len(p.steps)
 
 
-def _candidates(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ...]]:
+def _candidates(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[ConversionStep, ...]]:
     """Yield the paths whose prices are compared."""
     both = common_factors(src, dst)
     if both is None:
@@ -195,7 +195,9 @@ def _candidates(src: Spec, dst: Spec, all_ways: bool) -> Iterator[tuple[Step, ..
         yield _between_views(src, dst, both[0], both[1], steps)
 
 
-def _between_views(src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _between_views(
+    src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[ConversionStep, ...]
+) -> tuple[ConversionStep, ...]:
     """Return the steps over common factors, between views from and to the dims of both specs."""
     if a is src and b is dst:
         return steps
@@ -205,7 +207,7 @@ def _between_views(src: Spec, dst: Spec, a: Spec, b: Spec, steps: tuple[Step, ..
     return (*head, *steps) if b is dst else (*head, *steps, View(dst))
 
 
-def execute(plan: Plan, local: Tensor, communicator: Mover) -> Tensor:
+def execute(plan: ConversionPlan, local: Tensor, communicator: Mover) -> Tensor:
     """Return the local tensor of `plan.dst` on `communicator.rank`, for its local tensor of `plan.src`.
 
     The result is new and contiguous, except that a plan without work returns `local` itself. Grad mode must be off:
@@ -222,7 +224,7 @@ def execute(plan: Plan, local: Tensor, communicator: Mover) -> Tensor:
     return local
 
 
-def _wrong_part(plan: Plan, local: Tensor, rank: int) -> ReshardError:
+def _wrong_part(plan: ConversionPlan, local: Tensor, rank: int) -> ReshardError:
     shape = plan.src.local_shape(rank)
     return ReshardError(
         f"{plan!r} on rank {rank}",

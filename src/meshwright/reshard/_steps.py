@@ -28,7 +28,7 @@ Places = tuple[tuple[str, int], ...]
 """(axis, dim) pairs: axes that start or stop to shard a dim, outermost first."""
 
 
-class Step(ABC):
+class ConversionStep(ABC):
     """One step of a plan, which maps a spec to a spec."""
 
     __slots__ = ()
@@ -51,12 +51,12 @@ class Step(ABC):
 
 
 @lru_cache(maxsize=2048)
-def made(step: Step, x: Spec) -> Spec:
+def made(step: ConversionStep, x: Spec) -> Spec:
     """Return `step.apply(x)`, cached."""
     return step.apply(x)
 
 
-class Collective(Step):
+class Collective(ConversionStep):
     """A step in which the ranks along some axes communicate."""
 
     __slots__ = ()
@@ -66,7 +66,7 @@ class Collective(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Slice(Step):
+class Slice(ConversionStep):
     """R → S: each rank keeps its shard. Transpose: AllGather of a gradient that is equal on all ranks, or Pad.
 
     >>> Slice((("dp", 0), ("tp", 0), ("ep", 1)))
@@ -154,7 +154,7 @@ class AllReduce(Collective):
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAll(Step):
+class AllToAll(ConversionStep):
     """S → S': each rank receives the elements that it lacks, for any axes and dims. Transpose: AllToAll.
 
     >>> AllToAll((("tp",), ()))
@@ -181,7 +181,7 @@ class AllToAll(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Fill(Step):
+class Fill(ConversionStep):
     """R → P: the value becomes one term; all other terms are neutral. Transpose: R varying → R, the identity."""
 
     axes: tuple[str, ...]
@@ -195,7 +195,7 @@ class Fill(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Pad(Step):
+class Pad(ConversionStep):
     """S → P(sum): each rank's shard becomes a term, padded with zeros. Transpose: Slice."""
 
     places: Places
@@ -209,7 +209,7 @@ class Pad(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Scale(Step):
+class Scale(ConversionStep):
     """P(avg) → P(sum) or back: each rank scales its term."""
 
     axes: tuple[str, ...]
@@ -223,7 +223,7 @@ class Scale(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Relabel(Step):
+class Relabel(ConversionStep):
     """Same local tensors with another layout: R varying ↔ R invariant, and any type on an axis of size one."""
 
     layout: Layout
@@ -236,7 +236,7 @@ class Relabel(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class View(Step):
+class View(ConversionStep):
     """Same local elements with dims split into their factors, or merged again."""
 
     to: Spec
@@ -249,7 +249,7 @@ class View(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(Step):
+class Exchange(ConversionStep):
     """From one mesh to another: every element that a rank lacks is sent to it once. Transpose: Exchange."""
 
     to: Spec

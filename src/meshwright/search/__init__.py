@@ -27,7 +27,7 @@ from .sharding.accumulation_check import AccumulationCheck, check_accumulation, 
 from .sharding.conversion_prices import Prices
 from .sharding.forms import AxisForm
 from .sharding.memory_saving import MemorySaving
-from .sharding.sharding_search import Conversion, Shardings, best_shardings, least_by_enumeration
+from .sharding.sharding_search import PricedConversion, Shardings, best_shardings, least_by_enumeration
 from .transformer_plans.choose import PlanChoice, PricedPlan, choose
 from .transformer_plans.config import transformer_of
 from .transformer_plans.degrees import Degrees, Plans, columns
@@ -64,7 +64,6 @@ __all__ = [
     "AxisForm",
     "CertifiedSchedule",
     "Communication",
-    "Conversion",
     "Degrees",
     "Experts",
     "Held",
@@ -80,6 +79,7 @@ __all__ = [
     "PlanChoice",
     "Plans",
     "Prediction",
+    "PricedConversion",
     "PricedPlan",
     "Prices",
     "Problem",

@@ -9,7 +9,7 @@ In reading order:
 """
 
 from ._errors import RuleError
-from .derivation.call import ArgumentPosition, Call, describe, describe_for_propagation
+from .derivation.call import ArgumentPosition, OperatorCall, describe, describe_for_propagation
 from .derivation.pending_sums import is_exact_factor
 from .derivation.sharding_choices import (
     OTHER_SHARDING,
@@ -46,10 +46,10 @@ __all__ = [
     "ArgumentPosition",
     "AxisState",
     "BoundRule",
-    "Call",
     "Choice",
     "Entry",
     "LocalCall",
+    "OperatorCall",
     "Rule",
     "RuleError",
     "allows_pending_sums",

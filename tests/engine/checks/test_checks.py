@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.comm import launch
 from meshwright.engine.checks.comparison_steps import MOST_STEPS, SHARE, WARM_STEPS, Rhythm
 from meshwright.engine.checks.finite_gradients import first_bad
-from meshwright.engine.checks.named_tensors import Named
+from meshwright.engine.checks.named_tensors import NamedTensor
 from meshwright.engine.checks.replicas import replicas_of, sums
 from meshwright.errors import StrategyError
 from meshwright.layout import Spec, layout_of
@@ -66,14 +66,14 @@ def test_replicas_are_the_ranks_that_hold_the_same_elements() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_changed_bit_changes_the_checksum(dtype: torch.dtype) -> None:
     x = torch.arange(6).to(dtype).reshape(2, 3)
-    before = sums([Named("x", x)])
+    before = sums([NamedTensor("x", x)])
     raw = x.view(torch.uint8) if dtype != torch.complex64 else torch.view_as_real(x).view(torch.uint8)
     for at in range(raw.numel()):
         for bit in range(8 if dtype != torch.bool else 1):
             raw.view(-1)[at] ^= 1 << bit
-            assert sums([Named("x", x)]) != before
+            assert sums([NamedTensor("x", x)]) != before
             raw.view(-1)[at] ^= 1 << bit
-    assert sums([Named("x", x)]) == before
+    assert sums([NamedTensor("x", x)]) == before
 
 
 def _tensors(bad: int, value: float) -> dict[str, Tensor | None]:

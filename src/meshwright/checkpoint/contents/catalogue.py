@@ -22,7 +22,7 @@ _NAME = re.compile(r"\.?[\w-][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor, and its position: the file and the key in it."""
 
     file: str
@@ -34,12 +34,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a checkpoint, with its layout and mesh at the time of saving, if known."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     lies: str = ""
     mesh: ProcessMesh | None = None
 
@@ -71,11 +71,11 @@ class OpenFile(ABC):
     """An open file whose tensors can be read."""
 
     @abstractmethod
-    def check(self, piece: Piece, dtype: torch.dtype) -> None:
+    def check(self, piece: TensorPiece, dtype: torch.dtype) -> None:
         """Raise CheckpointFileError if the file does not hold this piece."""
 
     @abstractmethod
-    def read(self, piece: Piece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+    def read(self, piece: TensorPiece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
         """Return the elements of a box of the piece."""
 
 
@@ -84,7 +84,7 @@ class Catalogue(ABC):
     """The content of a checkpoint."""
 
     folder: Path
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     values: Mapping[str, Any]
     files: Mapping[str, FileFacts]
     about: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -129,7 +129,7 @@ def file_name(folder: Path, name: object) -> str:
     )
 
 
-def expected_shape(piece: Piece, dtype: torch.dtype, stored: torch.dtype) -> tuple[int, ...]:
+def expected_shape(piece: TensorPiece, dtype: torch.dtype, stored: torch.dtype) -> tuple[int, ...]:
     """Return the shape of a piece in a file; complex numbers may be stored as pairs of real ones."""
     shape = shape_of(piece.runs)
     return (*shape, 2) if dtype.is_complex and not stored.is_complex else shape

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.layout import TorchValue
 
 from .._errors import CheckpointFileError, file_error
-from ..contents.catalogue import Catalogue, Entry, FileFacts, OpenFile, Piece, file_name
+from ..contents.catalogue import Catalogue, FileFacts, OpenFile, TensorEntry, TensorPiece, file_name
 from ..contents.index_runs import are_whole, shape_of
 from ..files.file_operations import OpenBytes, open_bytes
 from ..files.json_text import read_whole_file
@@ -105,7 +105,7 @@ PieceKey = tuple[str, tuple[int, ...] | None]
 def _catalogue(folder: Path, found: PickledRecord) -> DcpCheckpoint:
     places = {(_name(i.get("fqn")), _offset(i.get("offset"))): info for i, info in found.get("storage_data").items()}
     described: Mapping[Any, PickledRecord] = found.get("state_dict_metadata")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     plain: dict[str, Place] = {}
     for name, about in described.items():
         if about.get("chunks") is None:
@@ -130,7 +130,7 @@ def _offset(value: Iterable[TorchValue] | None) -> tuple[int, ...] | None:
     return None if value is None else _sizes(value)
 
 
-def _entry(folder: Path, name: str, about: PickledRecord, places: Mapping[PieceKey, PickledRecord]) -> Entry:
+def _entry(folder: Path, name: str, about: PickledRecord, places: Mapping[PieceKey, PickledRecord]) -> TensorEntry:
     dtype, shape = about.get("properties").fields[0], _sizes(about.get("size"))
     if not isinstance(dtype, torch.dtype) or not is_count(prod(shape) * dtype.itemsize):
         raise ValueError(f"tensor {name} has an invalid dtype or shape")
@@ -141,13 +141,13 @@ def _entry(folder: Path, name: str, about: PickledRecord, places: Mapping[PieceK
             f"tensor {name} of shape {shape} in {len(pieces)} chunks",
             "the chunks leave gaps, overlap or exceed the tensor",
         )
-    return Entry(shape, dtype, tuple(p for p in pieces if 0 not in shape_of(p.runs)))
+    return TensorEntry(shape, dtype, tuple(p for p in pieces if 0 not in shape_of(p.runs)))
 
 
-def _piece(folder: Path, name: str, chunk: PickledRecord, places: Mapping[PieceKey, PickledRecord]) -> Piece:
+def _piece(folder: Path, name: str, chunk: PickledRecord, places: Mapping[PieceKey, PickledRecord]) -> TensorPiece:
     offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
     file, span = _byte_range(folder, name, places[name, offsets])
-    return Piece(file, name, tuple(((o, n),) for o, n in zip(offsets, sizes, strict=True)), None, span)
+    return TensorPiece(file, name, tuple(((o, n),) for o, n in zip(offsets, sizes, strict=True)), None, span)
 
 
 def _byte_range(folder: Path, name: str, info: PickledRecord) -> Place:
@@ -208,7 +208,7 @@ class DcpFile(OpenFile):
             return {key: self._read_all(inner) for key, inner in value.items()}
         return type(value)(map(self._read_all, value)) if isinstance(value, (list, tuple)) else value
 
-    def check(self, piece: Piece, dtype: torch.dtype) -> None:
+    def check(self, piece: TensorPiece, dtype: torch.dtype) -> None:
         x = self.found(piece.key, piece.span or (0, 0))
         if not isinstance(x, SavedTensor) or x.dtype != dtype or x.shape != shape_of(piece.runs):
             found = f"{x.dtype} of shape {x.shape}" if isinstance(x, SavedTensor) else f"a {type(x).__name__}"
@@ -218,7 +218,7 @@ class DcpFile(OpenFile):
         if not self._is_checked:  # by its SHA-256
             x.check(self._file)
 
-    def read(self, piece: Piece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+    def read(self, piece: TensorPiece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
         return self.found(piece.key, piece.span or (0, 0)).read(self._file, box)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from .._errors import CheckpointFileError, file_error
-from ..contents.catalogue import Catalogue, FileFacts, Piece
+from ..contents.catalogue import Catalogue, FileFacts, TensorPiece
 from ..files.file_operations import CHUNK, open_bytes
 from .safetensors_file import bytes_of, digest_of
 
@@ -61,13 +61,13 @@ def _changed_piece(catalogue: Catalogue, file: str) -> str | None:
     return None
 
 
-def _all_of(piece: Piece) -> tuple[slice, ...]:
+def _all_of(piece: TensorPiece) -> tuple[slice, ...]:
     return tuple(slice(0, sum(length for _, length in run)) for run in piece.runs)
 
 
-def check_pieces(catalogue: Catalogue, pieces: Iterable[tuple[str, Piece]]) -> None:
+def check_pieces(catalogue: Catalogue, pieces: Iterable[tuple[str, TensorPiece]]) -> None:
     """Raise CheckpointFileError if a file does not hold a piece of a tensor."""
-    by_file: dict[str, list[tuple[str, Piece]]] = {}
+    by_file: dict[str, list[tuple[str, TensorPiece]]] = {}
     for name, piece in pieces:
         by_file.setdefault(piece.file, []).append((name, piece))
     for file, found in by_file.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.layout import JsonValue
 
-from ..contents.catalogue import Entry, FileFacts, Piece
+from ..contents.catalogue import FileFacts, TensorEntry, TensorPiece
 from ..contents.index_runs import shape_of
 from ..contents.part_writers import TensorPart
 from ..contents.rank_world import World
@@ -74,11 +74,11 @@ class MeshwrightFormat:
 
     def finish(self, job: SaveJob, reports: Sequence[JsonValue]) -> None:
         files = {_file_of(rank): FileFacts(*report[:2]) for rank, report in enumerate(reports) if report is not None}
-        tensors: dict[str, Entry] = {}
+        tensors: dict[str, TensorEntry] = {}
         for name, parts in job.shares.items():
             spec = job.table.specs[name]
-            pieces = [Piece(_file_of(rank), name, part.runs, reports[rank][2][name]) for part, rank in parts]
-            tensors[name] = Entry(tuple(spec.shape), spec.dtype, tuple(pieces), repr(spec), spec.mesh)
+            pieces = [TensorPiece(_file_of(rank), name, part.runs, reports[rank][2][name]) for part, rank in parts]
+            tensors[name] = TensorEntry(tuple(spec.shape), spec.dtype, tuple(pieces), repr(spec), spec.mesh)
         write_new(job.folder / MANIFEST, manifest_text(tensors, job.table.values, files, job.ranks.size))
 
 

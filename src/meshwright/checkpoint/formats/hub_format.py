@@ -20,7 +20,7 @@ from meshwright.layout import ProcessMesh, Spec, replicated
 from meshwright.reshard import plan
 
 from .._errors import CheckpointError, file_error
-from ..contents.catalogue import Catalogue, Entry, FileFacts, OpenFile, file_name
+from ..contents.catalogue import Catalogue, FileFacts, OpenFile, TensorEntry, file_name
 from ..files.file_operations import open_bytes
 from ..files.json_text import read_json
 from .checksum_file import CHECKSUMS, checksums_text, facts_json, facts_of_bytes, file_facts_from_json
@@ -61,7 +61,7 @@ def read_index(path: Path) -> HubCheckpoint:
             str(error),
             'write JSON with {"weight_map": {name: file}}',
         ) from error
-    found: dict[str, Entry] = {}
+    found: dict[str, TensorEntry] = {}
     files: dict[str, FileFacts] = {}
     for file in sorted(set(placed.values())):
         single = read_single(path.parent / file)

@@ -27,7 +27,7 @@ from typing import Any
 from meshwright.layout import JsonValue, MeshwrightError, ProcessMesh, Product, Spec, parse_spec
 
 from .._errors import CheckpointError, CheckpointFileError, file_error
-from ..contents.catalogue import Catalogue, Entry, FileFacts, OpenFile, Piece, file_name
+from ..contents.catalogue import Catalogue, FileFacts, OpenFile, TensorEntry, TensorPiece, file_name
 from ..contents.part_writers import parts_of
 from ..files.file_operations import names_in, status
 from ..files.json_text import has_seal, is_within_bound, read_json, sealed
@@ -58,7 +58,7 @@ class MeshwrightCheckpoint(Catalogue):
 
 
 def manifest_text(
-    tensors: Mapping[str, Entry], values: Mapping[str, Any], files: Mapping[str, FileFacts], world: int
+    tensors: Mapping[str, TensorEntry], values: Mapping[str, Any], files: Mapping[str, FileFacts], world: int
 ) -> bytes:
     """Return the manifest; `values` are JSON already. Raises CheckpointError for values beyond a reader's bound."""
     meshes = list(dict.fromkeys(entry.mesh for entry in tensors.values() if entry.mesh is not None))
@@ -97,7 +97,7 @@ def mesh_of(text: Mapping[str, Any]) -> ProcessMesh:
     return ProcessMesh(ranks, text["names"])
 
 
-def _entry_json(entry: Entry, meshes: Sequence[ProcessMesh | None]) -> dict[str, Any]:
+def _entry_json(entry: TensorEntry, meshes: Sequence[ProcessMesh | None]) -> dict[str, Any]:
     files, sums = [piece.file for piece in entry.pieces], [piece.crc32 for piece in entry.pieces]
     return {"spec": entry.lies, "mesh": meshes.index(entry.mesh), "files": files, "crc32": sums}
 
@@ -163,7 +163,7 @@ def facts_of(told: JsonValue) -> FileFacts:
 
 def _entry_of(
     folder: Path, name: str, entry: Mapping[str, Any], meshes: Sequence[ProcessMesh], budget: Budget
-) -> Entry:
+) -> TensorEntry:
     at, files, sums = entry["mesh"], entry["files"], entry["crc32"]
     if not is_count(at) or not all(is_count(crc32) and crc32 < 1 << 32 for crc32 in sums):
         raise ValueError(f"tensor {name[:80]} has an invalid mesh index or checksum")
@@ -172,10 +172,10 @@ def _entry_of(
         raise ValueError(f"tensor {name[:80]} has {spec.nbytes} bytes")
     budget.spend(_cost_of_parts(spec), f"the parts of tensor {name[:80]}, {entry['spec'][:80]}")
     pieces = [
-        Piece(file_name(folder, file), name, part.runs, crc32)
+        TensorPiece(file_name(folder, file), name, part.runs, crc32)
         for part, file, crc32 in zip(parts_of(spec), files, sums, strict=True)
     ]
-    return Entry(tuple(spec.shape), spec.dtype, tuple(pieces), entry["spec"], spec.mesh)
+    return TensorEntry(tuple(spec.shape), spec.dtype, tuple(pieces), entry["spec"], spec.mesh)
 
 
 def _cost_of_parts(spec: Spec) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError, file_error
-from ..contents.catalogue import ByteRange, Entry, FileFacts, OpenFile, Piece, expected_shape
+from ..contents.catalogue import ByteRange, FileFacts, OpenFile, TensorEntry, TensorPiece, expected_shape
 from ..contents.index_runs import full_runs
 from ..files.box_reader import memory_of, read_box
 from ..files.file_operations import CHUNK, OpenBytes, open_bytes, write_operation
@@ -121,7 +121,7 @@ class SafetensorsFile(OpenFile):
         self.path, self._file = file.path, file
         self.stored = read_header(file)
 
-    def check(self, piece: Piece, dtype: torch.dtype) -> None:
+    def check(self, piece: TensorPiece, dtype: torch.dtype) -> None:
         found = self.stored.get(piece.key)
         if found is None:
             raise file_error(self.path, f"no tensor {piece.key}", "the checkpoint places the tensor in this file")
@@ -133,7 +133,7 @@ class SafetensorsFile(OpenFile):
                 f"the checkpoint says {DTYPES.get(dtype, dtype)} of shape {expected_shape(piece, dtype, dtype)}",
             )
 
-    def read(self, piece: Piece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+    def read(self, piece: TensorPiece, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
         found = self.stored[piece.key]
         pairs = dtype.is_complex and found.dtype is not dtype
         whole = (*box, slice(0, 2)) if pairs else box
@@ -148,13 +148,13 @@ def open_file(path: Path, links: bool = False) -> Generator[SafetensorsFile]:
         yield SafetensorsFile(file)
 
 
-def entries_of(path: Path) -> dict[str, Entry]:
+def entries_of(path: Path) -> dict[str, TensorEntry]:
     """Return every tensor of a file, as one piece each."""
     with open_file(path, links=True) as opened:
         return {name: _entry(path, name, found) for name, found in opened.stored.items()}
 
 
-def _entry(path: Path, name: str, found: HeaderEntry) -> Entry:
+def _entry(path: Path, name: str, found: HeaderEntry) -> TensorEntry:
     if found.dtype is None:
         raise file_error(
             path,
@@ -162,7 +162,7 @@ def _entry(path: Path, name: str, found: HeaderEntry) -> Entry:
             "torch has no such dtype",
             f"use a file with {', '.join(DTYPE_OF_NAME)}",
         )
-    return Entry(found.shape, found.dtype, (Piece(path.name, name, full_runs(found.shape)),))
+    return TensorEntry(found.shape, found.dtype, (TensorPiece(path.name, name, full_runs(found.shape)),))
 
 
 def digest_of(path: Path, links: bool = False) -> FileFacts:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from .._errors import CheckpointError
-from ..contents.catalogue import Catalogue, FileFacts, Piece
+from ..contents.catalogue import Catalogue, FileFacts, TensorPiece
 from ..contents.index_runs import Overlap, PartRuns, full_runs, overlaps, runs_of
 from ..contents.rank_world import World, current_world
 from ..files.file_operations import with_time_limit
 from ..formats.file_check import check_files, check_pieces
 from ..formats.manifest import check_sizes
 from ..formats.saved_state import HeldTensor
-from .state_differences import Comparison, LoadReport, compare_state, mismatch_error
+from .state_differences import LoadReport, StateComparison, compare_state, mismatch_error
 
-Reads = dict[str, list[tuple[str, Piece, list[Overlap]]]]
+Reads = dict[str, list[tuple[str, TensorPiece, list[Overlap]]]]
 """File → the tensors that are read from it: name, piece, and pairs of boxes (in the piece, in this rank's part)."""
 Read = tuple[str, tuple[slice, ...], Tensor]
 """The name of a tensor, a box of this rank's part, and the elements read for it."""
@@ -77,7 +77,7 @@ def _checked_reads(catalogue: Catalogue, tensors: Mapping[str, HeldTensor], rank
     return ready
 
 
-def _on_every_rank(error: CheckpointError, found: Comparison, mine: Set[str]) -> CheckpointError:
+def _on_every_rank(error: CheckpointError, found: StateComparison, mine: Set[str]) -> CheckpointError:
     """Return the error, with a note about the rank if only another rank has the difference."""
     if found.rank is not None and not found.report.left_out & mine:
         error.add_note(f"raised on rank {found.rank}")

@@ -41,7 +41,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class StateComparison:
     """The differences, the shapes of missing tensors (None for a value), and the first rank with a difference."""
 
     report: LoadReport
@@ -56,7 +56,7 @@ def compare_state(
     ranks: World,
     others: Mapping[str, str],
     expected: Callable[[str], bool] = lambda name: True,
-) -> Comparison:
+) -> StateComparison:
     """Return the differences on all ranks.
 
     `expected` selects the names of the checkpoint that the state should have. Every rank makes the call.
@@ -69,7 +69,7 @@ def compare_state(
     saved = [*catalogue.entries, *catalogue.values]
     unexpected = [name for name in saved if name not in names and expected(name)]
     where = next((rank for rank, one in enumerate(everyone) if one["missing"] or one["mismatched"]), None)
-    return Comparison(LoadReport(tuple(missing), tuple(unexpected), mismatched), missing, where)
+    return StateComparison(LoadReport(tuple(missing), tuple(unexpected), mismatched), missing, where)
 
 
 def _of_all_ranks(everyone: Sequence[Mapping[str, Mapping[str, Any]]], kind: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
     return alike and saved.itemsize < wanted.itemsize and torch.promote_types(saved, wanted) is wanted
 
 
-def mismatch_error(catalogue: Catalogue, found: Comparison) -> CheckpointError:
+def mismatch_error(catalogue: Catalogue, found: StateComparison) -> CheckpointError:
     """Return the error that lists all differences."""
     report = found.report
     kinds = {"missing": report.missing_keys, "mismatched": report.mismatched, "unexpected": report.unexpected_keys}
@@ -157,7 +157,7 @@ def _on_one_line(name: str) -> str:
     return name.replace("\n", r"\n")
 
 
-def _missing_text(catalogue: Catalogue, found: Comparison, name: str) -> str:
+def _missing_text(catalogue: Catalogue, found: StateComparison, name: str) -> str:
     """Return the text for a missing name, with a name of the same shape under which it may have been saved."""
     shape, report = found.shapes[name], found.report
     if shape is None:

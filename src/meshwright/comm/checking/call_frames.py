@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .._errors import CommError
-from ..communicators.call import Call
+from ..communicators.call import CommCall
 from ..communicators.stragglers import Waits
-from ..transport.control_links import ConnectionClosedError, Frame, Links
+from ..transport.control_links import ConnectionClosedError, ControlLinks, Frame
 from .peer_examiner import Examiner
 from .wait_timer import WaitTimer
 
@@ -29,7 +29,7 @@ _MOST = 16
 class CallFrames:
     """One call and the frames of its peers; `waits_for` are the peers whose frames have not been read."""
 
-    call: Call
+    call: CommCall
     frame: Frame
     watch: WaitTimer
     waits_for: list[int]
@@ -47,7 +47,7 @@ class PendingCallFrames:
 
     def __init__(
         self,
-        links: Links,
+        links: ControlLinks,
         examiner: Examiner,
         waits: Waits,
         compare: Callable[[CallFrames, int], None],
@@ -68,7 +68,7 @@ class PendingCallFrames:
         except IndexError:
             return self._given_up
 
-    def begin(self, call: Call, frame: Frame, limits: tuple[float, float], waits: bool) -> None:
+    def begin(self, call: CommCall, frame: Frame, limits: tuple[float, float], waits: bool) -> None:
         """Send the frame of a call to its peers; the call is open until their frames are read.
 
         Nearly always all peers send the same bytes at nearly the same time, so these are compared first. With `waits`,
@@ -181,7 +181,7 @@ class PendingCallFrames:
         if watch.is_late():
             self._examiner.examine(call, meeting.waits_for, watch)
 
-    def _send(self, call: Call, peer: int, data: bytes) -> bool:
+    def _send(self, call: CommCall, peer: int, data: bytes) -> bool:
         try:
             return self._links.send(peer, data)
         except ConnectionClosedError:

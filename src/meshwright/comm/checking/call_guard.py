@@ -28,12 +28,12 @@ from typing import NamedTuple
 from meshwright.layout import user_frame
 
 from .._errors import CallError, CommError, DisagreementError, disagreement_error
-from ..communicators.call import Call, Group, common_part, expected_transfers, is_pairwise
+from ..communicators.call import CommCall, Group, common_part, expected_transfers, is_pairwise
 from ..communicators.call_purpose import call_purpose
 from ..communicators.stragglers import Waits
 from ..launcher.rank_console import in_debugger
 from ..transport.background_thread import BackgroundThread
-from ..transport.control_links import ConnectionClosedError, Frame, Links
+from ..transport.control_links import ConnectionClosedError, ControlLinks, Frame
 from ..transport.messages import Message, Messages
 from ..transport.rank_state import RankState
 from .call_frames import CallFrames, PendingCallFrames
@@ -97,7 +97,7 @@ class Check:
         return Check.parse(env.get("MESHWRIGHT_CHECK", "every"), limit, patience)
 
 
-def _named(call: Call, name: str) -> str:
+def _named(call: CommCall, name: str) -> str:
     """Return the text of a call, with the name of the operator or program that makes it."""
     return f"{call} for {name}" if name else str(call)
 
@@ -118,18 +118,18 @@ class Guard:
         self.check = check
         self._facts = facts
         self._messages, self._side = messages, side
-        self._prints: dict[tuple[Call, str], _Print] = {}
+        self._prints: dict[tuple[CommCall, str], _Print] = {}
         self._numbers: dict[Group, int] = {}
         self._chains: dict[Group, tuple[int, int, int]] = {}
         self._names: dict[Group, int] = {}
-        self._call: Call | None = None
+        self._call: CommCall | None = None
         self._is_aside = False
-        self._receive_call: Call | None = None
-        self._last: Call | None = None
+        self._receive_call: CommCall | None = None
+        self._last: CommCall | None = None
         self._calls = 0
         self.waits = Waits()
 
-    def connect(self, links: Links) -> None:
+    def connect(self, links: ControlLinks) -> None:
         """Set the links to use from now on."""
         self._links = links
         self.examiner = Examiner(self.rank, links, self._messages, self.state)
@@ -150,7 +150,7 @@ class Guard:
             what, sender + meets, self._calls, receive is not None, stuck, in_debugger(), said, at, self.waits.share()
         )
 
-    def before(self, call: Call, lags: bool = False) -> None:
+    def before(self, call: CommCall, lags: bool = False) -> None:
         """Compare `call` with the peers' calls; return when all peers are about to make it, or earlier with `lags`.
 
         If a peer did not come, the rank still counts as waiting in this call, so that its peers reach the same result.
@@ -173,7 +173,7 @@ class Guard:
         """Mark the call as finished."""
         self._last, self._call = self._call, None
 
-    def wait_for_message(self, call: Call, limit: float) -> Message:
+    def wait_for_message(self, call: CommCall, limit: float) -> Message:
         """Return the message of a receive, within `limit` seconds."""
         peer, *_ = call.message
         self._receive_call = call
@@ -190,7 +190,7 @@ class Guard:
         self._receive_call, self._last = None, call
         return found
 
-    def explain(self, call: Call, error: Exception) -> CommError:
+    def explain(self, call: CommCall, error: Exception) -> CommError:
         """Return the error to raise after a failure of the transport; it names an ended peer, if there is one."""
         peers = [peer for peer in call.group if peer != self.rank]
         for _ in range(_LOOKS_AFTER_FAILURE):
@@ -249,7 +249,7 @@ class Guard:
             "take the shapes of all pieces from one layout on all ranks",
         )
 
-    def _frame_of(self, call: Call) -> Frame | None:
+    def _frame_of(self, call: CommCall) -> Frame | None:
         """Return the frame of the next call; None if the call is not compared."""
         group = call.group
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
@@ -262,7 +262,7 @@ class Guard:
             return None
         return Frame(self._name_of(group), number, common, what, balance, text)
 
-    def _print_of(self, call: Call, name: str) -> _Print:
+    def _print_of(self, call: CommCall, name: str) -> _Print:
         found = self._prints.get((call, name))
         if found is None:
             if len(self._prints) >= _KEPT_PRINTS:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from meshwright.layout import warn_user
 
 from .._errors import CommError, DeadlockError, DeadPeerError, MissingCallError, NoAnswerError, missing_call_error
-from ..communicators.call import Call
+from ..communicators.call import CommCall
 from ..launcher.process_state import ProcessState
-from ..transport.control_links import Links
+from ..transport.control_links import ControlLinks
 from ..transport.messages import Messages
 from ..transport.rank_state import RankState
 from .wait_timer import States, WaitTimer
@@ -35,11 +35,11 @@ _WRITE_FOR_MESSAGES = (
 class Examiner:
     """Finds out whether the peers of a rank that waits in a call can still come."""
 
-    def __init__(self, rank: int, links: Links, messages: Messages, own: Callable[[], RankState]) -> None:
+    def __init__(self, rank: int, links: ControlLinks, messages: Messages, own: Callable[[], RankState]) -> None:
         self.rank = rank
         self._links, self._messages, self._own = links, messages, own
 
-    def look(self, call: Call, peers: Sequence[int], watch: WaitTimer) -> None:
+    def look(self, call: CommCall, peers: Sequence[int], watch: WaitTimer) -> None:
         """Raise the error for a peer whose process has ended and whose calls have all been read."""
         for peer in peers:
             life = self._links.life(peer)
@@ -47,7 +47,7 @@ class Examiner:
             if life is ProcessState.GONE or (life is ProcessState.UNKNOWN and self._has_refused(peer)):
                 raise self.gone(call, peer)
 
-    def examine(self, call: Call, peers: Sequence[int], watch: WaitTimer) -> None:
+    def examine(self, call: CommCall, peers: Sequence[int], watch: WaitTimer) -> None:
         """Raise an error if the awaited ranks cannot come; warn once if they are only slow."""
         states = self._states_behind(call, peers)
         for peer, state in states.items():
@@ -65,7 +65,7 @@ class Examiner:
         self._check_patience(call, states, watch, ring)
         watch.examined()
 
-    def gone(self, call: Call, peer: int) -> CommError:
+    def gone(self, call: CommCall, peer: int) -> CommError:
         """Return the error for a peer that has ended or died."""
         farewell = self._links.farewell_of(peer)
         asked = f"rank {self.rank}: {call}"
@@ -86,7 +86,7 @@ class Examiner:
             f"read the output of rank {peer}, and restart the run",
         )
 
-    def no_answer(self, call: Call, peer: int, state: RankState, waited: float) -> NoAnswerError:
+    def no_answer(self, call: CommCall, peer: int, state: RankState, waited: float) -> NoAnswerError:
         """Return the error for a peer whose process exists but is stopped."""
         return NoAnswerError(
             f"rank {self.rank}: {call}",
@@ -95,14 +95,14 @@ class Examiner:
             f"check rank {peer} on its host, for example with `ps -o pid,stat,wchan,cmd`, and restart the run",
         )
 
-    def _check_answer(self, call: Call, peer: int, state: RankState, watch: WaitTimer) -> None:
+    def _check_answer(self, call: CommCall, peer: int, state: RankState, watch: WaitTimer) -> None:
         if not state.stopped:
             return
         watch.note_life(peer, ProcessState.STOPPED)
         if watch.is_still_stopped(peer):
             raise self.no_answer(call, peer, state, watch.waited)
 
-    def _check_patience(self, call: Call, states: States, watch: WaitTimer, ring: bool) -> None:
+    def _check_patience(self, call: CommCall, states: States, watch: WaitTimer, ring: bool) -> None:
         late = MissingCallError(
             f"rank {self.rank}: {call}",
             self._say(states),
@@ -120,7 +120,7 @@ class Examiner:
         """True if no process listens at the address of a rank of another host."""
         return not self._links.is_open(peer) and self._links.has_closed(peer)
 
-    def _states_behind(self, call: Call, peers: Sequence[int]) -> States:
+    def _states_behind(self, call: CommCall, peers: Sequence[int]) -> States:
         """Return the states of the awaited ranks, of the ranks that these wait for, and so on.
 
         A rank that has ended will not join a collective, but its message may still be in flight.

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from .._errors import CommError
-from ..communicators.call import Call
+from ..communicators.call import CommCall
 from ..launcher.process_state import ProcessState
 from ..torch_hooks import Store, another_connection
-from ..transport.control_links import Links
+from ..transport.control_links import ControlLinks
 from ..transport.rank_state import RankState
 from .call_guard import Guard
 
@@ -30,9 +30,9 @@ _GRACE, _TIME_TO_RAISE = 1.5, 1.0
 class Watchdog:
     """Checks the processes of a call's group while its data moves; `kill` gets the error, and does not return."""
 
-    def __init__(self, guard: Guard, links: Links, store: Store, kill: Callable[[CommError], None]) -> None:
+    def __init__(self, guard: Guard, links: ControlLinks, store: Store, kill: Callable[[CommError], None]) -> None:
         self._guard, self._links, self._kill = guard, links, kill
-        self._moving: dict[int, tuple[Call, float]] = {}
+        self._moving: dict[int, tuple[CommCall, float]] = {}
         self._seen: dict[int, float] = {}
         self._errors: dict[int, CommError] = {}
         self._closed = threading.Event()
@@ -40,7 +40,7 @@ class Watchdog:
         self._look_at_store = 0.0
         threading.Thread(target=self._watch, name="meshwright watchdog", daemon=True).start()
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CommCall) -> None:
         """Mark that the data of a call moves in this thread from now on."""
         self._moving[threading.get_ident()] = (call, time.monotonic())
 
@@ -88,7 +88,7 @@ class Watchdog:
             if meetings.failed is error:
                 self._kill(error)
 
-    def _tell(self, thread: int, moving: tuple[Call, float], error: CommError) -> None:
+    def _tell(self, thread: int, moving: tuple[CommCall, float], error: CommError) -> None:
         """Let the thread raise the error; if it cannot, end the process."""
         self._errors[thread] = error
         self._closed.wait(_TIME_TO_RAISE)
@@ -96,7 +96,7 @@ class Watchdog:
         if self._moving.get(thread) == moving:
             self._kill(error)
 
-    def _error_of_peers(self, call: Call, began: float) -> CommError | None:
+    def _error_of_peers(self, call: CommCall, began: float) -> CommError | None:
         for peer in call.group:
             life = ProcessState.RUNNING if peer == self._guard.rank else self._links.life(peer)
             if life not in (ProcessState.GONE, ProcessState.STOPPED):

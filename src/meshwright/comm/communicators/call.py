@@ -15,7 +15,7 @@ Message = tuple[int, Shape, torch.dtype]
 """One point-to-point message: the peer's global rank, the shape and the dtype."""
 
 
-class Call(NamedTuple):
+class CommCall(NamedTuple):
     """One rank's side of one collective or message.
 
     `sends[i]` and `receives[i]` belong to `group[i]`; a reduction of one tensor has one entry in each. `messages` are
@@ -56,20 +56,20 @@ class Call(NamedTuple):
         return f"{self.kind}({', '.join(_arguments(self))}) on ranks {', '.join(map(str, self.group))}"
 
 
-def message_call(kind: str, rank: int, peer: int, tag: int, shape: Shape, dtype: torch.dtype) -> Call:
+def message_call(kind: str, rank: int, peer: int, tag: int, shape: Shape, dtype: torch.dtype) -> CommCall:
     """Return the send or the receive of `rank`."""
     message = ((peer, shape, dtype),)
     group = (rank,) if peer == rank else (min(rank, peer), max(rank, peer))
-    return Call(kind, "", None, (), (), group, (message, ()) if kind == "send" else ((), message), tag)
+    return CommCall(kind, "", None, (), (), group, (message, ()) if kind == "send" else ((), message), tag)
 
 
-def send_for(call: Call, rank: int) -> Call:
+def send_for(call: CommCall, rank: int) -> CommCall:
     """Return the send of the other rank that matches a receive of `rank`."""
     peer, shape, dtype = call.message
     return message_call("send", peer, rank, call.tag, shape, dtype)
 
 
-def received_bytes(call: Call, rank: int) -> int:
+def received_bytes(call: CommCall, rank: int) -> int:
     """Return the bytes that `rank` must receive from other ranks, for the direct algorithm of any communicator.
 
     A reduction sends each rank the terms of the other ranks for its piece. An all-reduce is a reduce-scatter and an
@@ -88,7 +88,7 @@ def received_bytes(call: Call, rank: int) -> int:
     return (sum(map(_numel, call.receives)) - _numel(call.receives[mine])) * call.dtype.itemsize
 
 
-def common_part(call: Call) -> tuple[object, ...]:
+def common_part(call: CommCall) -> tuple[object, ...]:
     """Return the part of a call that is equal on all ranks when their calls agree."""
     if call.kind == "all_gather":
         return (call.kind, call.dtype, call.receives, call.group)
@@ -97,12 +97,12 @@ def common_part(call: Call) -> tuple[object, ...]:
     return (call.kind, call.dtype, call.group)
 
 
-def is_pairwise(call: Call) -> bool:
+def is_pairwise(call: CommCall) -> bool:
     """True if two ranks' calls must also match piece by piece."""
     return call.kind in ("all_to_all", "exchange")
 
 
-def call_mismatch(mine: Call, rank: int, other: Call, peer: int) -> str | None:
+def call_mismatch(mine: CommCall, rank: int, other: CommCall, peer: int) -> str | None:
     """Return the reason why the calls of `rank` and `peer` cannot be one collective; None if they match."""
     ours, theirs = common_part(mine), common_part(other)
     if ours != theirs:
@@ -114,7 +114,7 @@ def call_mismatch(mine: Call, rank: int, other: Call, peer: int) -> str | None:
     return None
 
 
-def expected_transfers(call: Call, rank: int) -> Counter[tuple[object, ...]]:
+def expected_transfers(call: CommCall, rank: int) -> Counter[tuple[object, ...]]:
     """Return a count for each (source, target, ordinal, shape, dtype) of a pairwise call: +1 if sent, -1 if expected.
 
     The counts over all ranks of a group sum to zero if and only if the calls match.
@@ -141,7 +141,7 @@ def _numel(shape: Shape) -> int:
     return count
 
 
-def _arguments(call: Call) -> list[str]:
+def _arguments(call: CommCall) -> list[str]:
     said = [call.op] if call.op else []
     if call.dtype is not None:
         said.append(_dtype_name(call.dtype))
@@ -169,7 +169,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _difference(a: Call, b: Call) -> str:
+def _difference(a: CommCall, b: CommCall) -> str:
     if a.kind != b.kind:
         return "the ranks make different collectives"
     if a.group != b.group:
@@ -179,12 +179,12 @@ def _difference(a: Call, b: Call) -> str:
     return "the reductions differ" if a.op != b.op else "the shapes differ"
 
 
-def _piece_clash(sender: Call, rank: int, receiver: Call, peer: int) -> str | None:
+def _piece_clash(sender: CommCall, rank: int, receiver: CommCall, peer: int) -> str | None:
     sent, expected = sender.sends[sender.group.index(peer)], receiver.receives[receiver.group.index(rank)]
     return None if sent == expected else f"rank {rank} sends {sent} and rank {peer} expects {expected}"
 
 
-def _message_clash(sender: Call, rank: int, receiver: Call, peer: int) -> str | None:
+def _message_clash(sender: CommCall, rank: int, receiver: CommCall, peer: int) -> str | None:
     sent = [(shape, dtype) for to, shape, dtype in sender.messages[0] if to == peer]
     expected = [(shape, dtype) for source, shape, dtype in receiver.messages[1] if source == rank]
     if sent == expected:

@@ -1,7 +1,7 @@
 """The interface of all communicators, with the checks and counters that they share.
 
-A public method checks its arguments, turns them into a `Call` and counts it. The communicator implements a method of
-the same name with an underscore, which is called only for groups of two or more ranks.
+A public method checks its arguments, turns them into a `CommCall` and counts it. The communicator implements a method
+of the same name with an underscore, which is called only for groups of two or more ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import ProcessMesh, Spec
-from meshwright.reshard import Plan, execute
+from meshwright.reshard import ConversionPlan, execute
 
 from .._errors import CallError, DeadlockError, wrong_message_error
-from .call import Call, Group, Message, Shape, message_call, received_bytes, send_for
+from .call import CommCall, Group, Message, Shape, message_call, received_bytes, send_for
 from .counters import Counters
 from .reductions import check_reduction, reduce_terms
 from .stragglers import Straggler
@@ -34,11 +34,11 @@ TAGS = 2**31
 
 
 @lru_cache(maxsize=4096)
-def _reduction(op: str, dtype: torch.dtype, shape: Shape, group: Group) -> tuple[Call, int]:
+def _reduction(op: str, dtype: torch.dtype, shape: Shape, group: Group) -> tuple[CommCall, int]:
     """Return the checked call of an all-reduce, and the bytes that each rank receives."""
     check_reduction(op, dtype)
     shapes = (tuple(shape),)
-    call = Call("all_reduce", op, dtype, shapes, shapes, group)
+    call = CommCall("all_reduce", op, dtype, shapes, shapes, group)
     return call, received_bytes(call, group[0])
 
 
@@ -80,11 +80,11 @@ class Communicator(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
-    def convert(self, way: Plan, x: Tensor) -> Tensor:
+    def convert(self, way: ConversionPlan, x: Tensor) -> Tensor:
         """Return this rank's part after a conversion of its part `x`; `x` itself if the plan has no steps."""
         return execute(way, x, self)
 
-    def start(self, way: Plan, x: Tensor) -> PendingConversion:
+    def start(self, way: ConversionPlan, x: Tensor) -> PendingConversion:
         """Begin a conversion; `wait()` of the result returns the part. `x` must not change until then.
 
         Ranks begin the same conversions in the same order. A communicator without background work converts before it
@@ -135,7 +135,7 @@ class Communicator(ABC):
             raise _wrong_shape("all_gather", f"shapes {expected}", f"rank {self.rank} has shape {mine}")
         if len(group) == 1:
             return [contiguous_copy(x)]
-        call = Call("all_gather", "", x.dtype, (mine,), expected, group)
+        call = CommCall("all_gather", "", x.dtype, (mine,), expected, group)
         with self.seen.note(call, received_bytes(call, self.rank)):
             return self._all_gather(x, call)
 
@@ -148,7 +148,7 @@ class Communicator(ABC):
         if len(group) == 1:
             return reduce_terms(pieces, op)
         sends = tuple(tuple(piece.shape) for piece in pieces)
-        call = Call("reduce_scatter", op, dtype, sends, (sends[group.index(self.rank)],), group)
+        call = CommCall("reduce_scatter", op, dtype, sends, (sends[group.index(self.rank)],), group)
         with self.seen.note(call, received_bytes(call, self.rank)):
             return self._reduce_scatter(pieces, call)
 
@@ -169,7 +169,7 @@ class Communicator(ABC):
             raise _wrong_shape("all_to_all", f"expects {expected[mine]} from itself", f"sends itself {sends[mine]}")
         if len(group) == 1:
             return [contiguous_copy(pieces[0])]
-        call = Call("all_to_all", "", dtype, sends, expected, group)
+        call = CommCall("all_to_all", "", dtype, sends, expected, group)
         with self.seen.note(call, received_bytes(call, self.rank)):
             return self._all_to_all(pieces, call)
 
@@ -188,7 +188,7 @@ class Communicator(ABC):
         to_self, from_self = (self._with_itself(messages) for messages in (sent, expected))
         if to_self != from_self:
             raise _wrong_shape("exchange", f"expects {from_self} from itself", f"sends itself {to_self}")
-        call = Call("exchange", "", None, (), (), group, (sent, expected))
+        call = CommCall("exchange", "", None, (), (), group, (sent, expected))
         if len(group) == 1:
             return [contiguous_copy(x) for _, x in sends]
         with self.seen.note(call, received_bytes(call, self.rank)):
@@ -230,7 +230,7 @@ class Communicator(ABC):
         self._check_group(group)
         if len(group) == 1:
             return
-        call = Call("barrier", "", None, (), (), group)
+        call = CommCall("barrier", "", None, (), (), group)
         with self.seen.note(call, received_bytes(call, self.rank)):
             self._barrier(call)
 
@@ -255,36 +255,36 @@ class Communicator(ABC):
         return []
 
     @abstractmethod
-    def _all_reduce(self, x: Tensor, call: Call) -> Tensor: ...
+    def _all_reduce(self, x: Tensor, call: CommCall) -> Tensor: ...
 
-    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce_over(self, x: Tensor, call: CommCall) -> Tensor:
         """Do the same as `_all_reduce`, possibly in the memory of `x`."""
         return self._all_reduce(x, call)
 
     @abstractmethod
-    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]: ...
+    def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]: ...
 
     @abstractmethod
-    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor: ...
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor: ...
 
     @abstractmethod
-    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]: ...
+    def _all_to_all(self, pieces: Sequence[Tensor], call: CommCall) -> list[Tensor]: ...
 
     @abstractmethod
     def _exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: CommCall
     ) -> list[Tensor]: ...
 
     @abstractmethod
-    def _send(self, x: Tensor, call: Call) -> None: ...
+    def _send(self, x: Tensor, call: CommCall) -> None: ...
 
     @abstractmethod
-    def _receive(self, call: Call, device: torch.device) -> Tensor: ...
+    def _receive(self, call: CommCall, device: torch.device) -> Tensor: ...
 
     @abstractmethod
-    def _barrier(self, call: Call) -> None: ...
+    def _barrier(self, call: CommCall) -> None: ...
 
-    def _message(self, kind: str, peer: int, tag: int, shape: Shape, dtype: torch.dtype) -> Call:
+    def _message(self, kind: str, peer: int, tag: int, shape: Shape, dtype: torch.dtype) -> CommCall:
         asked = f"a {kind} of rank {self.rank}"
         if not 0 <= peer < self.size:
             write = f"use a rank from 0 to {self.size - 1}"
@@ -293,7 +293,7 @@ class Communicator(ABC):
             raise CallError(asked, f"tag {tag}", f"tags are below {TAGS}", f"use a tag from 0 to {TAGS - 1}")
         return message_call(kind, self.rank, peer, tag, shape, dtype)
 
-    def _from_self(self, call: Call) -> Tensor:
+    def _from_self(self, call: CommCall) -> Tensor:
         waiting = self._to_self.get(call.tag)
         if waiting is None:
             raise DeadlockError(
@@ -332,7 +332,7 @@ class Communicator(ABC):
             )
 
 
-def check_message(call: Call, rank: int, sent: str) -> None:
+def check_message(call: CommCall, rank: int, sent: str) -> None:
     """Raise DisagreementError if a message differs from the one that this receive of `rank` expects."""
     if sent != str(send_for(call, rank)):
         raise wrong_message_error(rank, str(call), call.message[0], sent)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from .call import Call
+from .call import CommCall
 
 Ended = Callable[[], None] | None
 """Callback of a listener for the end of a call or piece of work."""
-OfCall = Callable[[Call, int], Ended]
+OfCall = Callable[[CommCall, int], Ended]
 OfWork = Callable[[str, str], Ended]
 
 
@@ -59,7 +59,7 @@ class Counters:
         """Bytes received from other ranks by calls of all kinds."""
         return sum(self.received.values())
 
-    def note(self, call: Call, received: int) -> AbstractContextManager[None]:
+    def note(self, call: CommCall, received: int) -> AbstractContextManager[None]:
         """Count a call by which the rank receives this number of bytes; the call runs inside the returned context."""
         self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
         self.received[call.kind] = self.received.get(call.kind, 0) + received
@@ -75,9 +75,9 @@ class Counters:
         self.received.clear()
 
     @contextmanager
-    def record_calls(self) -> Generator[list[Call]]:
+    def record_calls(self) -> Generator[list[CommCall]]:
         """Yield a list to which every call inside the block is appended."""
-        log: list[Call] = []
+        log: list[CommCall] = []
         with self.telling(lambda call, _: log.append(call)):
             yield log
 

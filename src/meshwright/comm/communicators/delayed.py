@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.reshard import Plan
+from meshwright.reshard import ConversionPlan
 
-from .call import Call, message_call, received_bytes
+from .call import CommCall, message_call, received_bytes
 from .communicator import Communicator, FinishedConversion, PendingConversion, Receive
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class DelayedCommunicator(Communicator):
         self.seen = inner.seen
         self._free = 0.0
 
-    def start(self, way: Plan, x: Tensor) -> PendingConversion:
+    def start(self, way: ConversionPlan, x: Tensor) -> PendingConversion:
         began = time.monotonic()
         out = self.inner.convert(way, x)
         return _Late(out, self._due(began, way.received(self.rank))) if way.rounds else FinishedConversion(out)
@@ -61,47 +61,49 @@ class DelayedCommunicator(Communicator):
         self._free = max(began, self._free) + self.latency + nbytes / self.bandwidth
         return self._free
 
-    def _late(self, call: Call, carry: Callable[[], T]) -> T:
+    def _late(self, call: CommCall, carry: Callable[[], T]) -> T:
         began = time.monotonic()
         out = carry()
         _sleep_until(self._due(began, received_bytes(call, self.rank)))
         return out
 
-    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce(self, x: Tensor, call: CommCall) -> Tensor:
         return self._late(call, lambda: self.inner._all_reduce(x, call))
 
-    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce_over(self, x: Tensor, call: CommCall) -> Tensor:
         return self._late(call, lambda: self.inner._all_reduce_over(x, call))
 
-    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]:
         return self._late(call, lambda: self.inner._all_gather(x, call))
 
-    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
         return self._late(call, lambda: self.inner._reduce_scatter(pieces, call))
 
-    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+    def _all_to_all(self, pieces: Sequence[Tensor], call: CommCall) -> list[Tensor]:
         return self._late(call, lambda: self.inner._all_to_all(pieces, call))
 
-    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+    def _exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: CommCall
+    ) -> list[Tensor]:
         return self._late(call, lambda: self.inner._exchange(sends, receives, call))
 
-    def _send(self, x: Tensor, call: Call) -> None:
+    def _send(self, x: Tensor, call: CommCall) -> None:
         """Send the message; the link is free once the message has left, and the message arrives `latency` later."""
         self._free = max(time.monotonic(), self._free) + x.nbytes / self.bandwidth
         due = torch.tensor(self._free + self.latency, dtype=torch.float64, device="cpu")
         self.inner._send(x, call)
         self.inner._send(due, self._due_call(call))
 
-    def _receive(self, call: Call, device: torch.device) -> Tensor:
+    def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         x = self.inner._receive(call, device)
         due = self.inner._receive(self._due_call(call), torch.device("cpu"))
         _sleep_until(due.item())
         return x
 
-    def _due_call(self, call: Call) -> Call:
+    def _due_call(self, call: CommCall) -> CommCall:
         return message_call(call.kind, self.rank, call.message[0], call.tag, (), torch.float64)
 
-    def _barrier(self, call: Call) -> None:
+    def _barrier(self, call: CommCall) -> None:
         self._late(call, lambda: self.inner._barrier(call))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .call import Call
+from .call import CommCall
 from .communicator import Communicator, Receive, contiguous_copy
 
 
@@ -28,36 +28,38 @@ class PeerlessCommunicator(Communicator):
     def __init__(self, rank: int = 0, size: int = 16384) -> None:
         super().__init__(rank, size)
 
-    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce(self, x: Tensor, call: CommCall) -> Tensor:
         return contiguous_copy(x)
 
-    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]:
         return self._fill([x] * len(call.group), call)
 
-    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
         return contiguous_copy(pieces[call.group.index(self.rank)])
 
-    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+    def _all_to_all(self, pieces: Sequence[Tensor], call: CommCall) -> list[Tensor]:
         return self._fill(pieces, call)
 
-    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+    def _exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: CommCall
+    ) -> list[Tensor]:
         own = iter([x for peer, x in sends if peer == self.rank])
         return [
             contiguous_copy(next(own)) if peer == self.rank else torch.zeros(tuple(shape), dtype=dtype, device=device)
             for peer, shape, dtype, device in receives
         ]
 
-    def _send(self, x: Tensor, call: Call) -> None:
+    def _send(self, x: Tensor, call: CommCall) -> None:
         return None
 
-    def _receive(self, call: Call, device: torch.device) -> Tensor:
+    def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         _, shape, dtype = call.message
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def _barrier(self, call: Call) -> None:
+    def _barrier(self, call: CommCall) -> None:
         return None
 
-    def _fill(self, like: Sequence[Tensor], call: Call) -> list[Tensor]:
+    def _fill(self, like: Sequence[Tensor], call: CommCall) -> list[Tensor]:
         return [
             contiguous_copy(x) if peer == self.rank else x.new_zeros(shape)
             for x, shape, peer in zip(like, call.receives, call.group, strict=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import CallError
-from .call import Call, Group
+from .call import CommCall, Group
 from .communicator import Communicator, Receive
 from .current_communicator import using_in_all_threads
 
@@ -72,29 +72,31 @@ class PostedCommunicator(Communicator):
             )
         return _FIRST + self._work * _STRIDE + number
 
-    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce(self, x: Tensor, call: CommCall) -> Tensor:
         return self.inner._all_reduce(x, call)
 
-    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce_over(self, x: Tensor, call: CommCall) -> Tensor:
         return self.inner._all_reduce_over(x, call)
 
-    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]:
         return self.inner._all_gather(x, call)
 
-    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
         return self.inner._reduce_scatter(pieces, call)
 
-    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+    def _all_to_all(self, pieces: Sequence[Tensor], call: CommCall) -> list[Tensor]:
         return self.inner._all_to_all(pieces, call)
 
-    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+    def _exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: CommCall
+    ) -> list[Tensor]:
         return self.inner._exchange(sends, receives, call)
 
-    def _send(self, x: Tensor, call: Call) -> None:
+    def _send(self, x: Tensor, call: CommCall) -> None:
         self.inner._send(x, call)
 
-    def _receive(self, call: Call, device: torch.device) -> Tensor:
+    def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         return self.inner._receive(call, device)
 
-    def _barrier(self, call: Call) -> None:
+    def _barrier(self, call: CommCall) -> None:
         self.inner._barrier(call)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CommError
-from ..communicators.call import Call
+from ..communicators.call import CommCall
 from ..launcher.rendezvous import RankAddress
 
 VARIABLE = "MESHWRIGHT_RECORDS"
@@ -35,7 +35,7 @@ class Noted:
 
     __slots__ = ("agreed", "began", "call", "ended", "number")
 
-    def __init__(self, number: int, call: Call) -> None:
+    def __init__(self, number: int, call: CommCall) -> None:
         self.number, self.call = number, call
         self.began = time.time()
         self.agreed: float | None = None
@@ -57,7 +57,7 @@ class Record:
         self.path: Path | None = None
         """Path of the written record; None before it is written."""
 
-    def begin(self, call: Call) -> Noted:
+    def begin(self, call: CommCall) -> Noted:
         """Add a call that begins."""
         self._count += 1
         noted = Noted(self._count, call)

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import MeshwrightError, user_place, warn_user
-from meshwright.reshard import Plan
+from meshwright.reshard import ConversionPlan
 
 from .._errors import CallError, CommError, StragglerWarning
 from ..checking.call_guard import Check, Guard
 from ..checking.rank_facts import RankFacts
 from ..checking.watchdog import Watchdog
-from ..communicators.call import Call, Group, Shape
+from ..communicators.call import CommCall, Group, Shape
 from ..communicators.call_purpose import call_purpose, calls_are_compared
 from ..communicators.communicator import Communicator, PendingConversion, Receive, check_message, contiguous_copy
 from ..communicators.current_communicator import current_communicator, install_communicator, installed_communicator
@@ -39,7 +39,7 @@ from ..launcher.process_state import ProcessState
 from ..launcher.rendezvous import RankAddress, open_store, read_rank_address
 from ..torch_hooks import Backend, PrefixStore, Store, another_connection, open_backend
 from ..transport.background_thread import BackgroundThread
-from ..transport.control_links import ConnectionClosedError, Links
+from ..transport.control_links import ConnectionClosedError, ControlLinks
 from ..transport.messages import Message, Messages
 from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
 from .flight_record import Noted, Record
@@ -73,7 +73,7 @@ class ProcessCommunicator(Communicator):
         self._record = Record(place)
         self._process = os.getpid()
         self._lags = True
-        self._links = Links(place, self._store, self._guard.state, self._messages.welcome)
+        self._links = ControlLinks(place, self._store, self._guard.state, self._messages.welcome)
         self._messages.connect(self._links)
         self._guard.connect(self._links)
         self._watchdog = Watchdog(self._guard, self._links, self._store, self._end_at_once)
@@ -87,7 +87,7 @@ class ProcessCommunicator(Communicator):
         finally:
             self._guard.check = before
 
-    def start(self, way: Plan, x: Tensor) -> PendingConversion:
+    def start(self, way: ConversionPlan, x: Tensor) -> PendingConversion:
         """Begin a conversion in a separate thread; on devices with streams the caller converts."""
         if x.device.type != "cpu" or not way.rounds:
             return super().start(way, x)
@@ -121,25 +121,27 @@ class ProcessCommunicator(Communicator):
         except CommError as error:
             self._end_at_once(error)
 
-    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce(self, x: Tensor, call: CommCall) -> Tensor:
         return self._carried(call, lambda: self._reduce_all(x, call, over=False), x)
 
-    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce_over(self, x: Tensor, call: CommCall) -> Tensor:
         return self._carried(call, lambda: self._reduce_all(x, call, over=True), x)
 
-    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]:
         return self._carried(call, lambda: self._gather(x, call.receives, call.group), x)
 
-    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
         return self._carried(call, lambda: self._scatter(pieces, call), pieces[0])
 
-    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+    def _all_to_all(self, pieces: Sequence[Tensor], call: CommCall) -> list[Tensor]:
         return self._carried(call, lambda: self._swap(pieces, call.receives, call.group), pieces[0])
 
-    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+    def _exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: CommCall
+    ) -> list[Tensor]:
         return self._carried(call, lambda: self._post(sends, receives, call.group))
 
-    def _send(self, x: Tensor, call: Call) -> None:
+    def _send(self, x: Tensor, call: CommCall) -> None:
         _check_host(x.device, call)
         message = Message(str(call), _bytes(x))
         with self._noted(call):
@@ -148,7 +150,7 @@ class ProcessCommunicator(Communicator):
             except ConnectionClosedError:
                 raise self._guard.examiner.gone(call, call.message[0]) from None
 
-    def _receive(self, call: Call, device: torch.device) -> Tensor:
+    def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         _check_host(device, call)
         with self._noted(call):
             sent, data = self._guard.wait_for_message(call, self._limit.total_seconds())
@@ -156,7 +158,7 @@ class ProcessCommunicator(Communicator):
         _, shape, dtype = call.message
         return data.view(dtype).view(shape)
 
-    def _barrier(self, call: Call) -> None:
+    def _barrier(self, call: CommCall) -> None:
         self._carried(call, lambda: self._open("gloo", call.group).barrier())
 
     def _check_group(self, group: Group) -> None:
@@ -183,7 +185,7 @@ class ProcessCommunicator(Communicator):
         """True if a call with `x` is only queued on its device."""
         return x.device.type != "cpu"
 
-    def _carried(self, call: Call, carry: Callable[[], T], x: Tensor | None = None) -> T:
+    def _carried(self, call: CommCall, carry: Callable[[], T], x: Tensor | None = None) -> T:
         """Run `carry()` once all ranks of the call are about to make it; at once if the call of `x` is queued."""
         with self._noted(call) as noted:
             self._guard.before(call, lags=self._lags and x is not None and self._is_queued(x))
@@ -200,7 +202,7 @@ class ProcessCommunicator(Communicator):
                 self._guard.after()
 
     @contextmanager
-    def _noted(self, call: Call) -> Generator[Noted]:
+    def _noted(self, call: CommCall) -> Generator[Noted]:
         """Add a call to the record, which is written if the call fails."""
         noted = self._record.begin(call)
         try:
@@ -239,7 +241,7 @@ class ProcessCommunicator(Communicator):
         self._links.say_farewell(f"{type(error).__name__}: {error.found}")
         os._exit(1)
 
-    def _reduce_all(self, x: Tensor, call: Call, over: bool) -> Tensor:
+    def _reduce_all(self, x: Tensor, call: CommCall, over: bool) -> Tensor:
         op = "sum" if call.op == _AS_SUM else call.op
         transport = self._open_for(x, call.group)
         if op in _AS_BYTES:
@@ -261,7 +263,7 @@ class ProcessCommunicator(Communicator):
         arrived = iter(self._post(sends, receives, group))
         return [contiguous_copy(x) if peer == self.rank else next(arrived) for peer in group]
 
-    def _scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+    def _scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
         shape, dtype = call.receives[0], pieces[0].dtype
         even = all(sent == shape for sent in call.sends)
         transport = self._open_for(pieces[0], call.group)
@@ -391,7 +393,7 @@ def _check_of(check: Check | str | int) -> Check:
     return check if isinstance(check, Check) else Check.parse(check)
 
 
-def _check_host(device: torch.device, call: Call) -> None:
+def _check_host(device: torch.device, call: CommCall) -> None:
     if device.type != "cpu":
         raise CallError(
             str(call),

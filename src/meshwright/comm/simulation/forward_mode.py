@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from meshwright.layout import TorchValue
 
-from ..communicators.call import Call
+from ..communicators.call import CommCall
 from ..torch_hooks import ForwardState, forward_ad
 
 
@@ -38,7 +38,7 @@ class SharedLevel:
     def __init__(
         self,
         rank: Callable[[], int | None],
-        wait: Callable[[int, Call], None],
+        wait: Callable[[int, CommCall], None],
         release: Callable[[int], None],
         failed: Callable[[], bool],
     ) -> None:
@@ -93,5 +93,5 @@ class SharedLevel:
         ForwardState(-1, ForwardState.now().nesting).set()
         if sys.exc_info()[0] is None and not self._failed():
             self._waiting.add(rank)
-            self._wait(rank, Call("exit_dual_level", "", None, (), (), group))
+            self._wait(rank, CommCall("exit_dual_level", "", None, (), (), group))
         return None

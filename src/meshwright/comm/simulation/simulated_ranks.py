@@ -29,7 +29,7 @@ from .._errors import (
     disagreement_error,
     missing_call_error,
 )
-from ..communicators.call import Call, Group, call_mismatch, is_pairwise
+from ..communicators.call import CommCall, Group, call_mismatch, is_pairwise
 from ..communicators.communicator import Communicator, Receive, check_message, contiguous_copy
 from ..communicators.current_communicator import current_communicator, using_communicator
 from ..communicators.reductions import reduce_terms
@@ -53,7 +53,7 @@ class _PendingCollective:
     """The ranks that have arrived at one collective, with the input and the result of each."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, CommCall] = {}
         self.brought: dict[int, object] = {}
         self.taken: dict[int, object] = {}
 
@@ -66,7 +66,7 @@ class _Address(NamedTuple):
     tag: int
 
     @staticmethod
-    def of(rank: int, call: Call) -> _Address:
+    def of(rank: int, call: CommCall) -> _Address:
         """Return the address in a send or a receive of `rank`."""
         peer, *_ = call.message
         return _Address(rank, peer, call.tag) if call.kind == "send" else _Address(peer, rank, call.tag)
@@ -82,7 +82,7 @@ class _World:
             turn.acquire()
         self.over = threading.Lock()
         self.over.acquire()
-        self.pending: list[Call | None] = [None] * size
+        self.pending: list[CommCall | None] = [None] * size
         self.ended = [False] * size
         self.torch_state = [_TorchState.now()] * size
         self.globals = RankGlobals(size if size > 1 else 0, program)
@@ -93,7 +93,7 @@ class _World:
         self.threads: list[threading.Thread] = []
         self.shared: dict[object, Any] = {}
 
-    def meet(self, rank: int, call: Call, brings: object, finish: Callable[[_PendingCollective], None]) -> object:
+    def meet(self, rank: int, call: CommCall, brings: object, finish: Callable[[_PendingCollective], None]) -> object:
         """Return the result of `rank` from the collective of `call.group`; the last rank to arrive runs `finish`.
 
         Inputs are released afterwards: a rank that continues later must not hold the memory of one that continues now.
@@ -117,7 +117,7 @@ class _World:
                 self.pending[member] = None
         return meeting.taken.pop(rank, None)
 
-    def send(self, rank: int, call: Call, x: Tensor) -> None:
+    def send(self, rank: int, call: CommCall, x: Tensor) -> None:
         """Store a message for its receiver, and wake the receiver if it waits for this message."""
         if self.failure is not None:
             raise Abandoned
@@ -127,7 +127,7 @@ class _World:
         if waits_in is not None and waits_in.kind == "receive" and _Address.of(address.target, waits_in) == address:
             self.pending[address.target] = None
 
-    def receive(self, rank: int, call: Call) -> Tensor:
+    def receive(self, rank: int, call: CommCall) -> Tensor:
         """Wait for the message and return it."""
         if self.failure is not None:
             raise Abandoned
@@ -164,7 +164,7 @@ class _World:
         if self.failure is None:
             self.failure = (rank, error)
 
-    def wait(self, rank: int, call: Call) -> None:
+    def wait(self, rank: int, call: CommCall) -> None:
         """Let other ranks run until `release(rank)`; errors name `call` as the call in which the rank waits."""
         self._wait(rank, call)
 
@@ -172,7 +172,7 @@ class _World:
         """Let a waiting rank run again, once it gets the baton."""
         self.pending[rank] = None
 
-    def _wait(self, rank: int, call: Call) -> None:
+    def _wait(self, rank: int, call: CommCall) -> None:
         self.pending[rank] = call
         following = self._next(rank)
         if following is None:
@@ -216,7 +216,7 @@ class _World:
         ended = {peer for call in calls for peer in call.group if self.ended[peer]}
         return _ended_ranks_error(found, calls, ended) if ended else _deadlock_error(found, calls)
 
-    def _check_agreement(self, meeting: _PendingCollective, rank: int, call: Call) -> None:
+    def _check_agreement(self, meeting: _PendingCollective, rank: int, call: CommCall) -> None:
         for peer, other in meeting.calls.items():
             why = call_mismatch(call, rank, other, peer)
             if why is not None:
@@ -238,14 +238,14 @@ class _World:
         return f"not received: {', '.join(sent[:_SHOWN_MESSAGES])}{more}"
 
 
-def _ended_ranks_error(found: str, calls: Sequence[Call], ended: set[int]) -> MissingCallError:
+def _ended_ranks_error(found: str, calls: Sequence[CommCall], ended: set[int]) -> MissingCallError:
     """Return the error for calls that wait for ranks that have ended."""
     names = " and ".join(f"rank {rank}" for rank in sorted(ended))
     message = all(call.kind == "receive" for call in calls if not ended.isdisjoint(call.group))
     return missing_call_error(f"a call that {names} should make", f"{found}; {names} ended", message)
 
 
-def _deadlock_error(found: str, calls: Sequence[Call]) -> DeadlockError:
+def _deadlock_error(found: str, calls: Sequence[CommCall]) -> DeadlockError:
     """Return the error for calls that wait for one another."""
     if any(call.kind == "receive" for call in calls):
         return DeadlockError(
@@ -308,7 +308,7 @@ class SimulatedCommunicator(Communicator):
         """Return a dict that all ranks of the simulation share."""
         return self._world.shared
 
-    def _all_reduce_over(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce_over(self, x: Tensor, call: CommCall) -> Tensor:
         """Do the same as `_all_reduce`, in the memory of `x`.
 
         Processes may use that memory too, so a program that reads `x` afterwards is wrong in a simulation as well.
@@ -316,29 +316,31 @@ class SimulatedCommunicator(Communicator):
         out = self._all_reduce(x, call)
         return x.copy_(out) if x.is_contiguous() else out
 
-    def _all_reduce(self, x: Tensor, call: Call) -> Tensor:
+    def _all_reduce(self, x: Tensor, call: CommCall) -> Tensor:
         return cast(Tensor, self._world.meet(self.rank, call, x, _finish_all_reduce))
 
-    def _all_gather(self, x: Tensor, call: Call) -> list[Tensor]:
+    def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]:
         return cast(list[Tensor], self._world.meet(self.rank, call, x, _finish_all_gather))
 
-    def _reduce_scatter(self, pieces: Sequence[Tensor], call: Call) -> Tensor:
+    def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
         return cast(Tensor, self._world.meet(self.rank, call, pieces, _finish_reduce_scatter))
 
-    def _all_to_all(self, pieces: Sequence[Tensor], call: Call) -> list[Tensor]:
+    def _all_to_all(self, pieces: Sequence[Tensor], call: CommCall) -> list[Tensor]:
         return cast(list[Tensor], self._world.meet(self.rank, call, pieces, _finish_all_to_all))
 
-    def _exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: Call) -> list[Tensor]:
+    def _exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: CommCall
+    ) -> list[Tensor]:
         arrived = cast(list[Tensor], self._world.meet(self.rank, call, sends, _finish_exchange))
         return [x.to(device) for x, (_, _, _, device) in zip(arrived, receives, strict=True)]
 
-    def _send(self, x: Tensor, call: Call) -> None:
+    def _send(self, x: Tensor, call: CommCall) -> None:
         self._world.send(self.rank, call, contiguous_copy(x))
 
-    def _receive(self, call: Call, device: torch.device) -> Tensor:
+    def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         return self._world.receive(self.rank, call).to(device)
 
-    def _barrier(self, call: Call) -> None:
+    def _barrier(self, call: CommCall) -> None:
         self._world.meet(self.rank, call, None, _finish_barrier)
 
 

@@ -156,7 +156,7 @@ class _Peer(NamedTuple):
     identity: ProcessIdentity
 
 
-class Links:
+class ControlLinks:
     """This rank's end of all its links.
 
     Another thread calls `answer` for the state of the rank, and `welcome` for a new connection with messages.

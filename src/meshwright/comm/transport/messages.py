@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..launcher.process_state import ProcessState
-from .control_links import Links
+from .control_links import ControlLinks
 from .ring_buffer import ConnectionClosedError
 
 _HEADER = struct.Struct("<IIQ")
@@ -120,7 +120,7 @@ class Messages:
         self._changed = threading.Condition()
         self._closed_before: set[int] = set()
 
-    def connect(self, links: Links) -> None:
+    def connect(self, links: ControlLinks) -> None:
         """Set the links to use from now on."""
         self._links = links
 

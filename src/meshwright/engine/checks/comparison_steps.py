@@ -13,7 +13,7 @@ from meshwright.comm import Group, current_communicator
 
 from . import replicas
 from .initial_values import compare_first_values
-from .named_tensors import Named
+from .named_tensors import NamedTensor
 from .step_checks import StepChecks
 
 SHARE = 0.005
@@ -62,7 +62,7 @@ class Rhythm:
 
 
 def compare_replicas(
-    rhythm: Rhythm, checks: StepChecks, tensors: Callable[[], Iterable[Named]], step: str, group: Group
+    rhythm: Rhythm, checks: StepChecks, tensors: Callable[[], Iterable[NamedTensor]], step: str, group: Group
 ) -> None:
     """Compare replicas if a comparison is due, and advance to the next step; every rank of the group makes the call.
 

@@ -10,15 +10,15 @@ from meshwright.comm import Group, current_communicator
 from meshwright.tensor import DistTensor, initial_checksum_of
 
 from .._errors import ReplicaError
-from .named_tensors import Named, listed
+from .named_tensors import NamedTensor, listed
 
 _NONE = -1
 """The value for a part that was written to, or is of no whole tensor; checksums are not negative."""
 
 
-def by_mesh(tensors: Sequence[Named]) -> dict[Group, list[Named]]:
+def by_mesh(tensors: Sequence[NamedTensor]) -> dict[Group, list[NamedTensor]]:
     """Return the tensors of this rank by the ranks of their meshes, in an order that is the same on all ranks."""
-    rank, found = current_communicator().rank, dict[Group, list[Named]]()
+    rank, found = current_communicator().rank, dict[Group, list[NamedTensor]]()
     for each in tensors:
         x = each.tensor
         if isinstance(x, DistTensor) and rank in x.spec.mesh:
@@ -26,7 +26,7 @@ def by_mesh(tensors: Sequence[Named]) -> dict[Group, list[Named]]:
     return {group: found[group] for group in sorted(found) if len(group) > 1}
 
 
-def compare_first_values(tensors: Sequence[Named], step: str) -> None:
+def compare_first_values(tensors: Sequence[NamedTensor], step: str) -> None:
     """Compare the whole tensors that the ranks have distributed; every rank of every mesh makes the call.
 
     Raises:

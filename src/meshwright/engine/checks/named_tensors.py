@@ -14,7 +14,7 @@ from meshwright.tensor import DistTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedTensor:
     """A tensor and its name for people: that of the parameter, and the key of a state."""
 
     name: str
@@ -30,30 +30,30 @@ def listed(findings: Sequence[str]) -> str:
     return f"{'; '.join(findings[:_SHOWN])}{more}"
 
 
-def parameters_of(optimizer: Optimizer) -> list[Named]:
+def parameters_of(optimizer: Optimizer) -> list[NamedTensor]:
     """Return the parameters in their order, which is the same on every rank.
 
     An optimizer that was given `model.named_parameters()` has names; otherwise numbers are used.
     """
-    found: list[Named] = []
+    found: list[NamedTensor] = []
     for at, group in enumerate(optimizer.param_groups):
         names: Sequence[str] = group.get("param_names") or [
             f"parameter {n} of group {at}" for n in range(len(group["params"]))
         ]
-        found += [Named(name, p) for name, p in zip(names, group["params"], strict=True)]
+        found += [NamedTensor(name, p) for name, p in zip(names, group["params"], strict=True)]
     return found
 
 
-def states_of(optimizer: Optimizer, parameters: Sequence[Named]) -> Iterator[Named]:
+def states_of(optimizer: Optimizer, parameters: Sequence[NamedTensor]) -> Iterator[NamedTensor]:
     """Yield the states that are tensors on a mesh."""
     for each in parameters:
         states: dict[str, Any] = optimizer.state.get(each.tensor, {})
         for key, x in states.items():
             if isinstance(x, DistTensor):
-                yield Named(f"{each.name}, {key}", x)
+                yield NamedTensor(f"{each.name}, {key}", x)
 
 
-def ranks_of(tensors: Sequence[Named]) -> Group:
+def ranks_of(tensors: Sequence[NamedTensor]) -> Group:
     """Return the ranks of all meshes that the tensors are on."""
     meshes = {id(x.tensor.spec.mesh): x.tensor.spec.mesh for x in tensors if isinstance(x.tensor, DistTensor)}
     return tuple(sorted({rank for mesh in meshes.values() for rank in mesh.process_ids}))

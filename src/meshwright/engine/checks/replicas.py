@@ -14,7 +14,7 @@ from meshwright.tensor import DistTensor, local_parts
 
 from .._errors import ReplicaError
 from .known_answers import diagnosis
-from .named_tensors import Named, listed
+from .named_tensors import NamedTensor, listed
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,9 +27,9 @@ def replicas_of(spec: Spec, rank: int) -> Group:
     return spec.mesh.group(rank, axes) if axes else (rank,)
 
 
-def by_group(tensors: Sequence[Named]) -> dict[Group, list[Named]]:
+def by_group(tensors: Sequence[NamedTensor]) -> dict[Group, list[NamedTensor]]:
     """Return the tensors that this rank shares with others, by the ranks that hold the same parts."""
-    rank, found = current_communicator().rank, dict[Group, list[Named]]()
+    rank, found = current_communicator().rank, dict[Group, list[NamedTensor]]()
     for each in tensors:
         x = each.tensor
         if isinstance(x, DistTensor) and rank in x.spec.mesh:
@@ -39,7 +39,7 @@ def by_group(tensors: Sequence[Named]) -> dict[Group, list[Named]]:
     return dict(sorted(found.items()))
 
 
-def sums(tensors: Sequence[Named]) -> list[int]:
+def sums(tensors: Sequence[NamedTensor]) -> list[int]:
     """Return a number for each local part that another bit would change."""
     with local_parts():
         parts = [bits(each.tensor) for each in tensors]
@@ -54,7 +54,7 @@ def bits(x: Tensor) -> Tensor:
     return whole.contiguous().reshape(-1).view(_WORDS[whole.element_size()])
 
 
-def difference(tensors: Sequence[Named]) -> tuple[Group, list[Named], list[int]] | None:
+def difference(tensors: Sequence[NamedTensor]) -> tuple[Group, list[NamedTensor], list[int]] | None:
     """Return the first group whose ranks hold different numbers, its tensors and the own sums; None if there is none.
 
     Every rank of every group makes the call.
@@ -69,7 +69,7 @@ def difference(tensors: Sequence[Named]) -> tuple[Group, list[Named], list[int]]
     return found
 
 
-def replica_error(step: str, group: Group, shared: Sequence[Named], own: Sequence[int]) -> ReplicaError:
+def replica_error(step: str, group: Group, shared: Sequence[NamedTensor], own: Sequence[int]) -> ReplicaError:
     """Return the error that names tensors and ranks; every rank of the group makes the call."""
     here, shape = current_communicator(), (len(own),)
     rows = [x.tolist() for x in here.all_gather(torch.tensor(own), group, [shape] * len(group))]

@@ -15,7 +15,7 @@ from meshwright.tensor import DistTensor, collectives_of_call, map_tensors, tens
 from .._errors import ReplicaError
 from .comparison_steps import Rhythm, compare_replicas
 from .finite_gradients import should_skip_update
-from .named_tensors import Named
+from .named_tensors import NamedTensor
 from .replicas import bits
 from .step_checks import current_checks
 
@@ -74,8 +74,8 @@ class StaticChecks:
 
         return step.apart(given, look_at)
 
-    def _named(self) -> list[Named]:
-        return [Named(name, x) for name, x in self.tensors().items() if isinstance(x, DistTensor)]
+    def _named(self) -> list[NamedTensor]:
+        return [NamedTensor(name, x) for name, x in self.tensors().items() if isinstance(x, DistTensor)]
 
 
 def _replay(program: Callable[..., Result], given: Sequence[Any], name: str) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 
 from meshwright.checkpoint import current_world
-from meshwright.comm import Call, Communicator, current_communicator
+from meshwright.comm import CommCall, Communicator, current_communicator
 from meshwright.graph import write_whole
 from meshwright.layout import ProcessMesh, module_path, user_frame
-from meshwright.reshard import Plan, Purpose
+from meshwright.reshard import ConversionPlan, Purpose
 from meshwright.tensor import bucket_of, call_site_of_gradient, call_sites_kept, in_backward
 
 from .text_table import text_table
@@ -95,7 +95,7 @@ def trace_comm() -> Generator[CommTrace]:
 
     own, works = threading.get_ident(), WorkRecorder(here.seen, trace.works)
 
-    def listen(call: Call, received: int) -> Callable[[], None]:
+    def listen(call: CommCall, received: int) -> Callable[[], None]:
         at, began = len(trace.calls), clock()
         told = _traced(here, call, received, sys._getframe(1))
         trace.calls.append(replace(told, began=began, aside=threading.get_ident() != own))
@@ -109,7 +109,7 @@ def trace_comm() -> Generator[CommTrace]:
         yield trace
 
 
-def _traced(here: Communicator, call: Call, received: int, frame: FrameType) -> TracedCall:
+def _traced(here: Communicator, call: CommCall, received: int, frame: FrameType) -> TracedCall:
     step, axes, purpose = _step(here.rank, call, frame)
     at = user_frame(frame)
     stage, line, module = purpose or ("forward", at, module_path(frame))
@@ -125,13 +125,13 @@ def _traced(here: Communicator, call: Call, received: int, frame: FrameType) -> 
     return TracedCall(*told, peer=peer, tag=call.tag)
 
 
-def _step(rank: int, call: Call, frame: FrameType | None) -> tuple[str, tuple[str, ...], Purpose | None]:
+def _step(rank: int, call: CommCall, frame: FrameType | None) -> tuple[str, tuple[str, ...], Purpose | None]:
     """Return the conversion's step that makes the call, the axes of its group, and the conversion's purpose."""
-    while frame is not None and not isinstance(frame.f_locals.get("way"), Plan):
+    while frame is not None and not isinstance(frame.f_locals.get("way"), ConversionPlan):
         frame = frame.f_back
     if frame is None:
         return "", (), None
-    way: Plan = frame.f_locals["way"]
+    way: ConversionPlan = frame.f_locals["way"]
     for step, spec in way.walk():
         if set(step.group(spec, rank)) == set(call.group) and len(call.group) > 1:
             return repr(step), _axes(spec.mesh, rank, call.group), way.purpose

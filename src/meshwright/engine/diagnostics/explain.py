@@ -16,7 +16,7 @@ from meshwright.comm import (
     using_communicator,
 )
 from meshwright.layout import Spec
-from meshwright.reshard import Plan, Relabel, transposed
+from meshwright.reshard import ConversionPlan, Relabel, transposed
 from meshwright.reshard import plan as reshard_plan
 from meshwright.tensor import CallRecord
 
@@ -104,7 +104,7 @@ def _rows(call: CallRecord, rank: int) -> Iterator[tuple[str, ...]]:
         yield (call.name if at == 0 else "", operand, becomes, by, received, results if at == 0 else "")
 
 
-def _operands(call: CallRecord) -> Iterator[tuple[str, Plan | None]]:
+def _operands(call: CallRecord) -> Iterator[tuple[str, ConversionPlan | None]]:
     """Yield every distributed operand with the plan that changes it, then the plain operands that change."""
     plans = {at: move.plan for at, move in call.moves}
     sure = {at for at, plan in plans.items() if at < len(call.ins) and call.ins[at] is plan.src}
@@ -116,7 +116,7 @@ def _operands(call: CallRecord) -> Iterator[tuple[str, Plan | None]]:
         yield f"{plan.src!r} (plain)", plan
 
 
-def _change(plan: Plan | None, rank: int) -> tuple[str, str, str]:
+def _change(plan: ConversionPlan | None, rank: int) -> tuple[str, str, str]:
     """Return the operand's new layout, the steps to it, and the bytes; without steps, the steps of its gradient."""
     if plan is None:
         return "", "", ""

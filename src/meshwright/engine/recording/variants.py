@@ -23,7 +23,7 @@ Dynamic = Mapping[int, frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Variant(Generic[T]):
+class ProgramVariant(Generic[T]):
     """A program, the sizes it was recorded for, the dims with open sizes, its test of other sizes, and its setting.
 
     Variants with one `digest` have the same program, in other settings.
@@ -45,8 +45,10 @@ class Variants(Generic[T]):
     """The programs recorded so far, at most `most`. For a batch of new sizes, the changed sizes become symbolic."""
 
     most: int
-    exact: dict[Any, list[Variant[T]]] = field(default_factory=lambda: Cache[Any, "list[Variant[T]]"](1024))
-    known: dict[Any, list[Variant[T]]] = field(default_factory=dict[Any, "list[Variant[T]]"])
+    exact: dict[Any, list[ProgramVariant[T]]] = field(
+        default_factory=lambda: Cache[Any, "list[ProgramVariant[T]]"](1024)
+    )
+    known: dict[Any, list[ProgramVariant[T]]] = field(default_factory=dict[Any, "list[ProgramVariant[T]]"])
     fixed: set[Any] = field(default_factory=set[Any])
     """The keys of calls whose programs cannot leave sizes open."""
 
@@ -88,7 +90,7 @@ class Variants(Generic[T]):
                 found.setdefault(leaf, set()).update(dims)
         return {leaf: frozenset(dims) for leaf, dims in found.items()}
 
-    def add(self, key: object, leaves: Sequence[Any], variant: Variant[T]) -> None:
+    def add(self, key: object, leaves: Sequence[Any], variant: ProgramVariant[T]) -> None:
         """Add a program that was recorded for this batch.
 
         If one program has more than MOST_SETTINGS variants, the oldest variants are forgotten. Raises StaticError if

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.graph import Piece, Program, Run
+from meshwright.graph import ModelPiece, Program, Run
 from meshwright.layout import TorchValue
 from meshwright.tensor import as_part, leaves_in, local_parts, map_leaves
 
@@ -45,7 +45,7 @@ class CompiledPiece:
     """A piece, the functions that run it, and the functions that fetch the inputs of its forward pass."""
 
     name: str
-    piece: Piece
+    piece: ModelPiece
     forward: Run
     backward: Run | None
     fetch: tuple[Fetch, ...]

@@ -19,9 +19,9 @@ from meshwright.comm import current_communicator
 from meshwright.graph import (
     Capture,
     CaptureError,
+    ModelPiece,
     Node,
     Pass,
-    Piece,
     Program,
     Run,
     SideEffectError,
@@ -44,7 +44,7 @@ from ..recording.program_inputs import apply_captured_layouts, fetch_of
 from ..recording.refuse_call import refuse_shared_new_layouts
 from ..recording.setting import Roots, Setting
 from ..recording.strategy import MixedPrecision, Strategy
-from ..recording.variants import Dynamic, Variant, Variants, sizes_of
+from ..recording.variants import Dynamic, ProgramVariant, Variants, sizes_of
 from .piece_call import CompiledPiece, OutputTree, autocast_off, run_piece
 from .piece_checks import check_arguments_left_alone, check_mappings, check_plain, form_of_call
 from .whole_step_options import refuse_whole_step_options
@@ -67,7 +67,7 @@ class _Known:
         return (torch.is_grad_enabled(), asked, form_of_call(args))
 
 
-class Pieces:
+class ModelPieces:
     """The modules below `root` that run as programs; `eager` maps the others to the reason.
 
     `reason` says why the whole model is no program.
@@ -202,7 +202,7 @@ class Pieces:
         refuse_shared_new_layouts(captured, self.root)
         apply_captured_layouts(captured, None)
         setting = Setting.of(Roots(known.network), replace(captured, places=None))  # hooks are back since
-        known.variants.add(key, leaves, Variant(found, sizes_of(leaves), dynamic, captured.fits(), setting))
+        known.variants.add(key, leaves, ProgramVariant(found, sizes_of(leaves), dynamic, captured.fits(), setting))
         return found
 
     def _captured(self, module: nn.Module, args: Sequence[Any], dynamic: Dynamic) -> tuple[Capture, OutputTree]:
@@ -253,7 +253,7 @@ class Pieces:
             form,
         )
 
-    def _passed(self, captured: Capture, piece: Piece) -> Piece:
+    def _passed(self, captured: Capture, piece: ModelPiece) -> ModelPiece:
         """Return the piece after all passes, with the changes that passes made to the captured program."""
         passes = self.strategy.passes_on("recorded")
         with local_parts():

@@ -28,7 +28,7 @@ from meshwright.layout import MeshwrightError
 from ..recording.recorded_model import RecordedModel
 from ..recording.setting import first_marks
 from ..recording.shared_recordings import made_once, nth_request
-from ..recording.variants import Variant
+from ..recording.variants import ProgramVariant
 from .program_files import (
     SavedProgram,
     TrustedCode,
@@ -81,7 +81,7 @@ class ProgramCache:
             return None
         return saved_of(path.parent, row, TrustedCode(operators=libraries))
 
-    def add(self, model: RecordedModel, marks: Mapping[str, str], variant: Variant[Any]) -> None:
+    def add(self, model: RecordedModel, marks: Mapping[str, str], variant: ProgramVariant[Any]) -> None:
         """Keep a program that was recorded."""
         if self.place is None or not can_be_saved(variant.program) or not is_writer(variant.program):
             return

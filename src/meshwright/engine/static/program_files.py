@@ -43,7 +43,7 @@ from ..recording.program_inputs import states_fit
 from ..recording.recorded_model import RecordedModel
 from ..recording.setting_text import layout_text
 from ..recording.shared_recordings import made_once
-from ..recording.variants import Variant, Variants
+from ..recording.variants import ProgramVariant, Variants
 from .pipeline_step import PipelineStep, split_joined_step
 from .program_index import checked_name, file_name, other_model, read_indexes, write_index
 
@@ -55,7 +55,7 @@ MOST_KERNELS = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelFile:
     """A file of kernels, and the checksum that the index has for it."""
 
     path: Path
@@ -87,7 +87,7 @@ class SavedProgram:
     program: Program
     holds: Callable[[Sequence[Any]], bool]
     shared: bool
-    kernels: Kernels | None = None
+    kernels: KernelFile | None = None
     table: Mapping[str, Any] | None = None
     captures: tuple[str, ...] = ()
     constants: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -160,7 +160,7 @@ def is_writer(found: Any) -> bool:
     return not found.shared or first_alike(specs_in(found.program), here) == here
 
 
-def row_of(place: Path, variant: Variant[Any], kernels: bool = False, read_back: bool = True) -> dict[str, Any]:
+def row_of(place: Path, variant: ProgramVariant[Any], kernels: bool = False, read_back: bool = True) -> dict[str, Any]:
     """Write the program of a variant into the folder, and return its row of the index."""
     assert isinstance(variant.holds, SizeConditions)
     found = variant.program
@@ -191,12 +191,12 @@ def _saved_kernels(place: Path, name: str, program: Program) -> Iterator[dict[st
         yield {"file": path.name, "sha256": checksum, "machine": machine()}
 
 
-def _kernels(place: Path, rows: Sequence[Row], program: str) -> Kernels | None:
+def _kernels(place: Path, rows: Sequence[Row], program: str) -> KernelFile | None:
     """Return the file with a program's kernels; None if there is none, or it is of another kind of machine."""
     name = program.replace(".safetensors", ".pt2")
     for row in rows:
         if row["machine"] == machine() and row["file"] == name and (place / name).exists():
-            return Kernels(inside(place, name), str(row["sha256"]))
+            return KernelFile(inside(place, name), str(row["sha256"]))
     return None
 
 

@@ -32,8 +32,8 @@ from ..recording.recorded_model import Mode, RecordedModel
 from ..recording.refuse_call import refuse_call, refuse_shared
 from ..recording.setting import Roots, Setting, first_marks, form_of
 from ..recording.strategy import Strategy
-from ..recording.variants import Variant, Variants, sizes_of
-from .pieces import Pieces
+from ..recording.variants import ProgramVariant, Variants, sizes_of
+from .pieces import ModelPieces
 from .pipeline_step import ScheduleChoice, SeparateBatches
 from .program_builder import Builder, CompiledProgram
 from .program_files import TrustedCode, load_programs, save_programs
@@ -85,7 +85,7 @@ class DistModel:
         """The plan that `auto` has chosen; None for a marked model."""
         self.before: list[Callable[[Sequence[Any]], None]] = []
         """Functions that get the leaves of each training batch, and may raise an error."""
-        self.pieces: Pieces | None = None
+        self.pieces: ModelPieces | None = None
         """The modules that run as programs, if the whole model cannot be one program."""
 
     @property
@@ -161,7 +161,7 @@ class DistModel:
             except CaptureError as error:
                 if self.strategy.full_graph:
                     raise
-                self.pieces = Pieces(self.network, self.strategy, error)
+                self.pieces = ModelPieces(self.network, self.strategy, error)
             else:
                 return self._run_program(found, leaves)
         return self._run_pieces(batch)
@@ -223,7 +223,7 @@ class DistModel:
             dynamic = {}  # the code needs sizes as numbers: as keys of a dict, or for a table that it keeps
             found, fits, captured = self._builder.build(batch, dynamic, key)
             self._variants.fixed.add(key)
-        variant = Variant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, captured), found.digest)
+        variant = ProgramVariant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, captured), found.digest)
         self._variants.add(key, leaves, variant)
         if self.recordings > before:
             self._builder.kept.add(self._builder.model, self._marks, variant)

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from meshwright.checkpoint import (
     Catalogue,
     CheckpointError,
-    Entry,
     HeldTensor,
     LoadReport,
     Saving,
+    TensorEntry,
     current_world,
     format_of,
     load,
@@ -271,11 +271,11 @@ def _saved_state_keys(catalogue: Catalogue) -> dict[str, list[str]]:
     return found
 
 
-def _fits_entry(entry: Entry, there: object) -> bool:
+def _fits_entry(entry: TensorEntry, there: object) -> bool:
     return isinstance(there, Tensor) and tuple(there.shape) == entry.shape and there.dtype is entry.dtype
 
 
-def _new_state(entry: Entry, p: Tensor) -> Tensor:
+def _new_state(entry: TensorEntry, p: Tensor) -> Tensor:
     """Return a new state in the layout of its parameter."""
     if not isinstance(p, DistTensor) or tuple(p.shape) != entry.shape:
         return torch.zeros(entry.shape, dtype=entry.dtype)

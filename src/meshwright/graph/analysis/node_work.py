@@ -20,7 +20,7 @@ Arguments = Sequence[TorchValue]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class NodeWork:
     """Number of operations, bytes read and written, and dtype of the operations."""
 
     flops: float
@@ -28,7 +28,7 @@ class Work:
     dtype: torch.dtype
 
 
-def work_of(node: Node) -> Work:
+def work_of(node: Node) -> NodeWork:
     """Return the work of a node on the local tensors of this rank.
 
     Views, conversion steps and functions of numbers count zero. A matrix product, convolution or attention counts two
@@ -38,11 +38,11 @@ def work_of(node: Node) -> Work:
     made = [v for v in node.outs if v.is_tensor]
     dtype = _float_dtype((*node.ins, *made))
     if not isinstance(op, Operator) or not made or _is_free(op):
-        return Work(0, 0, dtype)
+        return NodeWork(0, 0, dtype)
     nbytes = sum(v.nbytes for v in {*node.ins, *made})
     name = op._schema.name.split("::")[1]
     count = _COUNTS.get(name)
-    return Work(count(node.args, node.out) if count else sum(map(_numel, made)), nbytes, dtype)
+    return NodeWork(count(node.args, node.out) if count else sum(map(_numel, made)), nbytes, dtype)
 
 
 def _is_free(op: Operator) -> bool:

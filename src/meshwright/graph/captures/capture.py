@@ -23,7 +23,7 @@ from meshwright.tensor import DistTensor, full_tensor, map_leaves
 from .._errors import SideEffectError
 from ..analysis.constant_folding import constant_values, folded
 from ..files.canonical_text import canonical_text_or_none
-from ..guards import Comparison, Executed, ReadSlots, check_repeatable, code_text
+from ..guards import Executed, PassComparison, ReadSlots, check_repeatable, code_text
 from ..program.node import Value
 from ..program.node_text import numbered
 from ..program.program import Program
@@ -125,7 +125,9 @@ def capture(
     def run() -> Capture:
         return _capture_once(module, call, batch, dynamic or {}, most)
 
-    done = check_repeatable(roots, run, Comparison(_same_program, known, _numbers_of, _asked_by), asked, beside or {})
+    done = check_repeatable(
+        roots, run, PassComparison(_same_program, known, _numbers_of, _asked_by), asked, beside or {}
+    )
     found, ran = done.gave, done.ran
     own = communicator_lookups() > reads or ran.asks_thread or found.symbols or _holds_objects(found.program)
     return replace(found, ran=ran, checksum=checksum, recording=None, places=done.places, is_own=bool(own))

@@ -16,7 +16,7 @@ import torch
 
 from meshwright.layout import Layout, ProcessMesh, Spec, TorchValue, hint, replicated
 from meshwright.reshard import plan, transposed
-from meshwright.spmd import Call, RuleError, describe_for_propagation, split_sharded_products
+from meshwright.spmd import OperatorCall, RuleError, describe_for_propagation, split_sharded_products
 from meshwright.tensor import Decision, ReshardMark, decide
 
 from ..program.layouts import Layouts
@@ -74,7 +74,7 @@ class _State:
     reasons: dict[Value, str] = field(default_factory=dict[Value, str])
     wants: dict[Value, dict[Node, tuple[Spec, str]]] = field(default_factory=dict[Value, dict[Node, tuple[Spec, str]]])
     meta_tensors: dict[Value, Any] = field(default_factory=dict[Value, Any])
-    decided: dict[Any, tuple[Call, Decision] | None] = field(default_factory=dict[Any, Any])
+    decided: dict[Any, tuple[OperatorCall, Decision] | None] = field(default_factory=dict[Any, Any])
     """Results of `_call_and_decision` by everything that determines them. Equal layers share one."""
 
     @classmethod
@@ -270,7 +270,7 @@ class _State:
 
     def _call_and_decision(
         self, op: Operator, node: Node, free: frozenset[Value], wish: Layout | None
-    ) -> tuple[Call, Decision] | None:
+    ) -> tuple[OperatorCall, Decision] | None:
         """Return the call with its rule, and the decision; None without a rule, or for operands on several meshes."""
         call = self._call_of(op, node)
         if call is None:
@@ -285,7 +285,7 @@ class _State:
         decision = _decision_for(call, ins, free_places, wish)
         return None if decision is None else (call, decision)
 
-    def _call_of(self, op: Operator, node: Node) -> Call | None:
+    def _call_of(self, op: Operator, node: Node) -> OperatorCall | None:
         """Return the call with its rule, found with meta tensors as operands; None without a rule."""
         args, kwargs = node.mapped_arguments(self._stand_in)
         try:
@@ -319,7 +319,7 @@ def _spec_if_fitting(v: Value, mesh: ProcessMesh, layout: Layout | None) -> Spec
 
 
 def _decision_for(
-    call: Call, ins: Sequence[Spec | None], free_places: frozenset[int], wish: Layout | None
+    call: OperatorCall, ins: Sequence[Spec | None], free_places: frozenset[int], wish: Layout | None
 ) -> Decision | None:
     """Return the decision for a call on operands with these specs."""
     layouts = [None if spec is None else spec.layout for spec in ins]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from meshwright.comm import PendingConversion, current_communicator
 from meshwright.layout import TorchValue
-from meshwright.reshard import AllReduce, Plan, Purpose
+from meshwright.reshard import AllReduce, ConversionPlan, Purpose
 
 from ..analysis.live_memory import read_last
 from ..program.effects import is_view
@@ -86,7 +86,7 @@ def _with_name(op: Callable[..., Any]) -> Callable[..., Any]:
 
 def step_function(op: Conversion, purpose: Purpose | None = None) -> Callable[[Tensor], Tensor]:
     """Return the step as a function of the local tensor, on the caller's communicator."""
-    plans: dict[torch.Size | None, Plan] = {}
+    plans: dict[torch.Size | None, ConversionPlan] = {}
 
     def carry(x: Tensor) -> Tensor:
         key = x.shape if symbolic else None
@@ -117,7 +117,7 @@ def overwriting_step_function(op: Conversion, purpose: Purpose | None = None) ->
             return whole(x)
         return here.all_reduce(x, step.op, step.group(plan.src, here.rank), over=True)
 
-    plan = Plan(op.src, op.dst, (step,), purpose)
+    plan = ConversionPlan(op.src, op.dst, (step,), purpose)
     return reduce
 
 
@@ -127,7 +127,7 @@ def start_function(op: Conversion, purpose: Purpose | None = None) -> Callable[[
     def start(x: Tensor) -> PendingConversion:
         return current_communicator().start(op.of_part(tuple(x.shape), purpose) if op.src.is_symbolic else plan, x)
 
-    plan = Plan(op.src, op.dst, (op.step,), purpose)
+    plan = ConversionPlan(op.src, op.dst, (op.step,), purpose)
     return start
 
 

@@ -110,7 +110,7 @@ for _name, _real, _meta in (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kernels:
+class CompiledKernels:
     """Operator for many nodes: a compiled function of the values that they read."""
 
     call: Callable[..., Any]
@@ -157,7 +157,7 @@ def compiled(
         call = _compile(part, rank_numbers, _overwriting(program, ordered), options or {}, len(written))
     if ordered:
         call = partial(call, torch.zeros(1, dtype=torch.float32, device="cpu"))
-    kernels = Kernels(_packing(call, len(reads)) if parts.numbers else call, parts.kernels)
+    kernels = CompiledKernels(_packing(call, len(reads)) if parts.numbers else call, parts.kernels)
     node = Node(kernels, (*reads, *parts.numbers), {}, gives, parts.kernels[0].origin)
     return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
 

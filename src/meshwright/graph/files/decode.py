@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Dim, JsonValue, Layout, ProcessMesh, Product, Spec, TorchValue, evenly
-from meshwright.reshard import Exchange, Step, View, parse_step
+from meshwright.reshard import ConversionStep, Exchange, View, parse_step
 from meshwright.tensor import Context, ReshardMark
 
 from ..program.node import Conversion, Kind, Node, Op, Origin, Overwrite, Phase, Start, Value, Wait, WriteToCopies
@@ -183,13 +183,13 @@ class Decoder:
             )
         return found
 
-    def _carry(self, step: Step, src: Spec) -> Conversion:
+    def _carry(self, step: ConversionStep, src: Spec) -> Conversion:
         op = Conversion(step, src)
         if op.dst.dtype != src.dtype:
             raise DataError(f"{op!r} returns {op.dst!r} for {src!r}")
         return op
 
-    def _step(self, data: JsonValue) -> Step:
+    def _step(self, data: JsonValue) -> ConversionStep:
         if isinstance(data, str):
             return parse_step(data)
         kind, spec = only(data)

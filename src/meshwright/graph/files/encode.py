@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import JsonValue, Layout, ProcessMesh, Product, Spec, TorchValue
-from meshwright.reshard import Exchange, ReshardError, Step, View, parse_step
+from meshwright.reshard import ConversionStep, Exchange, ReshardError, View, parse_step
 from meshwright.tensor import DistTensor, ReshardMark
 
 from .._errors import ProgramFileError
@@ -118,7 +118,7 @@ class Encoder:
             return {"python": FUNCTION_NAMES[op]}
         raise _UnknownError(f"{name_of(op)} is a {type(op).__name__}, Python code that only this process has")
 
-    def _step(self, step: Step) -> JsonValue:
+    def _step(self, step: ConversionStep) -> JsonValue:
         if isinstance(step, (View, Exchange)):
             return {type(step).__name__: self.spec(step.to)}
         try:

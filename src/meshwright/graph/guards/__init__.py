@@ -14,7 +14,7 @@ In reading order:
 """
 
 from .executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
-from .guards import Comparison, Guards, ReadSlots, check_repeatable, side_effect
+from .guards import Guards, PassComparison, ReadSlots, check_repeatable, side_effect
 from .object_kinds import global_hooks
 from .reachable_slots import OPTIMIZER, OWN, STEP_HOOKS
 from .slots import is_plain
@@ -25,9 +25,9 @@ __all__ = [
     "OPTIMIZER",
     "OWN",
     "STEP_HOOKS",
-    "Comparison",
     "Executed",
     "Guards",
+    "PassComparison",
     "ReadSlots",
     "check_repeatable",
     "class_text",

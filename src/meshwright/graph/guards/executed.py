@@ -81,7 +81,7 @@ class Executed:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ReadNames:
     """The names by which code can read attributes.
 
     `names` appear in the code. `parts` are strings in code that computes names: any name that contains one counts.
@@ -95,7 +95,7 @@ class Named:
     variables: frozenset[str] | None
 
 
-def named_by(code: CodeType) -> Named:
+def named_by(code: CodeType) -> ReadNames:
     """Return the names that appear in the code and in the functions that it defines."""
     names, texts = set[str](), set[str]()
     for part in _nested(code):
@@ -106,7 +106,7 @@ def named_by(code: CodeType) -> Named:
     if not names.isdisjoint(_IN_TEXT):
         names |= texts
     variables = None if names.isdisjoint(_ENVIRONMENT) else frozenset(texts)
-    return Named(frozenset(names), frozenset(texts) if computed else frozenset(), whole, variables)
+    return ReadNames(frozenset(names), frozenset(texts) if computed else frozenset(), whole, variables)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

@@ -117,7 +117,7 @@ class _Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison(Generic[T]):
+class PassComparison(Generic[T]):
     """Functions by which `check_repeatable` compares the passes of a call.
 
     `alike` is True if two passes gave the same. `known` is True if two passes of an earlier call of the same code gave
@@ -161,7 +161,11 @@ class RepeatableCall(Generic[T]):
 
 
 def check_repeatable(
-    roots: Mapping[str, Any], run: Callable[[], T], how: Comparison[T], asked: str, beside: Mapping[str, Any] = _NOTHING
+    roots: Mapping[str, Any],
+    run: Callable[[], T],
+    how: PassComparison[T],
+    asked: str,
+    beside: Mapping[str, Any] = _NOTHING,
 ) -> RepeatableCall[T]:
     """Return what `run()` gives, after making sure that every further call would do the same.
 
@@ -205,7 +209,7 @@ def check_repeatable(
     return RepeatableCall(second, ran, None)
 
 
-def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, how: Comparison[T], found: Guards) -> Guards:
+def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, how: PassComparison[T], found: Guards) -> Guards:
     """Replace fake tensors that Python keeps of the first pass, in the places `found`, by real ones.
 
     Return the guards after that.

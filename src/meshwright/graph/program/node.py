@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue, hint, identity
-from meshwright.reshard import Plan, Purpose, Step
+from meshwright.reshard import ConversionPlan, ConversionStep, Purpose
 from meshwright.tensor import Context
 
 from ..torch_hooks import Operator
@@ -72,17 +72,17 @@ def tensor_dtype(v: Value) -> torch.dtype:
 class Conversion:
     """A conversion step as an operator on a tensor with the spec `src`, on any rank."""
 
-    step: Step
+    step: ConversionStep
     src: Spec
 
     @property
     def dst(self) -> Spec:
         return self.step.apply(self.src)
 
-    def of_part(self, shape: tuple[int, ...], purpose: Purpose | None = None) -> Plan:
+    def of_part(self, shape: tuple[int, ...], purpose: Purpose | None = None) -> ConversionPlan:
         """Return the step as a plan for a local tensor of this shape, which determines the symbolic sizes."""
         src = self.src.of_part(shape)
-        return Plan(src, self.step.apply(src), (self.step,), purpose)
+        return ConversionPlan(src, self.step.apply(src), (self.step,), purpose)
 
     @property
     def communicates(self) -> bool:
@@ -172,7 +172,7 @@ class Overwrite:
 Op = Operator | Conversion | Start | Wait | WriteToCopies | Overwrite | Callable[..., Any]
 
 
-class Edge(NamedTuple):
+class ChunkConversion(NamedTuple):
     """A conversion from one chunk of a pipeline to another; `number` is unique in the model.
 
     The chunk ALWAYS holds nodes that depend on no batch. The chunk EVERYWHERE holds nodes on no mesh, which every rank
@@ -203,7 +203,7 @@ class Origin:
     autocast: tuple[str, torch.dtype] | None = None
     context: Context = "gather"
     chunk: int | None = None
-    edge: Edge | None = None
+    edge: ChunkConversion | None = None
     slice: int = 0
 
     @property

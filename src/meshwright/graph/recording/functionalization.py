@@ -26,14 +26,14 @@ Emit = Callable[..., Any]
 
 
 @dataclass(slots=True)
-class Memory:
+class TensorMemory:
     """Memory that several tensors share, with the number of writes to it."""
 
     version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TensorView:
     """The view operation that made a tensor: `op(*args)` returned `shown`, with the base tensor's cell in `args`.
 
     The tensor is `shown` itself, or the element `at` of it.
@@ -60,10 +60,10 @@ class Cell:
     """
 
     value: Value
-    memory: Memory
+    memory: TensorMemory
     like: Tensor
     version: int = 0
-    view: View | None = None
+    view: TensorView | None = None
     trained: bool = False
 
     @property
@@ -95,7 +95,7 @@ class Cell:
 
         `trained` says that `value` requires gradients.
         """
-        chain: list[tuple[Cell, View, Value]] = []
+        chain: list[tuple[Cell, TensorView, Value]] = []
         cell = self
         while cell.view is not None:
             chain.append((cell, cell.view, cell.view.base.read(emit)))
@@ -119,7 +119,7 @@ class Cell:
             root.version = self.memory.version
 
 
-def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
+def _put_back(child: Cell, view: TensorView, base: Value, emit: Emit) -> Value:
     """Return the value of the base of `view` with the child's value written into the viewed elements."""
     value, like = child.value, view.base.like
     name = view.op._schema.name.split("::")[1]
@@ -140,7 +140,7 @@ def _put_back(child: Cell, view: View, base: Value, emit: Emit) -> Value:
     return _put_back_by_index(child, view, base, emit)
 
 
-def _scattered(op: Operator, child: Cell, view: View, base: Value, emit: Emit) -> Value:
+def _scattered(op: Operator, child: Cell, view: TensorView, base: Value, emit: Emit) -> Value:
     """Return `base` with the child's slice scattered into it.
 
     Complex slices are scattered as pairs of real numbers, since torch has no gradient for complex scatters.
@@ -168,7 +168,7 @@ def _with_gradient_of(base: Value, value: Value, like: Tensor, emit: Emit) -> Va
     return emit(aten.add.Tensor, (value, nothing), {}, like)
 
 
-def _put_back_by_index(child: Cell, view: View, base: Value, emit: Emit) -> Value:
+def _put_back_by_index(child: Cell, view: TensorView, base: Value, emit: Emit) -> Value:
     """Return `base` with the child's elements put back, for any kind of view.
 
     The same view of an index tensor (`arange`) gives the position of every element of the child.
@@ -199,13 +199,13 @@ _SCATTERS: dict[str, Operator] = {
 """View operators that select a part, and the operator that scatters the part back."""
 
 
-def _reshaped(view: View) -> tuple[Operator, tuple[Any, ...]]:
+def _reshaped(view: TensorView) -> tuple[Operator, tuple[Any, ...]]:
     if view.op is aten.view.dtype:
         return aten.view.dtype, (view.base.like.dtype,)
     return aten.reshape.default, (tuple(view.base.like.shape),)
 
 
-_INVERSE_VIEWS: dict[str, Callable[[View], tuple[Operator, tuple[Any, ...]]]] = {
+_INVERSE_VIEWS: dict[str, Callable[[TensorView], tuple[Operator, tuple[Any, ...]]]] = {
     "view": _reshaped,
     "_unsafe_view": _reshaped,
     "reshape": _reshaped,

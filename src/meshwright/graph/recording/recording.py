@@ -21,7 +21,7 @@ from ..program.program import Input, Role
 from ..program.shape_inference import FreshNames, as_values, stem_of
 from ..torch_hooks import FakeTensor, Operator, faked, forget_numbers, memory_of, no_modes
 from .detached_writes import DetachedWrite
-from .functionalization import FRESH, IDENTITIES, Cell, Memory, View, functional
+from .functionalization import FRESH, IDENTITIES, Cell, TensorMemory, TensorView, functional
 from .symbolic_numbers import Numbers
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ class Recording:
         value = Value.of(self.names.fresh(name.replace(".", "_")), x)
         self.inputs.append(Input(value, role, name, spec, source))
         self._given.append((self.inputs[-1], x))
-        self._bind(x, Cell(value, Memory(), x))
+        self._bind(x, Cell(value, TensorMemory(), x))
         return value
 
     def add_number(self, symbol: TorchValue, role: Role, name: str, source: object) -> Value:
@@ -208,7 +208,7 @@ class Recording:
         self.value_of(x)
         cell = self._find(x)
         assert cell is not None
-        self._bind(out, Cell(cell.value, Memory(), out) if is_fresh else cell)
+        self._bind(out, Cell(cell.value, TensorMemory(), out) if is_fresh else cell)
 
     def _node(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], out: TorchValue) -> TorchValue:
         shown = as_values(out, lambda: self.names.fresh(stem_of(op)))
@@ -238,7 +238,7 @@ class Recording:
         """Record a `detach` node for `x`, the `.data` of a real tensor, since torch calls no operator for it."""
         detach = aten.detach.default
         shown = self._node(detach, (base.read(self._node),), {}, x)
-        return Cell(shown, base.memory, x, base.version, View(detach, (base,), {}, base, x, None))
+        return Cell(shown, base.memory, x, base.version, TensorView(detach, (base,), {}, base, x, None))
 
     def _view_of_known(self, x: Tensor) -> Cell | None:
         """Return a cell for a view that an operator took internally and saved for its backward pass, or None.
@@ -249,7 +249,7 @@ class Recording:
             found = _view_between(cell.like, x)
             if found is not None:
                 op, argument = found
-                return Cell(self._node(op, (cell.read(self._node), argument), {}, x), Memory(), x)
+                return Cell(self._node(op, (cell.read(self._node), argument), {}, x), TensorMemory(), x)
         return None
 
     def _bind(self, x: Tensor, cell: Cell) -> None:
@@ -269,11 +269,11 @@ class Recording:
             if id(t) in given and isinstance(op, Operator):  # one of several results is an argument
                 continue
             if base is None or memory_of(t) != memory_of(base.like):
-                self._bind(t, Cell(v, Memory(), t))
+                self._bind(t, Cell(v, TensorMemory(), t))
                 continue
             assert isinstance(op, Operator)
             held = (base, *values[0][1:])
-            view = View(op, held, values[1], base, out, at if many else None)
+            view = TensorView(op, held, values[1], base, out, at if many else None)
             self._bind(t, Cell(v, base.memory, t, base.memory.version, view))
 
     def _viewed_cell(self, op: Op, args: Sequence[TorchValue]) -> Cell | None:
@@ -350,7 +350,7 @@ class Recording:
         mine = {memory_of(w) for w in written.values()}
         for t, v in zip(tensors_in(out), _tensor_values(shown), strict=True):
             if memory_of(t) not in mine:
-                self._bind(t, Cell(v, Memory(), t))
+                self._bind(t, Cell(v, TensorMemory(), t))
 
 
 def _out_of_place_form(op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> Operator | None:

@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModelPiece:
     """A part of a model as two programs. `forward` returns "out" and "saved"; `backward` takes the saved values.
 
     The inputs of `backward` are the "saved" values in order, then a "gradient" for each result number in `wanted`. Its
@@ -35,7 +35,7 @@ class Piece:
     specs: tuple[Spec | None, ...]
 
 
-def record_piece(captured: Capture, differentiable: Collection[int], rank: int, size: int) -> Piece:
+def record_piece(captured: Capture, differentiable: Collection[int], rank: int, size: int) -> ModelPiece:
     """Return the programs of a captured call that is part of a larger training step.
 
     `differentiable` are the leaves of the batch whose gradients are wanted, in addition to those of parameters.
@@ -54,7 +54,7 @@ def record_piece(captured: Capture, differentiable: Collection[int], rank: int, 
     whole_program = recorder.finish({"out": out, "grads": grads})
     values = {i.name: i.value for i in whole_program.inputs}
     forward, backward = _forward_and_backward(whole_program)
-    return Piece(forward, backward, tuple(values[i.name] for i in trained), wanted, tuple(map(_spec_of, results)))
+    return ModelPiece(forward, backward, tuple(values[i.name] for i in trained), wanted, tuple(map(_spec_of, results)))
 
 
 def _trained_inputs(captured: Capture, differentiable: Collection[int]) -> list[Input]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwright.comm import PeerlessCommunicator, using_communicator
 from meshwright.layout import ProcessMesh, Spec, TorchValue, axes_of
-from meshwright.reshard import Exchange, Plan, Relabel
+from meshwright.reshard import ConversionPlan, Exchange, Relabel
 from meshwright.tensor import (
     RandomSource,
     absent,
@@ -81,7 +81,7 @@ class RecordingCommunicator(PeerlessCommunicator):
         number = RankPlace(mesh, tuple(axes))
         return self._recorder.add_rank_number(number, super().place(mesh, axes)) if axes else 0
 
-    def convert(self, way: Plan, x: Tensor) -> Tensor:
+    def convert(self, way: ConversionPlan, x: Tensor) -> Tensor:
         for step, spec in way.walk():
             if isinstance(step, Relabel) or (self.rank not in spec.mesh and not isinstance(step, Exchange)):
                 continue

@@ -15,7 +15,7 @@ from .._errors import RewriteError
 from ..program.draft import Spot
 from ..program.node import Node, Op, Value, name_of
 from .node_reader import CAST, Operand, Reader, Reading, VirtualValue, argument_names, full_arguments
-from .rule_arguments import Shape, Variant, sample_sizes
+from .rule_arguments import RuleVariant, Shape, sample_sizes
 from .rule_trace import CallTrace, StepName, trace_calls
 from .spellings import aten
 
@@ -111,7 +111,7 @@ class Pattern:
     It was made from the trace `told` of `find`; `others` are traces of `find` for other constants and shapes.
     """
 
-    variant: Variant
+    variant: RuleVariant
     roots: tuple[Term, ...]
     told: CallTrace
     terms: tuple[Term, ...] = field(repr=False)
@@ -147,7 +147,7 @@ def _makers(a: TorchValue) -> frozenset[int]:
     return inner | {id(CAST)} if inner else inner
 
 
-def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False) -> dict[str, Value]:
+def stand_ins(variant: RuleVariant, shapes: Mapping[str, Shape], other: bool = False) -> dict[str, Value]:
     """Return a value for every tensor argument: a square matrix if the argument has no shape."""
     sizes = sample_sizes(shapes, other)
     dtypes = {"float": torch.bfloat16, "int": torch.int64, "bool": torch.bool}
@@ -156,7 +156,7 @@ def stand_ins(variant: Variant, shapes: Mapping[str, Shape], other: bool = False
     return {name: Value(name, shape.sized(sizes), dtypes[shape.kind]) for name, shape in shape_of.items()}
 
 
-def sample_arguments(variant: Variant, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+def sample_arguments(variant: RuleVariant, shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return one value for every argument of a rule."""
     steps = {a.name: StepName(a.name, a.of) for a in variant.steps}
     return {
@@ -167,7 +167,7 @@ def sample_arguments(variant: Variant, shapes: Mapping[str, Shape]) -> dict[str,
     }
 
 
-def make_pattern(find: Callable[..., Any], variant: Variant, shapes: Mapping[str, Shape], rule: str) -> Pattern:
+def make_pattern(find: Callable[..., Any], variant: RuleVariant, shapes: Mapping[str, Shape], rule: str) -> Pattern:
     """Return the pattern of a variant, from traces of `find`.
 
     `find` is traced once, and again for a second value of each attribute and for other shapes. Raises RewriteError if
@@ -214,7 +214,7 @@ class _PatternMaker:
     producers: dict[Value, Spot] = field(default_factory=dict[Value, Spot])
     numbers: dict[int, int] = field(default_factory=dict[int, int])
 
-    def pattern(self, variant: Variant) -> Pattern:
+    def pattern(self, variant: RuleVariant) -> Pattern:
         for number, call in enumerate(self.told.calls):
             marked = self._marked_call(number, call)
             self.numbers[id(marked)] = number
@@ -269,7 +269,7 @@ class _PatternMaker:
                 self.terms[v] = Term(reading.op, args, reading.place, self.numbers.get(id(reading.call), -1))
         return self.terms[v]
 
-    def _check_names(self, variant: Variant, roots: tuple[Term, ...]) -> None:
+    def _check_names(self, variant: RuleVariant, roots: tuple[Term, ...]) -> None:
         used = {leaf.name for leaf in leaves(roots) if isinstance(leaf, (Name, Constant))}
         used |= {t.op.name for t in self.terms.values() if isinstance(t, Term) and isinstance(t.op, StepName)}
         wanted = {*variant.tensors, *(a.name for a in (*variant.attributes, *variant.steps))}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import TorchValue
-from meshwright.reshard import Step
+from meshwright.reshard import ConversionStep
 
 from .._errors import RewriteError
 
@@ -131,7 +131,7 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class RuleVariant:
     """A rule with fixed choices. `given` holds the chosen values, None for an omitted tensor."""
 
     given: Mapping[str, Any]
@@ -149,14 +149,14 @@ def arguments_of(fn: Callable[..., Any], samples: Mapping[str, Sequence[Any]]) -
     )
 
 
-def variants_of(arguments: Sequence[Argument]) -> Iterator[Variant]:
+def variants_of(arguments: Sequence[Argument]) -> Iterator[RuleVariant]:
     """Yield a variant for every combination of choices."""
     choices, attributes, steps = (_of_kind(arguments, kind) for kind in ("choice", "attribute", "step"))
     for options in product(*(choice.of for choice in choices)):
         chosen = zip(choices, options, strict=True)
         given = {choice.name: option for choice, option in chosen if option is not Tensor}
         tensors = tuple(name for name in tensor_names(arguments) if name not in given)
-        yield Variant(given, tensors, attributes, steps)
+        yield RuleVariant(given, tensors, attributes, steps)
 
 
 def _of_kind(arguments: Sequence[Argument], kind: Kind) -> tuple[Argument, ...]:
@@ -184,7 +184,7 @@ def _argument(name: str, hint: object, default: object, samples: Sequence[TorchV
         return Argument(name, "choice", (False, True))
     if (not empty and default is None) or _may_be_none(hint):
         return Argument(name, "choice", (Tensor, None))
-    if isinstance(hint, type) and issubclass(hint, Step):
+    if isinstance(hint, type) and issubclass(hint, ConversionStep):
         return Argument(name, "step", hint)
     if hint in (None, Tensor, "Tensor", "torch.Tensor") and empty and samples is None:
         return Argument(name, "tensor")

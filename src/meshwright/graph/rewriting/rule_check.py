@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.comm import current_communicator, simulate
 from meshwright.layout import Spec, TorchValue
-from meshwright.reshard import Plan, Step, execute
+from meshwright.reshard import ConversionPlan, ConversionStep, execute
 
 from .._errors import RewriteError
 from ..program.draft import Draft
@@ -25,7 +25,7 @@ from .node_reader import Reader
 from .pattern import Pattern
 from .pattern_match import find_match
 from .rewrite_rule import Rewrite
-from .rule_arguments import Shape, Variant, sample_sizes, variants_of
+from .rule_arguments import RuleVariant, Shape, sample_sizes, variants_of
 from .rule_trace import CallTrace, apply_steps_with
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -80,7 +80,7 @@ def _matches_calls(pattern: Pattern, trace: CallTrace) -> bool:
     return any(find_match(pattern, spot, draft, reader, lambda match: True) is not None for spot in draft)
 
 
-def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0) -> None:
+def check_steps(rule: Rewrite, steps: Mapping[str, ConversionStep], x: Spec, seed: int = 0) -> None:
     """Check a rule about steps on all ranks of the mesh, with a random tensor of the spec `x` as every tensor argument.
 
     Gradients need no check: they follow from the transposes of the steps.
@@ -102,7 +102,7 @@ def check_steps(rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int = 0
 
 
 def _on_all_ranks(
-    fn: Callable[..., Any], rule: Rewrite, steps: Mapping[str, Step], x: Spec, seed: int
+    fn: Callable[..., Any], rule: Rewrite, steps: Mapping[str, ConversionStep], x: Spec, seed: int
 ) -> list[tuple[Tensor, ...]]:
     """Return the results of a side on each simulated rank; all tensor arguments are one random tensor."""
 
@@ -112,9 +112,9 @@ def _on_all_ranks(
         part = torch.randn(x.local_shape(rank), dtype=x.dtype)
         lie: dict[int, tuple[Spec, Tensor]] = {id(part): (x, part)}
 
-        def carried(step: Step, t: Tensor) -> Tensor:
+        def carried(step: ConversionStep, t: Tensor) -> Tensor:
             src = lie[id(t)][0]
-            out = execute(Plan(src, step.apply(src), (step,)), t, current_communicator())
+            out = execute(ConversionPlan(src, step.apply(src), (step,)), t, current_communicator())
             lie[id(out)] = (step.apply(src), out)
             return out
 
@@ -125,7 +125,7 @@ def _on_all_ranks(
 
 
 def _cases(
-    rule: Rewrite, variant: Variant, dtypes: Sequence[torch.dtype]
+    rule: Rewrite, variant: RuleVariant, dtypes: Sequence[torch.dtype]
 ) -> Iterator[tuple[dict[str, Any], torch.dtype]]:
     """Yield arguments of a rule for two sets of sizes, all dtypes, and both samples of the constants."""
     names = [a.name for a in variant.attributes]
@@ -137,7 +137,7 @@ def _cases(
 
 
 def _tensors(
-    variant: Variant, shapes: Mapping[str, Shape], sizes: Mapping[str, Any], dtype: torch.dtype
+    variant: RuleVariant, shapes: Mapping[str, Shape], sizes: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in variant.tensors:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue
-from meshwright.reshard import Step
+from meshwright.reshard import ConversionStep
 from meshwright.tensor import operators_recorded
 
 from .._errors import RewriteError
@@ -32,7 +32,7 @@ class StepName:
     """Placeholder for a step argument of a rule."""
 
     name: str
-    kind: type[Step]
+    kind: type[ConversionStep]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _Watch:
             for x, v in zip(out, shown, strict=True):
                 self._bind_all(x, v)
 
-    def carry(self, step: Step | StepName, x: Tensor) -> Tensor:
+    def carry(self, step: ConversionStep | StepName, x: Tensor) -> Tensor:
         value = self.value(x)
         if isinstance(step, StepName):
             with no_modes():
@@ -128,10 +128,10 @@ class _Watch:
 
 
 _watching: ContextVar[_Watch | None] = ContextVar("watching", default=None)
-_carrying: ContextVar[Callable[[Step, Tensor], Tensor] | None] = ContextVar("carrying", default=None)
+_carrying: ContextVar[Callable[[ConversionStep, Tensor], Tensor] | None] = ContextVar("carrying", default=None)
 
 
-def apply_step(step: Step, x: Tensor) -> Tensor:
+def apply_step(step: ConversionStep, x: Tensor) -> Tensor:
     """Apply a conversion step to `x` in a rule. The step is an argument of the rule, or a new step.
 
     A new step needs the spec of `x`, so `x` must be the operand or the result of another step of the rule.
@@ -153,7 +153,7 @@ def apply_step(step: Step, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def apply_steps_with(run: Callable[[Step, Tensor], Tensor]) -> Generator[None]:
+def apply_steps_with(run: Callable[[ConversionStep, Tensor], Tensor]) -> Generator[None]:
     """Let `apply_step(step, x)` return `run(step, x)` inside the context."""
     token = _carrying.set(run)
     try:

@@ -14,7 +14,7 @@ from ..replay.loss_scale import Scaling
 from .first_states import made_states, with_first_states
 from .optimizer_copy import StateKey
 from .optimizer_states import state_kind
-from .recorded_step import Step
+from .recorded_step import OptimizerStep
 from .repeated_update import repeated
 from .step_effects import refuse_wrapper
 
@@ -44,7 +44,7 @@ def record_update(
         CaptureError: the step cannot be recorded, or the optimizer wraps another one.
         SideEffectError: the step runs user code that changes anything but tensors.
     """
-    step = Step(optimizer, names, rank, size, shards or {}, scaling)
+    step = OptimizerStep(optimizer, names, rank, size, shards or {}, scaling)
     if step.is_users:
         refuse_wrapper(optimizer)
         return step.recorded(trained, states).program
@@ -55,7 +55,7 @@ def record_update(
     return with_first_states(first, _recorded_by_kind(step, trained, {**states, **made})) or first
 
 
-def _recorded_by_kind(step: Step, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Program:
+def _recorded_by_kind(step: OptimizerStep, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Program:
     """Return the update of all parameters. Two of each kind are recorded, or all if they cannot be repeated."""
     templates = _templates(step, trained, states)
     chosen = [i for i in trained if i.name in {*templates.values()}]
@@ -68,7 +68,7 @@ def _recorded_by_kind(step: Step, trained: Sequence[Input], states: Mapping[Stat
     return step.recorded(trained, states).program
 
 
-def _templates(step: Step, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> dict[str, str]:
+def _templates(step: OptimizerStep, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> dict[str, str]:
     """Return, for each parameter, the parameter that is recorded for it: one of the first two of its kind."""
     forms: dict[str, list[Any]] = {}
     for (name, key), value in states.items():
@@ -79,7 +79,7 @@ def _templates(step: Step, trained: Sequence[Input], states: Mapping[StateKey, A
     return {name: kind[min(at, 1)] for kind in kinds.values() for at, name in enumerate(kind)}
 
 
-def _kind(step: Step, given: Input) -> Hashable:
+def _kind(step: OptimizerStep, given: Input) -> Hashable:
     """Return a key that is equal for parameters with equal updates, apart from the kinds of their states."""
     group = step.held[given.name][0] if given.name in step.held else None
     v, spec = given.value, given.spec

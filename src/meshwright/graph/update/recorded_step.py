@@ -59,7 +59,7 @@ class _FakeStep:
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """The step of an optimizer, which `recorded` records."""
 
     optimizer: Optimizer

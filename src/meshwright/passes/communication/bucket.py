@@ -79,7 +79,7 @@ class Bucket(Pass):
 
     def _first(
         self, draft: Draft, waiting: Sequence[Spot], order: dict[Spot, int]
-    ) -> tuple[list[BucketMember], Window]:
+    ) -> tuple[list[BucketMember], PlacementWindow]:
         """Return the bucket of the first waiting collective, and the positions where it may be placed."""
         first = _member(draft, waiting[0], order)
         members, window, size = [first], first.window, _row_bytes(first.spot)
@@ -107,7 +107,7 @@ def break_even_bytes(device: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PlacementWindow:
     """Positions where a collective may be placed: before a node from `ready` to `due`.
 
     `at` is the original position, of the first one for several collectives.
@@ -117,9 +117,9 @@ class Window:
     due: int
     at: int
 
-    def and_(self, other: Window) -> Window | None:
+    def and_(self, other: PlacementWindow) -> PlacementWindow | None:
         """Return the positions where both may be placed together; None if there are none."""
-        both = Window(max(self.ready, other.ready), min(self.due, other.due), min(self.at, other.at))
+        both = PlacementWindow(max(self.ready, other.ready), min(self.due, other.due), min(self.at, other.at))
         return both if both.position <= both.due else None
 
     @property
@@ -137,7 +137,7 @@ class BucketMember:
 
     spot: Spot
     kind: Hashable
-    window: Window
+    window: PlacementWindow
     makers: tuple[Spot, ...]
     is_urgent: bool
 
@@ -148,7 +148,7 @@ def _member(draft: Draft, spot: Spot, order: dict[Spot, int]) -> BucketMember:
     ready = max((order[s] + 1 for s in makers), default=0)
     due = min((order[s] for s in users), default=len(order))
     urgent = any(s.origin.phase == spot.origin.phase for s in users)
-    return BucketMember(spot, _kind(spot), Window(ready, due, order[spot]), makers, urgent)
+    return BucketMember(spot, _kind(spot), PlacementWindow(ready, due, order[spot]), makers, urgent)
 
 
 def _producers(draft: Draft, spot: Spot) -> Iterator[Spot]:
@@ -187,7 +187,7 @@ def _origin_of(spots: Sequence[Spot]) -> Origin:
     return replace(origin, layer=".".join(names[0] for names in shared), where=origin.where if same else "")
 
 
-def _fuse(draft: Draft, spots: Sequence[Spot], window: Window, at: dict[Spot, int]) -> Change:
+def _fuse(draft: Draft, spots: Sequence[Spot], window: PlacementWindow, at: dict[Spot, int]) -> Change:
     """Replace several collectives by one. Views that make operands move before it, views of results after it."""
     position = window.position
     anchor = next((s for s in islice(at, position, None) if not is_view(s.op)), draft.end)

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.graph import Change, Conversion, Draft, Pass, Program, Spot, Value, register_pass
 from meshwright.layout import Layout
-from meshwright.reshard import AllReduce, Exchange, Plan, Relabel, plan
+from meshwright.reshard import AllReduce, ConversionPlan, Exchange, Relabel, plan
 
 from .._rows import have_equal_local_tensors, is_only_use, origin_text, received_bytes
 
@@ -55,7 +55,7 @@ def _shortened(draft: Draft, last: Spot) -> Change | None:
     Returns None if nothing is saved.
     """
     chain = _chain(draft, last)
-    best: tuple[Cost, Sequence[Spot], Plan] | None = None
+    best: tuple[Cost, Sequence[Spot], ConversionPlan] | None = None
     for at in range(len(chain) - 1):
         part = chain[at:]
         if _op(part[0]).src.shape != _op(last).dst.shape:  # a view between factors and their product
@@ -150,7 +150,7 @@ def _cost(ops: Sequence[Conversion]) -> Cost:
     return sum(int(op.communicates) for op in ops), sum(received_bytes(op.step, op.src) for op in ops)
 
 
-def _replace(draft: Draft, part: Sequence[Spot], shorter: Plan) -> None:
+def _replace(draft: Draft, part: Sequence[Spot], shorter: ConversionPlan) -> None:
     """Insert the plan at the start of the chain, or at its end if the result is larger than the operand.
 
     So the smaller tensor is the one that is kept.

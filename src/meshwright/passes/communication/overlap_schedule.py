@@ -43,7 +43,7 @@ CLOSE = 1.01
 
 @register_pass
 @dataclass(frozen=True)
-class Schedule(Pass):
+class OverlapSchedule(Pass):
     """Overlap collectives with operators on `cluster`, with at most `memory` bytes (default: the device's memory)."""
 
     name: ClassVar[str] = "schedule"

@@ -28,7 +28,7 @@ from meshwright.graph import (
     map_values,
     register_pass,
 )
-from meshwright.reshard import AllReduce, Plan, Relabel, Slice, plan
+from meshwright.reshard import AllReduce, ConversionPlan, Relabel, Slice, plan
 
 from .._rows import has_static_sizes, is_only_use, origin_text, received_bytes
 
@@ -114,7 +114,7 @@ class _SliceSearch:
         dims = [d - len(whole) + len(x.shape) for _, d in self.step.places]
         return all(d < 0 or x.shape[d] == 1 for d in dims)
 
-    def _scattered(self, op: Conversion) -> Plan:
+    def _scattered(self, op: Conversion) -> ConversionPlan:
         """Return the plan from the operand of an all-reduce to the slice of its result."""
         return plan(op.src, self.op.dst.with_dtype(op.src.dtype))
 
@@ -138,7 +138,7 @@ class _SliceSearch:
     def _is_cut(self, x: Value) -> bool:
         return x.is_tensor and not self._is_repeated(x)
 
-    def _walked(self, spot: Spot, way: Plan) -> Value:
+    def _walked(self, spot: Spot, way: ConversionPlan) -> Value:
         """Add the steps of the plan at the position of the all-reduce, and return their result."""
         x = spot.ins[0]
         for step, spec in way.walk():

@@ -1,7 +1,7 @@
 """Splitting of matrix products before an all-reduce: each piece is sent while the next one is computed.
 
 Rows of a product do not depend on each other, so a product can be computed by groups of rows. This pays off if
-collectives overlap with operators: `Schedule` starts the collective of each piece as soon as the piece is available.
+collectives overlap with operators: `OverlapSchedule` starts the collective of each piece as soon as the piece is available.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SplitProducts(Pass):
 
     Sums with such products are split as well. A product with other readers is not split, nor one whose number of rows
     is no multiple of `pieces`. The pass must run after `Bucket`, which would merge the pieces again, and before
-    `Schedule`.
+    `OverlapSchedule`.
 
     Raises:
         RewriteError: `pieces` is less than two.

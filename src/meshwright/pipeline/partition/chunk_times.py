@@ -20,7 +20,7 @@ The backward recomputes the forward products, and computes two gradients of each
 """
 
 
-class Work(NamedTuple):
+class NodeOperations(NamedTuple):
     """Operations of a node: its forward pass, the gradients of activations, and the gradients of weights."""
 
     forward: float
@@ -43,17 +43,17 @@ def chunk_times(program: Program, stages: Stages, trained: Collection[str]) -> T
     return Times(forward, backward, weight)
 
 
-def _work_of_chunks(program: Program, chunks: int, trained: Collection[str]) -> list[Work]:
+def _work_of_chunks(program: Program, chunks: int, trained: Collection[str]) -> list[NodeOperations]:
     once = {i.value for i in program.inputs if i.role in ("parameter", "buffer", "constant")}
     needs = {i.value for i in program.inputs if i.role == "parameter" and i.name in trained}
-    totals = [Work(0.0, 0.0, 0.0)] * chunks
+    totals = [NodeOperations(0.0, 0.0, 0.0)] * chunks
     for node in program.nodes:
         chunk = node.origin.chunk
         if chunk == ALWAYS:
             once.update(node.outs)
         elif chunk is not None and chunk >= 0:
             work = _work(node, once, needs)
-            totals[chunk] = Work(*(a + b for a, b in zip(totals[chunk], work, strict=True)))
+            totals[chunk] = NodeOperations(*(a + b for a, b in zip(totals[chunk], work, strict=True)))
         if not needs.isdisjoint(node.ins):
             needs.update(filter(_is_float, node.outs))
     return totals
@@ -63,10 +63,10 @@ def _is_float(v: Value) -> bool:
     return isinstance(v.dtype, torch.dtype) and v.dtype.is_floating_point
 
 
-def _work(node: Node, once: Collection[Value], needs: Collection[Value]) -> Work:
+def _work(node: Node, once: Collection[Value], needs: Collection[Value]) -> NodeOperations:
     flops = work_of(node).flops
     wanted = [v for v in node.ins if v in needs]
     weights = [v for v in wanted if v in once]
     if "attention" in str(node.op):
-        return Work(flops, ATTENTION_BACKWARD * flops if wanted else 0.0, 0.0)
-    return Work(flops, flops * (len(wanted) - len(weights)), flops * sum(1 for v in weights if v.is_tensor))
+        return NodeOperations(flops, ATTENTION_BACKWARD * flops if wanted else 0.0, 0.0)
+    return NodeOperations(flops, flops * (len(wanted) - len(weights)), flops * sum(1 for v in weights if v.is_tensor))

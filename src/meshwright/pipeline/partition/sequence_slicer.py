@@ -30,7 +30,7 @@ from meshwright.graph import (
     values_in,
 )
 from meshwright.layout import TorchValue
-from meshwright.spmd import BoundRule, Call, RuleError, describe, split_factor
+from meshwright.spmd import BoundRule, OperatorCall, RuleError, describe, split_factor
 from meshwright.spmd import factor_choices as ways_to_cut
 from meshwright.tensor import STAGE_SPLIT, ReshardMark
 
@@ -62,7 +62,7 @@ class SequenceCut:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ValueSlices:
     """A value with one value per slice."""
 
     cut: SequenceCut
@@ -109,7 +109,7 @@ class NodeCut:
         return SequenceCut(dim, before, after, self.lengths)
 
 
-SlicedValue = Value | Pieces | Terms
+SlicedValue = Value | ValueSlices | Terms
 SliceRule = Callable[["Slicer", Node], bool]
 """Cuts a node without its rule; returns False if the rule applies."""
 
@@ -141,7 +141,7 @@ class Slicer:
         self._learned = {i.value for i in program.inputs if i.role == "parameter"}
         self._stand_ins: dict[Value, Tensor] = {}
         self._cut_before: dict[tuple[Value, SequenceCut], tuple[Value, ...]] = {}
-        self._entering: dict[Value, Pieces] = {}
+        self._entering: dict[Value, ValueSlices] = {}
         self._node: Node | None = None
 
     # --- the walk ------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Slicer:
             self._copy_whole(node)
         elif isinstance(node.op, (ReshardMark, StageSend)) or node.op is STAGE_SPLIT:
             (x,) = (self.held[v] for v in node.ins)
-            assert isinstance(x, Pieces)
+            assert isinstance(x, ValueSlices)
             self._copy_to_slices(node, x)
         else:
             special = self._specials.get(node.op._schema.name) if isinstance(node.op, Operator) else None
@@ -164,7 +164,7 @@ class Slicer:
                 known.update(node.outs)
 
     def finished(self) -> Program:
-        if not any(isinstance(x, Pieces) for x in self.held.values()):
+        if not any(isinstance(x, ValueSlices) for x in self.held.values()):
             raise self.refusal(
                 "sequences must be dim 1 of the tensors of a batch",
                 f"no operator that takes {self.lengths} of dim 1 of the batch and a parameter",
@@ -175,7 +175,7 @@ class Slicer:
 
     def _is_cut(self, node: Node) -> bool:
         """True if an operand is cut, or must be cut here: a whole sequence of the batch that meets a parameter."""
-        if any(isinstance(self.held[v], Pieces) for v in node.ins):
+        if any(isinstance(self.held[v], ValueSlices) for v in node.ins):
             return True
         mixed = any(v in self._given and v in self._learned for v in node.ins)
         meets = any(v in self._learned for v in node.ins) and not mixed
@@ -190,14 +190,14 @@ class Slicer:
         self._slice_of.update(dict.fromkeys(node.outs, at))
         self.held |= {v: v for v in node.outs}
 
-    def _copy_to_slices(self, node: Node, x: Pieces) -> None:
+    def _copy_to_slices(self, node: Node, x: ValueSlices) -> None:
         (out,) = node.outs
         names = self._draft.names
         made = [Value(names.fresh(out.name), v.shape, v.dtype, v.device) for v in x.values]
         for n, (v, new) in enumerate(zip(x.values, made, strict=True)):
             self._draft.add_as(node.op, (v,), {}, new, self._draft.end, replace(node.origin, slice=n))
             self._slice_of[new] = n
-        self.held[out] = Pieces(x.cut, tuple(made))
+        self.held[out] = ValueSlices(x.cut, tuple(made))
 
     # --- values --------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Slicer:
         held = self.held[v]
         if isinstance(held, Value):
             return held
-        if isinstance(held, Pieces):
+        if isinstance(held, ValueSlices):
             raise self.refusal("it needs the whole sequence")
         self.held[v] = total = self.joined(held)
         return total
@@ -235,10 +235,10 @@ class Slicer:
             total = self.add(n, aten.add.Tensor, total, term)
         return total
 
-    def cut(self, v: Value, cut: SequenceCut) -> Pieces:
+    def cut(self, v: Value, cut: SequenceCut) -> ValueSlices:
         """Return a value in slices; a whole value is cut. Raises StageError if it is cut in another way."""
         held = self.held[v]
-        if isinstance(held, Pieces):
+        if isinstance(held, ValueSlices):
             if held.cut != cut:
                 raise self.refusal(f"sequences are split into {held.cut.lengths} and into {cut.lengths}")
             return held
@@ -246,7 +246,7 @@ class Slicer:
         if (x, cut) not in self._cut_before:
             pieces = (self._slice(x, cut, n) for n in range(len(cut.lengths)))
             self._cut_before[x, cut] = tuple(pieces)
-        return Pieces(cut, self._cut_before[x, cut])
+        return ValueSlices(cut, self._cut_before[x, cut])
 
     def _slice(self, x: Value, cut: SequenceCut, n: int) -> Value:
         start = cut.starts[n]
@@ -272,7 +272,7 @@ class Slicer:
         for at, v in enumerate(node.outs):
             values = tuple(row[at] for row in results)
             is_cut = any(cut.factor in factors for factors in cut.factors_of_result(at))
-            self.held[v] = Pieces(self._out_cut(cut, at), values) if is_cut else Terms(values)
+            self.held[v] = ValueSlices(self._out_cut(cut, at), values) if is_cut else Terms(values)
 
     def out_shape(self, cut: NodeCut, n: int) -> list[int]:
         """Return the shape of slice n of the first result."""
@@ -280,7 +280,7 @@ class Slicer:
 
     def as_pieces(self, cut: NodeCut, made: Sequence[Value]) -> None:
         """Store the slices `made` as the single result of a node."""
-        self.held[cut.node.outs[0]] = Pieces(self._out_cut(cut, 0), tuple(made))
+        self.held[cut.node.outs[0]] = ValueSlices(self._out_cut(cut, 0), tuple(made))
 
     def cut_of(self, node: Node) -> NodeCut:
         """Return how a node is cut along a factor of its operands. Raises StageError if they are cut along several."""
@@ -303,7 +303,7 @@ class Slicer:
     def _operand_cuts(self, operands: Sequence[Value | None]) -> dict[int, SequenceCut]:
         """Return the cut of each operand that is in slices, by the position of the operand."""
         held = ((at, self._entering.get(v, self.held[v])) for at, v in enumerate(operands) if v is not None)
-        return {at: x.cut for at, x in held if isinstance(x, Pieces)}
+        return {at: x.cut for at, x in held if isinstance(x, ValueSlices)}
 
     def local(self, node_cut: NodeCut, known: bool = False) -> dict[Value, tuple[Value, ...]]:
         """Return each operand in each slice.
@@ -333,7 +333,7 @@ class Slicer:
             raise self.refusal("its result is not sliced along one dim")
         return cut.of_dim(dims[0], result[dims[0]])
 
-    def _call_of(self, node: Node) -> Call:
+    def _call_of(self, node: Node) -> OperatorCall:
         args, kwargs = map_values(self.stand_in, (node.args, dict(node.kwargs)))
         try:
             call = describe(node.op, args, kwargs) if isinstance(node.op, Operator) else None

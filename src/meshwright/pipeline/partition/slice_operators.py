@@ -14,7 +14,7 @@ import torch
 
 from meshwright.graph import Node, Operator, Program, Value, tensor_dtype
 
-from .sequence_slicer import NodeCut, Pieces, SequenceCut, Slicer, SliceRule, Terms, sliced
+from .sequence_slicer import NodeCut, SequenceCut, Slicer, SliceRule, Terms, ValueSlices, sliced
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -49,11 +49,11 @@ def attention(s: Slicer, node: Node) -> bool:
         keys, values = _first_slices(s, k, n), _first_slices(s, v, n)
         mask = _causal_mask(s, n, query, length, start) if n else None
         made.append(s.add(n, node.op, query, keys, values, mask, 0.0, n == 0, **options))
-    s.held[node.outs[0]] = Pieces(q.cut, tuple(made))
+    s.held[node.outs[0]] = ValueSlices(q.cut, tuple(made))
     return True
 
 
-def _not_causal(given: Mapping[str, Any], q: Pieces, k: Pieces, v: Pieces) -> str:
+def _not_causal(given: Mapping[str, Any], q: ValueSlices, k: ValueSlices, v: ValueSlices) -> str:
     if given["attn_mask"] is not None:
         return "its mask may not hide later positions"
     if not given["is_causal"]:
@@ -63,7 +63,7 @@ def _not_causal(given: Mapping[str, Any], q: Pieces, k: Pieces, v: Pieces) -> st
     return "queries and keys are split at different positions" if not q.cut == k.cut == v.cut else ""
 
 
-def _first_slices(s: Slicer, x: Pieces, n: int) -> Value:
+def _first_slices(s: Slicer, x: ValueSlices, n: int) -> Value:
     """Return the slices up to slice n as one value."""
     return s.add(n, aten.cat.default, list(x.values[: n + 1]), x.cut.dim) if n else x.values[0]
 
@@ -163,10 +163,10 @@ def reshaped(s: Slicer, node: Node) -> bool:
     return True
 
 
-def _pieces_along(s: Slicer, v: Value, dim: int) -> Pieces | None:
+def _pieces_along(s: Slicer, v: Value, dim: int) -> ValueSlices | None:
     """Return the slices of a value that is cut along `dim` only; None for any other value."""
     x = s.held[v]
-    if not isinstance(x, Pieces) or x.cut.before * x.cut.after != 1 or x.cut.dim != dim:
+    if not isinstance(x, ValueSlices) or x.cut.before * x.cut.after != 1 or x.cut.dim != dim:
         return None
     return x
 
@@ -198,7 +198,7 @@ def select_range(s: Slicer, node: Node) -> bool:
         s.add(n, aten.slice.Tensor, v, x.cut.dim, own.start - start, own.stop - start)
         for n, (v, own, start) in enumerate(zip(x.values, kept, x.cut.starts, strict=True))
     ]
-    s.held[node.outs[0]] = Pieces(SequenceCut(x.cut.dim, 1, 1, tuple(map(len, kept))), tuple(made))
+    s.held[node.outs[0]] = ValueSlices(SequenceCut(x.cut.dim, 1, 1, tuple(map(len, kept))), tuple(made))
     return True
 
 
@@ -212,7 +212,7 @@ def dropout(s: Slicer, node: Node) -> bool:
     """Draw one mask for the whole sequence with the first slice; each slice uses its select_range of the mask."""
     given = _arguments(node)
     x = s.held[given["input"]]
-    if not isinstance(x, Pieces) or x.cut.before != 1:
+    if not isinstance(x, ValueSlices) or x.cut.before != 1:
         raise s.refusal("its rows and positions are merged into one dim, or it applies to terms of a sum")
     if not given["train"] or given["p"] == 0:
         s.held[node.outs[0]] = x
@@ -223,7 +223,7 @@ def dropout(s: Slicer, node: Node) -> bool:
     for n, (v, start, length) in enumerate(zip(x.values, x.cut.starts, x.cut.lengths, strict=True)):
         own = s.add(n, aten.narrow.default, mask, x.cut.dim, start * x.cut.after, length * x.cut.after)
         made.append(s.add(n, aten.mul.Tensor, v, own))
-    s.held[node.outs[0]] = Pieces(x.cut, tuple(made))
+    s.held[node.outs[0]] = ValueSlices(x.cut, tuple(made))
     return True
 
 
@@ -231,10 +231,10 @@ def broadcast(s: Slicer, node: Node) -> bool:
     """Broadcast tensors: sliced tensors keep their shape, whole tensors are expanded if needed."""
     xs, outs = list(node.ins), list(node.outs)
     pairs = [(x, s.held[x], out) for x, out in zip(xs, outs, strict=True)]
-    if any(isinstance(held, Pieces) and x.shape != out.shape for x, held, out in pairs):
+    if any(isinstance(held, ValueSlices) and x.shape != out.shape for x, held, out in pairs):
         return False
     for x, held, out in pairs:
-        same = isinstance(held, Pieces) or x.shape == out.shape
+        same = isinstance(held, ValueSlices) or x.shape == out.shape
         s.held[out] = held if same else s.add(s.slice_of(x), aten.expand.default, s.whole(x), list(out.shape))
     return True
 
@@ -242,7 +242,7 @@ def broadcast(s: Slicer, node: Node) -> bool:
 def new_tensor(s: Slicer, node: Node) -> bool:
     """Create a tensor of explicit sizes, which reads only the dtype of its operand."""
     x = s.held[node.ins[0]]
-    assert isinstance(x, Pieces)
+    assert isinstance(x, ValueSlices)
     s.held[node.outs[0]] = s.add(0, node.op, x.values[0], *node.args[1:], **node.kwargs)
     return True
 

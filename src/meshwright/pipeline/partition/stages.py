@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
-from meshwright.graph import ALWAYS, EVERYWHERE, Edge, Input, Node, Program, Value, is_random_call
+from meshwright.graph import ALWAYS, EVERYWHERE, ChunkConversion, Input, Node, Program, Value, is_random_call
 from meshwright.tensor import STAGE_SPLIT
 
 from .._errors import StageError
@@ -184,9 +184,9 @@ class _Staging:
     def with_chunk(self, node: Node, numbers: Iterator[int]) -> Node:
         """Return the node with its chunk, and with an edge if it leads from one chunk to another."""
         at = self.chunk[node.outs[0]] if node.outs else 0
-        edge: Edge | None = None
+        edge: ChunkConversion | None = None
         if at >= 0 and len(node.ins) == 1 and self._ranks_of(node.ins[0]) not in (None, self._ranks_of_node(node)):
-            edge = Edge(self.chunk[node.ins[0]], at, next(numbers))
+            edge = ChunkConversion(self.chunk[node.ins[0]], at, next(numbers))
         return replace(node, origin=replace(node.origin, chunk=at, edge=edge))
 
 

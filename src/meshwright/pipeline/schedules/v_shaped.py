@@ -15,7 +15,7 @@ from ..simulation.compaction import compacted
 from ..simulation.list_scheduling import list_schedule
 from ..simulation.simulator import Times, simulate_schedule
 from ..table.action import Action, ActionKind
-from ..table.peak_memory import Memory, peaks
+from ..table.peak_memory import ChunkMemory, peaks
 from ..table.schedule import Schedule, zigzag
 from .flush_schedules import backward_input, backward_weight, forward, require_counts
 
@@ -106,7 +106,9 @@ def _from_block(
     for rule in _RULES:
         with suppress(ScheduleError):
             found.append(
-                list_schedule(name, zigzag(ranks)[0], microbatches, rule, times or Times(), Memory(), (most,) * ranks)
+                list_schedule(
+                    name, zigzag(ranks)[0], microbatches, rule, times or Times(), ChunkMemory(), (most,) * ranks
+                )
             )
     return _best(found, times)
 

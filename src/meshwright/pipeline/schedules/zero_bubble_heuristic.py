@@ -13,7 +13,7 @@ from itertools import product
 from .._errors import ScheduleError
 from ..simulation.simulator import Times, simulate_schedule
 from ..table.action import Action, ActionKind
-from ..table.peak_memory import Memory, chunk_value
+from ..table.peak_memory import ChunkMemory, chunk_value
 from ..table.schedule import Schedule, linear
 from .flush_schedules import require_counts
 
@@ -21,12 +21,12 @@ _KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEI
 F, B, W = range(3)
 
 
-def zb_1p(ranks: int, microbatches: int, times: Times | None = None, memory: Memory | None = None) -> Schedule:
+def zb_1p(ranks: int, microbatches: int, times: Times | None = None, memory: ChunkMemory | None = None) -> Schedule:
     """The best of the heuristic's tables that hold no more than 1F1B does: p microbatches."""
     return zero_bubble("ZB-1p", ranks, microbatches, ranks, times, memory)
 
 
-def zb_2p(ranks: int, microbatches: int, times: Times | None = None, memory: Memory | None = None) -> Schedule:
+def zb_2p(ranks: int, microbatches: int, times: Times | None = None, memory: ChunkMemory | None = None) -> Schedule:
     """The best of the heuristic's tables that hold no more than 2p microbatches."""
     return zero_bubble("ZB-2p", ranks, microbatches, 2 * ranks, times, memory)
 
@@ -37,14 +37,14 @@ def zero_bubble(
     microbatches: int,
     capacity: float,
     times: Times | None = None,
-    memory: Memory | None = None,
+    memory: ChunkMemory | None = None,
 ) -> Schedule:
     """Return the table of least span that holds at most `capacity` on each rank.
 
     Raises ScheduleError if there is none.
     """
     require_counts(name, ranks, microbatches)
-    times, memory = times or Times(), memory or Memory(kept=0.5)
+    times, memory = times or Times(), memory or ChunkMemory(kept=0.5)
     found: list[tuple[float, float, Schedule]] = []
     for choice in product((True, False), repeat=3):
         table = _Table(ranks, microbatches, capacity, times, memory, *choice)
@@ -89,7 +89,7 @@ class _Table:
         microbatches: int,
         capacity: float,
         times: Times,
-        memory: Memory,
+        memory: ChunkMemory,
         past_first: bool,
         backward_first: bool,
         fill_all: bool,

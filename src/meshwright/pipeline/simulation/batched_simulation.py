@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..table.action import Action
 from ..table.execution_order import Event, events_of, feasible_order, needs
-from ..table.peak_memory import Memory
+from ..table.peak_memory import ChunkMemory
 from ..table.schedule import Row, Schedule
 from .simulator import Times, crossed
 
@@ -84,7 +84,7 @@ class BatchedSimulation:
 
 def _alive(schedule: Schedule, row: Row) -> Iterator[tuple[int, ...]]:
     """Yield, after each action, the number of microbatches of each chunk that a rank holds at once."""
-    now, one = [0] * schedule.chunks, Memory()
+    now, one = [0] * schedule.chunks, ChunkMemory()
     for action in row:
         most = [*now]
         for atom in action.atoms:

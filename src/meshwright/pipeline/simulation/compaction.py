@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..table.action import Action
-from ..table.peak_memory import Memory, peaks
+from ..table.peak_memory import ChunkMemory, peaks
 from ..table.schedule import Schedule
 from .simulator import Clock, Times
 
@@ -17,14 +17,14 @@ AHEAD = 64
 def compacted(
     schedule: Schedule,
     times: Times | None = None,
-    memory: Memory | None = None,
+    memory: ChunkMemory | None = None,
     capacity: float | Sequence[float] | None = None,
 ) -> Schedule:
     """Return the same actions, with each rank running the first action in its row that can run at that time.
 
     No rank holds more than `capacity` (default: its peak before).
     """
-    memory = memory or Memory()
+    memory = memory or ChunkMemory()
     most = peaks(schedule, memory) if capacity is None else capacity
     limits = most if isinstance(most, Sequence) else [most] * schedule.ranks
     return _Compaction(schedule, times or Times(), memory, limits).result()
@@ -33,7 +33,7 @@ def compacted(
 class _Compaction:
     """The remaining actions of each row, and the new rows."""
 
-    def __init__(self, schedule: Schedule, times: Times, memory: Memory, limits: Sequence[float]) -> None:
+    def __init__(self, schedule: Schedule, times: Times, memory: ChunkMemory, limits: Sequence[float]) -> None:
         self.schedule, self.memory, self.limits = schedule, memory, limits
         self.clock = Clock(schedule, times)
         self.left = [list(row) for row in schedule.rows]

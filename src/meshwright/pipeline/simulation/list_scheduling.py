@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .._errors import ScheduleError
 from ..table.action import Action, ActionKind
-from ..table.peak_memory import Memory
+from ..table.peak_memory import ChunkMemory
 from ..table.schedule import Schedule, Way, chunks_on
 from .simulator import Clock, Times
 
@@ -15,7 +15,13 @@ ActionOrder = Sequence[tuple[ActionKind, int]]
 
 
 def list_schedule(
-    name: str, way: Way, microbatches: int, rule: ActionOrder, times: Times, memory: Memory, limits: Sequence[float]
+    name: str,
+    way: Way,
+    microbatches: int,
+    rule: ActionOrder,
+    times: Times,
+    memory: ChunkMemory,
+    limits: Sequence[float],
 ) -> Schedule:
     """Return the schedule in which every rank starts the earliest possible action, ties broken by `rule`.
 
@@ -32,7 +38,7 @@ class _Table:
     """The rows while they are filled."""
 
     def __init__(
-        self, name: str, way: Way, m: int, rule: ActionOrder, times: Times, memory: Memory, limits: Sequence[float]
+        self, name: str, way: Way, m: int, rule: ActionOrder, times: Times, memory: ChunkMemory, limits: Sequence[float]
     ) -> None:
         self.ranks = max(way) + 1
         self.shape = Schedule(name, (way,), m, ((),) * self.ranks)

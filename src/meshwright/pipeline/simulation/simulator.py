@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..table.action import COMPUTES, RECEIVES, SENDS, Action, ActionKind
 from ..table.execution_order import Event, events_of, feasible_order, needs
-from ..table.peak_memory import Memory, chunk_value, peaks
+from ..table.peak_memory import ChunkMemory, chunk_value, peaks
 from ..table.schedule import Schedule
 
 
@@ -123,7 +123,7 @@ class Timeline:
         """Fraction of the span in which the busiest rank does not compute, as in zero-bubble papers."""
         return 1 - max(self.busy) / self.span
 
-    def peaks(self, memory: Memory | None = None) -> tuple[float, ...]:
+    def peaks(self, memory: ChunkMemory | None = None) -> tuple[float, ...]:
         """Return the peak memory of each rank."""
         return peaks(self.schedule, memory)
 

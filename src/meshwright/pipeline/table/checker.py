@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from .._errors import ScheduleError
 from .action import COMPUTES, RECEIVES, TRANSFERS, Action, ActionKind
 from .execution_order import Channel, Event, events, feasible_order, message_ranks
-from .peak_memory import Memory, peaks
+from .peak_memory import ChunkMemory, peaks
 from .schedule import Schedule, atoms_of
 from .weight_versions import is_asynchronous, update_groups, versions_used
 
@@ -17,7 +17,7 @@ def check_schedule(
     schedule: Schedule,
     channel: Channel = Channel.BUFFERED,
     *,
-    memory: Memory | None = None,
+    memory: ChunkMemory | None = None,
     capacity: float | Sequence[float] | None = None,
     stale: bool = False,
 ) -> tuple[float, ...]:

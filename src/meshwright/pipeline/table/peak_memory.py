@@ -11,7 +11,7 @@ from .weight_versions import held_version_counts
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ChunkMemory:
     """Bytes per chunk and microbatch; each field has one number per chunk, or one number for all chunks.
 
     `held` is the memory that a forward saves for the backward. `kept` is the part of it that stays between B and W
@@ -48,7 +48,7 @@ def chunk_value(values: float | tuple[float, ...], index: int) -> float:
     return values[index] if isinstance(values, tuple) else values
 
 
-def peaks(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]:
+def peaks(schedule: Schedule, memory: ChunkMemory | None = None) -> tuple[float, ...]:
     """Return the peak bytes of each rank.
 
     Without `memory`, the peak number of (chunk, microbatch) with a pending backward.
@@ -57,7 +57,7 @@ def peaks(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]
     >>> peaks(one_f_one_b(4, 8))
     (4.0, 3.0, 2.0, 1.0)
     """
-    memory = memory or Memory()
+    memory = memory or ChunkMemory()
     return tuple(
         _on(schedule, rank, memory.static) + _peak(schedule, row, memory, _on(schedule, rank, memory.weights))
         for rank, row in enumerate(schedule.rows)
@@ -69,7 +69,7 @@ def _on(schedule: Schedule, rank: int, values: float | tuple[float, ...]) -> flo
     return sum(chunk_value(values, chunk) for way in schedule.ways for chunk in chunks_on(way, rank))
 
 
-def _peak(schedule: Schedule, row: Row, memory: Memory, weights: float) -> float:
+def _peak(schedule: Schedule, row: Row, memory: ChunkMemory, weights: float) -> float:
     now = most = 0.0
     older = (n - 1 for n in held_version_counts(schedule, row)) if weights else repeat(0)
     for action in row:

@@ -27,7 +27,7 @@ from ..plan_data.units import parameters
 from ..sharding.conversion_prices import Prices
 from ..sharding.memory_model import per_byte
 from ..sharding.memory_saving import NOTHING, MemorySaving
-from ..sharding.sharding_search import Conversion, Shardings
+from ..sharding.sharding_search import PricedConversion, Shardings
 from ..stages.balance import Balanced
 from ..transformer_plans.choose import USABLE
 from ..transformer_plans.communication import link_name
@@ -216,7 +216,7 @@ class MeshPlan:
         return self.cuts, self.cluster
 
     @property
-    def _meetings(self) -> tuple[Conversion, ...]:
+    def _meetings(self) -> tuple[PricedConversion, ...]:
         return self.cuts.meetings if self.cuts else ()
 
     def _spent(self) -> dict[str, float]:
@@ -284,7 +284,7 @@ def _kinds(state: float, others: float) -> dict[str, float]:
     return {"parameters, gradients, optimizer": state, "activations and batch": others}
 
 
-def _why(seconds: float, spent: Mapping[str, float], meetings: Sequence[Conversion]) -> Iterator[str]:
+def _why(seconds: float, spent: Mapping[str, float], meetings: Sequence[PricedConversion]) -> Iterator[str]:
     name = max(spent, key=lambda n: spent[n])
     yield f"{name}: {100 * spent[name] / (seconds or 1.0):.1f} % of the step"
     if meetings:

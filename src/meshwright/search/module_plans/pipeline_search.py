@@ -20,7 +20,7 @@ from ..sharding.memory_saving import NOTHING, MemorySaving
 from ..sharding.sharding_search import Shardings
 from ..stages.balance import Balanced, balance, fits
 from ..stages.layer_chain import Chain, chain_of
-from ..stages.layer_costs import Links, layer_costs
+from ..stages.layer_costs import LinkTimes, layer_costs
 from ..stages.schedule_tables import SCHEDULES, most_chunks
 from .pipeline_plan import Pipelining
 from .replicas import CLOSE, Replicas
@@ -144,7 +144,7 @@ class Pipelines:
         def message(nbytes: Numbers) -> Numbers:
             return np.where(nbytes > 0, cluster.message(nbytes, across), 0.0)
 
-        links = Links(message, prices.reduced)
+        links = LinkTimes(message, prices.reduced)
 
         found: list[tuple[Shardings, Balanced]] = []
 

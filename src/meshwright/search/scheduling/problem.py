@@ -8,7 +8,7 @@ from itertools import chain
 from math import inf
 from typing import Literal
 
-from meshwright.pipeline import Action, ActionKind, Memory, Schedule, Times, peaks, simulate_schedule
+from meshwright.pipeline import Action, ActionKind, ChunkMemory, Schedule, Times, peaks, simulate_schedule
 
 from .._errors import SearchError
 
@@ -33,7 +33,7 @@ class Problem:
     way: tuple[int, ...]
     microbatches: int
     times: Times = field(default_factory=Times)
-    memory: Memory = field(default_factory=Memory)
+    memory: ChunkMemory = field(default_factory=ChunkMemory)
     capacity: tuple[float, ...] | float | None = None
     objective: Objective = "makespan"
     split: bool = True

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.graph import Node, Operator, Program, Value, alias_pairs, is_random_call
 from meshwright.layout import hint
-from meshwright.spmd import BoundRule, Call, Choice
+from meshwright.spmd import BoundRule, Choice, OperatorCall
 
 from .forms import AXIS, PENDING, VARYING, WHOLE, AxisForm
 from .operator_options import Forms, call_of, choices, gives_of, needs_of, tensors_of
@@ -160,14 +160,14 @@ class _Followed:
         """True if the first dim of a tensor is as long as the batch."""
         return len(v.shape) > 0 and hint(v.shape[0]) == self.rows
 
-    def _forms_by_rule(self, node: Node, call: Call, have: Sequence[AxisForm]) -> Sequence[AxisForm] | None:
+    def _forms_by_rule(self, node: Node, call: OperatorCall, have: Sequence[AxisForm]) -> Sequence[AxisForm] | None:
         wanted = dict(zip(tensors_of(node.ins), have, strict=True))
         for choice in choices(call.bound, self.pieces):
             if self._fits_choice(node, call, choice, wanted):
                 return gives_of(call.bound, choice, self.pieces)
         return None
 
-    def _fits_choice(self, node: Node, call: Call, choice: Choice, wanted: Forms) -> bool:
+    def _fits_choice(self, node: Node, call: OperatorCall, choice: Choice, wanted: Forms) -> bool:
         if self._has_form(call.bound, choice) and not (self._is_mean(node) or self._is_apart(node, choice)):
             return False
         needs = needs_of(node, call, choice, self.pieces)

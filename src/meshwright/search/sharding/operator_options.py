@@ -13,8 +13,8 @@ from meshwright.spmd import (
     REPLICATED,
     AxisState,
     BoundRule,
-    Call,
     Choice,
+    OperatorCall,
     RuleError,
     allows_pending_sums,
     describe_for_propagation,
@@ -50,7 +50,7 @@ def tensors_of(values: Sequence[Value]) -> tuple[Value, ...]:
     return tuple(dict.fromkeys(v for v in values if v.is_tensor))
 
 
-def call_of(node: Node) -> Call | None:
+def call_of(node: Node) -> OperatorCall | None:
     """Return the call of an operator that has a rule and writes to nothing, or None."""
     if not isinstance(node.op, Operator):
         return None
@@ -79,7 +79,7 @@ def choices(bound: BoundRule, ranks: int) -> Iterator[Choice]:
     )
 
 
-def needs_of(node: Node, call: Call, choice: Choice, ranks: int) -> dict[Value, AxisForm] | None:
+def needs_of(node: Node, call: OperatorCall, choice: Choice, ranks: int) -> dict[Value, AxisForm] | None:
     """Return the form that a choice needs of each operand; None if it needs one operand in two forms."""
     needs: dict[Value, AxisForm] = {}
     bound, varies = call.bound, any(need != REPLICATED for need in choice.ins)

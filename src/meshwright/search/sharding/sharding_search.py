@@ -23,7 +23,7 @@ import numpy as np
 from meshwright.graph import Node, Operator, Program, Value, map_values, work_of
 from meshwright.layout import Shard
 from meshwright.reshard import transposed
-from meshwright.spmd import Call
+from meshwright.spmd import OperatorCall
 
 from .._errors import SearchError
 from ..plan_data.units import size_rounded_up
@@ -41,7 +41,7 @@ BACKWARD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class PricedConversion:
     """A conversion that takes time: its value, the forms before and after, and its place in the model.
 
     `seconds` are those of the forward and the backward pass.
@@ -82,7 +82,7 @@ class Shardings:
     program: Program = field(repr=False)
     options: Options = field(repr=False)
     forms: Forms = field(repr=False)
-    meetings: tuple[Conversion, ...] = field(default=(), repr=False)
+    meetings: tuple[PricedConversion, ...] = field(default=(), repr=False)
     gap: float = 0.0
     held: float = 0.0
 
@@ -248,7 +248,7 @@ class ShardingProblem:
         """Return a solution with its conversions in `meetings`."""
         return replace(found, meetings=tuple(self._costly_conversions(found.options, found.forms)))
 
-    def _costly_conversions(self, options: Options, forms: Forms) -> Iterator[Conversion]:
+    def _costly_conversions(self, options: Options, forms: Forms) -> Iterator[PricedConversion]:
         """Yield the conversions of a solution that take time."""
         for given in self.program.inputs:
             if given.value in forms:
@@ -264,11 +264,11 @@ class ShardingProblem:
 
     def _conversion_if_costly(
         self, v: Value, have: AxisForm, need: AxisForm, layer: str, node: Node | None = None
-    ) -> Iterator[Conversion]:
+    ) -> Iterator[PricedConversion]:
         seconds = float(self._conversion_costs(v, (have,), (need,))[0, 0])
         if seconds > 0:
             source = node.origin.where if node else ""
-            yield Conversion(v, have, need, self.kept.nbytes(v), seconds, layer, source, node)
+            yield PricedConversion(v, have, need, self.kept.nbytes(v), seconds, layer, source, node)
 
     def smallest(self, byte: float) -> float:
         """Return the minimum of the objective, from all combinations at once."""
@@ -314,7 +314,7 @@ class ShardingProblem:
         """Return the seconds of resharding an operand or result along another dim, for all pieces of a batch."""
         return self.prices.exchanged(self.kept.nbytes(v), v in self.trains) * self.prices.saving.accumulate
 
-    def _options_by_rule(self, node: Node, call: Call, whole: float, begun: float) -> Iterator[Option]:
+    def _options_by_rule(self, node: Node, call: OperatorCall, whole: float, begun: float) -> Iterator[Option]:
         operands, ranks = tensors_of(node.ins), self.prices.ranks
         name = node.op.name() if isinstance(node.op, Operator) else ""
         for choice in choices(call.bound, ranks):

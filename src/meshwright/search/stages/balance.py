@@ -15,7 +15,7 @@ from meshwright.pipeline import Schedule, Timeline, simulate_schedule
 
 from .batched_step_time import BatchedStepTime, LayerSums
 from .chunk_starts import ChunkStarts
-from .layer_costs import ONCE, LayerCosts, Links, Numbers
+from .layer_costs import ONCE, LayerCosts, LinkTimes, Numbers
 from .schedule_tables import one_chunk_tables, several_chunk_tables
 from .stage_starts import Starts, starts_by_bound
 
@@ -34,7 +34,7 @@ class Balanced:
     starts: Starts
     costs: LayerCosts = field(repr=False)
     timeline: Timeline = field(repr=False)
-    links: Links = field(repr=False)
+    links: LinkTimes = field(repr=False)
 
     @property
     def schedule(self) -> Schedule:
@@ -69,7 +69,7 @@ class Balanced:
 
 
 def balance(
-    layers: LayerCosts, stages: int, microbatches: int, memory_limit: float, links: Links, limit: float = inf
+    layers: LayerCosts, stages: int, microbatches: int, memory_limit: float, links: LinkTimes, limit: float = inf
 ) -> Balanced | None:
     """Return the fastest chunks and schedule that fit into `memory_limit` bytes per rank.
 
@@ -88,7 +88,7 @@ def balance(
     return Balanced(best.starts, costs, simulate_schedule(best.table, costs.times(links)), links)
 
 
-def fits(layers: LayerCosts, stages: int, microbatches: int, memory_limit: float, links: Links) -> bool:
+def fits(layers: LayerCosts, stages: int, microbatches: int, memory_limit: float, links: LinkTimes) -> bool:
     """True if stages of one chunk fit into `memory_limit` bytes per rank."""
     tables = (runs.schedule for runs in one_chunk_tables(stages, microbatches))
     return any(next(starts_by_bound(layers, table, memory_limit, links), None) is not None for table in tables)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from meshwright.pipeline import BatchedSimulation, Times
 
 from ..sharding.variable_elimination import Costs
-from .layer_costs import ONCE, LayerCosts, Links
+from .layer_costs import ONCE, LayerCosts, LinkTimes
 from .stage_starts import Starts
 
 
@@ -22,7 +22,7 @@ class LayerSums:
     """Cumulative costs of layers, so that the cost of consecutive layers is a difference."""
 
     costs: LayerCosts
-    links: Links
+    links: LinkTimes
 
     @cached_property
     def count(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.cost import Numbers as Amounts
 from meshwright.graph import Node, Value
-from meshwright.pipeline import Memory, Times
+from meshwright.pipeline import ChunkMemory, Times
 
 from ..sharding.conversion_prices import Prices
 from ..sharding.memory_model import MemoryModel, make_anew
@@ -21,11 +21,11 @@ from .layer_chain import Chain
 
 Numbers = tuple[float, ...]
 ONCE = "gathers", "reduced", "shared"
-"""Costs that occur once in a step, in the order of the arguments of `Links.once`."""
+"""Costs that occur once in a step, in the order of the arguments of `LinkTimes.once`."""
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkTimes:
     """Seconds of a message between stages, and of reducing gradients over replicas, as functions of bytes."""
 
     message: Callable[[Amounts], Amounts]
@@ -93,14 +93,14 @@ class LayerCosts:
         added = {name: each(name) for name in ("forward", "backward", "weight", "static", *ONCE)}
         return LayerCosts(**added, held=held, brief=each("brief", max), sent=sent)
 
-    def times(self, links: Links) -> Times:
+    def times(self, links: LinkTimes) -> Times:
         """Return the times with which a schedule of these chunks is simulated."""
         return Times(self.forward, self.backward, self.weight, tuple(float(links.message(n)) for n in self.sent))
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> ChunkMemory:
         """Memory of the ranks without brief bytes; the gradients of weights need all that the forward pass has left."""
-        return Memory(held=self.held, static=self.static)
+        return ChunkMemory(held=self.held, static=self.static)
 
 
 def layer_costs(cuts: Shardings, prices: Prices, chain: Chain) -> LayerCosts:

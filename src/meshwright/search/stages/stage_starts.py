@@ -18,13 +18,13 @@ import numpy as np
 from meshwright.pipeline import ActionKind, Schedule, peaks
 
 from ..sharding.variable_elimination import Costs
-from .layer_costs import ONCE, LayerCosts, Links
+from .layer_costs import ONCE, LayerCosts, LinkTimes
 
 Starts = tuple[int, ...]
 
 
 def starts_by_bound(
-    layers: LayerCosts, table: Schedule, memory_limit: float, links: Links
+    layers: LayerCosts, table: Schedule, memory_limit: float, links: LinkTimes
 ) -> Iterator[tuple[float, Schedule, Starts]]:
     """Yield lower bounds on the seconds of a step, in order, with the table and the starts of all stages but the first.
 
@@ -58,7 +58,7 @@ def _least_behind(needs: Sequence[Costs]) -> list[Costs]:
     return found[::-1]
 
 
-def _stage_bounds(layers: LayerCosts, table: Schedule, memory_limit: float, links: Links) -> Iterator[Costs]:
+def _stage_bounds(layers: LayerCosts, table: Schedule, memory_limit: float, links: LinkTimes) -> Iterator[Costs]:
     """Yield each stage's lower bound on the seconds of a step, by the layers at which it and the next one begin."""
     count, m, stages = len(layers.whole), table.microbatches, table.ranks
     forward, backward, weight = map(layers.summed, ("forward", "backward", "weight"))

@@ -9,24 +9,24 @@ import numpy as np
 from meshwright.cost import Numbers
 
 
-class Share(NamedTuple):
+class LayerShare(NamedTuple):
     """Layers of one rank: those without experts, which come first in a model, and those with experts."""
 
     dense: Numbers
     sparse: Numbers
 
 
-def shares(layers: int, dense: int, ranks: Numbers) -> tuple[Share, Share, Share]:
+def shares(layers: int, dense: int, ranks: Numbers) -> tuple[LayerShare, LayerShare, LayerShare]:
     """Return the layers of the first rank, of the largest other rank, and of the last rank.
 
     `dense` of the `layers` have no experts.
     """
     counted = _counts(layers, ranks)
     before = (np.zeros(()), np.where(ranks > 1, counted[0], 0), layers - counted[2])
-    out: list[Share] = []
+    out: list[LayerShare] = []
     for count, done in zip(counted, before, strict=True):
         own = np.minimum(np.maximum(dense - done, 0.0), count)
-        out.append(Share(own, count - own))
+        out.append(LayerShare(own, count - own))
     return out[0], out[1], out[2]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from meshwright.cost import NARROWEST, Cluster, Kernels, Numbers
+from meshwright.cost import NARROWEST, Cluster, KernelTimes, Numbers
 
 from .degrees import Degrees, residual_tokens, tokens
 from .sizes import Experts, Transformer
@@ -50,7 +50,7 @@ class LayerTime:
     model: Transformer
     plan: Degrees
     cluster: Cluster
-    kernels: Kernels
+    kernels: KernelTimes
     software: Software
 
     @property

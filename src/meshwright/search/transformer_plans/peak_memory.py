@@ -15,7 +15,7 @@ from meshwright.cost import Numbers
 
 from ..plan_data.plan import Plan
 from .degrees import Degrees, microbatches, residual_tokens, tokens
-from .layer_shares import Share, shares
+from .layer_shares import LayerShare, shares
 from .layer_time import HALF
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
@@ -73,7 +73,7 @@ class _Peak:
         layers = [first, *[other] * (ranks - 2), last] if ranks > 1 else [first]
         return [self._rank(own, float(r), r == 0, r == ranks - 1) for r, own in enumerate(layers)]
 
-    def _rank(self, layers: Share, rank: Numbers, first: Numbers, last: Numbers) -> dict[str, Numbers]:
+    def _rank(self, layers: LayerShare, rank: Numbers, first: Numbers, last: Numbers) -> dict[str, Numbers]:
         m = self.model
         own, experts = self._parameters(*layers, first, last)
         return {

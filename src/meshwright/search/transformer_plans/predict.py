@@ -8,11 +8,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from meshwright.cost import Cluster, Flags, Habits, Kernels, Numbers
+from meshwright.cost import Cluster, Flags, Habits, KernelTimes, Numbers
 
 from .._errors import SearchError
 from .degrees import Degrees, microbatches, tokens
-from .layer_shares import Share, shares
+from .layer_shares import LayerShare, shares
 from .layer_time import HALF, NARROW, LayerTime, PassSeconds
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
@@ -123,8 +123,8 @@ class StepTime:
     habits: Habits
 
     @cached_property
-    def kernels(self) -> Kernels:
-        return Kernels(self.cluster.device, self.habits)
+    def kernels(self) -> KernelTimes:
+        return KernelTimes(self.cluster.device, self.habits)
 
     @cached_property
     def layers(self) -> LayerTime:
@@ -200,7 +200,7 @@ class StepTime:
         rows = tokens(self.plan) * self.model.hidden
         return self.layers.stream(4 * rows, 8 * rows)
 
-    def _stage(self, layers: Share) -> PassSeconds:
+    def _stage(self, layers: LayerShare) -> PassSeconds:
         """Return the seconds of one rank's layers."""
         return self.dense * layers.dense + self.sparse * layers.sparse
 
@@ -269,7 +269,7 @@ class StepTime:
         The parameters of a layer are gathered while another layer computes, forward and backward.
         """
         m, p, each = self.model, self.plan, self.gathers()
-        everything = Share(m.dense_layers, m.layers - m.dense_layers)
+        everything = LayerShare(m.dense_layers, m.layers - m.dense_layers)
         spent = self._stage(everything) * (1 / m.layers)
         again = each.again * each.gather
         forward = np.where(each.waits, spent.forward + each.gather, _overlapped_seconds(spent.forward, each.gather))

@@ -20,7 +20,7 @@ ArgumentPosition = tuple[int | str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """An operator call with a rule: the rule bound to the shapes, and the places of the operands.
 
     `places[i]` is the place of operand i of the rule; None for an absent operand or a plain number. `mutated` lists the
@@ -43,7 +43,7 @@ def describe(
     kwargs: Mapping[str, TorchValue],
     alternative: Rule | None = None,
     ones: bool = False,
-) -> Call | None:
+) -> OperatorCall | None:
     """Return the call `op(*args, **kwargs)` bound to its rule or to `alternative`; None if there is no rule.
 
     Arguments are global tensors. They may be on the meta device, since only their shapes and dtypes are read. With
@@ -61,7 +61,7 @@ def describe(
     places = tuple(place if isinstance(value, Tensor) else None for place, value in slots)
     mutated = _mutated_operands(op, places)
     bound = _written_in_place(bound) if mutated else bound
-    return Call(bound.rule, bound, places, mutated)
+    return OperatorCall(bound.rule, bound, places, mutated)
 
 
 def _bound_to_values(rule: Rule, values: Sequence[Operand], scales: Sequence[complex], ones: bool) -> BoundRule:
@@ -81,7 +81,9 @@ def _mutated_operands(op: Operator, places: Sequence[ArgumentPosition | None]) -
     return tuple(i for i, place in enumerate(places) if place is not None and place[0] in written)
 
 
-def describe_for_propagation(op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> Call | None:
+def describe_for_propagation(
+    op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]
+) -> OperatorCall | None:
     """Return the call for layout propagation; an operator that draws random numbers uses the rule of its replacement.
 
     Raises RuleError as `describe` does.

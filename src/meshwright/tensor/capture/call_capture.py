@@ -30,7 +30,7 @@ CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class CapturedNode:
     """One operator call on global meta tensors, and its result."""
 
     op: Operator
@@ -48,7 +48,7 @@ class Captured:
     """
 
     inputs: tuple[Tensor, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[CapturedNode, ...]
     out: TorchValue
     constants: tuple[Tensor, ...] = ()
 
@@ -90,12 +90,12 @@ def taken_apart(captured: Captured) -> Captured | None:
     kernel = composite_kernel(node.op) or list_kernel(node.op)
     if kernel is None:
         return None
-    nodes: list[Node] = []
+    nodes: list[CapturedNode] = []
     with no_modes(), imagining(n for t in captured.inputs for n in t.shape), torch.no_grad():
         try:
             for x in captured.inputs:
                 x.requires_grad_(x.is_floating_point() or x.is_complex())
-            with operators_recorded(lambda *found: nodes.append(Node(*found))):
+            with operators_recorded(lambda *found: nodes.append(CapturedNode(*found))):
                 out = kernel(*node.args, **node.kwargs)
             found = _canonical(captured.inputs, nodes, out)
         except Exception:  # torch refuses tensors without numbers, in many ways
@@ -130,11 +130,11 @@ def _captured(
             inputs.append(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
         return inputs[-1]
 
-    nodes: list[Node] = []
+    nodes: list[CapturedNode] = []
     with no_modes(), imagining(sizes_of(args, kwargs, spec_of)), torch.no_grad():
         meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
         device = next((x.device for x in tensors_in((args, kwargs))), None)
-        with operators_recorded(lambda *node: nodes.append(Node(*node)), _run_on(device)):
+        with operators_recorded(lambda *node: nodes.append(CapturedNode(*node)), _run_on(device)):
             out = func(*meta_args, **meta_kwargs)
         return _canonical(inputs, nodes, out)
 
@@ -199,7 +199,7 @@ def _operators_and_constants(captured: Captured) -> list[tuple[Operator, TorchVa
     return [(n.op, map_tensors(lambda _: ..., (n.args, n.kwargs))) for n in captured.nodes]
 
 
-def _canonical(inputs: Sequence[Tensor], nodes: Sequence[Node], out: TorchValue) -> Captured:
+def _canonical(inputs: Sequence[Tensor], nodes: Sequence[CapturedNode], out: TorchValue) -> Captured:
     """Return the capture with one object for every tensor.
 
     Factory functions return another object on the same memory than the operator that they called.
@@ -210,9 +210,9 @@ def _canonical(inputs: Sequence[Tensor], nodes: Sequence[Node], out: TorchValue)
         found = known.get(id(t))
         return found if found is not None else _twin(t, known.values())
 
-    done: list[Node] = []
+    done: list[CapturedNode] = []
     for node in nodes:
-        done.append(Node(node.op, map_tensors(same, node.args), map_tensors(same, node.kwargs), node.out))
+        done.append(CapturedNode(node.op, map_tensors(same, node.args), map_tensors(same, node.kwargs), node.out))
         known.update((id(t), t) for t in tensors_in(node.out))
     constants = tuple(n.out for n in done if _is_filled_by_host(n, done))
     made = {id(c) for c in constants}
@@ -223,11 +223,11 @@ _UNINITIALISED = ("empty", "new_empty", "_empty")
 """Prefixes of names of operators whose results are uninitialized memory."""
 
 
-def _is_uninitialised(node: Node) -> bool:
+def _is_uninitialised(node: CapturedNode) -> bool:
     return node.op._schema.name.partition("::")[2].startswith(_UNINITIALISED)
 
 
-def _is_filled_by_host(node: Node, nodes: Sequence[Node]) -> bool:
+def _is_filled_by_host(node: CapturedNode, nodes: Sequence[CapturedNode]) -> bool:
     """True if torch made the tensor from a list: no operator writes to it, and it is not on the meta device."""
     if not _is_uninitialised(node) or type(node.out) is not Tensor or node.out.is_meta:
         return False
@@ -243,7 +243,7 @@ def reads_uninitialised(captured: Captured) -> bool:
     return any(_is_uninitialised(n) and _first_use(n.out, nodes[at + 1 :]) == "read" for at, n in enumerate(nodes))
 
 
-def _first_use(x: Tensor, nodes: Sequence[Node]) -> str | None:
+def _first_use(x: Tensor, nodes: Sequence[CapturedNode]) -> str | None:
     """Return "written" or "read" for the first operator that takes `x`; None if none does."""
     for node in nodes:
         schema = node.op._schema.arguments

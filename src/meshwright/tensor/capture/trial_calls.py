@@ -12,7 +12,7 @@ from meshwright.layout import TorchValue, hint
 from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import DynamicShapeError, ValueNeededError, imagining, no_interception, no_modes, seeded_tag
-from .call_capture import CAST, Node, sizes_of, spec_if_distributed
+from .call_capture import CAST, CapturedNode, sizes_of, spec_if_distributed
 
 _USUAL = {torch.float32, torch.float64}
 """Dtypes that every kernel has."""
@@ -63,7 +63,7 @@ def _imagined(func: TorchFunction, args: Arguments, kwargs: NamedArguments) -> T
         return func(*map_tensors(stand_in, args), **map_tensors(stand_in, kwargs))
 
 
-def is_raised(node: Node, device: torch.device, lower: torch.dtype) -> bool:
+def is_raised(node: CapturedNode, device: torch.device, lower: torch.dtype) -> bool:
     """True if autocast to `lower` runs the operator in float32 even if its operands are in `lower`."""
 
     def stand_in(x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def is_raised(node: Node, device: torch.device, lower: torch.dtype) -> bool:
         return any(t.dtype == torch.float32 for t in tensors_in(out))
 
 
-def check_kernel(node: Node, device: torch.device) -> None:
+def check_kernel(node: CapturedNode, device: torch.device) -> None:
     """Raise torch's NotImplementedError if the operator has no kernel for the dtypes of its operands.
 
     If a local function replaces the operator, nothing else would raise it.

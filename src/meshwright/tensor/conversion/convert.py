@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.comm import current_communicator
 from meshwright.layout import Layout, Spec, TorchValue, dense_strides, without_trivial_axes
-from meshwright.reshard import Plan, Relabel, plan, transposed
+from meshwright.reshard import ConversionPlan, Relabel, plan, transposed
 
 from ..core.call_sites import is_backward, keep_call_site
 from ..core.computation_numbers import collectives_of_gradient, keep_number
@@ -45,7 +45,7 @@ class Move:
         self.is_trivial = src.mesh is dst.mesh and _real(src) == _real(dst) and src.strides == dst.strides
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> ConversionPlan:
         return plan(self.src.contiguous, self.dst.contiguous)
 
     @cached_property

@@ -13,7 +13,7 @@ from meshwright.layout import ProcessMesh, Spec, TorchValue
 
 from .._errors import AbsentError
 from .._torch_call import TorchFunction
-from ..capture.call_capture import Captured, Node, autocast_dtype
+from ..capture.call_capture import Captured, CapturedNode, autocast_dtype
 from ..capture.gradient_paths import Paths, gradient_paths
 from ..capture.metadata_check import check_meta_result
 from ..capture.trial_calls import dtypes_given
@@ -172,7 +172,7 @@ def _result_of_filled(
     fill: Callable[..., Tensor], func: TorchFunction, args: TorchValue, kwargs: TorchValue
 ) -> TorchValue:
     """Return the result of `func` if `fill` makes its distributed operands; None if it fails, draws or writes."""
-    nodes: list[Node] = []
+    nodes: list[CapturedNode] = []
 
     def filled(x: Tensor) -> Tensor:
         return fill(x._spec.shape, dtype=x._spec.dtype) if isinstance(x, DistTensor) else x.detach().clone()
@@ -180,7 +180,7 @@ def _result_of_filled(
     with no_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             given = [map_tensors(filled, tree) for tree in (args, kwargs or {})]
-            with operators_recorded(lambda *node: nodes.append(Node(*node))):
+            with operators_recorded(lambda *node: nodes.append(CapturedNode(*node))):
                 out = func(*given[0], **given[1])
         except Exception:  # torch refuses zeros, in many ways
             return None

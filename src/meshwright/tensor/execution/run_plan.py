@@ -14,7 +14,7 @@ from meshwright.comm import current_communicator
 from meshwright.layout import Spec, TorchValue
 
 from .._torch_call import TorchFunction
-from ..capture.call_capture import Captured, Node, autocast_dtype, strides_of
+from ..capture.call_capture import Captured, CapturedNode, autocast_dtype, strides_of
 from ..capture.trial_calls import is_raised
 from ..conversion.convert import Move, convert_local
 from ..conversion.local_parts import shared_move, write_into
@@ -464,7 +464,7 @@ class OperatorSequence(CallPlan):
         return map_tensors(lambda t: known[id(t)], self.captured.out)
 
 
-def _run_node(node: Node, known: dict[int, Tensor]) -> None:
+def _run_node(node: CapturedNode, known: dict[int, Tensor]) -> None:
     def present(x: object) -> object:
         if isinstance(x, torch.device) and x.type == "meta":
             return next(iter(known.values())).device
@@ -537,7 +537,7 @@ class FunctionalTwin(CallPlan):
     `unseen` is True if autograd does not see the write of the operator.
     """
 
-    node: Node
+    node: CapturedNode
     captured: Captured
     twin: TorchFunction
     unseen: bool
@@ -551,7 +551,7 @@ class FunctionalTwin(CallPlan):
             return write_into(target, new)
 
 
-def plan_twin(node: Node, captured: Captured) -> CallPlan | None:
+def plan_twin(node: CapturedNode, captured: Captured) -> CallPlan | None:
     """Return the plan of an in-place operator that has a functional twin; None for other operators."""
     twin = _twin(node)
     if twin is None or not isinstance(node.args[0], Tensor):
@@ -559,7 +559,7 @@ def plan_twin(node: Node, captured: Captured) -> CallPlan | None:
     return FunctionalTwin(node, captured, twin, _is_unseen(node))
 
 
-def _is_unseen(node: Node) -> bool:
+def _is_unseen(node: CapturedNode) -> bool:
     """True if autograd does not see the write of the operator: the gradient passes as if nothing had been written."""
     target: Tensor = node.args[0]
     if not target.is_floating_point() and not target.is_complex():
@@ -574,7 +574,7 @@ def _is_unseen(node: Node) -> bool:
         return written.grad_fn is before
 
 
-def _twin(node: Node) -> Callable[..., TorchValue] | None:
+def _twin(node: CapturedNode) -> Callable[..., TorchValue] | None:
     name = node.op._schema.name.split("::")[1]
     if not name.endswith("_") or name.endswith("__") or node.out is not node.args[0]:
         return None

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from meshwright.comm import Communicator, current_communicator
 from meshwright.layout import Layout, ProcessMesh, Spec, TorchValue, hint, local_shape, replicated
-from meshwright.spmd import Alternative, Call, RuleError, describe, random_operator_rule, split_sharded_products
+from meshwright.spmd import Alternative, OperatorCall, RuleError, describe, random_operator_rule, split_sharded_products
 
 from .._torch_call import Arguments, NamedArguments, TorchFunction
-from ..capture.call_capture import Captured, Node, reads_uninitialised, strides_of, taken_apart
+from ..capture.call_capture import Captured, CapturedNode, reads_uninitialised, strides_of, taken_apart
 from ..conversion.convert import Move, move
 from ..core.tree import leaves_in, map_leaves, map_tensors, tensors_in
 from ..torch_hooks import Operator, no_interception, shares_storage, written_arguments
 from .attention_algorithm import Context, attention_algorithm
 from .layout_decision import Decision, decide
-from .local_call import LocalCall
+from .local_call import PlannedLocalCall
 from .operand_reads import reading_all_operands
 
 
@@ -45,7 +45,7 @@ class Step:
         context: The algorithm of attention along a sharded sequence; None for other operators.
     """
 
-    node: Node
+    node: CapturedNode
     args: Arguments
     kwargs: NamedArguments
     moves: tuple[tuple[int, Move], ...]
@@ -72,9 +72,9 @@ class Step:
                 kwargs[key] = local
         return args, kwargs
 
-    def call(self, here: Communicator) -> LocalCall:
+    def call(self, here: Communicator) -> PlannedLocalCall:
         """Return the view of the call for a local form."""
-        return LocalCall(self.ins, self.outs, here)
+        return PlannedLocalCall(self.ins, self.outs, here)
 
 
 def _fill(value: TorchValue, tensors: Sequence[Tensor]) -> TorchValue:
@@ -90,7 +90,7 @@ class NestedCalls:
     """The call is the Python function `parts`, which consists of operations with their own plans."""
 
     parts: TorchFunction
-    node: Node
+    node: CapturedNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ OperatorPlan: TypeAlias = Step | NestedCalls | RandomWhole | Unchanged | OneByOn
 
 
 def plan_node(
-    node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]
+    node: CapturedNode, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]
 ) -> Step | NestedCalls | None:
     """Return the plan of one captured operator on `mesh`; None if it must run on whole tensors.
 
@@ -151,7 +151,7 @@ def plan_node(
 class _Problem:
     """An operator to plan on a mesh, the tensors of its call, and the operands of its rule with their specs."""
 
-    node: Node
+    node: CapturedNode
     mesh: ProcessMesh
     inputs: Sequence[Tensor]
     operands: Sequence[Tensor | None]
@@ -159,7 +159,7 @@ class _Problem:
 
 
 def _problem(
-    node: Node, call: Call, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]
+    node: CapturedNode, call: OperatorCall, specs: Mapping[int, Spec], mesh: ProcessMesh, inputs: Sequence[Tensor]
 ) -> _Problem:
     operands = call.operands(node.args, node.kwargs)
     return _Problem(node, mesh, inputs, operands, _operand_specs(operands, specs, mesh))
@@ -171,7 +171,7 @@ def _operand_specs(
     return [_spec_of(x, specs, mesh) if x is not None else None for x in operands]
 
 
-def _call_of(node: Node, ones: bool = False) -> Call | None:
+def _call_of(node: CapturedNode, ones: bool = False) -> OperatorCall | None:
     """Return the operator bound to its rule; None if there is no rule, or its shapes do not fit."""
     try:
         return describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)), ones=ones)
@@ -179,7 +179,7 @@ def _call_of(node: Node, ones: bool = False) -> Call | None:
         return None
 
 
-def _attention_step(problem: _Problem, call: Call, decision: Decision) -> Step | None:
+def _attention_step(problem: _Problem, call: OperatorCall, decision: Decision) -> Step | None:
     """Return the step of attention by the algorithm that the caller chose, or by "gather" if that does not fit."""
     asked, taken = attention_algorithm(), None
     if decision.gathers and asked in call.rule.alternatives:
@@ -193,14 +193,14 @@ def _shards_one(spec: Spec) -> bool:
     return any(dim and isinstance(n, int) and n == 1 for n, dim in zip(spec.shape, spec.layout.dims, strict=True))  # pyright: ignore[reportUnnecessaryIsInstance] - symbolic
 
 
-def _is_view(node: Node) -> bool:
+def _is_view(node: CapturedNode) -> bool:
     """True if a result is an operand, or a view of one, and the operator writes to nothing."""
     if is_written(node.op):
         return False
     return any(shares_storage(x, r) for x in tensors_in((node.args, node.kwargs)) for r in tensors_in(node.out))
 
 
-def _decision_of(call: Call, specs: Sequence[Spec | None]) -> Decision | None:
+def _decision_of(call: OperatorCall, specs: Sequence[Spec | None]) -> Decision | None:
     """Return the decision for operands whose sizes may be symbolic; it is made for the hints of the sizes."""
     decision = decide(call, [s.concrete if s is not None else None for s in specs])
     if decision is None or not any(s is not None and s.is_symbolic for s in specs):
@@ -209,14 +209,14 @@ def _decision_of(call: Call, specs: Sequence[Spec | None]) -> Decision | None:
     return replace(decision, ins=tuple(ins))
 
 
-def _alternative(problem: _Problem, other: Alternative) -> tuple[Call, Decision] | None:
+def _alternative(problem: _Problem, other: Alternative) -> tuple[OperatorCall, Decision] | None:
     """Return the call with another rule; None if that rule gathers an operand too, or its form does not fit."""
     node = problem.node
     call = describe(node.op, *map_leaves(_hinted, (node.args, node.kwargs)), alternative=other.rule)
     decision = _decision_of(call, problem.specs) if call is not None else None
     if call is None or decision is None or decision.gathers or decision.form is None:
         return None
-    return (call, decision) if other.fits(LocalCall(decision.ins, (), current_communicator())) else None
+    return (call, decision) if other.fits(PlannedLocalCall(decision.ins, (), current_communicator())) else None
 
 
 def _hinted(x: TorchValue) -> TorchValue:
@@ -233,12 +233,12 @@ def _spec_of(x: Tensor, specs: Mapping[int, Spec], mesh: ProcessMesh) -> Spec:
     return found if found is not None else Spec(mesh, replicated(x.dim()), x.shape, x.dtype, strides_of(x))
 
 
-def _writes_elsewhere(node: Node, call: Call) -> bool:
+def _writes_elsewhere(node: CapturedNode, call: OperatorCall) -> bool:
     """True if the operator writes to a tensor that is no operand of the rule."""
     return len(written_arguments(node.op)) > len(call.mutated)
 
 
-def _step(problem: _Problem, call: Call, decision: Decision) -> Step | None:
+def _step(problem: _Problem, call: OperatorCall, decision: Decision) -> Step | None:
     """Return the step of the operator with these layouts; None if the results have other dims than its rule says."""
     node, results = problem.node, list(tensors_in(problem.node.out))
     layouts = decision.outs if len(decision.outs) == len(results) else decision.outs * len(results)
@@ -281,7 +281,7 @@ def _operand_moves(problem: _Problem, decision: Decision, numbers: Mapping[int, 
     )
 
 
-def _local_form(call: Call, decision: Decision, outs: Sequence[Spec]) -> TorchFunction | None:
+def _local_form(call: OperatorCall, decision: Decision, outs: Sequence[Spec]) -> TorchFunction | None:
     """Return the function that replaces the operator on local tensors; None if the operator itself is right."""
     form = call.rule.forms[decision.form] if decision.form else None
     if not any(leaves_nothing(s) for s in (*decision.ins, *outs)):
@@ -290,7 +290,7 @@ def _local_form(call: Call, decision: Decision, outs: Sequence[Spec]) -> TorchFu
     return None if form is None else reading_all_operands(form)
 
 
-def fresh_results(node: Node) -> tuple[bool | None, ...]:
+def fresh_results(node: CapturedNode) -> tuple[bool | None, ...]:
     """Return one flag for each result that the schema lets alias an argument: True if new, False if an alias."""
     results = list(tensors_in(node.out))
     if not may_alias(node.op):
@@ -304,7 +304,7 @@ def may_alias(op: Operator) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
 
 
-def _has_new_dim(call: Call, results: Sequence[Tensor]) -> bool:
+def _has_new_dim(call: OperatorCall, results: Sequence[Tensor]) -> bool:
     """True if a result has a dim that is no factor of an operand, so that its size comes from elsewhere."""
     pairs = zip(call.bound.outs, results, strict=False)
     return any(not dim and n != 1 for dims, r in pairs for dim, n in zip(dims, r.shape, strict=True))
@@ -342,7 +342,7 @@ def of_one_node(results: Sequence[Tensor]) -> bool:
     return len({id(n) for n in nodes}) < len(nodes)
 
 
-def _in_one_node(node: Node) -> bool:
+def _in_one_node(node: CapturedNode) -> bool:
     """True if one autograd node makes several results of the operator; found by a call that records gradients."""
 
     def wanting(x: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ def plan_call(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) 
     return OneByOne(captured) if outs is None else Unchanged(outs)
 
 
-def _random_whole(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> RandomWhole | None:
+def _random_whole(node: CapturedNode, specs: Mapping[int, Spec], mesh: ProcessMesh) -> RandomWhole | None:
     """Return the layouts of the results of an operator that draws; None for other operators."""
     rule = random_operator_rule(node.op, node.args, node.kwargs)
     call = describe(node.op, node.args, node.kwargs, rule) if rule is not None else None
@@ -409,7 +409,9 @@ def unchanged(captured: Captured, specs: Mapping[int, Spec], mesh: ProcessMesh) 
     return tuple(_spec_of(t, known, mesh) for t in tensors_in(captured.out))
 
 
-def _writes_argument(node: Node, step: Step, inputs: set[int], known: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
+def _writes_argument(
+    node: CapturedNode, step: Step, inputs: set[int], known: Mapping[int, Spec], mesh: ProcessMesh
+) -> bool:
     """True if the operator writes to its first operand, which is an argument of the call and keeps its layout."""
     target = node.args[0]
     return (
@@ -436,7 +438,7 @@ def written_inputs(captured: Captured) -> list[Tensor]:
     return [x for x in captured.inputs if id(x) in written]
 
 
-def _tensors_written(node: Node) -> list[Tensor]:
+def _tensors_written(node: CapturedNode) -> list[Tensor]:
     """Return the tensors that the node writes to, by its schema."""
     names = {a.name for a in written_arguments(node.op)}
     positions = zip(node.op._schema.arguments, node.args, strict=False)
@@ -486,7 +488,7 @@ def returns_arguments(captured: Captured, args: Arguments, kwargs: NamedArgument
     return len({t.device for t in tensors_in((args, kwargs))}) == 1
 
 
-def numbers_decide(node: Node, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
+def numbers_decide(node: CapturedNode, specs: Mapping[int, Spec], mesh: ProcessMesh) -> bool:
     """True if a number among the arguments may affect the layouts of the operator's results.
 
     Pending sums pass a product with a number that is small enough. An operator that writes keeps the layout of its

@@ -17,8 +17,8 @@ from meshwright.spmd import (
     REPLICATED,
     AxisState,
     BoundRule,
-    Call,
     Choice,
+    OperatorCall,
     allows_pending_sums,
     choices,
     factor_axes,
@@ -44,7 +44,7 @@ class Decision:
 class _AxisProblem:
     """Inputs of the decision for an axis: the operands' states along it, and the wanted one of the first result."""
 
-    call: Call
+    call: OperatorCall
     specs: Sequence[Spec | None]
     free: Set[int]
     axis: str
@@ -64,7 +64,7 @@ class _ChoicesSoFar:
 
 
 def decide(
-    call: Call, specs: Sequence[Spec | None], free: Set[int] = frozenset(), wish: Layout | None = None
+    call: OperatorCall, specs: Sequence[Spec | None], free: Set[int] = frozenset(), wish: Layout | None = None
 ) -> Decision | None:
     """Return the layouts of `call` on the mesh of its operands.
 
@@ -132,7 +132,7 @@ def _cheapest_choice(here: _AxisProblem, form: str | None) -> Choice | None:
     return min(allowed, key=lambda choice: _price(here, choice), default=None)
 
 
-def _keeps_written(call: Call, choice: Choice, held: Sequence[AxisState]) -> bool:
+def _keeps_written(call: OperatorCall, choice: Choice, held: Sequence[AxisState]) -> bool:
     return all(choice.ins[i] == held[i] and choice.outs[0] == held[i] for i in call.mutated)
 
 

@@ -17,7 +17,7 @@ from ..conversion.convert import convert_local
 
 
 @dataclass(frozen=True, slots=True)
-class LocalCall:
+class PlannedLocalCall:
     """A form's view of its call: the specs of the operands and of the results, and the rank's communicator."""
 
     ins: Sequence[Spec | None]
