@@ -1,7 +1,8 @@
 """Splitting of matrix products before an all-reduce: each piece is sent while the next one is computed.
 
 Rows of a product do not depend on each other, so a product can be computed by groups of rows. This pays off if
-collectives overlap with operators: `OverlapSchedule` starts the collective of each piece as soon as the piece is available.
+collectives overlap with operators: `OverlapSchedule` starts the collective of each piece as soon as the piece is
+available.
 """
 
 from __future__ import annotations
