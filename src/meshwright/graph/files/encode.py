@@ -149,7 +149,7 @@ class Encoder:
         ]
         return [dims, [list(term) for term in layout.partial], list(layout.varying)]
 
-    def size(self, n: int | torch.SymInt) -> int | str:
+    def size(self, n: int | torch.SymInt) -> int | float | str:
         """Return a number, or the name of the row that computes it."""
         if isinstance(n, int):
             return int(n)

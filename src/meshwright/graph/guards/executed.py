@@ -264,9 +264,9 @@ def unobserved(call: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def unobserved_if_torchs(op: Operator) -> Callable[..., TorchValue]:
+def unobserved_if_torchs(op: Callable[..., TorchValue]) -> Callable[..., TorchValue]:
     """Return the operator, unobserved if it is torch's own: a user's operator may run user code."""
-    return unobserved(op) if op.namespace in _NAMESPACES else op
+    return unobserved(op) if isinstance(op, Operator) and op.namespace in _NAMESPACES else op
 
 
 _NAMESPACES = frozenset({"aten", "prims"})
