@@ -338,8 +338,8 @@ class Halves(mw.LocalLayer):
         super().__init__([(mesh, [mw.Shard(0)])], out_shapes=[(6, 8)])
         self.scale = nn.Parameter(torch.ones(8))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale + 1
+    def forward(self, x: Tensor, *, own: Tensor) -> Tensor:
+        return x * self.scale + own
 
 
 class LocalParts(Base):
@@ -351,7 +351,8 @@ class LocalParts(Base):
     def between(self, x: Tensor) -> Tensor:
         rows = [mw.Shard(0)]
         total = mw.local_map(lambda part: part.sum(0), [[mw.Partial()]], [rows], self.mesh, reshard_inputs=True)(x)
-        return self.halves(mw.reshard(x + total, self.mesh, rows))
+        laid = mw.reshard(x + total, self.mesh, rows)
+        return self.halves(laid, own=laid.sin())
 
 
 def test_functions_of_local_parts() -> None:

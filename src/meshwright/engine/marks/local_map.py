@@ -106,13 +106,15 @@ class LocalLayer(nn.Module):
             return self._run(args, kwargs, own)
         targets = _targets(type(self), self.out_dist_attrs, self.out_shapes)
 
-        def inside(*parts: TorchValue, own: dict[str, Any], **named: TorchValue) -> TorchValue:
+        def inside(own: dict[str, Any], /, *parts: TorchValue, **named: TorchValue) -> TorchValue:
             return self._call(own, parts, named)
 
-        wanted = [None] * len(args)
+        given = (own, *args)
         call = LocalMapCall(type(self), self._run)
         return note(
-            call, (args, kwargs, own), lambda: _run_on_fake_parts(inside, args, {**kwargs, "own": own}, wanted, targets)
+            call,
+            (args, kwargs, own),
+            lambda: _run_on_fake_parts(inside, given, kwargs, [None] * len(given), targets),
         )
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: dict[str, Any]) -> TorchValue:
