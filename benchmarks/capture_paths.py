@@ -1,4 +1,4 @@
-"""Models with one difficulty each, captured by torch's ways and by ours: models captured wrong.
+"""Models with one difficulty each, captured by torch's three functions and by ours: models captured wrong.
 
 Each pair has a process of its own. The model is captured and called twice; losses and gradients of both calls are
 compared with the model's own. A capture that silently gives other numbers is worse than one that is refused.

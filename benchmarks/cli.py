@@ -1,4 +1,4 @@
-"""Command lines with a mistake: answers without one clear message and the right exit code.
+"""Command lines with a mistake that do not end with one clear message and the right exit code.
 
 Each line runs in this process. Some lines also run as processes of their own, without any patches.
 """

@@ -1,4 +1,4 @@
-"""Lines of parallel code for a Llama, marks and plan together.
+"""Lines of code that make a Llama parallel: its marks and its plan.
 
 The lines of `examples/llama_parallel.py` (2 stages × 2 × 2, with ZeRO) that the script for one device does not have;
 comments, blank lines and docstrings are not counted. The script for one device runs on four ranks as it is, by
