@@ -1,4 +1,4 @@
-"""Training that gives equal numbers in static mode, in eager mode and on one device: five models, their optimizers and dropout, on meshes of one to three axes.
+"""Training with equal numbers in static mode, in eager mode and on one device: five models, meshes of 1 to 3 axes.
 
     python -m benchmarks.static_equals_eager                 every case
     python -m benchmarks.static_equals_eager --only moe tp=2  cases whose names have these words

@@ -1,4 +1,4 @@
-"""The main job, `make train`: largest relative loss difference over 50 steps, 8 ranks (pp 2 x dp 2 x tp 2) against one device.
+"""The main job, `make train`: largest relative loss difference of 8 ranks (pp 2 x dp 2 x tp 2) from one device.
 
 Both communicators run the command that `make train` runs.
 """
