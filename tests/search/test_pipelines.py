@@ -269,7 +269,11 @@ def test_a_plan_lists_several_chunks_on_a_stage(layers: int, way: tuple[int, ...
     [
         (Blocks(4, 8, skips=True), (8, 8), "reads results of several layers"),
         (Coder(), (8, 8), "the layers are in several lists: encoder and decoder"),
-        (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), (8, 8), "before the last layer"),
+        (
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)),
+            (8, 8),
+            r"1.running_mean is computed in 1, before",
+        ),
     ],
 )
 def test_a_model_without_a_chain_has_no_pipeline_and_a_reason(
@@ -281,6 +285,22 @@ def test_a_model_without_a_chain_has_no_pipeline_and_a_reason(
     assert any("no pipeline: " in note and said in note for note in found[0].notes)
     with pytest.raises(SearchError, match=said):
         plan_mesh(program, cluster("4xA100"), 4, stages=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "memory", "stages", "said"),
+    [
+        (4, 40e9, 3, "3 divides none of the possible numbers of replicas"),
+        (8, 40e9, 8, "each stage needs a layer, and the model has 4 repeated layers"),
+        (1, 40e9, 2, "stages need several ranks"),
+        (4, 1e3, 2, "equal stages need at least"),
+    ],
+)
+def test_refused_stages_name_the_condition_with_its_numbers(ranks: int, memory: float, stages: int, said: str) -> None:
+    program = captured(Blocks(4, 8), torch.ones(8, 8))
+    with pytest.raises(SearchError, match=said) as error:
+        plan_mesh(program, machines("4xA100", memory), ranks, stages=stages)
+    assert error.value.asked == f"a plan with {stages} stages on {ranks} ranks"
 
 
 @pytest.mark.parametrize(

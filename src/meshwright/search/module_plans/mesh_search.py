@@ -50,21 +50,18 @@ def plan_mesh(
     asked = PlanRequest(program, cluster, saving, batch, states)
     replicas = _divisions(asked, ranks)
     pipelines = Pipelines(replicas, stages) if saving and stages != 1 and ranks > 1 else None
-    found, errors = list[MeshPlan](), list[SearchError]()
-    plan_of = _plan_without_pipeline if stages in (None, 1) else _plan_with_stages
+    found = list[MeshPlan]()
+    plans_of = _plans_without_pipeline if stages in (None, 1) else _plans_with_stages
     tell = on_step or (lambda done, of: None)
     for n, own in enumerate(replicas):
         tell(n, len(replicas) + 1)
-        try:
-            found.append(plan_of(own, pipelines))
-        except SearchError as error:
-            errors.append(error)
+        found += plans_of(own, pipelines)
     tell(len(replicas), len(replicas) + 1)
     if pipelines is not None and stages is None:
         piped = pipelines.best(replicas, min((plan.seconds for plan in found), default=inf))
         found += [] if piped is None else [_pipeline_plan(asked, piped)]
     if not found:
-        raise errors[-1] if plan_of is _plan_with_stages else _smallest_replicas(replicas).nothing()
+        raise _no_plan(replicas, pipelines, stages)
     return tuple(sorted(found, key=lambda plan: plan.seconds))
 
 
@@ -94,16 +91,33 @@ def _smallest_replicas(replicas: Sequence[Replicas]) -> Replicas:
     return first
 
 
-def _plan_without_pipeline(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
-    """Return the fastest plan without a pipeline, for this number of replicas and ranks."""
-    cuts, saving = own.found
+def _no_plan(replicas: Sequence[Replicas], pipelines: Pipelines | None, stages: int | None) -> SearchError:
+    """Return the error for a search without a result; it has the first condition that no candidate meets."""
+    if stages in (None, 1):
+        return _smallest_replicas(replicas).nothing()
+    asked, ranks = replicas[0].of, replicas[0].dp * replicas[0].tp
+    alone = "stages need several ranks" if ranks == 1 else "without memory-saving options, the search makes no stages"
+    return SearchError(
+        f"a plan with {stages} stages on {ranks} ranks",
+        f"a batch of {asked.rows} rows, and {' or '.join(str(own.dp) for own in replicas)} replicas of the model",
+        alone if pipelines is None else pipelines.why_none(),
+        "request another number of stages, or let the search choose: stages=None",
+    )
+
+
+def _plans_without_pipeline(own: Replicas, pipelines: Pipelines | None) -> list[MeshPlan]:
+    """Return the fastest plan without a pipeline, for this number of replicas and ranks, if any fits."""
+    try:
+        cuts, saving = own.found
+    except SearchError:
+        return []
     mesh = ProcessMesh(np.arange(own.dp * own.tp).reshape(own.dp, own.tp), [REPLICAS, SHARES])
     layouts = _layouts(own.of.program, cuts, mesh, saving.accumulate)
     notes = _notes(own.of, cuts, saving.accumulate)
     if pipelines is not None and pipelines.why_not and len(own.of.blocks) > 1:
         notes.append(f"no pipeline: {pipelines.why_not}")
     seconds = cuts.seconds + own.sync(cuts, saving)
-    return MeshPlan(
+    plan = MeshPlan(
         mesh,
         layouts,
         seconds,
@@ -115,24 +129,13 @@ def _plan_without_pipeline(own: Replicas, pipelines: Pipelines | None) -> MeshPl
         cuts=cuts,
         cluster=own.of.cluster,
     )
+    return [plan]
 
 
-def _plan_with_stages(own: Replicas, pipelines: Pipelines | None) -> MeshPlan:
-    """Return the fastest plan with stages.
-
-    Raises:
-        SearchError: no plan has the number of stages that was asked for.
-    """
+def _plans_with_stages(own: Replicas, pipelines: Pipelines | None) -> list[MeshPlan]:
+    """Return the fastest plan with stages on these replicas, if there is one."""
     piped = pipelines.best([own]) if pipelines is not None else None
-    if pipelines is None or piped is None:
-        stages, why_not = pipelines.stages if pipelines else 0, pipelines.why_not if pipelines else "there is one rank"
-        raise SearchError(
-            f"a plan with {stages} stages on {own.dp * own.tp} ranks",
-            f"{own.dp} groups of {own.tp} ranks that share weights, and a batch of {own.of.rows}",
-            why_not or "no division into as many stages fits into memory",
-            "request fewer stages, or none: stages=None",
-        )
-    return _pipeline_plan(own.of, piped)
+    return [] if piped is None else [_pipeline_plan(own.of, piped)]
 
 
 def _pipeline_plan(asked: PlanRequest, piped: FoundPipeline) -> MeshPlan:

@@ -15,6 +15,7 @@ import numpy as np
 
 from meshwright.cost import Numbers
 
+from ..plan_data.units import size_rounded_up
 from ..sharding.conversion_prices import Prices
 from ..sharding.memory_saving import NOTHING, MemorySaving
 from ..sharding.sharding_search import Shardings
@@ -84,6 +85,26 @@ class Pipelines:
         """Reason why the model has no pipelines, or an empty text."""
         asked = self.replicas[0].of
         return self.chain.why_not or (asked.evenly.why_not and f"the batch cannot be split: {asked.evenly.why_not}")
+
+    def why_none(self) -> str:
+        """Return the first condition that no pipeline with the requested stages meets, with its numbers."""
+        return next(self._unmet_conditions(self.stages or 2))
+
+    def _unmet_conditions(self, stages: int) -> Iterator[str]:
+        if self.why_not:
+            yield self.why_not
+        if stages > len(self.chain.layers):
+            yield f"each stage needs a layer, and the model has {len(self.chain.layers)} repeated layers"
+        divided = [own for own in self.replicas if own.dp % stages == 0]
+        if not divided:
+            numbers = ", ".join(str(own.dp) for own in self.replicas)
+            yield f"{stages} divides none of the possible numbers of replicas ({numbers})"
+        options = [(own, saving) for own in divided for saving in self._savings(own, stages)]
+        if divided and not options:
+            yield f"a schedule of {stages} stages has more than {MOST} microbatches on its ranks together"
+        least = min((own.about.nbytes(saving) / stages for own, saving in options), default=0.0)
+        limit = size_rounded_up(self.replicas[0].of.memory_limit)
+        yield f"no division of the layers fits: equal stages need at least {size_rounded_up(least)} of {limit} per rank"
 
     def best(self, replicas: Sequence[Replicas], limit: float = inf) -> FoundPipeline | None:
         """Return the fastest pipeline on these replicas that fits and takes less than `limit` seconds, or None.

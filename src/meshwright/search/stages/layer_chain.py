@@ -35,7 +35,7 @@ def chain_of(program: Program, trains: Set[Value]) -> Chain:
     layers = blocks_of(program)
     lists = dict.fromkeys(layer.rpartition(".")[0] for layer in layers)
     if len(layers) < 2:
-        return Chain(layers, why_not="the model has no repeated layers")
+        return Chain(layers, why_not="the model has no numbered layers, such as those of a ModuleList")
     if len(lists) > 1:
         return Chain(
             layers, why_not=f"the layers are in several lists: {' and '.join(path or 'the model' for path in lists)}"
@@ -89,8 +89,13 @@ class _Followed:
 
     def _why_no_chain(self) -> Iterator[str]:
         last = len(self.layers) - 1
-        if any(self.of_value.get(v) != last for v in self.program.results):
-            yield "some outputs are produced before the last layer"
+        names = {given.value: given.name for given in self.program.inputs}
+        written = {v: names[x] for x, v in self.program.writes}
+        for v in self.program.results:
+            if (at := self.of_value.get(v)) != last:
+                what = f"the new value of {written[v]}" if v in written else "an output of the model"
+                where = "outside the layers" if at is None else f"in {self.layers[at]}"
+                yield f"{what} is computed {where}, before the last layer {self.layers[last]}"
         owners = [at for v in self._parameters if (at := self._first_use(v)) is not None]
         if owners != sorted(owners):
             yield "the modules are registered in another order than they run"
