@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+from enum import Enum, StrEnum
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import meshwright
@@ -20,6 +22,7 @@ from meshwright.layout import (
     read_json,
     read_text_file,
     read_toml,
+    write_toml,
 )
 from meshwright.layout._escape import CONTROLS
 
@@ -142,3 +145,22 @@ def test_control_characters_are_shown_as_escapes() -> None:
     assert escaped("a\x1b[2J\n\u202eb") == "a\\x1b[2J\\x0a\\u202eb"
     assert escaped("a\tb\nc", keep_lines=True) == "a\tb\nc"
     assert escaped("größe ✓ 数") == "größe ✓ 数"
+
+
+class Stage(int, Enum):
+    TWO = 2
+
+
+class Name(StrEnum):
+    FIRST = "first"
+
+
+def test_subclasses_of_plain_values_are_written_as_plain_values() -> None:
+    values = {"stage": Stage.TWO, "name": Name.FIRST, "list": (np.float64(0.5), True), "table": {"a": [Stage.TWO]}}
+    assert read_toml(write_toml(values)) == {"stage": 2, "name": "first", "list": [0.5, True], "table": {"a": [2]}}
+
+
+@pytest.mark.parametrize("value", [None, 1j, {1, 2}, [object()]])
+def test_values_that_toml_cannot_hold_are_refused_by_name(value: object) -> None:
+    with pytest.raises(InputError, match=r"table\.x in TOML"):
+        write_toml({"table": {"x": value}})

@@ -67,8 +67,21 @@ def test_a_rule_that_cannot_fit_is_refused_and_changes_nothing(name: Any, entry:
 
 @pytest.mark.parametrize(
     ("name", "entry"),
-    [("aten.relu", "... -> ..."), ("aten.cat", "a, a, a -> a"), ("aten.max.dim", "... n! -> ...; ...")],
+    [
+        ("aten.relu", "... -> ..."),
+        ("aten.cat", "a, a, a -> a"),
+        ("aten.max.dim", "... n! -> ...; ..."),
+        ("aten.mul.Scalar", "... * ... -> ..."),
+        ("aten.relu", Rule("... -> ...", forms={"...1": lambda call, x: x})),
+    ],
 )
-def test_a_rule_that_can_fit_is_accepted(name: str, entry: str) -> None:
+def test_a_rule_that_can_fit_is_accepted(name: str, entry: Any) -> None:
     with registered(name, entry):
         assert RULES[name] == entry
+
+
+def test_an_operator_that_returns_nothing_has_a_rule() -> None:
+    with torch.library._scoped_library("meshwright_test", "DEF") as library:
+        library.define("scale_(Tensor(a!) x, float s) -> ()")
+        with registered("meshwright_test.scale_", "... -> ..."):
+            assert RULES["meshwright_test.scale_"] == "... -> ..."

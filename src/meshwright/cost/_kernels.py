@@ -53,7 +53,7 @@ class KernelTimes:
     """Seconds of the operators that layers consist of.
 
     >>> from meshwright.cost import device_of
-    >>> round(float(Kernels(device_of("A100")).matmul(4096, 4096, 4096)), 5)
+    >>> round(float(KernelTimes(device_of("A100")).matmul(4096, 4096, 4096)), 5)
     0.00064
     """
 

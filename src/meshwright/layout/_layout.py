@@ -41,14 +41,12 @@ class Product:
 
 
 Dim = tuple[str, ...] | Product
+"""The axes that shard a tensor dim, outermost first, or a product of factors."""
 
 
 def factors_of(size: int, dim: Dim) -> Factors:
     """Return the factors of a dim of this size; a dim that is no product is its only factor."""
     return dim.factors if isinstance(dim, Product) else ((size, dim),)
-
-
-"""The axes that shard a tensor dim, outermost first, or a product of factors."""
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:

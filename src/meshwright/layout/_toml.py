@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import tomli_w
 
@@ -23,12 +24,33 @@ def write_toml(values: Mapping[str, object], comments: Iterable[str] = ()) -> st
     dp = 2
     """
     head = "".join(f"# {''.join(c if c.isprintable() else ' ' for c in comment)}\n" for comment in comments)
-    try:
-        return head + tomli_w.dumps(values)
-    except TypeError as error:
-        raise InputError(
-            "a text in TOML",
-            str(error),
-            "TOML holds numbers, texts, truth values, and lists and tables of them",
-            "use a value of such a type",
-        ) from error
+    return head + tomli_w.dumps({name: _plain(name, value) for name, value in values.items()})
+
+
+def _plain(name: str, value: object) -> object:
+    """Return a value of Python's own types: a subclass of a number or a text, such as an Enum, may print otherwise."""
+    match value:
+        case bool():
+            return value
+        case int():
+            return int(value)
+        case float():
+            return float(value)
+        case str():
+            return str.__str__(value)
+        case Mapping():
+            table = cast(Mapping[object, object], value)
+            return {str(key): _plain(f"{name}.{key}", each) for key, each in table.items()}
+        case Sequence():
+            return [_plain(name, each) for each in cast(Sequence[object], value)]
+        case _:
+            raise _not_plain(name, value)
+
+
+def _not_plain(name: str, value: object) -> InputError:
+    return InputError(
+        f"{name} in TOML",
+        type(value).__name__,
+        "TOML holds numbers, texts, truth values, and lists and tables of them",
+        "use a value of such a type",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,7 @@ def checkpoint(settings: argparse.Namespace, argv: list[str]) -> int:
         print_text(error, file=sys.stderr)
         return FAILED
     except OSError as error:
-        if error.filename is None:  # the output, such as a closed pipe
+        if error.errno in (errno.EPIPE, errno.ENOSPC) and error.filename is None:  # the output: its reader is gone
             raise
         print_text(f"meshwright checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
         return FAILED

@@ -1,6 +1,6 @@
 """The interface of all communicators, and the communicators that need no processes.
 
-call                   Call: one rank's side of a collective or message, and its comparison with a peer's
+call                   CommCall: one rank's side of a collective or message, and its comparison with a peer's
 reductions             the reductions, and the dtypes that each one accepts
 counters               Counters: exact numbers of calls and bytes of a rank
 call_purpose           numbers of the purposes of calls, which ranks that run one program have in common

@@ -22,7 +22,7 @@ class CommCall(NamedTuple):
     the sends and the receives of an exchange, or the one message of a send or a receive. A send or receive has a `tag`
     too. Other kinds leave `messages` empty.
 
-    >>> print(Call("all_reduce", "sum", torch.float32, ((2, 3),), ((2, 3),), (0, 1)))
+    >>> print(CommCall("all_reduce", "sum", torch.float32, ((2, 3),), ((2, 3),), (0, 1)))
     all_reduce(sum, float32, (2, 3)) on ranks 0, 1
     >>> print(message_call("receive", rank=0, peer=1, tag=5, shape=(2, 3), dtype=torch.float32))
     receive(float32, (2, 3), tag 5) from rank 1

@@ -37,7 +37,7 @@ class Counters:
 
     >>> import torch
     >>> seen = Counters()
-    >>> with seen.note(Call("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, 1)), 16):
+    >>> with seen.note(CommCall("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, 1)), 16):
     ...     pass
     >>> seen
     all_reduce: 1 call, 16 B

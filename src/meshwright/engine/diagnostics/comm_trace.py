@@ -127,15 +127,23 @@ def _traced(here: Communicator, call: CommCall, received: int, frame: FrameType)
 
 def _step(rank: int, call: CommCall, frame: FrameType | None) -> tuple[str, tuple[str, ...], Purpose | None]:
     """Return the conversion's step that makes the call, the axes of its group, and the conversion's purpose."""
-    while frame is not None and not isinstance(frame.f_locals.get("way"), ConversionPlan):
-        frame = frame.f_back
-    if frame is None:
+    plan = _running_plan(frame)
+    if plan is None:
         return "", (), None
-    way: ConversionPlan = frame.f_locals["way"]
-    for step, spec in way.walk():
+    for step, spec in plan.walk():
         if set(step.group(spec, rank)) == set(call.group) and len(call.group) > 1:
-            return repr(step), _axes(spec.mesh, rank, call.group), way.purpose
-    return "", (), way.purpose
+            return repr(step), _axes(spec.mesh, rank, call.group), plan.purpose
+    return "", (), plan.purpose
+
+
+def _running_plan(frame: FrameType | None) -> ConversionPlan | None:
+    """Return the plan that the nearest frame with a plan is carrying out."""
+    while frame is not None:
+        for held in frame.f_locals.values():
+            if isinstance(held, ConversionPlan):
+                return held
+        frame = frame.f_back
+    return None
 
 
 def _axes(mesh: ProcessMesh, rank: int, group: Sequence[int]) -> tuple[str, ...]:

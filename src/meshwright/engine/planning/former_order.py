@@ -23,7 +23,7 @@ def accepts_former_order(
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if len(args) <= position or not isinstance(args[position], kind):
+            if not position < len(args) <= len(former) or not isinstance(args[position], kind):
                 return function(*args, **kwargs)
             warnings.warn(f"the order of the arguments is now {now}", DeprecationWarning, stacklevel=2)
             return function(**dict(zip(former, args, strict=False)), **kwargs)  # pyright: ignore[reportCallIssue]

@@ -36,7 +36,7 @@ def strategy_to_toml(strategy: Strategy) -> str:
     try:
         return write_toml(found).strip()
     except InputError as error:
-        raise StrategyError("a strategy in TOML", error.found, error.why, error.write) from error
+        raise StrategyError(error.asked, error.found, error.why, error.write) from error
 
 
 def strategy_from_toml(text: str) -> Strategy:

@@ -11,6 +11,8 @@ from ..notation.equation import Equation, parse_rule
 from ..notation.rule import Entry, Rule
 from ..torch_hooks import Operator, schema_of
 
+_ONE_OF_MANY = re.compile(r"^\.\.\.\d+$")
+"""A factor of one of the dims that `...` stands for, such as `...1`."""
 _NAME = re.compile(r"(\w+)\.(\w+)(?:\.(\w+))?")
 
 
@@ -67,7 +69,8 @@ def _check_rule(name: str, operators: list[Operator], rule: Rule) -> None:
         )
     terms = [term for side in (*equation.operands, *equation.results) for term in side]
     factors = {factor for term in terms for factor in term.names}
-    if unknown := sorted({*rule.forms, *rule.stays} - factors):
+    named = {_ONE_OF_MANY.sub("...", factor) for factor in (*rule.forms, *rule.stays)}
+    if unknown := sorted(named - factors):
         raise RuleError(
             f"rule {rule.text!r} for {name}",
             f"a form for {', '.join(map(repr, unknown))}",
@@ -81,6 +84,8 @@ def _fits_schema(equation: Equation, op: Operator) -> bool:
     schema = schema_of(op)
     takes = [str(argument.type) for argument in schema.arguments if not _is_target(argument)]
     gives = [str(result.type) for result in schema.returns]
+    if not gives:  # the operator only writes to its operands
+        return _can_hold(takes, len(equation.operands))
     return _can_hold(takes, len(equation.operands)) and _can_hold(gives, len(equation.results))
 
 
@@ -90,8 +95,11 @@ def _is_target(argument: torch.Argument) -> bool:
 
 
 def _can_hold(types: list[str], tensors: int) -> bool:
-    """True if values of these types can be so many tensors; a list, or None, can be any number or none."""
+    """True if values of these types can be so many operands.
+
+    A list can be any number of tensors, an optional tensor or a number one operand or none.
+    """
     single = sum(kind == "Tensor" for kind in types)
-    optional = sum(kind == "Optional[Tensor]" for kind in types)
+    optional = sum(kind in ("Optional[Tensor]", "number", "int", "float") for kind in types)
     has_list = any("List[" in kind and "Tensor" in kind for kind in types)
     return single <= tensors and (has_list or tensors <= single + optional)
