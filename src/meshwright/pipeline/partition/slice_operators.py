@@ -184,7 +184,7 @@ def select(s: Slicer, node: Node) -> bool:
 
 
 def select_range(s: Slicer, node: Node) -> bool:
-    """Select consecutive positions: each slice keeps its select_range of them."""
+    """Select consecutive positions: each slice keeps its part of them."""
     given = _arguments(node)
     x = _pieces_along(s, node.ins[0], given["dim"] % len(node.ins[0].shape))
     if x is None:
@@ -209,7 +209,7 @@ def _range(given: Mapping[str, Any]) -> slice:
 
 
 def dropout(s: Slicer, node: Node) -> bool:
-    """Draw one mask for the whole sequence with the first slice; each slice uses its select_range of the mask."""
+    """Draw one mask for the whole sequence with the first slice; each slice uses its part of the mask."""
     given = _arguments(node)
     x = s.held[given["input"]]
     if not isinstance(x, ValueSlices) or x.cut.before != 1:
