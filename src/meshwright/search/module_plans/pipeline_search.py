@@ -91,20 +91,26 @@ class Pipelines:
         return next(self._unmet_conditions(self.stages or 2))
 
     def _unmet_conditions(self, stages: int) -> Iterator[str]:
+        layers, replicas = len(self.chain.layers), [own.dp for own in self.replicas]
         if self.why_not:
             yield self.why_not
-        if stages > len(self.chain.layers):
-            yield f"each stage needs a layer, and the model has {len(self.chain.layers)} repeated layers"
-        divided = [own for own in self.replicas if own.dp % stages == 0]
-        if not divided:
-            numbers = ", ".join(str(own.dp) for own in self.replicas)
-            yield f"{stages} divides none of the possible numbers of replicas ({numbers})"
-        options = [(own, saving) for own in divided for saving in self._savings(own, stages)]
-        if divided and not options:
+        if stages > layers:
+            yield f"each stage needs a layer, and the model has {layers} repeated layers"
+        if all(number % stages for number in replicas):
+            yield f"{stages} divides none of the possible numbers of replicas ({', '.join(map(str, replicas))})"
+        smallest = self._smallest_stages(stages)
+        if not smallest:
             yield f"a schedule of {stages} stages has more than {MOST} microbatches on its ranks together"
-        least = min((own.about.nbytes(saving) / stages for own, saving in options), default=0.0)
-        limit = size_rounded_up(self.replicas[0].of.memory_limit)
-        yield f"no division of the layers fits: equal stages need at least {size_rounded_up(least)} of {limit} per rank"
+        least, limit = min(smallest, default=0.0), self.replicas[0].of.memory_limit
+        yield (
+            f"no division of the layers fits: equal stages need at least {size_rounded_up(least)} of "
+            f"{size_rounded_up(limit)} per rank"
+        )
+
+    def _smallest_stages(self, stages: int) -> list[float]:
+        """Return the bytes per rank of equal stages, for each number of replicas and each memory-saving option."""
+        divided = [own for own in self.replicas if own.dp % stages == 0]
+        return [own.about.nbytes(saving) / stages for own in divided for saving in self._savings(own, stages)]
 
     def best(self, replicas: Sequence[Replicas], limit: float = inf) -> FoundPipeline | None:
         """Return the fastest pipeline on these replicas that fits and takes less than `limit` seconds, or None.
