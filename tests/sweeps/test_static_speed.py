@@ -9,9 +9,8 @@ from benchmarks.static_speed import Case
 
 
 @pytest.mark.timeout(600)  # each contender is compiled on each rank, beside another test
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1)], ids=["tp", "dp"])
-def test_all_contenders_give_the_losses_of_one_device(dp: int, tp: int) -> None:
-    found = static_speed.measure(Case("overhead", dp, tp), turns=2, env={"TORCH_COMPILE_DISABLE": "1"})
+def test_all_contenders_give_the_losses_of_one_device() -> None:
+    found = static_speed.measure(Case("overhead", dp=1, tp=2), turns=2, env={"TORCH_COMPILE_DISABLE": "1"})
     assert not found["failed"]
     assert set(found["loss_difference"]) == {"ours", *static_speed.RIVALS}
     assert static_speed.agree(found)
