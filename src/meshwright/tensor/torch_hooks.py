@@ -409,15 +409,17 @@ _ENGINE = _engine_run_backward.__code__
 def seen_below_autograd() -> bool:
     """True if the caller runs below autograd, where attributes are those of the local part.
 
-    Two callers do: a `__torch_dispatch__` inside this thread's backward pass, where torch does not keep interception
-    off, and the check in `torch.utils.checkpoint` that recomputed tensors have the same shapes.
+    Two callers do: a `__torch_dispatch__` of the user inside this thread's backward pass, where torch does not keep
+    interception off, and the check in `torch.utils.checkpoint` that recomputed tensors have the same shapes.
     """
     if backward_running() == -1:
         return False
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not _ENGINE:
-        if frame.f_code is _META_EXTRACTOR or frame.f_code.co_name == "__torch_dispatch__":
+        if frame.f_code is _META_EXTRACTOR:
             return True
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return frame.f_globals is not globals()  # a mode of this file calls operators on distributed tensors
         frame = frame.f_back
     return False
 
