@@ -44,7 +44,7 @@ class CallPlan:
     __slots__ = ()
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        """Return the result of a call."""
+        """Return the result of a call; each class of plans carries it out in its own way."""
         raise NotImplementedError
 
     @property

@@ -1,5 +1,6 @@
 """Views with their own memory, and tensors that share memory.
 
+view_origin       ViewOrigin: the call that made a view, and the elements of its base
 dist_view         DistView: a view that is gathered, read again after writes to its base, and written back
 view_history      autograd history of a view with its own memory, as one device reports it
 shared_data       memory that a tensor takes over by `x.data = new`

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -27,59 +27,21 @@ from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..conversion.convert import arranged, convert_local, owned
 from ..conversion.local_parts import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ..conversion.saved_operands import drop_notes, note_again, note_reading
-from ..conversion.whole_call import WholeCall, call_whole, write_back_whole
-from ..core.dist_tensor import DistTensor, FakeDistTensor, as_part, change_class, is_leaf, plain_view, wants_grad
+from ..conversion.whole_call import call_whole, write_back_whole
+from ..core.dist_tensor import DistTensor, FakeDistTensor, as_part, change_class, is_leaf, wants_grad
 from ..core.tree import leaves_in, map_tensors, tensors_in
 from ..core.write_counts import note_counter, version_of, writes_to
 from ..planning.call_plan import of_one_node
 from ..torch_hooks import is_dense, keep_bits, no_interception, shares_storage
-
-
-@dataclass(slots=True)
-class ViewOrigin:
-    """The origin of a view: the base, the call, the number of the result, and the writes to the base until the call.
-
-    Attributes:
-        single: False for one of several views of one autograd node: torch raises an error on a write to such a view.
-        tracked: False for a view that was made under `torch.no_grad`, which gets no gradient from its base.
-        counted: False if the base is the memory of a plain tensor, whose writes are not all counted.
-        shown: The version counter of the base at the call, which does not move with writes to `base.data`.
-        ends: For a tensor that took over memory by `x.data = new`: True of the view if only the view uses this memory.
-    """
-
-    base: DistTensor
-    func: TorchFunction
-    args: Arguments
-    kwargs: NamedArguments
-    at: int
-    version: int
-    single: bool = True
-    tracked: bool = True
-    counted: bool = True
-    shown: int = 0
-    ends: Callable[[DistView], bool] | None = None
-
-    def is_read(self) -> None:
-        """Record that the view holds the current values of the base."""
-        self.version, self.shown = writes_to(self.base), version_of(self.base)
-
-    def arguments_with(self, base: DistTensor) -> tuple[Arguments, NamedArguments]:
-        """Return the arguments of the call with `base` in place of the base."""
-        return map_tensors(lambda t: base if t is self.base else t, (self.args, self.kwargs))
-
-    def move_to(self, base: DistTensor) -> None:
-        """Make the view a view of `base`."""
-        self.args, self.kwargs = self.arguments_with(base)
-        self.base = base
-
-    def result_for(self, stand_in: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the same view of other memory; `stand_in` returns a plain tensor in place of each argument."""
-        args, kwargs = map_tensors(stand_in, (self.args, self.kwargs))
-        return self.result_in(self.func(*args, **kwargs))
-
-    def result_in(self, out: TorchValue) -> Tensor:
-        """Return the view among the results of a call."""
-        return list(tensors_in(out))[self.at]
+from .view_origin import (
+    ViewOrigin,
+    last_written,
+    one_element_stand_in,
+    overlaps_itself,
+    part_of_view,
+    places_in_base,
+    shares_elements,
+)
 
 
 class DistView(DistTensor):
@@ -140,7 +102,7 @@ def as_view(
         return x
     tracked = torch.is_grad_enabled()
     with no_interception():
-        alone = torch.clone if _overlaps(x) else partial(in_order, spec=x._spec)
+        alone = torch.clone if overlaps_itself(x) else partial(in_order, spec=x._spec)
         local = alone(x)
         if local is not x:
             local = keep_bits(alone, x) if x.is_conj() or x.is_neg() else local
@@ -336,13 +298,6 @@ def break_view(
     return map_tensors(viewed, out)
 
 
-def one_element_stand_in(t: Tensor) -> Tensor:
-    """Return a plain tensor with the global shape, the dtype and the device of `t`, and memory for one element."""
-    shape = t._spec.shape if isinstance(t, DistTensor) else t.shape
-    with no_interception():
-        return torch.zeros((), dtype=t.dtype, device=t.device).expand(shape)
-
-
 def before_call(views: Sequence[DistView]) -> list[int]:
     """Read again every view whose base was written to; return the numbers of writes to the views."""
     for view in views:
@@ -531,15 +486,15 @@ def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
     repeats = base is not None and shares_elements(base._outer._spec.full_strides, base._outer._spec.shape)
     with no_interception():
         target = source.result_in(done.out)
-        overlaps = _overlaps(target)
+        overlaps = overlaps_itself(target)
         places = _written_places(view, by, written) if overlaps or repeats else None
         if overlaps and places is not None:
-            whole = _last_written(source, done, whole, value, places)
+            whole = last_written(source, done, whole, value, places)
         else:
             target.copy_(value)
     write_back_whole(source.base if by._counted else _data_of(source.base), whole)
     if base is not None:
-        below = None if places is None else _places_in_base(source, done, places)
+        below = None if places is None else places_in_base(source, done, places)
         _write_back(base._outer, min(by, base, key=_visibility), below)
     if source.single:
         source.is_read()
@@ -553,16 +508,7 @@ def _note_reading(view: DistView) -> None:
     """Note an outer view that now holds the values of its base, because autograd may save it for a backward pass."""
     if view._counted:  # a write to the base of any other view, such as `x.data = y`, moves no counter of the view
         with no_interception():
-            note_reading(view, view._source.base, partial(_part_of_view, view._source, view._spec))
-
-
-def _part_of_view(source: ViewOrigin, spec: Spec, part: Tensor) -> Tensor:
-    """Return this rank's part of a view with this spec, if `part` is this rank's part of the base."""
-    base = as_part(part, source.base._spec)
-    new = source.result_in(call_whole(source.func, *source.arguments_with(base)).out)
-    with no_interception():
-        have = spec_of(new, spec)
-    return plain_view(convert_local(new, have, spec))
+            note_reading(view, view._source.base, partial(part_of_view, view._source, view._spec))
 
 
 _UNKNOWN = -1
@@ -583,15 +529,6 @@ def _written_places(view: DistView, by: DistView, written: Tensor | None) -> Ten
     return convert_local(local.contiguous(), spec, whole_spec(spec))
 
 
-def _places_in_base(source: ViewOrigin, done: WholeCall, places: Tensor) -> Tensor:
-    """Return for each element of the whole base whether it was written, by elements `places` of the view."""
-    whole = done.whole_argument(source.base)
-    found = torch.zeros(whole.shape, dtype=torch.bool, device=whole.device)
-    given = {id(t): w for t, w in done.pairs} | {id(source.base): found}
-    source.result_for(lambda t: given[id(t)]).copy_(places)
-    return found
-
-
 def _visibility(view: DistView) -> int:
     """Return how visible a write to the view is for torch: 2 for a view, 1 for `view.detach()`, 0 for `view.data`."""
     return view._seen + view._counted
@@ -603,36 +540,6 @@ def _data_of(x: DistTensor) -> DistTensor:
         data = x.data
         note_counter(x, data)
     return as_part(data, x._spec)
-
-
-def _overlaps(x: Tensor) -> bool:
-    """True if two elements of `x` may share memory."""
-    return shares_elements(x.stride(), x.shape)
-
-
-def shares_elements(strides: Sequence[int], shape: Sequence[int]) -> bool:
-    """True if two elements of a tensor with these strides may share memory."""
-    reach = 0
-    for step, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and step <= reach:
-            return True
-        reach += step * (size - 1)
-    return False
-
-
-def _last_written(source: ViewOrigin, done: WholeCall, whole: Tensor, value: Tensor, written: Tensor) -> Tensor:
-    """Return `whole` after elements `written` of its view got `value`; the last one counts of elements at one place.
-
-    Only that one has a gradient. The same view of a tensor of place numbers shows the place of each element.
-    """
-    places = torch.empty_strided(whole.shape, whole.stride(), dtype=torch.int64, device=whole.device)
-    places.copy_(torch.arange(whole.numel(), device=whole.device).reshape(whole.shape))
-    given = {id(t): w for t, w in done.pairs} | {id(source.base): places}
-    seen = source.result_for(lambda t: given[id(t)]).reshape(-1)
-    numbers = torch.where(written.reshape(-1), torch.arange(len(seen), device=whole.device), -1)
-    last = torch.full((whole.numel(),), -1, device=whole.device)
-    last = last.scatter_reduce(0, seen, numbers, "amax").reshape(whole.shape)
-    return torch.where(last < 0, whole, value.reshape(-1)[last.clamp(min=0)])
 
 
 def _whole_spec_of(new: Tensor, like: DistTensor) -> Spec:

@@ -29,7 +29,6 @@ from ..core.write_counts import note_counter
 from ..torch_hooks import FakeTensor, backward_running, is_dense, no_interception, shares_storage, tensors_on_storage
 from .dist_view import (
     DistView,
-    ViewOrigin,
     become_view,
     before_call,
     detached_view,
@@ -38,6 +37,7 @@ from .dist_view import (
     inner_view,
     leave_memory,
 )
+from .view_origin import ViewOrigin
 
 _T: TorchValue = Tensor
 
