@@ -39,11 +39,15 @@ class Scheduler(NamedTuple):
     """True once the simulation has failed; from then on no rank waits."""
 
 
-def _never_called(*_: object) -> bool:
-    return True
+def _no_effect(*_: object) -> None:
+    return None
 
 
-_NO_SCHEDULER = Scheduler(_never_called, _never_called, _never_called, _never_called)
+def _false(*_: object) -> bool:
+    return False
+
+
+_NO_SCHEDULER = Scheduler(_no_effect, _no_effect, _false, _false)
 
 
 class SharedLevel:
