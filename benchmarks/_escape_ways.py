@@ -448,6 +448,9 @@ MEMORY: dict[str, Callable[[Lay], Any]] = {
     "torch.from_dlpack(x).fill_(7)": lambda lay: _written(lay, lambda x: torch.from_dlpack(x).fill_(7)),
     "torch.from_dlpack(x, copy=True)": lambda lay: torch.from_dlpack(lay(value()), copy=True),
     "numpy.from_dlpack(x)": lambda lay: np.from_dlpack(lay(value())),
+    "torch.utils.dlpack.to_dlpack(x)": lambda lay: _written(
+        lay, lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)).fill_(7)
+    ),
     "x.__dlpack__(copy=False)": lambda lay: torch.from_dlpack(lay(value()).__dlpack__(copy=False)),
     "type(x).__dlpack_c_exchange_api__": lambda lay: _exchanged(lay(value())),
     "pickle.dumps(x)": lambda lay: pickle.loads(pickle.dumps(lay(value()))),

@@ -107,6 +107,17 @@ def test_ranks_may_leave_forward_mode_at_different_times() -> None:
         assert found.tolist() == [[2.0] * 4, [3.0] * 4]
 
 
+def test_a_level_of_forward_mode_without_communication_may_precede_one_with_it() -> None:
+    def run() -> tuple[Tensor, Tensor]:
+        x = mw.shard_tensor(torch.ones(5, 4), mw.ProcessMesh([0, 1, 2], ["x"]), [mw.Shard(0)])
+        alone = jacfwd(torch.sin)(torch.ones(3))
+        return alone, jacfwd(lambda w: (x @ w).sum())(torch.ones(4, 3))
+
+    for alone, found in mw.simulate(run, 3):
+        assert torch.equal(alone, torch.ones(3).cos().diag())
+        assert torch.equal(found, torch.full((4, 3), 5.0))
+
+
 def test_an_error_inside_forward_mode_is_raised_unchanged() -> None:
     mesh = mw.ProcessMesh([0, 1], ["x"])
 

@@ -193,6 +193,38 @@ def test_a_plain_tensor_in_a_user_defined_backward_pass_is_refused(style: str, f
         mw.simulate(go, STYLES[style].ranks)
 
 
+def zero_a_slice(grad: Tensor) -> Tensor:
+    grad = grad.clone()
+    grad[1:3] = 0
+    return grad
+
+
+def write_numbers_by_mask_and_list(grad: Tensor) -> Tensor:
+    grad = grad.clone()
+    grad[grad > 1] = 0.5
+    grad[[0, 3]] = 2
+    grad[:, [[1]]] *= 3
+    return grad
+
+
+@pytest.mark.parametrize("hook", [zero_a_slice, write_numbers_by_mask_and_list, lambda grad: grad[[4, 3, 2, 1, 0]]])
+@pytest.mark.parametrize("style", STYLES)
+def test_numbers_and_lists_in_a_hook_are_whole(style: str, hook: Any) -> None:
+    from tests.engine.oracle import LayOut
+
+    def gradient(x: Tensor) -> Any:
+        y = x * 2
+        y.register_hook(hook)
+        y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad.tolist()
+
+    x = torch.arange(-1.5, 1.5, 0.1).view(5, 6)
+    wanted = gradient(x.clone().requires_grad_())
+    for found in mw.simulate(lambda: gradient(LayOut(STYLES[style])(x, grad=True)), STYLES[style].ranks):
+        assert found == wanted
+
+
 class SavesArguments(torch.autograd.Function):
     """A user-defined function of any tensors, whose backward pass reads its saved arguments."""
 

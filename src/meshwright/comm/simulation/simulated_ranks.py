@@ -11,7 +11,7 @@ import ctypes
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -34,7 +34,7 @@ from ..communicators.communicator import Communicator, Receive, check_message, c
 from ..communicators.current_communicator import current_communicator, using_communicator
 from ..communicators.reductions import reduce_terms
 from ..torch_hooks import GLOBAL_HOOKS, ForwardState, saved_mutable, set_saved_mutable
-from .forward_mode import SharedLevel
+from .forward_mode import Scheduler, SharedLevel
 from .profiler_guard import one_profiler
 from .rank_globals import RankGlobals
 
@@ -172,11 +172,24 @@ class _World:
         """Let a waiting rank run again, once it gets the baton."""
         self.pending[rank] = None
 
+    def let_run(self, rank: int, others: Iterable[int]) -> bool:
+        """Let the ranks after `rank` run until it is its turn again; False if none of `others` can run."""
+        if all(self.ended[other] or self.pending[other] is not None for other in others):
+            return False
+        following = self._next(rank)
+        assert following is not None, "at least `rank` can run"
+        self._pass_baton(rank, following)
+        return True
+
     def _wait(self, rank: int, call: CommCall) -> None:
         self.pending[rank] = call
         following = self._next(rank)
         if following is None:
             raise self._stuck()
+        self._pass_baton(rank, following)
+
+    def _pass_baton(self, rank: int, following: int) -> None:
+        """Give the baton to the rank `following`, and return when `rank` has it again."""
         self._leave(rank)
         self._give(following)
         self.turns[rank].acquire()
@@ -456,7 +469,8 @@ def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) 
     ]
     world.threads = threads
     rank_here = _rank_in(world)
-    level = SharedLevel(rank_here, world.wait, world.release, lambda: world.failure is not None)
+    scheduler = Scheduler(world.wait, world.release, world.let_run, lambda: world.failure is not None)
+    level = SharedLevel(ranks, rank_here, scheduler)
     with level.installed(), one_profiler(rank_here):
         before = world.torch_state[0]
         for thread in threads:

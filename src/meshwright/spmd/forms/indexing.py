@@ -16,9 +16,27 @@ NOTHING = False
 """Fill value for indices of other ranks: a zero that does not promote any dtype, including bool."""
 
 
-def _mine(call: LocalCall, x: Tensor, at: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the local indices (0 for indices of other ranks), and a mask of the indices of this rank."""
-    index = torch.where(index < 0, index + call.total(0, at), index)
+def check_bounds(index: Tensor, size: int, dim: int, lowest: int = 0) -> None:
+    """Raise RuntimeError if an index is below `lowest`, or not below `size`, the size of the whole dim.
+
+    Without this check, each rank would take such an index for one of another rank. On CUDA devices the check is an
+    assertion on the device, as in the kernels of torch.
+    """
+    inside = (index >= lowest) & (index < size)
+    allowed = f"{lowest} to {size - 1}" if size else "none, because the dim is empty"
+    message = f"index out of bounds for dimension {dim} with size {size}; allowed indices: {allowed}"
+    torch.ops.aten._assert_async.msg(inside.all(), message)
+
+
+def _mine(call: LocalCall, x: Tensor, at: int, index: Tensor, wraps: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the local indices (0 for indices of other ranks), and a mask of the indices of this rank.
+
+    `wraps` is True if the operator accepts negative indices, which count from the end.
+    """
+    size = call.total(0, at)
+    check_bounds(index, size, at, -size if wraps else 0)
+    if wraps:
+        index = torch.where(index < 0, index + size, index)
     local = index - call.start(0, at)
     mine = (local >= 0) & (local < x.shape[at])
     return torch.where(mine, local, 0), mine
@@ -40,6 +58,7 @@ def gather(call: LocalCall, x: Tensor, dim: int, index: Tensor, *, sparse_grad: 
 
 def take_along_dim(call: LocalCall, x: Tensor, indices: Tensor, dim: int) -> Tensor:
     (at,) = dims_of(x, dim)
+    indices = indices.remainder(max(call.total(0, at), 1))  # as torch does for every index
     local, mine = _mine(call, x, at, indices)
     return torch.where(mine, _padded(x, at).take_along_dim(local, at), NOTHING)
 
@@ -55,7 +74,7 @@ def _padded(x: Tensor, at: int) -> Tensor:
 def index(call: LocalCall, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """Return the term of `x[indices]` for one indexed dim, which is sharded."""
     at, index = next((d, i) for d, i in enumerate(indices) if i is not None)
-    local, mine = _mine(call, x, at, index)
+    local, mine = _mine(call, x, at, index, wraps=True)
     rows = torch.ops.aten.index.Tensor(_padded(x, at), [*indices[:at], local])
     return torch.where(mine.reshape([*mine.shape, *[1] * (x.dim() - at - 1)]), rows, NOTHING)
 
@@ -70,7 +89,7 @@ def index_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, source: Tenso
 
 
 def index_fill(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: TorchValue) -> Tensor:
-    return _written(call, x, dim, index, lambda wide, at, local: wide.index_fill(at, local, value))
+    return _written(call, x, dim, index, lambda wide, at, local: wide.index_fill(at, local, value), wraps=True)
 
 
 def scatter(call: LocalCall, x: Tensor, dim: int, index: Tensor, value: TorchValue) -> Tensor:
@@ -82,10 +101,15 @@ def scatter_add(call: LocalCall, x: Tensor, dim: int, index: Tensor, src: Tensor
 
 
 def _written(
-    call: LocalCall, x: Tensor, dim: int, index: Tensor, write: Callable[[Tensor, int, Tensor], Tensor]
+    call: LocalCall,
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    write: Callable[[Tensor, int, Tensor], Tensor],
+    wraps: bool = False,
 ) -> Tensor:
     (at,) = dims_of(x, dim)
-    local, mine = _mine(call, x, at, index)
+    local, mine = _mine(call, x, at, index, wraps)
     size = x.shape[at]
     wide = torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - at) + [0, 1])  # torch.cat would disconnect an empty x
     return write(wide, at, torch.where(mine, local, size)).narrow(at, 0, size)

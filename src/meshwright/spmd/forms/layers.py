@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..notation.local_call import LocalCall
 from .empty_tensors import empty_result
+from .indexing import check_bounds
 from .reductions import max_or_lowest, max_over, sum_over
 
 SUM = 2
@@ -23,6 +24,7 @@ def embedding(
     """Look up the ids of this rank's rows, with zero for other ids. The sum over ranks is the full lookup."""
     if call.ranks(0, 0) == 1:
         return torch.ops.aten.embedding(weight, indices, padding_idx)
+    check_bounds(indices, call.total(0, 0), 0)
     local = indices - call.start(0, 0)
     mine = (local >= 0) & (local < weight.shape[0])
     if weight.shape[0] == 0:
@@ -149,6 +151,7 @@ def _class_index_term(
     call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, c: int
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted `x` at the target class, and the weight; both are zero if another rank holds the class."""
+    check_bounds(torch.where(target == ignore_index, 0, target), max(call.total(0, c), 1), c)
     local = target - call.start(0, c)
     mine = (local >= 0) & (local < x.shape[c]) & (target != ignore_index)
     if x.shape[c] == 0:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -73,7 +73,14 @@ def plain_may_be_part() -> bool:
 @contextmanager
 def _on_whole_tensors(ctx: TorchValue, grads: Sequence[TorchValue]) -> Generator[None]:
     """Note that a user's function runs in this backward pass, if it has no plain tensor; see `plain_may_be_part`."""
-    _running.passes.append(-1 if _has_plain(ctx, grads) else backward_running())
+    with nullcontext() if _has_plain(ctx, grads) else plain_are_whole():
+        yield
+
+
+@contextmanager
+def plain_are_whole() -> Generator[None]:
+    """Declare that the plain tensors of the block are whole values, also inside a backward pass."""
+    _running.passes.append(backward_running())
     try:
         yield
     finally:

@@ -150,10 +150,11 @@ class DistTensor(Tensor):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise PickleError(
-            "pickling a DistTensor",
+            "pickling a DistTensor, or copy.copy of it",
             f"{self._spec!r} on {self._spec.mesh!r}",
             "each rank holds a part only, and a pickle would hold the part of one rank",
-            "pickle mw.unshard_dtensor(x), the whole plain tensor, or save a checkpoint",
+            "pickle mw.unshard_dtensor(x), the whole plain tensor, or save a checkpoint; in place of "
+            "copy.copy(x), call copy.deepcopy(x) or x.detach()",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:

@@ -79,7 +79,8 @@ def _check_traced(func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> 
         f"{name_of(func)} inside {tracer}",
         specs,
         "the trace would hold the local part and the local sizes of one rank",
-        "trace the plain model and shard it afterwards, use torch.export.export, or use mw.to_static for a step",
+        "trace the plain model and shard it afterwards, use torch.export.export, or use mw.to_static for a step; "
+        "in place of torch.func.linearize, call torch.func.jvp",
     )
 
 

@@ -14,6 +14,7 @@ from meshwright.comm import current_communicator
 from meshwright.layout import Spec, TorchValue
 
 from .._torch_call import TorchFunction
+from ..autograd.user_functions import plain_are_whole, plain_may_be_part
 from ..capture.call_capture import Captured, CapturedNode, autocast_dtype, strides_of
 from ..capture.trial_calls import is_raised
 from ..conversion.convert import Move, convert_local
@@ -459,8 +460,10 @@ class OperatorSequence(CallPlan):
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         known = real_inputs(self.captured, args, kwargs)
         known |= {id(c): c.clone() for c in self.captured.constants}
-        for node in self.captured.nodes:
-            _run_node(node, known)
+        # the call's own plain tensors have been checked; the others are made of numbers, such as 0 in `grad[1:] = 0`
+        with plain_are_whole() if plain_may_be_part() else nullcontext():
+            for node in self.captured.nodes:
+                _run_node(node, known)
         return map_tensors(lambda t: known[id(t)], self.captured.out)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch import Tensor
 from meshwright.layout import TorchValue
 
 from .._torch_call import TorchFunction
+from ..autograd.user_functions import plain_are_whole
+from ..core.dist_tensor import DistTensor
 from ..core.handler_registry import handles
+from ..core.tree import tensors_in
 
 
 @handles(torch.broadcast_tensors, torch.ops.aten.broadcast_tensors.default)
@@ -29,7 +33,9 @@ def _listed_index(func: TorchFunction, types: Sequence[type], args: TorchValue, 
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if not any(_is_whole_numbers(i) for i in index):
         return NotImplemented
-    return func(args[0], tuple(torch.tensor(i) if _is_whole_numbers(i) else i for i in index), *args[2:])
+    given = all(isinstance(t, DistTensor) for t in tensors_in(args))
+    with plain_are_whole() if given else nullcontext():  # a list is whole in a backward pass too
+        return func(args[0], tuple(torch.tensor(i) if _is_whole_numbers(i) else i for i in index), *args[2:])
 
 
 def _is_whole_numbers(x: TorchValue) -> bool:

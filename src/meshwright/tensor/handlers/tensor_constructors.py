@@ -19,7 +19,7 @@ from .._errors import MemoryAccessError
 from .._torch_call import TorchFunction
 from ..autograd.intercepted_call import argument_at, named_arguments
 from ..conversion.python_values import gather_everywhere
-from ..core.dist_tensor import DistTensor, as_part
+from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..torch_hooks import (
     Operator,
     backward_running,
@@ -30,6 +30,7 @@ from ..torch_hooks import (
     offer_set,
     read_number,
 )
+from ..views.gathered_memory import holds_whole
 from .memory_access import refusal
 from .out_targets import into_targets
 from .tensor_attributes import takes_memory
@@ -90,9 +91,14 @@ def _as_array(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> Torch
 
 
 def _exported(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
-    """Return a DLPack capsule of a copy of the whole value."""
+    """Return a DLPack capsule of the memory; a consumer's writes to a gathered copy would be lost."""
     x = args[0] if args else kwargs.pop("tensor")
-    return own(gather_everywhere(x), *args[1:], **kwargs) if isinstance(x, DistTensor) else own(x, *args[1:], **kwargs)
+    if not isinstance(x, DistTensor):
+        return own(x, *args[1:], **kwargs)
+    if not holds_whole(x):
+        raise refusal("to_dlpack of a distributed tensor", x, "call from_dlpack(x, copy=True) for a copy")
+    with no_interception():
+        return own(plain_view(x), *args[1:], **kwargs)
 
 
 def _filled(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
