@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.comm import current_communicator
+from meshwright.comm import current_communicator, is_compared
 from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
 from meshwright.layout import TorchValue
 from meshwright.search import MeshPlan
 from meshwright.tensor import (
     as_part,
     collectives_of_call,
+    input_numbers,
     full_tensor,
     leaves_in,
     local_parts,
@@ -296,8 +297,9 @@ class DistModel:
         step = current_communicator().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
         self._runs += 1
         alike = values_equal_on_ranks(self.optimizer if self.mode == "train" else None)
+        inputs = input_numbers(leaves, self._runs) if is_compared() else ()
         what = collectives_of_call(
-            f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs, *alike)
+            f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs, *alike, *inputs)
         )
         with local_parts(), torch.no_grad(), step, what:
             given = [fetch(leaves) for fetch in found.fetch]
