@@ -54,7 +54,14 @@ from .core.capture_marks import (
     parts_recorded,
     recording_parts,
 )
-from .core.computation_numbers import collectives_of_call, renumber_parameters, values_equal_on_ranks
+from .core.computation_numbers import (
+    collectives_of_call,
+    number_by_values,
+    renumber_gradients,
+    renumber_parameters,
+    values_equal_on_ranks,
+)
+from .core.environment_hash import input_numbers
 from .core.dist_tensor import DistTensor, as_part
 from .core.initial_checksum import initial_checksum_of
 from .core.tree import leaves_in, map_leaves, map_tensors, tensors_in
@@ -138,6 +145,9 @@ __all__ = [
     "recording",
     "recording_parts",
     "redistribute",
+    "input_numbers",
+    "number_by_values",
+    "renumber_gradients",
     "renumber_parameters",
     "shared_memory",
     "sharing_views",
