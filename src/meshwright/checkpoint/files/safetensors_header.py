@@ -47,7 +47,11 @@ class HeaderEntry:
 
 
 def read_header(file: OpenBytes) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Return every tensor of a file, and its metadata. Raises CheckpointFileError for a file of another kind, or one cut short."""
+    """Return every tensor of a file, and its metadata.
+
+    Raises:
+        CheckpointFileError: the file is of another kind, or cut short.
+    """
     try:
         return _read(file)
     except CheckpointFileError:

@@ -18,8 +18,8 @@ from meshwright.search import MeshPlan
 from meshwright.tensor import (
     as_part,
     collectives_of_call,
-    input_numbers,
     full_tensor,
+    input_numbers,
     leaves_in,
     local_parts,
     map_tensors,

@@ -32,10 +32,10 @@ def shard_dataloader(
     """Return `dataloader` with its tensors distributed over `meshes`, sharded along the mesh axis `shard_dims`.
 
     The loader is any iterable of tensors, tuples, lists or dicts, nested or not. Every rank iterates over the same
-    global batches and keeps its part; batches with other values are an error at the first collective. With `is_dataset_splitted` the loader yields each rank's own part along that
-    axis. These parts have one size, or the sizes that a `GlobalSampler` with an axis gives. For one mesh, `shard_dims`
-    may be a tuple of axes. With several meshes, the first input goes to the first mesh and so on; inputs of a dict are
-    counted in the order of `input_keys`.
+    global batches and keeps its part. Batches that differ between processes are an error at the first collective. With
+    `is_dataset_splitted` the loader yields each rank's own part along that axis. These parts have one size, or the
+    sizes that a `GlobalSampler` with an axis gives. For one mesh, `shard_dims` may be a tuple of axes. With several
+    meshes, the first input goes to the first mesh and so on; inputs of a dict are counted in the order of `input_keys`.
 
     Raises:
         BatchError: a batch does not fit the meshes.
