@@ -47,6 +47,21 @@ def _write(log: LogFile, steps: int) -> None:
     log.close()
 
 
+class Full(Hanging):
+    """A file on a full disk."""
+
+    def write(self, text: str, /) -> int:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_reported_and_does_not_end_the_run() -> None:
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        _write(LogFile(Full()), 3)
+
+
 def test_all_lines_are_in_the_file_at_the_end(tmp_path: Path) -> None:
     with log_file(tmp_path / "run" / "log.jsonl") as log:
         for step in range(100):

@@ -61,8 +61,15 @@ class LogFile:
         if self._thread.is_alive():
             self._error = f"no answer from the file system for {seconds:g} s"
         else:
-            self._file.close()
+            self._close_file()
         self._warn()
+
+    def _close_file(self) -> None:
+        """Close the file, which writes lines that an earlier error has left in its buffer."""
+        try:
+            self._file.close()
+        except OSError as error:
+            self._error = error.strerror or str(error)
 
     def _put(self, line: str | None) -> None:
         self._warn()
