@@ -68,7 +68,7 @@ def _read(file: OpenBytes) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     if length > min(LONGEST_HEADER, file.size - 8):
         raise ValueError(f"it should have a header of {length} bytes, and it has {file.size} bytes")
     fields: JsonValue = parse_json(file.read(8, length), file.path, Budget(file.path), "a header")
-    about: dict[str, str] = fields.pop("__metadata__", {})
+    about: JsonValue = fields.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in about.values()):
         raise ValueError("its __metadata__ has values that are not strings")
     found = {name: _stored(name, field) for name, field in fields.items()}
