@@ -24,7 +24,7 @@ EXEMPT = {
     "cli.commands.checkpoint": "prints what the readers of checkpoints return",
     "comm": "peers that have the token of the job, and files of the system; SECURITY.md says so",
     "engine.static.program_cache:_sum": "source files of the package",
-    "engine.training.training_events": "the log, which is appended to",
+    "engine.training.log_file": "the log, which is appended to",
     "engine.static.program_files:_saved_kernels": "the file that it wrote itself",
     "graph.files.program_file:write_whole": "files that are written",
     "graph.execution.kernel_files": "flags of the processor in /proc",

@@ -199,7 +199,7 @@ def test_ranks_with_different_states_are_named(tmp_path: Path) -> None:
     def save() -> None:
         mw.save_state_dict({"step": mw.get_rank()}, tmp_path / "one")
 
-    with pytest.raises(CheckpointError, match="0 on one rank and 1 on another"):
+    with pytest.raises(CheckpointError, match="0 on rank 0 and 1 on rank 1"):
         mw.simulate(save, 2)
 
 

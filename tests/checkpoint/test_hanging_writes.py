@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
-from meshwright.checkpoint import CheckpointError, WriteTimeoutError
+from meshwright.checkpoint import CheckpointError, CheckpointWarning, WriteTimeoutError
 from meshwright.checkpoint.files import file_operations
 from meshwright.checkpoint.formats import dcp_writer, format_interface, safetensors_file
 from meshwright.checkpoint.operations import save as _save
@@ -68,6 +70,43 @@ def test_all_ranks_raise_if_any_operation_hangs_and_a_later_save_succeeds(
         assert names == [WriteTimeoutError.__name__] * 2, f"operation {n}"
         assert not (tmp_path / f"torn{n}").exists()
     mw.simulate(save, 2, tmp_path / "later", form)
+
+
+class PassingFault(Dead):
+    """File operations that hang from the n-th one on, until the failure has been told on rank 0."""
+
+    def told(self, event: Any) -> None:
+        if event["event"] == "failed checkpoint":
+            self.n = 0
+            self.forever.set()
+
+
+def train(folder: Path, tell: Any = None) -> tuple[tuple[float, ...], str]:
+    """Return the losses of four steps with three checkpoints, and the name of the last one."""
+    mesh = mw.ProcessMesh([0, 1], ["dp"])
+    torch.manual_seed(0)
+    model = mw.shard_layer(torch.nn.Linear(4, 4), mesh)
+    samples = TensorDataset(torch.arange(64.0).reshape(16, 4), torch.ones(16, 4))
+    data = mw.shard_dataloader(DataLoader(samples, batch_sampler=mw.GlobalSampler(samples, 4)), mesh, "dp")
+    how = mw.Training(4, folder, save_every=1, keep=None, show=False, on_failed_save="continue")
+    end = mw.train(model, torch.optim.SGD(model.parameters(), 1e-3), data, how, loss=mse_loss, tell=tell)
+    assert end.checkpoint is not None
+    return end.losses, end.checkpoint.name
+
+
+def test_a_run_that_continues_goes_on_past_saves_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_WRITE_TIMEOUT", "0.2")
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Dead(0, patch)
+        expected = mw.simulate(train, 2, tmp_path / "whole")
+    for n in range(1, whole.count // 2, max(1, whole.count // 4)):
+        with pytest.MonkeyPatch.context() as patch:
+            fault = PassingFault(n, patch)
+            with pytest.warns(CheckpointWarning) as told:
+                found = mw.simulate(train, 2, tmp_path / f"{n}", fault.told)
+        assert found == expected, f"operation {n}"
+        assert len(told) == 2, "one failure, told on two ranks"
+        assert "WriteTimeoutError" in str(told[0].message)
 
 
 def test_a_non_numeric_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

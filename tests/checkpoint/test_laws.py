@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.checkpoint import CheckpointFileError, CheckpointWarning, verify
 from meshwright.checkpoint.formats.checksum_file import CHECKSUMS
 
 from .damage import (
@@ -62,6 +63,7 @@ READS = {
     "preadv",
 }
 LARGEST_PEAK = 100 << 20
+pytestmark = pytest.mark.filterwarnings("ignore:the files of a checkpoint cannot be checked")
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +136,16 @@ def test_a_changed_tensor_is_named(checkpoints: dict[str, Path], tmp_path: Path,
             back()
             named |= {name for name in "abc" if f"tensor {name} was changed" in told}
     assert named == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.filterwarnings("error")
+def test_a_missing_file_of_checksums_is_reported(checkpoints: dict[str, Path], tmp_path: Path, form: str) -> None:
+    folder = copied(checkpoints[form], tmp_path / "copy", checksums=False)
+    with pytest.warns(CheckpointWarning, match=CHECKSUMS):
+        assert right(folder)
+    with pytest.raises(CheckpointFileError, match=CHECKSUMS):
+        verify(folder)
 
 
 @pytest.mark.parametrize("form", FORMS[1:])

@@ -95,10 +95,26 @@ def test_the_latest_complete_step_is_found(tmp_path: Path) -> None:
     (tmp_path / "step_00000003" / "manifest.json").write_text("{")
     (tmp_path / ".step_00000004.0123.writing").mkdir()
     (tmp_path / "step_00000009").mkdir()
-    assert mw.latest_checkpoint(tmp_path) == tmp_path / "step_00000002"
+    with pytest.warns(CheckpointWarning, match="00009, step_00000003; the latest complete one is step_00000002"):
+        assert mw.latest_checkpoint(tmp_path) == tmp_path / "step_00000002"
     state = {"step": 0}
-    mw.load_state_dict(state, tmp_path)
+    with pytest.warns(CheckpointWarning, match="damaged"):
+        mw.load_state_dict(state, tmp_path)
     assert state["step"] == 2
+
+
+def test_a_damaged_step_is_kept_aside_and_saved_again(tmp_path: Path) -> None:
+    """A run that resumes from an older step reaches the damaged one again."""
+    step = tmp_path / "step_00000003"
+    mw.save_state_dict({"step": 3}, step)
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        mw.save_state_dict({"step": 3}, step)
+    (step / "manifest.json").write_text("{")
+    with pytest.warns(CheckpointWarning, match="is saved again"):
+        mw.save_state_dict({"step": 3}, step)
+    assert mw.latest_checkpoint(tmp_path) == step
+    (aside,) = tmp_path.glob("damaged.step_00000003.*")
+    assert (aside / "manifest.json").read_text() == "{"
 
 
 def test_the_next_save_removes_files_of_a_killed_writer(tmp_path: Path) -> None:

@@ -83,10 +83,47 @@ def other_random_state(other: bool) -> None:
     whole(torch.rand_like(laid(mw.Shard(0))))
 
 
+def other_norm(other: bool) -> None:
+    step_after(lambda w: mw.clip_grad_norm_([w], 0.5 if other else 1.0))
+
+
+def other_norm_of_torch(other: bool) -> None:
+    step_after(lambda w: torch.nn.utils.clip_grad_norm_([w], 0.5 if other else 1.0))
+
+
+def other_hook(other: bool) -> None:
+    step_after(lambda w: None, (lambda grad: grad * 2) if other else None)
+
+
+def step_after(change: Callable[[Tensor], object], hook: Callable[[Tensor], Tensor | None] | None = None) -> None:
+    """Make a step with gradients that `change` or `hook` changes, and a collective for the parameter."""
+    w = torch.nn.Parameter(laid(mw.Replicate()))
+    if hook is not None:
+        w.register_hook(hook)
+    (w * laid(mw.Shard(0))).sum().backward()
+    change(w)
+    torch.optim.SGD([w], lr=0.1).step()
+    whole(w * laid(mw.Shard(0)))
+
+
+def other_batch(other: bool) -> None:
+    batches = [torch.ones(4, 4), torch.full((4, 4), 3.0 if other else 2.0)]
+    for x in mw.shard_dataloader(batches, mw.init_mesh(tp=2), "tp"):
+        whole(x)
+
+
+def other_steps_of_training(other: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mw.train(model, optimizer, [], mw.Training(2 if other else 1, clip=1.0, show=False))
+
+
 CASES: tuple[Case, ...] = (
     *(other_order, other_operator, other_number, other_operand, other_gradient, other_step),
-    *(one_step_less, other_seed, other_random_state),
+    *(one_step_less, other_seed, other_random_state, other_norm, other_norm_of_torch, other_hook, other_batch),
 )
+ONLY_DIFFERENT: tuple[Case, ...] = (other_steps_of_training,)
+"""Cases that are not run as they are on equal ranks."""
 
 
 def alike(rank: int) -> None:
@@ -101,6 +138,7 @@ def alike(rank: int) -> None:
     w.data = laid(mw.Shard(0))
     for each in (x, y, z, w):
         whole(each)
+    step_after(lambda w: None, (lambda grad: None) if rank == 1 else None)
     x = laid(mw.Shard(0))
     if rank == 1:
         y = (x * 2).sin()
@@ -129,7 +167,7 @@ def main(folder: str) -> None:
     for case in CASES:
         case(False)
     alike(ranks.rank)
-    found = {case.__name__: error_of(case, ranks) for case in CASES}
+    found = {case.__name__: error_of(case, ranks) for case in CASES + ONLY_DIFFERENT}
     (Path(folder) / f"{ranks.rank}.json").write_text(json.dumps(found))
 
 

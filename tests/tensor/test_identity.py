@@ -19,6 +19,11 @@ CASES = {
     "other_step": "lr of group 0 of SGD is 0.1 on rank 0 and 0.2 on rank 1",
     "one_step_less": "for the check of a step",
     "other_random_state": "state of the random generator of cpu before its last use",
+    "other_norm": "the norm to which gradients are clipped is 1.0 on rank 0 and 0.5 on rank 1",
+    "other_norm_of_torch": "for the whole value",
+    "other_hook": "for the whole value",
+    "other_batch": "made at _identity_program.py:",
+    "other_steps_of_training": "steps is 1 on rank 0 and 2 on rank 1",
     "other_seed": "torch.initial_seed() is 0 on rank 0 and 1 on rank 1",
 }
 

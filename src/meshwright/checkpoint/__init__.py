@@ -16,6 +16,7 @@ from ._errors import (
 )
 from .contents.catalogue import Catalogue, FileFacts, TensorEntry, TensorPiece
 from .contents.rank_world import World, current_world
+from .files.file_operations import write_seconds
 from .files.json_values import decode_value, encode_value
 from .formats.format_interface import Format
 from .formats.saved_state import HeldTensor
@@ -59,4 +60,5 @@ __all__ = [
     "step_name",
     "steps_in",
     "verify",
+    "write_seconds",
 ]

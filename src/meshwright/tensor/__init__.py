@@ -54,8 +54,15 @@ from .core.capture_marks import (
     parts_recorded,
     recording_parts,
 )
-from .core.computation_numbers import collectives_of_call, renumber_parameters, values_equal_on_ranks
+from .core.computation_numbers import (
+    collectives_of_call,
+    number_by_values,
+    renumber_gradients,
+    renumber_parameters,
+    values_equal_on_ranks,
+)
 from .core.dist_tensor import DistTensor, as_part
+from .core.environment_hash import input_numbers
 from .core.initial_checksum import initial_checksum_of
 from .core.tree import leaves_in, map_leaves, map_tensors, tensors_in
 from .execution import dispatch as dispatch
@@ -122,6 +129,7 @@ __all__ = [
     "grouped_product",
     "in_backward",
     "initial_checksum_of",
+    "input_numbers",
     "keep_own_part",
     "largest_anywhere",
     "leaves_in",
@@ -131,6 +139,7 @@ __all__ = [
     "not_finite_anywhere",
     "note_spec",
     "noted_spec",
+    "number_by_values",
     "operators_recorded",
     "parts_recorded",
     "pipe_split",
@@ -138,6 +147,7 @@ __all__ = [
     "recording",
     "recording_parts",
     "redistribute",
+    "renumber_gradients",
     "renumber_parameters",
     "shared_memory",
     "sharing_views",

@@ -90,6 +90,11 @@ def seconds_of(limit: TimeLimit) -> float:
     )
 
 
+def write_seconds() -> float:
+    """Return the seconds that one file operation of a save may take."""
+    return seconds_of(WRITING)
+
+
 def with_time_limit(act: Callable[[], T], limit: TimeLimit = READING) -> T:
     """Return `act()`; raise the limit's error once one file operation in it takes longer than the limit."""
     if getattr(_here, "watch", None) is not None:

@@ -46,8 +46,12 @@ class HeaderEntry:
         return DTYPE_OF_NAME.get(self.kind)
 
 
-def read_header(file: OpenBytes) -> dict[str, HeaderEntry]:
-    """Return every tensor of a file. Raises CheckpointFileError for a file of another kind, or one cut short."""
+def read_header(file: OpenBytes) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Return every tensor of a file, and its metadata.
+
+    Raises:
+        CheckpointFileError: the file is of another kind, or cut short.
+    """
     try:
         return _read(file)
     except CheckpointFileError:
@@ -57,14 +61,14 @@ def read_header(file: OpenBytes) -> dict[str, HeaderEntry]:
         raise file_error(file.path, "a file that is not safetensors, or is truncated", why) from error
 
 
-def _read(file: OpenBytes) -> dict[str, HeaderEntry]:
+def _read(file: OpenBytes) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     if file.size < 8:
         raise ValueError(f"it has {file.size} bytes, and at least 8 are needed")
     length = int.from_bytes(file.read(0, 8), "little")
     if length > min(LONGEST_HEADER, file.size - 8):
         raise ValueError(f"it should have a header of {length} bytes, and it has {file.size} bytes")
     fields: JsonValue = parse_json(file.read(8, length), file.path, Budget(file.path), "a header")
-    about = fields.pop("__metadata__", {})
+    about: JsonValue = fields.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in about.values()):
         raise ValueError("its __metadata__ has values that are not strings")
     found = {name: _stored(name, field) for name, field in fields.items()}
@@ -75,7 +79,7 @@ def _read(file: OpenBytes) -> dict[str, HeaderEntry]:
         end = stop
     if end != file.size - 8 - length:
         raise ValueError(f"its tensors have {end} bytes instead of {file.size - 8 - length}")
-    return {name: HeaderEntry(s.kind, s.shape, s.at + 8 + length) for name, (s, _) in found.items()}
+    return {name: HeaderEntry(s.kind, s.shape, s.at + 8 + length) for name, (s, _) in found.items()}, about
 
 
 def _stored(name: str, field: JsonValue) -> tuple[HeaderEntry, int]:

@@ -4,12 +4,13 @@
      "files": {file: {"bytes", "sha256", "ranges": [[name of a tensor, first byte, bytes, CRC-32], …]}},
      "sha256": of the bytes of the text before it}
 
-Other programs do not know this file, and a folder without it is read without checks.
+Other programs do not know this file, and a folder without it is read without checks. The description of a checkpoint
+that was saved with checksums says so, and a load without them warns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +27,8 @@ from .manifest import facts_of
 from .safetensors_file import digest_of
 
 CHECKSUMS, KIND, FORMAT = "meshwright.checksums.json", "meshwright checksums", 1
+PROMISE = "checksums"
+"""The entry of a description that was saved with checksums; its value is the name of their file."""
 C = TypeVar("C", bound=Catalogue)
 
 
@@ -98,6 +101,24 @@ def with_checksums(catalogue: C, known: Mapping[str, FileFacts]) -> C:
             _FIX,
         )
     return replace(catalogue, files=known)
+
+
+def promise_in(values: Iterable[object]) -> dict[str, Any]:
+    """Return the entry for a description with these values: that there are checksums, or nothing."""
+    return {PROMISE: CHECKSUMS} if CHECKSUMS in values else {}
+
+
+def missing_checksums(catalogue: Catalogue) -> CheckpointFileError | None:
+    """Return the error for a checkpoint that was saved with checksums and has none; None for any other."""
+    has_some = any(facts.sha256 is not None for facts in catalogue.files.values())
+    if PROMISE not in catalogue.about or has_some:
+        return None
+    return file_error(
+        catalogue.folder / CHECKSUMS,
+        "no checksums for these files",
+        "the checkpoint was saved with checksums, and without them a changed byte is not noticed",
+        f"copy {CHECKSUMS} from where the checkpoint was saved, or save the state again",
+    )
 
 
 def _facts(told: JsonValue) -> FileFacts:

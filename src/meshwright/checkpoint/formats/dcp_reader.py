@@ -27,6 +27,7 @@ from ..files.memory_budget import Budget
 from ..files.safetensors_header import is_count
 from ..files.torch_archive import SavedTensor, read_archive
 from ..files.unpickle import PickledName, PickledRecord, unpickle_data
+from .checksum_file import promise_in
 
 METADATA = ".metadata"
 _CLASSES = {
@@ -117,7 +118,13 @@ def _catalogue(folder: Path, found: PickledRecord) -> DcpCheckpoint:
     values = {name: _value(folder, name, place) for name, place in plain.items()}
     files = {file: FileFacts() for file in dict.fromkeys(file for file, _ in spans)}
     described_in = (METADATA, *dict.fromkeys(file for file, _ in plain.values()))
-    return DcpCheckpoint(folder, entries, values, files, described_in=described_in)
+    return DcpCheckpoint(folder, entries, values, files, _about(found), described_in)
+
+
+def _about(found: PickledRecord) -> dict[str, Any]:
+    """Return that the checkpoint was saved with checksums, if its metadata says so."""
+    saved = found.get("storage_meta")
+    return promise_in([saved.get("save_id")]) if isinstance(saved, PickledRecord) else {}
 
 
 def _name(value: object) -> str:

@@ -23,7 +23,15 @@ from .._errors import CheckpointError, file_error
 from ..contents.catalogue import Catalogue, FileFacts, OpenFile, TensorEntry, file_name
 from ..files.file_operations import open_bytes
 from ..files.json_text import read_json
-from .checksum_file import CHECKSUMS, checksums_text, facts_json, facts_of_bytes, file_facts_from_json
+from .checksum_file import (
+    CHECKSUMS,
+    PROMISE,
+    checksums_text,
+    facts_json,
+    facts_of_bytes,
+    file_facts_from_json,
+    promise_in,
+)
 from .format_interface import SaveJob, write_new
 from .safetensors_file import TensorItem, aligned, entries_of, open_file, write_file
 
@@ -46,7 +54,8 @@ def read_single(path: Path) -> HubCheckpoint:
     """Return the checkpoint in one file."""
     with open_bytes(path, links=True) as file:
         facts = FileFacts(file.size)
-    return HubCheckpoint(path.parent, entries_of(path), {}, {path.name: facts})
+    entries, metadata = entries_of(path)
+    return HubCheckpoint(path.parent, entries, {}, {path.name: facts}, about=promise_in(metadata.values()))
 
 
 def read_index(path: Path) -> HubCheckpoint:
@@ -63,9 +72,11 @@ def read_index(path: Path) -> HubCheckpoint:
         ) from error
     found: dict[str, TensorEntry] = {}
     files: dict[str, FileFacts] = {}
+    about: dict[str, Any] = {}
     for file in sorted(set(placed.values())):
         single = read_single(path.parent / file)
         files |= single.files
+        about |= single.about
         found |= {name: entry for name, entry in single.entries.items() if placed.get(name) == file}
     if missing := placed.keys() - found.keys():
         raise file_error(
@@ -73,7 +84,8 @@ def read_index(path: Path) -> HubCheckpoint:
             f"no tensor {min(missing)}",
             f"{path.name} places the tensor in this file",
         )
-    return HubCheckpoint(path.parent, {name: found[name] for name in placed}, {}, files, described_in=(path.name,))
+    entries = {name: found[name] for name in placed}
+    return HubCheckpoint(path.parent, entries, {}, files, about, described_in=(path.name,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +159,7 @@ def _write(job: SaveJob, file: str, names: Sequence[str], rank: int) -> FileFact
     found: FileFacts | Exception | None = None
     if job.ranks.rank == rank:
         try:
-            found = write_file(job.folder / file, items, {"format": "pt"})
+            found = write_file(job.folder / file, items, {"format": "pt", PROMISE: CHECKSUMS})
         except Exception as error:
             found = error
     for item in brought:

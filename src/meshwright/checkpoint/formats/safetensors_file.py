@@ -119,7 +119,7 @@ class SafetensorsFile(OpenFile):
 
     def __init__(self, file: OpenBytes) -> None:
         self.path, self._file = file.path, file
-        self.stored = read_header(file)
+        self.stored, self.metadata = read_header(file)
 
     def check(self, piece: TensorPiece, dtype: torch.dtype) -> None:
         found = self.stored.get(piece.key)
@@ -148,10 +148,10 @@ def open_file(path: Path, links: bool = False) -> Generator[SafetensorsFile]:
         yield SafetensorsFile(file)
 
 
-def entries_of(path: Path) -> dict[str, TensorEntry]:
-    """Return every tensor of a file, as one piece each."""
+def entries_of(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return every tensor of a file, as one piece each, and the file's metadata."""
     with open_file(path, links=True) as opened:
-        return {name: _entry(path, name, found) for name, found in opened.stored.items()}
+        return {name: _entry(path, name, found) for name, found in opened.stored.items()}, opened.metadata
 
 
 def _entry(path: Path, name: str, found: HeaderEntry) -> TensorEntry:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.layout import ProcessMesh, Spec, parse_spec, replicated
+from meshwright.layout import JsonValue, ProcessMesh, Spec, parse_spec, replicated
 
 from .._errors import CheckpointError
 from ..contents.rank_world import World
@@ -101,15 +101,20 @@ def _merged_table(told: Sequence[tuple[Any, list[int]]], ranks: World) -> StateT
     specs: dict[str, tuple[str, ProcessMesh | None]] = {}
     plain: dict[str, list[int]] = {}
     values: dict[str, Any] = {}
+    first: dict[str, int] = {}
     for table, members in told:
         for name, text, mesh in _tensors_of(table):
-            _check_equal(name, specs.setdefault(name, (text, mesh)), (text, mesh))
+            ranks_of_name = first.setdefault(name, members[0]), members[0]
+            if name in values:
+                _check_equal(name, "a value", "a tensor", ranks_of_name)
+            _check_equal(name, specs.setdefault(name, (text, mesh)), (text, mesh), ranks_of_name)
             if mesh is None:
                 plain.setdefault(name, []).extend(members)
         for name, value in table["values"].items():
-            _check_equal(name, values.setdefault(name, value), value)
-    if twice := specs.keys() & values.keys():
-        _check_equal(min(twice), "a tensor", "a value")
+            ranks_of_name = first.setdefault(name, members[0]), members[0]
+            if name in specs:
+                _check_equal(name, "a tensor", "a value", ranks_of_name)
+            _check_equal(name, values.setdefault(name, value), value, ranks_of_name)
     found = {
         name: parse_spec(text, mesh or ProcessMesh(sorted(plain[name]), ["world"]))
         for name, (text, mesh) in specs.items()
@@ -139,11 +144,34 @@ def _check_held_on_mesh(specs: Mapping[str, Spec], told: Sequence[tuple[Any, lis
                     )
 
 
-def _check_equal(name: str, one: object, other: object) -> None:
-    if one != other:
-        raise CheckpointError(
-            f"to save {name}",
-            f"{str(one)[:200]} on one rank and {str(other)[:200]} on another",
-            "all ranks save one state",
-            "use the same value on every rank, or a sharded tensor",
-        )
+def _check_equal(name: str, one: JsonValue, other: JsonValue, ranks: tuple[int, int]) -> None:
+    """Raise CheckpointError if two ranks differ about a name; it shows the first item that differs."""
+    if one == other:
+        return
+    at, a, b = _first_difference(one, other)
+    raise CheckpointError(
+        f"to save {name}{at}",
+        f"{str(a)[:200]} on rank {ranks[0]} and {str(b)[:200]} on rank {ranks[1]}",
+        "all ranks save one state",
+        "use the same value on every rank, or a sharded tensor",
+    )
+
+
+def _first_difference(one: JsonValue, other: JsonValue, at: str = "") -> tuple[str, object, object]:
+    """Return the place of the first item that differs in two values as JSON, and the items.
+
+    >>> _first_difference({"dict": [["lr", 0.1], ["step", 3]]}, {"dict": [["lr", 0.1], ["step", 4]]})
+    ('[step]', 3, 4)
+    """
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = [(n, a, b) for n, (a, b) in enumerate(zip(one, other, strict=True))]
+    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() == {"dict"}:
+        if [key for key, _ in one["dict"]] != [key for key, _ in other["dict"]]:
+            return at, [key for key, _ in one["dict"]], [key for key, _ in other["dict"]]
+        pairs = [(key, a, b) for (key, a), (_, b) in zip(one["dict"], other["dict"], strict=True)]
+    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() == {"tuple"}:
+        return _first_difference(one["tuple"], other["tuple"], at)
+    else:
+        return at, one, other
+    place, a, b = next((key, a, b) for key, a, b in pairs if a != b)
+    return _first_difference(a, b, f"{at}[{place}]")

@@ -6,11 +6,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from .._errors import CheckpointError, file_error
+from meshwright.layout import warn_user
+
+from .._errors import CheckpointError, CheckpointWarning, file_error
 from ..contents.catalogue import Catalogue
 from ..contents.rank_world import current_world
 from ..files.file_operations import is_file, is_folder, names_in, with_time_limit
-from ..formats.checksum_file import check_description, checksums_in, with_checksums
+from ..formats.checksum_file import check_description, checksums_in, missing_checksums, with_checksums
 from ..formats.dcp_reader import METADATA, read_dcp
 from ..formats.dcp_writer import DcpFormat
 from ..formats.file_check import check_files, check_pieces
@@ -39,10 +41,19 @@ def format_of(name: str) -> Format:
 def open_checkpoint(path: str | os.PathLike[str]) -> Catalogue:
     """Return the checkpoint in a file or folder; of a folder of steps, the latest complete one.
 
+    Warns if the checkpoint was saved with checksums, and their file is missing.
+
     Raises:
         CheckpointFileError: there is no checkpoint, or its description is damaged.
         ReadTimeoutError: the file system does not answer.
     """
+    catalogue = _opened_in_time(path)
+    if (missing := missing_checksums(catalogue)) is not None:
+        warn_user(f"the files of a checkpoint cannot be checked\n{missing}", CheckpointWarning)
+    return catalogue
+
+
+def _opened_in_time(path: str | os.PathLike[str]) -> Catalogue:
     place = Path(path).absolute()
     return with_time_limit(lambda: _opened(place))
 
@@ -109,9 +120,11 @@ def verify(path: str | os.PathLike[str]) -> Catalogue:
     """Return the checkpoint at a path, after a check of every file and every tensor in it.
 
     Raises:
-        CheckpointFileError: a file was changed; it names the first one.
+        CheckpointFileError: a file was changed, or the file of checksums is missing; it names the first one.
     """
-    catalogue = open_checkpoint(path)
+    catalogue = _opened_in_time(path)
+    if (missing := missing_checksums(catalogue)) is not None:
+        raise missing
     with_time_limit(lambda: _verify(catalogue))
     return catalogue
 

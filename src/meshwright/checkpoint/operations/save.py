@@ -39,7 +39,7 @@ from ..files.file_operations import WRITING, with_time_limit, write_operation
 from ..formats.format_interface import Format, Parts, PartWriters, SaveJob
 from ..formats.saved_state import HeldTensor, StateTable, table_of
 from .folder_lock import hold_folder_on_first_rank, is_locked, lock_new, release_new
-from .step_folders import abandoned_folders, is_step, prune, sync_folder, temporary_path
+from .step_folders import abandoned_folders, is_complete, is_step, prune, set_aside, sync_folder, temporary_path
 
 T = TypeVar("T")
 GRACE = 60.0
@@ -171,11 +171,13 @@ def _prepare_folder(final: Path, keep: int | None, ranks: World) -> str:
             "the new checkpoint is always kept",
             "use keep=1 or more, or keep=None to keep all",
         )
-    if os.path.lexists(final):
+    if os.path.lexists(final) and (not is_step(final) or is_complete(final)):
         raise _taken_name(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     if is_step(final):
         hold_folder_on_first_rank(final.parent, ranks)
+        if os.path.lexists(final):
+            set_aside(final)
     for path in abandoned_folders(final):
         if is_locked(path):
             raise FolderInUseError(

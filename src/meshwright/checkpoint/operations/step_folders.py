@@ -44,8 +44,15 @@ def latest_step(folder: str | os.PathLike[str]) -> Path | None:
     """Return the folder of the latest step with a complete checkpoint, or None.
 
     Complete means that the manifest is valid, and every file exists with its length. Loading checks the checksums too.
+    Warns of later steps that are not complete: a save that was interrupted leaves none, so they were damaged.
     """
-    return with_time_limit(lambda: next((path for _, path in steps_in(folder) if is_complete(path)), None))
+    steps = [path for _, path in steps_in(folder)]
+    found = with_time_limit(lambda: next((path for path in steps if is_complete(path)), None))
+    damaged = steps[: steps.index(found)] if found is not None else steps
+    if damaged:
+        names, used = ", ".join(path.name for path in damaged[:3]), "none" if found is None else found.name
+        warn_user(f"damaged checkpoints in {folder}: {names}; the latest complete one is {used}", CheckpointWarning)
+    return found
 
 
 def is_complete(path: Path) -> bool:
@@ -77,6 +84,13 @@ def prune(folder: Path, keep: int) -> None:
             )
     for path in folder.glob(".gone.step_*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged step, so that the step can be saved again; nothing is removed."""
+    other = path.with_name(f"damaged.{path.name}.{token_hex(4)}")
+    path.rename(other)
+    warn_user(f"{path} was damaged, and is now {other.name}: the step is saved again", CheckpointWarning)
 
 
 def abandoned_folders(path: Path) -> Iterator[Path]:

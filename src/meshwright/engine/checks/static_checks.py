@@ -62,8 +62,9 @@ class StaticChecks:
             compare_replicas(self.rhythm, checks, self._named, name, group)
         if checks.replay and number % checks.replay == 0:
             _replay(step.run, given, name)
-        if step.apart is None:
+        if step.apart is None:  # it may update parameters before its first collective, as in a pipeline
             with current_communicator().comparing_first():
+                current_communicator().all_reduce(torch.zeros(1), "max", group)
                 return step.run(*given)
 
         def look_at(gradients: Mapping[str, Tensor]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.comm import current_communicator
+from meshwright.comm import current_communicator, is_compared
 from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
 from meshwright.layout import TorchValue
 from meshwright.search import MeshPlan
@@ -19,6 +19,7 @@ from meshwright.tensor import (
     as_part,
     collectives_of_call,
     full_tensor,
+    input_numbers,
     leaves_in,
     local_parts,
     map_tensors,
@@ -296,8 +297,9 @@ class DistModel:
         step = current_communicator().seen.doing("program", f"{self.mode} {type(self.network).__name__}")
         self._runs += 1
         alike = values_equal_on_ranks(self.optimizer if self.mode == "train" else None)
+        inputs = input_numbers(leaves, self._runs) if is_compared() else ()
         what = collectives_of_call(
-            f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs, *alike)
+            f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs, *alike, *inputs)
         )
         with local_parts(), torch.no_grad(), step, what:
             given = [fetch(leaves) for fetch in found.fetch]

@@ -2,8 +2,10 @@
 
 train                 `train`: steps, evaluations, checkpoints, and the end of a run
 training_events       report the events of a run as JSON lines, curves and a progress bar
+log_file              write the events of a run to a file, by a thread
 background_saves      write the checkpoints of a run in the background, and report failures once
 stop_signals          note SIGTERM, so that a run can save and end
+equal_options         compare the options of ranks before the first step
 clip_grad_norm        clip gradients by their total norm, also across meshes
 microbatches          `microbatched`: eager pipeline steps over microbatches, by a schedule
 data_loader           `shard_dataloader`: distribute the batches of a data loader over meshes

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.checkpoint import CheckpointError, Saving
+from meshwright.checkpoint import CheckpointError, CheckpointWarning, Saving
+from meshwright.layout import warn_user
 
 from .training_events import EventListener
 
@@ -47,7 +48,8 @@ class BackgroundSaves:
             self._tell(error, step, say)
 
     def _tell(self, error: CheckpointError, step: int, say: EventListener) -> None:
-        """Report a failure. Raises it if the run is to stop."""
+        """Report a failure, on every rank. Raises it if the run is to stop."""
         say({"event": "failed checkpoint", "step": step, "error": str(error), "goes_on": self._goes_on})
         if not self._goes_on:
             raise error
+        warn_user(f"the checkpoint of a step could not be saved, and the run continues\n{error}", CheckpointWarning)

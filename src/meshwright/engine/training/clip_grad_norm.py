@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from meshwright.tensor import DistTensor
+from meshwright.tensor import DistTensor, renumber_gradients
 
 from ..marks.tensors import unshard_dtensor
 
@@ -38,6 +38,7 @@ def clip_to(owners: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
     """Scale gradients of the total norm `total` so that it is at most `max_norm`."""
     for each in _by_mesh(owners):
         clip_grads_with_norm_(each, max_norm, total)
+        renumber_gradients(each, "the norm to which gradients are clipped", max_norm)
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:

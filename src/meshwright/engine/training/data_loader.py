@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.checkpoint import current_world, decode_value, encode_value
 from meshwright.comm import current_communicator
 from meshwright.layout import Placement, ProcessMesh, Spec, TorchValue, layout_of
-from meshwright.tensor import map_tensors
+from meshwright.tensor import map_tensors, number_by_values
 
 from .._errors import BatchError
 from ..marks.tensors import dtensor_from_local, shard_tensor
@@ -32,10 +32,10 @@ def shard_dataloader(
     """Return `dataloader` with its tensors distributed over `meshes`, sharded along the mesh axis `shard_dims`.
 
     The loader is any iterable of tensors, tuples, lists or dicts, nested or not. Every rank iterates over the same
-    global batches and keeps its part. With `is_dataset_splitted` the loader yields each rank's own part along that
-    axis. These parts have one size, or the sizes that a `GlobalSampler` with an axis gives. For one mesh, `shard_dims`
-    may be a tuple of axes. With several meshes, the first input goes to the first mesh and so on; inputs of a dict are
-    counted in the order of `input_keys`.
+    global batches and keeps its part. Batches that differ between processes are an error at the first collective. With
+    `is_dataset_splitted` the loader yields each rank's own part along that axis. These parts have one size, or the
+    sizes that a `GlobalSampler` with an axis gives. For one mesh, `shard_dims` may be a tuple of axes. With several
+    meshes, the first input goes to the first mesh and so on; inputs of a dict are counted in the order of `input_keys`.
 
     Raises:
         BatchError: a batch does not fit the meshes.
@@ -208,7 +208,9 @@ class ShardDataLoader:
             if not x.dim():
                 return shard_tensor(x, mesh, [])
             if not self._splitted:
-                return shard_tensor(x, mesh, placements)
+                whole = shard_tensor(x, mesh, placements)
+                number_by_values(whole)
+                return whole
             if rows is None or self.sampler is None:
                 return dtensor_from_local(x, mesh, placements)
             mine = x[: self.sampler.part(rows)[1]]  # a rank without rows has read one row, for the shapes

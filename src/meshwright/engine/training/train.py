@@ -11,7 +11,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -31,6 +31,7 @@ from ..marks.tensors import unshard_dtensor
 from ..static.to_static import DistModel
 from .background_saves import ON_FAILED_SAVE, BackgroundSaves
 from .clip_grad_norm import clip_to, gradient_norm
+from .equal_options import check_equal_options
 from .microbatches import Microbatches
 from .state_checkpoint import latest_checkpoint
 from .stop_signals import STOPPED, stop_signals
@@ -169,6 +170,7 @@ class _Run:
 
     def go(self, tell: EventListener | None) -> TrainingEnd:
         how, world_here = self.training, current_world()
+        self._check_options()
         self._resume()
         begun, losses, stopped = self.step, list[float](), False
         with ExitStack() as stack:
@@ -197,6 +199,13 @@ class _Run:
         if log is None and training.folder is not None:
             log = Path(training.folder) / "log.jsonl"
         return training.steps, log, training.tensorboard, training.show, tell
+
+    def _check_options(self) -> None:
+        """Raise DisagreementError on all ranks if the options of the run differ between ranks."""
+        own = ("log", "tensorboard", "show", "device", "flops", "plan")
+        options = {field.name: getattr(self.training, field.name) for field in fields(Training)}
+        shared = {name: value for name, value in options.items() if name not in (*own, "folder")}
+        check_equal_options("mw.train", shared, current_world())
 
     def _resume(self) -> None:
         if self.training.folder is None:

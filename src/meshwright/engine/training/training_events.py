@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshwright.layout import warn_user
-
 from .._errors import TrainingError
+from .log_file import log_file
 
 Event = Mapping[str, Any]
 """An event with its step and its numbers.
@@ -59,7 +56,7 @@ def event_reporter(
     with ExitStack() as stack:
         listeners = [] if tell is None else [tell]
         if log is not None:
-            listeners.append(stack.enter_context(_lines(Path(log))))
+            listeners.append(stack.enter_context(log_file(Path(log))))
         if tensorboard is not None:
             listeners.append(stack.enter_context(_curves(tensorboard)))
         if show:
@@ -70,31 +67,6 @@ def event_reporter(
                 listener(event)
 
         yield all_of_them
-
-
-@contextmanager
-def _lines(path: Path) -> Generator[EventListener]:
-    """Append one JSON object per line. A number that is not finite becomes a string, because JSON has none."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        opened = path.open("a", encoding="utf-8", buffering=1)
-    except OSError as error:
-        why = "the log file must be open before the first step, because each step writes a line"
-        raise TrainingError(f"the log {path}", f"{error.strerror}", why, "choose a folder that is writable") from error
-    with opened as file:
-        yield lambda event: _write_line(file, json.dumps({k: _in_json(v) for k, v in event.items()}))
-
-
-def _write_line(file: IO[str], line: str) -> None:
-    """Write a line; a full disk does not end the run."""
-    try:
-        print(line, file=file)
-    except OSError as error:
-        warn_user(f"the log {file.name} misses a line: {error.strerror}", RuntimeWarning)
-
-
-def _in_json(value: object) -> object:
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

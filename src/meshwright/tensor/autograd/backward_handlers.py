@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import update_wrapper
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..conversion.convert import convert_local
 from ..conversion.local_parts import whole_local
 from ..conversion.pending_gradients import deferring, flush, flush_read, forget
 from ..conversion.saved_operands import keep_up
+from ..core.computation_numbers import add_number
 from ..core.dist_tensor import DistTensor, as_part
 from ..core.handler_registry import handles
 from ..torch_hooks import (
@@ -282,11 +284,14 @@ def _register_hook(func: TorchFunction, types: Sequence[type], args: TorchValue,
     x, hook = args
     if not isinstance(x, DistTensor):
         return call_plain(func, types, args, kwargs)
-    spec = x._spec
+    spec, hooked = x._spec, ref(x)
 
     def on_local(grad: Tensor) -> TorchValue:
         new = hook(dual_stamp(alias_of(grad), spec))
-        return None if new is None else as_dual_local(new, spec)
+        if new is None:
+            return None
+        add_number(hooked(), new)
+        return as_dual_local(new, spec)
 
     return call_plain(func, types, (x, update_wrapper(on_local, hook, (), ())), kwargs)
 

@@ -29,7 +29,7 @@ from ..torch_hooks import FakeTensor, Operator, written_arguments
 from .dist_tensor import DistTensor
 from .environment_hash import checksum, environment_hash, random_state
 from .function_names import name_of
-from .initial_checksum import note_initial_checksum
+from .initial_checksum import initial_checksum_of, note_initial_checksum
 
 _MOST_FUNCTIONS = _MOST_LABELS = 8192
 _functions: dict[TorchFunction, tuple[int, str, bool]] = {}
@@ -85,6 +85,21 @@ def with_new_number(x: T, whole: Tensor | None = None) -> T:
     return x
 
 
+def add_number(x: Tensor | None, cause: object) -> None:
+    """Make the number of `cause` count in the number of `x`, if `cause` was computed from distributed tensors."""
+    number = getattr(cause, "_number", 0)
+    if _Numbering.on and number and isinstance(x, DistTensor):
+        x._number = hash((x._number, number))
+
+
+def number_by_values(x: Tensor) -> None:
+    """Make the values of the whole tensor, of which `x` is a part, count in the number of `x`."""
+    if _Numbering.on and isinstance(x, DistTensor):
+        label = _made.labels.get(x._number, "")
+        x._number = hash((x._number, initial_checksum_of(x)))
+        _made.labels[x._number] = label
+
+
 def note_drawing(device: torch.device, generator: torch.Generator | None) -> None:
     """Add the state of a generator, which is equal on all ranks, to the number of the call in progress."""
     if _Numbering.on:
@@ -116,10 +131,20 @@ def _options(optimizer: Optimizer, at: int) -> str:
     return repr(options)
 
 
+def renumber_gradients(parameters: Iterable[Tensor], name: str, value: float) -> None:
+    """Give new numbers to gradients that a plain value has changed, which must be equal on all ranks."""
+    if _Numbering.on:
+        note_fact(name, value)
+        step = _hash_of_text(f"{name} {value!r}")
+        for p in parameters:
+            if isinstance(p.grad, DistTensor):
+                p.grad._number = hash((p.grad._number, step))
+
+
 def _renumber(parameters: Iterable[Tensor], step: int) -> None:
     for p in parameters:
         if isinstance(p, DistTensor) and not isinstance(p, FakeTensor):
-            p._number = hash((p._number, step))
+            p._number = hash((p._number, getattr(p.grad, "_number", 0), step))
 
 
 def pass_number(x: DistTensor, y: DistTensor) -> None:

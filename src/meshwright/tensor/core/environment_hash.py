@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from zlib import crc32
 
 import numpy as np
@@ -12,8 +13,13 @@ from torch import Tensor
 
 from meshwright.comm import note_fact
 
+from .dist_tensor import DistTensor
+
 _VARIABLES = ("MESHWRIGHT_CHECK", "MESHWRIGHT_DEBUG")
 """Environment variables that change the messages between ranks."""
+
+_SMALL = 1 << 20
+"""Most bytes of an input whose checksum is computed in every run."""
 
 
 def environment_hash() -> int:
@@ -44,6 +50,22 @@ def random_state(device: torch.device, generator: torch.Generator | None) -> int
 def _default_state(device: torch.device) -> Tensor:
     own = getattr(torch, device.type, None)
     return torch.get_rng_state() if device.type == "cpu" or own is None else own.get_rng_state(device)
+
+
+def input_numbers(inputs: Iterable[object], run: int) -> list[int]:
+    """Return the numbers of a program's inputs, equal on all ranks: of a plain tensor, the checksum of its values.
+
+    Large plain tensors count at runs 1, 2, 4, 8, …, because their checksums take long.
+    """
+    return [_input_number(at, x, run & (run - 1) == 0) for at, x in enumerate(inputs) if isinstance(x, Tensor)]
+
+
+def _input_number(at: int, x: Tensor, is_long: bool) -> int:
+    if isinstance(x, DistTensor):
+        return x._number
+    found = checksum(x) if is_long or x.numel() * x.itemsize <= _SMALL else 0
+    note_fact(f"checksum of input {at} of the program", found)
+    return found
 
 
 def checksum(x: Tensor | None) -> int:
