@@ -215,9 +215,8 @@ class _WriteBesideOperands(CallPlan):
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         written = args[0]
-        others = args[1:] if not kwargs else (*args[1:], *kwargs.values())
-        for x in others:
-            if isinstance(x, DistTensor) and shares_storage(x, written) and not (x is written and self.elementwise):
+        for x in args[1:] if not kwargs else (*args[1:], *kwargs.values()):
+            if type(x) is DistTensor and shares_storage(x, written) and not (x is written and self.elementwise):
                 return self._run_checked(func, types, args, kwargs)
         return self.plan.run(func, types, args, kwargs)
 
