@@ -86,3 +86,19 @@ def test_a_gradient_in_another_memory_order_is_converted_once() -> None:
 
     for found in mw.simulate(on_rank, 2):
         torch.testing.assert_close(found, torch.full((4, 6), 3.0))
+
+
+@pytest.mark.parametrize("op", ["max", "min", "prod"])
+def test_a_joined_extremum_may_be_written_to(op: Any) -> None:
+    def gradient() -> list[float]:
+        x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        y = mw.reshard(mw.dtensor_from_local(x, MESH, [mw.Partial(op)]), MESH, [mw.Replicate()])
+        y.mul_(3).sum().backward()
+        assert x.grad is not None
+        return x.grad.tolist()
+
+    terms = torch.tensor([1.0, 2.0, 3.0]).repeat(2, 1).requires_grad_()
+    joined = terms.prod(0) if op == "prod" else getattr(terms, f"a{op}")(0)
+    (joined * 3).sum().backward()
+    assert terms.grad is not None
+    assert mw.simulate(gradient, 2) == terms.grad.tolist()

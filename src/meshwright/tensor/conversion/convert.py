@@ -106,7 +106,7 @@ class Move:
             return x
         if not grad_on:
             return self._converted(x)
-        with torch.no_grad():
+        with torch.inference_mode() if x.is_inference() else torch.no_grad():  # so that autograd refuses to save it
             return owned(self._converted(x))
 
     @cached_property
@@ -190,8 +190,11 @@ def _dense(grad: Tensor) -> Tensor:
 
 def owned(x: Tensor) -> Tensor:
     """Return `x` as a tensor that is no view, so that it may be written to; it keeps its memory."""
-    if not x._is_view():
-        return x
+    return on_same_memory(x) if x._is_view() else x
+
+
+def on_same_memory(x: Tensor) -> Tensor:
+    """Return a new tensor with the memory of `x`; a tensor of inference mode if that is on."""
     return keep_bits(_on_same_memory, x)
 
 
@@ -252,10 +255,12 @@ def _joined_by_gathering(x: Tensor, src: Spec) -> tuple[Tensor, Spec]:
 
 
 _JOINED: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "prod": lambda x: x.prod(0),
+    "max": lambda x: x.amax(0).clone(),
+    "min": lambda x: x.amin(0).clone(),
+    "prod": lambda x: x.prod(0).clone(),
 }
+"""Operator → the function that joins gathered terms. It copies, because autograd saves the result of the operator, and
+the caller may write to the copy."""
 
 
 def _ranks(spec: Spec) -> int:

@@ -63,6 +63,7 @@ from ..torch_hooks import (
     shares_storage,
 )
 from ..views.dist_view import DistView, after_call, before_call, check_writable, is_unversioned, run_whole
+from ..views.write_overlap import check_overlap, is_elementwise, is_write
 from .captured_call import CapturedCall, capture_call, plan_captured, result_specs
 from .foreach_functions import is_of_lists, plan_lists
 from .outside_mesh import SharedResult, plan_outside
@@ -138,6 +139,9 @@ def dispatch(
         together = on_latest_stage(name_of(func), args, kwargs)
         if together is not None:
             return func(*together[0], **together[1])
+    if len(tensors) > 1 and is_write(func, targets):
+        args, kwargs = check_overlap(func, args, kwargs, targets)
+        tensors = list(tensors_in((args, kwargs)))
     views = [t for t in tensors if type(t) is DistView]
     if not views:
         return _handled_or_planned(func, types, args, kwargs, tensors, targets, key)
@@ -202,6 +206,30 @@ class _OperatorOrBelow(CallPlan):
         return self.plan.run(func, types, args, kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class _WriteBesideOperands(CallPlan):
+    """A call that writes to its first argument, and has other operands, which may be in the same memory."""
+
+    plan: CallPlan
+    elementwise: bool
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        written = args[0]
+        for x in args[1:] if not kwargs else (*args[1:], *kwargs.values()):
+            if type(x) is DistTensor and shares_storage(x, written) and not (x is written and self.elementwise):
+                return self._run_checked(func, types, args, kwargs)
+        return self.plan.run(func, types, args, kwargs)
+
+    def _run_checked(
+        self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue
+    ) -> TorchValue:
+        now, named = check_overlap(func, args, kwargs or {}, ())
+        is_copied = any(
+            a is not b for a, b in zip(tensors_in((args, kwargs or {})), tensors_in((now, named)), strict=True)
+        )
+        return func(*now, **named) if is_copied else self.plan.run(func, types, args, kwargs)
+
+
 def _check_unbatched(func: TorchFunction, tensors: Sequence[Tensor]) -> None:
     """Raise OperationError for a plain tensor that is a batch, inside the vmap of torch.autograd."""
     for t in tensors:
@@ -231,6 +259,8 @@ def _carry_out(
     out = plan.run(func, types, args, kwargs)
     if key is not None and not recording():
         kept = _OperatorOrBelow(plan.settled) if isinstance(func, Operator) else plan.settled
+        if len(tensors) > 1 and is_write(func, ()):
+            kept = _WriteBesideOperands(kept, is_elementwise(func))
         _remember(key, args, kwargs, kept, by_value or handled)
     return out
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshwright.comm import current_communicator
 from meshwright.layout import Spec, TorchValue
 
+from .._errors import OperationError
 from .._torch_call import TorchFunction
 from ..autograd.user_functions import plain_are_whole, plain_may_be_part
 from ..capture.call_capture import Captured, CapturedNode, autocast_dtype, strides_of
@@ -20,7 +21,7 @@ from ..capture.trial_calls import is_raised
 from ..conversion.convert import Move, convert_local
 from ..conversion.local_parts import shared_move, write_into
 from ..core.computation_numbers import note_drawing
-from ..core.dist_tensor import DistTensor, as_part, plain_view
+from ..core.dist_tensor import DistTensor, as_part, plain_view, wants_grad
 from ..core.tree import map_leaves, map_tensors, tensors_in
 from ..planning.call_plan import NestedCalls, Step
 from ..planning.result_checks import ResultRequirements, with_argument_views
@@ -34,7 +35,7 @@ from ..torch_hooks import (
     view_replay,
     written_arguments,
 )
-from ..views.dist_view import break_view, run_whole
+from ..views.dist_view import break_view, check_own_elements, run_whole
 
 _NOTHING: dict[str, TorchValue] = {}
 
@@ -290,8 +291,20 @@ class LocalForm(_OperatorCall):
         step, converted, finish = self.step, self.converted, self.finish
         with no_interception():
             tensors = converted(_converted_tensors(step, self.places, args, kwargs))
+            _check_savable(step, tensors)
             out = self.requirements.apply(_in_kind_of(step.node.out, _local_result(step, tensors)), tensors)
         return finish(out, func, args, kwargs)
+
+
+def _check_savable(step: Step, tensors: Sequence[Tensor]) -> None:
+    """Raise OperationError for an operand of inference mode that autograd may save, also on ranks that save nothing."""
+    if torch.is_grad_enabled() and any(map(wants_grad, tensors)) and any(t.is_inference() for t in tensors):
+        raise OperationError(
+            f"{step.node.op.name().removeprefix('aten::')} of operands of which one requires grad",
+            ", ".join(repr(spec) for spec in step.ins),
+            "Inference tensors cannot be saved for backward",
+            "pass operand.clone() in place of the operand that was made in inference mode",
+        )
 
 
 def _in_float32(step: Step) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -548,6 +561,8 @@ class FunctionalTwin(CallPlan):
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         real, node = _real_tensors(self.captured, args, kwargs), self.node
         target = real(node.args[0])
+        if isinstance(target, DistTensor):
+            check_own_elements(target)
         before = target.clone() if torch.is_grad_enabled() else target
         new = self.twin(before, *real(node.args[1:]), **real(node.kwargs))
         with torch.no_grad() if self.unseen else nullcontext():

@@ -141,6 +141,8 @@ def _elementwise(func: TorchFunction, types: Sequence[type], args: TorchValue, k
 def _new_memory(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
     """Resize a plain tensor; raise MemoryAccessError if a part would need memory of another size."""
     x, given = args[0], (*args[1:], *kwargs.values())
+    if x.requires_grad:
+        raise RuntimeError("cannot resize variables that require grad")  # as torch does for any shape
     shape = given[0].shape if func == Tensor.resize_as_ else tuple(int(n) for n in _listed_sizes(args[1:]))
     if tuple(shape) == tuple(x.shape):
         return x

@@ -36,7 +36,7 @@ from ..torch_hooks import (
     same_kind,
     tensors_on_storage,
 )
-from ..views.dist_view import DistView, counted_with, detached_view, exchange_with_view, leave_memory
+from ..views.dist_view import DistView, base_of, counted_with, detached_view, exchange_with_view, leave_memory
 from ..views.shared_data import is_temporary, put_data
 
 _T: Any = Tensor
@@ -70,15 +70,18 @@ def _local(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs:
 @handles(_T._version.__get__, numbers=False)
 def _version(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> int:
     """Return the number of writes to the tensor's memory; a view has the number of its base."""
+    if args[0].is_inference():
+        return call_plain(func, types, args, kwargs or {})  # torch's error: such a tensor has no number
     return version_of(counted_with(args[0]))
 
 
 @handles(_T._base.__get__, numbers=False)
 def _base(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-    """Return the distributed tensor that this one is a view of, or None; the local part of a leaf is no base."""
+    """Return the tensor at the base of the views, or None; the local part of a leaf is no base."""
     x = args[0]
-    if isinstance(x, DistView) and x._outer is x and x._seen:
-        return x._source.base
+    if isinstance(x, DistView) and x._seen:
+        first = base_of(x)
+        return first if first._base is None else first._base
     base = call_plain(func, types, args, kwargs or {})
     return base if isinstance(base, DistTensor) else None
 

@@ -24,7 +24,7 @@ from meshwright.layout import Spec, TorchValue, whole_of
 
 from .._errors import OperationError
 from .._torch_call import Arguments, NamedArguments, TorchFunction
-from ..conversion.convert import arranged, convert_local, owned
+from ..conversion.convert import arranged, convert_local, on_same_memory, owned
 from ..conversion.local_parts import spec_of, spec_of_whole, whole_local, whole_spec, write_into
 from ..conversion.saved_operands import drop_notes, note_again, note_reading
 from ..conversion.whole_call import call_whole, write_back_whole
@@ -33,6 +33,7 @@ from ..core.tree import leaves_in, map_tensors, tensors_in
 from ..core.write_counts import note_counter, version_of, writes_to
 from ..planning.call_plan import of_one_node
 from ..torch_hooks import is_dense, keep_bits, no_interception, shares_storage
+from .lost_history import without_gradient
 from .view_origin import (
     ViewOrigin,
     last_written,
@@ -107,9 +108,18 @@ def as_view(
         if local is not x:
             local = keep_bits(alone, x) if x.is_conj() or x.is_neg() else local
             note_again(local, x, alone)
-        view = as_part(local if tracked else owned(local), x._spec)
-    source = ViewOrigin(base, func, args, kwargs, at, writes_to(base), single, tracked, shown=version_of(base))
+        view = as_part(_of_mode(local if tracked else owned(local), base.is_inference()), x._spec)
+    now = version_of(base)
+    source = ViewOrigin(base, func, args, kwargs, at, writes_to(base), single, tracked, shown=now, made=now)
     return become_view(view, source)
+
+
+def _of_mode(x: Tensor, inference: bool) -> Tensor:
+    """Return `x` as a tensor of inference mode or as a normal one: a view is what its base is."""
+    if x.is_inference() == inference:
+        return x
+    with torch.inference_mode(inference):
+        return x.clone() if inference else on_same_memory(x)
 
 
 def become_view(x: DistTensor, source: ViewOrigin) -> DistView:
@@ -355,9 +365,10 @@ def _refresh(view: DistView) -> None:
     if isinstance(source.base, DistView):
         _refresh(source.base._outer)
     if not is_behind(view):
-        return
+        return _refuse_gradients(view)
     if not source.single:
         raise _several_views_error(source, "a view whose base, or another view of it, was written to")
+    _leave_leaf(view)
     is_shown = version_of(source.base) != source.shown
     with _grad_mode(view) if is_shown else torch.no_grad():
         done = call_whole(source.func, source.args, source.kwargs)
@@ -368,8 +379,37 @@ def _refresh(view: DistView) -> None:
             _reread.with_history |= wants_grad(view)
     source.is_read()
     if is_shown:
+        _refuse_gradients(view)
         _note_reading(view)
     view._agreed = writes_to(view)
+
+
+def lost_history(view: DistView) -> bool:
+    """True if the view was made without a history, and a write gave one to its base, which the view cannot get."""
+    source = view._outer._source
+    if source.tracked or not may_require_grad(view):
+        return False
+    with no_interception():
+        return wants_grad(source.base) and version_of(source.base) != source.made
+
+
+def _refuse_gradients(view: DistView) -> None:
+    """Give a view that lost its history one whose backward pass raises an error, as torch does at the next use."""
+    if not lost_history(view):
+        return
+    with no_interception(), torch.inference_mode(False), torch.enable_grad():
+        if not wants_grad(view):
+            value = view.detach().as_subclass(Tensor).requires_grad_()
+            view.copy_(without_gradient(value, view._spec))
+            view._agreed = writes_to(view)
+
+
+def _leave_leaf(view: DistView) -> None:
+    """Make a view that is a leaf of its own a normal view, if its base has a history now."""
+    if may_require_grad(view):
+        with no_interception():
+            if wants_grad(view) and is_leaf(view) and wants_grad(view._source.base):
+                view.requires_grad_(False)
 
 
 class _Reread(threading.local):
@@ -436,15 +476,17 @@ def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None
             "the view has no autograd history from its base, and the write would give the base a history",
             "make the view and write to it in the same mode: both under torch.no_grad(), or both outside",
         )
+    if graded and _has_graded_leaf(x):
+        raise OperationError(
+            "an in-place write that autograd records",
+            f"{x._spec!r}, a view of a leaf that requires grad",
+            "a view of a leaf Variable that requires grad is being used in an in-place operation",
+            "write under torch.no_grad(), or to a view of leaf.clone()",
+        )
     if not source.single and torch.is_grad_enabled():
         raise _several_views_error(source, "a write to a view")
-    if reads and shares_elements(x._spec.full_strides, x._spec.shape):
-        raise OperationError(
-            "an in-place write to a view",
-            f"{x._spec!r}, in which several elements share memory",
-            "the result depends on the order in which a kernel visits the elements",
-            "write to the tensor itself, or to view.clone()",
-        )
+    if reads:
+        check_own_elements(x)
     if 0 in source.base._spec.full_strides:
         raise OperationError(
             "a write to a view",
@@ -453,6 +495,27 @@ def check_writable(x: Tensor, reads: bool = False, graded: bool = False) -> None
             "write to a tensor that is not expanded, or make the view of x.clone()",
         )
     check_writable(source.base, graded=graded)
+
+
+def _has_graded_leaf(view: DistView) -> bool:
+    """True if autograd sees writes to the view, and its base is a leaf that requires grad."""
+    if not may_require_grad(view):
+        return False
+    with no_interception():
+        base = base_of(view)
+        first = base._base if isinstance(base._base, DistTensor) else base
+        return wants_grad(first) and is_leaf(first)
+
+
+def check_own_elements(x: DistTensor) -> None:
+    """Raise OperationError if elements of `x` share memory, for a write that reads the elements on other memory."""
+    if shares_elements(x._spec.full_strides, x._spec.shape):
+        raise OperationError(
+            "an in-place write to a view",
+            f"{x._spec!r}, in which several elements share memory",
+            "the result depends on the order in which a kernel visits the elements",
+            "write to the tensor itself, or to view.clone()",
+        )
 
 
 def _several_views_error(source: ViewOrigin, found: str) -> OperationError:
@@ -498,10 +561,18 @@ def _write_base(view: DistView, by: DistView, written: Tensor | None) -> None:
         _write_back(base._outer, min(by, base, key=_visibility), below)
     if source.single:
         source.is_read()
-        if overlaps:  # other elements of the view changed, too
+        if overlaps or _lacks_history(view):  # other elements of the view changed, too; or its history did
             source.version = source.shown = _UNKNOWN
     view._agreed = writes_to(view)
     _note_reading(view)
+
+
+def _lacks_history(view: DistView) -> bool:
+    """True if the base got a history after the view was made: on one device the write gives it to the view."""
+    if not (view._source.tracked and may_require_grad(view)):
+        return False
+    with no_interception():
+        return wants_grad(view._source.base) and not wants_grad(view)
 
 
 def _note_reading(view: DistView) -> None:

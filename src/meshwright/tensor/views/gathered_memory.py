@@ -89,7 +89,7 @@ def _memory_of_view(x: DistView) -> Tensor:
     memory = memory_of(outer)
     with no_interception():
         local = int(x.storage_offset()) - int(outer.storage_offset())
-        start = memory.storage_offset() + _whole_distance(local, outer.size(), outer.stride(), memory.stride())
+        start = memory.storage_offset() + whole_distance(local, outer.size(), outer.stride(), memory.stride())
     return memory.as_strided(x._spec.shape, x._spec.full_strides, start)
 
 
@@ -144,14 +144,14 @@ def _view_in_memory(x: DistTensor, whole: Tensor, place: _Place, memory: Tensor)
         return None
     if x._spec.strides is None and memory.is_contiguous() and memory.numel() == whole.numel():
         return memory.view(whole.shape)
-    start = memory.storage_offset() + _whole_distance(int(x.storage_offset()) - offset, size, strides, memory.stride())
+    start = memory.storage_offset() + whole_distance(int(x.storage_offset()) - offset, size, strides, memory.stride())
     full = x._spec.full_strides
     end = start + sum((n - 1) * step for n, step in zip(whole.shape, full, strict=True))
     inside = start >= 0 and (end + 1) * memory.element_size() <= memory.untyped_storage().nbytes()
     return memory.as_strided(whole.shape, full, start) if inside else None
 
 
-def _whole_distance(local: int, size: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> int:
+def whole_distance(local: int, size: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> int:
     """Return the distance in the whole memory between two elements that are `local` apart in the part's memory.
 
     `strides` are those of the part and `full` those of the whole tensor. The distance is read as steps along the dims,
@@ -188,7 +188,7 @@ def offset_of(x: DistTensor) -> int:
                 "call storage_offset() before x.detach() and outside torch.inference_mode(), or use x.data_ptr()",
             )
         local = int(x.storage_offset()) - int(base.storage_offset())
-        return start + _whole_distance(local, base.size(), base.stride(), base._spec.full_strides)
+        return start + whole_distance(local, base.size(), base.stride(), base._spec.full_strides)
 
 
 def _refused_write(name: str) -> Callable[..., NoReturn]:

@@ -18,7 +18,8 @@ from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.dist_tensor import DistTensor, wants_grad
 from ..core.handler_registry import handles
 from ..torch_hooks import interception_on, no_interception
-from .dist_view import DistView, is_behind, may_require_grad
+from .dist_view import DistView, is_behind, lost_history, may_require_grad
+from .lost_history import lost_history_error
 
 
 def _gains_history(view: DistView) -> bool:
@@ -66,10 +67,16 @@ def _attribute_of_graph(own: Callable[[TorchValue], TorchValue], view: DistView)
     return own(view)
 
 
+def _history(own: Callable[[TorchValue], TorchValue], view: DistView) -> TorchValue:
+    if interception_on() and lost_history(view):
+        raise lost_history_error(view._spec)
+    return _attribute_of_graph(own, view)
+
+
 _ATTRIBUTES: dict[str, Callable[[Callable[[TorchValue], TorchValue], DistView], TorchValue]] = {
     "requires_grad": _requires_grad,
-    "is_leaf": _attribute_of_graph,
-    "grad_fn": _attribute_of_graph,
+    "is_leaf": _history,
+    "grad_fn": _history,
     "output_nr": _attribute_of_graph,
 }
 """Attribute → `answer(own, view)`, where `own` answers for a tensor that is no view."""

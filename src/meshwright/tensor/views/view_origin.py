@@ -28,7 +28,8 @@ class ViewOrigin:
         single: False for one of several views of one autograd node: torch raises an error on a write to such a view.
         tracked: False for a view that was made under `torch.no_grad`, which gets no gradient from its base.
         counted: False if the base is the memory of a plain tensor, whose writes are not all counted.
-        shown: The version counter of the base at the call, which does not move with writes to `base.data`.
+        shown: The version counter of the base at the last reading, which does not move with writes to `base.data`.
+        made: The version counter of the base at the call.
         ends: For a tensor that took over memory by `x.data = new`: True of the view if only the view uses this memory.
     """
 
@@ -42,6 +43,7 @@ class ViewOrigin:
     tracked: bool = True
     counted: bool = True
     shown: int = 0
+    made: int = 0
     ends: Callable[..., bool] | None = None
 
     def is_read(self) -> None:
