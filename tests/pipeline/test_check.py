@@ -52,7 +52,7 @@ BROKEN = {
     "an edge that leads back": (replace(one_f_one_b(2, 1), edges=(Edge(1, 0),)), "0>1"),
     "a way to nowhere": (replace(one_f_one_b(2, 1), ways=((0, 5),)), "way: 0 1"),
     "a route that is no way": (replace(one_f_one_b(2, 1), routes=(3,)), "number of a way for each microbatch"),
-    "slices that do not fit": (replace(one_f_one_b(2, 3), slices=2), "multiple"),
+    "no microbatches": (replace(one_f_one_b(2, 3), microbatches=0), "1 microbatch or more"),
     "too few versions": (replace(one_f_one_b(2, 3), versions=(0,)), "3 numbers"),
 }
 
@@ -177,7 +177,7 @@ def broken(schedule: Schedule, rng: random.Random) -> Schedule:
 def test_random_damage_is_found(name: str) -> None:
     rng = random.Random(name)
     k = KNOWN_SCHEDULES[name]
-    schedule = k.make(4, 8, 2) if k.takes else k.make(4, 8)
+    schedule = k.build(4, 8, 2)
     if any(a.beside for row in schedule.rows for a in row):
         schedule = replace(schedule, rows=tuple(tuple(atom for a in row for atom in a.atoms) for row in schedule.rows))
     for table in (schedule, with_transfers(schedule)):

@@ -34,7 +34,7 @@ SHAPES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (6, 12)]
 def made(k: KnownSchedule, p: int, m: int, v: int) -> Schedule | None:
     """Return the schedule, or None if it refuses these sizes."""
     with suppress(ScheduleError):
-        return k.make(p, m, v) if k.takes else k.make(p, m)
+        return k.build(p, m, v)
     return None
 
 
@@ -42,7 +42,7 @@ def made(k: KnownSchedule, p: int, m: int, v: int) -> Schedule | None:
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_closed_forms(name: str, p: int, m: int) -> None:
     k = schedule_by_name(name)
-    for v in (1, 2, 3) if k.takes else (1,):
+    for v in (1, 2, 3) if k.takes_chunks else (1,):
         schedule = made(k, p, m, v)
         if schedule is None:
             continue
@@ -54,7 +54,7 @@ def test_closed_forms(name: str, p: int, m: int) -> None:
 
 def holds_forms(k: KnownSchedule, schedule: Schedule, s: ScheduleSizes) -> None:
     """Check makespan, span and peak against the closed forms, which may be upper bounds."""
-    parts = schedule.chunks // s.p * schedule.slices if len(schedule.ways) == 1 else 1
+    parts = schedule.chunks // s.p if len(schedule.ways) == 1 else 1
     times = Times(s.f / parts, s.b / parts, s.w / parts)
     line = simulate_schedule(schedule, times)
     if k.bubble is not None:
@@ -135,4 +135,9 @@ def test_zero_bubble_with_random_times() -> None:
 def test_a_schedule_names_its_source(name: str) -> None:
     assert re.fullmatch(r"arXiv \d{4}\.\d{5}|sail-sg, DualPipe cut in half", KNOWN_SCHEDULES[name].source)
     assert KNOWN_SCHEDULES[name].times in ("any", "F=B=W", "B+W=2F")
-    assert KNOWN_SCHEDULES[name].takes in ("", "chunks", "slices")
+
+
+@pytest.mark.parametrize("name", ["Seq1F1B", "TeraPipe"])
+def test_schedules_over_slices_of_sequences_are_refused(name: str) -> None:
+    with pytest.raises(ScheduleError, match="sequences in a pipeline stay whole"):
+        schedule_by_name(name)

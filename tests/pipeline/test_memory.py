@@ -67,7 +67,7 @@ def test_simultaneous_actions_both_hold_memory(row: str, peak: float) -> None:
 @pytest.mark.parametrize("name", [n for n in KNOWN_SCHEDULES if n not in ("PipeDream", "PipeDream-2BW")])
 def test_peaks_of_known_schedules(name: str) -> None:
     known = KNOWN_SCHEDULES[name]
-    schedule = known.make(4, 8, 2) if known.takes else known.make(4, 8)
+    schedule = known.build(4, 8, 2)
     chunks = schedule.chunks
     several = ChunkMemory(*(tuple(base + c for c in range(chunks)) for base in (5.0, 2.0, 1.0, 10.0)))
     for memory in (ChunkMemory(), ChunkMemory(held=3.0, kept=1.0, static=2.0), several):

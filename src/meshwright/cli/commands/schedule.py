@@ -68,11 +68,9 @@ def asked_schedule(settings: argparse.Namespace) -> Schedule:
     if Path(settings.name).exists():
         return parse_schedule(_read(settings.name))
     k = schedule_by_name(settings.name)
-    if k.takes:
-        return k.make(settings.ranks, settings.microbatches, settings.chunks)
-    if settings.chunks != 2:
+    if settings.chunks != 2 and not k.takes_chunks:
         raise UsageError(f"meshwright schedule: {k.name} takes no --chunks\n  fix: run meshwright schedule {k.name!r}")
-    return k.make(settings.ranks, settings.microbatches)
+    return k.build(settings.ranks, settings.microbatches, settings.chunks)
 
 
 def _read(path: str) -> str:

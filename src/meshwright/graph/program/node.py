@@ -192,8 +192,7 @@ EVERYWHERE = -2
 class Origin:
     """Origin of a node: phase of the step, module path, the user's source line, and the modes it ran in.
 
-    In a pipeline, also the chunk of the model, the edge between chunks, and the slice of the sequence that the node or
-    its forward node belongs to.
+    In a pipeline, also the chunk of the model and the edge between chunks that the node or its forward node belongs to.
     """
 
     phase: Phase = "forward"
@@ -204,7 +203,6 @@ class Origin:
     context: Context = "gather"
     chunk: int | None = None
     edge: ChunkConversion | None = None
-    slice: int = 0
 
     @property
     def purpose(self) -> Purpose:

@@ -74,8 +74,6 @@ def needs(schedule: Schedule, action: Action) -> Iterator[Event]:
     if kind is ActionKind.FORWARD:
         for e in schedule.into[c]:
             yield _arrival(schedule, ActionKind.RECEIVE_FORWARD, ActionKind.FORWARD, m, e.source, c)
-        if m % schedule.slices:
-            yield Event(ActionKind.FORWARD, m - 1, c)
     elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
         yield from _needs_of_backward(schedule, m, c)
     elif kind in _BEHIND:
@@ -89,8 +87,6 @@ def _needs_of_backward(schedule: Schedule, m: int, c: int) -> Iterator[Event]:
     for e in schedule.out_of[c]:
         if e.gradient:
             yield _arrival(schedule, ActionKind.RECEIVE_BACKWARD, ActionKind.BACKWARD_INPUT, m, e.target, c)
-    if (m + 1) % schedule.slices:
-        yield Event(ActionKind.BACKWARD_INPUT, m + 1, c)
 
 
 def _arrival(schedule: Schedule, received: ActionKind, made: ActionKind, m: int, source: int, target: int) -> Event:

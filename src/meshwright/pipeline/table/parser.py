@@ -8,7 +8,7 @@ from .._errors import ScheduleError
 from .action import parse_action
 from .schedule import Edge, Schedule
 
-_HEAD = re.compile(r"(?P<name>.+): (?P<m>\d{1,9}) microbatch(es)?(, (?P<slices>\d{1,9}) slices a sequence)?")
+_HEAD = re.compile(r"(?P<name>.+): (?P<m>\d{1,9}) microbatch(es)?")
 MOST_CHARACTERS = 4 * 2**20
 MOST_WORDS = 300_000
 """Upper bound on the words of a table in text form, most of which are actions."""
@@ -34,7 +34,6 @@ def parse_schedule(text: str) -> Schedule:
         tuple(_numbers(way) for way in parts.pop("way", [])) or _no_way(),
         int(head["m"]),
         routes=_numbers(_one("routes", parts.pop("routes", [[]]))),
-        slices=int(head["slices"] or 1),
         edges=tuple(map(_edge, _one("edges", parts.pop("edges", [[]])))),
         versions=_numbers(_one("versions", parts.pop("versions", [[]]))),
         rows=tuple(tuple(map(parse_action, _one(str(r), row))) for r, row in enumerate(_rows(parts))),

@@ -48,9 +48,8 @@ class Schedule:
     """Rows of actions, one row per rank; `ways` gives the rank of each chunk.
 
     A model with several copies has several `ways`. `routes` gives the index in `ways` of each microbatch (empty: 0).
-    With `slices`, so many consecutive microbatches are slices of one sequence; each needs the slices before it. `edges`
-    are the values that flow between chunks (empty: from each chunk to the next). `versions` gives, for each microbatch,
-    the number of updates that its weights have had (empty: the updates before it in the row).
+    `edges` are the values that flow between chunks (empty: from each chunk to the next). `versions` gives, for each
+    microbatch, the number of updates that its weights have had (empty: the updates before it in the row).
     """
 
     name: str
@@ -58,7 +57,6 @@ class Schedule:
     microbatches: int
     rows: tuple[Row, ...]
     routes: tuple[int, ...] = ()
-    slices: int = 1
     edges: tuple[Edge, ...] = ()
     versions: tuple[int, ...] = ()
 
@@ -67,19 +65,9 @@ class Schedule:
         return len(self.rows)
 
     @property
-    def sequences(self) -> int:
-        """The number of whole microbatches, each of `slices` slices."""
-        return self.microbatches // self.slices
-
-    @property
     def chunks(self) -> int:
         """The number of chunks of the model."""
         return len(self.ways[0])
-
-    @cached_property
-    def chunks_per_rank(self) -> int:
-        """The largest number of chunks that one rank runs on one way."""
-        return max(way.count(rank) for way in self.ways for rank in range(self.ranks))
 
     def rank_of(self, microbatch: int, chunk: int) -> int:
         """Return the rank that runs `chunk` for `microbatch`."""
@@ -136,11 +124,8 @@ class Schedule:
 
     def __str__(self) -> str:
         """Return the text that `parse_schedule` reads: a head, the ways, and one line per rank."""
-        m, slices = self.microbatches, self.slices
-        lines = [
-            f"{self.name}: {m} microbatch{'' if m == 1 else 'es'}"
-            + (f", {slices} slices a sequence" if slices > 1 else "")
-        ]
+        m = self.microbatches
+        lines = [f"{self.name}: {m} microbatch{'' if m == 1 else 'es'}"]
         lines += [_line("way", way) for way in self.ways]
         named = {"routes": self.routes, "edges": tuple(map(_edge_text, self.edges)), "versions": self.versions}
         lines += [_line(name, items) for name, items in named.items() if items]
