@@ -34,7 +34,6 @@ from meshwright.graph import (
     check_rule,
     check_steps,
     count_ops,
-    measure_of,
     register_pass,
     register_rewrite,
     registered_passes,
@@ -330,7 +329,7 @@ def test_new_nodes_have_the_origin_of_the_old_ones() -> None:
     assert [n.origin for n in after.nodes] == [there]
     first, last = after.changes
     assert str(first) == ("mine: silu: 2 operators become aten.silu.default at blocks.3.mlp model.py:7 (1 operators)")
-    assert str(last) == "mine: 1 × silu; no rule applies any more: each rule reduces the weight of the program"
+    assert str(last) == "mine: 1 × silu; no rule applies any more"
 
 
 def test_an_unchanged_program_is_the_same_object() -> None:
@@ -352,12 +351,8 @@ def test_an_operand_implied_by_a_pattern_is_computed() -> None:
 # termination
 
 
-def test_each_rule_makes_the_program_lighter() -> None:
-    assert str(measure_of([FMA, SILU])) == "each rule reduces the weight of the program"
+def test_a_rule_may_make_the_program_longer() -> None:
     more = Rewrite("more", lambda x: torch.tanh(x), lambda x: 2 * torch.sigmoid(2 * x) - 1)
-    found = measure_of([FMA, SILU, more])
-    assert not found.unproved
-    assert found.weights["aten.tanh.default"] > 3
     assert rewritten(lambda x, y: torch.tanh(x), more) == "mul sigmoid mul sub"
 
 
@@ -366,16 +361,17 @@ BACK = Rewrite("back", lambda x: torch.log(x + 1), lambda x: torch.log1p(x))
 
 
 def test_rules_that_undo_each_other_raise() -> None:
-    assert set(measure_of([THERE, BACK]).unproved) == {"there", "back"}
     with pytest.raises(RewriteError, match=r"(there|back) \(\d+ times\).*\n.*undo each other"):
         rewrite(program(lambda x, y: torch.log1p(x)), [THERE, BACK], limit=20)
 
 
 def test_a_reached_bound_is_reported() -> None:
-    swap = Rewrite("unproved", lambda x: torch.log1p(x), lambda x: torch.log(x + 1), where=lambda x: x.shape == (4, 6))
+    swap = Rewrite(
+        "equally long", lambda x: torch.log1p(x), lambda x: torch.log(x + 1), where=lambda x: x.shape == (4, 6)
+    )
     other = Rewrite("other", lambda x: torch.log(x + 1), lambda x: torch.log1p(x), where=lambda x: x.shape == (1,))
     after = rewrite(program(lambda x, y: torch.log1p(x)), [swap, other])
-    assert str(after.changes[-1]).endswith("1 of at most 104 steps did not reduce the weight")
+    assert str(after.changes[-1]).endswith("1 of at most 104 steps did not make the program shorter")
 
 
 def test_a_rule_whose_replacement_equals_its_pattern_does_nothing() -> None:
@@ -411,8 +407,7 @@ def test_a_rewriter_expresses_more_than_a_rule() -> None:
     assert count_ops(after.nodes) == {"aten.pow.Tensor_Scalar": 1}
     assert after.nodes[0].args[1] == 45
     assert "powers: a power of 9" in str(after.changes[0])
-    told = "termination is not proved for powers, 0 of at most 112 steps did not reduce the weight"
-    assert after.changes[-1].what.endswith(told)
+    assert after.changes[-1].what == "2 × powers; no rule applies any more"
 
 
 def test_a_rewriter_may_use_a_rule_to_match() -> None:

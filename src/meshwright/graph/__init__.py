@@ -108,7 +108,6 @@ from .rewriting.rewrite_driver import Edit, rewrite
 from .rewriting.rewrite_rule import AnyRewrite, Rewrite, Rewriter
 from .rewriting.rule_check import check_rule, check_steps
 from .rewriting.rule_trace import apply_step
-from .rewriting.termination_measure import Measure, measure_of
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
 from .update import StateKey, made_states, new_state, record_update, runs_users_code, unsharded_state_spec
 
@@ -140,7 +139,6 @@ __all__ = [
     "Layouts",
     "LiveMemory",
     "Match",
-    "Measure",
     "ModelPiece",
     "ModelTensor",
     "Node",
@@ -212,7 +210,6 @@ __all__ = [
     "machine",
     "made_states",
     "map_values",
-    "measure_of",
     "meshes_of",
     "model_tensors",
     "modes_on",

@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from .._errors import RewriteError
-from .pattern import Pattern, make_pattern, sample_arguments
+from .pattern import Pattern, make_pattern
 from .rule_arguments import Argument, Shape, arguments_of, parse_shapes, tensor_names, variants_of
-from .rule_trace import CallTrace, trace_calls
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,6 @@ class Rewrite:
             return True
         known = {**arguments, "match": match}
         return bool(self.where(**{name: known.get(name) for name in self._asked}))
-
-    @cached_property
-    def puts(self) -> tuple[CallTrace | None, ...]:
-        """The trace of `put` with sample arguments for each pattern; None if it needs real steps."""
-        return tuple(
-            None if p.variant.steps else trace_calls(self.put, sample_arguments(p.variant, self.tensor_shapes))
-            for p in self.patterns
-        )
 
 
 @dataclass(frozen=True)
