@@ -57,7 +57,7 @@ from .core.capture_marks import (
 from .core.computation_numbers import collectives_of_call, renumber_parameters, values_equal_on_ranks
 from .core.dist_tensor import DistTensor, as_part
 from .core.initial_checksum import initial_checksum_of
-from .core.tree import leaves_in, map_leaves, map_tensors, tensors_in
+from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_in
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
 from .handlers import direct_attributes as direct_attributes
@@ -123,6 +123,7 @@ __all__ = [
     "in_backward",
     "initial_checksum_of",
     "keep_own_part",
+    "key_of_tree",
     "largest_anywhere",
     "leaves_in",
     "local_parts",

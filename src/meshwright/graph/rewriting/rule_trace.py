@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue
 from meshwright.reshard import ConversionStep
-from meshwright.tensor import operators_recorded
+from meshwright.tensor import map_tensors, operators_recorded
 
 from .._errors import RewriteError
 from ..program.effects import writes_to
@@ -59,16 +59,6 @@ class _Watch:
         self.memories.setdefault(memory_of(x), value)
         self.kept.append(x)
 
-    def tree(self, tree: TorchValue) -> TorchValue:
-        if isinstance(tree, Tensor):
-            return self.value(tree)
-        if isinstance(tree, (tuple, list)):
-            items = [self.tree(v) for v in tree]
-            return items if isinstance(tree, list) else tuple(items)
-        if isinstance(tree, dict):
-            return {k: self.tree(v) for k, v in tree.items()}
-        return tree
-
     def value(self, x: Tensor) -> Value:
         found = self.values.get(id(x))
         found = self.memories.get(memory_of(x)) if found is None else found
@@ -91,7 +81,7 @@ class _Watch:
                 "programs have no writes",
                 f"use the operator without the underscore: {str(op).replace('_.', '.')}",
             )
-        self.emit(op, self.tree(args), self.tree(kwargs), out)
+        self.emit(op, map_tensors(self.value, args), map_tensors(self.value, kwargs), out)
 
     def emit(self, op: Op, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue], out: TorchValue) -> None:
         shown = as_values(out, lambda: self.names.fresh(stem_of(op)))
@@ -179,7 +169,7 @@ def trace_calls(
                 out = fn(**args)
         finally:
             _watching.reset(token)
-        form = seen.tree(out)
+        form = map_tensors(seen.value, out)
     return CallTrace({name: v for name, v in given.items() if isinstance(v, Value)}, tuple(seen.calls), form)
 
 
