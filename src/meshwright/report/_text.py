@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from meshwright.search import Account, TensorLayout, count, seconds, share, size
+from meshwright.search import Account, TensorLayout, count, seconds, share, size, text_table
 
 from ._measured import beside
 
@@ -86,16 +86,8 @@ def _rivals(account: Account) -> list[str]:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> list[str]:
-    """Return the lines of a table, columns two blanks apart; numbers are aligned right, texts left."""
+    """Return the lines of a table with its title; numbers are aligned right, texts left."""
     every = [tuple(row) for row in rows]
-    shown = [tuple(head), *every[:MOST]]
-    widths = [max(len(row[at]) for row in shown) for at in range(len(head))]
-    lines = [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if at in numbers else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in shown
-    ]
-    return [title, *lines, *([f"  and {len(every) - MOST} more"] if len(every) > MOST else [])]
+    lines = text_table([tuple(head), *every[:MOST]], numbers)
+    more = [f"  and {len(every) - MOST} more"] if len(every) > MOST else []
+    return [title, *(f"  {line}" for line in lines), *more]

@@ -18,6 +18,7 @@ from .module_plans.program_account import program_account
 from .plan_data.account import Account, Communication, MemoryCurve, OtherPlan, TensorLayout
 from .plan_data.plan import Plan, parse_plan, plan_of
 from .plan_data.progress_bar import OnProgress, progress_bar
+from .plan_data.text_table import text_table
 from .plan_data.units import count, seconds, share, size
 from .scheduling.bounds import lower_bound
 from .scheduling.find_schedule import CertifiedSchedule, find_schedule
@@ -115,5 +116,6 @@ __all__ = [
     "share",
     "simulate_step",
     "size",
+    "text_table",
     "transformer_of",
 ]
