@@ -37,27 +37,10 @@ from .transformer_plans.plan_account import account, differences
 from .transformer_plans.predict import Prediction, flops_utilisation, model_flops, predict
 from .transformer_plans.simulated_step import simulate_step
 from .transformer_plans.sizes import Experts, Latent, Transformer, Window
-from .transformer_plans.software import (
-    DEEPSPEED,
-    DEEPSPEED_ZERO,
-    EAGER,
-    FSDP,
-    MEGATRON,
-    MEGATRON_2021,
-    MESHWRIGHT,
-    PAGEABLE,
-    Software,
-)
+from .transformer_plans.software import MESHWRIGHT, Software
 
 __all__ = [
-    "DEEPSPEED",
-    "DEEPSPEED_ZERO",
-    "EAGER",
-    "FSDP",
-    "MEGATRON",
-    "MEGATRON_2021",
     "MESHWRIGHT",
-    "PAGEABLE",
     "REPLICAS",
     "STAGES",
     "Account",
