@@ -256,7 +256,6 @@ prod.dim_int: x(4, 5), 1, True
 prod.dim_int: i(3, 4, 5), 0
 logsumexp: x(4, 5), [0]
 logsumexp: x(4, 5), [0, 1], True
-special_logsumexp: x(4, 5), [1]
 linalg_vector_norm: x(4, 5)
 linalg_vector_norm: x(4, 5), 3, [1], True
 linalg_vector_norm: same(4, 5), float("inf"), [0]
@@ -270,7 +269,6 @@ linalg_vector_norm: x(4, 5), 1
 norm.Scalar: x(4, 5)
 norm.ScalarOpt_dim: x(4, 5), 1, [1]
 norm.ScalarOpt_dim: x(4, 5), None, [0], True
-frobenius_norm.dim: x(4, 5), [0, 1]
 var: x(4, 5)
 var: x(4, 5), False
 var.dim: x(4, 5), [1], True, True
@@ -610,11 +608,6 @@ _pdist_forward: x(4, 5), 2.0
 _fft_c2c: c(4, 5, 3), [0, 2], 0, True
 _fft_r2c: x(4, 5), [1], 0, True
 _fft_c2r: c(4, 5), [1], 0, 8
-stft: x(4, 16), 8, 4, 8, p(8), False, True, True
-stft: x(16), 8, return_complex=True
-stft: c(4, 16), 8, 4, None, None, False, False
-stft: x(4, 16), 8, 4, 8, p(8), False, True, False
-stft.center: x(4, 16), 8, 4, 8, p(8), True, "reflect", False, True, True
 istft: c(4, 5, 7), 8, 4, 8, p(8)
 istft: c(5, 7), 8, length=20
 lstm.input: x(5, 4, 2), [x(2, 4, 2)] * 2, [x(8, 2), x(8, 2), x(8), x(8)] * 2, True, 2, 0.0, True, False, False

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "tensor_split": (lambda x: x.tensor_split(4, 1)[1], (5, 6)),
     "fliplr": (torch.fliplr, (5, 6)),
     "fftshift": (torch.fft.fftshift, (5, 6)),
+    "stft": (lambda x: torch.stft(x, 8, window=torch.ones(8).double(), return_complex=True).abs(), (3, 32)),
     "take_along_dim": (lambda x: x.take_along_dim(x.argsort(1), 1), (5, 6)),
 }
 

@@ -66,18 +66,6 @@ def transformed(x: Tensor, dim: Sequence[int], *how: TorchValue) -> str:
     return whole_dims_rule(x, dims_of(x, tuple(dim)))
 
 
-def frames_entry(at: int) -> Entry:
-    """Return the rule of `stft`: linear, given the window. `at` is the position of `return_complex`."""
-
-    def entry(x: Tensor, *args: TorchValue, return_complex: bool | None = None, **kwargs: TorchValue) -> str:
-        is_complex = args[at - 1] if len(args) >= at else return_complex
-        pairs = "" if is_complex or (is_complex is None and x.is_complex()) else " newc"
-        lead = "b " * (x.dim() - 1)
-        return f"{lead}t! | w! -> {lead}newf newt{pairs}"
-
-    return entry
-
-
 def signal_rule(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
     """Return the rule of `istft`: linear, given the window."""
     lead = "b " * (x.dim() - 2)
@@ -130,8 +118,6 @@ FOURIER: dict[str, Entry] = {
     **entries_for(FFT_ANY_DIMS, fourier_rule),
     **entries_for(FFT_TWO_DIMS, fourier_two_rule),
     **entries_for("_fft_c2c _fft_r2c _fft_c2r", transformed),
-    "aten.stft": frames_entry(7),
-    "aten.stft.center": frames_entry(9),
     "aten.istft": signal_rule,
 }
 """Fourier transforms; their kernels refuse empty batches."""
