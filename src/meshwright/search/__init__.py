@@ -16,6 +16,7 @@ from .module_plans.mesh_search import plan_mesh
 from .module_plans.pipeline_plan import Pipelining
 from .module_plans.program_account import program_account
 from .plan_data.account import Account, Communication, MemoryCurve, OtherPlan, TensorLayout
+from .plan_data.account_text import account_text, beside
 from .plan_data.plan import Plan, parse_plan, plan_of
 from .plan_data.progress_bar import OnProgress, progress_bar
 from .plan_data.text_table import text_table
@@ -74,6 +75,8 @@ __all__ = [
     "Transformer",
     "Window",
     "account",
+    "account_text",
+    "beside",
     "best_shardings",
     "check_accumulation",
     "choose",
