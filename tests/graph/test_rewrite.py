@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.graph import (
-    Conversion,
     Edit,
-    Input,
     Node,
     Origin,
     OwnRules,
@@ -27,12 +25,9 @@ from meshwright.graph import (
     RewriteError,
     Rewriter,
     Spot,
-    Value,
     apply_passes,
-    apply_step,
     capture,
     check_rule,
-    check_steps,
     count_ops,
     register_pass,
     register_rewrite,
@@ -41,8 +36,6 @@ from meshwright.graph import (
     runner,
     verify,
 )
-from meshwright.layout import ProcessMesh, parse_spec
-from meshwright.reshard import AllGather, AllReduce, ReduceScatter
 
 aten = torch.ops.aten
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
@@ -434,45 +427,6 @@ def test_a_rewriter_knows_constants() -> None:
     assert torch.equal(known, torch.ones(6, 6).tril()[:4])
 
 
-# steps of conversions
-
-MESH = ProcessMesh([0, 1], ["tp"])
-TERMS = parse_spec("f32[8, 4] +tp", MESH)
-
-
-def find_scattered(x: Tensor, inner: ReduceScatter, outer: AllGather) -> Tensor:
-    return apply_step(outer, apply_step(inner, x))
-
-
-def put_reduced(x: Tensor, inner: ReduceScatter, outer: AllGather) -> Tensor:
-    return apply_step(AllReduce(inner.axes, inner.op), x)
-
-
-def moved(*steps: Any) -> Program:
-    """Return a program of steps on terms."""
-    x = v = Value("x", (8, 4), torch.float32)
-    spec, nodes = TERMS, list[Node]()
-    for at, step in enumerate(steps):
-        out = Value(f"v{at}", step.apply(spec).local_shape(0), torch.float32)
-        nodes.append(Node(Conversion(step, spec), (v,), {}, out))
-        spec, v = step.apply(spec), out
-    return Program((Input(x, "batch", "x", TERMS),), tuple(nodes), v)
-
-
-def test_steps_are_rewritten_too() -> None:
-    rule = Rewrite(
-        "gather after scatter", find_scattered, put_reduced, where=lambda inner, outer: inner.places == outer.places
-    )
-    scatter, gather = ReduceScatter(("tp",), (("tp", 0),)), AllGather((("tp", 0),))
-    after = verify(rewrite(moved(scatter, gather), [rule]), deep=True)
-    assert [repr(n.op) for n in after.nodes] == ["AllReduce(tp)"]
-    assert [repr(n.op) for n in rewrite(moved(scatter), [rule]).nodes] == ["ReduceScatter(tp, dim 0)"]
-    check_steps(rule, {"inner": scatter, "outer": gather}, TERMS)
-    wrong = Rewrite("forgets", find_scattered, lambda x, inner, outer: apply_step(inner, x))
-    with pytest.raises(RewriteError, match="must not change numbers"):
-        check_steps(wrong, {"inner": scatter, "outer": gather}, TERMS)
-
-
 # the numerical test of a rule
 
 
@@ -530,7 +484,6 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: rewrite(program(lambda x, y: -x), [Rewrite("r", lambda x: -x, lambda x: x.double())]), "f64"),
     (lambda: rewrite(program(lambda x, y: -x), [Rewrite("r", lambda x: -x, lambda x: (x, x))]), "find returns 1"),
     (lambda: rewrite(program(lambda x, y: -x), [Rewrite("r", lambda x: -x, lambda x: x @ x)]), "put raises"),
-    (lambda: apply_step(AllReduce(("tp",)), X), "outside of a rule"),
 ]
 
 

@@ -22,7 +22,6 @@ from .match_confirmation import Confirmed, Template
 from .node_reader import Operand, Reader, Reading, Spelling, VirtualValue, full_arguments
 from .pattern_match import Match, find_match
 from .rewrite_rule import AnyRewrite, Rewrite, Rewriter
-from .rule_trace import StepName
 
 AROUND = 3
 """Distance from a change, in nodes, within which readers are visited again at once. Others wait for the next round."""
@@ -90,7 +89,7 @@ class Edit:
     def match(self, rule: Rewrite) -> Match | None:
         """Return the match of `rule` whose first root is produced by this node, or None."""
         for pattern in rule.patterns:
-            confirmed = Confirmed(rule, pattern, self.draft.program.rank)
+            confirmed = Confirmed(rule, pattern)
             found = find_match(
                 pattern, self.spot, self.draft, self.reader, lambda m, c=confirmed: c.template(m) is not None
             )
@@ -125,8 +124,7 @@ def _entrances(entry: Entry) -> Iterator[tuple[Key, Needs]]:
     if isinstance(entry, Rewriter):
         yield from ((key, Needs()) for key in entry.on or (None,))
         return
-    for op, needs in entry.pattern.entrances:
-        yield (op.kind if isinstance(op, StepName) else op), needs
+    yield from entry.pattern.entrances
 
 
 @dataclass(slots=True)
@@ -150,7 +148,7 @@ class _Run:
     def to_the_end(self) -> None:
         """Apply rules in descending order of benefit to all nodes, and repeat until a whole round changes nothing."""
         tiers = [
-            _index(self.reader, self.program.rank, list(tier))
+            _index(self.reader, list(tier))
             for _, tier in groupby(sorted(self.rules, key=lambda r: -r.benefit), key=lambda r: r.benefit)
         ]
         changed = True
@@ -394,10 +392,10 @@ class _Index:
         return found
 
 
-def _index(reader: Reader, rank: int, rules: Sequence[AnyRewrite]) -> _Index:
+def _index(reader: Reader, rules: Sequence[AnyRewrite]) -> _Index:
     index = _Index(reader)
     groups: dict[tuple[Key, Needs], _Group] = {}
-    for entry in (entry for rule in rules for entry in _entries(rank, rule)):
+    for entry in (entry for rule in rules for entry in _entries(rule)):
         for key, needs in _entrances(entry):
             if (key, needs) not in groups:
                 group = groups[key, needs] = _Group(needs)
@@ -407,8 +405,8 @@ def _index(reader: Reader, rank: int, rules: Sequence[AnyRewrite]) -> _Index:
     return index
 
 
-def _entries(rank: int, rule: AnyRewrite) -> list[Entry]:
-    return [rule] if isinstance(rule, Rewriter) else [Confirmed(rule, pattern, rank) for pattern in rule.patterns]
+def _entries(rule: AnyRewrite) -> list[Entry]:
+    return [rule] if isinstance(rule, Rewriter) else [Confirmed(rule, pattern) for pattern in rule.patterns]
 
 
 def _size(entry: Entry) -> int:

@@ -18,8 +18,8 @@ class Rewrite:
     """A rule that replaces the computation of `find` by that of `put`, two torch functions with equal argument names.
 
     An argument is a tensor by default, and an optional tensor with `= None`. A default value or annotation (`eps=1e-6`,
-    `dim: int`) makes it a constant, which is matched. `Literal[...]` or `bool` makes it a choice, and the class of a
-    conversion step makes it a step.
+    `dim: int`) makes it a constant, which is matched. `Literal[...]` or `bool` makes it a choice. Conversion steps are
+    rewritten by a `Rewriter`.
 
     `shapes` relates the shapes of the tensors ("... d, d"); a match must fit it. `where` may refuse a match: it
     receives the arguments that it names (tensors as values), and the match as `match`. `samples` has two values for
