@@ -15,15 +15,9 @@ from typing import Any
 
 import torch
 
+from benchmarks._published_software import DEEPSPEED, DEEPSPEED_ZERO, EAGER, FSDP, MEGATRON, MEGATRON_2021, PAGEABLE
 from meshwright.cost import Cluster, cluster_of, device_of, link_of
 from meshwright.search import (
-    DEEPSPEED,
-    DEEPSPEED_ZERO,
-    EAGER,
-    FSDP,
-    MEGATRON,
-    MEGATRON_2021,
-    PAGEABLE,
     Experts,
     Latent,
     Plan,

@@ -1,6 +1,6 @@
 """Pipelines: closed forms of the known schedules, and published bubbles from published times.
 
-Closed forms (makespan, span, peak) for p <= 8 ranks, m <= 4p microbatches and v <= 4 chunks or slices. The bubbles are
+Closed forms (makespan, span, peak) for p <= 8 ranks, m <= 4p microbatches and v <= 4 chunks. The bubbles are
 those of table 5 of "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241v1), from the profiled times of its table 9.
 """
 
@@ -68,7 +68,7 @@ def run(quick: bool = False) -> dict[str, Any]:
 def shapes(k: KnownSchedule, most: int) -> Iterator[ScheduleSizes]:
     for p in range(2, most + 1):
         for m in range(1, 4 * p + 1):
-            for v in range(1, 5) if k.takes else (1,):
+            for v in range(1, 5) if k.takes_chunks else (1,):
                 yield ScheduleSizes(p, m, v)
 
 
@@ -78,7 +78,7 @@ def forms(k: KnownSchedule, most: int) -> dict[str, Any]:
     wrong: list[str] = []
     for shape in shapes(k, most):
         try:
-            schedule = k.make(shape.p, shape.m, shape.v) if k.takes else k.make(shape.p, shape.m)
+            schedule = k.build(shape.p, shape.m, shape.v)
         except ScheduleError:
             continue
         made += 1
@@ -94,7 +94,7 @@ def differences(
     k: KnownSchedule, schedule: Schedule, shape: ScheduleSizes, peaks: tuple[float, ...]
 ) -> dict[str, float]:
     """Return the simulated values less the values of the closed forms."""
-    parts = schedule.chunks_per_rank * schedule.slices
+    parts = max(way.count(rank) for way in schedule.ways for rank in range(schedule.ranks))
     line = simulate_schedule(schedule, Times(1 / parts, 1 / parts, 1 / parts))
     found = {
         "makespan": (line.makespan - shape.work, k.bubble),

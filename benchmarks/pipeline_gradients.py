@@ -1,7 +1,7 @@
 """Pipelines: gradients under every schedule against one device; random valid and broken tables.
 
 Every known schedule that keeps the optimizer's meaning, for p in {2, 4} stages, m in {p, 2p} microbatches and v in
-{1, 2} chunks, or slices of a sequence, on simulated ranks and on processes (Gloo). The model has a skip connection over
+{1, 2} chunks, on simulated ranks and on processes (Gloo). The model has a skip connection over
 all stages, a mask, and an embedding tied to its last layer. Valid tables come from a random walk; damage to valid
 tables gives broken ones.
 """
@@ -38,7 +38,6 @@ from meshwright.pipeline import (
     looped,
     mirrored,
     peaks,
-    slice_sequence,
     split_batch,
     split_stages,
     split_step,
@@ -103,27 +102,21 @@ def laid(chunks: int, homes: Sequence[Any]) -> Chain:
 
 
 class Work:
-    """One placement on one rank: the parts of its step, which every table runs; and gradients of one device.
+    """One placement on one rank: the parts of its step, which every table runs; and gradients of one device."""
 
-    `slices` is the number of slices of a sequence.
-    """
-
-    def __init__(self, way: Way, slices: int) -> None:
+    def __init__(self, way: Way) -> None:
         self.way, self.rank, size = way, current_communicator().rank, max(way) + 1
         homes = [mw.ProcessMesh([stage], ["dp"]) for stage in range(size)]
         model = laid(len(way), [homes[stage] for stage in way])
         captured = capture(model, model.loss, batch(ROWS))
         program = copy_batch_inputs(captured.program)
-        if slices > 1:
-            program = slice_sequence(program, [LENGTH // slices] * slices)
         program = with_layouts(program, complete(program, {}))
         captured = replace(captured, program=program)
         found = [split_stages(program)]
-        if len(way) == size and slices == 1:
+        if len(way) == size:
             found.append(split_stages(mirrored(program, found[0][1])))
         self.ways = [
-            split_step(record_gradients(replace(captured, program=p), self.rank, size), stages, slices=slices)
-            for p, stages in found
+            split_step(record_gradients(replace(captured, program=p), self.rank, size), stages) for p, stages in found
         ]
         apply_captured_layouts(captured, None)
         self.slots = captured.slots
@@ -131,7 +124,7 @@ class Work:
 
     def error(self, schedule: Schedule) -> tuple[float, float]:
         """Return the largest relative difference of a gradient of this rank's parameters, and the held chunks."""
-        ways, m = self.ways[: len(schedule.ways)], schedule.sequences
+        ways, m = self.ways[: len(schedule.ways)], schedule.microbatches
         ways = with_epilogue(ways, joint_epilogue(ways, m))
         peak = Peak(ways)
         run = PipelineRun(ways, schedule, self.rank, split_batch(ways, schedule, {0, 1, 2}), watch=peak)
@@ -184,9 +177,9 @@ def known_tables(p: int) -> Iterator[Schedule]:
         if name in OTHER_MEANING:
             continue
         for m in (p, 2 * p):
-            for v in (1, 2) if k.takes else (0,):
+            for v in (1, 2) if k.takes_chunks else (1,):
                 try:
-                    yield k.make(p, m, v) if v else k.make(p, m)
+                    yield k.build(p, m, v)
                 except ScheduleError:
                     continue  # DualPipe and Chimera need more microbatches
 
@@ -263,18 +256,18 @@ class Task:
 
     def run(self) -> list[dict[str, Any]]:
         """Return a row per table, the same list on every rank: name, error, held chunks and expected ones."""
-        works: dict[tuple[Way, int], Work] = {}
+        works: dict[Way, Work] = {}
         rows: list[dict[str, Any]] = []
         for table in self.tables():
-            way, slices = table.ways[0], table.slices
-            if (way, slices) not in works:
-                works[way, slices] = Work(way, slices)
-            error, held = works[way, slices].error(table)
+            way = table.ways[0]
+            if way not in works:
+                works[way] = Work(way)
+            error, held = works[way].error(table)
             rows.append(
                 {
                     "name": table.name,
-                    "m": table.sequences,
-                    "v": slices * len(way) // self.p,
+                    "m": table.microbatches,
+                    "v": len(way) // self.p,
                     "error": error,
                     "held": held,
                     "predicted": peaks(table)[current_communicator().rank],

@@ -85,11 +85,7 @@ class Chain(nn.Module):
 
 
 def our_step(size: Size, schedule: str, microbatches: int = MICROBATCHES, ranks: int = RANKS) -> Step:
-    way = (
-        KNOWN_SCHEDULES[schedule]
-        .make(*((ranks, microbatches, 2) if KNOWN_SCHEDULES[schedule].takes else (ranks, microbatches)))
-        .ways[0]
-    )
+    way = KNOWN_SCHEDULES[schedule].build(ranks, microbatches, 2).ways[0]
     model = Chain(chunks(size, len(way)), way)
     options = {"enable": True, "schedule_mode": schedule, "accumulate_steps": microbatches}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from benchmarks._reshard_bound import lower_bound
 from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard, Spec, layout_of
-from meshwright.reshard import AllReduce, AllToAll, ConversionPlan, ReduceScatter, lower_bound, plan
+from meshwright.reshard import AllReduce, AllToAll, ConversionPlan, ReduceScatter, plan
 
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
 MESHES = {1: [(4,)], 2: [(2, 2), (2, 4)], 3: [(2, 2, 2)]}

@@ -152,6 +152,6 @@ def generated(problem: Problem) -> Iterator[Schedule]:
     p, m = problem.ranks, problem.microbatches
     for k in KNOWN_SCHEDULES.values():
         try:
-            yield k.make(p, m, len(problem.way) // p) if k.takes else k.make(p, m)
+            yield k.build(p, m, len(problem.way) // p)
         except ScheduleError:
             continue

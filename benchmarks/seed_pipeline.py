@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.pipeline import KNOWN_SCHEDULES, Schedule, ScheduleError
 
 GOAL, RANKS, MICROBATCHES, WIDTH, STEPS = 1e-5, 8, 8, 8, 2
-OTHER_MEANING, SLICED = ("PipeDream", "PipeDream-2BW"), ("Seq1F1B", "TeraPipe")
+OTHER_MEANING = ("PipeDream", "PipeDream-2BW")
 DATA, COLUMNS, ROWS = [mw.Shard(0)], [mw.Replicate(), mw.Shard(1)], [mw.Replicate(), mw.Shard(0)]
 
 
@@ -75,10 +75,10 @@ def schedules() -> dict[str, Schedule]:
     """Return every known schedule for two stages and 8 microbatches that computes one device's step."""
     found: dict[str, Schedule] = {}
     for name, k in KNOWN_SCHEDULES.items():
-        if name in OTHER_MEANING or name in SLICED:
+        if name in OTHER_MEANING:
             continue
         try:
-            found[name] = k.make(2, MICROBATCHES, 2) if k.takes else k.make(2, MICROBATCHES)
+            found[name] = k.build(2, MICROBATCHES, 2)
         except ScheduleError:
             continue
     return found

@@ -13,7 +13,7 @@ PAGE, PICTURES = DOCS / "concepts" / "schedules.md", DOCS / "pictures"
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 HEAD = f"""# The known schedules, each with its picture
 
-The examples have {RANKS} ranks, {MICROBATCHES} microbatches, and {CHUNKS} chunks or slices if a schedule uses them.
+The examples have {RANKS} ranks, {MICROBATCHES} microbatches, and {CHUNKS} chunks per rank if a schedule uses them.
 F, B and W of one microbatch take 1 each, for all chunks of a rank together. *Makespan* and *span* are in these units.
 *Held* is the peak number of microbatches on each rank. `meshwright schedule NAME` draws the same picture in a terminal.
 To choose a schedule, see [schedules as tables](pipeline.md). `make pictures` writes this page.
@@ -32,20 +32,20 @@ def files() -> dict[Path, str]:
 
 
 def table(k: KnownSchedule) -> Schedule:
-    return k.make(RANKS, MICROBATCHES, CHUNKS) if k.takes else k.make(RANKS, MICROBATCHES)
+    return k.build(RANKS, MICROBATCHES, CHUNKS)
 
 
 def times(k: KnownSchedule) -> Times:
     """One unit for all of a rank's share of a pass."""
     made = table(k)
-    share = made.ranks / len(made.ways[0]) / made.slices
+    share = made.ranks / len(made.ways[0])
     return Times(share, share, share)
 
 
 def section(k: KnownSchedule) -> str:
     made = table(k)
     line = simulate_schedule(made, times(k))
-    share = made.ranks / len(made.ways[0]) / made.slices
+    share = made.ranks / len(made.ways[0])
     held = ", ".join(f"{p * share:g}" for p in peaks(made))
     said = (k.make.__doc__ or "").splitlines()[0]
     source = "" if k.source in said else f" ({k.source})"

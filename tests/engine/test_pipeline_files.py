@@ -16,7 +16,6 @@ import meshwright as mw
 from meshwright.comm import launch
 from meshwright.engine import DistModel, StaticError
 from meshwright.graph import ProgramFileError
-from meshwright.models import Llama, LlamaConfig
 from tests.pipeline.oracle import Chain, batch, laid, loss_of
 
 ROWS, STEPS = 4, 3
@@ -92,34 +91,6 @@ def test_loaded_programs_equal_saved_ones(case: str, tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(saved[2:], loaded[2:], strict=True))
     counts = [len(list(place.glob("*.safetensors"))) for place in (tmp_path, tmp_path / "again")]
     assert counts == [6, 6]  # three programs for each of two stages
-
-
-def test_slices_of_sequences(tmp_path: Path) -> None:
-    def model() -> DistModel:
-        torch.manual_seed(1)
-        net = Llama(LlamaConfig(13, 16, 2, 4, 2, 24))
-        mw.split_pipeline(net, mw.ProcessMesh([0, 1], ["pp"]))
-        options = {"enable": True, "schedule_mode": "Seq1F1B", "accumulate_steps": 2, "slices": 3}
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        return mw.to_static(net, None, None, optimizer, mw.Strategy.of(pipeline=options))
-
-    def losses(dist: DistModel) -> list[float]:
-        words = torch.arange(28).reshape(4, 7) % 13
-        return [dist(words, words).item() for _ in range(2)]
-
-    def first() -> list[float]:
-        dist = model()
-        found = losses(dist)
-        dist.save(tmp_path)
-        return found
-
-    def again() -> list[float]:
-        dist = model().load(tmp_path)
-        return [*losses(dist), dist.recordings]
-
-    mw.simulate(first, 2)  # computes the cached table of rotary positions
-    expected = [[*found, 0] for found in mw.simulate(first, 2)]
-    assert mw.simulate(again, 2) == expected
 
 
 @pytest.fixture(scope="module")

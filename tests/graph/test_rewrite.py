@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.graph import (
-    Conversion,
     Edit,
-    Input,
     Node,
     Origin,
     OwnRules,
@@ -27,14 +25,10 @@ from meshwright.graph import (
     RewriteError,
     Rewriter,
     Spot,
-    Value,
     apply_passes,
-    apply_step,
     capture,
     check_rule,
-    check_steps,
     count_ops,
-    measure_of,
     register_pass,
     register_rewrite,
     registered_passes,
@@ -42,8 +36,6 @@ from meshwright.graph import (
     runner,
     verify,
 )
-from meshwright.layout import ProcessMesh, parse_spec
-from meshwright.reshard import AllGather, AllReduce, ReduceScatter
 
 aten = torch.ops.aten
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
@@ -330,7 +322,7 @@ def test_new_nodes_have_the_origin_of_the_old_ones() -> None:
     assert [n.origin for n in after.nodes] == [there]
     first, last = after.changes
     assert str(first) == ("mine: silu: 2 operators become aten.silu.default at blocks.3.mlp model.py:7 (1 operators)")
-    assert str(last) == "mine: 1 × silu; no rule applies any more: each rule reduces the weight of the program"
+    assert str(last) == "mine: 1 × silu; no rule applies any more"
 
 
 def test_an_unchanged_program_is_the_same_object() -> None:
@@ -352,12 +344,8 @@ def test_an_operand_implied_by_a_pattern_is_computed() -> None:
 # termination
 
 
-def test_each_rule_makes_the_program_lighter() -> None:
-    assert str(measure_of([FMA, SILU])) == "each rule reduces the weight of the program"
+def test_a_rule_may_make_the_program_longer() -> None:
     more = Rewrite("more", lambda x: torch.tanh(x), lambda x: 2 * torch.sigmoid(2 * x) - 1)
-    found = measure_of([FMA, SILU, more])
-    assert not found.unproved
-    assert found.weights["aten.tanh.default"] > 3
     assert rewritten(lambda x, y: torch.tanh(x), more) == "mul sigmoid mul sub"
 
 
@@ -366,16 +354,17 @@ BACK = Rewrite("back", lambda x: torch.log(x + 1), lambda x: torch.log1p(x))
 
 
 def test_rules_that_undo_each_other_raise() -> None:
-    assert set(measure_of([THERE, BACK]).unproved) == {"there", "back"}
     with pytest.raises(RewriteError, match=r"(there|back) \(\d+ times\).*\n.*undo each other"):
         rewrite(program(lambda x, y: torch.log1p(x)), [THERE, BACK], limit=20)
 
 
 def test_a_reached_bound_is_reported() -> None:
-    swap = Rewrite("unproved", lambda x: torch.log1p(x), lambda x: torch.log(x + 1), where=lambda x: x.shape == (4, 6))
+    swap = Rewrite(
+        "equally long", lambda x: torch.log1p(x), lambda x: torch.log(x + 1), where=lambda x: x.shape == (4, 6)
+    )
     other = Rewrite("other", lambda x: torch.log(x + 1), lambda x: torch.log1p(x), where=lambda x: x.shape == (1,))
     after = rewrite(program(lambda x, y: torch.log1p(x)), [swap, other])
-    assert str(after.changes[-1]).endswith("1 of at most 104 steps did not reduce the weight")
+    assert str(after.changes[-1]).endswith("1 of at most 104 steps did not make the program shorter")
 
 
 def test_a_rule_whose_replacement_equals_its_pattern_does_nothing() -> None:
@@ -411,8 +400,7 @@ def test_a_rewriter_expresses_more_than_a_rule() -> None:
     assert count_ops(after.nodes) == {"aten.pow.Tensor_Scalar": 1}
     assert after.nodes[0].args[1] == 45
     assert "powers: a power of 9" in str(after.changes[0])
-    told = "termination is not proved for powers, 0 of at most 112 steps did not reduce the weight"
-    assert after.changes[-1].what.endswith(told)
+    assert after.changes[-1].what == "2 × powers; no rule applies any more"
 
 
 def test_a_rewriter_may_use_a_rule_to_match() -> None:
@@ -437,45 +425,6 @@ def test_a_rewriter_knows_constants() -> None:
     unknown, known = seen[-1]
     assert unknown is None
     assert torch.equal(known, torch.ones(6, 6).tril()[:4])
-
-
-# steps of conversions
-
-MESH = ProcessMesh([0, 1], ["tp"])
-TERMS = parse_spec("f32[8, 4] +tp", MESH)
-
-
-def find_scattered(x: Tensor, inner: ReduceScatter, outer: AllGather) -> Tensor:
-    return apply_step(outer, apply_step(inner, x))
-
-
-def put_reduced(x: Tensor, inner: ReduceScatter, outer: AllGather) -> Tensor:
-    return apply_step(AllReduce(inner.axes, inner.op), x)
-
-
-def moved(*steps: Any) -> Program:
-    """Return a program of steps on terms."""
-    x = v = Value("x", (8, 4), torch.float32)
-    spec, nodes = TERMS, list[Node]()
-    for at, step in enumerate(steps):
-        out = Value(f"v{at}", step.apply(spec).local_shape(0), torch.float32)
-        nodes.append(Node(Conversion(step, spec), (v,), {}, out))
-        spec, v = step.apply(spec), out
-    return Program((Input(x, "batch", "x", TERMS),), tuple(nodes), v)
-
-
-def test_steps_are_rewritten_too() -> None:
-    rule = Rewrite(
-        "gather after scatter", find_scattered, put_reduced, where=lambda inner, outer: inner.places == outer.places
-    )
-    scatter, gather = ReduceScatter(("tp",), (("tp", 0),)), AllGather((("tp", 0),))
-    after = verify(rewrite(moved(scatter, gather), [rule]), deep=True)
-    assert [repr(n.op) for n in after.nodes] == ["AllReduce(tp)"]
-    assert [repr(n.op) for n in rewrite(moved(scatter), [rule]).nodes] == ["ReduceScatter(tp, dim 0)"]
-    check_steps(rule, {"inner": scatter, "outer": gather}, TERMS)
-    wrong = Rewrite("forgets", find_scattered, lambda x, inner, outer: apply_step(inner, x))
-    with pytest.raises(RewriteError, match="must not change numbers"):
-        check_steps(wrong, {"inner": scatter, "outer": gather}, TERMS)
 
 
 # the numerical test of a rule
@@ -535,7 +484,6 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: rewrite(program(lambda x, y: -x), [Rewrite("r", lambda x: -x, lambda x: x.double())]), "f64"),
     (lambda: rewrite(program(lambda x, y: -x), [Rewrite("r", lambda x: -x, lambda x: (x, x))]), "find returns 1"),
     (lambda: rewrite(program(lambda x, y: -x), [Rewrite("r", lambda x: -x, lambda x: x @ x)]), "put raises"),
-    (lambda: apply_step(AllReduce(("tp",)), X), "outside of a rule"),
 ]
 
 
@@ -569,7 +517,7 @@ def test_a_pass_is_a_value() -> None:
     assert [c.what.split(":")[0] for c in after.changes] == [
         "double",
         "double",
-        "2 × double; no rule applies any more",
+        "2 × double; no rule applies any more; 2 of at most 108 steps did not make the program shorter",
     ]
     assert Doubles()(after) is after
 

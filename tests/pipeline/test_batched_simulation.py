@@ -31,7 +31,7 @@ CASES = 5
 def made(name: str) -> Schedule:
     how = KNOWN_SCHEDULES[name]
     numbers = (4, 4) if name == "Chimera" else (4, 8)
-    return how.make(*numbers, 2) if how.takes else how.make(*numbers)
+    return how.build(*numbers, 2)
 
 
 @pytest.mark.parametrize("name", KNOWN_SCHEDULES)

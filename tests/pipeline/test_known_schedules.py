@@ -10,21 +10,18 @@ import pytest
 
 from meshwright.pipeline import (
     KNOWN_SCHEDULES,
-    Channel,
     ChunkMemory,
     KnownSchedule,
     Schedule,
     ScheduleError,
     ScheduleSizes,
     Times,
-    channels,
     check_schedule,
     parse_schedule,
     peaks,
     schedule_by_name,
     simulate_schedule,
     weight_versions,
-    with_transfers,
     zero_bubble,
 )
 
@@ -34,7 +31,7 @@ SHAPES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (6, 12)]
 def made(k: KnownSchedule, p: int, m: int, v: int) -> Schedule | None:
     """Return the schedule, or None if it refuses these sizes."""
     with suppress(ScheduleError):
-        return k.make(p, m, v) if k.takes else k.make(p, m)
+        return k.build(p, m, v)
     return None
 
 
@@ -42,7 +39,7 @@ def made(k: KnownSchedule, p: int, m: int, v: int) -> Schedule | None:
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_closed_forms(name: str, p: int, m: int) -> None:
     k = schedule_by_name(name)
-    for v in (1, 2, 3) if k.takes else (1,):
+    for v in (1, 2, 3) if k.takes_chunks else (1,):
         schedule = made(k, p, m, v)
         if schedule is None:
             continue
@@ -54,7 +51,7 @@ def test_closed_forms(name: str, p: int, m: int) -> None:
 
 def holds_forms(k: KnownSchedule, schedule: Schedule, s: ScheduleSizes) -> None:
     """Check makespan, span and peak against the closed forms, which may be upper bounds."""
-    parts = schedule.chunks // s.p * schedule.slices if len(schedule.ways) == 1 else 1
+    parts = schedule.chunks // s.p if len(schedule.ways) == 1 else 1
     times = Times(s.f / parts, s.b / parts, s.w / parts)
     line = simulate_schedule(schedule, times)
     if k.bubble is not None:
@@ -71,33 +68,6 @@ def test_text_means_the_same_table(name: str) -> None:
         schedule = made(schedule_by_name(name), p, m, 2)
         if schedule is not None:
             assert parse_schedule(str(schedule)) == schedule
-            lowered = with_transfers(schedule)
-            assert parse_schedule(str(lowered)) == lowered
-
-
-@pytest.mark.parametrize("name", KNOWN_SCHEDULES)
-def test_explicit_transfers_change_neither_time_nor_memory(name: str) -> None:
-    times = Times(3.0, 4.0, 2.0, transfer=0.5)
-    for p, m in ((2, 4), (4, 8)):
-        schedule = made(schedule_by_name(name), p, m, 2)
-        if schedule is not None:
-            lowered = with_transfers(schedule)
-            check_schedule(lowered, stale=True)
-            assert simulate_schedule(lowered, times).makespan == pytest.approx(
-                simulate_schedule(schedule, times).makespan
-            )
-            assert peaks(lowered) == peaks(schedule)
-
-
-def test_known_schedules_run_on_their_kind_of_channel() -> None:
-    """GPipe runs over unbuffered channels, 1F1B over buffered ones, V-Half needs tags."""
-    found = {
-        name: tuple(c for c, runs in channels(with_transfers(schedule_by_name(name).make(4, 8))).items() if runs)
-        for name in ("GPipe", "1F1B", "V-Half")
-    }
-    assert found["GPipe"] == (Channel.BUFFERED, Channel.IN_ORDER, Channel.RENDEZVOUS)
-    assert found["1F1B"] == (Channel.BUFFERED, Channel.IN_ORDER)
-    assert found["V-Half"] == (Channel.BUFFERED,)
 
 
 def test_bubbles_of_the_zero_bubble_paper() -> None:
@@ -135,4 +105,9 @@ def test_zero_bubble_with_random_times() -> None:
 def test_a_schedule_names_its_source(name: str) -> None:
     assert re.fullmatch(r"arXiv \d{4}\.\d{5}|sail-sg, DualPipe cut in half", KNOWN_SCHEDULES[name].source)
     assert KNOWN_SCHEDULES[name].times in ("any", "F=B=W", "B+W=2F")
-    assert KNOWN_SCHEDULES[name].takes in ("", "chunks", "slices")
+
+
+@pytest.mark.parametrize("name", ["Seq1F1B", "TeraPipe"])
+def test_schedules_over_slices_of_sequences_are_refused(name: str) -> None:
+    with pytest.raises(ScheduleError, match="sequences in a pipeline stay whole"):
+        schedule_by_name(name)

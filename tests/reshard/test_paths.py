@@ -12,6 +12,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from benchmarks import reshard as figure
+from benchmarks._reshard_bound import lower_bound
 from meshwright.comm import current_communicator, simulate
 from meshwright.layout import ProcessMesh, Spec, parse_layout, parse_spec
 from meshwright.reshard import (
@@ -21,7 +22,6 @@ from meshwright.reshard import (
     ReshardError,
     collective_between,
     execute,
-    lower_bound,
     plan,
     received_share,
 )

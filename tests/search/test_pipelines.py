@@ -77,10 +77,8 @@ def links(message: float = 0.1, reduced: float = 0.05) -> LinkTimes:
 def tables(stages: int, microbatches: int, chunks: int = 1) -> list[Schedule]:
     """Return all schedules that the search may choose from."""
     names = SCHEDULES if chunks == 1 else {**IN_LOOPS, **IN_A_V} if chunks == 2 else IN_LOOPS
-    each = [chunks] * (chunks > 1)
-    makes = [(schedule_by_name(name), [*each] if schedule_by_name(name).takes else []) for name in names]
     shape = ScheduleSizes(stages, microbatches, chunks)
-    return [how.make(stages, microbatches, *more) for how, more in makes if how.holds(shape)]
+    return [how.build(*shape[:3]) for how in map(schedule_by_name, names) if how.holds(shape)]
 
 
 def takes(layers: LayerCosts, table: Schedule, starts: tuple[int, ...], by: LinkTimes) -> tuple[float, float]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks._published_software import MEGATRON_2021
 from meshwright.cost import Cluster, Device, Habits, Link, cluster_of
 from meshwright.search import (
-    MEGATRON_2021,
     Experts,
     Latent,
     Plan,

@@ -106,9 +106,7 @@ from .rewriting.program_pass import (
 )
 from .rewriting.rewrite_driver import Edit, rewrite
 from .rewriting.rewrite_rule import AnyRewrite, Rewrite, Rewriter
-from .rewriting.rule_check import check_rule, check_steps
-from .rewriting.rule_trace import apply_step
-from .rewriting.termination_measure import Measure, measure_of
+from .rewriting.rule_check import check_rule
 from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
 from .update import StateKey, made_states, new_state, record_update, runs_users_code, unsharded_state_spec
 
@@ -140,7 +138,6 @@ __all__ = [
     "Layouts",
     "LiveMemory",
     "Match",
-    "Measure",
     "ModelPiece",
     "ModelTensor",
     "Node",
@@ -173,7 +170,6 @@ __all__ = [
     "alias_classes",
     "alias_pairs",
     "apply_passes",
-    "apply_step",
     "are_alike",
     "backend_flags",
     "canonical_text",
@@ -182,7 +178,6 @@ __all__ = [
     "captured_for",
     "check_rule",
     "check_stages",
-    "check_steps",
     "class_text",
     "communication",
     "communication_text",
@@ -212,7 +207,6 @@ __all__ = [
     "machine",
     "made_states",
     "map_values",
-    "measure_of",
     "meshes_of",
     "model_tensors",
     "modes_on",

@@ -3,7 +3,7 @@
 table        schedules as tables of actions: text form, order of execution, memory, checks
 simulation   start and end of every action, pictures, and tables made from times
 schedules    the known schedules, by name and with closed forms
-partition    a captured program, split into stages, actions and slices of sequences
+partition    a captured program, split into stages and actions
 runtime      execution of a rank's row on its communicator
 """
 
@@ -13,7 +13,6 @@ from .partition.chunk_times import chunk_times
 from .partition.epilogue import joint_epilogue, with_epilogue
 from .partition.microbatch_inputs import MicrobatchInputs, separate_batches, split_batch
 from .partition.mirrored_model import mirrored
-from .partition.slice_operators import slice_sequence
 from .partition.stages import Stages, split_stages
 from .partition.step_parts import EPILOGUE, RankParts, split_step
 from .partition.step_program import read_step_program, write_step_program
@@ -24,7 +23,6 @@ from .schedules.bidirectional import chimera, chimera_doubled, dualpipe, dualpip
 from .schedules.flush_schedules import eager_one_f_one_b, gpipe, one_f_one_b
 from .schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from .schedules.known_schedules import KNOWN_SCHEDULES, KnownSchedule, ScheduleSizes, schedule_by_name
-from .schedules.sliced_sequences import seq_one_f_one_b, terapipe
 from .schedules.v_shaped import v_half, v_min, zb_v
 from .schedules.zero_bubble import zb_h1, zb_h2
 from .schedules.zero_bubble_heuristic import zb_1p, zb_2p, zero_bubble
@@ -33,12 +31,10 @@ from .simulation.compaction import compacted
 from .simulation.picture import perfetto_trace, timeline_summary, timeline_svg, timeline_text
 from .simulation.simulator import TimedAction, Timeline, Times, simulate_schedule
 from .table.action import Action, ActionKind, parse_action
-from .table.checker import channels, check_schedule
-from .table.execution_order import Channel
+from .table.checker import check_schedule
 from .table.parser import parse_schedule
 from .table.peak_memory import ChunkMemory, peaks
-from .table.schedule import Edge, Schedule, both_ways, linear, looped, zigzag
-from .table.transfers import whole_backward, with_transfers
+from .table.schedule import Schedule, both_ways, linear, looped, zigzag
 from .table.weight_versions import is_asynchronous, updates, weight_versions
 
 __all__ = [
@@ -47,9 +43,7 @@ __all__ = [
     "Action",
     "ActionKind",
     "BatchedSimulation",
-    "Channel",
     "ChunkMemory",
-    "Edge",
     "KnownSchedule",
     "MicrobatchInputs",
     "PipelineRun",
@@ -64,7 +58,6 @@ __all__ = [
     "Timeline",
     "Times",
     "both_ways",
-    "channels",
     "check_fits",
     "check_renewed",
     "check_schedule",
@@ -94,13 +87,10 @@ __all__ = [
     "read_step_program",
     "schedule_by_name",
     "separate_batches",
-    "seq_one_f_one_b",
     "simulate_schedule",
-    "slice_sequence",
     "split_batch",
     "split_stages",
     "split_step",
-    "terapipe",
     "timeline_summary",
     "timeline_svg",
     "timeline_text",
@@ -108,9 +98,7 @@ __all__ = [
     "v_half",
     "v_min",
     "weight_versions",
-    "whole_backward",
     "with_epilogue",
-    "with_transfers",
     "write_step_program",
     "zb_1p",
     "zb_2p",

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from meshwright.pipeline import Timeline, timeline_svg
-from meshwright.search import Account, count, seconds, share, size
+from meshwright.search import Account, beside, count, seconds, share, size
 
 from ._curve import drawn
 from ._html import Markup, element, folded, joined, scrolled, table
-from ._measured import beside
 from ._style import STYLE
 from ._tree import tree
 

@@ -10,7 +10,7 @@ from math import prod
 from torch import Tensor, nn
 
 from meshwright.layout import MeshwrightError, ProcessMesh, Spec, parse_spec, write_dtype
-from meshwright.search import size
+from meshwright.search import size, text_table
 from meshwright.tensor import DistTensor
 
 from ._html import Markup, element, table
@@ -55,21 +55,16 @@ class Listing:
     rows: tuple[tuple[str, ...], ...]
 
     def __str__(self) -> str:
-        rows = [_HEAD, *self.rows]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(_HEAD))]
-        lines = [
-            "  ".join(c.rjust(w) if at > 1 else c.ljust(w) for at, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in rows
-        ]
-        return "\n".join([self.title, *(line.rstrip() for line in lines)])
+        return "\n".join([self.title, *text_table([_HEAD, *self.rows], _NUMBERS)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return table(self.title, _HEAD, self.rows, {2, 3})
+        return table(self.title, _HEAD, self.rows, _NUMBERS)
 
 
 _HEAD = ("name", "layout", "whole", "per rank")
+_NUMBERS = {2, 3}
 
 
 def show(x: object, mesh: ProcessMesh | None = None) -> Picture | Listing:
@@ -140,9 +135,7 @@ def _text(pieces: TensorPieces) -> list[str]:
     grids = list(islice(_grids(pieces), MOST_GRIDS + 1))
     lines = _head_lines(pieces.spec)
     for title, cells in grids[:MOST_GRIDS]:
-        widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
-        lines += [title] if title else []
-        lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        lines += [*([title] if title else []), *text_table(cells)]
     return [*lines, *(["..."] if len(grids) > MOST_GRIDS else []), *pieces.empty[:MOST_GRIDS]]
 
 

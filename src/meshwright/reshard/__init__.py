@@ -8,7 +8,6 @@ from ._axis_conversions import (
     received_share,
     transposed,
 )
-from ._bound import lower_bound
 from ._errors import ReshardError
 from ._execute import Halves, Mover, away_part, halves_of
 from ._parse import parse_step
@@ -54,7 +53,6 @@ __all__ = [
     "collective_between",
     "execute",
     "halves_of",
-    "lower_bound",
     "parse_step",
     "plan",
     "received_share",

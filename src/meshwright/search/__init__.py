@@ -16,11 +16,13 @@ from .module_plans.mesh_search import plan_mesh
 from .module_plans.pipeline_plan import Pipelining
 from .module_plans.program_account import program_account
 from .plan_data.account import Account, Communication, MemoryCurve, OtherPlan, TensorLayout
+from .plan_data.account_text import account_text, beside
 from .plan_data.plan import Plan, parse_plan, plan_of
 from .plan_data.progress_bar import OnProgress, progress_bar
+from .plan_data.text_table import text_table
 from .plan_data.units import count, seconds, share, size
 from .scheduling.bounds import lower_bound
-from .scheduling.find_schedule import CertifiedSchedule, find_placement, find_schedule
+from .scheduling.find_schedule import CertifiedSchedule, find_schedule
 from .scheduling.hints import hints
 from .scheduling.problem import Objective, Problem
 from .sharding.accumulation_check import AccumulationCheck, check_accumulation, first_tensor_rows
@@ -36,27 +38,10 @@ from .transformer_plans.plan_account import account, differences
 from .transformer_plans.predict import Prediction, flops_utilisation, model_flops, predict
 from .transformer_plans.simulated_step import simulate_step
 from .transformer_plans.sizes import Experts, Latent, Transformer, Window
-from .transformer_plans.software import (
-    DEEPSPEED,
-    DEEPSPEED_ZERO,
-    EAGER,
-    FSDP,
-    MEGATRON,
-    MEGATRON_2021,
-    MESHWRIGHT,
-    PAGEABLE,
-    Software,
-)
+from .transformer_plans.software import MESHWRIGHT, Software
 
 __all__ = [
-    "DEEPSPEED",
-    "DEEPSPEED_ZERO",
-    "EAGER",
-    "FSDP",
-    "MEGATRON",
-    "MEGATRON_2021",
     "MESHWRIGHT",
-    "PAGEABLE",
     "REPLICAS",
     "STAGES",
     "Account",
@@ -90,13 +75,14 @@ __all__ = [
     "Transformer",
     "Window",
     "account",
+    "account_text",
+    "beside",
     "best_shardings",
     "check_accumulation",
     "choose",
     "columns",
     "count",
     "differences",
-    "find_placement",
     "find_schedule",
     "first_tensor_rows",
     "flops_utilisation",
@@ -116,5 +102,6 @@ __all__ = [
     "share",
     "simulate_step",
     "size",
+    "text_table",
     "transformer_of",
 ]

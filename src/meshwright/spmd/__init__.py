@@ -24,7 +24,6 @@ from .derivation.sharding_choices import (
     factor_choices,
     layout_dim,
     pending_sum_choices,
-    split_factor,
     split_sharded_products,
 )
 from .notation.equation import parse_rule
@@ -68,6 +67,5 @@ __all__ = [
     "random_operator_rule",
     "register_rule",
     "registration_callbacks",
-    "split_factor",
     "split_sharded_products",
 ]

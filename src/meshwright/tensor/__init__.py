@@ -64,7 +64,7 @@ from .core.computation_numbers import (
 from .core.dist_tensor import DistTensor, as_part
 from .core.environment_hash import input_numbers
 from .core.initial_checksum import initial_checksum_of
-from .core.tree import leaves_in, map_leaves, map_tensors, tensors_in
+from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_in
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
 from .handlers import direct_attributes as direct_attributes
@@ -131,6 +131,7 @@ __all__ = [
     "initial_checksum_of",
     "input_numbers",
     "keep_own_part",
+    "key_of_tree",
     "largest_anywhere",
     "leaves_in",
     "local_parts",

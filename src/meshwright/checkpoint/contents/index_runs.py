@@ -154,8 +154,3 @@ def _placed(run: IndexRun) -> Iterator[tuple[int, int, int]]:
     for start, length in run:
         yield start, start + length, at
         at += length
-
-
-def size_of(box: Sequence[slice]) -> int:
-    """Return the number of elements in a box."""
-    return prod(s.stop - s.start for s in box)

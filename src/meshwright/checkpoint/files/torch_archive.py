@@ -27,8 +27,6 @@ from .memory_budget import Budget
 from .safetensors_header import is_count
 from .unpickle import PickledName, checked_key, unpickle_data
 
-LARGEST_MEMBER = 1 << 26
-"""Most bytes of the pickle, and of the list of members."""
 _DTYPES = {name: dtype for name in sorted(vars(torch)) if isinstance(dtype := getattr(torch, name), torch.dtype)}
 _STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,

@@ -19,7 +19,6 @@ from meshwright.pipeline import (
     Schedule,
     Timeline,
     Times,
-    channels,
     check_schedule,
     parse_schedule,
     perfetto_trace,
@@ -27,7 +26,6 @@ from meshwright.pipeline import (
     simulate_schedule,
     timeline_svg,
     timeline_text,
-    with_transfers,
 )
 
 MOST_ACTIONS = 1_000_000
@@ -68,11 +66,9 @@ def asked_schedule(settings: argparse.Namespace) -> Schedule:
     if Path(settings.name).exists():
         return parse_schedule(_read(settings.name))
     k = schedule_by_name(settings.name)
-    if k.takes:
-        return k.make(settings.ranks, settings.microbatches, settings.chunks)
-    if settings.chunks != 2:
+    if settings.chunks != 2 and not k.takes_chunks:
         raise UsageError(f"meshwright schedule: {k.name} takes no --chunks\n  fix: run meshwright schedule {k.name!r}")
-    return k.make(settings.ranks, settings.microbatches)
+    return k.build(settings.ranks, settings.microbatches, settings.chunks)
 
 
 def _read(path: str) -> str:
@@ -106,6 +102,5 @@ def schedule_data(timeline: Timeline) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "span_bubble": timeline.span_bubble,
         "peaks": timeline.peaks(),
-        "channels": {str(c): runs for c, runs in channels(with_transfers(table)).items()},
         "rows": [[str(action) for action in row] for row in table.rows],
     }

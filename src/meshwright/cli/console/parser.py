@@ -206,7 +206,7 @@ def schedule_parser() -> Parser:
     shape = parser.add_argument_group("shape")
     shape.add_argument("--ranks", type=local_ranks, default=4, metavar="N", help="ranks of the pipeline (4)")
     shape.add_argument("--microbatches", type=positive, default=8, metavar="N", help="microbatches per step (8)")
-    shape.add_argument("--chunks", type=positive, default=2, metavar="N", help="chunks per rank, or slices (2)")
+    shape.add_argument("--chunks", type=positive, default=2, metavar="N", help="chunks per rank (2)")
     shape.add_argument(
         "--times",
         type=times,

@@ -6,6 +6,5 @@ traced_call        one collective or message in a trace
 traced_work        record the work of a rank with its times
 trace_file         write the traces of all ranks as a Chrome trace
 verify             `verify`: compare a model on one device with the model on a mesh
-text_table         tables as text
 observed_tensors   record the inputs, outputs and gradients of a model's modules in one pass
 """

@@ -18,15 +18,15 @@ from meshwright.comm import CommCall, Communicator, current_communicator
 from meshwright.graph import write_whole
 from meshwright.layout import ProcessMesh, module_path, user_frame
 from meshwright.reshard import ConversionPlan, Purpose
+from meshwright.search import text_table
 from meshwright.tensor import bucket_of, call_site_of_gradient, call_sites_kept, in_backward
 
-from .text_table import text_table
 from .trace_file import rank_events, trace_file
 from .traced_call import TracedCall
 from .traced_work import TracedWork, WorkRecorder, clock
 
 _HEAD = ("", "call", "by", "over", "bytes", "pass", "line", "module")
-_NUMBERS = {"", "bytes"}
+_NUMBERS = {_HEAD.index(""), _HEAD.index("bytes")}
 
 
 @dataclass(repr=False)
@@ -61,7 +61,7 @@ class CommTrace:
         if not self.calls:
             return f"rank {self.rank}: no communication"
         rows = [_HEAD, *(_row(at, call) for at, call in enumerate(self.calls, 1))]
-        return f"{text_table(rows, _NUMBERS)}\n{last}"
+        return "\n".join([*text_table(rows, _NUMBERS), last])
 
     __repr__ = __str__
 

@@ -18,13 +18,13 @@ from meshwright.comm import (
 from meshwright.layout import Spec
 from meshwright.reshard import ConversionPlan, Relabel, transposed
 from meshwright.reshard import plan as reshard_plan
+from meshwright.search import text_table
 from meshwright.tensor import CallRecord
 
 from ..marks.decision_record import record
-from .text_table import text_table
 
 _HEAD = ("call", "operand", "becomes", "by", "bytes", "result")
-_NUMBERS = {"bytes"}
+_NUMBERS = {_HEAD.index("bytes")}
 _REMARKS = {
     "ring": "keys and values travel the ring",
     "ulysses": "all-to-all: heads instead of the sequence",
@@ -51,7 +51,8 @@ class Explanation:
     def __str__(self) -> str:
         rows = [_HEAD] + [row for call in self.calls for row in _rows(call, self.rank)]
         counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.collectives.items())) or "no communication"
-        return f"{text_table(rows, _NUMBERS)}\nrank {self.rank}: {counts}, {self.received} bytes received"
+        last = f"rank {self.rank}: {counts}, {self.received} bytes received"
+        return "\n".join([*text_table(rows, _NUMBERS), last])
 
     __repr__ = __str__
 

@@ -15,7 +15,6 @@ from meshwright.layout import ProcessMesh, Spec, expand_products
 
 from .._errors import DifferenceError, StrategyError
 from ..eager.parallelize import Parallelism, parallelize
-from ..planning.former_order import accepts_former_order
 from .observed_tensors import INPUT, LOSS, OF_INPUT, OF_OUTPUT, OF_PARAMETER, OUTPUT, Key, Part, observe
 
 Marks = Parallelism | Callable[[nn.Module, ProcessMesh], Any]
@@ -101,9 +100,6 @@ class Verified:
     __repr__ = __str__
 
 
-@accepts_former_order(
-    2, ProcessMesh, ("model", "batch", "mesh", "marks", "loss"), "mw.verify(model, batch, loss, mesh=mesh, marks=marks)"
-)
 def verify(
     model: nn.Module,
     batch: Sequence[Any],

@@ -32,7 +32,6 @@ from ..marks.context_parallel import ContextHooks
 from ..recording.shared_recordings import searched_once
 from ..recording.strategy import GradientMerge, Pipeline, Recomputing, Sharding, Strategy
 from ..static.to_static import DistModel
-from .former_order import accepts_former_order
 from .stage_distribution import distribute_over_stages
 
 ADAM, SMALL = 2.0, 64
@@ -108,7 +107,6 @@ def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor
     return capture(model, call, batch, most=MOST).program
 
 
-@accepts_former_order(1, Optimizer, ("model", "optimizer", "loader", "loss"), "mw.auto(model, loader, loss, optimizer)")
 def auto(
     model: nn.Module,
     loader: Iterable[Any],

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.graph import ModelTensor, StateKey, model_tensors
 from meshwright.layout import TorchValue
-from meshwright.tensor import local_parts
+from meshwright.tensor import key_of_tree, local_parts
 
 from .memory_overlap import share_no_memory
 from .setting_text import code_of
@@ -52,7 +52,7 @@ class RecordedModel:
     def constants(self) -> tuple[Any, ...]:
         """Return the constants of a training step: the optimizer's options other than learning rates."""
         return tuple(
-            (at, key, _frozen(value))
+            (at, key, key_of_tree(value, _option_key))
             for at, group in enumerate(self.optimizer.param_groups if self.optimizer else ())
             for key, value in group.items()
             if key not in ("lr", "initial_lr", "params") and not isinstance(value, Tensor)
@@ -77,13 +77,6 @@ class RecordedModel:
         }
 
 
-def _frozen(value: object) -> object:
-    """Return an option as a value that can be compared and hashed; of objects, their type."""
-    if isinstance(value, (int, float, bool, str, type(None))):
-        return value
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *map(_frozen, cast("Sequence[Any]", value)))
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return ("dict", *((_frozen(key), _frozen(item)) for key, item in items))
-    return type(value).__qualname__
+def _option_key(value: object) -> Hashable:
+    """Return a value that can be compared and hashed for a part of an option; of objects, their type."""
+    return value if isinstance(value, (int, float, bool, str, type(None))) else type(value).__qualname__

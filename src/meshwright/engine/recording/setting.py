@@ -6,7 +6,7 @@ attributes and globals, switched layers, frozen or replaced parameters, loaded s
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from meshwright.graph import Capture, Guards, backend_flags, model_tensors, modes_on
 from meshwright.layout import TorchValue
-from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, local_parts
+from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, key_of_tree, local_parts
 
 from .._errors import StaticError
 from ..eager.local_step import own_hook
@@ -131,15 +131,14 @@ def form_of(tree: TorchValue) -> Hashable:
 
     Raises StaticError for a leaf that is no tensor and cannot be compared.
     """
-    if isinstance(tree, (tuple, list)):
-        return (type(tree), *[form_of(v) for v in tree])
-    if isinstance(tree, Mapping):
-        return (type(tree), *[(key, form_of(v)) for key, v in tree.items()])
-    if not isinstance(tree, Tensor) and not isinstance(tree, Hashable):
+    return key_of_tree(tree, _check_leaf)
+
+
+def _check_leaf(leaf: TorchValue) -> None:
+    if not isinstance(leaf, Tensor) and not isinstance(leaf, Hashable):
         raise StaticError(
-            f"a batch with a {type(tree).__name__}",
+            f"a batch with a {type(leaf).__name__}",
             "a value that is neither a tensor nor hashable",
             "a value that is not a tensor becomes part of the key that selects a program",
             "pass torch.as_tensor(x)",
         )
-    return None

@@ -219,9 +219,7 @@ class Pipeline:
     `schedule_mode` is a name ("1F1B", "ZB-H1": `meshwright schedule list`) or the text of a table. "auto" takes the
     shortest known schedule for the work of the model's chunks, and `DistModel.pipeline` has the reason. With "auto",
     `capacity` is the most pairs (chunk, microbatch) that a rank may hold from their forward to their backward pass.
-    Stages are the meshes to which marks move values. Losses and gradients are means over the microbatches. A schedule
-    of slices ("Seq1F1B", "TeraPipe") splits the sequence of each microbatch, dim 1 of the batch, into `slices` nearly
-    equal parts, or into parts of the given lengths.
+    Stages are the meshes to which marks move values. Losses and gradients are means over the microbatches.
 
     `asynchronous` accepts schedules that update weights while microbatches are in flight ("PipeDream",
     "PipeDream-2BW"). A step is then several updates, with gradients of older weights, which changes the meaning of the
@@ -232,18 +230,9 @@ class Pipeline:
     schedule_mode: str = "auto"
     accumulate_steps: int = 1
     capacity: float | None = None
-    slices: int | tuple[int, ...] = 1
     asynchronous: bool = False
 
     def __post_init__(self) -> None:
-        lengths = (self.slices,) if isinstance(self.slices, int) else self.slices
-        if not lengths or min(lengths) < 1:
-            raise StrategyError(
-                f"pipeline.slices = {self.slices}",
-                "a number below one",
-                "each slice needs at least one position",
-                "set slices = 4, or slices = [6, 4, 3, 3]",
-            )
         if self.capacity is not None and self.schedule_mode != "auto":
             raise StrategyError(
                 f"pipeline.capacity = {self.capacity:g}, schedule_mode = {self.schedule_mode.splitlines()[0]!r}",
@@ -326,13 +315,6 @@ class Strategy:
                 "updates as soon as each gradient exists",
                 "the gradients of a pipeline exist only after the last microbatch",
                 "set release = false",
-            )
-        if self.pipeline.enable and self.pipeline.slices != 1 and self.recompute.enable:
-            raise StrategyError(
-                f"pipeline.slices = {self.pipeline.slices}, recompute.enable = true",
-                "both",
-                "each slice would recompute what the slices share",
-                "use more slices, or recompute without slices",
             )
         if self.pipeline.enable and self.pipeline.asynchronous and self.amp.scaling is not None:
             raise StrategyError(

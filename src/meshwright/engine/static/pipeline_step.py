@@ -28,7 +28,6 @@ from meshwright.pipeline import (
     read_step_program,
     schedule_by_name,
     separate_batches,
-    slice_sequence,
     split_batch,
     split_stages,
     split_step,
@@ -150,8 +149,8 @@ def pipeline_step(
 
 def _microbatch_kinds(batch: Sequence[Any], schedule: Schedule) -> list[MicrobatchKind]:
     """Return the kind of each microbatch of a batch."""
-    count = schedule.sequences
-    directions = [schedule.way_of(m * schedule.slices) for m in range(count)]
+    count = schedule.microbatches
+    directions = [schedule.way_of(m) for m in range(count)]
     forms = batch.form_of if isinstance(batch, SeparateBatches) else (0,) * count
     return list(zip(directions, forms, strict=True))
 
@@ -168,7 +167,7 @@ def _split_copies(
     _check_alike([stages for (direction, _), (_, stages) in zip(kinds, steps, strict=True) if direction == 0])
     stage = staged[0][1].of(current_communicator().rank)
     splits = stage is not None and schedule.splits(stage)
-    options = bool(schedule.recomputed), schedule.slices, splits, is_asynchronous(schedule)
+    options = bool(schedule.recomputed), splits, is_asynchronous(schedule)
     return [split_step(step, stages, *options) for step, stages in steps]
 
 
@@ -177,7 +176,7 @@ def _with_updates(
 ) -> tuple[tuple[RankParts, ...], Program | None]:
     """Return the parts with the optimizer's update, and the program of later updates if it is another one."""
     per_step = updates(schedule)
-    first, *others = update(joint_epilogue(copies, schedule.sequences // per_step))
+    first, *others = update(joint_epilogue(copies, schedule.microbatches // per_step))
     _check_updates(schedule, copies, first, others)
     again = with_epilogue(copies, others[0])[0].programs[EPILOGUE] if others and per_step > 1 else None
     return with_epilogue(copies, first), again
@@ -252,7 +251,7 @@ def _step(captured: Capture, strategy: Strategy) -> Program:
 
 
 def _choose_schedule(options: Pipeline, program: Program, stages: Stages, trained: Collection[str]) -> ScheduleChoice:
-    if options.schedule_mode != AUTO or count_slices(options) > 1:
+    if options.schedule_mode != AUTO:
         return ScheduleChoice(schedule_of(options, stages), f"{options.schedule_mode.splitlines()[0]}: as requested")
     times = chunk_times(program, stages, trained)
     problem = Problem(stages.way, options.accumulate_steps, times, capacity=options.capacity)
@@ -267,19 +266,12 @@ def schedule_of(options: Pipeline, stages: Stages) -> Schedule:
     """Return the schedule for these stages, checked. Raises StrategyError or StageError if it does not fit."""
     found = _table(options, stages)
     check_fits(found, stages)
-    if found.sequences != options.accumulate_steps:
+    if found.microbatches != options.accumulate_steps:
         raise StrategyError(
             f"pipeline.accumulate_steps = {options.accumulate_steps}",
-            f"a table for {found.sequences} microbatches",
+            f"a table for {found.microbatches} microbatches",
             "the table fixes the number of microbatches",
-            f"set accumulate_steps = {found.sequences}",
-        )
-    if found.slices != count_slices(options):
-        raise StrategyError(
-            f"pipeline.slices = {options.slices}",
-            f"a schedule with {found.slices} slices a sequence",
-            "the actions of the schedule fix the number of slices",
-            f"set slices = {found.slices}" if found.slices > 1 else 'set schedule_mode = "Seq1F1B", or slices = 1',
+            f"set accumulate_steps = {found.microbatches}",
         )
     _check_meaning(found, options)
     check_schedule(found, stale=options.asynchronous)
@@ -311,36 +303,5 @@ def _table(options: Pipeline, stages: Stages) -> Schedule:
     if "\n" in options.schedule_mode:
         return parse_schedule(options.schedule_mode)
     known = schedule_by_name(options.schedule_mode)
-    ranks, microbatches = len(stages.ranks), options.accumulate_steps
-    if not known.takes:
-        return known.make(ranks, microbatches)
-    chunks = max(1, len(stages.way) // ranks)
-    return known.make(ranks, microbatches, count_slices(options) if known.takes == "slices" else chunks)
-
-
-def count_slices(options: Pipeline) -> int:
-    """Return the number of slices of a sequence; the text of a table has its own."""
-    if options.slices == 1 and "\n" in options.schedule_mode:
-        return parse_schedule(options.schedule_mode).slices
-    return options.slices if isinstance(options.slices, int) else len(options.slices)
-
-
-def slice_sequences(program: Program, options: Pipeline) -> Program:
-    """Return the captured program of a microbatch, with its sequence in slices if the options ask for it."""
-    count = count_slices(options)
-    if count == 1:
-        return program
-    total = next((i.value.shape[1] for i in program.inputs if i.role == "batch" and len(i.value.shape) > 1), 0)
-    lengths = options.slices if not isinstance(options.slices, int) else _even(total, count)
-    if sum(lengths) != total or 0 in lengths:
-        raise StageError(
-            f"pipeline.slices = {options.slices}",
-            f"a sequence of {total} positions (dim 1 of the batch)",
-            "each position must be in one slice, and no slice may be empty",
-            f"set slices = 2, or lengths whose sum is {total}",
-        )
-    return slice_sequence(program, lengths)
-
-
-def _even(total: int, count: int) -> list[int]:
-    return [total // count + (n < total % count) for n in range(count)]
+    ranks = len(stages.ranks)
+    return known.build(ranks, options.accumulate_steps, max(1, len(stages.way) // ranks))

@@ -67,7 +67,7 @@ from ..recording.shared_recordings import (
 )
 from ..recording.variants import Dynamic, sizes_of
 from ..recording.without_gc import garbage_collection_paused
-from .pipeline_step import PipelineStep, ScheduleChoice, SeparateBatches, pipeline_step, slice_sequences
+from .pipeline_step import PipelineStep, ScheduleChoice, SeparateBatches, pipeline_step
 from .program_cache import ProgramCache
 from .program_files import SavedProgram
 
@@ -233,8 +233,6 @@ class Builder:
             )
         program = self._on_stages(copy_batch_inputs(captured.program))
         check_stages(program)
-        if self.mode == "train" and strategy.pipeline.enable:
-            program = slice_sequences(program, strategy.pipeline)
         given = {**_input_layouts_with_dtype(program, {**self.homes, **(homes or {})}), **(strategy.layouts or {})}
         with self.phases.phase("complete layouts"):
             layouts = completed_once(current_communicator(), program, given)

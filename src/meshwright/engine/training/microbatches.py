@@ -109,9 +109,9 @@ def microbatched(
     """Return `model`, with its stages on `mesh` along `axis`, as steps over microbatches in the eager mode.
 
     `loss` gets the model's result and the last input of a batch; without it, the model returns the loss itself.
-    `schedule` is the name or the text of a table with one chunk per rank. Schedules with recomputation, slices or two
-    copies of the model need `to_static`. Forward passes run under `autocast`. Losses are scaled by `scaler`, with which
-    the caller makes the optimizer's step.
+    `schedule` is the name or the text of a table with one chunk per rank. Schedules with recomputation or two copies
+    of the model need `to_static`. Forward passes run under `autocast`. Losses are scaled by `scaler`, with which the
+    caller makes the optimizer's step.
 
     Raises:
         StageError: the mesh has no such axis.
@@ -139,10 +139,10 @@ def microbatched(
     ranks = tuple(mesh[axis, stage].process_ids for stage in range(mesh.get_dim_size(axis)))
     stages = Stages(tuple(tuple(sorted(r)) for r in ranks), tuple(range(len(ranks))))
     found = schedule_of(Pipeline(schedule_mode=schedule, accumulate_steps=microbatches), stages)
-    if len(found.ways) > 1 or found.recomputed or found.slices > 1:
+    if len(found.ways) > 1 or found.recomputed:
         raise StageError(
             f"schedule {found.name!r} in the eager mode",
-            "recomputation (R), slices of sequences, or two copies of the model",
+            "recomputation (R), or two copies of the model",
             "in the eager mode each forward pass runs once, as a whole, on the only copy of the model",
             "use torch.utils.checkpoint in the model, or mw.to_static(model, loader, loss, optimizer, strategy)",
         )

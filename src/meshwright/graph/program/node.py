@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue, hint, identity
 from meshwright.reshard import ConversionPlan, ConversionStep, Purpose
-from meshwright.tensor import Context
+from meshwright.tensor import Context, leaves_in, map_leaves
 
 from ..torch_hooks import Operator
 
@@ -192,8 +192,7 @@ EVERYWHERE = -2
 class Origin:
     """Origin of a node: phase of the step, module path, the user's source line, and the modes it ran in.
 
-    In a pipeline, also the chunk of the model, the edge between chunks, and the slice of the sequence that the node or
-    its forward node belongs to.
+    In a pipeline, also the chunk of the model and the edge between chunks that the node or its forward node belongs to.
     """
 
     phase: Phase = "forward"
@@ -204,7 +203,6 @@ class Origin:
     context: Context = "gather"
     chunk: int | None = None
     edge: ChunkConversion | None = None
-    slice: int = 0
 
     @property
     def purpose(self) -> Purpose:
@@ -242,16 +240,8 @@ class Node:
 
 
 def map_values(fn: Callable[[Value], object], tree: TorchValue) -> TorchValue:
-    """Return `tree` with every value `v` in lists, tuples, dicts and slices replaced by `fn(v)`."""
-    if isinstance(tree, Value):
-        return fn(tree)
-    if type(tree) is tuple or type(tree) is list:
-        return type(tree)([map_values(fn, v) for v in tree])
-    if isinstance(tree, dict):
-        return {k: map_values(fn, v) for k, v in tree.items()}
-    if isinstance(tree, slice):
-        return slice(map_values(fn, tree.start), map_values(fn, tree.stop), map_values(fn, tree.step))
-    return tree
+    """Return `tree` with every value `v` in it replaced by `fn(v)`."""
+    return map_leaves(lambda x: fn(x) if isinstance(x, Value) else x, tree)
 
 
 def bind_values(shown: TorchValue, made: TorchValue, known: dict[Value, Any]) -> None:
@@ -264,17 +254,8 @@ def bind_values(shown: TorchValue, made: TorchValue, known: dict[Value, Any]) ->
 
 
 def values_in(tree: TorchValue) -> Iterator[Value]:
-    """Yield every value in `tree`, in order."""
-    if isinstance(tree, Value):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from values_in(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from values_in(item)
-    elif isinstance(tree, slice):
-        yield from values_in((tree.start, tree.stop, tree.step))
+    """Return every value in `tree`, in order."""
+    return (x for x in leaves_in(tree) if isinstance(x, Value))
 
 
 def name_of(op: Op) -> str:

@@ -141,7 +141,7 @@ class Recorder(Modes):
         forward = self._forward[at][1] if at >= 0 else Origin()
         key = self.origin, forward
         if key not in self._backward:
-            inherited = {name: getattr(forward, name) for name in ("layer", "where", "chunk", "edge", "slice")}
+            inherited = {name: getattr(forward, name) for name in ("layer", "where", "chunk", "edge")}
             self._backward[key] = replace(self.origin, **inherited)
         return self._backward[key]
 

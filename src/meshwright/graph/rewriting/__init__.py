@@ -11,7 +11,6 @@ In reading order:
     known_values          values that depend on no input, computed: masks, positions, tables
     pattern_match         backtracking search for a pattern in a program
     match_confirmation    `find` and `put` traced again with exactly the matched arguments
-    termination_measure   weights of operators under which every rule makes the program lighter
     rewrite_driver        `rewrite`: applies rules to a program until none applies
     rule_check            comparison of both sides of a rule on random tensors, with gradients
     program_pass          `Pass`, and the registries of passes and of their rules

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from meshwright.layout import Spec, TorchValue
+from meshwright.layout import TorchValue
 from meshwright.tensor import leaves_in
 
 from .._errors import RewriteError
-from ..program.node import Conversion, Kind, Node, Value, map_values
+from ..program.node import Kind, Node, Value, map_values
 from ..program.node_text import type_text
 from .node_reader import CASTS, Operand, VirtualValue, same_constant
 from .pattern import Constant, Pattern, Term, constant_at
@@ -40,7 +40,6 @@ class _Sides:
 
     find: CallTrace
     given: Mapping[str, Any]
-    lie: Mapping[Value, Spec]
     template: Template | None = None
     refused: bool = False
 
@@ -51,7 +50,6 @@ class Confirmed:
 
     rule: Rewrite
     pattern: Pattern
-    rank: int
     known: dict[Hashable, _Sides | None] = field(default_factory=dict[Hashable, "_Sides | None"])
 
     def template(self, match: Match) -> Template | None:
@@ -59,14 +57,9 @@ class Confirmed:
         if not _fit(self.rule.tensor_shapes, match.arguments) or not self.rule.is_met(match.arguments, match):
             return None
         modes = origin_modes(next(iter(match.spots)).origin)[1]
-        specs = step_argument_specs(match)
-        look = (
-            tuple(_look(v) for _, v in sorted(match.names.items())),
-            tuple(str(spec) for _, spec in sorted(specs.items())),
-            modes,
-        )
+        look = tuple(_look(v) for _, v in sorted(match.names.items())), modes
         if look not in self.known:
-            self.known[look] = self._find(match, modes, specs)
+            self.known[look] = self._find(match, modes)
         sides = self.known[look]
         if sides is None or sides.refused or not all(_agrees(t, v, sides.find) for t, v in match.values.items()):
             return None
@@ -76,16 +69,15 @@ class Confirmed:
             self._put(sides, modes)
         return sides.template
 
-    def _find(self, match: Match, modes: Modes, specs: Mapping[str, Spec]) -> _Sides | None:
+    def _find(self, match: Match, modes: Modes) -> _Sides | None:
         given = {name: value_like(name, v) for name, v in match.arguments.items()}
-        lie = {given[name]: spec for name, spec in specs.items()}
         try:
-            find = trace_calls(self.rule.find, given, self.rank, modes, lie)
+            find = trace_calls(self.rule.find, given, modes)
         except RewriteError:
             raise
         except Exception:  # torch raises various errors for such shapes: find does not compute this
             return None
-        return _Sides(find, given, lie) if len(find.calls) == len(self.pattern.told.calls) else None
+        return _Sides(find, given) if len(find.calls) == len(self.pattern.told.calls) else None
 
     def _put(self, sides: _Sides, modes: Modes) -> None:
         """Trace `put` and set the template, or `refused`.
@@ -94,7 +86,7 @@ class Confirmed:
         as autocast. Raises RewriteError if `put` raises, or if its results differ from those of `find` without modes.
         """
         try:
-            put = trace_calls(self.rule.put, sides.given, self.rank, modes, sides.lie)
+            put = trace_calls(self.rule.put, sides.given, modes)
         except RewriteError:
             raise
         except Exception as error:  # torch raises various errors for such arguments
@@ -129,18 +121,6 @@ def results(out: TorchValue) -> tuple[TorchValue, ...]:
 def value_like(name: str, v: TorchValue) -> TorchValue:
     """Return a new value named `name` with the metadata of `v`; `v` itself if it is a constant."""
     return Value(name, tuple(v.shape), v.dtype, v.device) if isinstance(v, (Value, VirtualValue)) else v
-
-
-def step_argument_specs(match: Match) -> dict[str, Spec]:
-    """Return the specs of the rule's arguments that conversion steps read, by argument name."""
-    found: dict[str, Spec] = {}
-    for spot in match.spots:
-        if not isinstance(spot.op, Conversion):
-            continue
-        for name, v in match.names.items():
-            if any(x is v for x in spot.ins):
-                found[name] = spot.op.src
-    return found
 
 
 def _fit(shapes: Mapping[str, Shape], given: Mapping[str, Any]) -> bool:

@@ -16,10 +16,10 @@ from ..program.draft import Spot
 from ..program.node import Node, Op, Value, name_of
 from .node_reader import CAST, Operand, Reader, Reading, VirtualValue, argument_names, full_arguments
 from .rule_arguments import RuleVariant, Shape, sample_sizes
-from .rule_trace import CallTrace, StepName, trace_calls
+from .rule_trace import CallTrace, trace_calls
 from .spellings import aten
 
-COMMUTE: set[Op | StepName] = {
+COMMUTE: set[Op] = {
     aten.mul.Tensor,
     aten.add.Tensor,
     aten.maximum.default,
@@ -75,7 +75,7 @@ class Constant:
 class Term:
     """Result `place` of a call. `number` is the number of the call in `find`, -1 for a call of another spelling."""
 
-    op: Op | StepName
+    op: Op
     args: tuple[TorchValue, ...]
     place: int
     number: int
@@ -101,7 +101,7 @@ class Term:
         return tuple((at, at in dims) for at in sorted(places, key=cost.__getitem__))
 
     def __repr__(self) -> str:
-        return f"{self.op.name if isinstance(self.op, StepName) else name_of(self.op)}{self.args}"
+        return f"{name_of(self.op)}{self.args}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,18 +118,18 @@ class Pattern:
     others: tuple[CallTrace, ...] = field(repr=False)
 
     @cached_property
-    def ops(self) -> tuple[Op | StepName, ...]:
+    def ops(self) -> tuple[Op, ...]:
         """The operators that `find` calls."""
         return tuple(call.op for call in self.told.calls)
 
     @cached_property
-    def entrances(self) -> tuple[tuple[Op | StepName, frozenset[frozenset[int]]], ...]:
+    def entrances(self) -> tuple[tuple[Op, frozenset[frozenset[int]]], ...]:
         """Operators that may produce the first root, each with its needs: sets of ids of operators.
 
         Some operand must be readable as an operator of each set. A cast at the root may be absent, so the operator
         below it is included.
         """
-        found: list[tuple[Op | StepName, frozenset[frozenset[int]]]] = []
+        found: list[tuple[Op, frozenset[frozenset[int]]]] = []
         term: TorchValue = self.roots[0]
         while isinstance(term, Term):
             found.append((term.op, frozenset(filter(None, map(_makers, term.args)))))
@@ -139,7 +139,7 @@ class Pattern:
 
 def _makers(a: TorchValue) -> frozenset[int]:
     """Return the ids of the operators that may produce an operand; empty for any. A cast may be absent."""
-    if not isinstance(a, Term) or isinstance(a.op, StepName):
+    if not isinstance(a, Term):
         return frozenset()
     if a.op is not CAST:
         return frozenset([id(a.op)])
@@ -158,11 +158,9 @@ def stand_ins(variant: RuleVariant, shapes: Mapping[str, Shape], other: bool = F
 
 def sample_arguments(variant: RuleVariant, shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return one value for every argument of a rule."""
-    steps = {a.name: StepName(a.name, a.of) for a in variant.steps}
     return {
         **variant.given,
         **{a.name: a.samples[0] for a in variant.attributes},
-        **steps,
         **stand_ins(variant, shapes),
     }
 
@@ -271,8 +269,7 @@ class _PatternMaker:
 
     def _check_names(self, variant: RuleVariant, roots: tuple[Term, ...]) -> None:
         used = {leaf.name for leaf in leaves(roots) if isinstance(leaf, (Name, Constant))}
-        used |= {t.op.name for t in self.terms.values() if isinstance(t, Term) and isinstance(t.op, StepName)}
-        wanted = {*variant.tensors, *(a.name for a in (*variant.attributes, *variant.steps))}
+        wanted = {*variant.tensors, *(a.name for a in variant.attributes)}
         if wanted - used:
             raise RewriteError(
                 f"rule {self.rule}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,11 @@ from meshwright.layout import TorchValue
 
 from ..program.draft import Draft, Spot
 from ..program.effects import is_random_operator, is_view
-from ..program.node import Conversion, Op, Value
+from ..program.node import Op, Value
 from .known_values import known_tensor
-from .node_reader import CAST, CASTS, Operand, Reader, Reading, VirtualValue, same_constant
+from .node_reader import CAST, CASTS, Operand, Reader, VirtualValue, same_constant
 from .pattern import Constant, Name, Pattern, Term
-from .rule_trace import StepName, origin_modes
+from .rule_trace import origin_modes
 
 aten = torch.ops.aten
 
@@ -102,13 +102,13 @@ class _Search:
         passed: list[Spot] = []
         base = self.reader.base(v, passed)
         mark = len(self.trail)
-        for reading in self._readings(term, base):
+        for reading in self.reader.read(base, term.op):
             shown = (*reading.args, base.dtype) if term.op is CAST and len(term.args) == 2 else reading.args
             if reading.place != term.place or len(shown) != len(term.args):
                 continue
             for args in _orders(term, shown):
                 self._hold(term, base if reading.call is None else v, (*passed, *reading.calls))
-                if self._operator(term, reading) and self.solve(self._goals(term, args, goals)):
+                if self.solve(self._goals(term, args, goals)):
                     return True
                 self._undo(mark)
         if term.op is CAST:
@@ -117,20 +117,6 @@ class _Search:
                 return True
             self._undo(mark)
         return False
-
-    def _readings(self, term: Term, v: Operand) -> Iterator[Reading]:
-        if isinstance(term.op, StepName):
-            own = self.reader.own(v)
-            return iter([own] if own is not None and isinstance(own.op, Conversion) else [])
-        return self.reader.read(v, term.op)
-
-    def _operator(self, term: Term, reading: Reading) -> bool:
-        if not isinstance(term.op, StepName):
-            return True
-        assert isinstance(reading.op, Conversion)
-        if not isinstance(reading.op.step, term.op.kind):
-            return False
-        return self._name(term.op.name, reading.op.step)
 
     def _goals(self, term: Term, args: Sequence[TorchValue], goals: Goals) -> Goals:
         """Return `goals` with the arguments added. Dims are counted from the end for the comparison."""
@@ -261,7 +247,7 @@ def _orders(term: Term, args: tuple[TorchValue, ...]) -> tuple[tuple[TorchValue,
     return (args, (args[1], args[0], *args[2:])) if swap else (args,)
 
 
-def _from_end(op: Op | StepName, dims: TorchValue, x: TorchValue) -> TorchValue:
+def _from_end(op: Op, dims: TorchValue, x: TorchValue) -> TorchValue:
     """Return dims counted from the end; a list is sorted unless the operator is in ORDERED."""
     if not isinstance(x, (Value, VirtualValue)):
         return dims

@@ -22,8 +22,6 @@ from .match_confirmation import Confirmed, Template
 from .node_reader import Operand, Reader, Reading, Spelling, VirtualValue, full_arguments
 from .pattern_match import Match, find_match
 from .rewrite_rule import AnyRewrite, Rewrite, Rewriter
-from .rule_trace import StepName
-from .termination_measure import Measure, measure_of
 
 AROUND = 3
 """Distance from a change, in nodes, within which readers are visited again at once. Others wait for the next round."""
@@ -32,11 +30,10 @@ AROUND = 3
 def rewrite(program: Program, rules: Sequence[AnyRewrite], by: str = "rewrite", limit: int | None = None) -> Program:
     """Return the program after rewriting until no rule applies. The steps are recorded in its changes.
 
-    The rewriting terminates because every step makes the program lighter (`measure_of(rules)` finds the weights). Steps
-    that do not are counted.
+    The rewriting terminates because most steps make the program shorter, and the number of other steps is bounded.
 
     Raises:
-        RewriteError: more than `limit` steps did not make the program lighter (default: 100 + 4 per node).
+        RewriteError: more than `limit` steps did not make the program shorter (default: 100 + 4 per node).
     """
     run = _Run(program, tuple(rules), by, 100 + 4 * len(program.nodes) if limit is None else limit)
     run.to_the_end()
@@ -92,7 +89,7 @@ class Edit:
     def match(self, rule: Rewrite) -> Match | None:
         """Return the match of `rule` whose first root is produced by this node, or None."""
         for pattern in rule.patterns:
-            confirmed = Confirmed(rule, pattern, self.draft.program.rank)
+            confirmed = Confirmed(rule, pattern)
             found = find_match(
                 pattern, self.spot, self.draft, self.reader, lambda m, c=confirmed: c.template(m) is not None
             )
@@ -127,8 +124,7 @@ def _entrances(entry: Entry) -> Iterator[tuple[Key, Needs]]:
     if isinstance(entry, Rewriter):
         yield from ((key, Needs()) for key in entry.on or (None,))
         return
-    for op, needs in entry.pattern.entrances:
-        yield (op.kind if isinstance(op, StepName) else op), needs
+    yield from entry.pattern.entrances
 
 
 @dataclass(slots=True)
@@ -139,22 +135,20 @@ class _Run:
     limit: int
     draft: Draft = field(init=False)
     reader: Reader = field(init=False)
-    measure: Measure = field(init=False)
     changes: list[Change] = field(default_factory=list[Change])
     counts: Counter[str] = field(default_factory=Counter[str])
-    heavier: int = 0
+    not_shorter: int = 0
     written: frozenset[Value] = frozenset()
 
     def __post_init__(self) -> None:
         self.draft = Draft(self.program)
         self.reader = Reader(self.draft.producer)
-        self.measure = measure_of(self.rules)
         self.written = frozenset(v for node in self.program.nodes if writes_to(node.op) for v in node.ins)
 
     def to_the_end(self) -> None:
         """Apply rules in descending order of benefit to all nodes, and repeat until a whole round changes nothing."""
         tiers = [
-            _index(self.reader, self.program.rank, list(tier))
+            _index(self.reader, list(tier))
             for _, tier in groupby(sorted(self.rules, key=lambda r: -r.benefit), key=lambda r: r.benefit)
         ]
         changed = True
@@ -165,9 +159,8 @@ class _Run:
 
     def summary(self) -> Iterator[Change]:
         told = ", ".join(f"{n} × {name}" for name, n in self.counts.items())
-        used = f", {self.heavier} of at most {self.limit} steps did not reduce the weight"
-        bound = used if self.measure.unproved or self.heavier else ""
-        yield Change(self.by, f"{told}; no rule applies any more: {self.measure}{bound}")
+        bound = f"; {self.not_shorter} of at most {self.limit} steps did not make the program shorter"
+        yield Change(self.by, f"{told}; no rule applies any more{bound if self.not_shorter else ''}")
 
     def _sweep(self, index: _Index) -> bool:
         changed = False
@@ -314,14 +307,14 @@ class _Run:
         what = what or f"{len(gone)} operators become {', '.join(name_of(s.op) for s in new) or 'none'}"
         saved = {"operators": float(len(gone) - len(new))} if len(gone) != len(new) else {}
         self.changes.append(Change(self.by, f"{name}: {what}", where, saved))
-        if self.measure.weight(s.op for s in gone) > self.measure.weight(s.op for s in new):
+        if len(gone) > len(new):
             return
-        self.heavier += 1
-        if self.heavier > self.limit:
+        self.not_shorter += 1
+        if self.not_shorter > self.limit:
             often = ", ".join(f"{name} ({n} times)" for name, n in self.counts.most_common(3))
             raise RewriteError(
                 f"{self.by} of {len(self.program.nodes)} operators",
-                f"{self.heavier} steps that do not reduce the weight: {often}",
+                f"{self.not_shorter} steps that do not make the program shorter: {often}",
                 "rules that undo each other never terminate",
                 "add a where=... that refuses results of another rule, or raise limit=... if so many steps are right",
             )
@@ -399,10 +392,10 @@ class _Index:
         return found
 
 
-def _index(reader: Reader, rank: int, rules: Sequence[AnyRewrite]) -> _Index:
+def _index(reader: Reader, rules: Sequence[AnyRewrite]) -> _Index:
     index = _Index(reader)
     groups: dict[tuple[Key, Needs], _Group] = {}
-    for entry in (entry for rule in rules for entry in _entries(rank, rule)):
+    for entry in (entry for rule in rules for entry in _entries(rule)):
         for key, needs in _entrances(entry):
             if (key, needs) not in groups:
                 group = groups[key, needs] = _Group(needs)
@@ -412,8 +405,8 @@ def _index(reader: Reader, rank: int, rules: Sequence[AnyRewrite]) -> _Index:
     return index
 
 
-def _entries(rank: int, rule: AnyRewrite) -> list[Entry]:
-    return [rule] if isinstance(rule, Rewriter) else [Confirmed(rule, pattern, rank) for pattern in rule.patterns]
+def _entries(rule: AnyRewrite) -> list[Entry]:
+    return [rule] if isinstance(rule, Rewriter) else [Confirmed(rule, pattern) for pattern in rule.patterns]
 
 
 def _size(entry: Entry) -> int:

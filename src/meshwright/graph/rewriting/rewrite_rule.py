@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from .._errors import RewriteError
-from .pattern import Pattern, make_pattern, sample_arguments
+from .pattern import Pattern, make_pattern
 from .rule_arguments import Argument, Shape, arguments_of, parse_shapes, tensor_names, variants_of
-from .rule_trace import CallTrace, trace_calls
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,8 @@ class Rewrite:
     """A rule that replaces the computation of `find` by that of `put`, two torch functions with equal argument names.
 
     An argument is a tensor by default, and an optional tensor with `= None`. A default value or annotation (`eps=1e-6`,
-    `dim: int`) makes it a constant, which is matched. `Literal[...]` or `bool` makes it a choice, and the class of a
-    conversion step makes it a step.
+    `dim: int`) makes it a constant, which is matched. `Literal[...]` or `bool` makes it a choice. Conversion steps are
+    rewritten by a `Rewriter`.
 
     `shapes` relates the shapes of the tensors ("... d, d"); a match must fit it. `where` may refuse a match: it
     receives the arguments that it names (tensors as values), and the match as `match`. `samples` has two values for
@@ -75,14 +74,6 @@ class Rewrite:
             return True
         known = {**arguments, "match": match}
         return bool(self.where(**{name: known.get(name) for name in self._asked}))
-
-    @cached_property
-    def puts(self) -> tuple[CallTrace | None, ...]:
-        """The trace of `put` with sample arguments for each pattern; None if it needs real steps."""
-        return tuple(
-            None if p.variant.steps else trace_calls(self.put, sample_arguments(p.variant, self.tensor_shapes))
-            for p in self.patterns
-        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Arguments of a rewrite rule (tensors, constants, choices, conversion steps) and the notation for their shapes.
+"""Arguments of a rewrite rule (tensors, constants, choices) and the notation for their shapes.
 
 "... d, d"              one entry per tensor argument, in order; equal names mean equal sizes
 "..."                   any leading dims, equal in all entries
@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import TorchValue
-from meshwright.reshard import ConversionStep
 
 from .._errors import RewriteError
 
-Kind = Literal["tensor", "attribute", "choice", "step"]
+Kind = Literal["tensor", "attribute", "choice"]
 Sizes = Mapping[str, Any]
 
 MOST_CHARACTERS = 1000
@@ -119,10 +118,7 @@ def sample_sizes(shapes: Mapping[str, Shape], other: bool = False) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a rule.
-
-    `of` is the type of an attribute, the options of a choice, or the class of a step.
-    """
+    """One argument of a rule; `of` is the type of an attribute, or the options of a choice."""
 
     name: str
     kind: Kind
@@ -137,7 +133,6 @@ class RuleVariant:
     given: Mapping[str, Any]
     tensors: tuple[str, ...]
     attributes: tuple[Argument, ...]
-    steps: tuple[Argument, ...]
 
 
 def arguments_of(fn: Callable[..., Any], samples: Mapping[str, Sequence[Any]]) -> tuple[Argument, ...]:
@@ -151,12 +146,12 @@ def arguments_of(fn: Callable[..., Any], samples: Mapping[str, Sequence[Any]]) -
 
 def variants_of(arguments: Sequence[Argument]) -> Iterator[RuleVariant]:
     """Yield a variant for every combination of choices."""
-    choices, attributes, steps = (_of_kind(arguments, kind) for kind in ("choice", "attribute", "step"))
+    choices, attributes = (_of_kind(arguments, kind) for kind in ("choice", "attribute"))
     for options in product(*(choice.of for choice in choices)):
         chosen = zip(choices, options, strict=True)
         given = {choice.name: option for choice, option in chosen if option is not Tensor}
         tensors = tuple(name for name in tensor_names(arguments) if name not in given)
-        yield RuleVariant(given, tensors, attributes, steps)
+        yield RuleVariant(given, tensors, attributes)
 
 
 def _of_kind(arguments: Sequence[Argument], kind: Kind) -> tuple[Argument, ...]:
@@ -184,8 +179,6 @@ def _argument(name: str, hint: object, default: object, samples: Sequence[TorchV
         return Argument(name, "choice", (False, True))
     if (not empty and default is None) or _may_be_none(hint):
         return Argument(name, "choice", (Tensor, None))
-    if isinstance(hint, type) and issubclass(hint, ConversionStep):
-        return Argument(name, "step", hint)
     if hint in (None, Tensor, "Tensor", "torch.Tensor") and empty and samples is None:
         return Argument(name, "tensor")
     kind = hint if hint is not None else type(samples[0] if samples else default)

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import current_communicator, simulate
-from meshwright.layout import Spec, TorchValue
-from meshwright.reshard import ConversionPlan, ConversionStep, execute
+from meshwright.layout import TorchValue
 
 from .._errors import RewriteError
 from ..program.draft import Draft
@@ -26,7 +24,7 @@ from .pattern import Pattern
 from .pattern_match import find_match
 from .rewrite_rule import Rewrite
 from .rule_arguments import RuleVariant, Shape, sample_sizes, variants_of
-from .rule_trace import CallTrace, apply_steps_with
+from .rule_trace import CallTrace
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 ROUNDINGS = 16
@@ -36,7 +34,7 @@ Outcome = tuple[Tensor | None, ...]
 
 
 def check_rule(rule: Rewrite, dtypes: Sequence[torch.dtype] = DTYPES, seed: int = 0) -> int:
-    """Return the number of compared cases, on which both sides agree. Rules about steps are checked by `check_steps`.
+    """Return the number of compared cases, on which both sides agree.
 
     Raises:
         RewriteError: the sides differ in a case, `where` refuses every sample, or the rule does not match itself.
@@ -78,50 +76,6 @@ def _matches_calls(pattern: Pattern, trace: CallTrace) -> bool:
     draft = Draft(Program(inputs, trace.calls, trace.out))
     reader = Reader(draft.producer)
     return any(find_match(pattern, spot, draft, reader, lambda match: True) is not None for spot in draft)
-
-
-def check_steps(rule: Rewrite, steps: Mapping[str, ConversionStep], x: Spec, seed: int = 0) -> None:
-    """Check a rule about steps on all ranks of the mesh, with a random tensor of the spec `x` as every tensor argument.
-
-    Gradients need no check: they follow from the transposes of the steps.
-
-    Raises:
-        RewriteError: the sides differ on a rank.
-    """
-
-    found, put = (_on_all_ranks(fn, rule, steps, x, seed) for fn in (rule.find, rule.put))
-    for rank, (theirs, ours) in enumerate(zip(found, put, strict=True)):
-        for a, b in zip(theirs, ours, strict=True):
-            if a.shape != b.shape or not torch.allclose(a, b):
-                raise RewriteError(
-                    f"check of rule {rule.name} for {', '.join(f'{k} {v!r}' for k, v in steps.items())} of {x}",
-                    f"on rank {rank} find returns {_type(a)}, and put returns {_type(b)} with other numbers",
-                    "a rule must not change numbers",
-                    "add a where=... that refuses such steps",
-                )
-
-
-def _on_all_ranks(
-    fn: Callable[..., Any], rule: Rewrite, steps: Mapping[str, ConversionStep], x: Spec, seed: int
-) -> list[tuple[Tensor, ...]]:
-    """Return the results of a side on each simulated rank; all tensor arguments are one random tensor."""
-
-    def run() -> tuple[Tensor, ...]:
-        rank = current_communicator().rank
-        torch.manual_seed(seed + rank)
-        part = torch.randn(x.local_shape(rank), dtype=x.dtype)
-        lie: dict[int, tuple[Spec, Tensor]] = {id(part): (x, part)}
-
-        def carried(step: ConversionStep, t: Tensor) -> Tensor:
-            src = lie[id(t)][0]
-            out = execute(ConversionPlan(src, step.apply(src), (step,)), t, current_communicator())
-            lie[id(out)] = (step.apply(src), out)
-            return out
-
-        with apply_steps_with(carried):
-            return results(fn(**{a.name: steps[a.name] if a.kind == "step" else part for a in rule.arguments}))
-
-    return simulate(run, x.mesh.size)
 
 
 def _cases(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, TorchValue
-from meshwright.reshard import ConversionStep
-from meshwright.tensor import operators_recorded
+from meshwright.layout import TorchValue
+from meshwright.tensor import map_tensors, operators_recorded
 
 from .._errors import RewriteError
 from ..program.effects import writes_to
-from ..program.node import Conversion, Node, Op, Origin, Value
+from ..program.node import Node, Origin, Value
 from ..program.shape_inference import FreshNames, as_values, stem_of
 from ..torch_hooks import FakeMode, Operator, imagining, memory_of, no_modes
 
@@ -25,14 +23,6 @@ SILENT = {"lift_fresh", "detach_", "alias", "device", "sym_size", "sym_numel", "
 """Operators that return their argument unchanged or only query metadata; they are not traced."""
 
 Modes = tuple[str, torch.dtype] | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepName:
-    """Placeholder for a step argument of a rule."""
-
-    name: str
-    kind: type[ConversionStep]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +36,6 @@ class CallTrace:
 
 @dataclass(slots=True)
 class _Watch:
-    rank: int
-    specs: dict[Value, Spec]
     values: dict[int, Value] = field(default_factory=dict[int, Value])
     memories: dict[int, Value] = field(default_factory=dict[int, Value])
     kept: list[Tensor] = field(default_factory=list[Tensor])
@@ -58,16 +46,6 @@ class _Watch:
         self.values[id(x)] = value
         self.memories.setdefault(memory_of(x), value)
         self.kept.append(x)
-
-    def tree(self, tree: TorchValue) -> TorchValue:
-        if isinstance(tree, Tensor):
-            return self.value(tree)
-        if isinstance(tree, (tuple, list)):
-            items = [self.tree(v) for v in tree]
-            return items if isinstance(tree, list) else tuple(items)
-        if isinstance(tree, dict):
-            return {k: self.tree(v) for k, v in tree.items()}
-        return tree
 
     def value(self, x: Tensor) -> Value:
         found = self.values.get(id(x))
@@ -91,11 +69,8 @@ class _Watch:
                 "programs have no writes",
                 f"use the operator without the underscore: {str(op).replace('_.', '.')}",
             )
-        self.emit(op, self.tree(args), self.tree(kwargs), out)
-
-    def emit(self, op: Op, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue], out: TorchValue) -> None:
         shown = as_values(out, lambda: self.names.fresh(stem_of(op)))
-        self.calls.append(Node(op, args, kwargs, shown))
+        self.calls.append(Node(op, map_tensors(self.value, args), map_tensors(self.value, kwargs), shown))
         self._bind_all(out, shown)
 
     def _bind_all(self, out: TorchValue, shown: TorchValue) -> None:
@@ -105,81 +80,15 @@ class _Watch:
             for x, v in zip(out, shown, strict=True):
                 self._bind_all(x, v)
 
-    def carry(self, step: ConversionStep | StepName, x: Tensor) -> Tensor:
-        value = self.value(x)
-        if isinstance(step, StepName):
-            with no_modes():
-                out = torch.empty_like(x)
-            self.emit(step, (value,), {}, out)  # pyright: ignore[reportArgumentType] - stands for the step
-            return out
-        if value not in self.specs:
-            raise RewriteError(
-                f"apply_step({step!r}, x)",
-                "a value that is neither operand nor result of a step",
-                "a step needs the layout of its operand",
-                "call apply_step(step, x) with the operand or the result of a step in `find`",
-            )
-        op = Conversion(step, self.specs[value])
-        with no_modes():
-            out = torch.empty(op.dst.local_shape(self.rank), dtype=x.dtype, device=x.device)
-        self.emit(op, (value,), {}, out)
-        self.specs[self.values[id(out)]] = op.dst
-        return out
 
-
-_watching: ContextVar[_Watch | None] = ContextVar("watching", default=None)
-_carrying: ContextVar[Callable[[ConversionStep, Tensor], Tensor] | None] = ContextVar("carrying", default=None)
-
-
-def apply_step(step: ConversionStep, x: Tensor) -> Tensor:
-    """Apply a conversion step to `x` in a rule. The step is an argument of the rule, or a new step.
-
-    A new step needs the spec of `x`, so `x` must be the operand or the result of another step of the rule.
-
-    Raises:
-        RewriteError: the call is outside of a rule, or the spec of `x` is unknown.
-    """
-    watch, run = _watching.get(), _carrying.get()
-    if watch is not None:
-        return watch.carry(step, x)
-    if run is not None:
-        return run(step, x)
-    raise RewriteError(
-        f"apply_step({step!r}, x)",
-        "a call outside of a rule",
-        "apply_step works only inside a rule",
-        "call mw.reshard(x, mesh, placements)",
-    )
-
-
-@contextmanager
-def apply_steps_with(run: Callable[[ConversionStep, Tensor], Tensor]) -> Generator[None]:
-    """Let `apply_step(step, x)` return `run(step, x)` inside the context."""
-    token = _carrying.set(run)
-    try:
-        yield
-    finally:
-        _carrying.reset(token)
-
-
-def trace_calls(
-    fn: Callable[..., Any],
-    given: Mapping[str, Any],
-    rank: int = 0,
-    modes: Modes = None,
-    specs: Mapping[Value, Spec] | None = None,
-) -> CallTrace:
+def trace_calls(fn: Callable[..., Any], given: Mapping[str, Any], modes: Modes = None) -> CallTrace:
     """Return the trace of `fn` for the arguments `given`. Values are passed as fake tensors, others unchanged."""
-    seen = _Watch(rank, dict(specs or {}))
+    seen = _Watch()
     with no_modes(), imagining(_mode(given)), torch.no_grad(), _autocast(modes):
         args = {name: _stand_in(seen, v) if isinstance(v, Value) else v for name, v in given.items()}
-        token = _watching.set(seen)
-        try:
-            with operators_recorded(seen.note):
-                out = fn(**args)
-        finally:
-            _watching.reset(token)
-        form = seen.tree(out)
+        with operators_recorded(seen.note):
+            out = fn(**args)
+        form = map_tensors(seen.value, out)
     return CallTrace({name: v for name, v in given.items() if isinstance(v, Value)}, tuple(seen.calls), form)
 
 

@@ -7,7 +7,7 @@ numbers that depend on the rank are inputs of a program, not constants in it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +26,7 @@ from meshwright.graph import (
 )
 from meshwright.layout import TorchValue
 from meshwright.reshard import Exchange
+from meshwright.tensor import key_of_tree
 
 from .._rows import origin_text, received_bytes
 
@@ -81,20 +82,13 @@ class Share(Pass):
     def _key(self, spot: Spot) -> Hashable:
         origin = spot.origin
         phase = "" if self.phases and origin.phase != "update" else origin.phase
-        return spot.op, _frozen(spot.args), _frozen(spot.kwargs), phase, origin.grad, origin.autocast
+        arguments = key_of_tree((spot.args, dict(sorted(spot.kwargs.items()))), _leaf_key)
+        return spot.op, arguments, phase, origin.grad, origin.autocast
 
 
-def _frozen(tree: TorchValue) -> Hashable:
-    """Return `tree` as a key. Numbers are compared by type and text (0.0 is not -0.0, and 1 is not True)."""
-    if isinstance(tree, Value):
-        return tree
-    if isinstance(tree, (tuple, list)):
-        return tuple(_frozen(v) for v in tree)
-    if isinstance(tree, Mapping):
-        return tuple((k, _frozen(v)) for k, v in sorted(tree.items()))
-    if isinstance(tree, slice):
-        return slice, _frozen(tree.start), _frozen(tree.stop), _frozen(tree.step)
-    return type(tree), repr(tree)
+def _leaf_key(x: TorchValue) -> Hashable:
+    """Return the key of a leaf. Numbers are compared by type and text (0.0 is not -0.0, and 1 is not True)."""
+    return x if isinstance(x, Value) else (type(x), repr(x))
 
 
 def _seen_outside(draft: Draft) -> set[Value]:

@@ -44,8 +44,8 @@ def split_batch(ways: Sequence[RankParts], schedule: Schedule, cut: Collection[i
     inputs = _inputs(ways)
     _check_rows([i for i in inputs if i.role == "batch" and i.source in cut])
     feeds = tuple(MicrobatchInput(i.value, i.value, True) for i in inputs if i.role == "batch" and i.source in cut)
-    copies = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
-    return MicrobatchInputs(inputs, copies, (feeds,) * schedule.sequences)
+    copies = tuple(map(schedule.way_of, range(schedule.microbatches)))
+    return MicrobatchInputs(inputs, copies, (feeds,) * schedule.microbatches)
 
 
 def _check_rows(cut: Sequence[Input]) -> None:

@@ -33,7 +33,6 @@ from meshwright.layout import Spec
 from meshwright.reshard import Exchange
 
 from .._errors import StageError
-from .repeated_concatenation import repeat_concatenations
 from .stages import Stages
 
 _ADD = torch.ops.aten.add.Tensor
@@ -44,12 +43,11 @@ _OF_CHUNKS: tuple[PartKind, ...] = ("F", "R", "B", "W")
 class PartPlace(NamedTuple):
     """Place where a node runs.
 
-    A place is an action of a chunk for a slice of the sequence, or once before or after all microbatches.
+    A place is an action of a chunk, or once before or after all microbatches.
     """
 
     part: PartKind
     chunk: int = ALWAYS
-    slice: int = 0
 
 
 PROLOGUE = PartPlace("always")
@@ -72,8 +70,8 @@ class RankParts:
     """The programs of one rank by place, and the values that pass between them.
 
     `inputs` are the inputs of the whole step. `gives` names the outputs of each program for the other programs; a
-    program may call them differently. `terms` are the pairs (term, sum): the value itself, or the value of each slice
-    of a sequence. `renewed` are pairs of a buffer and the value that it takes from each microbatch.
+    program may call them differently. `terms` are the pairs (term, sum): the value itself, or each term of a dissolved
+    sum. `renewed` are pairs of a buffer and the value that it takes from each microbatch.
     """
 
     inputs: tuple[Input, ...]
@@ -157,7 +155,7 @@ Exchanges between chunks have no place, nor do sums that were dissolved into the
 
 
 def split_step(
-    step: Program, stages: Stages, recompute: bool = False, slices: int = 1, split: bool = True, stale: bool = False
+    step: Program, stages: Stages, recompute: bool = False, split: bool = True, stale: bool = False
 ) -> RankParts:
     """Split `step` into parts. Its outputs are those of `record_gradients`; the program behind gives the same outputs.
 
@@ -165,12 +163,11 @@ def split_step(
         step: the recorded forward and backward pass of one microbatch.
         stages: the stage of each chunk.
         recompute: put the nodes of the backward pass that read forward values only into a part of their own, R.
-        slices: number of slices of a sequence.
         split: split the backward pass into B and W. Otherwise it is one program, B, and nothing is held until a W.
         stale: weights change while microbatches are in flight. Nodes that compute gradients of weights from the values
             of weights then run for each microbatch.
     """
-    whole = _RankStep(repeat_concatenations(step) if slices > 1 else step, stages)
+    whole = _RankStep(step, stages)
     places = _place_forward(whole, _place_given_values(whole))
     places = _place_backward(whole, places)
     places = _place_with_readers(whole, places)
@@ -185,10 +182,9 @@ def split_step(
         places = _split_backward(whole, places)
     if recompute:
         places = _split_recomputation(whole, places)
-    _check_slices(whole, places)
     left_out = {*(() if recompute else ("R",)), *(() if split else ("W",))}
     kinds: list[PartKind] = [part for part in _OF_CHUNKS if part not in left_out]
-    return _rank_parts(whole, places, [PartPlace(*each) for each in product(kinds, whole.own, range(slices))])
+    return _rank_parts(whole, places, [PartPlace(*each) for each in product(kinds, whole.own)])
 
 
 def _crossing_of(node: Node) -> Crossing | None:
@@ -201,9 +197,9 @@ def _crossing_of(node: Node) -> Crossing | None:
         return None
     (operand,), (result,) = node.ins, node.outs
     if node.origin.phase == "forward":
-        source, target = (PartPlace("F", chunk, node.origin.slice) for chunk in (edge.source, edge.target))
+        source, target = (PartPlace("F", chunk) for chunk in (edge.source, edge.target))
         return Crossing(node.op, operand, result, source, target, 2 * edge.number)
-    source, target = (PartPlace("B", chunk, node.origin.slice) for chunk in (edge.target, edge.source))
+    source, target = (PartPlace("B", chunk) for chunk in (edge.target, edge.source))
     return Crossing(node.op, operand, result, source, target, 2 * edge.number + 1)
 
 
@@ -236,7 +232,7 @@ def _forward_place(step: _RankStep, places: Places, node: Node) -> PartPlace:
         return PROLOGUE
     is_everywhere = node.origin.chunk == EVERYWHERE
     chunk = min(step.own, default=0) if is_everywhere else step.chunk_of(node)
-    return PartPlace("F", chunk, node.origin.slice)
+    return PartPlace("F", chunk)
 
 
 def _reads_prologue_only(node: Node, places: Places) -> bool:
@@ -246,7 +242,7 @@ def _reads_prologue_only(node: Node, places: Places) -> bool:
 def _place_backward(step: _RankStep, places: Places) -> Places:
     """Add the places of the gradients of forward nodes. Gradients of nodes in no chunk run after all microbatches.
 
-    A sum of the gradients from several chunks or slices runs where the last of them arrives.
+    A sum of the gradients from several chunks runs where the last of them arrives.
     """
     placed = dict(places)
     for node in step.nodes:
@@ -257,8 +253,7 @@ def _place_backward(step: _RankStep, places: Places) -> Places:
             continue
         arriving = [placed[v] for v in node.ins if v in placed and placed[v].part == "B"]
         chunk = min([step.chunk_of(node), *(place.chunk for place in arriving)])
-        at = min([node.origin.slice, *(place.slice for place in arriving)])
-        placed |= _runs_at(node, PartPlace("B", chunk, at))
+        placed |= _runs_at(node, PartPlace("B", chunk))
     return placed
 
 
@@ -414,7 +409,7 @@ def _check_repeatable(node: Node) -> None:
 
 
 def _dissolve_sums(step: _RankStep, places: Places) -> Places:
-    """Turn sums over slices, or over uses of a tied weight, into terms of the sum over all microbatches.
+    """Turn sums over the uses of a tied weight into terms of the sum over all microbatches.
 
     So no W waits for another one. Sums of placeholders for the gradients of other ranks' parameters run in the part
     after all microbatches.
@@ -459,9 +454,7 @@ def _split_backward(step: _RankStep, places: Places) -> Places:
         if not needed.isdisjoint(node.outs):
             needed.update(node.ins)
         else:
-            place = places[node]
-            moved |= _runs_at(node, place._replace(part="W"))
-            needed.update(v for v in node.ins if v in places and places[v].slice != place.slice)
+            moved |= _runs_at(node, places[node]._replace(part="W"))
     return moved
 
 
@@ -482,18 +475,6 @@ def _split_recomputation(step: _RankStep, places: Places) -> Places:
 
 def _is_forward(v: Value, places: Places) -> bool:
     return v not in places or places[v].part in ("always", "F", "R")
-
-
-def _check_slices(step: _RankStep, places: Places) -> None:
-    """Check that no slice reads a later one in the forward pass, or an earlier one in the backward pass."""
-    for node in step.nodes:
-        if node in places and any(_is_late(places[node], places[v]) for v in node.ins if v in places):
-            raise StageError(
-                "a table of slices of a sequence",
-                f"{node.op!r} {node.origin.layer}".rstrip(),
-                "an earlier slice needs its gradient before it exists",
-                "use a schedule of whole sequences",
-            )
 
 
 def _rank_parts(step: _RankStep, places: Places, actions: Sequence[PartPlace]) -> RankParts:
@@ -565,13 +546,4 @@ def read_by(
 
 
 def _latest(places: Iterable[PartPlace]) -> PartPlace:
-    return max(places, key=lambda p: (p.part == "B", p.chunk, p.slice))
-
-
-def _is_late(place: PartPlace, near: PartPlace) -> bool:
-    """True if an action of one slice would read a value that another slice may compute later."""
-    if place.slice == near.slice or near.part == "always" or place.part in ("always", "end"):
-        return False
-    if near.part == "F":
-        return place.part == "F" and near.slice > place.slice
-    return near.part != "B" or near.slice < place.slice
+    return max(places, key=lambda p: (p.part == "B", p.chunk))

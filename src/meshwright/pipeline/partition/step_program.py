@@ -134,10 +134,10 @@ class _Writer:
 
 def _run_order(place: PartPlace) -> tuple[int, ...]:
     """Sort key: parts in an order in which each part reads only outputs of earlier parts."""
-    part, chunk, number = place
+    part, chunk = place
     if part in ("R", "B"):
-        return (2, -chunk, -number, part == "B")
-    return ({"always": 0, "F": 1, "W": 3, "end": 4}[part], chunk, number)
+        return (2, -chunk, part == "B")
+    return ({"always": 0, "F": 1, "W": 3, "end": 4}[part], chunk)
 
 
 def read_step_program(program: Program, table: Table) -> tuple[tuple[RankParts, ...], MicrobatchInputs, Schedule]:
@@ -182,8 +182,8 @@ class _Reader:
         ranks, way = row["stages"]
         programs: dict[PartPlace, Program] = {}
         gives: dict[PartPlace, tuple[Value, ...]] = {EPILOGUE: ()}
-        for part, chunk, number, begin, end, given in row["parts"]:
-            place = _read_place(part, chunk, number)
+        for part, chunk, begin, end, given in row["parts"]:
+            place = _read_place(part, chunk)
             outputs = tuple(self.value_of(name) for _, name in given)
             programs[place] = self._program(begin, end, outputs, outputs)
             gives[place] = tuple(self.output(name, v) for (name, _), v in zip(given, outputs, strict=True))
@@ -216,7 +216,7 @@ class _Reader:
         return replace(program, inputs=inputs, writes=whole.writes)
 
 
-def _read_place(part: JsonValue, chunk: JsonValue, number: JsonValue) -> PartPlace:
+def _read_place(part: JsonValue, chunk: JsonValue) -> PartPlace:
     if part not in get_args(PartKind):
         raise ValueError(f"{part!r} is not a part of a step")
-    return PartPlace(part, int(chunk), int(number))
+    return PartPlace(part, int(chunk))

@@ -65,7 +65,7 @@ def rehearsal(row: Sequence[Entry], copies: Sequence[RankParts], known: Collecti
     """
     programs = {(n, place): _draws(p) for n, parts in enumerate(copies) for place, p in parts.programs.items()}
     entries = [e for e in row if e[1].part == "F" and programs[e[:2]].nodes]
-    in_order = sorted(entries, key=lambda entry: (entry[2], entry[1].chunk, entry[1].slice))
+    in_order = sorted(entries, key=lambda entry: (entry[2], entry[1].chunk))
     drawn = {e[:2]: programs[e[:2]] for e in entries}
     if entries == in_order or not all(_can_be_first(p, known) for p in drawn.values()):
         return DrawRehearsal()

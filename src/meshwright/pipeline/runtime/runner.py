@@ -124,13 +124,13 @@ class PipelineRun:
         self.looks = self._epilogue.looks
         """True if gradients can be looked at before the update."""
         self.inputs = (*intake.inputs, *self._epilogue.inputs)
-        self._microbatches, self._feeds, self._watch = schedule.sequences, intake.feeds, watch
+        self._microbatches, self._feeds, self._watch = schedule.microbatches, intake.feeds, watch
         self._prologues = [(p.programs[PROLOGUE], p.gives[PROLOGUE], make(p.programs[PROLOGUE])[0]) for p in copies]
         self._parts = _parts_of_actions(copies, rank, make)
         stage = copies[0].stages.of(rank)
         steps = _steps(schedule, stage, intake.copies, self._parts)
         self._row, self._used = tuple(entry for entry, _ in steps), [version for _, version in steps]
-        self._ways = tuple(schedule.way_of(m * schedule.slices) for m in range(schedule.sequences))
+        self._ways = tuple(map(schedule.way_of, range(schedule.microbatches)))
         known = _known_before(copies, self.inputs, intake)
         self._drops = _drops(self._row, self._parts, known)
         self._rehearsal = rehearsal(self._row, copies, known)
@@ -311,18 +311,18 @@ def _entries(
 ) -> Iterator[tuple[Entry, int]]:
     """Yield the entries of a row: copy, place and microbatch, with the version of the weights.
 
-    A chunk that was recomputed by an R action is not recomputed again. Slices of a sequence are one microbatch here,
-    and read the values of the slices before them. A backward pass has an R and a W if they are in `there`.
+    A chunk that was recomputed by an R action is not recomputed again. A backward pass has an R and a W if they are in
+    `there`.
     """
     done = schedule.recomputed
     for atom, version in versions_used(schedule, schedule.rows[stage]):
         if atom.kind is ActionKind.OPTIMIZER:
             yield (0, EPILOGUE, 0), version
             continue
-        m, number = divmod(atom.microbatch, schedule.slices)
+        m = atom.microbatch
         for part in _PARTS.get(atom.kind, ()):
-            copy, place = copies[m], PartPlace(part, atom.chunk, number)
-            if part == "R" and atom.kind is not ActionKind.RECOMPUTE and (atom.microbatch, atom.chunk) in done:
+            copy, place = copies[m], PartPlace(part, atom.chunk)
+            if part == "R" and atom.kind is not ActionKind.RECOMPUTE and (m, atom.chunk) in done:
                 continue
             if atom.kind in _MAY_LACK and part != "B" and (copy, place) not in there:
                 continue
@@ -348,18 +348,12 @@ def _drops(
 
 
 def check_fits(schedule: Schedule, stages: Stages) -> None:
-    """Raise StageError for a table that does not fit this model.
-
-    Its chunks are on other stages than the model's, or it combines slices with recomputation.
-    """
+    """Raise StageError for a table whose chunks are on other stages than the model's."""
     last = len(stages.ranks) - 1
     ways = (stages.way, tuple(last - s for s in stages.way))
-    if schedule.slices > 1 and schedule.recomputed:
-        found, why = "recomputation (R) with slices of sequences", "each slice would recompute the same values"
-    elif schedule.ways != ways[: len(schedule.ways)]:
-        found = f"chunks on stages {' and '.join(map(str, schedule.ways))}"
-        why = f"the model's marks put its chunks on stages {stages.way}"
-    else:
+    if schedule.ways == ways[: len(schedule.ways)]:
         return
+    found = f"chunks on stages {' and '.join(map(str, schedule.ways))}"
+    why = f"the model's marks put its chunks on stages {stages.way}"
     write = "use a schedule with the model's placement, or mark the model as the schedule: docs/concepts/pipeline.md"
     raise StageError(f"schedule {schedule.name!r}", found, why, write)

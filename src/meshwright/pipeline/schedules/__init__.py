@@ -2,7 +2,6 @@
 
 flush_schedules         GPipe, 1F1B and eager 1F1B: one chunk per rank, unsplit backward
 interleaved             interleaved 1F1B, looped BFS and interleaved zero bubble: several chunks per rank
-sliced_sequences        Seq1F1B and TeraPipe: slices of sequences
 asynchronous            PipeDream and PipeDream-2BW: weights change while microbatches are in flight
 zero_bubble             ZB-H1 and ZB-H2: weight gradients where a rank would wait
 zero_bubble_heuristic   ZB-1p and ZB-2p: passes placed by times and memory

@@ -17,7 +17,6 @@ from ..table.schedule import Schedule
 from .bidirectional import chimera, chimera_doubled, dualpipe, dualpipe_v
 from .flush_schedules import eager_one_f_one_b, gpipe, one_f_one_b
 from .interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
-from .sliced_sequences import seq_one_f_one_b, terapipe
 from .v_shaped import v_half, v_min, zb_v
 from .zero_bubble import zb_h1, zb_h2
 from .zero_bubble_heuristic import zb_1p, zb_2p
@@ -26,7 +25,7 @@ from .zero_bubble_heuristic import zb_1p, zb_2p
 class ScheduleSizes(NamedTuple):
     """Arguments of the closed forms.
 
-    p ranks, m microbatches, v chunks per rank or slices per sequence, and a microbatch's times on a rank.
+    p ranks, m microbatches, v chunks per rank, and a microbatch's times on a rank.
     """
 
     p: int
@@ -61,8 +60,12 @@ class KnownSchedule:
     peak: ClosedForm | None = None
     holds: Callable[[ScheduleSizes], bool] = lambda s: s.m >= s.p
     times: str = "any"
-    takes: str = ""
-    """Name of the third argument of the function, if it has one: "chunks" or "slices"."""
+    takes_chunks: bool = False
+    """True if the third argument of the function is the number of chunks per rank."""
+
+    def build(self, ranks: int, microbatches: int, chunks: int) -> Schedule:
+        """Return the schedule of these sizes; `chunks` per rank count if the schedule takes them."""
+        return self.make(ranks, microbatches, *([chunks] if self.takes_chunks else []))
 
 
 def _flush_bubble(s: ScheduleSizes) -> float:
@@ -123,7 +126,7 @@ KNOWN_SCHEDULES: Mapping[str, KnownSchedule] = {
             _flush_bubble,
             lambda s: min(2 * (s.p - 1) + (s.v - 1) * s.p + 1, s.m * s.v) / s.v,
             _whole_groups,
-            takes="chunks",
+            takes_chunks=True,
         ),
         KnownSchedule(
             "Looped BFS",
@@ -132,7 +135,7 @@ KNOWN_SCHEDULES: Mapping[str, KnownSchedule] = {
             _flush_bubble,
             _flush_bubble,
             lambda s: s.m,
-            takes="chunks",
+            takes_chunks=True,
         ),
         KnownSchedule(
             "ZB-H1",
@@ -172,7 +175,7 @@ KNOWN_SCHEDULES: Mapping[str, KnownSchedule] = {
             lambda s: s.p,
             _whole_groups,
             times="F=B=W",
-            takes="chunks",
+            takes_chunks=True,
         ),
         KnownSchedule(
             "ZB-V",
@@ -227,26 +230,6 @@ KNOWN_SCHEDULES: Mapping[str, KnownSchedule] = {
             times="B+W=2F",
         ),
         KnownSchedule(
-            "Seq1F1B",
-            seq_one_f_one_b,
-            "arXiv 2406.03488",
-            _flush_bubble,
-            _flush_bubble,
-            lambda s: min(s.p + s.v - 1, s.m * s.v) / s.v,
-            _always,
-            takes="slices",
-        ),
-        KnownSchedule(
-            "TeraPipe",
-            terapipe,
-            "arXiv 2102.07988",
-            _flush_bubble,
-            _flush_bubble,
-            lambda s: s.m,
-            _always,
-            takes="slices",
-        ),
-        KnownSchedule(
             "PipeDream",
             pipedream,
             "arXiv 1806.03377",
@@ -268,8 +251,18 @@ KNOWN_SCHEDULES: Mapping[str, KnownSchedule] = {
 }
 
 
+_OF_SLICES = ("Seq1F1B", "TeraPipe")
+
+
 def schedule_by_name(name: str) -> KnownSchedule:
     """Return the schedule with this name. Raises ScheduleError for an unknown name."""
+    if name in _OF_SLICES:
+        raise ScheduleError(
+            f"schedule {name!r}",
+            "a schedule over slices of sequences",
+            "sequences in a pipeline stay whole",
+            "write ZB-H1 for a small bubble, and shard long sequences over ranks: docs/concepts/context.md",
+        )
     if name not in KNOWN_SCHEDULES:
         plain = {one.casefold(): one for one in KNOWN_SCHEDULES}
         near = get_close_matches(name.casefold(), plain, n=1, cutoff=0.0)[0]

@@ -23,6 +23,7 @@ from ..plan_data.account import (
     pipeline_memory_curve,
     slower_parts,
 )
+from ..plan_data.account_text import account_text
 from ..plan_data.units import parameters
 from ..sharding.conversion_prices import Prices
 from ..sharding.memory_model import per_byte
@@ -121,31 +122,13 @@ class MeshPlan:
         notes = [f"  {note}" for note in self.notes]
         return "\n".join([head, *notes, *(f"  {name:<40} {spec!r}" for name, spec in self.layouts.items())])
 
-    def explain(self, others: Sequence[MeshPlan] = (), most: int = 12) -> str:
-        """Return a text that explains the seconds of a step: operators, conversions, and the other plans.
-
-        The longest `most` conversions are listed.
+    def explain(self, others: Sequence[MeshPlan] = ()) -> str:
+        """Return the account of the plan as text, with the reasons why `others` are slower.
 
         Raises:
             SearchError: the plan was written and not searched, so its costs are not known.
         """
-        self._searched("explaining")
-        longest = sorted(self._meetings, key=lambda m: -m.seconds)
-        spent = self._spent()
-        rows = [
-            str(self).splitlines()[0],
-            *(f"  {note}" for note in self.notes),
-            *(f"  {line}" for line in self._stage_lines()),
-            f"  operators {spent['computation']:.4g} s, {len(longest)} conversions {spent['conversions']:.4g} s, "
-            + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in [*spent.items()][2:]),
-            *(f"  {m}" for m in longest[:most]),
-            *([f"  and {len(longest) - most} shorter conversions"] if len(longest) > most else []),
-            *(
-                f"instead {p.how}: {p.seconds / self.seconds:.3f} times as long, {p.nbytes / 1e9:.3g} GB per rank"
-                for p in others
-            ),
-        ]
-        return "\n".join(rows)
+        return account_text(self.account(others))
 
     def _stage_lines(self) -> Iterator[str]:
         """Yield a line on the time and memory of each stage."""
@@ -158,12 +141,12 @@ class MeshPlan:
             yield f"stage {n} from {where}: {each}"
 
     def account(self, others: Sequence[MeshPlan] = ()) -> Account:
-        """Return the content of `explain` as data: tensors with layouts, conversions, and why `others` are slower.
+        """Return the costs of the plan as data: tensors with layouts, conversions, and why `others` are slower.
 
         Raises:
             SearchError: the plan was written and not searched.
         """
-        cuts, cluster = self._searched("the account of")
+        cuts, cluster = self._searched()
         spent, memory_limit = self._spent(), cluster.device.memory * USABLE
         rivals = [OtherPlan(p.how, p.seconds, p.nbytes, slower_parts(spent, p._spent())) for p in others]
         elements = sum(prod(map(hint, i.value.shape)) for i in _own(cuts))
@@ -174,7 +157,7 @@ class MeshPlan:
             self.seconds,
             self.nbytes,
             memory_limit,
-            tuple(_why(self.seconds, spent, self._meetings)),
+            (*_why(self.seconds, spent, self._meetings), *self.notes, *self._stage_lines()),
             spent,
             self._held(cuts),
             tuple(self._laid()),
@@ -200,7 +183,7 @@ class MeshPlan:
         prices = Prices(cluster, self.tp, together, 1 / self.dp, 0.0, self.dp, self.saving, self.states)
         yield memory_curve(cuts, prices, self.seconds / self.saving.accumulate)
 
-    def _searched(self, asked: str) -> tuple[Shardings, Cluster]:
+    def _searched(self) -> tuple[Shardings, Cluster]:
         """Return the cuts and the cluster of the search.
 
         Raises:
@@ -208,7 +191,7 @@ class MeshPlan:
         """
         if self.cuts is None or self.cluster is None:
             raise SearchError(
-                f"{asked} a plan of {self.how}",
+                f"the account of a plan of {self.how}",
                 "a plan that was read from a text",
                 "a text has layouts, but not their costs",
                 "call mw.plan(model, batch, cluster=...)[0]",

@@ -93,7 +93,7 @@ class Problem:
 
     def allows(self, schedule: Schedule) -> bool:
         """True if a schedule respects the placement and the memory, and has only actions of the problem."""
-        if schedule.ways != (self.way,) or schedule.microbatches != self.microbatches or schedule.slices > 1:
+        if schedule.ways != (self.way,) or schedule.microbatches != self.microbatches:
             return False
         known, actions = SPLIT if self.split else WHOLE, [*chain(*schedule.rows)]
         if any(action.beside or action.kind not in known for action in actions):

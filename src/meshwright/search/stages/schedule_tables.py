@@ -43,6 +43,6 @@ def _runs(name: str, ranks: int, microbatches: int, chunks: int) -> BatchedSimul
     if ranks * microbatches * chunks > most or not how.holds(ScheduleSizes(ranks, microbatches, chunks)):
         return None
     try:
-        return BatchedSimulation(how.make(ranks, microbatches, chunks) if how.takes else how.make(ranks, microbatches))
+        return BatchedSimulation(how.build(ranks, microbatches, chunks))
     except ScheduleError:
         return None

@@ -56,8 +56,7 @@ def table_of(plan: Plan) -> Schedule:
 @lru_cache(maxsize=32)
 def _table(schedule: str, ranks: int, count: int, chunks: int) -> Schedule:
     """Return the table, as one object for one name and shape: large tables take seconds to make."""
-    how = schedule_by_name(schedule)
-    return how.make(ranks, count, chunks) if how.takes else how.make(ranks, count)
+    return schedule_by_name(schedule).build(ranks, count, chunks)
 
 
 def times_of(stages: StageSeconds, plan: Plan) -> Times:

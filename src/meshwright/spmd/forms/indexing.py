@@ -56,13 +56,6 @@ def gather(call: LocalCall, x: Tensor, dim: int, index: Tensor, *, sparse_grad: 
     return torch.where(mine, _padded(x, at).gather(at, local), NOTHING)
 
 
-def take_along_dim(call: LocalCall, x: Tensor, indices: Tensor, dim: int) -> Tensor:
-    (at,) = dims_of(x, dim)
-    indices = indices.remainder(max(call.total(0, at), 1))  # as torch does for every index
-    local, mine = _mine(call, x, at, indices)
-    return torch.where(mine, _padded(x, at).take_along_dim(local, at), NOTHING)
-
-
 def _padded(x: Tensor, at: int) -> Tensor:
     """Return `x`, or one row of zeros if this rank has no rows, so that the lookup has a valid index."""
     if x.shape[at]:

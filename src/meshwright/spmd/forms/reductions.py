@@ -218,10 +218,6 @@ def nanmean(
     return squeezed(x.nansum(dims, keepdim=True, dtype=dtype) / count, dims, keepdim)
 
 
-def frobenius_norm(call: LocalCall, x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
-    return vector_norm(call, x, 2, dim, keepdim)
-
-
 def moments(
     call: LocalCall,
     x: Tensor,

@@ -91,7 +91,7 @@ def index_select_rule(x: Tensor, dim: int, index: Tensor) -> Rule | None:
 
 
 def along(form: LocalForm) -> Entry:
-    """Return the rule of `gather` and `take_along_dim`: the index has all dims of x, with equal or smaller sizes."""
+    """Return the rule of `gather`: the index has all dims of x, with equal or smaller sizes."""
 
     def entry(x: Tensor, *args: TorchValue, dim: int | None = None, **kwargs: TorchValue) -> Rule | None:
         index = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
@@ -264,7 +264,6 @@ INDEX: dict[str, Entry] = {
     "aten.masked_scatter": masked_scatter_rule,
     "aten.index_select": index_select_rule,
     "aten.gather": along(forms.gather),
-    "aten.take_along_dim": along(forms.take_along_dim),
     **dict.fromkeys(("aten.scatter", "aten.scatter_reduce"), scatter_rule(None)),
     "aten.scatter.value": scatter_rule(forms.scatter),
     "aten.scatter.src": scatter_rule(forms.scatter),

@@ -13,8 +13,7 @@ from ..notation.dim_names import Dims, dim_names, dims_of, operand_text, sized_n
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
 from .pointwise import entries_for
-from .products import cross_anywhere_rule
-from .shapes import diagonal_rule, moved_elements_rule, whole_dims_rule
+from .shapes import whole_dims_rule
 
 MATRIX = {
     "m n": """linalg_cholesky cholesky linalg_inv inverse linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power
@@ -67,18 +66,6 @@ def transformed(x: Tensor, dim: Sequence[int], *how: TorchValue) -> str:
     return whole_dims_rule(x, dims_of(x, tuple(dim)))
 
 
-def frames_entry(at: int) -> Entry:
-    """Return the rule of `stft`: linear, given the window. `at` is the position of `return_complex`."""
-
-    def entry(x: Tensor, *args: TorchValue, return_complex: bool | None = None, **kwargs: TorchValue) -> str:
-        is_complex = args[at - 1] if len(args) >= at else return_complex
-        pairs = "" if is_complex or (is_complex is None and x.is_complex()) else " newc"
-        lead = "b " * (x.dim() - 1)
-        return f"{lead}t! | w! -> {lead}newf newt{pairs}"
-
-    return entry
-
-
 def signal_rule(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
     """Return the rule of `istft`: linear, given the window."""
     lead = "b " * (x.dim() - 2)
@@ -87,14 +74,6 @@ def signal_rule(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
 
 def cdist_rule(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = None) -> str:
     return "... p d!, ... r d! -> ... p r"
-
-
-def linalg_diagonal_rule(x: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> str:
-    return diagonal_rule(x, offset, dim1, dim2)
-
-
-def vecdot_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
-    return "... k * ... k -> ..." if dim == -1 else None
 
 
 def kron_rule(x: Tensor, y: Tensor) -> Rule | None:
@@ -119,18 +98,6 @@ def _kron(call: LocalCall, x: Tensor, y: Tensor) -> Tensor:
     return outer.reshape([n * m for n, m in zip(x.shape, y.shape, strict=True)])
 
 
-def chain_rule(matrices: Sequence[Tensor]) -> str | None:
-    """Return the rule of a chain of matrix products; the first and last operand may be vectors."""
-    sides = [f"c{i} c{i + 1}" for i in range(len(matrices))]
-    if matrices[0].dim() == 1:
-        sides[0] = "c1"
-    if matrices[-1].dim() == 1:
-        sides[-1] = f"c{len(matrices) - 1}"
-    first = "" if matrices[0].dim() == 1 else "c0"
-    last = "" if matrices[-1].dim() == 1 else f"c{len(matrices)}"
-    return f"{' * '.join(sides)} -> {first} {last}"
-
-
 def fourier_rule(x: Tensor, n: TorchValue = None, dim: Dims = None, norm: str | None = None) -> str:
     """Return the rule of a Fourier transform: a linear map along whole dims."""
     if dim is None and isinstance(n, (list, tuple)):
@@ -146,24 +113,17 @@ def fourier_two_rule(x: Tensor, s: TorchValue = None, dim: Dims = (-2, -1), norm
     return whole_dims_rule(x, dims_of(x, dim))
 
 
-def shift_rule(x: Tensor, dim: Dims = None) -> str:
-    return moved_elements_rule(x, dims_of(x, dim))
-
-
 FOURIER: dict[str, Entry] = {
     **entries_for(FFT_ONE_DIM, fourier_last_rule),
     **entries_for(FFT_ANY_DIMS, fourier_rule),
     **entries_for(FFT_TWO_DIMS, fourier_two_rule),
     **entries_for("_fft_c2c _fft_r2c _fft_c2r", transformed),
-    "aten.stft": frames_entry(7),
-    "aten.stft.center": frames_entry(9),
     "aten.istft": signal_rule,
 }
 """Fourier transforms; their kernels refuse empty batches."""
 
 LINALG: dict[str, Entry] = {
     **matrix_entries(),
-    **dict.fromkeys(("aten.fft_fftshift", "aten.fft_ifftshift"), shift_rule),
     "aten.linalg_solve": solve_rule,
     "aten._linalg_solve_ex": solve_ex_rule,
     "aten.linalg_lu_solve": lu_solve_rule,
@@ -172,10 +132,6 @@ LINALG: dict[str, Entry] = {
     "aten._pdist_forward": "n! d!, -> new",
     "aten.linalg_solve_triangular": solve_rule,
     "aten.cholesky_solve": "... n! k | ... n m! -> ... n k",
-    "aten.linalg_diagonal": linalg_diagonal_rule,
-    "aten.linalg_vecdot": vecdot_rule,
-    "aten.cross": cross_anywhere_rule,
     "aten.cdist": cdist_rule,
     "aten.kron": kron_rule,
-    **dict.fromkeys(("aten.linalg_multi_dot", "aten.chain_matmul"), chain_rule),
 }

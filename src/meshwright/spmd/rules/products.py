@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from meshwright.layout import TorchValue
 
 from ..forms import grouped_products as grouped
 from ..notation.dim_names import dim_names, operand_text
-from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
 
 
@@ -57,42 +55,11 @@ def with_addend(products: str, *result: str) -> Entry:
     return entry
 
 
-def inner_rule(x: Tensor, y: Tensor) -> str:
-    if x.dim() == 0 or y.dim() == 0:
-        return "... * ... -> ..."
-    left, right = operand_text(dim_names(x, "a")[:-1]), operand_text(dim_names(y, "b")[:-1])
-    return f"{left} k * {right} k -> {left} {right}"
-
-
-def tensordot_rule(x: Tensor, y: Tensor, dims_x: Sequence[int], dims_y: Sequence[int]) -> str:
-    left, right = dim_names(x, "a"), dim_names(y, "b")
-    mine, theirs = [d % x.dim() for d in dims_x], [d % y.dim() for d in dims_y]
-    for a, b in zip(mine, theirs, strict=True):
-        right[b] = left[a]
-    kept = [n for d, n in enumerate(left) if d not in mine] + [n for d, n in enumerate(right) if d not in theirs]
-    return f"{operand_text(left)} * {operand_text(right)} -> {operand_text(kept)}"
-
-
 def cross_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
     if x.dim() != y.dim():
         return None
     names = operand_text(dim_names(x), (dim % x.dim(),))
     return f"{names} * {names} -> {names}"
-
-
-def cross_anywhere_rule(x: Tensor, y: Tensor, dim: int | None = None) -> Rule | str | None:
-    """Return the rule of `cross`. Without `dim`, it works along the first global dim of size three.
-
-    The form passes this dim, since a shard may have size three in an earlier dim.
-    """
-    if dim is not None or x.shape != y.shape or THREE_DIMS not in x.shape:
-        return None if dim is None else cross_rule(x, y, dim=dim)
-    at = x.shape.index(THREE_DIMS)
-
-    def form(call: LocalCall, x: Tensor, y: Tensor, dim: None = None) -> Tensor:
-        return torch.linalg.cross(x, y, dim=at)
-
-    return Rule(cross_rule(x, y, dim=at) or "", forms={n: form for d, n in enumerate(dim_names(x)) if d != at})
 
 
 def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: TorchValue, **kwargs: TorchValue) -> Rule:
@@ -112,9 +79,6 @@ def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: TorchV
     return Rule("m t * t n | e! -> e m n", forms=dict.fromkeys("mtn", grouped.columns_by_rows))
 
 
-THREE_DIMS = 3
-"""Size of the dim of a cross product."""
-
 PRODUCT: dict[str, Entry] = {
     "aten.linear": linear_rule,
     "aten.matmul": matmul_rule,
@@ -124,7 +88,6 @@ PRODUCT: dict[str, Entry] = {
     "aten.mv": "m k * k -> m",
     "aten.dot": "k * k ->",
     "aten.vdot": "k * k ->",
-    "aten.inner": inner_rule,
     "aten.outer": "m * n -> m n",
     "aten.ger": "m * n -> m n",
     "aten.addmm": with_addend("m k * k n", "m", "n"),
@@ -133,7 +96,6 @@ PRODUCT: dict[str, Entry] = {
     "aten.addmv": with_addend("m k * k", "m"),
     "aten.addr": with_addend("m * n", "m", "n"),
     "aten.einsum": einsum_rule,
-    "aten.tensordot": tensordot_rule,
     "aten.linalg_cross": cross_rule,
     "aten._int_mm": "m k * k n -> m n",
     "aten._grouped_mm": grouped_rule,

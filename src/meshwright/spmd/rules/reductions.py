@@ -183,10 +183,6 @@ def stable_argsort_rule(x: Tensor, *, stable: bool, dim: int = -1, descending: b
     return f"{operand_text(*names_and_dims(x, dim))}, -> {operand_text(dim_names(x))}"
 
 
-def msort_rule(x: Tensor) -> str:
-    return stable_argsort_rule(x, stable=True, dim=0)
-
-
 def dist_rule(x: Tensor, y: Tensor, p: float = 2) -> Rule | str:
     """Return the rule of `dist`, the norm of the difference."""
     if x.shape != y.shape or p == 0:
@@ -195,22 +191,6 @@ def dist_rule(x: Tensor, y: Tensor, p: float = 2) -> Rule | str:
         )
     names = dim_names(x)
     return Rule(f"{operand_text(names)}, {operand_text(names)} ->", forms=dict.fromkeys(names, forms.dist))
-
-
-def quantile_text(x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, **kwargs: TorchValue) -> str:
-    return reduced(x, dims_of(x, dim), keepdim, False, None, None).text
-
-
-def similarity_rule(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> str | None:
-    if x.dim() != y.dim() or not x.dim():
-        return None
-    names, dims = names_and_dims(x, dim)
-    side = operand_text(names, dims)
-    return f"{side}, {side} -> {' '.join(n for d, n in enumerate(names) if d not in dims)}"
-
-
-def pairwise_rule(x: Tensor, y: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False) -> str:
-    return f"... d!, ... d! -> ... {'1' if keepdim else ''}"
 
 
 def topk_rule(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> str:
@@ -223,15 +203,6 @@ def renorm_rule(x: Tensor, p: float, dim: int, maxnorm: float) -> str:
     """Return the rule of `renorm`: every slice along `dim` is scaled by its own norm."""
     names, kept = names_and_dims(x, dim)
     return f"{operand_text(names, [d for d in range(x.dim()) if d not in kept])}, -> {operand_text(names)}"
-
-
-def diff_rule(
-    x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None
-) -> str | None:
-    names, dims = names_and_dims(x, dim)
-    if prepend is not None or append is not None:
-        return None
-    return f"{operand_text(names, dims)} -> {' '.join('new' if d in dims else m for d, m in enumerate(names))}"
 
 
 def glu_rule(x: Tensor, dim: int = -1) -> str:
@@ -254,10 +225,8 @@ REDUCE: dict[str, Entry] = {
     "aten.mean": reduction(True, "sum", forms.mean),
     "aten.prod": reduction(False, form=forms.product),
     "aten.logsumexp": reduction(False, form=forms.logsumexp),
-    "aten.special_logsumexp": reduction(False, form=forms.logsumexp),
     "aten.linalg_vector_norm": vector_norm_rule,
     "aten.norm": norm_rule,
-    "aten.frobenius_norm.dim": reduction(False, form=forms.frobenius_norm),
     "aten.var": variance_rule("sum", forms.var),
     "aten.std": variance_rule(None, forms.std),
     "aten.var_mean": variance_rule("sum", forms.var_mean, 2),
@@ -279,20 +248,14 @@ REDUCE: dict[str, Entry] = {
     "aten.sort.stable": stable_sort_rule,
     "aten.argsort.default": along_dim_rule(False),
     "aten.argsort.stable": stable_argsort_rule,
-    "aten.msort": msort_rule,
     "aten.nanmean": reduction(False, "sum", forms.nanmean),
     "aten.dist": dist_rule,
-    "aten.quantile.scalar": quantile_text,
-    "aten.nanquantile.scalar": quantile_text,
-    "aten.cosine_similarity": similarity_rule,
-    "aten.pairwise_distance": pairwise_rule,
     "aten._safe_softmax": along_dim_rule(False),
     "aten.topk": topk_rule,
     "aten.logcumsumexp": along_dim_rule(False),
     "aten.renorm": renorm_rule,
     "aten.trace": "m! n! ->",
     "aten.histc": histc_rule,
-    "aten.diff": diff_rule,
     "aten.glu": glu_rule,
     **dict.fromkeys(("aten.softmax", "aten._softmax", "aten.special_softmax"), along_dim_rule(False, forms.softmax)),
     **dict.fromkeys(("aten.log_softmax", "aten._log_softmax"), along_dim_rule(False, forms.log_softmax)),

@@ -334,18 +334,6 @@ def chunk_rule(x: Tensor, chunks: int, dim: int = 0) -> Rule | None:
     return pieces_rule(x, lengths_of(total, -(-total // chunks)) if total else [0] * chunks, dim)
 
 
-def tensor_split_rule(x: Tensor, sections: TorchValue, dim: int = 0) -> Rule | None:
-    total = x.shape[dim]
-    if isinstance(sections, int):
-        short, longer = divmod(total, sections)
-        return pieces_rule(x, [short + (i < longer) for i in range(sections)], dim)
-    if isinstance(sections, (list, tuple)):
-        edges = [slice(None, e).indices(total)[1] for e in sections]
-        pairs = zip([0, *edges], [*edges, total], strict=True)
-        return pieces_rule(x, [max(b - a, 0) for a, b in pairs], dim)
-    return None
-
-
 def moved_elements_rule(x: Tensor, dims: Dims) -> str:
     """Return a rule in which elements move along `dims`, which are whole."""
     names = dim_names(x)
@@ -355,14 +343,6 @@ def moved_elements_rule(x: Tensor, dims: Dims) -> str:
 
 def roll_rule(x: Tensor, shifts: int | Sequence[int], dims: Dims = ()) -> str:
     return moved_elements_rule(x, dims if dims or dims == 0 else range(x.dim()))
-
-
-def fliplr_rule(x: Tensor) -> str:
-    return moved_elements_rule(x, 1)
-
-
-def flipud_rule(x: Tensor) -> str:
-    return moved_elements_rule(x, 0)
 
 
 def rot90_rule(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> str:
@@ -419,10 +399,7 @@ SHAPE: dict[str, Entry] = {
     **dict.fromkeys(("aten.split_with_sizes_copy", "aten.split_copy"), copied_pieces(split_rule)),
     "aten.chunk": chunk_rule,
     "aten.unsafe_chunk": copied_pieces(chunk_rule),
-    "aten.tensor_split": tensor_split_rule,
     "aten.flip": moved_elements_rule,
-    "aten.fliplr": fliplr_rule,
-    "aten.flipud": flipud_rule,
     "aten.rot90": rot90_rule,
     **dict.fromkeys(("aten.view_as", "aten.reshape_as"), view_as_rule),
     "aten.roll": roll_rule,

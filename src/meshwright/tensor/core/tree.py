@@ -5,7 +5,7 @@ A dataclass, a module and None are leaves. A named tuple is a tuple, and an outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -44,6 +44,21 @@ def map_leaves(fn: Callable[[TorchValue], TorchValue], tree: TorchValue) -> Torc
 def map_tensors(fn: Callable[[Tensor], TorchValue], tree: TorchValue) -> TorchValue:
     """Return `tree` with every tensor replaced by `fn(tensor)`, and other leaves unchanged; mappings become dicts."""
     return _mapped(fn, tree, False)
+
+
+def key_of_tree(tree: TorchValue, key_of_leaf: Callable[[TorchValue], Hashable]) -> Hashable:
+    """Return a key for `tree`: the types, lengths and keys of its lists, tuples and mappings, and the key of each leaf.
+
+    >>> key_of_tree([1, 2], type) == key_of_tree([3, 4], type), key_of_tree([1], type) == key_of_tree((1,), type)
+    (True, False)
+    """
+    if isinstance(tree, (list, tuple)):
+        return (type(tree), *[key_of_tree(v, key_of_leaf) for v in tree])
+    if isinstance(tree, Mapping):
+        return (type(tree), *[(k, key_of_tree(v, key_of_leaf)) for k, v in tree.items()])
+    if isinstance(tree, slice):
+        return (slice, key_of_tree((tree.start, tree.stop, tree.step), key_of_leaf))
+    return key_of_leaf(tree)
 
 
 def _gather(tree: TorchValue, found: list[TorchValue]) -> None:

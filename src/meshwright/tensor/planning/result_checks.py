@@ -4,7 +4,7 @@ Torch may decide otherwise for a local part than for the whole tensor. For examp
 their argument itself if its strides allow that, and the strides of a part may allow it where the strides of the whole
 tensor do not. The capture of a call found the decision for the whole tensor; the local result is changed to agree.
 
-    shape          checked in the first calls of a plan; in every call inside `checked_results`
+    shape          checked in the first calls of a plan; in every call if MESHWRIGHT_CHECK_RESULTS is set
     aliases        checked in every call, if the operator's schema lets its result alias an argument
     memory format  checked in the first calls; in every call after one result differed. A view is never copied
 """
@@ -12,8 +12,7 @@ tensor do not. The capture of a call found the decision for the whole tensor; th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,24 +30,7 @@ Apply = Callable[[TorchValue, Sequence[TorchValue]], TorchValue]
 """`apply(result, arguments)` returns the local results of a call, changed to agree with their specs."""
 
 
-class _Always:
-    """Switch for checks in every call."""
-
-    on = os.environ.get("MESHWRIGHT_CHECK_RESULTS", "") not in ("", "0")
-
-
-@contextmanager
-def checked_results() -> Generator[None]:
-    """Check the shapes of local results in every call inside the block; by default only the first calls are checked.
-
-    The environment variable MESHWRIGHT_CHECK_RESULTS=1 does the same for a whole process. Plans made before are not
-    checked, so enter the context before the first call.
-    """
-    before, _Always.on = _Always.on, True
-    try:
-        yield
-    finally:
-        _Always.on = before
+CHECKS_EVERY_CALL = os.environ.get("MESHWRIGHT_CHECK_RESULTS", "") not in ("", "0")
 
 
 class ResultRequirements:
@@ -112,7 +94,7 @@ class ResultRequirements:
             return
         ranks = self.outs[0].mesh.process_ids if current_communicator().kind == "simulated" else (rank,)
         self._seen_shapes.add(self._shapes(rank))
-        self.settled = not _Always.on and self._seen_shapes.issuperset(map(self._shapes, ranks))
+        self.settled = not CHECKS_EVERY_CALL and self._seen_shapes.issuperset(map(self._shapes, ranks))
         if self.settled:
             self.apply = self._settled()
 

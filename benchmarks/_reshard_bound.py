@@ -6,10 +6,9 @@ from fractions import Fraction
 from math import ceil
 
 from meshwright.layout import Spec
-
-from ._factors import bridge, common_factors
-from ._path import Manner, landing_of
-from ._regions import box_of, lacking, meet, volume
+from meshwright.reshard._factors import bridge, common_factors
+from meshwright.reshard._path import Manner, landing_of
+from meshwright.reshard._regions import box_of, lacking, meet, volume
 
 
 def lower_bound(src: Spec, dst: Spec, rank: int | None = None) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from meshwright.search import Account, TensorLayout, count, seconds, share, size
-
-from ._measured import beside
+from .account import Account, TensorLayout
+from .text_table import text_table
+from .units import count, seconds, share, size
 
 MOST = 40
 """Most rows of a table that are shown; the page shows all."""
 
 
-def text(account: Account, measured: Mapping[str, float] | None = None) -> str:
+def account_text(account: Account, measured: Mapping[str, float] | None = None) -> str:
     """Return the account as text: its parts in order, each with its table."""
     parts = [_head(account), _tensors(account), _sent(account), _spent(account), _held(account)]
     parts += [_measured(account, measured)] if measured else []
@@ -86,16 +86,20 @@ def _rivals(account: Account) -> list[str]:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> list[str]:
-    """Return the lines of a table, columns two blanks apart; numbers are aligned right, texts left."""
+    """Return the lines of a table with its title; numbers are aligned right, texts left."""
     every = [tuple(row) for row in rows]
-    shown = [tuple(head), *every[:MOST]]
-    widths = [max(len(row[at]) for row in shown) for at in range(len(head))]
-    lines = [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if at in numbers else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in shown
-    ]
-    return [title, *lines, *([f"  and {len(every) - MOST} more"] if len(every) > MOST else [])]
+    lines = text_table([tuple(head), *every[:MOST]], numbers)
+    more = [f"  and {len(every) - MOST} more"] if len(every) > MOST else []
+    return [title, *(f"  {line}" for line in lines), *more]
+
+
+def beside(account: Account, measured: Mapping[str, float]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield rows (name, predicted, measured, difference) of `seconds`, `bytes`, and the parts of the step by name."""
+    told = {"seconds": account.seconds, "bytes": account.nbytes, **account.spent}
+    for name, value in measured.items():
+        shown = size if name == "bytes" else seconds
+        own = told.get(name)
+        if own is None:
+            yield name, "-", f"{value:.4g}", "-"
+        else:
+            yield name, shown(own), shown(value), f"{100 * (own / value - 1):+.1f} %" if value else "-"

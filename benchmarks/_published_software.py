@@ -1,0 +1,27 @@
+"""Properties of the software that published runs used."""
+
+from __future__ import annotations
+
+from meshwright.search import Software
+
+MEGATRON = Software(tensor=0.6)
+MEGATRON_2021 = Software(fused_attention=False, exposed=1.0, messages=0.4, accumulation=2.4, gradient=2.0, reduced=2.0)
+"""Half-precision gradients, attention of single products, nothing overlapped (arXiv 2104.04473)."""
+DEEPSPEED = Software(
+    fused_attention=False,
+    exposed=1.0,
+    messages=1.0,
+    accumulation=18.0,
+    outputs=1.0,
+    scattered=False,
+    reduces_parts=False,
+)
+"""Megatron's layers in DeepSpeed's pipeline, which copies gradients to single precision and adds them to others."""
+DEEPSPEED_ZERO = Software(fused_attention=False, gradient=2.0, reduced=2.0, live=1e9)
+"""Megatron's layers in DeepSpeed's ZeRO, with the default limit of gathered parameters."""
+FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, selective=0.5)
+"""Fully sharded data parallelism of PyTorch, compiled (arXiv 2304.11277, 2410.06511)."""
+PAGEABLE = 2e9
+"""Bytes per second of a copy between a device and pageable memory of the host; published ones reach 1 to 8 GB/s."""
+EAGER = 2.0
+"""Factor on memory traffic if every operator is a kernel of its own."""
