@@ -34,10 +34,17 @@ _STATELESS = ("torch", "numpy", "sympy", __name__.partition(".")[0])
 
 
 class RankGlobal:
-    """A global or a class attribute that has one value for each rank."""
+    """A global or a class attribute that has one value for each rank. A second search finds equal slots."""
 
     def __init__(self, holder: ModuleType | type, name: str) -> None:
         self.holder, self.name = holder, name
+
+    def __eq__(self, other: object) -> bool:
+        same_type = isinstance(other, RankGlobal) and type(other) is type(self)
+        return same_type and other.holder is self.holder and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash((id(self.holder), self.name))
 
     def read(self) -> Any:
         return vars(self.holder).get(self.name, _MISSING)
