@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.testing._internal import common_methods_invocations as op_samples
 from torch.utils._pytree import tree_leaves
 
 import meshwright as mw
+from benchmarks._samples import op_samples
 
 RANKS = 4
 """A dim of 1, 2, 3, 5, 6 or 9 elements leaves the last of four ranks without any."""
