@@ -81,7 +81,12 @@ def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) ->
                 return None
         elif not _is_same_input(first_inputs.get(a), given):
             return None
-    return numbers
+    return {key: 0.0 for key, v in states.items() if _is_empty(v)} | numbers
+
+
+def _is_empty(v: Value) -> bool:
+    """True for a value without elements, such as a state of a parameter on another stage: any number fills it."""
+    return v.is_tensor and 0 in v.sizes
 
 
 def _results(first: Program, again: Program, states: Mapping[Any, Any]) -> list[Pair]:
@@ -178,6 +183,8 @@ _PLACES: dict[Any, int] = {aten.full.default: 1, aten.full_like.default: 1, aten
 def _number_in(program: Program, inputs: Mapping[Value, Input], v: Value) -> float | None:
     """Return the number that fills a value, or None if it is unknown."""
     node = program.producers.get(v)
+    if node is not None and node.op == aten.empty.memory_format and _is_empty(v):
+        return 0.0
     if node is None:
         source = inputs[v].source
         return _number_of(source) if isinstance(source, Tensor) else None
