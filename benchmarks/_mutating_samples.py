@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.testing._internal import common_methods_invocations as op_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.tensor import operators_recorded
 
-from ._samples import seed_all
+from ._samples import op_samples, seed_all
 
 NO_TENSORS = "only TorchScript uses it: an operator of lists, dictionaries and generators"
 UNINITIALISED = "its result is uninitialised memory"

@@ -77,6 +77,8 @@ SIZES = {
     "overhead": Size(LlamaConfig(256, 64, 2, 4, 2, 176), batch=4, sequence=32, steps=10, turns=40, quick_turns=15),
     "compute": Size(LlamaConfig(2048, 512, 4, 8, 4, 1376), batch=8, sequence=128, steps=1, turns=25, quick_turns=5),
 }
+SMALLEST = Size(LlamaConfig(32, 16, 1, 4, 2, 24), batch=4, sequence=8, steps=1, turns=2, quick_turns=2)
+"""The size for a comparison of losses only."""
 CASES = [Case(size, dp, tp) for size in SIZES for dp, tp in ((1, 2), (2, 1), (2, 2))]
 BESIDE = [
     *(Case(size, dp, tp, passes=True) for size, dp, tp in (("overhead", 1, 2), ("overhead", 2, 1), ("compute", 2, 1))),
@@ -208,7 +210,9 @@ def rope(stage: Stage) -> tuple[Tensor, Tensor]:
 
 
 RIVALS: dict[str, Callable[[Stage], Step]] = {"eager": eager_step, "by hand": by_hand_step, "DTensor": dtensor_step}
-CONTENDERS = {"ours": static_step({"compiler": "inductor"}), **RIVALS}
+UNCOMPILED = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+"""True if no contender is compiled, to compare losses only."""
+CONTENDERS = {"ours": static_step(PLAIN if UNCOMPILED else {"compiler": "inductor"}), **RIVALS}
 PASSES = {name: static_step({**PLAIN, **settings}) for name, settings in STRATEGIES.items()}
 NODES = {name: static_step({**PLAIN, **settings}) for name, settings in ({"node by node": {}} | OVER_NODES).items()}
 
@@ -247,8 +251,9 @@ def set_up(case: Case) -> Stage:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     mw.init_process(backend="gloo")
-    torch.compile(lambda x: x + 1)(torch.ones(1))
-    size = SIZES[case.size]
+    if not UNCOMPILED:
+        torch.compile(lambda x: x + 1)(torch.ones(1))
+    size = SIZES.get(case.size, SMALLEST)
     shape = (1, 2, case.ranks // 2) if case.nodes else (1, case.dp, case.tp)
     mesh = mw.ProcessMesh(torch.arange(case.ranks).reshape(shape).numpy(), dim_names=["pp", "dp", "tp"])
     torch_mesh = torch.distributed.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
@@ -260,9 +265,10 @@ def set_up(case: Case) -> Stage:
 
 def start(stage: Stage, build: Callable[[Stage], Step], cache: str) -> Start:
     """Run a contender's first steps, compiled without the caches of others; all ranks agree on failure."""
-    from torch._inductor.utils import clear_caches
+    if not UNCOMPILED:
+        from torch._inductor.utils import clear_caches
 
-    clear_caches()
+        clear_caches()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache.replace(" ", "_")  # Inductor cannot compile below a path with a space
     step, losses, error, seconds = None, [], "", 0.0
     torch.distributed.barrier()

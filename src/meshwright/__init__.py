@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright import errors as errors
+    from meshwright.comm import get_rank as get_rank
     from meshwright.comm import init_process as init_process
     from meshwright.comm import prefix_prints as prefix_prints
     from meshwright.comm import simulate as simulate
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from meshwright.engine import explain as explain
     from meshwright.engine import from_torch_dtensor as from_torch_dtensor
     from meshwright.engine import get_mesh as get_mesh
-    from meshwright.engine import get_rank as get_rank
     from meshwright.engine import init_mesh as init_mesh
     from meshwright.engine import latest_checkpoint as latest_checkpoint
     from meshwright.engine import load_checkpoint as load_checkpoint
@@ -165,7 +165,7 @@ __all__ = [
 
 _OTHER_PACKAGES = {
     "layout": ["MeshwrightError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard"],
-    "comm": ["init_process", "prefix_prints", "simulate", "stragglers"],
+    "comm": ["get_rank", "init_process", "prefix_prints", "simulate", "stragglers"],
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
     "report": ["show"],

@@ -14,7 +14,6 @@ COMMUNICATORS = [[], ["--processes"]]
 FAILS = """
 import sys
 import meshwright as mw
-mesh = mw.init_mesh(dp=-1)
 print("begun", mw.get_rank())
 if mw.get_rank() == 1:
     print("about to fail", file=sys.stderr)
@@ -28,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 import __main__
 import meshwright as mw
+from meshwright.comm import current_communicator
 
 @dataclass
 class Arguments:
@@ -48,7 +48,6 @@ class Net(torch.nn.Linear):
     pass
 
 if __name__ == "__main__":
-    mesh = mw.init_mesh(dp=-1)
     __main__.rank = mw.get_rank()
     assert typing.get_type_hints(Arguments) == {"inner": Inner | None}
     assert type(pickle.loads(pickle.dumps(Arguments()))) is Arguments is __main__.Arguments
@@ -59,7 +58,7 @@ if __name__ == "__main__":
     assert type(torch.load(saved, weights_only=False)) is Net
     if mw.get_rank() == 0:
         assert [x.item() for x in DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")] == [0, 1, 2, 3]
-    mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]).sum().item()
+    current_communicator().barrier((0, 1))
     assert rank == mw.get_rank()
     print(__file__)
 """
@@ -79,7 +78,8 @@ def script_of(folder: Path, text: str) -> str:
 def test_a_failed_rank_shows_its_output(
     how: str, code: int, said: str, communicator: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", "--ranks", "3", *communicator, script_of(tmp_path, FAILS.format(how))]) == code
+    ranks = "2" if communicator else "3"
+    assert main(["run", "--ranks", ranks, *communicator, script_of(tmp_path, FAILS.format(how))]) == code
     found = capfd.readouterr()
     assert found.out.splitlines() == ["begun 0"]
     assert {"[1] begun 1", "[1] about to fail"} <= {*found.err.splitlines()}
@@ -93,7 +93,7 @@ def test_the_traceback_of_an_error_begins_in_the_script(tmp_path: Path, capfd: p
 
 
 def test_all_ranks_of_a_deadlock_show_their_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    alone = "mw.shard_tensor(__import__('torch').ones(4), mesh, [mw.Shard(0)]).sum().item()"
+    alone = "mw.shard_tensor(__import__('torch').ones(4), mw.init_mesh(dp=-1), [mw.Shard(0)]).sum().item()"
     assert main(["run", "--ranks", "3", script_of(tmp_path, FAILS.format(alone))]) == 1
     error = capfd.readouterr().err
     assert "rank 1 waits in all_reduce" in error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from meshwright.comm import current_communicator, simulate
@@ -44,6 +47,17 @@ def step() -> int:
 def test_each_rank_has_its_own_globals() -> None:
     assert simulate(lambda: [step() for _ in range(3)], 2) == [[1, 2, 3]] * 2
     assert STEP == 3
+
+
+def test_an_import_between_two_steps_changes_no_global(monkeypatch: pytest.MonkeyPatch) -> None:
+    def go() -> list[int]:
+        first = step()
+        name = f"loaded_on_rank_{current_communicator().rank}"
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        return [first, step(), step()]
+
+    before = STEP
+    assert simulate(go, 2) == [[before + 1, before + 2, before + 3]] * 2
 
 
 def test_each_rank_has_its_own_class_attributes() -> None:

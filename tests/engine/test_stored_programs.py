@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 HELPER = """
 SCALE = 2.0
@@ -29,6 +29,8 @@ class Net(nn.Module):
     def forward(self, x):
         return scaled(self.down(F.gelu(self.up(x))))
 
+RANKS = int(os.environ["RANKS"])
+
 def train():
     mesh = mw.ProcessMesh(list(range(RANKS)), ["tp"])
     torch.manual_seed(0)
@@ -44,27 +46,48 @@ print([n for n, _ in found], found[0][1])
 """
 
 
-def start(folder: Path, script: str = SCRIPT, helper: str = HELPER, lr: str = "0.1", ranks: int = 2) -> tuple[Any, Any]:
-    """Run the script in a process of its own; return how many programs each rank recorded, and the losses."""
-    (folder / "helper.py").write_text(helper)
-    (folder / "script.py").write_text(script.replace("RANKS", str(ranks)))
-    env = {**os.environ, "MESHWRIGHT_PROGRAMS": str(folder / "kept"), "PYTHONDONTWRITEBYTECODE": "1", "LR": lr}
-    run = subprocess.run(
-        [sys.executable, "script.py"], check=False, cwd=folder, env=env, capture_output=True, text=True, timeout=100
+START = """
+import json, os, runpy, sys
+from pathlib import Path
+
+for helper, rate, ranks in json.loads(sys.argv[1]):
+    Path("helper.py").write_text(helper)
+    sys.modules.pop("helper", None)
+    os.environ |= {"LR": rate, "RANKS": ranks}
+    runpy.run_path("script.py", run_name="__main__")
+"""
+Run = tuple[str, str, str]
+"""The text of the helper, the learning rate, and the number of ranks."""
+
+
+def start(folder: Path, *runs: Run) -> list[tuple[str, str]]:
+    """Run the script in a process of its own, once per run: how many programs each rank recorded, and the losses."""
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "start.py").write_text(START)
+    env = {**os.environ, "MESHWRIGHT_PROGRAMS": str(folder / "kept"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "start.py", json.dumps(runs)],
+        check=False,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
-    assert run.returncode == 0, run.stderr
-    recordings, _, losses = run.stdout.strip().partition("] ")
-    return recordings + "]", losses
+    assert done.returncode == 0, done.stderr
+    found = (line.partition("] ") for line in done.stdout.strip().splitlines())
+    return [(recordings + "]", losses) for recordings, _, losses in found]
 
 
 def test_a_second_start_records_nothing_without_a_change(tmp_path: Path) -> None:
-    first = start(tmp_path)
+    usual: Run = (HELPER, "0.1", "2")
+    other_scale, other_code = HELPER.replace("2.0", "3.0"), HELPER.replace("x * SCALE", "x + SCALE")
+    (first,) = start(tmp_path, usual)
     assert first[0] == "[1, 1]"
-    assert start(tmp_path) == ("[0, 0]", first[1])
-    assert start(tmp_path, lr="0.2")[0] == "[0, 0]"  # a learning rate is an input of the program
-    changed = start(tmp_path, helper=HELPER.replace("2.0", "3.0"))
-    assert changed[0] == "[1, 1]"
-    assert changed[1] != first[1]
-    assert start(tmp_path, helper=HELPER.replace("x * SCALE", "x + SCALE"))[0] == "[1, 1]"
-    assert start(tmp_path, ranks=3)[0] == "[1, 1, 1]"
-    assert start(tmp_path) == ("[0, 0]", first[1])
+    changes = [(HELPER, "0.2", "2"), (other_scale, "0.1", "2"), (other_code, "0.1", "2"), (HELPER, "0.1", "3")]
+    again, rate, scale, code, ranks, last = start(tmp_path, usual, *changes, usual)
+    assert again == last == ("[0, 0]", first[1])
+    assert rate[0] == "[0, 0]"  # a learning rate is an input of the program
+    assert (scale[0], code[0]) == ("[1, 1]", "[1, 1]")
+    assert len({first[1], rate[1], scale[1], code[1]}) == 4
+    assert ranks[0] == "[1, 1, 1]"

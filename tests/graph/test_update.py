@@ -21,13 +21,15 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _CASES = _OPTIMIZERS | {
     "SGD with momentum": ("SGD", {"momentum": 0.9}),
+    "SGD with Nesterov's momentum": ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True}),
+    "SGD with dampening": ("SGD", {"momentum": 0.9, "dampening": 0.3}),
     "Adam with amsgrad": ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
     "Adagrad from 0.5": ("Adagrad", {"initial_accumulator_value": 0.5}),
     "RMSprop centered": ("RMSprop", {"centered": True, "momentum": 0.5}),
 }
 REFUSED = {"LBFGS", "SparseAdam", "RAdam", "ASGD", "Rprop"}
 """Optimizers whose step reads tensor values, or needs sparse gradients; Rprop has states that depend on the rate."""
-OTHERWISE_FIRST = {"SGD", "SGD with momentum"}
+OTHERWISE_FIRST = {"SGD", "SGD with dampening"}
 """Optimizers without states, or with states whose first value is no number."""
 
 
@@ -91,7 +93,7 @@ def test_steps_from_the_first_on_give_the_numbers_of_eager_steps(name: str) -> N
                 optimizer.zero_grad()
                 (net(x) - torch.ones(2, 3)).square().mean().backward()
                 optimizer.step()
-        assert not static or step.recordings == (2 if name == "SGD with momentum" else 1)
+        assert not static or step.recordings == (2 if name == "SGD with dampening" else 1)
         return [p.detach() for p in net.parameters()]
 
     (ours,) = mw.simulate(lambda: steps(True), 1)

@@ -292,8 +292,10 @@ def test_dropout_drops_the_same_elements_as_one_device(mode: str, way: tuple[int
 
 def test_a_table_is_a_schedule() -> None:
     text = str(one_f_one_b(2, 4))
-    found = mw.simulate(lambda: piped((0, 1), {"schedule_mode": text, "accumulate_steps": 4}, 8), 2)
+    options = {"schedule_mode": text, "accumulate_steps": 4}
+    found = mw.simulate(lambda: piped((0, 1), options, 8, then=lambda dist: dist.recordings), 2)
     compare(found[0], alone(2, 4, 8))
+    assert [recordings for *_, recordings in found] == [1, 1]  # the states of other stages, too, exist from the start
 
 
 @pytest.mark.parametrize(

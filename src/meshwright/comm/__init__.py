@@ -29,6 +29,7 @@ from .communicators.counters import Counters
 from .communicators.current_communicator import (
     communicator_lookups,
     current_communicator,
+    get_rank,
     install_communicator,
     installed_communicator,
     using_communicator,
@@ -77,6 +78,7 @@ __all__ = [
     "communicator_lookups",
     "current_communicator",
     "first_rank_prints",
+    "get_rank",
     "init_process",
     "install_communicator",
     "installed_communicator",

@@ -53,7 +53,7 @@ from .eager.zero import ShardingStage1, ShardingStage2, ShardingStage3
 from .marks.context_parallel import context_parallel
 from .marks.default_mesh import get_mesh, init_mesh, set_mesh
 from .marks.experts import dispatch_experts
-from .marks.layers import get_rank, shard_layer
+from .marks.layers import shard_layer
 from .marks.local_map import LocalLayer, local_map
 from .marks.materialize import materialize
 from .marks.stale_parameters import refuse_stale_parameters
@@ -127,7 +127,6 @@ __all__ = [
     "explain",
     "from_torch_dtensor",
     "get_mesh",
-    "get_rank",
     "init_mesh",
     "latest_checkpoint",
     "load_checkpoint",

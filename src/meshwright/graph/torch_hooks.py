@@ -64,6 +64,9 @@ unrecorded: Callable[[], AbstractContextManager[object]] = _disable_current_mode
 no_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """Context in which the caller's dispatch modes see no calls."""
 
+is_autocast_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled")  # noqa: B009 - not in torch's stubs
+"""Function that returns whether autocast is on for any type of device."""
+
 
 def modes_on() -> tuple[Any, ...]:
     """Return the active function modes and dispatch modes of this thread, outermost first."""

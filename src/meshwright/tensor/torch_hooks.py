@@ -222,8 +222,19 @@ def compile_trace() -> symbolic_convert.InstructionTranslatorBase | None:
     return getattr(symbolic_convert.tls, "current_tx", None)
 
 
-leave_untraced: Callable[[str], None] = trace_rules.add
-"""`leave_untraced("package.name")`: `torch.compile` calls the functions of this package and never traces them."""
+def leave_untraced(packages: Iterable[str]) -> None:
+    """Let `torch.compile` call the functions of these packages and never trace them.
+
+    Torch compiles one regular expression of all names after each `add`, which takes 20 ms; here it does so once.
+    """
+    compile_expression = trace_rules._recompile_re
+    trace_rules._recompile_re = lambda: None
+    try:
+        for package in packages:
+            trace_rules.add(package)
+    finally:
+        trace_rules._recompile_re = compile_expression
+    compile_expression()
 
 
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -818,6 +829,5 @@ def offer_call(owner: object, name: str, handler: Offered) -> None:
 def _rebind(name: str, old: object, new: object) -> None:
     """Replace `old` by `new` in modules outside torch that have `old` under this name."""
     for module_name, module in list(sys.modules.items()):
-        outside = not f"{module_name}.".startswith("torch.")
-        if outside and getattr(module, "__dict__", {}).get(name) is old:
+        if getattr(module, "__dict__", {}).get(name) is old and not f"{module_name}.".startswith("torch."):
             setattr(module, name, new)

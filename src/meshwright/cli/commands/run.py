@@ -46,11 +46,11 @@ def traced(path: str | None) -> Generator[None]:
 
     The file is also written if the script leaves by `sys.exit`, but not if it fails.
     """
-    from meshwright.engine import trace_comm
-
     if path is None:
         yield
         return
+    from meshwright.engine import trace_comm
+
     left: SystemExit | None = None
     with trace_comm() as trace:
         try:

@@ -52,6 +52,11 @@ def current_communicator() -> Communicator:
     return communicator
 
 
+def get_rank() -> int:
+    """Return the number of this rank in the world."""
+    return current_communicator().rank
+
+
 @contextmanager
 def using_communicator(communicator: Communicator) -> Generator[Communicator]:
     """Use `communicator` as the calling thread's communicator inside the block."""

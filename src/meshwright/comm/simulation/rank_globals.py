@@ -34,10 +34,17 @@ _STATELESS = ("torch", "numpy", "sympy", __name__.partition(".")[0])
 
 
 class RankGlobal:
-    """A global or a class attribute that has one value for each rank."""
+    """A global or a class attribute that has one value for each rank. A second search finds equal slots."""
 
     def __init__(self, holder: ModuleType | type, name: str) -> None:
         self.holder, self.name = holder, name
+
+    def __eq__(self, other: object) -> bool:
+        same_type = isinstance(other, RankGlobal) and type(other) is type(self)
+        return same_type and other.holder is self.holder and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash((id(self.holder), self.name))
 
     def read(self) -> Any:
         return vars(self.holder).get(self.name, _MISSING)
@@ -73,15 +80,33 @@ _found: dict[str, tuple[object, list[RankGlobal]]] = {}
 """Name of a module → the fingerprint of the module when it was searched, and the slots found in it."""
 
 
-def slots() -> list[RankGlobal]:
-    """Return every slot of the modules that are loaded now; a module is searched again if its fingerprint changed."""
-    found: list[RankGlobal] = []
-    for name, module in list(sys.modules.items()):
-        looks = _looks_of(name, module)
-        if _found.get(name, (None,))[0] != looks:
-            _found[name] = (looks, list(_slots_of(name, module)))
-        found += _found[name][1]
-    return found
+class _LoadedModules:
+    """The modules of the last search. While the same ones are loaded, only the program's own are looked at again."""
+
+    def __init__(self) -> None:
+        self._modules: list[tuple[str, ModuleType]] = []
+        self._own: list[tuple[str, ModuleType]] = []
+        self._of_libraries: list[RankGlobal] = []
+
+    def slots(self) -> list[RankGlobal]:
+        """Return every slot of the modules that are loaded now."""
+        modules = list(sys.modules.items())
+        if modules != self._modules:  # thousands of modules: Python compares identical ones fast
+            self._modules = modules
+            self._own = [each for each in modules if not _is_constant(*each)]
+            self._of_libraries = [slot for each in modules if _is_constant(*each) for slot in _slots_now(*each)]
+        return [*self._of_libraries, *(slot for each in self._own for slot in _slots_now(*each))]
+
+
+_loaded = _LoadedModules()
+
+
+def _slots_now(name: str, module: ModuleType) -> list[RankGlobal]:
+    """Return the slots of a module, which is searched again if its fingerprint changed."""
+    looks = _looks_of(name, module)
+    if _found.get(name, (None,))[0] != looks:
+        _found[name] = (looks, list(_slots_of(name, module)))
+    return _found[name][1]
 
 
 def is_of_program(name: str) -> bool:
@@ -92,9 +117,12 @@ def is_of_program(name: str) -> bool:
 
 def _looks_of(name: str, module: ModuleType) -> object:
     """Return a fingerprint of the members of a module; the members of a library's module count as constant."""
-    if name != "__main__" and _is_of_library(name, module):
-        return id(module)
-    return frozenset(map(id, vars(module).values()))
+    return id(module) if _is_constant(name, module) else frozenset(map(id, vars(module).values()))
+
+
+def _is_constant(name: str, module: ModuleType) -> bool:
+    """True for a library's module, whose members are searched once."""
+    return name != "__main__" and _is_of_library(name, module)
 
 
 def _is_of_library(name: str, module: ModuleType) -> bool:
@@ -194,7 +222,7 @@ class RankGlobals:
         """Add the slots of modules loaded since the last search; every rank starts with the value of `first(slot)`."""
         self._loaded = len(sys.modules)
         known = set(self._slots)
-        self._slots = slots()
+        self._slots = _loaded.slots()
         for slot in self._slots:
             if slot not in known:
                 value = first(slot)

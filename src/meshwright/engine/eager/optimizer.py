@@ -57,6 +57,26 @@ def shard_optimizer(
         _hook(optimizer, around)
     if isinstance(shard_fn, (ShardingStage1, ShardingStage2, ShardingStage3)):
         shard_fn = None
+    if shard_fn is None:
+        _register(optimizer, _lay_like_parameters, _lay_like_parameters)
+    else:
+        _lay_by(optimizer, shard_fn)
+    return optimizer
+
+
+def _lay_like_parameters(of: Optimizer, *_: object) -> None:
+    """Give the states of an optimizer the layouts of their parameters.
+
+    This hook runs no user code, and has no closure. So the guards trust it: the step of an optimizer with this hook is
+    recorded like that of a plain one.
+    """
+    for parameter, state in of.state.items():
+        if isinstance(parameter, DistTensor):
+            _distribute_state(parameter, state, None, set())
+
+
+def _lay_by(optimizer: Optimizer, shard_fn: StateFn) -> None:
+    """Give the states of an optimizer the layouts that the user's function chooses, now and after steps and loads."""
     asked: set[tuple[int, str]] = set()
 
     def lay(of: Optimizer, *_: object) -> None:
@@ -69,11 +89,15 @@ def shard_optimizer(
         asked.clear()
         lay(optimizer)
 
+    _register(optimizer, lay, lay_again)
+
+
+def _register(optimizer: Optimizer, lay: Callable[[Any], None], lay_again: Callable[[Any], None]) -> None:
+    """Lay out the states now, after steps and after loads."""
     _STATE_LAYOUTS[optimizer] = lay
     optimizer.register_step_post_hook(lay)
     optimizer.register_load_state_dict_post_hook(lay_again)
     lay(optimizer)
-    return optimizer
 
 
 def replace_parameters(optimizer: Optimizer, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -87,20 +111,23 @@ def replace_parameters(optimizer: Optimizer, before: Mapping[str, Tensor], after
 
 
 def _hook(optimizer: Optimizer, around: MasterWeightsAndOffload) -> None:
-    """Register the work around the steps of this optimizer, but not of copies of it, whose steps are recorded."""
-
-    def before(of: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if of is optimizer:
-            around.before(of, args, kwargs)
-
-    def behind(of: Optimizer, *_: object) -> None:
-        if of is optimizer:
-            around.behind(of)
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(behind)
+    """Register the work around the steps of this optimizer."""
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_behind_step)
     optimizer.register_load_state_dict_pre_hook(around.note_loaded)
     optimizer.register_load_state_dict_post_hook(around.put_loaded)
+
+
+def _before_step(of: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Do the work before a step of an optimizer, but not of a copy of it, whose step is recorded."""
+    if of in _STEP_WORK:
+        _STEP_WORK[of].before(of, args, kwargs)
+
+
+def _behind_step(of: Optimizer, *_: object) -> None:
+    """Do the work behind a step of an optimizer, but not of a copy of it, whose step is recorded."""
+    if of in _STEP_WORK:
+        _STEP_WORK[of].behind(of)
 
 
 def distribute_states(optimizer: Optimizer, parameter: Tensor, states: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import current_communicator
 from meshwright.layout import ProcessMesh
 from meshwright.tensor import DistTensor, TraceError
 
@@ -19,11 +18,6 @@ from .tensors import shard_tensor
 ShardFn = Callable[[str, nn.Module, ProcessMesh], None]
 Slot = tuple[dict[str, Any], str, Tensor]
 """The slot of a tensor in a module: its table of parameters or buffers, its name, and the tensor."""
-
-
-def get_rank() -> int:
-    """Number of this rank in the world."""
-    return current_communicator().rank
 
 
 def shard_layer(

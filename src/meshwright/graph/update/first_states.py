@@ -2,13 +2,16 @@
 
 The first step of most optimizers fills new states with a number, and then does the same as every later step. To check
 this, two recordings are compared, one without states and one with states. From the results backward both must be equal,
-except for values that the second recording reads from states and the first one fills with a number.
+except for values that the second recording reads from states and the first one fills with a number. A state that the
+second recording only scales, to add a value to it, may be 0 if the first one takes the value alone: so does SGD with
+momentum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -67,7 +70,10 @@ def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) ->
         if given is None:
             operands = _operand_pairs(first.producers.get(a), again.producers[b], a, b)
             if operands is None:
-                return None
+                state, operands = _added_to_zero(first, again, a, b)
+                given = inputs.get(state)
+                if given is None or not _is_state_of(given, states) or numbers.setdefault(given.source, 0.0) != 0:
+                    return None
             todo += operands
         elif _is_state_of(given, states):
             number = _number_in(first, first_inputs, a)
@@ -75,7 +81,12 @@ def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) ->
                 return None
         elif not _is_same_input(first_inputs.get(a), given):
             return None
-    return numbers
+    return {key: 0.0 for key, v in states.items() if _is_empty(v)} | numbers
+
+
+def _is_empty(v: Value) -> bool:
+    """True for a value without elements, such as a state of a parameter on another stage: any number fills it."""
+    return v.is_tensor and 0 in v.sizes
 
 
 def _results(first: Program, again: Program, states: Mapping[Any, Any]) -> list[Pair]:
@@ -106,6 +117,31 @@ def _operand_pairs(x: Node | None, y: Node, a: Value, b: Value) -> list[Pair] | 
     return pairs if same else None
 
 
+def _added_to_zero(first: Program, again: Program, a: Value, b: Value) -> tuple[Value | None, list[Pair]]:
+    """Return the input that must be 0 so that `b` is another value alone, and the pair of `a` and this value.
+
+    Returns None and no pairs if `b` is no sum of a value and a multiple of an input.
+    """
+    node = again.producers[b]
+    if node.op != aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.ins) != 2:
+        return None, []
+    scaled, added = node.ins
+    if (a.dtype, a.shape) != (b.dtype, b.shape) or (added.dtype, added.shape) != (b.dtype, b.shape):
+        return None, []
+    while (maker := again.producers.get(scaled)) is not None and _is_multiple(maker):
+        (scaled,) = maker.ins
+    while (maker := first.producers.get(a)) is not None and maker.op in _COPYING:
+        (a,) = maker.ins
+    return scaled, [(a, added)]
+
+
+def _is_multiple(node: Node) -> bool:
+    """True for the product of a tensor and a finite number."""
+    if node.op != aten.mul.Tensor or len(node.ins) != 1:
+        return False
+    return isinstance(node.args[1], (int, float)) and isfinite(node.args[1])
+
+
 def _append_pairs(a: TorchValue, b: TorchValue, pairs: list[Pair]) -> bool:
     """Append the pairs of values in two trees to `pairs`; False if the trees differ otherwise."""
     if isinstance(a, Value) and isinstance(b, Value):
@@ -128,8 +164,10 @@ def _is_same_input(a: Input | None, b: Input) -> bool:
     return a.source == b.source if a.role == "number" else a.name == b.name
 
 
+_COPYING = {aten.clone.default, aten.detach.default, aten.alias.default}
+"""Operators whose result equals the operand."""
 _PASSING = {
-    *(aten.clone.default, aten.detach.default, aten.alias.default, aten.contiguous.default, aten._to_copy.default),
+    *(*_COPYING, aten.contiguous.default, aten._to_copy.default),
     *(aten.view.default, aten.reshape.default, aten.expand.default, aten.t.default, aten.lift_fresh.default),
 }
 """Operators whose result is filled with the number that fills the operand."""
@@ -145,6 +183,8 @@ _PLACES: dict[Any, int] = {aten.full.default: 1, aten.full_like.default: 1, aten
 def _number_in(program: Program, inputs: Mapping[Value, Input], v: Value) -> float | None:
     """Return the number that fills a value, or None if it is unknown."""
     node = program.producers.get(v)
+    if node is not None and node.op == aten.empty.memory_format and _is_empty(v):
+        return 0.0
     if node is None:
         source = inputs[v].source
         return _number_of(source) if isinstance(source, Tensor) else None

@@ -91,6 +91,6 @@ def leave_alone() -> None:
 
 
 setattr(DistTensor, _NAME, _StaticAddress())
-for _package in pkgutil.iter_modules([str(Path(__file__).parents[2])]):
-    if _package.name != "models":  # models are what users compile
-        leave_untraced(f"{__name__.partition('.')[0]}.{_package.name}")
+_PACKAGES = [package.name for package in pkgutil.iter_modules([str(Path(__file__).parents[2])])]
+leave_untraced(f"{__name__.partition('.')[0]}.{name}" for name in _PACKAGES if name != "models")
+# models are what users compile
