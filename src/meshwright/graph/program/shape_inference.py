@@ -63,7 +63,9 @@ _INFERRED: Cache[Hashable, TorchValue] = Cache(8192)
 """Operator and types of its arguments → the values of an earlier call."""
 
 
-def _run_on_fake_tensors(op: Op, args: TorchValue, kwargs: Mapping[str, TorchValue]) -> TorchValue:
+def _run_on_fake_tensors(
+    op: Callable[..., TorchValue], args: TorchValue, kwargs: Mapping[str, TorchValue]
+) -> TorchValue:
     with no_modes(), imagining(FakeMode(shape_env=world_of(args))), torch.no_grad():
         fake_args, fake_kwargs = map_values(fake_argument, (args, dict(kwargs)))
         return op(*fake_args, **fake_kwargs)
