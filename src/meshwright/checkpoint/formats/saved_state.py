@@ -163,15 +163,22 @@ def _first_difference(one: JsonValue, other: JsonValue, at: str = "") -> tuple[s
     >>> _first_difference({"dict": [["lr", 0.1], ["step", 3]]}, {"dict": [["lr", 0.1], ["step", 4]]})
     ('[step]', 3, 4)
     """
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        pairs = [(n, a, b) for n, (a, b) in enumerate(zip(one, other, strict=True))]
-    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() == {"dict"}:
-        if [key for key, _ in one["dict"]] != [key for key, _ in other["dict"]]:
-            return at, [key for key, _ in one["dict"]], [key for key, _ in other["dict"]]
-        pairs = [(key, a, b) for (key, a), (_, b) in zip(one["dict"], other["dict"], strict=True)]
-    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() == {"tuple"}:
-        return _first_difference(one["tuple"], other["tuple"], at)
-    else:
+    first, second = _items(one), _items(other)
+    if first is None or second is None:
         return at, one, other
-    place, a, b = next((key, a, b) for key, a, b in pairs if a != b)
-    return _first_difference(a, b, f"{at}[{place}]")
+    if [key for key, _ in first] != [key for key, _ in second]:
+        return at, [key for key, _ in first], [key for key, _ in second]
+    differing = ((key, a, b) for (key, a), (_, b) in zip(first, second, strict=True) if a != b)
+    found = next(differing, None)  # None for a tuple and a list of the same items
+    return (at, one, other) if found is None else _first_difference(*found[1:], f"{at}[{found[0]}]")
+
+
+def _items(value: JsonValue) -> list[tuple[object, JsonValue]] | None:
+    """Return the items of a list, a tuple or a dict in JSON, with their indices or keys; None for any other value."""
+    if isinstance(value, list):
+        return list(enumerate(value))
+    if not isinstance(value, dict):
+        return None
+    if value.keys() == {"tuple"}:
+        return _items(value["tuple"])
+    return [(key, item) for key, item in value["dict"]] if value.keys() == {"dict"} else None

@@ -10,7 +10,7 @@ momentum.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -56,32 +56,65 @@ def _is_state_of(given: Input, states: Mapping[tuple[str, str], Any]) -> bool:
     return given.role == "state" and given.source in states
 
 
+@dataclass(slots=True)
+class _Comparison:
+    """The comparison of two recordings, and the number that each state must be filled with so that they agree."""
+
+    first: Program
+    again: Program
+    states: Mapping[Any, Any]
+    numbers: dict[Any, float] = field(default_factory=dict[Any, float])
+    first_inputs: dict[Value, Input] = field(init=False)
+    inputs: dict[Value, Input] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_inputs = {i.value: i for i in self.first.inputs}
+        self.inputs = {i.value: i for i in self.again.inputs}
+
+    def agrees(self) -> bool:
+        """True if the results of both recordings agree; adds the numbers of states."""
+        todo, done = _results(self.first, self.again, self.states), set[Pair]()
+        while todo:
+            pair = todo.pop()
+            if pair in done:
+                continue
+            done.add(pair)
+            operands = self._operands_of(*pair)
+            if operands is None:
+                return False
+            todo += operands
+        return True
+
+    def _operands_of(self, a: Value, b: Value) -> list[Pair] | None:
+        """Return the pairs that must agree so that `a` of the first recording and `b` agree; None if they differ."""
+        given = self.inputs.get(b)
+        if given is None:
+            found = _operand_pairs(self.first.producers.get(a), self.again.producers[b], a, b)
+            return self._operands_of_sum(a, b) if found is None else found
+        if _is_state_of(given, self.states):
+            number = _number_in(self.first, self.first_inputs, a)
+            return [] if a.dtype == b.dtype and self._fill(given, number) else None
+        return [] if _is_same_input(self.first_inputs.get(a), given) else None
+
+    def _operands_of_sum(self, a: Value, b: Value) -> list[Pair] | None:
+        """Return the pair that must agree if `b` adds a multiple of a state, which is then 0; None for other nodes."""
+        state, operands = _added_to_zero(self.first, self.again, a, b)
+        given = None if state is None else self.inputs.get(state)
+        return operands if given is not None and self._fill(given, 0.0) else None
+
+    def _fill(self, given: Input, number: float | None) -> bool:
+        """Note the number that fills a state; False if it is no state, or needs another number too."""
+        if number is None or not _is_state_of(given, self.states):
+            return False
+        return self.numbers.setdefault(given.source, number) == number
+
+
 def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) -> dict[Any, float] | None:
     """Return the number that each state is filled with; None if the recordings differ."""
-    first_inputs, inputs = {i.value: i for i in first.inputs}, {i.value: i for i in again.inputs}
-    todo, done, numbers = _results(first, again, states), set[Pair](), dict[Any, float]()
-    while todo:
-        pair = todo.pop()
-        if pair in done:
-            continue
-        done.add(pair)
-        a, b = pair
-        given = inputs.get(b)
-        if given is None:
-            operands = _operand_pairs(first.producers.get(a), again.producers[b], a, b)
-            if operands is None:
-                state, operands = _added_to_zero(first, again, a, b)
-                given = None if state is None else inputs.get(state)
-                if given is None or not _is_state_of(given, states) or numbers.setdefault(given.source, 0.0) != 0:
-                    return None
-            todo += operands
-        elif _is_state_of(given, states):
-            number = _number_in(first, first_inputs, a)
-            if number is None or a.dtype != b.dtype or numbers.setdefault(given.source, number) != number:
-                return None
-        elif not _is_same_input(first_inputs.get(a), given):
-            return None
-    return {key: 0.0 for key, v in states.items() if _is_empty(v)} | numbers
+    compared = _Comparison(first, again, states)
+    if not compared.agrees():
+        return None
+    return {key: 0.0 for key, v in states.items() if _is_empty(v)} | compared.numbers
 
 
 def _is_empty(v: Value) -> bool:

@@ -210,16 +210,18 @@ def _operands_to_copy(call: _Call, reads_first: bool) -> list[int]:
     with no_interception(), torch.no_grad():
         target = call.target()
         others = [(x, call.stand_ins[id(x)]) for x in call.at[1:]]
-        others = [(x, t) for x, t in others if _ranges_meet(target, t)]
-        alike = [_is_same(target, t) for _, t in others]
-        if (not others and 0 not in target.stride()) or (others and all(alike) and is_elementwise(call.func)):
+        others = [(x, t, _is_same(target, t)) for x, t in others if _ranges_meet(target, t)]
+        if _is_harmless(call, target, [same for *_, same in others]):
             return []
-        error = call.error_of_torch() if _may_raise(target, [t for _, t in others]) else None
+        error = call.error_of_torch() if _may_raise(target, [t for _, t, _ in others]) else None
         if error is not None:
             raise _overlap_error(call, error)
-        if reads_first:
-            return []
-        return [id(x) for (x, t), same in zip(others, alike, strict=True) if _is_copied(call, target, t, same)]
+        return [] if reads_first else [id(x) for x, t, same in others if _is_copied(call, target, t, same)]
+
+
+def _is_harmless(call: _Call, target: Tensor, alike: Sequence[bool]) -> bool:
+    """True if the written elements are distinct, or all operands with common memory are read at the same places."""
+    return all(alike) and is_elementwise(call.func) if alike else 0 not in target.stride()
 
 
 def _is_copied(call: _Call, target: Tensor, other: Tensor, same: bool) -> bool:
