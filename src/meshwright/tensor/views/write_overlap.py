@@ -209,14 +209,19 @@ def _operands_to_copy(call: _Call, reads_first: bool) -> list[int]:
     """
     with no_interception(), torch.no_grad():
         target = call.target()
-        others = [(x, call.stand_ins[id(x)]) for x in call.at[1:]]
-        others = [(x, t, _is_same(target, t)) for x, t in others if _ranges_meet(target, t)]
+        others = _meeting(call, target)
         if _is_harmless(call, target, [same for *_, same in others]):
             return []
         error = call.error_of_torch() if _may_raise(target, [t for _, t, _ in others]) else None
         if error is not None:
             raise _overlap_error(call, error)
         return [] if reads_first else [id(x) for x, t, same in others if _is_copied(call, target, t, same)]
+
+
+def _meeting(call: _Call, target: Tensor) -> list[tuple[DistTensor, Tensor, bool]]:
+    """Return the operands near the written elements, their stand-ins, and whether these are the written elements."""
+    others = [(x, call.stand_ins[id(x)]) for x in call.at[1:]]
+    return [(x, t, _is_same(target, t)) for x, t in others if _ranges_meet(target, t)]
 
 
 def _is_harmless(call: _Call, target: Tensor, alike: Sequence[bool]) -> bool:
