@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright as mw
 from meshwright.tensor import local_parts
 from meshwright.tensor.core.capture_marks import capturing
+from meshwright.tensor.core.dist_tensor import DistTensor, change_class
+from meshwright.tensor.handlers.direct_attributes import FREQUENT, OPERATORS
 from meshwright.tensor.planning.call_plan import _hinted
 
 MESH = mw.ProcessMesh([[0], [1]], ["dp", "tp"])
@@ -97,6 +99,55 @@ def test_an_operand_that_is_plain_or_named_is_found_at_once() -> None:
     for times, norm in mw.simulate(go, 2):
         assert times <= 30
         assert norm <= 60
+
+
+DIRECT = (
+    *("x.backward()", "x.chunk(2)", "x.contiguous()", "x.cumsum(0)", "x.expand(2, 3)", "x.flatten()", "x.mean()"),
+    *("x.permute(1, 0)", "x.repeat(2, 1)", "x.reshape(3, 2)", "x.softmax(-1)", "x.split(1)", "x.squeeze()", "x.sum()"),
+    *("x.transpose(0, 1)", "x.unflatten(0, (1, 2))", "x.unsqueeze(0)", "x.view(6)"),
+    *("x + x", "x - 1", "x * 2.0", "x @ x"),
+)
+
+
+class Recorded(Tensor):
+    """A tensor of a class that torch finds by its own search for overrides."""
+
+    functions: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.functions.append(func)
+
+
+def test_a_call_without_torchs_search_for_overrides_passes_the_function_that_torch_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans and handlers are found by this function, and some methods and operators name it themselves."""
+    names = {call[2:].split("(")[0] for call in DIRECT if call.endswith(")")}
+    assert names == set(FREQUENT)
+    assert len(DIRECT) == len(FREQUENT) + len(OPERATORS)
+    part = mw.simulate(lambda: mw.shard_tensor(torch.randn(2, 3), MESH, []), 2)[0]
+    found: list[Any] = []
+    monkeypatch.setattr(DistTensor, "__torch_function__", lambda func, *rest: found.append(func))
+    other = change_class(torch.randn(2, 3), Recorded)
+    for call in DIRECT:
+        eval(call, {"x": part})
+        eval(call, {"x": other})
+        assert found[-1] is Recorded.functions[-1], call
+    assert len(found) == len(DIRECT)
+
+
+def test_a_known_call_makes_few_calls() -> None:
+    """The bounds are the numbers of this version; more calls make the eager mode slower."""
+
+    def go() -> tuple[int, int]:
+        x = mw.shard_tensor(torch.randn(4, 6), MESH, [])
+        w = mw.shard_tensor(torch.randn(6, 6, requires_grad=True), MESH, [mw.Shard(1)])
+        return count(lambda: x + F.linear(x, w)), count(lambda: x.unflatten(-1, (2, -1)))
+
+    for reduced, unflattened in mw.simulate(go, 2):
+        assert reduced <= 110
+        assert unflattened <= 23
 
 
 def test_a_call_with_floats_among_its_arguments_is_known_too() -> None:

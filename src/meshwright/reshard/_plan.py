@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from meshwright.layout import Dim, Layout, Spec, axes_of
@@ -22,6 +23,10 @@ from ._steps import AllToAll, Collective, ConversionStep, Exchange, Relabel, Vie
 Price = Callable[[ConversionStep, Spec], float]
 """Function that returns the cost of a step for a tensor with the given spec."""
 SMALL_MESH = 64
+
+
+RankActions: TypeAlias = tuple[tuple[int, ...], torch.dtype, tuple[Action, ...]]
+"""Shape and dtype of a rank's part of the source, and the functions of a local tensor and a communicator to apply."""
 
 
 class Purpose(NamedTuple):
@@ -46,7 +51,7 @@ class ConversionPlan:
     dst: Spec
     steps: tuple[ConversionStep, ...]
     purpose: Purpose | None = field(default=None, compare=False, repr=False)
-    _actions: dict[int, tuple[Action, ...]] = field(default_factory=dict[int, tuple[Action, ...]], compare=False)
+    _of_rank: dict[int, RankActions] = field(default_factory=dict[int, RankActions], compare=False)
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:
@@ -79,11 +84,12 @@ class ConversionPlan:
         """Return the bytes that `rank` receives from others."""
         return sum(step.received(x, rank) for step, x in self.walk() if rank in x.mesh or isinstance(step, Exchange))
 
-    def actions(self, rank: int) -> tuple[Action, ...]:
-        """Return the actions of `rank`: functions of a local tensor and a communicator, built once."""
-        found = self._actions.get(rank)
+    def of_rank(self, rank: int) -> RankActions:
+        """Return the shape and the dtype of the part of `rank`, and its actions, built once."""
+        found = self._of_rank.get(rank)
         if found is None:
-            found = self._actions[rank] = compile_plan(self.steps, self.specs, rank)
+            actions = compile_plan(self.steps, self.specs, rank)
+            found = self._of_rank[rank] = self.src.local_shape(rank), self.src.dtype, actions
         return found
 
     def __repr__(self) -> str:
@@ -217,9 +223,10 @@ def execute(plan: ConversionPlan, local: Tensor, communicator: Mover) -> Tensor:
         ReshardError: `local` does not match the source spec.
     """
     rank = communicator.rank
-    if local.shape != plan.src.local_shape(rank) or local.dtype is not plan.src.dtype:
+    shape, dtype, actions = plan.of_rank(rank)
+    if local.shape != shape or local.dtype is not dtype:
         raise _wrong_part(plan, local, rank)
-    for act in plan.actions(rank):
+    for act in actions:
         local = act(local, communicator)
     return local
 

@@ -67,6 +67,9 @@ interception: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_E
 interception_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 """False inside `no_interception` and `call_plain`, where a DistTensor must behave as its local part."""
 
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Switch grad mode on or off; `torch.set_grad_enabled` is a class that also restores it."""
+
 backward_running: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that this thread is in, -1 outside of one."""
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.layout import ProcessMesh, Spec
+from meshwright.layout import Cache, ProcessMesh, Spec
 from meshwright.reshard import ConversionPlan, execute
 
 from .._errors import CallError, DeadlockError, wrong_message_error
@@ -75,6 +75,7 @@ class Communicator(ABC):
         self.size = size
         self.seen = Counters()
         self._known_groups: set[Group] = set()
+        self._reductions = Cache[tuple[str, torch.dtype, Shape, Group], tuple[CommCall, int]](1024)
         self._to_self: dict[int, deque[tuple[str, Tensor]]] = {}
 
     def __repr__(self) -> str:
@@ -112,8 +113,12 @@ class Communicator(ABC):
 
         With `over` the caller gives up `x`: the result may share its memory.
         """
-        self._check_group(group)
-        call, received = _reduction(op, x.dtype, x.shape, group)
+        key = op, x.dtype, x.shape, group
+        found = self._reductions.get(key)
+        if found is None:
+            self._check_group(group)
+            found = self._reductions[key] = _reduction(*key)
+        call, received = found
         if len(group) == 1:
             return reduce_terms((x,), op)
         with self.seen.note(call, received):

@@ -61,8 +61,9 @@ class Counters:
 
     def note(self, call: CommCall, received: int) -> AbstractContextManager[None]:
         """Count a call by which the rank receives this number of bytes; the call runs inside the returned context."""
-        self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
-        self.received[call.kind] = self.received.get(call.kind, 0) + received
+        kind = call.kind
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        self.received[kind] = self.received.get(kind, 0) + received
         return _ListenedCall([listener(call, received) for listener in self._listeners]) if self._listeners else _UNTOLD
 
     def doing(self, kind: str, name: str) -> AbstractContextManager[None]:

@@ -262,13 +262,13 @@ def _read_gradient(x: DistTensor) -> Tensor | None:
 
 
 def _write_gradient(x: DistTensor, grad: TorchValue) -> None:
-    if not interception_on():
-        _SET_PLAIN(x, grad)
-    elif grad is None:
+    if grad is None:
         forget(x)
         call_plain(_SET_PLAIN, _TYPES, (x, None), _NOTHING)
-    else:
+    elif interception_on():
         _set_grad(_SET_PLAIN, _TYPES, (x, grad), _NOTHING)
+    else:
+        _SET_PLAIN(x, grad)
 
 
 _NOTHING: dict[str, TorchValue] = {}

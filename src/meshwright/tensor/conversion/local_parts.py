@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from meshwright.layout import ProcessMesh, Spec, replicated
 
@@ -26,10 +25,12 @@ def shared_move(x: Tensor, how: Move, exact: bool = True) -> Tensor:
     """
     if how.is_trivial:
         return x
-    if not isinstance(x, DistTensor) or not (torch.is_grad_enabled() and wants_grad(x)):
+    if not isinstance(x, DistTensor) or not is_grad_enabled():
         return note_move(how(x), x, how, exact)
-    if is_leaf(x):
-        return note_alias(defer_reduction(x, how), x) if how.is_relabel else note_move(how(x), x, how, exact)
+    if is_leaf(x):  # a tensor that needs no gradient is a leaf, too
+        if how.is_relabel and wants_grad(x):
+            return note_alias(defer_reduction(x, how), x)
+        return note_move(how(x), x, how, exact)
     held: Any = x.__dict__
     found = held.get("_shared")
     if found is not None and found[0] is how and found[1] == x._version:

@@ -99,11 +99,12 @@ class _Copy(_Note):
         source, storage = self.source(), self.storage()
         if self.follows and source is not None and source.untyped_storage() is not storage:
             self.look(source)
-            copy.data = plain_view(self.how(source.detach()))
+            with torch.no_grad():
+                copy.data = plain_view(self.how(source.detach()))
         elif storage is not None and other_writes(storage, self.version) != self.others:
             self.others = other_writes(storage, self.version)
             now = torch.empty(0, dtype=copy.dtype, device=copy.device).set_(storage, *self.geometry)
-            with unwritten(copy):
+            with unwritten(copy), torch.no_grad():
                 copy.copy_(self.how(now))
 
 
@@ -215,7 +216,7 @@ def keep_up() -> None:
     notes = _state.notes
     if not notes or backward_running() != -1:
         return
-    with no_interception(), torch.no_grad():
+    with no_interception():
         for key, note in list(notes.items()):
             if not note.keep_up():
                 notes.pop(key, None)

@@ -61,6 +61,11 @@ def follow(on: bool = True) -> None:
     DistTensor.__torch_function__ = function  # pyright: ignore[reportAttributeAccessIssue] - both take a class first
 
 
+def is_numbering() -> bool:
+    """True if calls are numbered in this process."""
+    return _Numbering.on
+
+
 T = TypeVar("T", bound=DistTensor)
 
 

@@ -81,12 +81,7 @@ class DistTensor(Tensor):
     ) -> TorchValue:
         if transforming() or modes_active() or jit_tracing():
             return DistTensor._observed(func, types, args, kwargs)
-        if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
-            key = func, args[0]._spec, args[1]._spec  # the most frequent signature, without a call
-        else:
-            key = None if kwargs else _short_signature(func, args)
-            if key is None:
-                key = signature(func, args, kwargs)
+        key = signature(func, args, kwargs) if kwargs else _short_signature(func, args)
         plan = PLANS.get(key)
         if plan is not None:
             return plan(func, types, args, kwargs)
@@ -242,28 +237,31 @@ def plain_view(x: Tensor) -> Tensor:
 
 
 _MARKS: dict[type, Hashable] = {float: float, complex: complex}
+_INTEGERS = frozenset({int})
 
 
 def _short_signature(func: TorchFunction, args: Arguments) -> Signature | None:
-    """Return the signature of a call of one to three distributed tensors and integers; None for another call."""
+    """Return `signature(func, args, None)`, fast for one to three distributed tensors, integers and a last None."""
     count = len(args)
-    if not 0 < count < 4 or type(args[0]) is not DistTensor:
-        return None
-    if count == 1:
-        return func, args[0]._spec
-    b = args[1]
-    if type(b) is DistTensor:
-        b = b._spec
-    elif b is not None and type(b) is not int:
-        return None
     if count == 2:
-        return func, args[0]._spec, b
-    c = args[2]
-    if type(c) is DistTensor:
-        c = c._spec
-    elif c is not None and type(c) is not int:
-        return None
-    return func, args[0]._spec, b, c
+        a, b = args
+        if type(a) is DistTensor:
+            kind = type(b)
+            if kind is DistTensor:
+                return func, a._spec, b._spec
+            if kind is int:
+                return func, a._spec, b
+    elif count == 3:
+        a, b, c = args
+        if type(a) is DistTensor and (c is None or type(c) is int):
+            kind = type(b)
+            if kind is DistTensor:
+                return func, a._spec, b._spec, c
+            if kind is int:
+                return func, a._spec, b, c
+    elif count == 1 and type(args[0]) is DistTensor:
+        return func, args[0]._spec
+    return signature(func, args, None)
 
 
 def signature(func: TorchFunction, args: Sequence[TorchValue], kwargs: NamedArguments | None) -> Signature | None:
@@ -271,22 +269,26 @@ def signature(func: TorchFunction, args: Sequence[TorchValue], kwargs: NamedArgu
 
     Floats count by their type: a learning rate that changes every step is one signature.
     """
+    parts: list[Hashable] = [func]
+    if kwargs:
+        parts.append(tuple(kwargs))
+        args = (*args, *kwargs.values())
     try:
-        parts: list[Hashable] = [func]
-        for a in args:
-            kind = type(a)
+        for value in args:
+            kind = type(value)
             if kind is DistTensor:
-                parts.append(a._spec)
-            elif kind is int or kind is str or a is None:
-                parts.append(a)
+                parts.append(value._spec)
+            elif kind is int or kind is str or value is None:
+                parts.append(value)
+            elif kind is float:
+                parts.append(float)
+            elif kind is tuple and _INTEGERS.issuperset(map(type, value)):
+                parts.append((tuple, *value))
             else:
-                parts.append(_mark(a))
-        if kwargs:
-            for k, v in kwargs.items():
-                parts += [k, _mark(v)]
-        return tuple(parts)
+                parts.append(_mark(value))
     except _NoSignature:
         return None
+    return tuple(parts)
 
 
 class _NoSignature(Exception):
@@ -299,14 +301,14 @@ def _mark(value: TorchValue) -> Hashable:
         return value._spec
     if kind is int or kind is str or value is None:
         return value
+    if kind is list or kind is tuple or kind is torch.Size:
+        return (kind, *value) if _INTEGERS.issuperset(map(type, value)) else (kind, *map(_mark, value))
     if kind is Tensor:
         return _mark_tensor(value)
     if kind in _MARKS:
         return _MARKS[kind]
     if kind is bool:
         return (bool, value)
-    if kind is list or kind is tuple or kind is torch.Size:
-        return (kind, *[_mark(v) for v in value])
     if kind is slice:
         return (slice, _mark(value.start), _mark(value.stop), _mark(value.step))
     return _mark_other(value)

@@ -93,10 +93,10 @@ class OneResultCall(CallPlan):
 
 @dataclass(frozen=True, slots=True)
 class UnsettledCall(CallPlan):
-    """A direct call of distributed tensors with one result, before its first results were checked."""
+    """A call with one result, before its first results were checked."""
 
-    checked: DirectCall
-    unchecked: OneResultCall
+    checked: DirectCall | PositionalOperands
+    unchecked: OneResultCall | OneConvertedOperand
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         plan = self.unchecked if self.checked.requirements.is_plain else self.checked
@@ -114,9 +114,7 @@ def plan_direct(
 ) -> CallPlan:
     """Return the plan of a call that is correct on local tensors; `out` is its captured result."""
     plan = DirectCall(outs, requirements, flat=not kwargs and _tensor_places(args, kwargs) is not None)
-    if not isinstance(out, Tensor) or any(not isinstance(t, DistTensor) for t in tensors_in(args)):
-        return plan
-    return UnsettledCall(plan, OneResultCall(outs[0]))
+    return UnsettledCall(plan, OneResultCall(outs[0])) if _has_one_result(out, args) else plan
 
 
 def _stamp_all(out: TorchValue, specs: Sequence[Spec]) -> TorchValue:
@@ -138,21 +136,36 @@ def plan_step(step: Step, func: TorchFunction, args: TorchValue, kwargs: TorchVa
     if step.direct and not step.moves:
         return plan_direct(step.outs, step.node.out, args, kwargs, requirements)
     if step.direct:
-        return _plan_converted(step, places, kwargs, requirements)
+        return _plan_converted(step, places, args, kwargs, requirements)
     if not step.moves and step.broken is None and func in _SIZED and type(args[0]) is DistTensor:
         return SizedCall(step.outs[0], _SIZED[func], requirements, _finisher(step))
     return LocalForm(step, places, requirements, _finisher(step), _in_float32(step))
 
 
 def _plan_converted(
-    step: Step, places: tuple[int, ...] | None, kwargs: TorchValue, requirements: ResultRequirements
+    step: Step,
+    places: tuple[int, ...] | None,
+    args: TorchValue,
+    kwargs: TorchValue,
+    requirements: ResultRequirements,
 ) -> CallPlan:
     """Return the plan of a call of the caller's function with converted operands."""
     finish = _finisher(step)
     if places is None:
         return NestedOperands(step, places, requirements, finish)
-    kind = NamedOperands if kwargs else PositionalOperands
-    return kind(tuple((places[at], move) for at, move in step.moves), requirements, finish)
+    moves = tuple((places[at], move) for at, move in step.moves)
+    if kwargs:
+        return NamedOperands(moves, requirements, finish)
+    plan = PositionalOperands(moves, requirements, finish)
+    at, move = moves[0]
+    if len(moves) > 1 or step.broken is not None or not _has_one_result(step.node.out, [*args[:at], *args[at + 1 :]]):
+        return plan
+    return UnsettledCall(plan, OneConvertedOperand(at, move, step.outs[0]))
+
+
+def _has_one_result(out: TorchValue, args: TorchValue) -> bool:
+    """True if the call has one result, and all tensors among `args` are distributed."""
+    return isinstance(out, Tensor) and all(isinstance(t, DistTensor) for t in tensors_in(args))
 
 
 def _tensor_places(args: TorchValue, kwargs: TorchValue) -> tuple[int, ...] | None:
@@ -241,6 +254,29 @@ class PositionalOperands(_ConvertedCall):
             out = self.requirements.apply(func(*local), local)
         finish = self.finish  # a call of an attribute takes longer
         return finish(out, func, args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class OneConvertedOperand(CallPlan):
+    """A call with one result, which needs no more checks; the operand at `at` is converted.
+
+    All other tensors are distributed, so the result may be the converted operand itself, but no other plain tensor.
+    """
+
+    at: int
+    move: Move
+    spec: Spec
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        at, spec, local = self.at, self.spec, [*args]
+        with no_interception():
+            part = local[at] = shared_move(local[at], self.move)
+            out: TorchValue = func(*local)
+            if type(out) is not Tensor or out is part or out.dtype is not spec.dtype:
+                return _stamp_all(with_argument_views(out, local), (spec,))
+        out.__class__ = DistTensor
+        out._spec = spec  # pyright: ignore[reportAttributeAccessIssue] - by its new class
+        return out
 
 
 class NamedOperands(_ConvertedCall):
@@ -354,7 +390,8 @@ class SizedCall(CallPlan):
     finish: Finish
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        out = call_plain(self.local, types, (args[0], current_communicator().local_shape(self.spec)), _NOTHING)
+        sizes = self.spec.local_shape(current_communicator().rank)
+        out = call_plain(self.local, types, (args[0], sizes), _NOTHING)
         apply = self.requirements.apply
         if apply is not with_argument_views:
             with no_interception():
