@@ -539,6 +539,8 @@ nanmean: x(4, 5), [1]
 dist: x(4, 5), x(4, 5)
 dist: x(4, 5), x(5), 1
 _safe_softmax: x(4, 5), 1
+cross: x(4, 3), x(4, 3), 1
+cross: x(7, 3), x(7, 3)
 grid_sampler_2d: x(2, 4, 5, 5), x(2, 4, 5, 2), 0, 0, False
 grid_sampler_3d: x(1, 4, 3, 3, 3), x(1, 4, 5, 2, 3), 0, 0, False
 _upsample_nearest_exact1d: x(4, 5, 6), [9]
@@ -608,6 +610,11 @@ _pdist_forward: x(4, 5), 2.0
 _fft_c2c: c(4, 5, 3), [0, 2], 0, True
 _fft_r2c: x(4, 5), [1], 0, True
 _fft_c2r: c(4, 5), [1], 0, 8
+stft: x(4, 16), 8, 4, 8, p(8), False, True, True
+stft: x(16), 8, return_complex=True
+stft: c(4, 16), 8, 4, None, None, False, False
+stft: x(4, 16), 8, 4, 8, p(8), False, True, False
+stft.center: x(4, 16), 8, 4, 8, p(8), True, "reflect", False, True, True
 istft: c(4, 5, 7), 8, 4, 8, p(8)
 istft: c(5, 7), 8, length=20
 lstm.input: x(5, 4, 2), [x(2, 4, 2)] * 2, [x(8, 2), x(8, 2), x(8), x(8)] * 2, True, 2, 0.0, True, False, False

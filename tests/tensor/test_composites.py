@@ -51,7 +51,6 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "inner": (lambda x: torch.inner(x, x.square()), (5, 6)),
     "tensordot": (lambda x: torch.tensordot(x, x, dims=([0, 1], [0, 1])), (5, 6, 2)),
     "multi_dot": (lambda x: torch.linalg.multi_dot((x, x.t(), x)), (5, 6)),
-    "cross": (lambda x: torch.cross(x, x.square()), (5, 3)),
     "vecdot": (lambda x: torch.linalg.vecdot(x, x.square()), (5, 6)),
     "cosine_similarity": (lambda x: F.cosine_similarity(x, x.square()), (5, 6)),
     "pairwise_distance": (lambda x: F.pairwise_distance(x, x.square()), (5, 6)),
@@ -61,7 +60,6 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
     "tensor_split": (lambda x: x.tensor_split(4, 1)[1], (5, 6)),
     "fliplr": (torch.fliplr, (5, 6)),
     "fftshift": (torch.fft.fftshift, (5, 6)),
-    "stft": (lambda x: torch.stft(x, 8, window=torch.ones(8).double(), return_complex=True).abs(), (3, 32)),
     "take_along_dim": (lambda x: x.take_along_dim(x.argsort(1), 1), (5, 6)),
 }
 

@@ -13,6 +13,7 @@ from ..notation.dim_names import Dims, dim_names, dims_of, operand_text, sized_n
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
 from .pointwise import entries_for
+from .products import cross_anywhere_rule
 from .shapes import whole_dims_rule
 
 MATRIX = {
@@ -64,6 +65,18 @@ def lu_solve_rule(lu: Tensor, pivots: Tensor, b: Tensor, *, left: bool = True, a
 def transformed(x: Tensor, dim: Sequence[int], *how: TorchValue) -> str:
     """Return the rule of the basic Fourier operators such as `_fft_c2c`."""
     return whole_dims_rule(x, dims_of(x, tuple(dim)))
+
+
+def frames_entry(at: int) -> Entry:
+    """Return the rule of `stft`: linear, given the window. `at` is the position of `return_complex`."""
+
+    def entry(x: Tensor, *args: TorchValue, return_complex: bool | None = None, **kwargs: TorchValue) -> str:
+        is_complex = args[at - 1] if len(args) >= at else return_complex
+        pairs = "" if is_complex or (is_complex is None and x.is_complex()) else " newc"
+        lead = "b " * (x.dim() - 1)
+        return f"{lead}t! | w! -> {lead}newf newt{pairs}"
+
+    return entry
 
 
 def signal_rule(x: Tensor, *args: TorchValue, **kwargs: TorchValue) -> str:
@@ -118,6 +131,8 @@ FOURIER: dict[str, Entry] = {
     **entries_for(FFT_ANY_DIMS, fourier_rule),
     **entries_for(FFT_TWO_DIMS, fourier_two_rule),
     **entries_for("_fft_c2c _fft_r2c _fft_c2r", transformed),
+    "aten.stft": frames_entry(7),
+    "aten.stft.center": frames_entry(9),
     "aten.istft": signal_rule,
 }
 """Fourier transforms; their kernels refuse empty batches."""
@@ -132,6 +147,7 @@ LINALG: dict[str, Entry] = {
     "aten._pdist_forward": "n! d!, -> new",
     "aten.linalg_solve_triangular": solve_rule,
     "aten.cholesky_solve": "... n! k | ... n m! -> ... n k",
+    "aten.cross": cross_anywhere_rule,
     "aten.cdist": cdist_rule,
     "aten.kron": kron_rule,
 }

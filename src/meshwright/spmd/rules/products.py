@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from meshwright.layout import TorchValue
 
 from ..forms import grouped_products as grouped
 from ..notation.dim_names import dim_names, operand_text
+from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, Rule
 
 
@@ -62,6 +64,21 @@ def cross_rule(x: Tensor, y: Tensor, *, dim: int = -1) -> str | None:
     return f"{names} * {names} -> {names}"
 
 
+def cross_anywhere_rule(x: Tensor, y: Tensor, dim: int | None = None) -> Rule | str | None:
+    """Return the rule of `cross`. Without `dim`, it works along the first global dim of size three.
+
+    The form passes this dim, since a shard may have size three in an earlier dim.
+    """
+    if dim is not None or x.shape != y.shape or THREE_DIMS not in x.shape:
+        return None if dim is None else cross_rule(x, y, dim=dim)
+    at = x.shape.index(THREE_DIMS)
+
+    def form(call: LocalCall, x: Tensor, y: Tensor, dim: None = None) -> Tensor:
+        return torch.linalg.cross(x, y, dim=at)
+
+    return Rule(cross_rule(x, y, dim=at) or "", forms={n: form for d, n in enumerate(dim_names(x)) if d != at})
+
+
 def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: TorchValue, **kwargs: TorchValue) -> Rule:
     """Return the rule of a grouped product: of groups of rows, columns or summed elements, or of whole matrices.
 
@@ -78,6 +95,9 @@ def grouped_rule(x: Tensor, w: Tensor, offs: Tensor | None = None, *rest: TorchV
         return Rule("e m k * k t | o! -> m t", forms=forms, stays=frozenset("e"))
     return Rule("m t * t n | e! -> e m n", forms=dict.fromkeys("mtn", grouped.columns_by_rows))
 
+
+THREE_DIMS = 3
+"""Size of the dim of a cross product."""
 
 PRODUCT: dict[str, Entry] = {
     "aten.linear": linear_rule,
