@@ -92,7 +92,7 @@ def _lay_by(optimizer: Optimizer, shard_fn: StateFn) -> None:
     _register(optimizer, lay, lay_again)
 
 
-def _register(optimizer: Optimizer, lay: Callable[[Any], None], lay_again: Callable[[Any], None]) -> None:
+def _register(optimizer: Optimizer, lay: Callable[..., None], lay_again: Callable[..., None]) -> None:
     """Lay out the states now, after steps and after loads."""
     _STATE_LAYOUTS[optimizer] = lay
     optimizer.register_step_post_hook(lay)

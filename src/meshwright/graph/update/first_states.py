@@ -71,7 +71,7 @@ def _first_numbers(first: Program, again: Program, states: Mapping[Any, Any]) ->
             operands = _operand_pairs(first.producers.get(a), again.producers[b], a, b)
             if operands is None:
                 state, operands = _added_to_zero(first, again, a, b)
-                given = inputs.get(state)
+                given = None if state is None else inputs.get(state)
                 if given is None or not _is_state_of(given, states) or numbers.setdefault(given.source, 0.0) != 0:
                     return None
             todo += operands
