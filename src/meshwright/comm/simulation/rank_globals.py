@@ -40,8 +40,9 @@ class RankGlobal:
         self.holder, self.name = holder, name
 
     def __eq__(self, other: object) -> bool:
-        same_type = isinstance(other, RankGlobal) and type(other) is type(self)
-        return same_type and other.holder is self.holder and other.name == self.name
+        if not isinstance(other, RankGlobal) or type(other) is not type(self):
+            return False
+        return other.holder is self.holder and other.name == self.name
 
     def __hash__(self) -> int:
         return hash((id(self.holder), self.name))
