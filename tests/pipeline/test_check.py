@@ -12,6 +12,7 @@ from meshwright.pipeline import (
     Action,
     ActionKind,
     ChunkMemory,
+    Edge,
     Schedule,
     ScheduleError,
     check_schedule,
@@ -43,6 +44,7 @@ BROKEN = {
         "rank 0 is at BW0.0 and waits for B0.1; rank 1 is at F1.1 and waits for F1.0",
     ),
     "an update too early": (schedule_of("F0.0 O BW0.0", "F0.1 BW0.1"), "stale=True"),
+    "an edge that leads back": (replace(one_f_one_b(2, 1), edges=(Edge(1, 0),)), "0>1"),
     "a way to nowhere": (replace(one_f_one_b(2, 1), ways=((0, 5),)), "way: 0 1"),
     "a route that is no way": (replace(one_f_one_b(2, 1), routes=(3,)), "number of a way for each microbatch"),
     "no microbatches": (replace(one_f_one_b(2, 3), microbatches=0), "1 microbatch or more"),
@@ -92,6 +94,14 @@ def test_versions_count_as_memory() -> None:
     assert check_schedule(pipedream(4, 8), stale=True, memory=ChunkMemory(weights=10.0)) == (34.0, 23.0, 12.0, 1.0)
     with pytest.raises(ScheduleError, match="holds up to 34"):
         check_schedule(pipedream(4, 8), stale=True, memory=ChunkMemory(weights=10.0), capacity=33)
+
+
+def test_masks_have_no_gradient_to_wait_for() -> None:
+    """Nothing comes back along an edge without a gradient."""
+    early = Schedule("mine", ((0, 0),), 1, (tuple(map(parse_action, "F0.0 BW0.0 F0.1 BW0.1".split())),))
+    check_schedule(replace(early, edges=(Edge(0, 1, gradient=False),)))
+    with pytest.raises(ScheduleError, match=r"rank 0 is at BW0\.0 and waits for B0\.1"):
+        check_schedule(early)
 
 
 NO_TABLES = [

@@ -34,7 +34,7 @@ from .table.action import Action, ActionKind, parse_action
 from .table.checker import check_schedule
 from .table.parser import parse_schedule
 from .table.peak_memory import ChunkMemory, peaks
-from .table.schedule import Schedule, both_ways, linear, looped, zigzag
+from .table.schedule import Edge, Schedule, both_ways, linear, looped, zigzag
 from .table.weight_versions import is_asynchronous, updates, weight_versions
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "ActionKind",
     "BatchedSimulation",
     "ChunkMemory",
+    "Edge",
     "KnownSchedule",
     "MicrobatchInputs",
     "PipelineRun",

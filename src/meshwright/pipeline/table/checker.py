@@ -48,7 +48,7 @@ def _wrong(schedule: Schedule, found: str, why: str, write: str) -> ScheduleErro
 
 
 def _check_ways(schedule: Schedule) -> None:
-    """Check that ways name existing ranks, routes name ways, and there is a microbatch."""
+    """Check that ways name existing ranks, routes name ways, edges lead forward, and there is a microbatch."""
     owners = {rank for way in schedule.ways for rank in way}
     lengths = {len(way) for way in schedule.ways}
     if len(lengths) != 1 or 0 in lengths or not owners <= set(range(schedule.ranks)):
@@ -67,6 +67,9 @@ def _check_ways(schedule: Schedule) -> None:
             f"each of {schedule.microbatches} microbatches must take one of {len(schedule.ways)} ways",
             "give the number of a way for each microbatch",
         )
+    for e in schedule.edges:
+        if not 0 <= e.source < e.target < schedule.chunks:
+            raise _wrong(schedule, f"an edge {e.source}>{e.target}", "an edge must lead to a later chunk", "write 0>1")
     if schedule.microbatches < 1:
         found = f"{schedule.microbatches} microbatches"
         raise _wrong(schedule, found, "a batch needs at least one microbatch", "use 1 microbatch or more")

@@ -53,8 +53,8 @@ def needs(schedule: Schedule, action: Action) -> Iterator[Event]:
     """Yield the events that must happen before `action` (one atom) begins."""
     kind, m, c = action.kind, action.microbatch, action.chunk
     if kind is ActionKind.FORWARD:
-        if c:
-            yield Event(ActionKind.FORWARD, m, c - 1)
+        for e in schedule.into[c]:
+            yield Event(ActionKind.FORWARD, m, e.source)
     elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
         yield from _needs_of_backward(schedule, m, c)
     elif kind in _BEHIND:
@@ -63,8 +63,9 @@ def needs(schedule: Schedule, action: Action) -> Iterator[Event]:
 
 def _needs_of_backward(schedule: Schedule, m: int, c: int) -> Iterator[Event]:
     yield Event(ActionKind.RECOMPUTE if (m, c) in schedule.recomputed else ActionKind.FORWARD, m, c)
-    if c + 1 < schedule.chunks:
-        yield Event(ActionKind.BACKWARD_INPUT, m, c + 1)
+    for e in schedule.out_of[c]:
+        if e.gradient:
+            yield Event(ActionKind.BACKWARD_INPUT, m, e.target)
 
 
 class StuckRank(NamedTuple):

@@ -6,13 +6,14 @@ import re
 
 from .._errors import ScheduleError
 from .action import parse_action
-from .schedule import Schedule
+from .schedule import Edge, Schedule
 
 _HEAD = re.compile(r"(?P<name>.+): (?P<m>\d{1,9}) microbatch(es)?")
 MOST_CHARACTERS = 4 * 2**20
 MOST_WORDS = 300_000
 """Upper bound on the words of a table in text form, most of which are actions."""
 _WORD = re.compile(r"\S+")
+_EDGE = re.compile(r"(\d{1,9})>(\d{1,9})(-?)")
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -33,6 +34,7 @@ def parse_schedule(text: str) -> Schedule:
         tuple(_numbers(way) for way in parts.pop("way", [])) or _no_way(),
         int(head["m"]),
         routes=_numbers(_one("routes", parts.pop("routes", [[]]))),
+        edges=tuple(map(_edge, _one("edges", parts.pop("edges", [[]])))),
         versions=_numbers(_one("versions", parts.pop("versions", [[]]))),
         rows=tuple(tuple(map(parse_action, _one(str(r), row))) for r, row in enumerate(_rows(parts))),
     )
@@ -68,7 +70,7 @@ def _rows(parts: dict[str, list[list[str]]]) -> list[list[list[str]]]:
     if set(parts) != {str(rank) for rank in range(len(parts))}:
         raise _unread(
             ", ".join(parts),
-            "after the head come way, routes, versions and one row for each rank from 0 on",
+            "after the head come way, routes, edges, versions and one row for each rank from 0 on",
             "write lines such as\nway: 0 1\n0: F0.0 BW0.0\n1: F0.1 BW0.1",
         )
     return [parts[str(rank)] for rank in range(len(parts))]
@@ -78,6 +80,13 @@ def _one(key: str, found: list[list[str]]) -> list[str]:
     if len(found) != 1:
         raise _unread(f"{key}: (twice)", "this line may occur only once", "write one line")
     return found[0]
+
+
+def _edge(text: str) -> Edge:
+    found = _EDGE.fullmatch(text)
+    if found is None:
+        raise _unread(text, "an edge leads to a later chunk; a minus means no gradient", "write 0>1 or 0>2-")
+    return Edge(int(found[1]), int(found[2]), not found[3])
 
 
 def _numbers(words: list[str]) -> tuple[int, ...]:

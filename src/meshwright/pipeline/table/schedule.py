@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from typing import NamedTuple
 
 from .action import Action, ActionKind
 
 Row = tuple[Action, ...]
 Way = tuple[int, ...]
 """The rank that runs each chunk of a model, from the first chunk to the last."""
+
+
+class Edge(NamedTuple):
+    """A value that flows from one chunk to a later one; `gradient` is True if a gradient returns."""
+
+    source: int
+    target: int
+    gradient: bool = True
 
 
 def linear(ranks: int) -> tuple[Way, ...]:
@@ -40,8 +48,8 @@ class Schedule:
     """Rows of actions, one row per rank; `ways` gives the rank of each chunk.
 
     A model with several copies has several `ways`. `routes` gives the index in `ways` of each microbatch (empty: 0).
-    Each chunk gives values to the next one, whose gradients return. `versions` gives, for each microbatch, the number
-    of updates that its weights have had (empty: the updates before it in the row).
+    `edges` are the values that flow between chunks (empty: from each chunk to the next). `versions` gives, for each
+    microbatch, the number of updates that its weights have had (empty: the updates before it in the row).
     """
 
     name: str
@@ -49,6 +57,7 @@ class Schedule:
     microbatches: int
     rows: tuple[Row, ...]
     routes: tuple[int, ...] = ()
+    edges: tuple[Edge, ...] = ()
     versions: tuple[int, ...] = ()
 
     @property
@@ -69,14 +78,30 @@ class Schedule:
         return self.routes[microbatch] if self.routes else 0
 
     @cached_property
+    def into(self) -> Mapping[int, tuple[Edge, ...]]:
+        """Chunk → the edges that end in it."""
+        return {c: tuple(e for e in self.all_edges if e.target == c) for c in range(self.chunks)}
+
+    @cached_property
+    def out_of(self) -> Mapping[int, tuple[Edge, ...]]:
+        """Chunk → the edges that begin in it."""
+        return {c: tuple(e for e in self.all_edges if e.source == c) for c in range(self.chunks)}
+
+    @cached_property
     def neighbours(self) -> tuple[frozenset[int], ...]:
         """Rank → itself and the ranks that it sends values to or receives values from."""
         found = [{rank} for rank in range(self.ranks)]
         for way in self.ways:
-            for source, target in pairwise(way):
+            for edge in self.all_edges:
+                source, target = way[edge.source], way[edge.target]
                 found[source].add(target)
                 found[target].add(source)
         return tuple(map(frozenset, found))
+
+    @property
+    def all_edges(self) -> tuple[Edge, ...]:
+        """The values that flow between chunks."""
+        return self.edges or tuple(Edge(c, c + 1) for c in range(self.chunks - 1))
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
@@ -97,7 +122,7 @@ class Schedule:
         m = self.microbatches
         lines = [f"{self.name}: {m} microbatch{'' if m == 1 else 'es'}"]
         lines += [_line("way", way) for way in self.ways]
-        named = {"routes": self.routes, "versions": self.versions}
+        named = {"routes": self.routes, "edges": tuple(map(_edge_text, self.edges)), "versions": self.versions}
         lines += [_line(name, items) for name, items in named.items() if items]
         return "\n".join([*lines, *(_line(rank, row) for rank, row in enumerate(self.rows))])
 
@@ -118,3 +143,7 @@ def chunks_on(way: Way, rank: int) -> list[int]:
 
 def _line(head: object, items: Sequence[object]) -> str:
     return " ".join([f"{head}:", *map(str, items)])
+
+
+def _edge_text(edge: Edge) -> str:
+    return f"{edge.source}>{edge.target}{'' if edge.gradient else '-'}"
