@@ -245,7 +245,7 @@ def test_a_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     table.write_text(capsys.readouterr().out)
     assert main(["schedule", str(table), "--json", "--times", "0.25,0.25,0.25"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["makespan"], found["peaks"][0]) == (26.25, 19)
+    assert (found["makespan"], found["peaks"][0], found["channels"]["in order"]) == (26.25, 19, True)
 
 
 def test_a_schedule_that_cannot_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from meshwright.pipeline import (
     KNOWN_SCHEDULES,
     Action,
     ActionKind,
+    Channel,
     ChunkMemory,
     Edge,
     Schedule,
@@ -21,6 +22,7 @@ from meshwright.pipeline import (
     parse_action,
     parse_schedule,
     pipedream,
+    with_transfers,
     zb_h1,
 )
 
@@ -43,7 +45,10 @@ BROKEN = {
         schedule_of("F0.0 BW0.0 F1.0 BW1.0", "F1.1 BW1.1 F0.1 BW0.1", m=2),
         "rank 0 is at BW0.0 and waits for B0.1; rank 1 is at F1.1 and waits for F1.0",
     ),
+    "a send without receive": (schedule_of("F0.0 >F0.0 <B0.1 BW0.0", "F0.1 BW0.1 >B0.1"), "with_transfers"),
     "an update too early": (schedule_of("F0.0 O BW0.0", "F0.1 BW0.1"), "stale=True"),
+    "gathered too late": (schedule_of("F0.0 G.0 BW0.0", "F0.1 BW0.1"), "G.0 before it"),
+    "scattered too early": (schedule_of("F0.0 S.0 BW0.0", "F0.1 BW0.1"), "S.0 after"),
     "an edge that leads back": (replace(one_f_one_b(2, 1), edges=(Edge(1, 0),)), "0>1"),
     "a way to nowhere": (replace(one_f_one_b(2, 1), ways=((0, 5),)), "way: 0 1"),
     "a route that is no way": (replace(one_f_one_b(2, 1), routes=(3,)), "number of a way for each microbatch"),
@@ -83,7 +88,7 @@ def test_stale_weights_need_an_option() -> None:
     ],
 )
 def test_groups_of_updates(first: str, second: str, versions: tuple[int, ...], says: str) -> None:
-    """Updates have the same groups on all ranks, of one size, and miss none."""
+    """Updates have the same groups on all ranks, of one size, and miss none; weights are used after their gather."""
     schedule = replace(schedule_of(first, second, m=2), versions=versions)
     with pytest.raises(ScheduleError) as caught:
         check_schedule(schedule, stale=True)
@@ -96,12 +101,30 @@ def test_versions_count_as_memory() -> None:
         check_schedule(pipedream(4, 8), stale=True, memory=ChunkMemory(weights=10.0), capacity=33)
 
 
-def test_masks_have_no_gradient_to_wait_for() -> None:
-    """Nothing comes back along an edge without a gradient."""
-    early = Schedule("mine", ((0, 0),), 1, (tuple(map(parse_action, "F0.0 BW0.0 F0.1 BW0.1".split())),))
-    check_schedule(replace(early, edges=(Edge(0, 1, gradient=False),)))
-    with pytest.raises(ScheduleError, match=r"rank 0 is at BW0\.0 and waits for B0\.1"):
-        check_schedule(early)
+def test_receives_in_another_order_than_sends() -> None:
+    rows = "F0.0 >F0.0 F1.0 >F1.0 <B0.1 BW0.0 <B1.1 BW1.0", "<F1.0 F1.1 BW1.1 >B1.1 <F0.0 F0.1 BW0.1 >B0.1"
+    schedule = schedule_of(*rows, m=2)
+    with pytest.raises(ScheduleError, match=r"waits for >F0\.0, sent before it"):
+        check_schedule(schedule, Channel.IN_ORDER)
+    with pytest.raises(ScheduleError, match="no rank can continue"):
+        check_schedule(schedule, Channel.RENDEZVOUS)
+
+
+def test_messages_posted_together_match() -> None:
+    """1F1B's ranks both send first in its middle; posted together, the messages match."""
+    apart = with_transfers(one_f_one_b(2, 2))
+    with pytest.raises(ScheduleError, match="rendezvous"):
+        check_schedule(apart, Channel.RENDEZVOUS)
+    rows = "F0.0 >F0.0 F1.0 >F1.0&<B0.1 BW0.0 <B1.1 BW1.0", "<F0.0 F0.1 BW0.1 <F1.0&>B0.1 F1.1 BW1.1 >B1.1"
+    check_schedule(schedule_of(*rows, m=2), Channel.RENDEZVOUS)
+
+
+def test_masks_have_no_gradient_to_send() -> None:
+    """Nothing comes back along an edge without gradient, and skip connections name the other end."""
+    plain = replace(one_f_one_b(3, 1), edges=(Edge(0, 1), Edge(1, 2), Edge(0, 2, gradient=False)))
+    lowered = with_transfers(plain)
+    assert [str(a) for a in lowered.rows[0]] == ["F0.0", ">F0.0", ">F0.0:2", "<B0.1", "BW0.0"]
+    check_schedule(lowered)
 
 
 NO_TABLES = [
@@ -113,8 +136,6 @@ NO_TABLES = [
     "m: 1 microbatch\n0: F0.0",
     "m: 1 microbatch\nway: 0\n0: F0.0\n0: BW0.0",
     "m: 1 microbatch\nway: 0\n0: X3",
-    "m: 1 microbatch\nway: 0\n0: >F0.0",
-    "m: 1 microbatch\nway: 0\n0: G.0",
     "m: 1 microbatch\nway: 0\n0: F",
     "m: 1 microbatch\nway: 0\nedges: 0<1\n0: F0.0",
 ]
@@ -159,9 +180,10 @@ def test_random_damage_is_found(name: str) -> None:
     schedule = k.build(4, 8, 2)
     if any(a.beside for row in schedule.rows for a in row):
         schedule = replace(schedule, rows=tuple(tuple(atom for a in row for atom in a.atoms) for row in schedule.rows))
-    for _ in range(20):
-        with pytest.raises(ScheduleError):
-            check_schedule(broken(schedule, rng))
+    for table in (schedule, with_transfers(schedule)):
+        for _ in range(20):
+            with pytest.raises(ScheduleError):
+                check_schedule(broken(table, rng))
 
 
 def test_simultaneous_actions_end_together() -> None:

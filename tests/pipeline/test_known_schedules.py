@@ -10,18 +10,21 @@ import pytest
 
 from meshwright.pipeline import (
     KNOWN_SCHEDULES,
+    Channel,
     ChunkMemory,
     KnownSchedule,
     Schedule,
     ScheduleError,
     ScheduleSizes,
     Times,
+    channels,
     check_schedule,
     parse_schedule,
     peaks,
     schedule_by_name,
     simulate_schedule,
     weight_versions,
+    with_transfers,
     zero_bubble,
 )
 
@@ -68,6 +71,33 @@ def test_text_means_the_same_table(name: str) -> None:
         schedule = made(schedule_by_name(name), p, m, 2)
         if schedule is not None:
             assert parse_schedule(str(schedule)) == schedule
+            lowered = with_transfers(schedule)
+            assert parse_schedule(str(lowered)) == lowered
+
+
+@pytest.mark.parametrize("name", KNOWN_SCHEDULES)
+def test_explicit_transfers_change_neither_time_nor_memory(name: str) -> None:
+    times = Times(3.0, 4.0, 2.0, transfer=0.5)
+    for p, m in ((2, 4), (4, 8)):
+        schedule = made(schedule_by_name(name), p, m, 2)
+        if schedule is not None:
+            lowered = with_transfers(schedule)
+            check_schedule(lowered, stale=True)
+            assert simulate_schedule(lowered, times).makespan == pytest.approx(
+                simulate_schedule(schedule, times).makespan
+            )
+            assert peaks(lowered) == peaks(schedule)
+
+
+def test_known_schedules_run_on_their_kind_of_channel() -> None:
+    """GPipe runs over unbuffered channels, 1F1B over buffered ones, V-Half needs tags."""
+    found = {
+        name: tuple(c for c, runs in channels(with_transfers(schedule_by_name(name).make(4, 8))).items() if runs)
+        for name in ("GPipe", "1F1B", "V-Half")
+    }
+    assert found["GPipe"] == (Channel.BUFFERED, Channel.IN_ORDER, Channel.RENDEZVOUS)
+    assert found["1F1B"] == (Channel.BUFFERED, Channel.IN_ORDER)
+    assert found["V-Half"] == (Channel.BUFFERED,)
 
 
 def test_bubbles_of_the_zero_bubble_paper() -> None:

@@ -13,9 +13,10 @@ from meshwright.pipeline import (
     one_f_one_b,
     simulate_schedule,
     zb_h1,
+    zb_v,
     zigzag,
 )
-from meshwright.search import Problem, find_schedule, lower_bound
+from meshwright.search import Problem, find_placement, find_schedule, lower_bound
 from meshwright.search.scheduling.hints import known_tables
 
 UNEQUAL = Times((100.0, 97.0, 109.0, 117.0), (100.0, 97.0, 109.0, 117.0), (70.0, 68.0, 76.0, 82.0), transfer=3.0)
@@ -43,3 +44,14 @@ def test_bounds_are_reached_by_known_optimal_schedules() -> None:
     assert lower_bound(whole) == simulate_schedule(one_f_one_b(4, 8)).makespan
     split = Problem(linear(4)[0], 8, capacity=4.0)
     assert lower_bound(split) == simulate_schedule(zb_h1(4, 8)).makespan
+
+
+def test_the_best_placement_is_chosen() -> None:
+    """On equal stages a V is faster than a line within the same memory."""
+    half = Times(0.5, 0.5, 0.5)
+    line = Problem(linear(4)[0], 8, capacity=4.0)
+    v = Problem(zigzag(4)[0], 8, half, ChunkMemory(0.5), 4.0)
+    found = find_placement([line, v], seconds=0)
+    assert found.problem is v
+    assert found.value <= simulate_schedule(zb_v(4, 8), half).makespan
+    assert "makespan" in str(found)

@@ -31,10 +31,12 @@ from .simulation.compaction import compacted
 from .simulation.picture import perfetto_trace, timeline_summary, timeline_svg, timeline_text
 from .simulation.simulator import TimedAction, Timeline, Times, simulate_schedule
 from .table.action import Action, ActionKind, parse_action
-from .table.checker import check_schedule
+from .table.checker import channels, check_schedule
+from .table.execution_order import Channel
 from .table.parser import parse_schedule
 from .table.peak_memory import ChunkMemory, peaks
 from .table.schedule import Edge, Schedule, both_ways, linear, looped, zigzag
+from .table.transfers import whole_backward, with_transfers
 from .table.weight_versions import is_asynchronous, updates, weight_versions
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Action",
     "ActionKind",
     "BatchedSimulation",
+    "Channel",
     "ChunkMemory",
     "Edge",
     "KnownSchedule",
@@ -59,6 +62,7 @@ __all__ = [
     "Timeline",
     "Times",
     "both_ways",
+    "channels",
     "check_fits",
     "check_renewed",
     "check_schedule",
@@ -99,7 +103,9 @@ __all__ = [
     "v_half",
     "v_min",
     "weight_versions",
+    "whole_backward",
     "with_epilogue",
+    "with_transfers",
     "write_step_program",
     "zb_1p",
     "zb_2p",

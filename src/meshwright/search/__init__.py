@@ -22,7 +22,7 @@ from .plan_data.progress_bar import OnProgress, progress_bar
 from .plan_data.text_table import text_table
 from .plan_data.units import count, seconds, share, size
 from .scheduling.bounds import lower_bound
-from .scheduling.find_schedule import CertifiedSchedule, find_schedule
+from .scheduling.find_schedule import CertifiedSchedule, find_placement, find_schedule
 from .scheduling.hints import hints
 from .scheduling.problem import Objective, Problem
 from .sharding.accumulation_check import AccumulationCheck, check_accumulation, first_tensor_rows
@@ -83,6 +83,7 @@ __all__ = [
     "columns",
     "count",
     "differences",
+    "find_placement",
     "find_schedule",
     "first_tensor_rows",
     "flops_utilisation",

@@ -19,6 +19,7 @@ from meshwright.pipeline import (
     Schedule,
     Timeline,
     Times,
+    channels,
     check_schedule,
     parse_schedule,
     perfetto_trace,
@@ -26,6 +27,7 @@ from meshwright.pipeline import (
     simulate_schedule,
     timeline_svg,
     timeline_text,
+    with_transfers,
 )
 
 MOST_ACTIONS = 1_000_000
@@ -102,5 +104,6 @@ def schedule_data(timeline: Timeline) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "span_bubble": timeline.span_bubble,
         "peaks": timeline.peaks(),
+        "channels": {str(c): runs for c, runs in channels(with_transfers(table)).items()},
         "rows": [[str(action) for action in row] for row in table.rows],
     }

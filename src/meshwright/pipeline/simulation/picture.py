@@ -16,6 +16,8 @@ COLOURS = {
     ActionKind.BACKWARD_INPUT: ("#23774a", "#a5d9bb", 42),
     ActionKind.BACKWARD_WEIGHT: ("#8650a4", "#dcc3ea", 45),
     ActionKind.RECOMPUTE: ("#8f5f00", "#ecca8b", 43),
+    ActionKind.GATHER: ("#666c75", "#c8ccd2", 100),
+    ActionKind.SCATTER: ("#666c75", "#c8ccd2", 100),
     ActionKind.OPTIMIZER: ("#b3443a", "#efbdb7", 41),
 }
 """Kind → its colour in pictures, a paler colour for later chunks, and its background colour code in a terminal."""
@@ -25,6 +27,8 @@ MEANS = {
     ActionKind.BACKWARD_INPUT: "B backward",
     ActionKind.BACKWARD_WEIGHT: "W gradients of weights",
     ActionKind.RECOMPUTE: "R recomputed forward",
+    ActionKind.GATHER: "parameters gathered, gradients scattered",
+    ActionKind.SCATTER: "parameters gathered, gradients scattered",
     ActionKind.OPTIMIZER: "update",
 }
 """Kind → its text in the legend of a picture."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..table.action import COMPUTES, Action, ActionKind
+from ..table.action import COMPUTES, RECEIVES, SENDS, Action, ActionKind
 from ..table.execution_order import Event, events_of, feasible_order, needs
 from ..table.peak_memory import ChunkMemory, chunk_value, peaks
 from ..table.schedule import Schedule
@@ -26,6 +26,8 @@ class Times:
     weight: float | tuple[float, ...] = 1.0
     transfer: float | tuple[float, ...] = 0.0
     recompute: float | tuple[float, ...] | None = None
+    gather: float | tuple[float, ...] = 0.0
+    scatter: float | tuple[float, ...] = 0.0
     optimizer: float = 0.0
     overhead: float = 0.0
     slowdown: float = 1.0
@@ -49,8 +51,14 @@ class Times:
                 return chunk_value(self.backward, c) + chunk_value(self.weight, c)
             case ActionKind.RECOMPUTE:
                 return chunk_value(self.recomputed_forward, c)
+            case ActionKind.GATHER:
+                return chunk_value(self.gather, c)
+            case ActionKind.SCATTER:
+                return chunk_value(self.scatter, c)
             case ActionKind.OPTIMIZER:
                 return self.optimizer
+            case _:
+                return 0.0
 
     def length(self, action: Action) -> float:
         """Return the seconds for which an action, with the actions beside it, occupies its rank."""
@@ -167,5 +175,8 @@ def crossed(schedule: Schedule, event: Event, atom: Action, rank: int) -> tuple[
 
     None if no message is needed.
     """
-    crosses = event.chunk != atom.chunk and schedule.rank_of(event.microbatch, event.chunk) != rank
-    return (event.chunk, atom.chunk) if crosses else None
+    target = atom.other_end if atom.kind in RECEIVES else atom.chunk
+    if event.kind in SENDS:
+        return event.chunk, target
+    crosses = event.chunk != target and schedule.rank_of(event.microbatch, event.chunk) != rank
+    return (event.chunk, target) if crosses and not schedule.has_transfers else None

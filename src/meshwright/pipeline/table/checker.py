@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .._errors import ScheduleError
-from .action import COMPUTES, Action, ActionKind
-from .execution_order import feasible_order
+from .action import COMPUTES, RECEIVES, TRANSFERS, Action, ActionKind
+from .execution_order import Channel, Event, events, feasible_order, message_ranks
 from .peak_memory import ChunkMemory, peaks
 from .schedule import Schedule, atoms_of
 from .weight_versions import is_asynchronous, update_groups, versions_used
@@ -15,6 +15,7 @@ from .weight_versions import is_asynchronous, update_groups, versions_used
 
 def check_schedule(
     schedule: Schedule,
+    channel: Channel = Channel.BUFFERED,
     *,
     memory: ChunkMemory | None = None,
     capacity: float | Sequence[float] | None = None,
@@ -24,6 +25,7 @@ def check_schedule(
 
     Args:
         schedule: the table.
+        channel: how messages travel between two ranks.
         memory: bytes per chunk and microbatch; by default, microbatches are counted.
         capacity: upper bound on the memory of a rank; one number for all ranks, or one per rank.
         stale: allow weights to change between a microbatch's forward and its backward, or between two microbatches
@@ -35,7 +37,8 @@ def check_schedule(
     _check_ways(schedule)
     _check_actions(schedule)
     _check_complete(schedule)
-    for _ in feasible_order(schedule):
+    _check_messages(schedule)
+    for _ in feasible_order(schedule, channel):
         pass
     _check_updates(schedule, stale)
     found = peaks(schedule, memory)
@@ -87,7 +90,11 @@ def _check_actions(schedule: Schedule) -> None:
     for rank, atom in schedule.atoms():
         if atom.kind is ActionKind.OPTIMIZER:
             continue
-        if not (0 <= atom.chunk < schedule.chunks and 0 <= atom.microbatch < schedule.microbatches):
+        ends = (atom.chunk, atom.other_end) if atom.kind in TRANSFERS else (atom.chunk,)
+        in_range = all(0 <= c < schedule.chunks for c in ends)
+        if atom.kind in COMPUTES | TRANSFERS:
+            in_range = in_range and 0 <= atom.microbatch < schedule.microbatches
+        if not in_range:
             raise _wrong(
                 schedule,
                 f"{atom} on rank {rank}",
@@ -98,12 +105,17 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def _check_rank(schedule: Schedule, rank: int, atom: Action) -> None:
-    owner = schedule.rank_of(atom.microbatch, atom.chunk)
-    if rank != owner:
+    if atom.kind in COMPUTES:
+        owners = {schedule.rank_of(atom.microbatch, atom.chunk)}
+    elif atom.kind in TRANSFERS:
+        owners = {message_ranks(schedule, atom)[atom.kind in RECEIVES]}
+    else:
+        owners = {way[atom.chunk] for way in schedule.ways}
+    if rank not in owners:
         raise _wrong(
             schedule,
             f"{atom} on rank {rank}",
-            f"the action belongs to rank {owner}",
+            f"the action belongs to rank {', '.join(map(str, sorted(owners)))}",
             f"move {atom} to that rank's row, or change the way",
         )
 
@@ -133,8 +145,40 @@ def _check_complete(schedule: Schedule) -> None:
                 )
 
 
+def _check_messages(schedule: Schedule) -> None:
+    """Check that each message is sent once and received once, and that no message is missing."""
+    if not schedule.has_transfers:
+        return
+    counts = Counter(e for _, a in schedule.atoms() if a.kind in TRANSFERS for e in events(a))
+    wanted = set(_messages(schedule))
+    for event in (*counts, *wanted):
+        if counts[event] != 1 or event not in wanted:
+            raise _wrong(
+                schedule,
+                f"{counts[event]} times {_message(event)}",
+                "each edge between two ranks carries one message forward, and one back if it has a gradient",
+                "call with_transfers on the schedule without sends and receives",
+            )
+
+
+def _message(event: Event) -> str:
+    return str(Action(event.kind, event.microbatch, event.chunk, event.to))
+
+
+def _messages(schedule: Schedule) -> Iterator[Event]:
+    """Yield the sends and receives that the edges of a schedule need."""
+    for m in range(schedule.microbatches):
+        for e in schedule.all_edges:
+            if schedule.rank_of(m, e.source) != schedule.rank_of(m, e.target):
+                yield Event(ActionKind.SEND_FORWARD, m, e.source, e.target)
+                yield Event(ActionKind.RECEIVE_FORWARD, m, e.source, e.target)
+                if e.gradient:
+                    yield Event(ActionKind.SEND_BACKWARD, m, e.target, e.source)
+                    yield Event(ActionKind.RECEIVE_BACKWARD, m, e.target, e.source)
+
+
 def _check_updates(schedule: Schedule, stale: bool) -> None:
-    """Check the place of updates in each row.
+    """Check the place of updates, gathers and scatters in each row.
 
     Without `stale`, a row must update its weights after its last backward.
     """
@@ -142,6 +186,7 @@ def _check_updates(schedule: Schedule, stale: bool) -> None:
         atoms = list(atoms_of(row))
         if not stale:
             _check_update_last(schedule, rank, atoms)
+        _check_gathers(schedule, rank, atoms)
     if stale and is_asynchronous(schedule):
         _check_groups(schedule)
         _check_versions(schedule)
@@ -194,6 +239,20 @@ def _check_versions(schedule: Schedule) -> None:
                 )
 
 
+def _check_gathers(schedule: Schedule, rank: int, atoms: Sequence[Action]) -> None:
+    """Check that gathered parameters are gathered before their first use, and gradients scattered after a BW or W."""
+    gathered = {a.chunk for a in atoms if a.kind is ActionKind.GATHER}
+    seen: set[tuple[ActionKind, int]] = set()
+    for atom in atoms:
+        c, found = atom.chunk, f"{atom} on rank {rank}"
+        if atom.kind in COMPUTES and c in gathered and (ActionKind.GATHER, c) not in seen:
+            raise _wrong(schedule, found, f"the parameters of chunk {c} are not gathered yet", f"put G.{c} before it")
+        gradients = {(ActionKind.BACKWARD, c), (ActionKind.BACKWARD_WEIGHT, c)}
+        if atom.kind is ActionKind.SCATTER and gradients.isdisjoint(seen):
+            raise _wrong(schedule, found, "no gradients exist yet", f"put S.{c} after a BW or W of that chunk")
+        seen.add((atom.kind, c))
+
+
 def _check_capacity(schedule: Schedule, found: Sequence[float], capacity: float | Sequence[float] | None) -> None:
     if capacity is None:
         return
@@ -206,3 +265,22 @@ def _check_capacity(schedule: Schedule, found: Sequence[float], capacity: float 
                 f"its capacity is {there:g}",
                 "use a schedule with fewer microbatches in flight (ZB-1p, V-Half, V-Min), or smaller microbatches",
             )
+
+
+def channels(schedule: Schedule) -> dict[Channel, bool]:
+    """Return, for each kind of channel, True if the table runs over it without deadlock.
+
+    >>> from meshwright.pipeline import gpipe, with_transfers
+    >>> {str(c): runs for c, runs in channels(with_transfers(gpipe(2, 4))).items()}
+    {'buffered': True, 'in order': True, 'rendezvous': True}
+    """
+    return {channel: _runs(schedule, channel) for channel in Channel}
+
+
+def _runs(schedule: Schedule, channel: Channel) -> bool:
+    try:
+        for _ in feasible_order(schedule, channel):
+            pass
+    except ScheduleError:
+        return False
+    return True

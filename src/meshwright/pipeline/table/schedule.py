@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .action import Action, ActionKind
+from .action import TRANSFERS, Action, ActionKind
 
 Row = tuple[Action, ...]
 Way = tuple[int, ...]
@@ -102,6 +102,11 @@ class Schedule:
     def all_edges(self) -> tuple[Edge, ...]:
         """The values that flow between chunks."""
         return self.edges or tuple(Edge(c, c + 1) for c in range(self.chunks - 1))
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """True if the table has send and receive actions; otherwise messages travel when they are needed."""
+        return any(atom.kind in TRANSFERS for _, atom in self.atoms())
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:

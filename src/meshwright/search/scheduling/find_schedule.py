@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.pipeline import Schedule, check_schedule
@@ -64,6 +65,39 @@ def find_schedule(problem: Problem, seconds: float = 3.0, workers: int = 2) -> C
         bound = min(solved.bound, value)
     check_schedule(schedule, memory=problem.memory, capacity=problem.limits)
     return CertifiedSchedule(problem, schedule, value, bound, start.name, time.monotonic() - begin)
+
+
+def find_placement(problems: Iterable[Problem], seconds: float = 3.0, workers: int = 2) -> CertifiedSchedule:
+    """Return the best schedule over several problems that differ in placement; the most promising gets the most time.
+
+    Raises:
+        SearchError: no problem has a schedule.
+    """
+    candidates = list(problems)
+    share = seconds / (4 * len(candidates) or 1)
+    open_problems: list[tuple[float, Problem]] = []
+    errors: list[SearchError] = []
+    for problem in candidates:
+        try:
+            open_problems.append((_best_hint(problem, lower_bound(problem), time.monotonic() + share)[0], problem))
+        except SearchError as error:
+            errors.append(error)
+    if not open_problems:
+        raise errors[0]
+    open_problems.sort(key=lambda found: found[0])
+    best: CertifiedSchedule | None = None
+    for share, (_, problem) in zip(_shares(len(open_problems)), open_problems, strict=True):
+        if best is not None and lower_bound(problem) >= best.value:
+            continue
+        found = find_schedule(problem, seconds * share, workers)
+        best = found if best is None or found.value < best.value else best
+    assert best is not None
+    return best
+
+
+def _shares(count: int) -> list[float]:
+    weights = [0.5**n for n in range(count)]
+    return [w / sum(weights) for w in weights]
 
 
 def _best_hint(problem: Problem, least: float, until: float) -> tuple[float, Schedule]:

@@ -23,6 +23,7 @@ from meshwright.pipeline import (
     one_f_one_b,
     v_half,
     v_min,
+    whole_backward,
     zb_h1,
     zb_h2,
     zb_v,
@@ -54,24 +55,13 @@ def known_tables(problem: Problem) -> Iterator[Schedule]:
             plain = make()
         except ScheduleError:
             continue
-        split = _one_action_at_a_time(plain)
-        whole = _whole_backward(split)
-        yield from filter(problem.allows, [split, whole] if problem.split else [whole])
+        whole = whole_backward(plain)
+        yield from filter(problem.allows, map(_one_action_at_a_time, [plain, whole] if problem.split else [whole]))
 
 
 def _one_action_at_a_time(table: Schedule) -> Schedule:
     """Return the same table with one action at a time."""
     return replace(table, rows=tuple(tuple(atom for action in row for atom in action.atoms) for row in table.rows))
-
-
-def _whole_backward(table: Schedule) -> Schedule:
-    """Return the same table, which has one action at a time, with each B as BW and no W."""
-    whole = {ActionKind.BACKWARD_INPUT: ActionKind.BACKWARD}
-    rows = (
-        tuple(a._replace(kind=whole.get(a.kind, a.kind)) for a in row if a.kind is not ActionKind.BACKWARD_WEIGHT)
-        for row in table.rows
-    )
-    return replace(table, rows=tuple(rows))
 
 
 def _makers(problem: Problem) -> list[Callable[[], Schedule]]:
