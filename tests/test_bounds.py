@@ -62,7 +62,6 @@ CALLS = frozenset(
         "graph.execution.fx_runner.step_function.plans",
         "graph.execution.kernel_files.save_kernels.made",
         "graph.rewriting.rewrite_driver._try.found",
-        "graph.rewriting.rule_check.run.lie",
         "graph.program.node_text.numbered.seen",
         "search.module_plans.pipeline_search._found.found",
         "tensor.capture.call_capture._captured.inputs",
