@@ -19,7 +19,7 @@ import torch
 SOURCES = Path(__file__).parent / "csrc"
 OUT = Path(__file__).parents[2] / "out" / "device"
 NAME = "_test_device"
-_FLAGS = ["-O1", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unused-parameter"]
+_FLAGS = ["-O1", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unused-parameter", "-Wno-stringop-overflow"]
 
 
 def _key() -> str:

@@ -105,6 +105,7 @@ void write_operand(const Operand& x, const at::Tensor& values) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   register_device();
+  prefer_kernels_of_cpu();
 
   m.def("device_count", [] { return int(device_count()); });
   m.def("current_device", [] { return int(current_device()); });

@@ -12,6 +12,8 @@ const at::Generator& default_generator(c10::DeviceIndex device);
 at::Generator& cpu_generator_of(const at::Generator& generator);
 
 void register_device();
+// Run the kernels of the CPU, not the compositions that torch has for devices without a kernel.
+void prefer_kernels_of_cpu();
 void resize_storage(const c10::Storage& storage, size_t bytes);
 
 }  // namespace test_device

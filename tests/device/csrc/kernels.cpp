@@ -236,7 +236,7 @@ class Call {
     size_t at = 0;
     replace_tensors(results, [&](const at::Tensor& x) {
       const auto& target = targets[at++];
-      if (target) store(*target, x);
+      if (target && x.defined()) store(*target, x);  // a meta kernel may return more than the CPU's
       return x;
     });
   }

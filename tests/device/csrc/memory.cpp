@@ -56,7 +56,10 @@ void protect(char* base, size_t span, int access) {
 // ---- touches by the host ----
 
 std::atomic<int64_t> touches{0};
-std::atomic<uintptr_t> touched_address{0};
+std::atomic<uintptr_t> touched_address{0};  // of the last touch
+constexpr int64_t kKnownPages = 64;
+std::atomic<uintptr_t> touched_pages[kKnownPages];
+int64_t open_blocks = 0;  // under the lock of the pages
 std::atomic<int64_t> reported{0};
 struct sigaction previous_action;
 
@@ -72,9 +75,9 @@ bool is_device_address(uintptr_t address) {
 void on_fault(int number, siginfo_t* info, void* context) {
   auto address = reinterpret_cast<uintptr_t>(info->si_addr);
   if (is_device_address(address)) {
-    touched_address = address;
-    ++touches;
     auto page = address & ~(page_size() - 1);
+    touched_address = address;
+    touched_pages[touches++ % kKnownPages] = page;
     if (mprotect(reinterpret_cast<void*>(page), page_size(), PROT_READ | PROT_WRITE) == 0) return;
   }
   sigaction(number, &previous_action, nullptr);  // the access is repeated, and ends as without this handler
@@ -138,8 +141,9 @@ void release(void* context) {
   std::vector<StreamState*> users;
   {
     std::lock_guard guard(state_lock());
-    for (StreamState* user : block->recorded) block->stream->clock.join(user->clock);
-    note(*block->stream, "free", {{block, {0, block->bytes}, true}});
+    Clock used;
+    for (StreamState* user : block->recorded) used.join(user->clock);
+    note(*block->stream, "free", {{block, {0, block->bytes}, true}}, 0, used);
     for_each_statistic(block->device, [&](auto& stat, bool is_bytes) { stat.decrease(is_bytes ? block->bytes : 1); });
     users = block->recorded;
   }
@@ -191,13 +195,13 @@ Opening::Opening(std::vector<BlockRef> blocks) : blocks_(std::move(blocks)) {
   std::erase(blocks_, nullptr);
   std::lock_guard guard(page_lock());
   for (const BlockRef& block : blocks_)
-    if (block->openings++ == 0) protect(block->base, block->span, PROT_READ | PROT_WRITE);
+    if (block->openings++ == 0) protect(block->base, block->span, PROT_READ | PROT_WRITE), ++open_blocks;
 }
 
 Opening::~Opening() {
   std::lock_guard guard(page_lock());
   for (const BlockRef& block : blocks_)
-    if (--block->openings == 0) mprotect(block->base, block->span, PROT_NONE);
+    if (--block->openings == 0) mprotect(block->base, block->span, PROT_NONE), --open_blocks;
 }
 
 c10::DataPtr allocate(c10::DeviceIndex device, size_t bytes) {
@@ -247,8 +251,11 @@ c10::DeviceIndex device_of_pointer(const void* data) {
 }
 
 int64_t take_host_touches() {
-  int64_t all = touches;
-  return all - reported.exchange(all);
+  int64_t all = touches, found = all - reported.exchange(all);
+  std::lock_guard guard(page_lock());
+  for (int64_t i = all - std::min(found, kKnownPages); i < all && open_blocks == 0; ++i)
+    mprotect(reinterpret_cast<void*>(touched_pages[i % kKnownPages].load()), page_size(), PROT_NONE);
+  return found;
 }
 
 void raise_host_touches() {

@@ -1,7 +1,9 @@
 // Operators that know about memory or about both devices of a copy; all others run by the fallback.
-#include <ATen/ops/resize_native.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/native/ResizeCommon.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/DefaultDtype.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -207,6 +209,23 @@ void convolution_backward(const c10::OperatorHandle&, c10::DispatchKeySet keys, 
   run_on_device(op, keys, stack);
 }
 
+// ---- attention: the same choice of a kernel as on the CPU ----
+
+Tensor counterpart(HostMirror& mirror, const Tensor& x) {
+  return mirror.tensor(Operand(x)).requires_grad_(x.requires_grad());
+}
+
+int64_t choose_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout,
+    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  HostMirror mirror;
+  std::optional<Tensor> mask_here;
+  if (mask && mask->defined()) mask_here = counterpart(mirror, *mask);
+  return at::_fused_sdp_choice(
+      counterpart(mirror, query), counterpart(mirror, key), counterpart(mirror, value), mask_here, dropout, is_causal,
+      scale, enable_gqa);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_device>());
 }
@@ -227,7 +246,32 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
+// A copy of conjugated or negated values resolves them itself.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
 }  // namespace
+
+void prefer_kernels_of_cpu() {
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    auto op = dispatcher.findOp(name);
+    bool composed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    bool own = op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
+    if (!composed || own || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_device>());
+  }
+}
 
 void resize_storage(const c10::Storage& storage, size_t bytes) {
   c10::DeviceIndex device = storage.device().index();
@@ -247,3 +291,7 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
 }
 
 }  // namespace test_device
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &test_device::choose_attention)
+}  // namespace at::native

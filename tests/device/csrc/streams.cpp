@@ -162,12 +162,15 @@ int python_place() {
   return at->second;
 }
 
-void note(StreamState& stream, const char* name, const std::vector<Touch>& touches, int place) {
+void note(
+    StreamState& stream, const char* name, const std::vector<Touch>& touches, int place, const Clock& more) {
   stream.clock.join(host().clock);
   uint64_t epoch = stream.clock.tick(stream.actor);
+  Clock clock = stream.clock;
+  clock.join(more);
   for (const Touch& touch : touches) {
     Access access{stream.actor, epoch, touch.range, touch.write, name, place};
-    touch.block->history.add(access, stream.clock, touch.block->number, touch.block->bytes);
+    touch.block->history.add(access, clock, touch.block->number, touch.block->bytes);
   }
 }
 

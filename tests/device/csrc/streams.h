@@ -92,8 +92,10 @@ std::vector<StreamState*> streams_of(c10::DeviceIndex device);
 
 // Queue or run work; check its accesses. The order of launches of one host is the order of these calls.
 void launch(StreamState& stream, Launch launch);
-// Note accesses at the present point of a stream, without work; the caller holds the lock of the state.
-void note(StreamState& stream, const char* name, const std::vector<Touch>& touches, int place = 0);
+// Note accesses at the present point of a stream, without work, after everything that `more` knows; the caller holds the
+// lock of the state.
+void note(
+    StreamState& stream, const char* name, const std::vector<Touch>& touches, int place = 0, const Clock& more = {});
 // Queue silent work, for the memory of a block; runs at once if nothing is queued before it.
 void after_queued_work(StreamState& stream, std::function<void()> run);
 
