@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import time
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +23,8 @@ def register() -> ModuleType:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, DeviceModule(core))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    # autograd's threads may free the last graph after `backward` returns; the interpreter must not end before
+    atexit.register(time.sleep, 0.1)
     return core
 
 

@@ -258,14 +258,17 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
 }  // namespace
 
 void prefer_kernels_of_cpu() {
+  constexpr c10::DispatchKey kCompositions[] = {
+      c10::DispatchKey::CompositeExplicitAutograd, c10::DispatchKey::CompositeExplicitAutogradNonFunctional,
+      c10::DispatchKey::CompositeImplicitAutograd};
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     auto op = dispatcher.findOp(name);
-    bool composed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
-        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    bool composed = false;
+    for (auto key : kCompositions) composed = composed || op->hasKernelForDispatchKey(key);
     bool own = op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
     if (!composed || own || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
     std::string full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
