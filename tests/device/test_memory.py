@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from .inspection import Devices
+from tests.device.inspection import Devices
 
 
 def test_a_touch_by_the_host_is_an_error(mesh_device: Devices) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .inspection import Devices
+from tests.device.inspection import Devices
 
 _X = torch.linspace(-2, 3, 40).view(5, 8)
 _W = torch.linspace(-1, 1, 48).view(6, 8).cos()

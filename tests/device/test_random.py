@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .inspection import Devices
+from tests.device.inspection import Devices
 
 
 def test_manual_seed_seeds_all_devices(mesh_device: Devices) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .inspection import Devices
+from tests.device.inspection import Devices
 
 
 def _side() -> torch.Stream:
