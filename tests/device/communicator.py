@@ -84,13 +84,21 @@ class DeviceCommunicator(Communicator):
 
     def _carried(self, call: CommCall, sends: Sequence[Tensor], receives: Sequence[Tensor], move: Move) -> None:
         """Queue a collective, and let the current stream wait for it."""
-        device = receives[0].device
-        here = torch.accelerator.current_stream(device)
-        if here != self.stream:
-            self.stream.wait_stream(here)
+        self.before(receives[0].device)
         members = tuple(sorted(call.group))
         nbytes = received_bytes(call, self.rank)
         self.transport.collective(call.kind, self.rank, members, self.stream, sends, receives, move, nbytes)
+        self.after(receives[0].device)
+
+    def before(self, device: torch.device) -> None:
+        """Let the communication stream wait for the current one."""
+        here = torch.accelerator.current_stream(device)
+        if here != self.stream:
+            self.stream.wait_stream(here)
+
+    def after(self, device: torch.device) -> None:
+        """Let the current stream wait for the communication stream."""
+        here = torch.accelerator.current_stream(device)
         if here != self.stream:
             here.wait_stream(self.stream)
 
@@ -136,18 +144,16 @@ class DeviceCommunicator(Communicator):
         return self.inner._exchange(sends, receives, call)
 
     def _send(self, x: Tensor, call: CommCall) -> None:
-        here = torch.accelerator.current_stream(x.device)
-        self.stream.wait_stream(here)
+        self.before(x.device)
         x.record_stream(self.stream)
         self.transport.send(self.rank, call.message[0], call.tag, self.stream, x)
 
     def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         peer, shape, dtype = call.message
         out = torch.empty(shape, dtype=dtype, device=device)
-        here = torch.accelerator.current_stream(out.device)
-        self.stream.wait_stream(here)
+        self.before(out.device)
         self.transport.receive(self.rank, peer, call.tag, self.stream, out)
-        here.wait_stream(self.stream)
+        self.after(out.device)
         return out
 
     def _barrier(self, call: CommCall) -> None:

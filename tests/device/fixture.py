@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from .build import build
+
 IN_CHILD = "MESHWRIGHT_TEST_DEVICE"
 _FIXTURE = "mesh_device"
 _child = pytest.StashKey["Child"]()
@@ -34,6 +36,12 @@ def mesh_device() -> Generator[Any]:
     races, touches = devices.take_races(), devices.take_host_touches()
     assert not races, "races:\n" + "\n".join(map(str, races))
     assert not touches, f"the host touched {touches} pages of device memory"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the devices before the first test, whose time limit would include the build."""
+    if any(_FIXTURE in getattr(item, "fixturenames", ()) for item in session.items):
+        build()
 
 
 @pytest.hookimpl(tryfirst=True)
