@@ -399,6 +399,11 @@ def _finish_barrier(meeting: _PendingCollective) -> None:
     return None
 
 
+def _autocast_devices() -> set[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    return {"cpu", "cuda"} if accelerator is None else {"cpu", "cuda", accelerator.type}
+
+
 class _ThreadModes:
     """Thread-local state of torch that a rank inherits: default device; grad, inference and autocast modes."""
 
@@ -408,7 +413,7 @@ class _ThreadModes:
         self.device = torch.get_default_device()
         self.autocast = [
             (device, torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
+            for device in _autocast_devices()
             if torch.is_autocast_enabled(device)
         ]
 
