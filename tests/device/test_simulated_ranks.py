@@ -7,79 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.comm import current_communicator
 from tests.device.communicator import DeviceCommunicator, run_on_devices
 from tests.device.inspection import Devices
+from tests.device.training import KINDS, train
 
-RANKS, STEPS = 4, 2
-KINDS = ("dp", "tp", "dp x tp", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-
-
-class Net(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.drop(self.norm(torch.relu(self.up(x)))))
-
-
-def _mesh(kind: str) -> mw.ProcessMesh:
-    if kind == "dp x tp":
-        return mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])
-    return mw.ProcessMesh(list(range(RANKS)), ["tp" if kind == "tp" else "dp"])
-
-
-def _cut(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
-    if "tp" not in mesh.dim_names:
-        return
-    dims = {"up": {"weight": 0, "bias": 0}, "down": {"weight": 1}}.get(name, {})
-    for parameter, dim in dims.items():
-        placements = [mw.Shard(dim) if axis == "tp" else mw.Replicate() for axis in mesh.dim_names]
-        setattr(layer, parameter, mw.shard_tensor(getattr(layer, parameter), mesh, placements))
-
-
-def _stage(kind: str, model: nn.Module) -> Any:
-    if kind == "ZeRO-1":
-        return mw.ShardingStage1("dp", least=20)
-    return {"ZeRO-2": mw.ShardingStage2, "ZeRO-3": mw.ShardingStage3}[kind]("dp", model, least=20)
-
-
-def train(kind: str, static: bool, device: torch.device | str, dropout: float = 0.0) -> tuple[list[Tensor], str]:
-    """Return the losses and the parameters after some steps, on the CPU, and the calls of this rank."""
-    mesh = _mesh(kind)
-    model = Net(dropout).to(device)
-    torch.manual_seed(1)
-    mw.shard_layer(model, mesh, _cut)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    if kind.startswith("ZeRO"):
-        mw.shard_optimizer(optimizer, _stage(kind, model))
-    placements = [mw.Shard(0) if axis == "dp" else mw.Replicate() for axis in mesh.dim_names]
-    x, y = (
-        mw.shard_tensor(torch.linspace(-1, 2, 128).view(8, 16).add(k).sin().to(device), mesh, placements)
-        for k in range(2)
-    )
-    step = mw.to_static(model, None, F.mse_loss, optimizer) if static else _eager_step(model, optimizer)
-    losses = [torch.tensor(float(step(x, y)), device="cpu") for _ in range(STEPS)]
-    calls = str(current_communicator().seen)
-    return losses + [mw.unshard_dtensor(p.detach()).cpu() for p in model.parameters()], calls
-
-
-def _eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+RANKS = 4
 
 
 def _compare(found: list[Any], expected: list[Any]) -> None:
@@ -124,3 +58,22 @@ def test_a_missing_wait_is_found(
 def test_generators_are_kept_per_rank(mesh_device: Devices) -> None:
     expected = mw.simulate(lambda: train("tp", False, "cpu", dropout=0.3), RANKS)
     _compare(mw.simulate(lambda: train("tp", False, "mesh:0", dropout=0.3), RANKS), expected)
+
+
+def test_autocast_of_the_caller_is_inherited(mesh_device: Devices) -> None:
+    with torch.autocast("mesh", dtype=torch.bfloat16):
+        assert mw.simulate(lambda: torch.is_autocast_enabled("mesh"), 2) == [True, True]
+
+
+@pytest.mark.parametrize("on", ["mesh:0", "cpu"])
+def test_an_index_may_be_on_the_cpu(mesh_device: Devices, on: str) -> None:
+    """A list becomes an index on the CPU too."""
+
+    def program() -> list[list[float]]:
+        x = mw.shard_tensor(torch.arange(12.0, device="mesh:0").view(4, 3), pair, [mw.Shard(0)])
+        index = torch.tensor([0, -1], device=on)
+        assert torch.equal(mw.unshard_dtensor(x[[0, -1]]), mw.unshard_dtensor(x[index]))
+        return mw.unshard_dtensor(x[index]).tolist()
+
+    pair = mw.ProcessMesh([0, 1], ["x"])
+    assert mw.simulate(program, 2) == [[[0, 1, 2], [9, 10, 11]]] * 2
