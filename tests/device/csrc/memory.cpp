@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <map>
 
 #include "current.h"
 
@@ -273,56 +272,6 @@ c10::DeviceAllocator* device_allocator() {
     return new DeviceAllocator;
   }();
   return held;
-}
-
-// ---- pinned memory ----
-
-namespace {
-
-std::map<const char*, size_t>& pinned_ranges() {
-  static auto* held = new std::map<const char*, size_t>;
-  return *held;
-}
-
-void free_pinned(void* data) {
-  {
-    std::lock_guard guard(page_lock());
-    pinned_ranges().erase(static_cast<const char*>(data));
-  }
-  std::free(data);
-}
-
-class PinnedAllocator final : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t bytes) override {
-    void* data = std::aligned_alloc(64, (bytes + 64) / 64 * 64);
-    std::memset(data, kPoison, bytes);
-    std::lock_guard guard(page_lock());
-    pinned_ranges()[static_cast<const char*>(data)] = bytes;
-    return {data, data, free_pinned, c10::Device(c10::DeviceType::CPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return free_pinned;
-  }
-  void copy_data(void* target, const void* source, size_t bytes) const override {
-    default_copy_data(target, source, bytes);
-  }
-};
-
-}  // namespace
-
-c10::Allocator* pinned_allocator() {
-  static auto* held = new PinnedAllocator;
-  return held;
-}
-
-bool is_pinned(const void* data) {
-  auto at = static_cast<const char*>(data);
-  std::lock_guard guard(page_lock());
-  auto next = pinned_ranges().upper_bound(at);
-  if (next == pinned_ranges().begin()) return false;
-  auto found = std::prev(next);
-  return at < found->first + std::max<size_t>(found->second, 1);
 }
 
 }  // namespace test_device

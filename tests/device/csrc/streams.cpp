@@ -4,8 +4,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstring>
-#include <unordered_map>
 
 #include "memory.h"
 
@@ -28,10 +26,6 @@ struct State {
   Counters counters;
   std::vector<Timing> timeline;
   bool records_timeline = false;
-  bool records_places = false;
-  std::vector<std::string> places{""};
-  std::unordered_map<std::string, int> place_numbers;
-  std::unordered_map<std::string, std::unique_ptr<std::string>> names;
 };
 
 State& state() {
@@ -137,29 +131,6 @@ std::vector<StreamState*> streams_of(c10::DeviceIndex device) {
   std::vector<StreamState*> found;
   for (const auto& stream : state().streams.at(device)) found.push_back(stream.get());
   return found;
-}
-
-int python_place() {
-  if (!state().records_places || !Py_IsInitialized()) return 0;
-  PyGILState_STATE held = PyGILState_Ensure();
-  std::string found;
-  PyFrameObject* frame = PyEval_GetFrame();
-  Py_XINCREF(frame);
-  while (frame && found.empty()) {
-    PyCodeObject* code = PyFrame_GetCode(frame);
-    const char* file = PyUnicode_AsUTF8(code->co_filename);
-    if (file && !std::strstr(file, "/torch/")) found = std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
-    Py_DECREF(code);
-    PyFrameObject* back = PyFrame_GetBack(frame);
-    Py_DECREF(frame);
-    frame = back;
-  }
-  Py_XDECREF(frame);
-  PyGILState_Release(held);
-  std::lock_guard guard(state().lock);
-  auto [at, is_new] = state().place_numbers.try_emplace(found, static_cast<int>(state().places.size()));
-  if (is_new) state().places.push_back(found);
-  return at->second;
 }
 
 void note(
@@ -327,21 +298,6 @@ std::vector<Timing>& timeline() {
 
 void record_timeline(bool on) {
   state().records_timeline = on;
-}
-
-void record_places(bool on) {
-  state().records_places = on;
-}
-
-std::string place_name(int place) {
-  return state().places.at(place);
-}
-
-const char* lasting(const std::string& name) {
-  std::lock_guard guard(state().lock);
-  auto& held = state().names[name];
-  if (!held) held = std::make_unique<std::string>(name);
-  return held->c_str();
 }
 
 }  // namespace test_device
