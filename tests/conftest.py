@@ -11,6 +11,11 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.device.fixture import mesh_device, pytest_collection_finish, pytest_runtest_protocol, pytest_unconfigure
+
+# hooks and fixtures of all tests
+__all__ = ["mesh_device", "pytest_collection_finish", "pytest_runtest_protocol", "pytest_unconfigure"]
+
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 settings.register_profile(

@@ -279,6 +279,8 @@ class _TorchState(NamedTuple):
     """State that torch keeps once per process and of which each rank has its own."""
 
     random: Tensor
+    device_random: list[Tensor]
+    """States of the accelerator's generators, one a device; empty until the accelerator is initialized."""
     forward: ForwardState
     dtype: torch.dtype
     anomaly: tuple[bool, bool]
@@ -293,10 +295,12 @@ class _TorchState(NamedTuple):
         hooks = tuple(dict(table) for table in GLOBAL_HOOKS) if any(GLOBAL_HOOKS) else ()
         dtype = torch.get_default_dtype()
         random = torch.default_generator.get_state()
-        return _TorchState(random, ForwardState.now(), dtype, anomaly, hooks, saved_mutable())
+        return _TorchState(random, _device_random(), ForwardState.now(), dtype, anomaly, hooks, saved_mutable())
 
     def set(self) -> None:
         torch.default_generator.set_state(self.random)
+        if self.device_random:
+            torch.get_device_module().set_rng_state_all(self.device_random)
         self.forward.set()
         torch.set_default_dtype(self.dtype)
         torch.set_anomaly_enabled(*self.anomaly)
@@ -305,6 +309,13 @@ class _TorchState(NamedTuple):
             for at, table in enumerate(GLOBAL_HOOKS):
                 table.clear()
                 table.update(self.hooks[at] if self.hooks else {})
+
+
+def _device_random() -> list[Tensor]:
+    if not torch.accelerator.is_available():
+        return []
+    module: Any = torch.get_device_module()
+    return module.get_rng_state_all() if module.is_initialized() else []
 
 
 class SimulatedCommunicator(Communicator):
@@ -401,6 +412,11 @@ def _finish_barrier(meeting: _PendingCollective) -> None:
     return None
 
 
+def _autocast_devices() -> set[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    return {"cpu", "cuda"} if accelerator is None else {"cpu", "cuda", accelerator.type}
+
+
 class _ThreadModes:
     """Thread-local state of torch that a rank inherits: default device; grad, inference and autocast modes."""
 
@@ -410,7 +426,7 @@ class _ThreadModes:
         self.device = torch.get_default_device()
         self.autocast = [
             (device, torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
+            for device in _autocast_devices()
             if torch.is_autocast_enabled(device)
         ]
 
@@ -432,10 +448,11 @@ class _ThreadModes:
 def simulate(fn: Callable[P, T], ranks: int, *args: P.args, **kwargs: P.kwargs) -> list[T]:
     """Return the results of `fn(*args, **kwargs)` by rank; each rank runs it in a thread of this process.
 
-    Every rank has its own state of torch's CPU generator, and its own globals and class attributes where functions of
-    the program assign them. All ranks start with the caller's values; the caller continues with those of rank 0.
-    Lists and dicts that are only changed in place are shared. So are the states of Python's `random` and of NumPy. A
-    rank that takes a distributed tensor of another rank from such a list or dict raises SimulatedRankError.
+    Every rank has its own state of torch's generators, those of the accelerator included. It has its own globals and
+    class attributes where functions of the program assign them. All ranks start with the caller's values; the caller
+    continues with those of rank 0. Lists and dicts that are only changed in place are shared. So are the states of
+    Python's `random` and of NumPy. A rank that takes a distributed tensor of another rank from such a list or dict
+    raises SimulatedRankError.
 
     The first error of any rank stops the others and is raised here, with a note that names the rank.
 

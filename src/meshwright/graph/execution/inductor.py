@@ -83,11 +83,11 @@ def _start(x: Tensor, order: Tensor, number: int) -> Tensor:
     """Start a conversion step and return its ticket, which `wait` takes."""
     ticket = next(_TICKETS)
     _BEGUN[ticket] = start_function(_CARRIED[number])(x)
-    return torch.tensor([ticket], device="cpu")
+    return torch.tensor(ticket, device="cpu")
 
 
 def _shape_of_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device="meta")
+    return torch.empty((), dtype=torch.int64, device="meta")
 
 
 def _wait(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
@@ -156,7 +156,7 @@ def compiled(
     else:
         call = _compile(part, rank_numbers, _overwriting(program, ordered), options or {}, len(written))
     if ordered:
-        call = partial(call, torch.zeros(1, dtype=torch.float32, device="cpu"))
+        call = partial(call, torch.zeros((), dtype=torch.float32, device="cpu"))
     kernels = CompiledKernels(_packing(call, len(reads)) if parts.numbers else call, parts.kernels)
     node = Node(kernels, (*reads, *parts.numbers), {}, gives, parts.kernels[0].origin)
     return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
@@ -191,7 +191,7 @@ def _kernel_program(
     The inputs are `order` if a node communicates, the values that kernels read, and the packed numbers if any.
     The last nodes are the writes.
     """
-    order = Value("order", (1,), torch.float32)
+    order = Value("order", (), torch.float32)  # a number may be on the CPU beside tensors on a device
     ordered = {node: replace(node, args=(*node.args, order)) for node in parts.kernels if _carried(node)}
     taken = [*([order] if ordered else []), *reads, *([parts.packed] if parts.numbers else [])]
     copies = [Node(aten.copy_.default, (x, v), {}, Value(f"{x.name}_written", x.shape, x.dtype)) for x, v in written]

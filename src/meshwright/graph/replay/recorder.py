@@ -151,6 +151,8 @@ class Recorder(Modes):
         self.origin = Origin(phase)
         with ExitStack() as stack:
             stack.enter_context(using_communicator(self.communicator))
+            # on an accelerator, backward passes run in another thread, which would find the process's communicator
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(random_source(self.source))
             stack.enter_context(recording_parts(self.opaque))
             stack.enter_context(without_onednn())

@@ -67,6 +67,7 @@ def _padded(x: Tensor, at: int) -> Tensor:
 def index(call: LocalCall, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """Return the term of `x[indices]` for one indexed dim, which is sharded."""
     at, index = next((d, i) for d, i in enumerate(indices) if i is not None)
+    index = index.to(x.device)  # torch takes indices on the CPU for any device
     local, mine = _mine(call, x, at, index, wraps=True)
     rows = torch.ops.aten.index.Tensor(_padded(x, at), [*indices[:at], local])
     return torch.where(mine.reshape([*mine.shape, *[1] * (x.dim() - at - 1)]), rows, NOTHING)

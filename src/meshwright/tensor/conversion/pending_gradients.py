@@ -108,15 +108,20 @@ def _keep(leaf: Tensor, spec: Spec, grad: Tensor) -> None:
 
 
 class deferring:  # entered in every step: a class is faster than a generator
-    """Context in which backward passes keep the terms of parameters' gradients until `flush`, if that is `wanted`."""
+    """Context in which backward passes keep the terms of parameters' gradients until `flush`, if that is `wanted`.
+
+    The passes stay in the calling thread, on an accelerator too, because the terms are kept per thread.
+    """
 
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
 
     def __enter__(self) -> None:
         self._before, _state.deferring = _state.deferring, self._wanted
+        self._threads = torch.autograd.set_multithreading_enabled(False)
 
     def __exit__(self, *error: object) -> None:
+        self._threads.__exit__(*error)
         _state.deferring = self._before
 
 

@@ -1,0 +1,82 @@
+"""Training programs for ranks on any device: the same bits and the same collectives on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshwright as mw
+from meshwright.comm import current_communicator
+
+STEPS = 2
+KINDS = ("dp", "tp", "dp x tp", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.norm(torch.relu(self.up(x)))))
+
+
+def _mesh(kind: str) -> mw.ProcessMesh:
+    ranks = list(range(current_communicator().size))
+    if kind == "dp x tp":
+        half = len(ranks) // 2
+        return mw.ProcessMesh([ranks[:half], ranks[half:]], ["dp", "tp"])
+    return mw.ProcessMesh(ranks, ["tp" if kind == "tp" else "dp"])
+
+
+def _cut(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
+    if "tp" not in mesh.dim_names:
+        return
+    dims = {"up": {"weight": 0, "bias": 0}, "down": {"weight": 1}}.get(name, {})
+    for parameter, dim in dims.items():
+        placements = [mw.Shard(dim) if axis == "tp" else mw.Replicate() for axis in mesh.dim_names]
+        setattr(layer, parameter, mw.shard_tensor(getattr(layer, parameter), mesh, placements))
+
+
+def _stage(kind: str, model: nn.Module) -> Any:
+    if kind == "ZeRO-1":
+        return mw.ShardingStage1("dp", least=20)
+    return {"ZeRO-2": mw.ShardingStage2, "ZeRO-3": mw.ShardingStage3}[kind]("dp", model, least=20)
+
+
+def train(kind: str, static: bool, device: torch.device | str, dropout: float = 0.0) -> tuple[list[Tensor], str]:
+    """Return the losses and the parameters after some steps, on the CPU, and the calls of this rank in these steps."""
+    current_communicator().seen.reset()
+    mesh = _mesh(kind)
+    model = Net(dropout).to(device)
+    torch.manual_seed(1)
+    mw.shard_layer(model, mesh, _cut)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    if kind.startswith("ZeRO"):
+        mw.shard_optimizer(optimizer, _stage(kind, model))
+    placements = [mw.Shard(0) if axis == "dp" else mw.Replicate() for axis in mesh.dim_names]
+    x, y = (
+        mw.shard_tensor(torch.linspace(-1, 2, 128).view(8, 16).add(k).sin().to(device), mesh, placements)
+        for k in range(2)
+    )
+    step = mw.to_static(model, None, F.mse_loss, optimizer) if static else _eager_step(model, optimizer)
+    losses = [torch.tensor(float(step(x, y)), device="cpu") for _ in range(STEPS)]
+    calls = str(current_communicator().seen)
+    return losses + [mw.unshard_dtensor(p.detach()).cpu() for p in model.parameters()], calls
+
+
+def _eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
