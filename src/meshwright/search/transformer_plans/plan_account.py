@@ -109,18 +109,16 @@ def _free(link: Link) -> Link:
 
 def _computed(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> float:
     """Return the seconds that the ranks of the pipeline compute in a step, on average."""
-    s = stages_of(model, plan, cluster, software)
-    ends, ranks = [s.first + s.before, s.last + s.behind], [s.other] * (plan.pp - 2)
-    spent = [*ends, *ranks] if plan.pp > 1 else [s.first + s.before + s.behind]
-    whole = sum(float(x.forward + x.backward) for x in spent)
-    return whole / plan.pp * float(microbatches(plan))
+    s, sparse = stages_of(model, plan, cluster, software), model.layers - model.dense_layers
+    whole = s.of(model.dense_layers, sparse, True, True)
+    return float(whole.forward + whole.backward) / plan.pp * float(microbatches(plan))
 
 
 def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> Timeline | None:
     """Return the simulated step of the pipeline, or None if no table determines the predicted time."""
     if plan.pp == 1 or plan.zero == 3:
         return None
-    return simulate_schedule(table_of(plan), times_of(stages_of(model, plan, cluster, software), plan))
+    return simulate_schedule(table_of(plan), times_of(model, stages_of(model, plan, cluster, software), plan))
 
 
 def _why(

@@ -1,0 +1,16 @@
+"""Laws of plans over random models, clusters and sizes; `python -m benchmarks laws` tries thousands more."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.laws import LAWS, broken
+
+FEW = {"the best is the best printed": 4, "time is monotone": 15, "memory is monotone": 25}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_law_holds_for_random_cases(name: str) -> None:
+    law, _ = LAWS[name]
+    _, wrong = broken(law, range(FEW.get(name, 60)))
+    assert not wrong, "\n".join(wrong[:5])
