@@ -143,7 +143,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
     """
     dtypes = sorted(set[torch.dtype]().union(*(d.flops for d in devices)), key=str)
     highest = {name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4", "overhead")}
-    lowest = {name: min(getattr(d, name) for d in devices) for name in ("bandwidth", "memory", "units")}
+    lowest = {name: min(getattr(d, name) for d in devices) for name in ("bandwidth", "memory", "units", "addressable")}
     forward, backward = zip(*(d.attention for d in devices), strict=True)
     name = " + ".join(dict.fromkeys(d.name for d in devices))
     device = replace(devices[0], name=name, attention=(min(forward), min(backward)), **lowest, **highest)

@@ -30,7 +30,10 @@ from .software import MESHWRIGHT, Software
 Row = NDArray[np.float64]
 """One number per plan."""
 USABLE = 0.94
-"""Fraction of a device's memory that a plan may take: libraries hold some, and allocators round up."""
+"""Fraction of the addressable memory that a plan may take. Contexts and buffers of communicators take the rest.
+
+They are 5 GB of 85 where `nvidia-smi` was published beside the values in use.
+"""
 SHOWN_PARTS = 3
 KEPT = 8
 NEAR = 1.1
@@ -41,7 +44,7 @@ SIMULATED = 2**16
 
 def usable_memory(cluster: Cluster) -> float:
     """Return the bytes of a device that a plan may take."""
-    return cluster.device.memory * USABLE
+    return cluster.device.available * USABLE
 
 
 @dataclass(frozen=True)

@@ -65,13 +65,14 @@ class _Peak:
 
     def _rank(self, own: RankLayers) -> dict[str, Numbers]:
         m, states = self.model, state_bytes(self.model, self.plan, self.software, own)
-        loss = tokens(self.plan) * (m.vocab / self.plan.tp) * self.software.logit
+        kept, working = self._kept(own.dense, own.sparse) * self._alive(own.rank), self._working()
+        loss = np.where(own.last, tokens(self.plan) * (m.vocab / self.plan.tp) * self.software.logit, 0.0)
         return {
             "parameters and gradients": states.weights,
             "optimizer": states.optimizer,
             "gathered": states.gathered,
-            "activations": self._activations(own.dense, own.sparse, self._alive(own.rank)),
-            "loss": np.where(own.last, loss, 0.0),
+            "activations": kept + working,
+            "loss": np.maximum(loss - working, 0.0) if self.software.reuses else loss,
             "brief": self._brief(np.logical_or(own.first, own.last)),
         }
 
@@ -81,22 +82,32 @@ class _Peak:
         p = self.plan
         return microbatches_in_flight(p.schedule, p.pp, microbatches(p), p.chunks, rank)
 
-    def _activations(self, dense: Numbers, sparse: Numbers, alive: Numbers) -> Numbers:
-        count, kept = dense + sparse, dense * self._dense() + sparse * self._sparse()
-        most = np.maximum(self._dense(), self._sparse() if self.model.experts else 0.0)
+    def _kept(self, dense: Numbers, sparse: Numbers) -> Numbers:
+        """Return the bytes that a rank's layers keep of one microbatch until its backward pass."""
+        count = dense + sparse
+        kept = (dense * self._dense() + sparse * self._sparse()) * (1 - self.software.offloaded)
         match self.plan.recompute:
             case "none":
-                return kept * alive
+                return kept
             case "selective" if self.software.fused_attention:
-                return kept * SELECTED * alive + 0.5 * most
+                return kept * SELECTED
             case "selective":
-                scores = count * self._scores()
-                return (kept - scores) * alive + self._scores()
+                return kept - count * self._scores()
             case _:
                 layers = (1.0 if self.software.stowed is None else 0.0) * count
                 layers += np.where(self.plan.pp > 1, self.software.outputs, 0.0)
-                working = 2 if self.software.stops_early else 1
-                return layers * self._rows * HALF * self.model.hidden * alive + working * most
+                return layers * self._rows * HALF * self.model.hidden
+
+    def _working(self) -> Numbers:
+        """Return the bytes of the recomputed values of one layer, which are there after those of the loss."""
+        most = np.maximum(self._dense(), self._sparse() if self.model.experts else 0.0)
+        match self.plan.recompute:
+            case "none":
+                return 0.0
+            case "selective":
+                return 0.5 * most if self.software.fused_attention else self._scores()
+            case _:
+                return (2 if self.software.stops_early else 1) * most
 
     @property
     def _rows(self) -> Numbers:
@@ -125,7 +136,7 @@ class _Peak:
         if x is None:
             return 0.0
         each = (
-            x.fullest(self.plan.ep) * (x.chosen * (4 * m.hidden + 6 * x.ffn))
+            x.fullest(self.plan.ep) * (x.chosen * (4 * m.hidden + 6 * x.ffn)) / self.plan.tp
             + 8 * x.count
             + 6 * x.shared / self.plan.tp
         )

@@ -12,7 +12,7 @@ from ..plan_data.account import Account, Communication, MemoryCurve, OtherPlan, 
 from ..plan_data.plan import Plan
 from ..plan_data.progress_bar import OnProgress
 from ..plan_data.units import parameters
-from .choose import USABLE, PlanChoice, PricedPlan
+from .choose import PlanChoice, PricedPlan, usable_memory
 from .communication import communications
 from .degrees import microbatches
 from .peak_memory import hold, hold_each
@@ -64,7 +64,7 @@ def account(
         where=f"{plan.ranks} ranks of {cluster!r}",
         seconds=seconds,
         nbytes=nbytes,
-        memory_limit=cluster.device.memory * USABLE,
+        memory_limit=usable_memory(cluster),
         why=tuple(_why(plan, spent, rows, nbytes, cluster, choice)),
         spent=spent,
         held=each,
@@ -130,7 +130,7 @@ def _why(
     choice: PlanChoice | None,
 ) -> Iterator[str]:
     """Yield the bottleneck: memory if a faster plan does not fit, or else the largest part that is not computation."""
-    whole, memory_limit = sum(spent.values()), cluster.device.memory * USABLE
+    whole, memory_limit = sum(spent.values()), usable_memory(cluster)
     if nbytes > memory_limit:
         yield f"memory: the plan needs {nbytes / 1e9:.1f} GB per rank, of {memory_limit / 1e9:.1f} GB"
     if choice is not None:

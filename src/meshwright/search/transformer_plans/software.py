@@ -56,6 +56,10 @@ class Software:
     """Bytes per second of moving inputs of layers to the host and back, without overlap; None if they stay."""
     hosted: float | None = None
     """Bytes per second of a node's memory that has the optimizer's states and step; None if they are on devices."""
+    offloaded: float = 0.0
+    """Fraction of the kept activations that are moved to the host behind the computation, without recomputation."""
+    reuses: bool = True
+    """True if the memory of the loss serves the recomputed layers after it; otherwise both peaks add up."""
     once: bool = False
     """True if a token is sent once to another node, however many of its experts are there."""
 
@@ -75,8 +79,11 @@ DEEPSPEED = Software(
 """Megatron's layers in DeepSpeed's pipeline, which copies gradients to single precision and adds them to others."""
 DEEPSPEED_ZERO = Software(fused_attention=False, gradient=2.0, reduced=2.0, live=1e9)
 """Megatron's layers in DeepSpeed's ZeRO, with the default limit of gathered parameters."""
-FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, selective=0.5)
-"""Fully sharded data parallelism of PyTorch, compiled (arXiv 2304.11277, 2410.06511)."""
+FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, selective=0.5, reuses=False)
+"""Fully sharded data parallelism of PyTorch, compiled (arXiv 2304.11277, 2410.06511).
+
+Its published peaks are what the allocator reserves: streams of their own keep freed memory from each other.
+"""
 PAGEABLE = 2e9
 """Bytes per second of a copy between a device and pageable memory of the host; published ones reach 1 to 8 GB/s."""
 EAGER = 2.0

@@ -95,9 +95,8 @@ def state_bytes(model: Transformer, plan: Degrees, software: Software, layers: R
     weights, bucket = whole.total * HALF + summed, np.where(zero >= 2, bucket, 0.0)
     sharded = share.total * (HALF + gradient if hosted else 2 * SINGLE)
     states = share.total * (0.0 if hosted else MOMENTS - SINGLE)
-    tables = model.embedding_parameters / plan.tp * HALF
     spare = np.maximum(weights + moments + bucket - sharded - states, 0.0)
-    gathered = np.minimum(used * (2 * HALF + SINGLE) + tables, spare)
+    gathered = np.minimum(_gathered_bytes(model, plan, software, used), spare)
     return StateBytes(
         np.where(zero == 3, sharded, weights),
         np.where(zero == 3, states, moments),
@@ -109,3 +108,14 @@ def _layer_in_use(model: Transformer, plan: Degrees, layers: RankLayers) -> Numb
     """Return the parameters of the largest layer of a rank."""
     dense, sparse = dense_layer(model, plan).total, sparse_layer(model, plan).total
     return np.maximum(np.where(layers.dense > 0, dense, 0.0), np.where(layers.sparse > 0, sparse, 0.0))
+
+
+def _gathered_bytes(model: Transformer, plan: Degrees, software: Software, layer: Numbers) -> Numbers:
+    """Return the bytes of whole parameters and gradients in use with ZeRO-3: of two layers, or of one product.
+
+    A program with a limit of gathered parameters gathers the products of a larger layer one by one.
+    """
+    table = model.embedding_parameters / plan.tp * HALF
+    product = model.hidden * max(model.ffn, model.heads * model.head_dim) / plan.tp
+    whole = np.where(layer > software.live, product * (HALF + software.gradient), layer * (2 * HALF + SINGLE))
+    return whole + table
