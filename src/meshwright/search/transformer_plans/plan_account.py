@@ -17,7 +17,7 @@ from .communication import communications
 from .degrees import microbatches
 from .peak_memory import hold, hold_each
 from .predict import predict, stages_of
-from .simulated_step import has_short_table, simulate_step, table_of, times_of
+from .simulated_step import has_picture, has_short_table, simulate_step, table_of, times_of
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
 from .tensor_layouts import stage_parts, tensor_layouts
@@ -115,8 +115,8 @@ def _computed(model: Transformer, plan: Plan, cluster: Cluster, software: Softwa
 
 
 def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> Timeline | None:
-    """Return the simulated step of the pipeline, or None if no table determines the predicted time."""
-    if plan.pp == 1 or plan.zero == 3:
+    """Return the simulated step of the pipeline, or None if there is none or it is too large."""
+    if not has_picture(plan):
         return None
     return simulate_schedule(table_of(plan), times_of(model, stages_of(model, plan, cluster, software), plan))
 

@@ -21,8 +21,8 @@ WHOLE_TABLE = 2**12
 """Chunks times microbatches up to which the whole table is simulated; larger ones are extrapolated from two tables."""
 SHORT = 2**11
 """Chunks times microbatches of a table that is made and simulated in a short time."""
-LONG = 2**20
-"""Chunks times microbatches above which a picture of the table is too large."""
+LONG = 2**16
+"""Chunks times microbatches above which a table is too large for a picture."""
 
 
 def simulate_step(
@@ -84,6 +84,11 @@ def simulated_actions(plan: Plan) -> int:
 def has_short_table(plan: Plan) -> bool:
     """True if the plan's table is made and simulated in a short time."""
     return plan.pp == 1 or plan.pp * plan.chunks * plan.microbatches <= SHORT
+
+
+def has_picture(plan: Plan) -> bool:
+    """True if the plan has a pipeline whose table can be drawn."""
+    return plan.pp > 1 and plan.zero != 3 and plan.pp * plan.chunks * plan.microbatches <= LONG
 
 
 def table_of(plan: Plan) -> Schedule:
