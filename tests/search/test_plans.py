@@ -155,8 +155,8 @@ def test_the_best_plan_equals_that_of_exhaustive_search() -> None:
     found = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048)
     assert found.considered >= found.fitting > 100
     assert found.best.seconds == min(p.seconds for p in (found.best, *found.next))
-    every = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048, keep=10**6)
-    for priced in (every.best, *every.next[::7]):
+    every = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048, keep=200)
+    for priced in (every.best, *every.next[::4]):
         plan = priced.plan
         assert plan.ranks == 16
         assert plan.batch % (plan.dp * plan.microbatch) == 0

@@ -23,7 +23,7 @@ from .degrees import NUMBERS, Plans
 from .nearest_sizes import nearest_sizes
 from .peak_memory import hold
 from .predict import predict
-from .simulated_step import simulate_step, simulated_actions
+from .simulated_step import SimulationWork, simulate_step
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
 
@@ -158,14 +158,14 @@ def _sorted_by_simulation(
 ) -> list[PricedPlan]:
     """Return the plans in the order of their simulated seconds; plans whose schedule has no table are dropped.
 
-    Plans are also dropped after `SIMULATED` units of work, so that all of those that are returned are comparable.
+    Plans are also dropped if they exceed `SIMULATED` units of work, so that all that are returned are comparable.
     """
-    work, told = 0, list[PricedPlan]()
+    work, told = SimulationWork(), list[PricedPlan]()
     for n, priced in enumerate(found):
         tell(n)
-        work += simulated_actions(priced.plan)
-        if told and work > SIMULATED:
-            break
+        if told and work.units + work.of(priced.plan) > SIMULATED:
+            continue
+        work.add(priced.plan)
         with suppress(ScheduleError):
             told.append(replace(priced, seconds=simulate_step(model, priced.plan, cluster, software)))
     return sorted(told, key=_sort_key)

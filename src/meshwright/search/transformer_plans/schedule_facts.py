@@ -23,8 +23,9 @@ class ScheduleFacts:
     """Facts about one schedule.
 
     `filling` is the bubble per other rank, in multiples of F, B and W of a rank's layers: closed forms of the papers.
-    `table` is the number of chunks times microbatches up to which a table is made in a short time. `chunks` is the
-    number of chunks on each rank, None if it may be any number above one.
+    `table` is the number of chunks times microbatches up to which a table is made in a short time, and `making` the
+    work of making it, relative to simulating it. `chunks` is the number of chunks on each rank, None if it may be any
+    number above one.
     """
 
     filling: tuple[float, float, float]
@@ -32,6 +33,7 @@ class ScheduleFacts:
     chunks: int | None = 1
     in_a_v: bool = False
     table: int = 2**13
+    making: int = 0
     fits: Fits = lambda p, m, v: np.full(np.shape(p), True)
 
     def has_chunks(self, chunks: int) -> bool:
@@ -58,12 +60,12 @@ SCHEDULE_FACTS = {
     "Looped BFS": ScheduleFacts(FLUSH, lambda p, m, v, r: m, None),
     "Interleaved zero bubble": ScheduleFacts(LATE, lambda p, m, v, r: p, None, fits=_whole_groups),
     "ZB-H1": ScheduleFacts(LATE, lambda p, m, v, r: p),
-    "ZB-1p": ScheduleFacts(LATE, lambda p, m, v, r: p, table=2**11),
+    "ZB-1p": ScheduleFacts(LATE, lambda p, m, v, r: p, table=2**11, making=20),
     "ZB-H2": ScheduleFacts((1.0, 1.0, -2.0), lambda p, m, v, r: 2 * p - 1),
-    "ZB-2p": ScheduleFacts(NONE, lambda p, m, v, r: 2 * p - 1, table=2**11),
-    "ZB-V": ScheduleFacts((0.5, 0.0, 0.0), lambda p, m, v, r: p, 2, True, 2**11),
-    "V-Half": ScheduleFacts((0.5, 0.5, 0.5), lambda p, m, v, r: np.floor(p / 2) + 1, 2, True, 2**9),
-    "V-Min": ScheduleFacts((2 / 3, 2 / 3, 2 / 3), lambda p, m, v, r: np.floor((p + 4) / 3), 2, True, 2**9),
+    "ZB-2p": ScheduleFacts(NONE, lambda p, m, v, r: 2 * p - 1, table=2**11, making=20),
+    "ZB-V": ScheduleFacts((0.5, 0.0, 0.0), lambda p, m, v, r: p, 2, True, 2**11, 6),
+    "V-Half": ScheduleFacts((0.5, 0.5, 0.5), lambda p, m, v, r: np.floor(p / 2) + 1, 2, True, 2**9, 50),
+    "V-Min": ScheduleFacts((2 / 3, 2 / 3, 2 / 3), lambda p, m, v, r: np.floor((p + 4) / 3), 2, True, 2**9, 50),
     "DualPipe-V": ScheduleFacts((1.0, 0.0, 0.0), lambda p, m, v, r: p + 0.5, 2, True, fits=_twice),
 }
 """Schedule → its facts. The bubbles of V-Half and V-Min are rough: they only decide which tables are simulated."""

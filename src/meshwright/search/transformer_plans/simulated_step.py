@@ -19,6 +19,8 @@ from .software import MESHWRIGHT, Software
 
 WHOLE_TABLE = 2**12
 """Chunks times microbatches up to which the whole table is simulated; larger ones are extrapolated from two tables."""
+FORMULA = 16
+"""Work of a closed form, in chunks times microbatches that are simulated in the same time."""
 SHORT = 2**11
 """Chunks times microbatches of a table that is made and simulated in a short time."""
 LONG = 2**16
@@ -76,9 +78,28 @@ def has_table(schedule: str, p: Numbers, count: Numbers, chunks: Numbers) -> Fla
     return p * chunks * np.minimum(count, 3 * p + np.mod(count, p)) <= facts.table
 
 
-def simulated_actions(plan: Plan) -> int:
-    """Return the chunks times microbatches that `simulate_step` simulates: the work that it takes."""
-    return sum(plan.pp * plan.chunks * count for count in _simulated_counts(plan))
+class SimulationWork:
+    """The work of simulating plans, one after the other; a table that several plans share is made once."""
+
+    def __init__(self) -> None:
+        self.units = 0
+        self._made: set[tuple[str, int, int, int]] = set()
+
+    def of(self, plan: Plan) -> int:
+        """Return the work of one more plan, in chunks times microbatches that are simulated."""
+        units, making = FORMULA, facts_of(plan.schedule).making
+        for shape in _shapes(plan):
+            units += shape[1] * shape[2] * shape[3] * (1 if shape in self._made else 1 + making)
+        return units
+
+    def add(self, plan: Plan) -> None:
+        """Count the work of a plan."""
+        self.units += self.of(plan)
+        self._made.update(_shapes(plan))
+
+
+def _shapes(plan: Plan) -> list[tuple[str, int, int, int]]:
+    return [(plan.schedule, plan.pp, count, plan.chunks) for count in _simulated_counts(plan)]
 
 
 def has_short_table(plan: Plan) -> bool:
@@ -100,7 +121,7 @@ def table_of(plan: Plan) -> Schedule:
     return _table(plan.schedule, plan.pp, int(microbatches(plan)), plan.chunks)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _table(schedule: str, ranks: int, count: int, chunks: int) -> Schedule:
     """Return the table, as one object for one name and shape: large tables take seconds to make."""
     how = schedule_by_name(schedule)
