@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.cost import Cluster, cluster_of, link_of
-from meshwright.search import Experts, Latent, Plan, Plans, Transformer
+from meshwright.layout import JsonValue
+from meshwright.search import Experts, Latent, Plan, Plans, Transformer, plan_of
 from meshwright.search.transformer_plans.candidates import candidates
 from meshwright.search.transformer_plans.degrees import NUMBERS
 
@@ -74,5 +75,10 @@ def random_plan(case: Case, seed: int) -> Plan | None:
 def plan_at(plans: Plans, n: int) -> Plan:
     """Return the n-th plan of a bundle."""
     numbers = {name: int(np.asarray(getattr(plans, name))[n]) for name in NUMBERS}
-    numbers["sequence_parallel"] = bool(numbers["sequence_parallel"])
-    return Plan(**numbers, schedule=plans.schedule, recompute=plans.recompute, precision=plans.precision)
+    divided = bool(numbers.pop("sequence_parallel"))
+    words: dict[str, JsonValue] = {
+        "schedule": plans.schedule,
+        "recompute": plans.recompute,
+        "precision": plans.precision,
+    }
+    return plan_of({**numbers, **words, "sequence_parallel": divided})

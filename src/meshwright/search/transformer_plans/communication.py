@@ -152,7 +152,7 @@ class _PlanCommunication:
     def _synchronised(self) -> Iterator[Communication]:
         step, shown = self.step, self.software.exposed
         for ranks, parameters, names in zip(step.replicas(), step.parameters, ("", "of experts "), strict=True):
-            if ranks.count == 1 or not float(parameters):
+            if ranks.ranks == 1 or not float(parameters):
                 continue
             kinds: list[tuple[CollectiveKind, str, float, Numbers]] = [
                 (
@@ -166,8 +166,8 @@ class _PlanCommunication:
                 kinds.append(("all-gather", f"updated parameters {names}over dp", 1.0, parameters * HALF))
             for kind, what, count, nbytes in kinds:
                 where = "after the backward pass" if count == 1 else "after each microbatch"
-                each = self.cluster.meeting(kind, nbytes, ranks.count, ranks.together)
-                yield self._collective(kind, what, where, nbytes, ranks.count, ranks.together, count, each, shown)
+                each = self.cluster.meeting(kind, nbytes, ranks.ranks, ranks.together)
+                yield self._collective(kind, what, where, nbytes, ranks.ranks, ranks.together, count, each, shown)
 
     def _gathered(self) -> Iterator[Communication]:
         ranks, _ = self.step.replicas()
@@ -180,4 +180,4 @@ class _PlanCommunication:
             ("all-gather", "tables of tokens over dp", "once, at both ends", each.table, each.tables, 3),
         )
         for kind, what, where, nbytes, seconds, times in rows:
-            yield self._collective(kind, what, where, nbytes, ranks.count, ranks.together, times, seconds, None)
+            yield self._collective(kind, what, where, nbytes, ranks.ranks, ranks.together, times, seconds, None)

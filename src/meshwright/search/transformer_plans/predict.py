@@ -79,7 +79,7 @@ class StageSeconds:
 class Sharing(NamedTuple):
     """Number of ranks that have the same parameters, and how many of them share a node."""
 
-    count: Numbers
+    ranks: Numbers
     together: Numbers
 
 
@@ -161,7 +161,18 @@ class StepTime:
         again = self._again(spent, width)
         again = np.maximum(again, floor[0]) if self.plan.recompute == "full" else again
         moved = self._stowed()
-        return PassSeconds(forward + moved, np.maximum(spent.backward, floor[1]) + again + moved, spent.weights)
+        backward, weights = self._launched(spent, floor[1])
+        return PassSeconds(forward + moved, backward + again + moved, weights)
+
+    def _launched(self, spent: PassSeconds, host: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the seconds of a backward pass and of its weight gradients, for a host that needs `host` seconds.
+
+        A schedule that runs weight gradients alone starts two passes, each with half of the operators.
+        """
+        if facts_of(self.plan.schedule).filling == FLUSH:
+            return np.maximum(spent.backward, host), spent.weights
+        weights = np.maximum(spent.weights, host / 2)
+        return np.maximum(spent.backward - spent.weights, host / 2) + weights, weights
 
     def _stowed(self) -> Numbers:
         """Return the seconds of moving a layer's input to the memory of the host, or back."""
@@ -207,29 +218,38 @@ class StepTime:
         p, m, s, model = self.plan.pp, microbatches(self.plan), self.stages(), self.model
         whole = s.of(model.dense_layers, model.layers - model.dense_layers, True, True)
         ranks = [s.of(*own[1:]) for own in different_ranks(model, self.plan)]
-        most = np.max([x.forward + x.backward for x in ranks], axis=0)
         inner = s.of(model.dense_layers, model.layers - model.dense_layers, False, False) * (1 / np.asarray(p))
-        filling = self._filling(inner, (whole.forward + whole.backward) / p)
+        if facts_of(self.plan.schedule).filling == FLUSH:
+            running = self._longest(ranks) + (whole.forward + whole.backward) / p * (p - 1) / self.plan.chunks
+        else:
+            running = self._with_late_weights(ranks, inner)
         sent = 2 * s.message * (p - 1) + 2 * self.plan.chunks * m * s.message * self.software.messages
-        return np.where(np.asarray(p) > 1, m * most + filling + sent, m * (whole.forward + whole.backward))
+        return np.where(np.asarray(p) > 1, running + sent, m * (whole.forward + whole.backward))
 
-    def _filling(self, stage: PassSeconds, mean: Numbers) -> Numbers:
-        """Return the idle seconds of a rank, over all its microbatches.
+    def _longest(self, ranks: list[PassSeconds], weights: Numbers = 0.0, forwards: Numbers = 0.0) -> Numbers:
+        """Return the seconds of all microbatches on the slowest rank, without so many weight gradients and forwards."""
+        m = microbatches(self.plan)
+        spent = (m * (x.forward + x.backward) - weights * x.weights - forwards * x.forward for x in ranks)
+        return np.maximum.reduce([np.asarray(seconds) for seconds in spent])
 
-        Some schedules put weight gradients into the bubble. Their bubble has a lower bound: the time until the first
-        microbatch of the first rank comes back, less the forwards that the rank may run meanwhile.
+    def _with_late_weights(self, ranks: list[PassSeconds], mean: PassSeconds) -> Numbers:
+        """Return the seconds of a schedule that puts weight gradients into the bubble; `mean` is a rank on average.
+
+        There are two lower bounds. Weight gradients fill the bubble, as far as there are some. And a rank waits until
+        the first microbatch comes back to the first rank, less the forwards that it may run meanwhile.
         """
         facts = facts_of(self.plan.schedule)
         f, b, w = facts.filling
-        p, m, v = self.plan.pp, microbatches(self.plan), self.plan.chunks
-        if facts.filling == FLUSH:
-            return mean * (p - 1) / v
-        forward, inputs = stage.forward, stage.backward - stage.weights
-        closed = (p - 1) * (f * forward + b * inputs + w * stage.weights)
+        p, m = np.asarray(self.plan.pp), microbatches(self.plan)
+        others = (p - 1) / (self.plan.chunks if facts.chunks is None else 1)
+        inputs, late = mean.backward - mean.weights, np.minimum(max(-w, 0.0) * others, m)
+        closed = others * (f * mean.forward + b * inputs + max(w, 0.0) * mean.weights)
+        closed = np.maximum(self._longest(ranks, weights=late) + closed, self._longest(ranks))
         if facts.chunks != 1:
-            return np.maximum(closed if facts.chunks else closed / v, 0.0)
+            return closed
         alive = np.minimum(m, 2 * p - 1 if self.plan.schedule in DOUBLE else p)
-        return np.maximum(np.maximum(closed, p * forward + (p - 1) * inputs - alive * forward), 0.0)
+        back = np.maximum(p - alive, 0) * mean.forward + (p - 1) * inputs
+        return np.maximum(closed, self._longest(ranks, forwards=np.maximum(alive - p, 0)) + back)
 
     def _message(self) -> Numbers:
         part = 1.0 / self.plan.tp if self.software.scattered else 1.0

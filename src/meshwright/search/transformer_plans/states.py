@@ -38,9 +38,6 @@ class Split(NamedTuple):
         """Return the part of each of `ranks` ranks."""
         return Split(self.own / ranks.own, self.experts / ranks.experts)
 
-    def __mul__(self, times: Numbers) -> Split:
-        return Split(self.own * times, self.experts * times)
-
 
 def copies(plan: Degrees) -> Split:
     """Return the number of ranks that have the same parameters."""
@@ -70,7 +67,8 @@ def rank_parameters(model: Transformer, plan: Degrees, layers: RankLayers) -> Sp
 def most_parameters(model: Transformer, plan: Degrees) -> Split:
     """Return the parameters on the rank of the pipeline that has the most."""
     ranks = [rank_parameters(model, plan, own) for own in different_ranks(model, plan)]
-    return Split(np.max([x.own for x in ranks], axis=0), np.max([x.experts for x in ranks], axis=0))
+    own, experts = (np.maximum.reduce([np.asarray(n) for n in column]) for column in zip(*ranks, strict=True))
+    return Split(own, experts)
 
 
 class StateBytes(NamedTuple):
