@@ -29,7 +29,8 @@ NARROWEST = torch.float4_e2m1fn_x2
 class Device:
     """Rates in operations and bytes per second, memory in bytes, `overhead` in seconds per launched operator.
 
-    `memory` is the data sheet's, and `addressable` the bytes that a process can address, relative to it.
+    `addressable` are the memory of the data sheet and the bytes of it that a process can address. It does not count if
+    `memory` is another number than that of the data sheet.
 
     `units` is the number of parts of the device that work on one tile each. `reach8` and `reach4` are the fractions of
     the peak that products of 8-bit and 4-bit numbers reach. `attention` are those of fused attention, forward and
@@ -53,11 +54,11 @@ class Device:
     attention: tuple[float, float] = (0.5, 0.4)
     reach8: float = 0.42
     reach4: float = 0.4
-    addressable: float = 1.0
+    addressable: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         shares = (self.reach, self.reach8, self.reach4, *self.attention)
-        rates = (*self.flops.values(), self.bandwidth, self.memory, self.units, self.addressable, *shares)
+        rates = (*self.flops.values(), self.bandwidth, self.memory, self.units, *(self.addressable or ()), *shares)
         if not self.flops or not all(0 < rate < float("inf") for rate in rates) or not self.overhead >= 0:
             raise CostError(
                 f"a device {self.name!r}",
@@ -73,7 +74,8 @@ class Device:
         >>> round(DEVICES["H100"].available / 2**30, 1)
         79.2
         """
-        return self.memory * self.addressable
+        sheet, own = self.addressable or (self.memory, self.memory)
+        return own if self.memory == sheet else self.memory
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return the vendor's operations per second in `dtype`.
@@ -140,7 +142,7 @@ def _gpu(
         attention,
         reach8,
         reach4,
-        ADDRESSABLE[name] * GIBI / (nbytes * GIGA),
+        (nbytes * GIGA, ADDRESSABLE[name] * GIBI),
     )
 
 
