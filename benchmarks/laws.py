@@ -44,13 +44,13 @@ def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: the number of broken cases."""
     found = {name: broken(law, range(times // 20 if quick else times)) for name, (law, times) in LAWS.items()}
     refused = list(published_runs_that_do_not_fit())
-    cases = sum(n for n, _ in found.values()) + len([r for r in runs() if r.is_complete])
+    cases, published = sum(n for n, _ in found.values()), sum(r.is_complete for r in runs())
     wrong = {name: texts for name, (_, texts) in found.items()} | {"published runs fit": refused}
     total = sum(map(len, wrong.values()))
     return {
         "name": "laws",
         "value": total,
-        "goal": f"no broken law in {cases:,} random cases (at least 5,000) and published runs",
+        "goal": f"no broken law in {cases:,} random cases (at least 5,000) and {published} published runs",
         "ok": total == 0 and (quick or cases >= 5000),
         "details": {
             "published runs that contradict themselves": sorted(CONTRADICTORY),
@@ -251,7 +251,7 @@ def published_runs_that_do_not_fit() -> Broken:
 
 
 LAWS: Mapping[str, tuple[Law, int]] = {
-    "states are conserved": (states_are_conserved, 1600),
+    "states are conserved": (states_are_conserved, 2000),
     "memory is monotone": (memory_is_monotone, 800),
     "time is monotone": (time_is_monotone, 400),
     "layers go over any stages": (layers_go_over_any_stages, 1600),

@@ -38,7 +38,7 @@ SHOWN_PARTS = 3
 KEPT = 8
 NEAR = 1.1
 """A schedule's best plan is simulated if its closed form takes at most so much longer than the best one."""
-SIMULATED = 2**16
+SIMULATED = 2**17
 """Chunks times microbatches that a search simulates: counted, so that any machine finds the same plan."""
 
 
@@ -109,8 +109,10 @@ def choose(
         nbytes = np.asarray(hold(model, plans, software).nbytes)
         fits = nbytes <= memory_limit
         considered, fitting = considered + len(seconds), fitting + int(fits.sum())
-        own = list(_best_plans(plans, np.where(fits, seconds, np.inf), nbytes, keep))
-        best, others = best + own[:1], others + own[1:]
+        fast = np.where(fits, seconds, np.inf)
+        others += _best_plans(plans, fast, nbytes, keep)
+        for chunks in np.unique(plans.chunks):
+            best += _best_plans(plans, np.where(plans.chunks == chunks, fast, np.inf), nbytes, 1)
         too_large += _best_plans(plans, np.where(fits, np.inf, seconds), nbytes, 1)
         least = _priced_plan(plans, int(np.argmin(nbytes)), seconds, nbytes)
         smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
@@ -127,10 +129,10 @@ def choose(
 def _to_simulate(best: list[PricedPlan], others: list[PricedPlan], keep: int) -> list[PricedPlan]:
     """Return the plans to simulate, in the order of their closed forms.
 
-    They are the `keep` best ones, and the best plan of every schedule and recomputation that is nearly as fast: closed
-    forms of different schedules are not equally exact.
+    They are the `keep` best ones, and the best plan of every schedule, number of chunks and recomputation that is
+    nearly as fast: closed forms of different schedules are not equally exact.
     """
-    first = sorted([*best, *others], key=_sort_key)[:keep]
+    first = sorted(others, key=_sort_key)[:keep]
     limit = first[0].seconds * NEAR if first else 0.0
     return sorted([*first, *(p for p in best if p not in first and p.seconds <= limit)], key=_sort_key)
 
@@ -158,10 +160,11 @@ def _sorted_by_simulation(
 ) -> list[PricedPlan]:
     """Return the plans in the order of their simulated seconds; plans whose schedule has no table are dropped.
 
-    Plans are also dropped if they exceed `SIMULATED` units of work, so that all that are returned are comparable.
+    The cheapest simulations come first. Plans are also dropped if they exceed `SIMULATED` units of work, so that all
+    that are returned are comparable.
     """
     work, told = SimulationWork(), list[PricedPlan]()
-    for n, priced in enumerate(found):
+    for n, priced in enumerate(sorted(found, key=lambda p: SimulationWork().of(p.plan))):
         tell(n)
         if told and work.units + work.of(priced.plan) > SIMULATED:
             continue
