@@ -59,7 +59,8 @@ PROGRAM: Mapping[str, Software] = {
     "deepspeedai/DeepSpeed": DEEPSPEED_ZERO,
     "NVIDIA-NeMo/Megatron-Bridge": replace(MEGATRON, once=True),  # its recipes choose such a dispatcher
     "NVIDIA/NeMo-Framework-Launcher": replace(MEGATRON, fused_attention=False, tensor=1.0),
-    "mosaicml/llm-foundry": replace(FSDP, attention=0.7),  # a kernel with a bias for distances
+    # a kernel with a bias for distances, and a fused loss whose gradient replaces the logits
+    "mosaicml/llm-foundry": replace(FSDP, attention=0.7, logit=2.0),
 }
 """Source → its program, if that does not follow from precision and stage of ZeRO."""
 DIVIDES_SEQUENCES = frozenset({"NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/NeMo"})
@@ -217,6 +218,7 @@ def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
         base = replace(base, casts=base.casts * ROWWISE, casts_first=False)
     if train.get("offload"):
         base = replace(base, stowed=PAGEABLE, hosted=ROME)
+    base = replace(base, offloaded=train.get("activation_offload_ratio") or 0.0)
     base = replace(base, selective=SELECTIVE.get(train["recompute"], base.selective))
     return replace(base, tensor=0.5) if train.get("async_tp") else base
 

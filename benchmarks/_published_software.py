@@ -19,8 +19,11 @@ DEEPSPEED = Software(
 """Megatron's layers in DeepSpeed's pipeline, which copies gradients to single precision and adds them to others."""
 DEEPSPEED_ZERO = Software(fused_attention=False, gradient=2.0, reduced=2.0, live=1e9)
 """Megatron's layers in DeepSpeed's ZeRO, with the default limit of gathered parameters."""
-FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, selective=0.5)
-"""Fully sharded data parallelism of PyTorch, compiled (arXiv 2304.11277, 2410.06511)."""
+FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, selective=0.5, reuses=False)
+"""Fully sharded data parallelism of PyTorch, compiled (arXiv 2304.11277, 2410.06511).
+
+Its published peaks are what the allocator reserves: streams of their own keep freed memory from each other.
+"""
 PAGEABLE = 2e9
 """Bytes per second of a copy between a device and pageable memory of the host; published ones reach 1 to 8 GB/s."""
 EAGER = 2.0

@@ -27,7 +27,7 @@ ORDER = (
     *("static_speed", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
-    *("collectives", "predict", "rank_plans", "memory", "plan_speed", "plan_models", "plan_quality"),
+    *("collectives", "predict", "rank_plans", "memory", "plan_speed", "plan_models", "plan_quality", "laws"),
     *("code_lines", "mutation", "matrix_processes", "zero_memory", "checkpoint_faults", "versus_torch"),
     *("sixty_seconds", "startup", "docs", "cli", "report", "hostile", "faults", "soak"),
     *("architecture", "density", "prose", "test_time"),

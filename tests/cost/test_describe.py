@@ -41,6 +41,20 @@ def test_names_of_data_sheets_are_known(text: str, name: str, gigabytes: float) 
     assert (device.name, device.memory) == (name, gigabytes * 1e9)
 
 
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("8xH100", 79.2 * 2**30),
+        ("8xA100-SXM4-80GB", 79.2 * 2**30),
+        ("8xH100-96G", 96e9),
+        ("8xH100 + 8xV100", 31.7 * 2**30),
+    ],
+)
+def test_a_process_can_address_what_the_driver_reports(text: str, nbytes: float) -> None:
+    """A number that is given is not changed."""
+    assert cluster(text).device.available == pytest.approx(nbytes)
+
+
 @pytest.mark.parametrize("text", ["400G", "400 G", "400Gb/s", "400 Gbps", "400Gbit/s", "50GB/s", "0.4T", "0.4 Tb/s"])
 def test_a_network_has_several_spellings(text: str) -> None:
     found = cluster(f"64xH100, 4/node, {text}")

@@ -26,7 +26,9 @@ from meshwright.search import (
     parse_plan,
     predict,
     simulate_step,
+    usable_memory,
 )
+from meshwright.search.transformer_plans.tensor_layouts import stage_parts
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
 SMALL = Transformer(8, 1024, 16, 8, 64, 2816, 32000)
@@ -153,8 +155,8 @@ def test_the_best_plan_equals_that_of_exhaustive_search() -> None:
     found = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048)
     assert found.considered >= found.fitting > 100
     assert found.best.seconds == min(p.seconds for p in (found.best, *found.next))
-    every = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048, keep=10**6)
-    for priced in (every.best, *every.next[::7]):
+    every = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048, keep=200)
+    for priced in (every.best, *every.next[::4]):
         plan = priced.plan
         assert plan.ranks == 16
         assert plan.batch % (plan.dp * plan.microbatch) == 0
@@ -163,7 +165,7 @@ def test_the_best_plan_equals_that_of_exhaustive_search() -> None:
             pytest.approx(simulate_step(SMALL, plan, cluster_of("A100-40GB"))),
         )
         assert float(np.asarray(hold(SMALL, plan).nbytes)) == pytest.approx(priced.nbytes)
-        assert priced.nbytes <= 40e9
+        assert priced.nbytes <= usable_memory(cluster_of("A100-40GB"))
         assert priced.seconds >= 0.94 * found.best.seconds
 
 
@@ -214,3 +216,52 @@ def test_the_closed_form_of_a_pipeline_is_near_its_table(schedule: str, pp: int,
     for name in ("H100", "A100"):
         told = float(np.asarray(predict(LLAMA, plan, cluster_of(name)).seconds))
         assert told == pytest.approx(simulate_step(LLAMA, plan, cluster_of(name)), rel=0.1)
+
+
+MIXTRAL = Transformer(32, 4096, 32, 8, 128, 14336, 32000, experts=Experts(8, 2, 14336))
+
+
+def test_states_of_experts_are_divided_over_their_copies_only() -> None:
+    """The states of Mixtral 8x7B are 747 GB: more than eight devices of 80 GB have."""
+    plan = Plan(dp=8, ep=4, zero=3, batch=64, sequence=4096, recompute="full")
+    parts = hold(MIXTRAL, plan).parts
+    states = float(parts["parameters and gradients"] + parts["optimizer"])
+    assert 8 * states == pytest.approx(16 * MIXTRAL.parameters)
+    assert float(parts["gathered"]) > 8 * MIXTRAL.expert_parameters / 4
+    with pytest.raises(SearchError, match="GB are missing"):
+        choose(MIXTRAL, cluster_of("H100"), 8, 64, 4096)
+
+
+def test_zero_2_reduces_the_gradients_of_each_microbatch() -> None:
+    slow = replace(cluster_of("H100"), outside=Link("slow", 1e9, 1e-5))
+
+    def seconds(zero: int, microbatches: int) -> float:
+        plan = Plan(dp=16, zero=zero, batch=16 * microbatches, sequence=2048)
+        return float(predict(LLAMA, plan, slow).parts["gradients"])
+
+    assert seconds(1, 8) == seconds(1, 1) == seconds(2, 1)
+    assert seconds(2, 8) > 4 * seconds(2, 1)
+
+
+@pytest.mark.parametrize(("layers", "pp", "chunks"), [(61, 16, 1), (126, 8, 5), (94, 8, 2), (61, 4, 10)])
+def test_any_number_of_layers_is_planned_in_stages(layers: int, pp: int, chunks: int) -> None:
+    model = replace(SMALL, layers=layers)
+    found = choose(model, cluster_of("H100"), 2 * pp, 64, 1024, pp=pp, chunks=chunks, recompute="none")
+    assert (found.best.plan.pp, found.best.plan.chunks) == (pp, chunks)
+    assert sum(len(run) for stage in stage_parts(model, found.best.plan) for run in stage.layers) == layers
+
+
+def test_a_tensor_parallel_group_may_be_larger_than_the_key_heads() -> None:
+    few = replace(LLAMA, kv_heads=2)
+    assert choose(few, cluster_of("H100"), 8, 8, 2048, tp=8).best.plan.tp == 8
+    each, whole = (float(hold(few, Plan(tp=tp, batch=8)).parts["optimizer"]) for tp in (8, 1))
+    repeated = 12 * few.layers * few.hidden * 2 * few.head_dim * (8 - 2)
+    assert 8 * each == pytest.approx(whole + repeated)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "said"), [(7919, 64, "use 7,872 or 7,936 ranks"), (100_000, 2048, "99,328 or 100,352 ranks")]
+)
+def test_a_refused_number_of_ranks_comes_with_the_nearest_that_work(ranks: int, batch: int, said: str) -> None:
+    with pytest.raises(SearchError, match=said):
+        choose(replace(LLAMA, layers=126), cluster_of("H100"), ranks, batch, 8192)

@@ -144,9 +144,12 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
     dtypes = sorted(set[torch.dtype]().union(*(d.flops for d in devices)), key=str)
     highest = {name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4", "overhead")}
     lowest = {name: min(getattr(d, name) for d in devices) for name in ("bandwidth", "memory", "units")}
+    addressable = lowest["memory"], min(d.available for d in devices)
     forward, backward = zip(*(d.attention for d in devices), strict=True)
     name = " + ".join(dict.fromkeys(d.name for d in devices))
-    device = replace(devices[0], name=name, attention=(min(forward), min(backward)), **lowest, **highest)
+    device = replace(
+        devices[0], name=name, attention=(min(forward), min(backward)), addressable=addressable, **lowest, **highest
+    )
     peaks = replace(device, flops=dict.fromkeys(dtypes, 1.0))
     return replace(device, flops={t: min(d.rate(t) for d in devices) / peaks.share(t) for t in dtypes})
 

@@ -182,6 +182,7 @@ def _number_pair(value: JsonValue, unit: float = 1.0) -> tuple[float, float]:
 
 _PAIRS: Mapping[str, Callable[[JsonValue], object]] = {
     "attention": _number_pair,
+    "addressable": lambda value: _number_pair(value, GIGA),
     "lines": lambda value: _number_pair(value, MICRO) if value else None,
     "fewer": lambda value: tuple((int(ranks), float(part)) for ranks, part in value),
 }

@@ -3,7 +3,9 @@
 Peaks are the vendor's, for dense products (no sparsity). `reach` is the fraction of the peak that large products of
 16-bit numbers reach in training. The best measured matmul reaches more, because a device runs slower under long load.
 Sources: "ml-engineering" is stas00/ml-engineering (compute/accelerator, network), tables of vendors' specifications and
-of measured matmuls. The fractions are those at which `python -m benchmarks predict` agrees with published runs.
+of measured matmuls. The memory that a process can address is what drivers and messages of full devices report
+("total capacity of 79.15 GiB"): data sheets count 2^30 bytes as a gigabyte, less what the device keeps. The fractions
+of the peak are those at which `python -m benchmarks predict` agrees with published runs.
 "measured" is one core of a Xeon server with AMX, torch 2.13.
 """
 
@@ -18,7 +20,7 @@ from meshwright.layout import write_dtype
 
 from ._errors import CostError, known_by
 
-TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
+TERA, GIGA, MICRO, GIBI = 1e12, 1e9, 1e-6, 2**30
 NARROWEST = torch.float4_e2m1fn_x2
 """Numbers of 4 bits, two per byte."""
 
@@ -26,6 +28,9 @@ NARROWEST = torch.float4_e2m1fn_x2
 @dataclass(frozen=True, slots=True)
 class Device:
     """Rates in operations and bytes per second, memory in bytes, `overhead` in seconds per launched operator.
+
+    `addressable` are the memory of the data sheet and the bytes of it that a process can address. It does not count if
+    `memory` is another number than that of the data sheet.
 
     `units` is the number of parts of the device that work on one tile each. `reach8` and `reach4` are the fractions of
     the peak that products of 8-bit and 4-bit numbers reach. `attention` are those of fused attention, forward and
@@ -49,10 +54,11 @@ class Device:
     attention: tuple[float, float] = (0.5, 0.4)
     reach8: float = 0.42
     reach4: float = 0.4
+    addressable: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         shares = (self.reach, self.reach8, self.reach4, *self.attention)
-        rates = (*self.flops.values(), self.bandwidth, self.memory, self.units, *shares)
+        rates = (*self.flops.values(), self.bandwidth, self.memory, self.units, *(self.addressable or ()), *shares)
         if not self.flops or not all(0 < rate < float("inf") for rate in rates) or not self.overhead >= 0:
             raise CostError(
                 f"a device {self.name!r}",
@@ -60,6 +66,16 @@ class Device:
                 "rates must be positive and finite, because seconds are work divided by rates",
                 "write Device(name, {torch.float32: operations per second}, bytes per second, bytes)",
             )
+
+    @property
+    def available(self) -> float:
+        """Bytes of memory that a process can address.
+
+        >>> round(DEVICES["H100"].available / 2**30, 1)
+        79.2
+        """
+        sheet, own = self.addressable or (self.memory, self.memory)
+        return own if self.memory == sheet else self.memory
 
     def peak(self, dtype: torch.dtype) -> float:
         """Return the vendor's operations per second in `dtype`.
@@ -126,7 +142,16 @@ def _gpu(
         attention,
         reach8,
         reach4,
+        (nbytes * GIGA, ADDRESSABLE[name] * GIBI),
     )
+
+
+ADDRESSABLE = {
+    "V100": 31.7, "A100-40GB": 39.4, "A100": 79.2, "A100-PCIe": 79.2, "A800": 79.2, "H100": 79.2, "H100-HBM2e": 94.5,
+    "H800": 79.2, "H200": 139.8, "B200": 178.3, "B300": 267.7, "GB200": 184.3, "GB300": 276.6, "MI300X": 192.0,
+    "MI325X": 256.0, "Ascend-910B": 61.0,
+}  # fmt: skip
+"""Device → GiB that a process can address."""
 
 
 DEVICES: Mapping[str, Device] = {

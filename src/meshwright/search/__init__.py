@@ -30,7 +30,7 @@ from .sharding.conversion_prices import Prices
 from .sharding.forms import AxisForm
 from .sharding.memory_saving import MemorySaving
 from .sharding.sharding_search import PricedConversion, Shardings, best_shardings, least_by_enumeration
-from .transformer_plans.choose import PlanChoice, PricedPlan, choose
+from .transformer_plans.choose import PlanChoice, PricedPlan, choose, usable_memory
 from .transformer_plans.config import transformer_of
 from .transformer_plans.degrees import Degrees, Plans, columns
 from .transformer_plans.peak_memory import Held, hold
@@ -105,4 +105,5 @@ __all__ = [
     "size",
     "text_table",
     "transformer_of",
+    "usable_memory",
 ]

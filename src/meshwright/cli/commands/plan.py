@@ -29,6 +29,7 @@ from meshwright.search import (
     progress_bar,
     simulate_step,
     transformer_of,
+    usable_memory,
 )
 
 GIGA = 1e9
@@ -107,8 +108,8 @@ def plan_costs(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, 
         "tokens per second": asked.batch * asked.sequence / seconds,
         "share of the peak": flops_utilisation(model, asked, machines, seconds),
         "bytes": nbytes,
-        "memory": machines.device.memory,
-        "fits": nbytes <= machines.device.memory,
+        "memory": usable_memory(machines),
+        "fits": nbytes <= usable_memory(machines),
         "seconds of": parts,
         "bytes of": {name: float(np.asarray(x)) for name, x in held.parts.items()},
     }

@@ -30,7 +30,7 @@ from ..sharding.memory_model import per_byte
 from ..sharding.memory_saving import NOTHING, MemorySaving
 from ..sharding.sharding_search import PricedConversion, Shardings
 from ..stages.balance import Balanced
-from ..transformer_plans.choose import USABLE
+from ..transformer_plans.choose import usable_memory
 from ..transformer_plans.communication import link_name
 from .memory_curve import memory_curve
 from .pipeline_plan import Pipelining
@@ -147,7 +147,7 @@ class MeshPlan:
             SearchError: the plan was written and not searched.
         """
         cuts, cluster = self._searched()
-        spent, memory_limit = self._spent(), cluster.device.memory * USABLE
+        spent, memory_limit = self._spent(), usable_memory(cluster)
         rivals = [OtherPlan(p.how, p.seconds, p.nbytes, slower_parts(spent, p._spent())) for p in others]
         elements = sum(prod(map(hint, i.value.shape)) for i in _own(cuts))
         return Account(

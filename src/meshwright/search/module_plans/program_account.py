@@ -83,7 +83,7 @@ class _PricedProgram:
             f"rank {self.program.rank} of {self.ranks}: {self.cluster!r}",
             sum(spent.values()),
             most,
-            self.cluster.device.memory,
+            self.cluster.device.available,
             tuple(self._why(spent, memory)),
             spent,
             {curve.rank: self._held(memory, most)},

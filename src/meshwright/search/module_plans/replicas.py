@@ -19,7 +19,7 @@ from ..sharding.conversion_prices import Prices
 from ..sharding.memory_saving import NOTHING, MemorySaving, blocks_of, patterns_of
 from ..sharding.saving_estimates import SavingEstimates
 from ..sharding.sharding_search import ShardingProblem, Shardings
-from ..transformer_plans.choose import USABLE
+from ..transformer_plans.choose import usable_memory
 
 SHOWN_TENSORS = 3
 
@@ -51,7 +51,7 @@ class PlanRequest:
     @cached_property
     def memory_limit(self) -> float:
         """Bytes that a rank may hold."""
-        return self.cluster.device.memory * USABLE or inf
+        return usable_memory(self.cluster) or inf
 
     @cached_property
     def rows(self) -> int:
@@ -195,6 +195,7 @@ class Replicas:
     def nothing(self) -> SearchError:
         """Return the error if nothing fits, which says how much memory is missing."""
         why_not, memory_limit, least = self.of.evenly.why_not, self.of.memory_limit, self.fewest
+        enough = least * self.of.cluster.device.memory / usable_memory(self.of.cluster)
         return SearchError(
             f"a model on {self.dp} replica{'s' * (self.dp > 1)} of {self.tp} rank{'s' * (self.tp > 1)} of "
             f"{size_rounded_up(memory_limit)}",
@@ -207,6 +208,5 @@ class Replicas:
                 if self.of.saving
                 else ""
             ),
-            f"use devices of {size_rounded_up(least / USABLE)} (libraries use some of it), more ranks, "
-            "or a smaller batch",
+            f"use devices of {size_rounded_up(enough)} (libraries use some of it), more ranks, or a smaller batch",
         )

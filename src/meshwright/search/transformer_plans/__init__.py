@@ -5,12 +5,15 @@ config           read the sizes from a published `config.json`
 families         families of models that the sizes describe
 software         properties of training software that change time and memory
 degrees          many plans at once, as one array for each degree
+schedule_facts   chunks, places, bubble and memory of each pipeline schedule
 layer_shares     number of layers on the ranks of a pipeline
+states           parameters of a rank, the ranks that share them, and the bytes of their states
 layer_time       seconds of one layer on one rank
 peak_memory      bytes of the fullest rank, by kind
 predict          seconds of a training step, in closed form
 simulated_step   seconds of a training step with a simulated pipeline
 candidates       all candidate plans for a number of ranks
+nearest_sizes    sizes near those that were asked for which a plan exists
 choose           search for the fastest plan that fits into memory
 communication    each kind of communication of a plan, with count, bytes and seconds
 tensor_layouts   layouts of parameters and activations under a plan

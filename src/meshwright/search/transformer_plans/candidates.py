@@ -12,13 +12,19 @@ from numpy.typing import NDArray
 
 from ..plan_data.plan import Recompute, plan_of
 from .degrees import NUMBERS, Plans
-from .predict import FILLING
+from .schedule_facts import facts_of
+from .simulated_step import has_table
 from .sizes import Transformer
 
 T = TypeVar("T")
-SCHEDULES = ("1F1B", "Interleaved 1F1B", "ZB-1p", "ZB-2p")
+SCHEDULES = (
+    "1F1B", "Interleaved 1F1B", "Interleaved zero bubble", "ZB-1p", "ZB-2p", "ZB-V", "V-Half", "V-Min", "DualPipe-V",
+)  # fmt: skip
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
+CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 ONE = "1F1B"
+PER_RANK = 2048
+"""Least number of tokens of a sequence for each rank that shares it."""
 
 
 def candidates(
@@ -48,23 +54,27 @@ def _words_of_plans(given: Mapping[str, Any]) -> list[tuple[str, Recompute]]:
 
 
 def _has_schedule(rows: NDArray[np.float64], schedule: str) -> NDArray[np.bool_]:
-    """Return the mask of the rows that a schedule applies to.
-
-    One stage has no other schedule than `ONE`, and only interleaved schedules have several chunks.
-    """
-    pp, chunks = rows[:, NUMBERS.index("pp")], rows[:, NUMBERS.index("chunks")]
-    return (chunks > 1) if schedule == "Interleaved 1F1B" else (chunks == 1) & ((pp > 1) | (schedule == ONE))
+    """Return the mask of the rows that a schedule applies to: one stage has no other schedule than `ONE`."""
+    facts = facts_of(schedule)
+    pp, chunks, dp, size, batch = (
+        rows[:, NUMBERS.index(name)] for name in ("pp", "chunks", "dp", "microbatch", "batch")
+    )
+    count = batch / (dp * size)
+    own = chunks > 1 if facts.chunks is None else chunks == facts.chunks
+    several = own & facts.fits(pp, count, chunks) & has_table(schedule, pp, count, chunks)
+    alone = (pp == 1) & (chunks == 1) & (schedule == ONE)
+    return np.where(pp > 1, several, alone)
 
 
 def _rows(
     model: Transformer, ranks: int, batch: int, sequence: int, per_node: int, given: Mapping[str, Any]
 ) -> Iterator[tuple[float, ...]]:
-    for dp, tp, pp, cp in _meshes(model, ranks, batch, sequence, per_node, given):
+    for dp, tp, pp, cp in meshes(model, ranks, batch, sequence, per_node, given):
         own = batch // dp
         sizes = [m for m in _allowed(given, "microbatch", MICROBATCHES) if own % m == 0]
-        chunks = [v for v in _allowed(given, "chunks", (1, 2, 3, 4, 6, 8)) if v == 1 or _interleaves(model, pp, v, own)]
+        chunks = [v for v in _allowed(given, "chunks", CHUNKS) if v == 1 or (pp > 1 and pp * v <= model.layers)]
         for ep, zero, m, v in product(
-            _experts(model, dp * cp, given), _allowed(given, "zero", (0, 1, 2, 3)), sizes, chunks
+            _experts(model, dp * cp * tp, given), _allowed(given, "zero", (0, 1, 2, 3)), sizes, chunks
         ):
             if (zero in (2, 3) and pp > 1) or (zero and dp * cp == 1):
                 continue
@@ -72,38 +82,38 @@ def _rows(
                 yield dp, tp, pp, cp, ep, v, zero, divided, m, batch, sequence
 
 
-def _meshes(
+def meshes(
     model: Transformer, ranks: int, batch: int, sequence: int, per_node: int, given: Mapping[str, Any]
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield the dp, tp, pp and cp whose product is the number of ranks; a tensor-parallel group stays in a node."""
-    shared = np.gcd(model.heads, model.kv_heads)
-    for tp in _among(given, "tp", [t for t in _divisors(ranks) if t <= per_node and shared % t == 0]):
-        for pp in _among(given, "pp", [p for p in _divisors(ranks // tp) if _splits_layers(model.layers, p)]):
+    for tp in tensor_sizes(model, per_node, given):
+        if ranks % tp:
+            continue
+        for pp in _among(given, "pp", [p for p in divisors(ranks // tp) if p <= model.layers]):
             rest = ranks // (tp * pp)
-            for cp in _among(given, "cp", _context_sizes(rest, sequence)):
+            for cp in context_sizes(sequence, given):
                 dp = rest // cp
-                if dp * cp * tp * pp == ranks and batch % dp == 0 and given.get("dp", dp) == dp:
+                if rest % cp == 0 and batch % dp == 0 and given.get("dp", dp) == dp:
                     yield dp, tp, pp, cp
 
 
-def _context_sizes(ranks: int, sequence: int) -> list[int]:
+def tensor_sizes(model: Transformer, per_node: int, given: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of ranks that may share a layer: all have equally many heads, key heads may be repeated."""
+    found = [t for t in divisors(model.heads) if t <= per_node]
+    return _among(given, "tp", [t for t in found if model.kv_heads % t == 0 or t % model.kv_heads == 0])
+
+
+def context_sizes(sequence: int, given: Mapping[str, Any]) -> list[int]:
     """Return the numbers of ranks that may share a sequence: it is cut into two even parts for each rank."""
-    longest = max(1, sequence // 2048)
-    return [c for c in _divisors(ranks) if c == 1 or (c <= longest and sequence % (2 * c) == 0)]
-
-
-def _splits_layers(layers: int, stages: int) -> bool:
-    return stages <= layers and (layers % stages == 0 or (layers + 2) % stages == 0)
-
-
-def _interleaves(model: Transformer, pp: int, chunks: int, own: int) -> bool:
-    return pp > 1 and model.layers % (pp * chunks) == 0 and own % pp == 0
+    longest = max(1, sequence // PER_RANK)
+    found = [c for c in divisors(sequence // 2) if c <= longest and sequence % (2 * c) == 0]
+    return _among(given, "cp", sorted({1, *found}))
 
 
 def _experts(model: Transformer, ranks: int, given: Mapping[str, Any]) -> list[int]:
     if model.experts is None:
         return _among(given, "ep", [1])
-    return _among(given, "ep", [e for e in _divisors(ranks) if model.experts.count % e == 0])
+    return _among(given, "ep", [e for e in divisors(ranks) if model.experts.count % e == 0])
 
 
 def _allowed(given: Mapping[str, Any], name: str, values: tuple[T, ...]) -> tuple[T, ...]:
@@ -116,9 +126,7 @@ def _among(given: Mapping[str, Any], name: str, values: list[int]) -> list[int]:
     return [v for v in values if given.get(name, v) == v]
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """Return the divisors of a number, in order; none for 0."""
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
-
-
-assert set(SCHEDULES) <= set(FILLING)

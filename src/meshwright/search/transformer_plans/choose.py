@@ -20,20 +20,31 @@ from ..plan_data.progress_bar import OnProgress
 from ..plan_data.units import parameters
 from .candidates import candidates, count_bundles
 from .degrees import NUMBERS, Plans
+from .nearest_sizes import nearest_sizes
 from .peak_memory import hold
 from .predict import predict
-from .simulated_step import has_short_table, simulate_step
+from .simulated_step import SimulationWork, simulate_step
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
 
 Row = NDArray[np.float64]
 """One number per plan."""
 USABLE = 0.94
-"""Fraction of a device's memory that a plan may take: libraries hold some, and allocators round up."""
+"""Fraction of the addressable memory that a plan may take. Contexts and buffers of communicators take the rest.
+
+They are 5 GB of 85 where `nvidia-smi` was published beside the values in use.
+"""
 SHOWN_PARTS = 3
 KEPT = 8
-REHEARSAL = 5.0
-"""Seconds for the simulation of the tables of the best plans."""
+NEAR = 1.1
+"""A schedule's best plan is simulated if its closed form takes at most so much longer than the best one."""
+SIMULATED = 2**17
+"""Chunks times microbatches that a search simulates: counted, so that any machine finds the same plan."""
+
+
+def usable_memory(cluster: Cluster) -> float:
+    """Return the bytes of a device that a plan may take."""
+    return cluster.device.available * USABLE
 
 
 @dataclass(frozen=True)
@@ -85,37 +96,53 @@ def choose(
     """
     begin = time.monotonic()
     check_sizes("a plan", ranks=ranks, batch=batch, sequence=sequence)
-    memory_limit = cluster.device.memory * USABLE
-    found: list[PricedPlan] = []
+    memory_limit = usable_memory(cluster)
+    best: list[PricedPlan] = []
+    others: list[PricedPlan] = []
     too_large: list[PricedPlan] = []
     considered = fitting = 0
     smallest: PricedPlan | None = None
     tell, bundles = on_step or (lambda done, of: None), count_bundles(given)
     for n, plans in enumerate(candidates(model, ranks, batch, sequence, precision, cluster.per_node, given)):
-        tell(n, bundles + keep)
+        tell(n, 2 * bundles + keep)
         seconds = np.asarray(predict(model, plans, cluster, software).seconds)
         nbytes = np.asarray(hold(model, plans, software).nbytes)
         fits = nbytes <= memory_limit
         considered, fitting = considered + len(seconds), fitting + int(fits.sum())
-        found += _best_plans(plans, np.where(fits, seconds, np.inf), nbytes, keep)
+        fast = np.where(fits, seconds, np.inf)
+        others += _best_plans(plans, fast, nbytes, keep)
+        for chunks in np.unique(plans.chunks):
+            best += _best_plans(plans, np.where(plans.chunks == chunks, fast, np.inf), nbytes, 1)
         too_large += _best_plans(plans, np.where(fits, np.inf, seconds), nbytes, 1)
         least = _priced_plan(plans, int(np.argmin(nbytes)), seconds, nbytes)
         smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
-    found.sort(key=_sort_key)
-    found = _sorted_by_simulation(found[:keep], model, cluster, software, lambda n: tell(bundles + n, bundles + keep))
+    simulated = _to_simulate(best, others, keep)
+    found = _sorted_by_simulation(
+        simulated, model, cluster, software, lambda n: tell(bundles + n, bundles + len(simulated))
+    )
     if not found:
-        raise _no_plan_error(model, ranks, batch, memory_limit, smallest, given, software)
+        raise _no_plan_error(model, cluster, ranks, batch, sequence, memory_limit, smallest, given, software)
     beyond = _faster_plan_beyond(sorted(too_large, key=_sort_key)[:1], found[0], model, cluster, software)
-    return PlanChoice(found[0], tuple(found[1:]), considered, fitting, time.monotonic() - begin, beyond)
+    return PlanChoice(found[0], tuple(found[1:keep]), considered, fitting, time.monotonic() - begin, beyond)
+
+
+def _to_simulate(best: list[PricedPlan], others: list[PricedPlan], keep: int) -> list[PricedPlan]:
+    """Return the plans to simulate, in the order of their closed forms.
+
+    They are the `keep` best ones, and the best plan of every schedule, number of chunks and recomputation that is
+    nearly as fast: closed forms of different schedules are not equally exact.
+    """
+    first = sorted(others, key=_sort_key)[:keep]
+    limit = first[0].seconds * NEAR if first else 0.0
+    return sorted([*first, *(p for p in best if p not in first and p.seconds <= limit)], key=_sort_key)
 
 
 def _faster_plan_beyond(
     too_large: list[PricedPlan], best: PricedPlan, model: Transformer, cluster: Cluster, software: Software
 ) -> PricedPlan | None:
-    """Return the fastest plan that does not fit, if it is faster than the best; a short table is simulated."""
+    """Return the fastest plan that does not fit, if it is faster than the best."""
     found = [p for p in too_large if p.seconds < best.seconds]
-    if found and has_short_table(found[0].plan):
-        found = _sorted_by_simulation(found, model, cluster, software)
+    found = _sorted_by_simulation(found, model, cluster, software)
     return next((p for p in found if p.seconds < best.seconds), None)
 
 
@@ -133,13 +160,15 @@ def _sorted_by_simulation(
 ) -> list[PricedPlan]:
     """Return the plans in the order of their simulated seconds; plans whose schedule has no table are dropped.
 
-    Plans that are left after `REHEARSAL` seconds come last, with their predicted seconds.
+    The cheapest simulations come first. Plans are also dropped if they exceed `SIMULATED` units of work, so that all
+    that are returned are comparable.
     """
-    until, told = time.monotonic() + REHEARSAL, list[PricedPlan]()
-    for n, priced in enumerate(found):
+    work, told = SimulationWork(), list[PricedPlan]()
+    for n, priced in enumerate(sorted(found, key=lambda p: SimulationWork().of(p.plan))):
         tell(n)
-        if time.monotonic() > until:
-            return sorted(told, key=_sort_key) + found[n:]
+        if told and work.units + work.of(priced.plan) > SIMULATED:
+            continue
+        work.add(priced.plan)
         with suppress(ScheduleError):
             told.append(replace(priced, seconds=simulate_step(model, priced.plan, cluster, software)))
     return sorted(told, key=_sort_key)
@@ -166,8 +195,10 @@ def _priced_plan(plans: Plans, n: int, seconds: Row, nbytes: Row) -> PricedPlan:
 
 def _no_plan_error(
     model: Transformer,
+    cluster: Cluster,
     ranks: int,
     batch: int,
+    sequence: int,
     memory_limit: float,
     smallest: PricedPlan | None,
     given: Mapping[str, JsonValue],
@@ -176,20 +207,14 @@ def _no_plan_error(
     asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences per step"
     decided = ", ".join(f"{name} = {value}" for name, value in given.items())
     asked = f"{asked}, with {decided}" if decided else asked
-    if smallest is None and decided:
-        return SearchError(
-            asked,
-            "no degrees of parallelism fit these fixed choices",
-            f"they must divide the ranks, {model.layers} layers, {model.heads} heads, {model.kv_heads} key heads, "
-            f"{model.experts.count if model.experts else 'no'} experts and {batch} sequences",
-            "fix fewer choices: the search finds the others",
-        )
     if smallest is None:
+        near = str(nearest_sizes(model, ranks, batch, sequence, cluster.per_node, given))
         return SearchError(
             asked,
-            "no degrees of parallelism fit",
-            "no divisors of sequences, layers and heads have the number of ranks as their product",
-            "use another number of ranks, or a batch size with more divisors",
+            f"no degrees of parallelism fit{' these fixed choices' if decided else ''}",
+            f"dp must divide {batch} sequences, tp must divide {model.heads} heads and fit into a node of "
+            f"{cluster.per_node}, pp is at most {model.layers}, and their product with cp is {ranks}",
+            (f"use {near}" if near else "fix fewer choices") + ("; or fix fewer choices" if near and decided else ""),
         )
     return SearchError(
         asked,

@@ -16,7 +16,7 @@ from meshwright.reshard import CollectiveKind
 from ..plan_data.account import Communication
 from ..plan_data.plan import Plan
 from .degrees import microbatches, tokens
-from .layer_shares import shares
+from .layer_shares import rank_layers
 from .layer_time import HALF
 from .predict import StepTime
 from .sizes import Experts, Transformer
@@ -42,7 +42,8 @@ class _PlanCommunication:
         self.model, self.plan, self.cluster, self.software = model, plan, cluster, software
         self.step = StepTime(model, plan, cluster, software, Habits())
         self.microbatches = float(microbatches(plan))
-        dense, sparse = max(shares(model.layers, model.dense_layers, plan.pp), key=lambda s: float(np.add(*s)))
+        ranks = rank_layers(model, plan.schedule, plan.pp, plan.chunks)
+        dense, sparse = max(((own.dense, own.sparse) for own in ranks), key=sum)
         self.passes = ("forward", "backward", *(["recomputed"] if plan.recompute == "full" else []))
         self.layers, self.sparse = float(dense + sparse), float(sparse)
 
@@ -98,7 +99,7 @@ class _PlanCommunication:
 
     def _rings(self) -> Iterator[Communication]:
         p, m = self.plan, self.model
-        nbytes = tokens(p) * (HALF * 2 * m.kv_heads * m.head_dim / p.tp)
+        nbytes = tokens(p) * (HALF * 2 * m.kv_heads_of(p.tp) * m.head_dim)
         together = np.clip(self.cluster.per_node / p.tp, 1, p.cp)
         each = nbytes / self.cluster.bandwidth(p.cp, together)
         hidden = 1 - float(self.step.layers.ring()) / max((p.cp - 1) * float(each), 1e-30)
@@ -149,19 +150,27 @@ class _PlanCommunication:
         )
 
     def _synchronised(self) -> Iterator[Communication]:
-        ranks, together = self.step.replicas()
-        own, shown = self.step.parameters, self.software.exposed
-        gradient = own * self.software.reduced
-        kinds: dict[CollectiveKind, Numbers] = {"all-reduce" if self.step.sums_whole else "reduce-scatter": gradient}
-        if self.plan.zero:
-            kinds["all-gather"] = own * HALF
-        for kind, nbytes in kinds.items():
-            what = "updated parameters over dp" if kind == "all-gather" else "gradients over dp"
-            each = self.cluster.meeting(kind, nbytes, ranks, together)
-            yield self._collective(kind, what, "after the backward pass", nbytes, ranks, together, 1, each, shown)
+        step, shown = self.step, self.software.exposed
+        for ranks, parameters, names in zip(step.replicas(), step.parameters, ("", "of experts "), strict=True):
+            if ranks.ranks == 1 or not float(parameters):
+                continue
+            kinds: list[tuple[CollectiveKind, str, float, Numbers]] = [
+                (
+                    "all-reduce" if step.sums_whole else "reduce-scatter",
+                    f"gradients {names}over dp",
+                    float(step.reductions),
+                    parameters * self.software.reduced,
+                )
+            ]
+            if self.plan.zero:
+                kinds.append(("all-gather", f"updated parameters {names}over dp", 1.0, parameters * HALF))
+            for kind, what, count, nbytes in kinds:
+                where = "after the backward pass" if count == 1 else "after each microbatch"
+                each = self.cluster.meeting(kind, nbytes, ranks.ranks, ranks.together)
+                yield self._collective(kind, what, where, nbytes, ranks.ranks, ranks.together, count, each, shown)
 
     def _gathered(self) -> Iterator[Communication]:
-        ranks, together = self.step.replicas()
+        ranks, _ = self.step.replicas()
         each, count = self.step.gathers(), self.layers * self.microbatches
         again = float(each.again) * count
         rows = (
@@ -171,4 +180,4 @@ class _PlanCommunication:
             ("all-gather", "tables of tokens over dp", "once, at both ends", each.table, each.tables, 3),
         )
         for kind, what, where, nbytes, seconds, times in rows:
-            yield self._collective(kind, what, where, nbytes, ranks, together, times, seconds, None)
+            yield self._collective(kind, what, where, nbytes, ranks.ranks, ranks.together, times, seconds, None)

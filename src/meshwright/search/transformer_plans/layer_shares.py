@@ -1,46 +1,101 @@
-"""Division of layers over the ranks of a pipeline."""
+"""Division of layers over the parts of a pipeline, and of parts over its ranks.
+
+A part is the chunk of layers that a rank runs without a message in between; a model has as many parts as ranks times
+chunks. Parts are as equal as possible. If the layers do not divide evenly, the last part has one layer less, then the
+first one, then the last part has as many layers less as the head costs, then the others from the back.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.cost import Numbers
+from meshwright.cost import Flags, Numbers
+
+from .degrees import Degrees
+from .schedule_facts import placement
+from .sizes import Transformer
 
 
-class LayerShare(NamedTuple):
-    """Layers of one rank: those without experts, which come first in a model, and those with experts."""
+class RankLayers(NamedTuple):
+    """Layers of one pipeline rank, without and with experts, and whether it has the embedding and the head."""
 
+    rank: Numbers
     dense: Numbers
     sparse: Numbers
+    first: Flags
+    last: Flags
 
 
-def shares(layers: int, dense: int, ranks: Numbers) -> tuple[LayerShare, LayerShare, LayerShare]:
-    """Return the layers of the first rank, of the largest other rank, and of the last rank.
+@lru_cache(maxsize=4096)
+def part_sizes(model: Transformer, parts: int) -> tuple[int, ...]:
+    """Return the number of layers of each part.
 
-    `dense` of the `layers` have no experts.
+    >>> part_sizes(Transformer(30, 4096, 32, 32, 128, 14336, 32000), 8)
+    (3, 4, 4, 4, 4, 4, 4, 3)
+    >>> part_sizes(Transformer(61, 4096, 32, 8, 128, 14336, 128256), 16)
+    (3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 2)
     """
-    counted = _counts(layers, ranks)
-    before = (np.zeros(()), np.where(ranks > 1, counted[0], 0), layers - counted[2])
-    out: list[LayerShare] = []
-    for count, done in zip(counted, before, strict=True):
-        own = np.minimum(np.maximum(dense - done, 0.0), count)
-        out.append(LayerShare(own, count - own))
-    return out[0], out[1], out[2]
+    most = ceil(model.layers / parts)
+    sizes, spare = [most] * parts, most * parts - model.layers
+    if parts == 1:
+        return tuple(sizes)
+    before = min(max(spare - 1, 0), 1)
+    behind = min(spare - before, most, ceil(model.head_layers))
+    sizes[0] -= before
+    sizes[-1] -= behind
+    for n in range(spare - behind - before):
+        sizes[-2 - n] -= 1
+    return tuple(sizes)
 
 
-def _counts(layers: int, ranks: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the numbers of layers of the first rank, of the largest other rank, and of the last rank.
+def part_kinds(model: Transformer, parts: int) -> tuple[tuple[int, int], ...]:
+    """Return the layers without and with experts of each part; those without experts come first in a model."""
+    sizes = part_sizes(model, parts)
+    ends = np.minimum(np.cumsum([0, *sizes]), model.dense_layers)
+    dense = [int(n) for n in np.diff(ends)]
+    return tuple((n, size - n) for n, size in zip(dense, sizes, strict=True))
 
-    They are equal if possible. If two more layers would make them equal, the first and the last rank have one layer
-    less.
 
-    >>> [float(n) for n in _counts(30, 8.0)]
-    [3.0, 4.0, 3.0]
+@lru_cache(maxsize=4096)
+def rank_layers(model: Transformer, schedule: str, ranks: int, chunks: int) -> tuple[RankLayers, ...]:
+    """Return the layers of each rank of a pipeline."""
+    kinds, where = part_kinds(model, ranks * chunks), placement(schedule, ranks, chunks)
+    own = [[kind for kind, at in zip(kinds, where, strict=True) if at == rank] for rank in range(ranks)]
+    return tuple(
+        RankLayers(rank, sum(n for n, _ in mine), sum(n for _, n in mine), where[0] == rank, where[-1] == rank)
+        for rank, mine in enumerate(own)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _different_ranks(model: Transformer, schedule: str, ranks: int, chunks: int) -> tuple[RankLayers, ...]:
+    """Return the first of all ranks whose layers are alike."""
+    found: dict[tuple[object, ...], RankLayers] = {}
+    for own in rank_layers(model, schedule, ranks, chunks):
+        found.setdefault(own[1:], own)
+    return tuple(found.values())
+
+
+def different_ranks(model: Transformer, plan: Degrees) -> tuple[RankLayers, ...]:
+    """Return ranks of each plan's pipeline, as arrays, such that every other rank is like one that comes before it.
+
+    A plan with fewer different ranks than others repeats its last one.
     """
-    p = np.asarray(ranks, dtype=float)
-    even, ends = np.mod(layers, p) == 0, np.mod(layers + 2, p) == 0
-    most = np.where(even, layers / p, np.where(ends, (layers + 2) / p, np.ceil(layers / p)))
-    least = np.where(even, layers / p, np.where(ends, most - 1, np.floor(layers / p)))
-    return np.where(even | ~ends, most, least), most, least
+    shape = np.broadcast_shapes(np.shape(plan.pp), np.shape(plan.chunks))
+    pairs = np.stack([np.broadcast_to(n, shape).ravel() for n in (plan.pp, plan.chunks)]).astype(int)
+    distinct, index = np.unique(pairs, axis=1, return_inverse=True)
+    found = [_different_ranks(model, plan.schedule, int(p), int(v)) for p, v in distinct.T]
+    most = max((len(own) for own in found), default=1)
+    return tuple(_nth(found, n, np.ravel(index), shape) for n in range(most))
+
+
+def _nth(found: list[tuple[RankLayers, ...]], n: int, index: np.ndarray, shape: tuple[int, ...]) -> RankLayers:
+    """Return the n-th rank of each plan, or its last one."""
+    own = [ranks[min(n, len(ranks) - 1)] for ranks in found]
+    columns = (np.array(column)[index].reshape(shape) for column in zip(*own, strict=True))
+    rank, dense, sparse, first, last = columns
+    return RankLayers(rank.astype(float), dense.astype(float), sparse.astype(float), first, last)

@@ -92,7 +92,8 @@ class LayerTime:
         spent += self.core() + self.stream(self.rows * 4.0 * h, self.rows * 6.0 * h) * 2.0
         spent += self.stream(self.rows * (6.0 if m.gated else 7.0) * h, self.rows * 4.0 * h) * 2.0
         if m.gated:
-            turned = tokens(self.plan) * (4 * (m.heads + m.kv_heads) * m.head_dim / self.plan.tp)
+            heads = m.heads / self.plan.tp + m.kv_heads_of(self.plan.tp)
+            turned = tokens(self.plan) * (4 * heads * m.head_dim)
             spent += self.stream(turned, turned)
         return spent + (
             self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._is_narrow else PassSeconds()
@@ -152,7 +153,7 @@ class LayerTime:
         m, p = self.model, self.plan
         if np.all(p.cp == 1):
             return 0.0
-        nbytes = tokens(p) * (HALF * 2 * (m.kv_heads * m.head_dim / p.tp))
+        nbytes = tokens(p) * (HALF * 2 * m.kv_heads_of(p.tp) * m.head_dim)
         together = np.clip(self.node / p.tp, 1, p.cp)
         ring = (p.cp - 1) * nbytes / self.cluster.bandwidth(p.cp, together)
         return np.where(p.cp > 1, np.maximum(0.0, ring - 0.8 * self.core().forward), 0.0)
@@ -160,7 +161,7 @@ class LayerTime:
     def _projections(self) -> Iterator[tuple[Numbers, Numbers]]:
         m, t, x = self.model, self.plan.tp, self.model.latent
         if x is None:
-            yield (m.heads + 2 * m.kv_heads) * m.head_dim / t, m.hidden
+            yield (m.heads / t + 2 * m.kv_heads_of(t)) * m.head_dim, m.hidden
         else:
             yield from ((x.query, m.hidden),) if x.query else ()
             yield m.heads * m.key_width / t, x.query or m.hidden

@@ -15,17 +15,15 @@ from meshwright.cost import Numbers
 
 from ..plan_data.plan import Plan
 from .degrees import Degrees, microbatches, residual_tokens, tokens
-from .layer_shares import LayerShare, shares
+from .layer_shares import RankLayers, different_ranks, rank_layers
 from .layer_time import HALF
+from .schedule_facts import microbatches_in_flight
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
+from .states import state_bytes
 
-MOMENTS = 12.0
-"""Bytes of Adam's moments and of a master copy, per parameter."""
 SELECTED = 0.55
 """Fraction of the kept bytes of a layer that is left if every other product is recomputed."""
-SINGLE = 16.0
-"""Bytes per parameter if weights, gradients and moments are in single precision."""
 
 
 @dataclass(frozen=True)
@@ -53,105 +51,63 @@ class _Peak:
     software: Software
 
     def held(self) -> Held:
-        """Return the fullest of the pipeline's first rank, which has the most microbatches, its second and its last."""
-        pp = np.asarray(self.plan.pp, dtype=float)
-        first, other, last = shares(self.model.layers, self.model.dense_layers, pp)
-        candidates = [
-            self._rank(first, 0.0, True, pp == 1),
-            self._rank(other, np.minimum(1.0, pp - 1), pp == 1, pp == 1),
-            self._rank(last, pp - 1, pp == 1, True),
-        ]
-        totals = np.stack([np.broadcast_to(sum(c.values()), np.shape(pp)) for c in candidates])
+        """Return the fullest rank of each pipeline; of ranks with like layers, the first has the most microbatches."""
+        ranks = [self._rank(own) for own in different_ranks(self.model, self.plan)]
+        shape = np.broadcast_shapes(*(np.shape(x) for x in ranks[0].values()))
+        totals = np.stack([np.broadcast_to(sum(parts.values()), shape) for parts in ranks])
         fullest = np.argmax(totals, axis=0)
-        names = candidates[0]
-        parts = {n: np.choose(fullest, [np.broadcast_to(c[n], np.shape(pp)) for c in candidates]) for n in names}
+        parts = {n: np.choose(fullest, [np.broadcast_to(rank[n], shape) for rank in ranks]) for n in ranks[0]}
         return Held(np.max(totals, axis=0), parts)
 
     def each(self, ranks: int) -> list[dict[str, Numbers]]:
         """Return the bytes of all ranks of one plan's pipeline, from the first to the last."""
-        first, other, last = shares(self.model.layers, self.model.dense_layers, float(ranks))
-        layers = [first, *[other] * (ranks - 2), last] if ranks > 1 else [first]
-        return [self._rank(own, float(r), r == 0, r == ranks - 1) for r, own in enumerate(layers)]
+        return [self._rank(own) for own in rank_layers(self.model, self.plan.schedule, ranks, int(self.plan.chunks))]
 
-    def _rank(self, layers: LayerShare, rank: Numbers, first: Numbers, last: Numbers) -> dict[str, Numbers]:
-        m = self.model
-        own, experts = self._parameters(*layers, first, last)
+    def _rank(self, own: RankLayers) -> dict[str, Numbers]:
+        m, states = self.model, state_bytes(self.model, self.plan, self.software, own)
+        kept, working = self._kept(own.dense, own.sparse) * self._alive(own.rank), self._working()
+        loss = np.where(own.last, tokens(self.plan) * (m.vocab / self.plan.tp) * self.software.logit, 0.0)
         return {
-            "parameters and gradients": self._weights(own, experts),
-            "optimizer": self._moments(own, experts),
-            "activations": self._activations(*layers, self._alive(rank)),
-            "loss": np.where(last, tokens(self.plan) * (m.vocab / self.plan.tp) * self.software.logit, 0.0),
-            "brief": self._brief(np.logical_or(first, last)),
+            "parameters and gradients": states.weights,
+            "optimizer": states.optimizer,
+            "gathered": states.gathered,
+            "activations": kept + working,
+            "loss": np.maximum(loss - working, 0.0) if self.software.reuses else loss,
+            "brief": self._brief(np.logical_or(own.first, own.last)),
         }
-
-    # --- state
-
-    def _parameters(self, dense: Numbers, sparse: Numbers, first: Numbers, last: Numbers) -> tuple[Numbers, Numbers]:
-        m, t = self.model, self.plan.tp
-        own = m.attention_parameters * (dense + sparse) + m.mlp_parameters * dense
-        own = own / t + sparse * m.shared_parameters / t
-        tables = np.where(first, 1.0, 0.0) + np.where(np.logical_and(last, ~np.logical_and(first, m.tied)), 1.0, 0.0)
-        experts = sparse * m.expert_parameters / self.plan.ep
-        return own + tables * m.embedding_parameters / t, experts
-
-    @property
-    def _replicas(self) -> Numbers:
-        return self.plan.dp * self.plan.cp
-
-    def _weights(self, own: Numbers, experts: Numbers) -> Numbers:
-        """Return the bytes of half-precision weights and their gradients; with ZeRO-3, also of the layers in use."""
-        zero, total = self.plan.zero, own + experts
-        gradient = np.where(zero >= 2, self.software.gradient / self._replicas, self.software.gradient)
-        whole = total * (HALF + gradient)
-        m = self.model
-        layer = (m.attention_parameters + max(m.mlp_parameters, m.shared_parameters)) / self.plan.tp
-        used = layer * (2 * HALF + 4) + m.embedding_parameters / self.plan.tp * HALF
-        each = SINGLE - 8 if self.software.hosted is None else HALF + self.software.gradient
-        return np.where(zero == 3, total * each / self._replicas + used, whole)
-
-    def _moments(self, own: Numbers, experts: Numbers) -> Numbers:
-        if self.software.hosted is not None:
-            return np.zeros_like(own)
-        zero = self.plan.zero
-        own_share = np.where(zero > 0, self._replicas, 1.0)
-        expert_share = np.where(zero > 0, np.maximum(1.0, self._replicas / self.plan.ep), 1.0)
-        each = np.where(zero == 3, 8.0, MOMENTS)
-        return own * each / own_share + experts * each / expert_share
 
     # --- activations
 
     def _alive(self, rank: Numbers) -> Numbers:
-        """Return the largest number of microbatches in flight on a rank."""
-        p, m, v = self.plan.pp, microbatches(self.plan), self.plan.chunks
-        match self.plan.schedule:
-            case "GPipe":
-                most = m
-            case "ZB-2p" | "ZB-H2":
-                most = 2 * p - 1
-            case "ZB-1p" | "ZB-H1" | "ZB-V":
-                most = p
-            case "Interleaved 1F1B":
-                most = (p * (v - 1) + 1 + 2 * (p - rank - 1)) / v
-            case _:
-                most = p - rank
-        return np.where(p > 1, np.minimum(m, most), 1.0)
+        p = self.plan
+        return microbatches_in_flight(p.schedule, p.pp, microbatches(p), p.chunks, rank)
 
-    def _activations(self, dense: Numbers, sparse: Numbers, alive: Numbers) -> Numbers:
-        count, kept = dense + sparse, dense * self._dense() + sparse * self._sparse()
-        most = np.maximum(self._dense(), self._sparse() if self.model.experts else 0.0)
+    def _kept(self, dense: Numbers, sparse: Numbers) -> Numbers:
+        """Return the bytes that a rank's layers keep of one microbatch until its backward pass."""
+        count = dense + sparse
+        kept = (dense * self._dense() + sparse * self._sparse()) * (1 - self.software.offloaded)
         match self.plan.recompute:
             case "none":
-                return kept * alive
+                return kept
             case "selective" if self.software.fused_attention:
-                return kept * SELECTED * alive + 0.5 * most
+                return kept * SELECTED
             case "selective":
-                scores = count * self._scores()
-                return (kept - scores) * alive + self._scores()
+                return kept - count * self._scores()
             case _:
                 layers = (1.0 if self.software.stowed is None else 0.0) * count
                 layers += np.where(self.plan.pp > 1, self.software.outputs, 0.0)
-                working = 2 if self.software.stops_early else 1
-                return layers * self._rows * HALF * self.model.hidden * alive + working * most
+                return layers * self._rows * HALF * self.model.hidden
+
+    def _working(self) -> Numbers:
+        """Return the bytes of the recomputed values of one layer, which are there after those of the loss."""
+        most = np.maximum(self._dense(), self._sparse() if self.model.experts else 0.0)
+        match self.plan.recompute:
+            case "none":
+                return 0.0
+            case "selective":
+                return 0.5 * most if self.software.fused_attention else self._scores()
+            case _:
+                return (2 if self.software.stops_early else 1) * most
 
     @property
     def _rows(self) -> Numbers:
@@ -169,7 +125,7 @@ class _Peak:
     def _attention(self) -> Numbers:
         m, t, x = self.model, self.plan.tp, self.model.latent
         if x is None:
-            wide, narrow = 2 * (m.heads + 2 * m.kv_heads) * m.head_dim + 2 * m.heads * m.head_dim, 0
+            wide, narrow = 4 * m.heads * m.head_dim, 4 * m.kv_heads_of(t) * m.head_dim
         else:
             wide = m.heads * (4 * m.key_width + 4 * m.value_width)
             narrow = 4 * x.query + 4 * x.key + 2 * x.rotary
@@ -180,7 +136,7 @@ class _Peak:
         if x is None:
             return 0.0
         each = (
-            x.fullest(self.plan.ep) * (x.chosen * (4 * m.hidden + 6 * x.ffn))
+            x.fullest(self.plan.ep) * (x.chosen * (4 * m.hidden + 6 * x.ffn)) / self.plan.tp
             + 8 * x.count
             + 6 * x.shared / self.plan.tp
         )

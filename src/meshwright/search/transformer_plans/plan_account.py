@@ -12,12 +12,12 @@ from ..plan_data.account import Account, Communication, MemoryCurve, OtherPlan, 
 from ..plan_data.plan import Plan
 from ..plan_data.progress_bar import OnProgress
 from ..plan_data.units import parameters
-from .choose import USABLE, PlanChoice, PricedPlan
+from .choose import PlanChoice, PricedPlan, usable_memory
 from .communication import communications
 from .degrees import microbatches
 from .peak_memory import hold, hold_each
 from .predict import predict, stages_of
-from .simulated_step import has_short_table, simulate_step, table_of, times_of
+from .simulated_step import has_picture, has_short_table, simulate_step, table_of, times_of
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
 from .tensor_layouts import stage_parts, tensor_layouts
@@ -64,7 +64,7 @@ def account(
         where=f"{plan.ranks} ranks of {cluster!r}",
         seconds=seconds,
         nbytes=nbytes,
-        memory_limit=cluster.device.memory * USABLE,
+        memory_limit=usable_memory(cluster),
         why=tuple(_why(plan, spent, rows, nbytes, cluster, choice)),
         spent=spent,
         held=each,
@@ -109,18 +109,16 @@ def _free(link: Link) -> Link:
 
 def _computed(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> float:
     """Return the seconds that the ranks of the pipeline compute in a step, on average."""
-    s = stages_of(model, plan, cluster, software)
-    ends, ranks = [s.first + s.before, s.last + s.behind], [s.other] * (plan.pp - 2)
-    spent = [*ends, *ranks] if plan.pp > 1 else [s.first + s.before + s.behind]
-    whole = sum(float(x.forward + x.backward) for x in spent)
-    return whole / plan.pp * float(microbatches(plan))
+    s, sparse = stages_of(model, plan, cluster, software), model.layers - model.dense_layers
+    whole = s.of(model.dense_layers, sparse, True, True)
+    return float(whole.forward + whole.backward) / plan.pp * float(microbatches(plan))
 
 
 def _timeline(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> Timeline | None:
-    """Return the simulated step of the pipeline, or None if no table determines the predicted time."""
-    if plan.pp == 1 or plan.zero == 3:
+    """Return the simulated step of the pipeline, or None if there is none or it is too large."""
+    if not has_picture(plan):
         return None
-    return simulate_schedule(table_of(plan), times_of(stages_of(model, plan, cluster, software), plan))
+    return simulate_schedule(table_of(plan), times_of(model, stages_of(model, plan, cluster, software), plan))
 
 
 def _why(
@@ -132,7 +130,7 @@ def _why(
     choice: PlanChoice | None,
 ) -> Iterator[str]:
     """Yield the bottleneck: memory if a faster plan does not fit, or else the largest part that is not computation."""
-    whole, memory_limit = sum(spent.values()), cluster.device.memory * USABLE
+    whole, memory_limit = sum(spent.values()), usable_memory(cluster)
     if nbytes > memory_limit:
         yield f"memory: the plan needs {nbytes / 1e9:.1f} GB per rank, of {memory_limit / 1e9:.1f} GB"
     if choice is not None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from meshwright.cost import Cluster, Flags, Habits, KernelTimes, Numbers
+from meshwright.reshard import CollectiveKind
 
-from .._errors import SearchError
 from .degrees import Degrees, microbatches, tokens
-from .layer_shares import LayerShare, shares
+from .layer_shares import different_ranks
 from .layer_time import HALF, NARROW, LayerTime, PassSeconds
+from .schedule_facts import DOUBLE, FLUSH, check_chunks, facts_of
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
+from .states import SINGLE, Split, copies, dense_layer, most_parameters, sparse_layer
 
 UPDATE = 32.0
 """Bytes that Adam with a master copy reads and writes per parameter."""
@@ -25,15 +28,6 @@ STEP = 5e-3
 """Seconds of work of the host per step, besides its work for layers."""
 HOSTS = 0.12
 """Slowdown of hosts per doubling of a tensor-parallel group, which waits for its slowest host."""
-FILLING = {
-    "GPipe": (1.0, 1.0, 1.0), "1F1B": (1.0, 1.0, 1.0), "Interleaved 1F1B": (1.0, 1.0, 1.0), "ZB-H1": (1.0, 1.0, -1.0),
-    "ZB-1p": (1.0, 1.0, -1.0), "ZB-H2": (1.0, 1.0, -2.0), "ZB-2p": (0.0, 0.0, 0.0), "ZB-V": (0.0, 0.0, 0.0),
-}  # fmt: skip
-"""Schedule → its bubble per other rank, in multiples of F, B and W of a rank's chunks (closed forms of the papers)."""
-
-
-DOUBLE = frozenset({"ZB-2p", "ZB-H2"})
-"""Schedules with twice as many microbatches in flight as ranks."""
 
 
 @dataclass(frozen=True)
@@ -60,37 +54,39 @@ def predict(
     1.7
 
     Raises:
-        SearchError: the bubble of the schedule is not known.
+        SearchError: the bubble of the schedule is not known, or it has another number of chunks.
     """
-    if plan.schedule not in FILLING:
-        raise SearchError(
-            f"a plan with the schedule {plan.schedule!r}",
-            "a schedule without a formula for its bubble",
-            f"formulas exist for {', '.join(FILLING)}",
-            'write Plan(schedule="1F1B")',
-        )
+    check_chunks(plan.schedule, plan.chunks)
     return StepTime(model, plan, cluster, software, habits or Habits()).prediction()
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of the first, of another and of the last rank of a pipeline, and of a message.
+    """Seconds of a layer without and with experts, of the embedding, of the head, and of a message."""
 
-    `before` and `behind` are the embedding and the head.
-    """
-
-    first: PassSeconds
-    other: PassSeconds
-    last: PassSeconds
+    dense: PassSeconds
+    sparse: PassSeconds
     before: PassSeconds
     behind: PassSeconds
     message: Numbers
+
+    def of(self, dense: Numbers, sparse: Numbers, first: Flags, last: Flags) -> PassSeconds:
+        """Return the seconds of these layers, with the embedding if they are the first, and the head if the last."""
+        spent = self.dense * dense + self.sparse * sparse
+        return spent + self.before * np.where(first, 1.0, 0.0) + self.behind * np.where(last, 1.0, 0.0)
+
+
+class Sharing(NamedTuple):
+    """Number of ranks that have the same parameters, and how many of them share a node."""
+
+    ranks: Numbers
+    together: Numbers
 
 
 def stages_of(
     model: Transformer, plan: Degrees, cluster: Cluster, software: Software = MESHWRIGHT, habits: Habits | None = None
 ) -> StageSeconds:
-    """Return the seconds that the ranks of a plan's pipeline compute for one microbatch."""
+    """Return the seconds that layers, embedding and head take for one microbatch."""
     return StepTime(model, plan, cluster, software, habits or Habits()).stages()
 
 
@@ -165,7 +161,18 @@ class StepTime:
         again = self._again(spent, width)
         again = np.maximum(again, floor[0]) if self.plan.recompute == "full" else again
         moved = self._stowed()
-        return PassSeconds(forward + moved, np.maximum(spent.backward, floor[1]) + again + moved, spent.weights)
+        backward, weights = self._launched(spent, floor[1])
+        return PassSeconds(forward + moved, backward + again + moved, weights)
+
+    def _launched(self, spent: PassSeconds, host: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the seconds of a backward pass and of its weight gradients, for a host that needs `host` seconds.
+
+        A schedule that runs weight gradients alone starts two passes, each with half of the operators.
+        """
+        if facts_of(self.plan.schedule).filling == FLUSH:
+            return np.maximum(spent.backward, host), spent.weights
+        weights = np.maximum(spent.weights, host / 2)
+        return np.maximum(spent.backward - spent.weights, host / 2) + weights, weights
 
     def _stowed(self) -> Numbers:
         """Return the seconds of moving a layer's input to the memory of the host, or back."""
@@ -200,43 +207,49 @@ class StepTime:
         rows = tokens(self.plan) * self.model.hidden
         return self.layers.stream(4 * rows, 8 * rows)
 
-    def _stage(self, layers: LayerShare) -> PassSeconds:
-        """Return the seconds of one rank's layers."""
-        return self.dense * layers.dense + self.sparse * layers.sparse
-
     def stages(self) -> StageSeconds:
-        """Return the seconds of the ranks of the pipeline."""
-        first, other, last = map(self._stage, shares(self.model.layers, self.model.dense_layers, self.plan.pp))
-        return StageSeconds(first, other, last, self.embedding, self.head, self._message())
+        """Return the seconds of what the ranks of the pipeline run."""
+        return StageSeconds(self.dense, self.sparse, self.embedding, self.head, self._message())
 
     # --- a step
 
     def pipeline(self) -> Numbers:
         """Return the seconds of all microbatches through all stages."""
-        p, m, s = self.plan.pp, microbatches(self.plan), self.stages()
-        whole = s.first + s.before + s.behind
-        lengths = [x.forward + x.backward for x in (s.first + s.before, s.other, s.last + s.behind)]
-        most = np.maximum(np.maximum(lengths[0], lengths[2]), np.where(p > 2, lengths[1], 0.0))
-        mean = (lengths[0] + lengths[2] + np.maximum(p - 2, 0) * lengths[1]) / p
-        chunks = self.plan.chunks
-        filling = self._filling(s.other, mean)
-        sent = 2 * s.message * (p - 1) + 2 * chunks * m * s.message * self.software.messages
-        return np.where(p > 1, m * most + filling + sent, m * (whole.forward + whole.backward))
+        p, m, s, model = self.plan.pp, microbatches(self.plan), self.stages(), self.model
+        whole = s.of(model.dense_layers, model.layers - model.dense_layers, True, True)
+        ranks = [s.of(*own[1:]) for own in different_ranks(model, self.plan)]
+        inner = s.of(model.dense_layers, model.layers - model.dense_layers, False, False) * (1 / np.asarray(p))
+        if facts_of(self.plan.schedule).filling == FLUSH:
+            running = self._longest(ranks) + (whole.forward + whole.backward) / p * (p - 1) / self.plan.chunks
+        else:
+            running = self._with_late_weights(ranks, inner)
+        sent = 2 * s.message * (p - 1) + 2 * self.plan.chunks * m * s.message * self.software.messages
+        return np.where(np.asarray(p) > 1, running + sent, m * (whole.forward + whole.backward))
 
-    def _filling(self, stage: PassSeconds, mean: Numbers) -> Numbers:
-        """Return the idle seconds of a rank, over all its microbatches.
+    def _longest(self, ranks: list[PassSeconds], weights: Numbers = 0.0, forwards: Numbers = 0.0) -> Numbers:
+        """Return the seconds of all microbatches on the slowest rank, without so many weight gradients and forwards."""
+        m = microbatches(self.plan)
+        spent = (m * (x.forward + x.backward) - weights * x.weights - forwards * x.forward for x in ranks)
+        return np.maximum.reduce([np.asarray(seconds) for seconds in spent])
 
-        Some schedules put weight gradients into the bubble. Their bubble has a lower bound: the time until the first
-        microbatch of the first rank comes back, less the forwards that the rank may run meanwhile.
+    def _with_late_weights(self, ranks: list[PassSeconds], mean: PassSeconds) -> Numbers:
+        """Return the seconds of a schedule that puts weight gradients into the bubble; `mean` is a rank on average.
+
+        There are two lower bounds. Weight gradients fill the bubble, as far as there are some. And a rank waits until
+        the first microbatch comes back to the first rank, less the forwards that it may run meanwhile.
         """
-        f, b, w = FILLING[self.plan.schedule]
-        p, m = self.plan.pp, microbatches(self.plan)
-        if (f, b, w) == (1.0, 1.0, 1.0):
-            return mean * (p - 1) / self.plan.chunks
-        forward, inputs = stage.forward, stage.backward - stage.weights
-        closed = (p - 1) * (f * forward + b * inputs + w * stage.weights)
+        facts = facts_of(self.plan.schedule)
+        f, b, w = facts.filling
+        p, m = np.asarray(self.plan.pp), microbatches(self.plan)
+        others = (p - 1) / (self.plan.chunks if facts.chunks is None else 1)
+        inputs, late = mean.backward - mean.weights, np.minimum(max(-w, 0.0) * others, m)
+        closed = others * (f * mean.forward + b * inputs + max(w, 0.0) * mean.weights)
+        closed = np.maximum(self._longest(ranks, weights=late) + closed, self._longest(ranks))
+        if facts.chunks != 1:
+            return closed
         alive = np.minimum(m, 2 * p - 1 if self.plan.schedule in DOUBLE else p)
-        return np.maximum(np.maximum(closed, p * forward + (p - 1) * inputs - alive * forward), 0.0)
+        back = np.maximum(p - alive, 0) * mean.forward + (p - 1) * inputs
+        return np.maximum(closed, self._longest(ranks, forwards=np.maximum(alive - p, 0)) + back)
 
     def _message(self) -> Numbers:
         part = 1.0 / self.plan.tp if self.software.scattered else 1.0
@@ -245,20 +258,28 @@ class StepTime:
         return self.cluster.message(nbytes, inside > self.cluster.per_node) + 10e-6
 
     def gathers(self) -> GatherCosts:
-        """Return the collectives of ZeRO-3."""
-        m, p = self.model, self.plan
-        ranks, together = self.replicas()
-        parameters = (m.parameters - m.embedding_parameters * (1 if m.tied else 2)) / m.layers / p.tp
-        layer, reduced = parameters * HALF, parameters * self.software.reduced
-        table = m.embedding_parameters * HALF / p.tp
-        waits = parameters > self.software.live
+        """Return the collectives of ZeRO-3, for the mean of all layers."""
+        m, p, sparse = self.model, self.plan, self.model.layers - self.model.dense_layers
+        layer = [
+            (x * m.dense_layers + y * sparse) / m.layers
+            for x, y in zip(dense_layer(m, p), sparse_layer(m, p), strict=True)
+        ]
+        parameters, table = layer[0] + layer[1], m.embedding_parameters * HALF / p.tp
+        waits, replicas = parameters > self.software.live, self.replicas()
+
+        def all_of(kind: CollectiveKind, nbytes: float) -> Numbers:
+            meetings = [
+                self.cluster.meeting(kind, x * nbytes, *ranks) for x, ranks in zip(layer, replicas, strict=True)
+            ]
+            return meetings[0] + np.where(np.asarray(layer[1]) > 0, meetings[1], 0.0)
+
         return GatherCosts(
-            layer,
-            reduced,
+            parameters * HALF,
+            parameters * self.software.reduced,
             table,
-            self.cluster.meeting("all-gather", layer, ranks, together),
-            self.cluster.meeting("reduce-scatter", reduced, ranks, together),
-            self.cluster.meeting("all-gather", table, ranks, together),
+            all_of("all-gather", HALF),
+            all_of("reduce-scatter", self.software.reduced),
+            self.cluster.meeting("all-gather", table, *replicas[0]),
             np.where(waits & (p.recompute == "full"), 2.0, 1.0),
             waits,
         )
@@ -269,8 +290,7 @@ class StepTime:
         The parameters of a layer are gathered while another layer computes, forward and backward.
         """
         m, p, each = self.model, self.plan, self.gathers()
-        everything = LayerShare(m.dense_layers, m.layers - m.dense_layers)
-        spent = self._stage(everything) * (1 / m.layers)
+        spent = (self.dense * m.dense_layers + self.sparse * (m.layers - m.dense_layers)) * (1 / m.layers)
         again = each.again * each.gather
         forward = np.where(each.waits, spent.forward + each.gather, _overlapped_seconds(spent.forward, each.gather))
         backward = np.where(
@@ -283,34 +303,42 @@ class StepTime:
         filling = (p.pp - 1) / p.chunks
         return (microbatches(p) + filling) * once + 3 * each.tables
 
-    def replicas(self) -> tuple[Numbers, Numbers]:
-        """Return the number of ranks that have the same parameters, and how many of them share a node."""
-        ranks = self.plan.dp * self.plan.cp
-        return ranks, np.clip(self.cluster.per_node / self.plan.tp, 1, ranks)
+    def replicas(self) -> tuple[Sharing, Sharing]:
+        """Return the ranks that have the same parameters, and those that have the same experts."""
+        ranks, node = copies(self.plan), self.cluster.per_node
+        experts = np.clip(node / np.asarray(self.plan.ep), 1, ranks.experts)
+        return Sharing(ranks.own, np.clip(node / self.plan.tp, 1, ranks.own)), Sharing(ranks.experts, experts)
 
     @cached_property
-    def parameters(self) -> Numbers:
+    def parameters(self) -> Split:
         """Number of parameters of a rank, before ZeRO divides them."""
-        m, p = self.model, self.plan
-        shared = m.attention_parameters * m.layers + m.mlp_parameters * m.dense_layers
-        shared = shared + m.shared_parameters * (m.layers - m.dense_layers)
-        ends = np.where((p.pp > 1) | m.tied, 1, 2) * m.embedding_parameters
-        experts = m.expert_parameters * (m.layers - m.dense_layers)
-        own = shared / (p.pp * p.tp) + ends / p.tp
-        return own + experts / (p.pp * p.ep)
+        return most_parameters(self.model, self.plan)
+
+    def _over_replicas(self, kind: CollectiveKind, nbytes: float) -> Numbers:
+        """Return the seconds of a collective on all parameters of a rank, of so many bytes each."""
+        found = [
+            np.where(np.asarray(own) > 0, self.cluster.meeting(kind, own * nbytes, *ranks), 0.0)
+            for own, ranks in zip(self.parameters, self.replicas(), strict=True)
+        ]
+        return found[0] + found[1]
 
     def synchronised(self) -> Numbers:
         """Return the exposed seconds of reducing gradients over replicas.
 
         With ZeRO, they include the gather of updated parameters.
         """
-        ranks, together = self.replicas()
-        gradient = self.parameters * self.software.reduced
-        whole = self.cluster.meeting("all-reduce", gradient, ranks, together)
-        parts = self.cluster.meeting("reduce-scatter", gradient, ranks, together)
-        updated = self.cluster.meeting("all-gather", self.parameters * HALF, ranks, together)
-        updated = np.where(self.plan.zero == 0, 0.0, updated)
-        return (np.where(self.sums_whole, whole, parts) + updated) * self.software.exposed
+        whole = self._over_replicas("all-reduce", self.software.reduced)
+        parts = self._over_replicas("reduce-scatter", self.software.reduced)
+        updated = np.where(self.plan.zero == 0, 0.0, self._over_replicas("all-gather", HALF))
+        return (np.where(self.sums_whole, whole, parts) * self.reductions + updated) * self.software.exposed
+
+    @property
+    def reductions(self) -> Numbers:
+        """Number of reductions of the gradients in a step.
+
+        A rank of ZeRO-2 has no memory for the other ranks' gradients, so it reduces those of each microbatch.
+        """
+        return np.where(self.plan.zero == 2, microbatches(self.plan), 1.0)
 
     @property
     def sums_whole(self) -> Flags:
@@ -319,15 +347,14 @@ class StepTime:
 
     def accumulated(self) -> Numbers:
         """Return the seconds of adding each microbatch's gradients to those of the others."""
-        m, zero = microbatches(self.plan), self.plan.zero
-        replicas = self.plan.dp * self.plan.cp
-        nbytes = np.where(zero == 3, self.parameters / replicas * 12, self.parameters * self.software.accumulation)
+        m, share = microbatches(self.plan), (self.parameters / copies(self.plan)).total
+        whole = self.parameters.total * self.software.accumulation
+        nbytes = np.where(self.plan.zero >= 2, np.minimum(share * 3 * SINGLE, whole), whole)
         return np.where(m > 1, m * self.kernels.stream(nbytes), 0.0)
 
     def updated(self) -> Numbers:
         """Return the seconds of the optimizer's step."""
-        shared = np.where(self.plan.zero > 0, self.plan.dp * self.plan.cp, 1)
-        own = self.parameters / shared
+        own = np.where(self.plan.zero > 0, (self.parameters / copies(self.plan)).total, self.parameters.total)
         hosted = self.software.hosted
         return self.kernels.stream(own * UPDATE) if hosted is None else self._updated_by_hosts(own, hosted)
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from meshwright.cost import Cluster, Habits, Numbers
+import numpy as np
+
+from meshwright.cost import Cluster, Flags, Habits, Numbers
 from meshwright.pipeline import Schedule, Times, schedule_by_name, simulate_schedule
 
 from ..plan_data.plan import Plan
 from .degrees import microbatches
+from .layer_shares import part_kinds
 from .predict import StageSeconds, predict, stages_of
+from .schedule_facts import FLUSH, facts_of
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
 
-LONG = 2**20
-"""Chunks times microbatches above which no table is made: warm-up and drain are then negligible."""
+WHOLE_TABLE = 2**12
+"""Chunks times microbatches up to which the whole table is simulated; larger ones are extrapolated from two tables."""
+FORMULA = 16
+"""Work of a closed form, in chunks times microbatches that are simulated in the same time."""
 SHORT = 2**11
 """Chunks times microbatches of a table that is made and simulated in a short time."""
+LONG = 2**16
+"""Chunks times microbatches above which a table is too large for a picture."""
 
 
 def simulate_step(
@@ -24,24 +32,84 @@ def simulate_step(
 ) -> float:
     """Return the seconds of a step as `predict` does, but with the pipeline simulated action by action.
 
-    Messages take time, and only other actions of a rank hide them. Above `LONG`, the result is that of `predict`.
+    Messages take time, and only other actions of a rank hide them. A long pipeline repeats a steady state, so its time
+    is extrapolated from two shorter tables. If these are too large as well, the result is that of `predict`. What is
+    simulated depends on the plan alone, so the result is the same on any machine.
 
     Raises:
         SearchError: as `predict`.
         ScheduleError: the schedule has no table for the plan's ranks and microbatches.
     """
     told = predict(model, plan, cluster, software, habits)
-    if plan.pp == 1 or plan.zero == 3 or plan.pp * plan.chunks * plan.microbatches > LONG:
+    counts = _simulated_counts(plan)
+    if not counts:
         return float(told.seconds)
-    stages = stages_of(model, plan, cluster, software, habits)
-    table = table_of(plan)
+    times = times_of(model, stages_of(model, plan, cluster, software, habits), plan)
+    spent = [simulate_schedule(_table(plan.schedule, plan.pp, n, plan.chunks), times).makespan for n in counts]
     others = sum(float(s) for name, s in told.parts.items() if name != "microbatches")
-    return simulate_schedule(table, times_of(stages, plan)).makespan + others
+    if len(counts) == 1:
+        return spent[0] + others
+    each = (spent[1] - spent[0]) / (counts[1] - counts[0])
+    return spent[1] + (int(microbatches(plan)) - counts[1]) * each + others
+
+
+def _simulated_counts(plan: Plan) -> tuple[int, ...]:
+    """Return the numbers of microbatches whose tables are simulated: all of them, two smaller ones, or none."""
+    p, count = plan.pp, int(microbatches(plan))
+    if p == 1 or plan.zero == 3:
+        return ()
+    most, shorter = facts_of(plan.schedule).table, _shorter_counts(p, count)
+    is_whole = count <= shorter[-1] or p * plan.chunks * count <= min(WHOLE_TABLE, most)
+    counts = (count,) if is_whole else shorter
+    return counts if p * plan.chunks * counts[-1] <= most else ()
+
+
+def _shorter_counts(p: int, count: int) -> tuple[int, int]:
+    """Return two numbers of microbatches that differ from `count` by multiples of the ranks, after the warm-up."""
+    rest = count % p
+    return 2 * p + rest, 3 * p + rest
+
+
+def has_table(schedule: str, p: Numbers, count: Numbers, chunks: Numbers) -> Flags:
+    """True if a table gives the time of the pipeline, or if the closed form of the schedule holds without one."""
+    facts = facts_of(schedule)
+    if facts.filling == FLUSH:
+        return np.full(np.shape(p), True)
+    return p * chunks * np.minimum(count, 3 * p + np.mod(count, p)) <= facts.table
+
+
+class SimulationWork:
+    """The work of simulating plans, one after the other; a table that several plans share is made once."""
+
+    def __init__(self) -> None:
+        self.units = 0
+        self._made: set[tuple[str, int, int, int]] = set()
+
+    def of(self, plan: Plan) -> int:
+        """Return the work of one more plan, in chunks times microbatches that are simulated."""
+        units, making = FORMULA, facts_of(plan.schedule).making
+        for shape in _shapes(plan):
+            units += shape[1] * shape[2] * shape[3] * (1 if shape in self._made else 1 + making)
+        return units
+
+    def add(self, plan: Plan) -> None:
+        """Count the work of a plan."""
+        self.units += self.of(plan)
+        self._made.update(_shapes(plan))
+
+
+def _shapes(plan: Plan) -> list[tuple[str, int, int, int]]:
+    return [(plan.schedule, plan.pp, count, plan.chunks) for count in _simulated_counts(plan)]
 
 
 def has_short_table(plan: Plan) -> bool:
     """True if the plan's table is made and simulated in a short time."""
     return plan.pp == 1 or plan.pp * plan.chunks * plan.microbatches <= SHORT
+
+
+def has_picture(plan: Plan) -> bool:
+    """True if the plan has a pipeline whose table can be drawn."""
+    return plan.pp > 1 and plan.zero != 3 and plan.pp * plan.chunks * plan.microbatches <= LONG
 
 
 def table_of(plan: Plan) -> Schedule:
@@ -53,29 +121,19 @@ def table_of(plan: Plan) -> Schedule:
     return _table(plan.schedule, plan.pp, int(microbatches(plan)), plan.chunks)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _table(schedule: str, ranks: int, count: int, chunks: int) -> Schedule:
     """Return the table, as one object for one name and shape: large tables take seconds to make."""
     return schedule_by_name(schedule).build(ranks, count, chunks)
 
 
-def times_of(stages: StageSeconds, plan: Plan) -> Times:
-    """Return the seconds of each chunk: its part of a rank's layers, with the embedding or the head at the ends."""
-    count = plan.pp * plan.chunks
-
-    def each(first: Numbers, other: Numbers, last: Numbers, before: Numbers, behind: Numbers) -> tuple[float, ...]:
-        ranks = [first, *[other] * (plan.pp - 2), last]
-        own = [float(ranks[c % plan.pp]) / plan.chunks for c in range(count)]
-        own[0] += float(before)
-        own[-1] += float(behind)
-        return tuple(own)
-
-    first, other, last, before, behind = stages.first, stages.other, stages.last, stages.before, stages.behind
-    weights = each(*(s.weights for s in (first, other, last, before, behind)))
-    whole = each(*(s.backward for s in (first, other, last, before, behind)))
+def times_of(model: Transformer, stages: StageSeconds, plan: Plan) -> Times:
+    """Return the seconds of each part of the model, with the embedding or the head at its ends."""
+    parts = part_kinds(model, plan.pp * plan.chunks)
+    spent = [stages.of(dense, sparse, n == 0, n == len(parts) - 1) for n, (dense, sparse) in enumerate(parts)]
     return Times(
-        each(*(s.forward for s in (first, other, last, before, behind))),
-        tuple(max(b - w, 0.0) for b, w in zip(whole, weights, strict=True)),
-        weights,
+        tuple(float(x.forward) for x in spent),
+        tuple(max(float(x.backward - x.weights), 0.0) for x in spent),
+        tuple(float(x.weights) for x in spent),
         transfer=float(stages.message),
     )

@@ -125,6 +125,35 @@ class Transformer:
         up = (x.query or h) * a * self.key_width + x.key * a * (x.plain + x.value)
         return h * x.query + h * (x.key + x.rotary) + up + a * x.value * h
 
+    def kv_heads_of(self, tp: Numbers) -> Numbers:
+        """Return the key and value heads on one of `tp` ranks; ranks beyond the number of heads repeat them."""
+        return np.maximum(self.kv_heads / np.asarray(tp), 1.0)
+
+    def attention_of(self, tp: Numbers) -> Numbers:
+        """Return the parameters of one layer's attention on one of `tp` ranks.
+
+        Every rank has whole narrow projections. Each key head is on at least one rank, and on several if `tp` is
+        larger than the number of key heads.
+        """
+        h, t, x = self.hidden, np.asarray(tp, dtype=float), self.latent
+        if x is None:
+            return h * self.head_dim * (2 * self.heads / t + 2 * self.kv_heads_of(t))
+        narrow = h * (x.query + x.key + x.rotary)
+        return narrow + (self.attention_parameters - narrow) / t
+
+    def shared_of(self, tp: Numbers) -> Numbers:
+        """Return the parameters on one of `tp` ranks of a layer with experts: the whole router, and the shared part."""
+        x = self.experts
+        return 0.0 if x is None else self.hidden * (x.count + 3 * x.shared / np.asarray(tp, dtype=float))
+
+    @property
+    def head_layers(self) -> float:
+        """Products of the head per token, relative to those of a layer; the scores of attention do not count."""
+        x, inner = self.experts, self.mlp_parameters
+        if x is not None and self.dense_layers < self.layers:
+            inner = self.shared_parameters + self.expert_parameters * x.chosen // x.count
+        return self.embedding_parameters / (self.attention_parameters + inner)
+
     @property
     def mlp_parameters(self) -> int:
         """Feed-forward parameters of one layer without experts."""

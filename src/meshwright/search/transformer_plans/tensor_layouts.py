@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ import numpy as np
 
 from ..plan_data.account import TensorLayout
 from ..plan_data.plan import Plan
+from .layer_shares import part_sizes
+from .schedule_facts import placement
 from .sizes import Transformer
 
 Dims = tuple[tuple[int, tuple[str, ...]], ...]
@@ -33,28 +36,22 @@ class StagePart(NamedTuple):
 def stage_parts(model: Transformer, plan: Plan) -> list[StagePart]:
     """Return the part of the model on each pipeline rank.
 
-    If the layers do not divide evenly but two more would, the first and the last part have one layer less. In other
-    uneven cases, the first parts have one layer more.
-
-    >>> llama = Transformer(30, 4096, 32, 8, 128, 14336, 128256)
+    >>> llama = Transformer(30, 4096, 32, 32, 128, 14336, 32000)
     >>> [str(s) for s in stage_parts(llama, Plan(pp=4, batch=8))][::3]
     ['embedding, layers 0 to 6', 'layers 23 to 29, head']
     """
-    parts = plan.pp * plan.chunks
-    ends = _split(model.layers, parts)
-    runs = [range(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    ends = [int(n) for n in np.cumsum([0, *part_sizes(model, plan.pp * plan.chunks)])]
+    runs = [range(a, b) for a, b in pairwise(ends)]
+    where = placement(plan.schedule, plan.pp, plan.chunks)
     return [
-        StagePart(_stage_name(r, plan.pp), tuple(run for run in runs[r :: plan.pp] if run), r == 0, r == plan.pp - 1)
+        StagePart(
+            _stage_name(r, plan.pp),
+            tuple(run for run, at in zip(runs, where, strict=True) if at == r and run),
+            where[0] == r,
+            where[-1] == r,
+        )
         for r in range(plan.pp)
     ]
-
-
-def _split(layers: int, parts: int) -> list[int]:
-    """Return the layer at which each part ends."""
-    if layers % parts and (layers + 2) % parts == 0:
-        each = (layers + 2) // parts
-        return [*(each * (n + 1) - 1 for n in range(parts - 1)), layers]
-    return [int(n) for n in np.cumsum([layers // parts + (n < layers % parts) for n in range(parts)])]
 
 
 def _stage_name(rank: int, ranks: int) -> str:
@@ -82,15 +79,16 @@ def _layers(model: Transformer, plan: Plan, stage: str, run: range) -> Iterator[
     for layers, inner in ((dense, _mlp(model)), (sparse, _experts(model))):
         if layers:
             name = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}, each"
-            for part, dims in {**_attention(model), **inner}.items():
+            for part, dims in {**_attention(model, plan), **inner}.items():
                 yield replace(_parameter(f"{stage}.{name}", part, dims, plan), count=len(layers))
 
 
-def _attention(m: Transformer) -> dict[str, Dims]:
-    x = m.latent
+def _attention(m: Transformer, plan: Plan) -> dict[str, Dims]:
+    """Return the tensors of attention; if there are more ranks than key heads, each head is there several times."""
+    x, heads = m.latent, max(m.kv_heads, plan.tp)
     out: Dims = ((m.hidden, ()), (m.heads * m.value_width, ("tp",)))
     if x is None:
-        kv: Dims = ((m.kv_heads * m.head_dim, ("tp",)), (m.hidden, ()))
+        kv: Dims = ((heads * m.head_dim, ("tp",)), (m.hidden, ()))
         return {"query": ((m.heads * m.head_dim, ("tp",)), (m.hidden, ())), "key": kv, "value": kv, "out": out}
     up: Dims = ((m.heads * m.key_width, ("tp",)), (x.query or m.hidden, ()))
     queries: dict[str, Dims] = {"query down": ((x.query, ()), (m.hidden, ())), "query up": up}
@@ -102,10 +100,13 @@ def _attention(m: Transformer) -> dict[str, Dims]:
     }
 
 
-def _mlp(m: Transformer, width: int | None = None) -> dict[str, Dims]:
-    ffn = m.ffn if width is None else width
-    up: Dims = ((ffn, ("tp",)), (m.hidden, ()))
-    return {**({"gate": up} if m.gated else {}), "up": up, "down": ((m.hidden, ()), (ffn, ("tp",)))}
+def _mlp(m: Transformer) -> dict[str, Dims]:
+    return _feed_forward(m.hidden, m.ffn, m.gated)
+
+
+def _feed_forward(hidden: int, ffn: int, gated: bool) -> dict[str, Dims]:
+    up: Dims = ((ffn, ("tp",)), (hidden, ()))
+    return {**({"gate": up} if gated else {}), "up": up, "down": ((hidden, ()), (ffn, ("tp",)))}
 
 
 def _experts(m: Transformer) -> dict[str, Dims]:
@@ -115,17 +116,24 @@ def _experts(m: Transformer) -> dict[str, Dims]:
     up: Dims = ((x.count, ("ep",)), (x.ffn, ()), (m.hidden, ()))
     own: dict[str, Dims] = {"router": ((x.count, ()), (m.hidden, ()))}
     own |= {"experts' gate": up, "experts' up": up, "experts' down": ((x.count, ("ep",)), (m.hidden, ()), (x.ffn, ()))}
-    return own | ({f"shared {n}": dims for n, dims in _mlp(m, x.shared).items()} if x.shared else {})
+    shared = _feed_forward(m.hidden, x.shared, gated=True) if x.shared else {}
+    return own | {f"shared {n}": dims for n, dims in shared.items()}
 
 
 def _parameter(layer: str, name: str, dims: Dims, plan: Plan, note: str = "") -> TensorLayout:
     """Return the row of a parameter, with a note on its gradient and state; ZeRO-3 shards the parameter too."""
     axes = {axis for _, cut in dims for axis in cut}
-    spread = "dp" if plan.dp > 1 and "ep" not in axes else ""
-    if plan.zero == 3 and spread:
-        dims = ((dims[0][0], (*dims[0][1], "dp")), *dims[1:])
-    parts = {1: "state sharded over dp", 2: "gradient and state sharded over dp", 3: "gathered over dp for use"}
-    notes = [note, parts.get(plan.zero, "") if spread else ""]
+    is_expert = "ep" in axes
+    several = plan.dp * plan.cp > (plan.ep / plan.tp if is_expert else 1)
+    where = "the copies of an expert" if is_expert else "dp" if plan.cp == 1 else "dp and cp"
+    if plan.zero == 3 and several and not is_expert:
+        dims = ((dims[0][0], (*dims[0][1], "dp", "cp")), *dims[1:])
+    parts = {
+        1: f"state sharded over {where}",
+        2: f"gradient and state sharded over {where}",
+        3: f"gathered over {where} for use",
+    }
+    notes = [note, parts.get(plan.zero, "") if several else ""]
     return _row(layer, name, dims, plan, "; ".join(filter(None, notes)))
 
 

@@ -1,0 +1,54 @@
+"""Sizes near those that were asked for which a plan exists: numbers of ranks, and numbers of sequences per step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any, NamedTuple
+
+from .candidates import context_sizes, divisors, tensor_sizes
+from .sizes import Transformer
+
+
+class NearestSizes(NamedTuple):
+    """Numbers of ranks for the same batch, and batches for the same number of ranks: the nearest below and above."""
+
+    ranks: tuple[int, ...]
+    batch: tuple[int, ...]
+
+    def __str__(self) -> str:
+        texts = [
+            f"{' or '.join(f'{n:,}' for n in sizes)} {what}"
+            for sizes, what in ((self.ranks, "ranks"), (self.batch, "sequences per step"))
+            if sizes
+        ]
+        return ", or ".join(texts)
+
+
+def nearest_sizes(
+    model: Transformer, ranks: int, batch: int, sequence: int, per_node: int, given: Mapping[str, Any]
+) -> NearestSizes:
+    """Return the nearest sizes whose degrees of parallelism exist; `given` has the fields that are fixed."""
+    inner = _inner_sizes(model, sequence, per_node, given)
+    unit = given.get("microbatch", 1)
+    replicas = [d for d in divisors(batch // unit) if batch % unit == 0 and given.get("dp", d) == d]
+    numbers = {dp * size for dp, size in product(replicas, inner)}
+    steps = [
+        ranks // size * unit for size in inner if ranks % size == 0 and given.get("dp", ranks // size) == ranks // size
+    ]
+    batches = {step * times for step in steps for times in (batch // step, batch // step + 1) if times}
+    return NearestSizes(_neighbours(ranks, numbers), _neighbours(batch, batches))
+
+
+def _inner_sizes(model: Transformer, sequence: int, per_node: int, given: Mapping[str, Any]) -> set[int]:
+    """Return the possible numbers of ranks of one replica: tp * pp * cp."""
+    stages = [p for p in range(1, model.layers + 1) if given.get("pp", p) == p]
+    tensor, context = tensor_sizes(model, per_node, given), context_sizes(sequence, given)
+    return {t * p * c for t, p, c in product(tensor, stages, context)}
+
+
+def _neighbours(wanted: int, sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return the largest size below and the smallest one above."""
+    known = set(sizes)
+    below, above = [n for n in known if n < wanted], [n for n in known if n > wanted]
+    return (*([max(below)] if below else []), *([min(above)] if above else []))
