@@ -141,17 +141,22 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
 
     Peaks are those that give the lowest rates at the highest fraction of the peak.
     """
-    dtypes = sorted(set[torch.dtype]().union(*(d.flops for d in devices)), key=str)
-    highest = {name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4", "overhead")}
-    lowest = {name: min(getattr(d, name) for d in devices) for name in ("bandwidth", "memory", "units")}
-    addressable = lowest["memory"], min(d.available for d in devices)
-    forward, backward = zip(*(d.attention for d in devices), strict=True)
-    name = " + ".join(dict.fromkeys(d.name for d in devices))
     device = replace(
-        devices[0], name=name, attention=(min(forward), min(backward)), addressable=addressable, **lowest, **highest
+        devices[0],
+        name=" + ".join(dict.fromkeys(d.name for d in devices)),
+        attention=(min(d.attention[0] for d in devices), min(d.attention[1] for d in devices)),
+        addressable=(min(d.memory for d in devices), min(d.available for d in devices)),
+        **{name: min(getattr(d, name) for d in devices) for name in ("bandwidth", "memory", "units")},
+        **{name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4", "overhead")},
     )
-    peaks = replace(device, flops=dict.fromkeys(dtypes, 1.0))
-    return replace(device, flops={t: min(d.rate(t) for d in devices) / peaks.share(t) for t in dtypes})
+    return replace(device, flops=_lowest_rates(devices, device))
+
+
+def _lowest_rates(devices: Sequence[Device], slowest: Device) -> dict[torch.dtype, float]:
+    """Return the peaks by dtype at which `slowest` has the lowest rate of the devices."""
+    dtypes = sorted(set[torch.dtype]().union(*(d.flops for d in devices)), key=str)
+    shares = replace(slowest, flops=dict.fromkeys(dtypes, 1.0))
+    return {t: min(d.rate(t) for d in devices) / shares.share(t) for t in dtypes}
 
 
 def _speed(link: Link) -> float:
