@@ -45,7 +45,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test that uses the fixture in the child, and report what the child reports."""
     if _FIXTURE not in getattr(item, "fixturenames", ()) or IN_CHILD in os.environ:
         return None
@@ -53,6 +53,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in _reports(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    item.session._setupstate.teardown_exact(nextitem)  # of what the test before this one has left for it
     return True
 
 

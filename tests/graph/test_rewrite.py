@@ -517,7 +517,7 @@ def test_a_pass_is_a_value() -> None:
     assert [c.what.split(":")[0] for c in after.changes] == [
         "double",
         "double",
-        "2 × double; no rule applies any more",
+        "2 × double; no rule applies any more; 2 of at most 108 steps did not make the program shorter",
     ]
     assert Doubles()(after) is after
 

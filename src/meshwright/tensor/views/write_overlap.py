@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 import torch
@@ -23,7 +24,7 @@ from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.dist_tensor import DistTensor, FakeDistTensor
 from ..core.function_names import name_of
 from ..core.tree import leaves_in, map_tensors, tensors_in
-from ..torch_hooks import Operator, no_interception, shares_storage, written_arguments
+from ..torch_hooks import Operator, no_interception, no_modes, shares_storage, written_arguments
 from .dist_view import DistView
 from .gathered_memory import whole_distance
 from .memory_overlap import MOST_UNITS, shared_memory
@@ -66,7 +67,27 @@ def is_elementwise(func: TorchFunction) -> bool:
     if name in _COPYING or name.startswith("__"):
         return True
     packet = getattr(torch.ops.aten, name, None)
-    return packet is None or any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    tagged = packet is None or any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    return tagged or _is_elementwise_in_trial(name)
+
+
+@lru_cache(maxsize=1024)
+def _is_elementwise_in_trial(name: str) -> bool:
+    """Return the same from a trial of a method with one operand, because in-place operators may have no tags."""
+    method = getattr(Tensor, name, None)
+    operand = torch.tensor([0.25, 0.5, 0.75])
+    others = operand + torch.eye(3) / 8  # each row differs from the operand in one element
+    try:
+        with torch.random.fork_rng(devices=[]), no_modes():
+            expected = _trial(method, operand)
+            return all(_trial(method, row).eq(expected)[torch.arange(3) != k].all() for k, row in enumerate(others))
+    except (RuntimeError, TypeError, IndexError):
+        return False
+
+
+def _trial(method: TorchValue, operand: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(0)
+    return method(torch.tensor([0.5, 0.25, 1.0]), operand)
 
 
 @dataclass(frozen=True, slots=True)
