@@ -255,6 +255,8 @@ def _is_copied(call: _Call, target: Tensor, other: Tensor, same: bool) -> bool:
     elementwise = is_elementwise(call.func)
     if (same and elementwise) or not _share_elements(target, other):
         return False
+    if not elementwise and not other.dim():
+        return not same  # a number, as in x.normal_(x[0]), which is read first
     copies = _name(call.func) in _COPYING
     if elementwise and (_is_ahead(target, other) or _keeps_read_elements(target, other, copies)):
         return True
