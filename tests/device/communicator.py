@@ -7,8 +7,7 @@ out the wait until the result is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,24 +165,21 @@ class DeviceCommunicator(Communicator):
         self.inner._barrier(call)
 
 
-@contextmanager
-def on_device(latency: float = 1e-5, bandwidth: float = 1e11) -> Generator[torch.device]:
-    """Inside a simulated rank: use the device of its number, and a communicator that queues its calls there."""
-    inner = current_communicator()
-    assert isinstance(inner, SimulatedCommunicator)
-    core = register()
-    core.set_host(inner.rank + 1)
-    core.exchange_device(inner.rank)
-    with using_communicator(DeviceCommunicator(inner, inner.rank, latency, bandwidth)):
-        yield torch.device("mesh", inner.rank)
-        torch.accelerator.synchronize(inner.rank)
-
-
 def run_on_devices(program: Callable[[torch.device], Any], latency: float = 1e-5, bandwidth: float = 1e11) -> Any:
-    """Return a function for `simulate` that calls `program(device)` with the device of the rank."""
+    """Return a function for `simulate` that calls `program(device)`.
+
+    Each rank has the device of its number, and a communicator that queues its calls there.
+    """
 
     def run() -> Any:
-        with on_device(latency, bandwidth) as device:
-            return program(device)
+        inner = current_communicator()
+        assert isinstance(inner, SimulatedCommunicator)
+        core = register()
+        core.set_host(inner.rank + 1)
+        core.exchange_device(inner.rank)
+        with using_communicator(DeviceCommunicator(inner, inner.rank, latency, bandwidth)):
+            result = program(torch.device("mesh", inner.rank))
+            torch.accelerator.synchronize(inner.rank)
+        return result
 
     return run
