@@ -71,4 +71,4 @@ format: setup
 	$(BIN)/ruff format
 
 clean:
-	rm -rf build dist out/site .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf build dist out/site out/device .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,4 +1,4 @@
-"""Settings for all tests: hypothesis profiles, seeds of available devices only, and one thread per process.
+"""Settings for all tests: hypothesis profiles, the test device, no seeds of absent devices, one thread per process.
 
 `ci` draws few examples, always the same; `dev` draws new ones each time; `long` takes a night.
 Choose with `pytest --hypothesis-profile=NAME`; without it `dev` is used.
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.device.fixture import mesh_device, pytest_collection_finish, pytest_runtest_protocol, pytest_unconfigure
 
-# hooks and fixtures of all tests
+# for pytest, which finds hooks and fixtures by name
 __all__ = ["mesh_device", "pytest_collection_finish", "pytest_runtest_protocol", "pytest_unconfigure"]
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -5,11 +5,11 @@ README.md says what the device finds and how a test uses it. Modules, in reading
 * `csrc`: the devices in C++ (memory, streams, clocks, kernels, operators, autocast, bindings),
 * `build`: compile and import the C++ part,
 * `backend`: register the devices with torch,
-* `inspection`: races, counters and the timeline, as Python values,
+* `inspection`: races, counters, the timeline and prices, as Python values,
 * `transport`: collectives and messages between devices, in virtual time,
 * `communicator`: a communicator of simulated ranks on the devices,
 * `process_backend`: a backend of torch.distributed for processes on the devices,
-* `training`: training programs of all kinds of parallelism,
+* `training`: training programs with data, tensor and ZeRO parallelism,
 * `fixture`: the fixture `mesh_device`, and the process in which its tests run,
 * `child`: the loop of that process.
 """

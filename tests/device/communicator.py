@@ -7,8 +7,7 @@ out the wait until the result is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +59,13 @@ class _SimulatedRanks:
         self._waiting.clear()
 
 
+def _shared_transport(inner: SimulatedCommunicator, latency: float, bandwidth: float) -> Transport:
+    """Return the transport of all ranks of a simulation, which the first rank makes."""
+    if "transport" not in inner.shared:
+        inner.shared["transport"] = Transport(latency, bandwidth, _SimulatedRanks(inner._world))
+    return inner.shared["transport"]
+
+
 class DeviceCommunicator(Communicator):
     """Communicator of one simulated rank with tensors on `device`."""
 
@@ -68,8 +74,7 @@ class DeviceCommunicator(Communicator):
     def __init__(self, inner: SimulatedCommunicator, device: int, latency: float, bandwidth: float) -> None:
         super().__init__(inner.rank, inner.size)
         self.inner, self.seen = inner, inner.seen
-        make = lambda: Transport(latency, bandwidth, _SimulatedRanks(inner._world))  # noqa: E731
-        self.transport: Transport = inner.shared.get("transport") or inner.shared.setdefault("transport", make())
+        self.transport = _shared_transport(inner, latency, bandwidth)
         self.stream = torch.Stream(f"mesh:{device}")
 
     def start(self, way: ConversionPlan, x: Tensor) -> PendingConversion:
@@ -82,21 +87,21 @@ class DeviceCommunicator(Communicator):
         x.record_stream(self.stream)
         return _Ticket(part, self.stream.record_event())
 
-    def _carried(self, call: CommCall, sends: Sequence[Tensor], receives: Sequence[Tensor], move: Move) -> None:
+    def _queue(self, call: CommCall, sends: Sequence[Tensor], receives: Sequence[Tensor], move: Move) -> None:
         """Queue a collective, and let the current stream wait for it."""
-        self.before(receives[0].device)
+        self.wait_before_call(receives[0].device)
         members = tuple(sorted(call.group))
         nbytes = received_bytes(call, self.rank)
         self.transport.collective(call.kind, self.rank, members, self.stream, sends, receives, move, nbytes)
-        self.after(receives[0].device)
+        self.wait_after_call(receives[0].device)
 
-    def before(self, device: torch.device) -> None:
+    def wait_before_call(self, device: torch.device) -> None:
         """Let the communication stream wait for the current one."""
         here = torch.accelerator.current_stream(device)
         if here != self.stream:
             self.stream.wait_stream(here)
 
-    def after(self, device: torch.device) -> None:
+    def wait_after_call(self, device: torch.device) -> None:
         """Let the current stream wait for the communication stream."""
         here = torch.accelerator.current_stream(device)
         if here != self.stream:
@@ -109,12 +114,12 @@ class DeviceCommunicator(Communicator):
             total = reduce_terms([sent[rank][0] for rank in call.group], call.op)
             return {rank: [total] for rank in call.group}
 
-        self._carried(call, [x], [out], move)
+        self._queue(call, [x], [out], move)
         return out
 
     def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]:
         out = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in call.receives]
-        self._carried(call, [x], out, lambda sent: {r: [sent[peer][0] for peer in call.group] for r in call.group})
+        self._queue(call, [x], out, lambda sent: {r: [sent[peer][0] for peer in call.group] for r in call.group})
         return out
 
     def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
@@ -124,7 +129,7 @@ class DeviceCommunicator(Communicator):
             columns = {rank: [sent[peer][place] for peer in call.group] for place, rank in enumerate(call.group)}
             return {rank: [reduce_terms(terms, call.op)] for rank, terms in columns.items()}
 
-        self._carried(call, pieces, [out], move)
+        self._queue(call, pieces, [out], move)
         return out
 
     def _all_to_all(self, pieces: Sequence[Tensor], call: CommCall) -> list[Tensor]:
@@ -133,51 +138,48 @@ class DeviceCommunicator(Communicator):
         def move(sent: Mapping[int, Sequence[Tensor]]) -> dict[int, list[Tensor]]:
             return {rank: [sent[peer][place] for peer in call.group] for place, rank in enumerate(call.group)}
 
-        self._carried(call, pieces, out, move)
+        self._queue(call, pieces, out, move)
         return out
 
     def _exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: CommCall
     ) -> list[Tensor]:
-        """Exchange through the memory of the simulation; the devices carry collectives and messages only."""
+        """Exchange through the memory of the simulation; the transport has collectives and messages only."""
         torch.accelerator.synchronize()
         return self.inner._exchange(sends, receives, call)
 
     def _send(self, x: Tensor, call: CommCall) -> None:
-        self.before(x.device)
+        self.wait_before_call(x.device)
         x.record_stream(self.stream)
         self.transport.send(self.rank, call.message[0], call.tag, self.stream, x)
 
     def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         peer, shape, dtype = call.message
         out = torch.empty(shape, dtype=dtype, device=device)
-        self.before(out.device)
+        self.wait_before_call(out.device)
         self.transport.receive(self.rank, peer, call.tag, self.stream, out)
-        self.after(out.device)
+        self.wait_after_call(out.device)
         return out
 
     def _barrier(self, call: CommCall) -> None:
         self.inner._barrier(call)
 
 
-@contextmanager
-def on_device(latency: float = 1e-5, bandwidth: float = 1e11) -> Generator[torch.device]:
-    """Inside a simulated rank: use the device of its number, and a communicator that queues its calls there."""
-    inner = current_communicator()
-    assert isinstance(inner, SimulatedCommunicator)
-    core = register()
-    core.set_host(inner.rank + 1)
-    core.exchange_device(inner.rank)
-    with using_communicator(DeviceCommunicator(inner, inner.rank, latency, bandwidth)):
-        yield torch.device("mesh", inner.rank)
-        torch.accelerator.synchronize(inner.rank)
-
-
 def run_on_devices(program: Callable[[torch.device], Any], latency: float = 1e-5, bandwidth: float = 1e11) -> Any:
-    """Return a function for `simulate` that calls `program(device)` with the device of the rank."""
+    """Return a function for `simulate` that calls `program(device)`.
+
+    Each rank has the device of its number, and a communicator that queues its calls there.
+    """
 
     def run() -> Any:
-        with on_device(latency, bandwidth) as device:
-            return program(device)
+        inner = current_communicator()
+        assert isinstance(inner, SimulatedCommunicator)
+        core = register()
+        core.set_host(inner.rank + 1)
+        core.exchange_device(inner.rank)
+        with using_communicator(DeviceCommunicator(inner, inner.rank, latency, bandwidth)):
+            result = program(torch.device("mesh", inner.rank))
+            torch.accelerator.synchronize(inner.rank)
+        return result
 
     return run

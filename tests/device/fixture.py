@@ -1,7 +1,7 @@
 """The fixture `mesh_device`, and the process in which its tests run.
 
-The devices cannot be unregistered, and they change what `torch.accelerator` tells to all other code. So tests that use
-the fixture run in a child process, one for all such tests of a session. The child starts with the first of them.
+The devices cannot be unregistered, and they change the results of `torch.accelerator` in all other code. So tests that
+use the fixture run in a child process, one for all such tests of a session. The child starts with the first of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .build import build
 IN_CHILD = "MESHWRIGHT_TEST_DEVICE"
 _FIXTURE = "mesh_device"
 _child = pytest.StashKey["Child"]()
+_failed_build = pytest.StashKey[str]()
 
 
 @pytest.fixture
@@ -38,16 +39,24 @@ def mesh_device() -> Generator[Any]:
     assert not touches, f"the host touched {touches} pages of device memory"
 
 
+def _uses_devices(item: pytest.Item) -> bool:
+    return _FIXTURE in getattr(item, "fixturenames", ())
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the devices before the first test, whose time limit would include the build."""
-    if any(_FIXTURE in getattr(item, "fixturenames", ()) for item in session.items):
+    if session.config.option.collectonly or not any(map(_uses_devices, session.items)):
+        return
+    try:
         build()
+    except RuntimeError as error:  # fails each test that uses the devices, and no other
+        session.config.stash[_failed_build] = str(error)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Run a test that uses the fixture in the child, and report what the child reports."""
-    if _FIXTURE not in getattr(item, "fixturenames", ()) or IN_CHILD in os.environ:
+    if not _uses_devices(item) or IN_CHILD in os.environ:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _reports(item):
@@ -64,15 +73,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def _reports(item: pytest.Item) -> list[Any]:
     config = item.config
+    if _failed_build in config.stash:
+        return [_failure(item, config.stash[_failed_build])]
     if _child not in config.stash or not config.stash[_child].alive:
-        users = {str(i.path) for i in item.session.items if _FIXTURE in getattr(i, "fixturenames", ())}
-        config.stash[_child] = Child(config, sorted(users))
+        config.stash[_child] = Child(config, sorted({str(i.path) for i in item.session.items if _uses_devices(i)}))
     found = config.stash[_child].run(item.nodeid)
     if found is None:
         code = config.stash[_child].process.wait()
-        text = f"the process of the test device ended with code {code}"
-        return [pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")]
+        return [_failure(item, f"the process of the test device ended with code {code}")]
     return [config.hook.pytest_report_from_serializable(config=config, data=each) for each in found]
+
+
+def _failure(item: pytest.Item, text: str) -> pytest.TestReport:
+    return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
 
 
 class Child:

@@ -102,6 +102,15 @@ class Devices:
             counted.counts = self.counts() - before
 
     @contextmanager
+    def priced(self, kernel: float, bytes_per_second: float, flops_per_second: float) -> Generator[None]:
+        """Give kernels other durations in virtual time inside the block; `kernel` is the seconds of each launch."""
+        before = self.core.exchange_prices(kernel, bytes_per_second, flops_per_second)
+        try:
+            yield
+        finally:
+            self.core.exchange_prices(*before)
+
+    @contextmanager
     def recording_places(self) -> Generator[None]:
         """Record the line of Python of every launch inside the block, for the text of races."""
         self.core.record_places(True)

@@ -1,6 +1,7 @@
 """Backend `mesh` of torch.distributed for processes: it copies to the host and back around the calls of Gloo.
 
-It has the calls that `meshwright.comm` makes. Every call is complete when it returns, and runs on the current stream.
+It has the calls that `meshwright.comm` makes. They run on the current stream. A call that receives is complete when it
+returns; a send and a barrier end in the background.
 """
 
 from __future__ import annotations

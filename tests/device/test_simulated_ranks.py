@@ -37,12 +37,12 @@ def test_ranks_may_share_a_device(mesh_device: Devices) -> None:
 
 def _without_wait_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives start before their inputs are there."""
-    monkeypatch.setattr(DeviceCommunicator, "before", lambda self, device: None)
+    monkeypatch.setattr(DeviceCommunicator, "wait_before_call", lambda self, device: None)
 
 
 def _without_wait_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of collectives are used before they are there."""
-    monkeypatch.setattr(DeviceCommunicator, "after", lambda self, device: None)
+    monkeypatch.setattr(DeviceCommunicator, "wait_after_call", lambda self, device: None)
 
 
 @pytest.mark.parametrize("remove", [_without_wait_before, _without_wait_after])

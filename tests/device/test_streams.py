@@ -152,9 +152,8 @@ def test_backward_on_a_side_stream(mesh_device: Devices) -> None:
 
 
 def test_virtual_time(mesh_device: Devices) -> None:
-    mesh_device.core.set_prices(1.0, 1e30, 1e30)
     side = _side()
-    with mesh_device.recording_timeline() as timeline:
+    with mesh_device.priced(1.0, 1e30, 1e30), mesh_device.recording_timeline() as timeline:
         x = torch.ones(4, device="mesh:0")
         side.wait_stream(torch.accelerator.current_stream(0))
         with side:
@@ -164,7 +163,6 @@ def test_virtual_time(mesh_device: Devices) -> None:
         torch.accelerator.current_stream(0).wait_stream(side)
         y + 1
         y.record_stream(torch.accelerator.current_stream(0))
-    mesh_device.core.set_prices(1e-6, 1e12, 1e14)
     start = timeline[0].start
     shown = sorted((round(t.start - start), round(t.end - start), t.stream > 0, t.name) for t in timeline)
     assert shown == [

@@ -47,8 +47,6 @@ def _times(timeline: list[Timing], device: int, name: str) -> list[tuple[float, 
 
 
 def test_a_collective_starts_with_the_last_member(mesh_device: Devices) -> None:
-    mesh_device.core.set_prices(1.0, 1e30, 1e30)
-
     def program(device: torch.device) -> None:
         me = _here()
         x = torch.zeros(4, device=device)
@@ -56,12 +54,26 @@ def test_a_collective_starts_with_the_last_member(mesh_device: Devices) -> None:
             x = x + 1
         me.all_reduce(x, "sum", ALL)
 
-    with mesh_device.recording_timeline() as timeline:
+    with mesh_device.priced(1.0, 1e30, 1e30), mesh_device.recording_timeline() as timeline:
         mw.simulate(run_on_devices(program, latency=10, bandwidth=1e30), 4)
-    mesh_device.core.set_prices(1e-6, 1e12, 1e14)
     ends = [_times(timeline, device, "all_reduce")[0][1] for device in ALL]
     last = max(t.end for t in timeline if t.device == 3 and t.name != "all_reduce")
     assert ends == pytest.approx([last + 10] * 4)
+
+
+def test_the_rank_that_receives_most_sets_the_time(mesh_device: Devices) -> None:
+    """Rank 0 calls first and receives fewer bytes than the others."""
+
+    def program(device: torch.device) -> None:
+        me = _here()
+        shapes = [(10,) if rank == 0 else (1,) for rank in ALL]
+        me.all_gather(torch.zeros(shapes[me.rank], device=device), ALL, shapes)
+
+    with mesh_device.priced(0, 1e30, 1e30), mesh_device.recording_timeline() as timeline:
+        mw.simulate(run_on_devices(program, latency=0, bandwidth=4), 4)
+    for device in ALL:
+        ((start, end),) = _times(timeline, device, "all_gather")
+        assert end - start == pytest.approx(12)
 
 
 def test_a_missing_wait_for_a_collective(mesh_device: Devices) -> None:

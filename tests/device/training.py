@@ -1,4 +1,4 @@
-"""Training programs for ranks on any device: the same bits and the same collectives on all of them."""
+"""Training programs with data, tensor and ZeRO parallelism, for ranks on any device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _mesh(kind: str) -> mw.ProcessMesh:
     return mw.ProcessMesh(ranks, ["tp" if kind == "tp" else "dp"])
 
 
-def _cut(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
+def _shard(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
     if "tp" not in mesh.dim_names:
         return
     dims = {"up": {"weight": 0, "bias": 0}, "down": {"weight": 1}}.get(name, {})
@@ -56,7 +56,7 @@ def train(kind: str, static: bool, device: torch.device | str, dropout: float = 
     mesh = _mesh(kind)
     model = Net(dropout).to(device)
     torch.manual_seed(1)
-    mw.shard_layer(model, mesh, _cut)
+    mw.shard_layer(model, mesh, _shard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     if kind.startswith("ZeRO"):
         mw.shard_optimizer(optimizer, _stage(kind, model))

@@ -1,8 +1,11 @@
-// The Python module `_device`.
+// The Python module `_test_device`.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <tuple>
+#include <utility>
 
 #include "current.h"
 #include "generator.h"
@@ -113,19 +116,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [](int device) { return default_generator(static_cast<c10::DeviceIndex>(device)); });
 
   m.def("take_reports", take_reports);
-  m.def("set_checking", set_checking);
   m.def("record_places", record_places);
   m.def("take_host_touches", take_host_touches);
   m.def("counters", counters_dict);
 
   m.def("take_timeline", take_timeline);
   m.def("record_timeline", record_timeline);
-  m.def("set_prices", [](double kernel, double bytes_per_second, double flops) {
-    prices() = {kernel, bytes_per_second, flops};
+  m.def("exchange_prices", [](double kernel, double bytes_per_second, double flops) {
+    Prices before = std::exchange(prices(), {kernel, bytes_per_second, flops});
+    return std::make_tuple(before.kernel, before.bytes_per_second, before.flops);
   });
   m.def("set_host", set_host);
   m.def("host_time", host_time);
-  m.def("advance_host", advance_host);
 
   py::class_<Operand>(m, "Operand")
       .def(py::init([](const at::Tensor& x) {

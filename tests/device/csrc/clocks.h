@@ -62,8 +62,7 @@ struct Report {
 Actor new_actor(std::string name);
 std::string actor_name(Actor actor);
 
-// All of these are called under the lock of the state.
+// The caller holds the lock of the state.
 std::vector<Report>& reports();
-void set_checking(bool on);
 
 }  // namespace test_device

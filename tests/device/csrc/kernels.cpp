@@ -245,7 +245,7 @@ class Call {
   at::Generator drawn() {
     if (!op_.hasTag(at::Tag::nondeterministic_seeded)) return generator_;
     at::Generator before = generator_.clone();
-    OnesMirror mirror;
+    FilledMirror mirror;
     call_on(op_, arguments_, mirrored(mirror, arguments_.operands), kCpu, generator_);
     return before;
   }

@@ -57,7 +57,7 @@ c10::Storage MetaMirror::make_storage(const BlockRef& block) {
   return c10::Storage(c10::Storage::use_byte_size_t(), bytes, allocator->allocate(bytes), allocator, true);
 }
 
-c10::Storage OnesMirror::make_storage(const BlockRef& block) {
+c10::Storage FilledMirror::make_storage(const BlockRef& block) {
   size_t bytes = block ? block->bytes : 0;
   c10::Storage made(c10::Storage::use_byte_size_t(), bytes, c10::GetCPUAllocator(), true);
   // 0x3f3f… is a positive number below one in every floating-point type

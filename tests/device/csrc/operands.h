@@ -62,8 +62,9 @@ class MetaMirror final : public Mirror {
   }
 };
 
-// CPU tensors full of ones, to advance a generator by as much as a queued kernel will draw.
-class OnesMirror final : public Mirror {
+// CPU tensors full of one positive number, to advance a generator by as much as a queued kernel will draw. The guess is
+// wrong for kernels that draw more for some values, such as `poisson`.
+class FilledMirror final : public Mirror {
  protected:
   c10::Storage make_storage(const BlockRef& block) override;
   c10::DispatchKeySet keys() const override {

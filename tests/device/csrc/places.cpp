@@ -53,6 +53,7 @@ void record_places(bool on) {
 }
 
 std::string place_name(int place) {
+  std::lock_guard guard(table().lock);
   return table().places.at(place);
 }
 

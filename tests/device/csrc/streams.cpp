@@ -283,11 +283,6 @@ double host_time() {
   return host().time;
 }
 
-void advance_host(double seconds) {
-  std::lock_guard guard(state().lock);
-  host().time += seconds;
-}
-
 Counters& counters() {
   return state().counters;
 }

@@ -111,7 +111,6 @@ void land_later(StreamState& stream, Work work);
 // The host that the calling thread belongs to; 0 unless set.
 void set_host(size_t host);
 double host_time();
-void advance_host(double seconds);
 
 Counters& counters();
 std::vector<Timing>& timeline();
