@@ -32,7 +32,7 @@ Row = NDArray[np.float64]
 USABLE = 0.94
 """Fraction of the addressable memory that a plan may take. Contexts and buffers of communicators take the rest.
 
-They are 5 GB of 85 where `nvidia-smi` was published beside the values in use.
+Where both were published, `nvidia-smi` showed 5 GB of 85 more than the values in use.
 """
 SHOWN_PARTS = 3
 KEPT = 8

@@ -111,5 +111,5 @@ def placement(schedule: str, ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def microbatches_in_flight(schedule: str, p: Numbers, m: Numbers, v: Numbers, rank: Numbers) -> Numbers:
-    """Return the largest number of microbatches in flight on a rank; a microbatch counts if all its layers are held."""
+    """Return the most microbatches in flight on a rank; a chunk counts by its share of the rank's layers."""
     return np.where(np.asarray(p) > 1, np.minimum(m, facts_of(schedule).alive(p, m, v, rank)), 1.0)
