@@ -146,7 +146,7 @@ TEXTS: dict[str, Row] = {
         "w        f32[8@dp, 4]  # mark\nbatch_0  f32[16@dp, 8]\n",
     ),
     "schedule": (_checked_schedule, ("pipeline.table.parser:parse_schedule",), SCHEDULE),
-    "action": (parse_action, ("pipeline.table.action:parse_action",), "F4.0&B1.3", "R0.1", "BW10.1"),
+    "action": (parse_action, ("pipeline.table.action:parse_action",), "F4.0&B1.3", ">F0.1", "BW10.1:3"),
     "plan": (
         parse_plan,
         ("search.plan_data.plan:parse_plan", "search.plan_data.plan:read_text"),

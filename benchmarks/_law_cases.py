@@ -36,7 +36,7 @@ class Case:
 
 
 def random_case(seed: int) -> Case:
-    """Return a random case: about a third of the models have experts, and some have no even number of layers."""
+    """Return a random case: about a third of the models have experts, and some an odd number of layers."""
     draw = random.Random(seed)
     cluster = cluster_of(draw.choice(DEVICES))
     outside = replace(link_of(draw.choice(NETWORKS)), bandwidth=draw.choice((1.25e9, 5e9, 2.5e10, 5e10)))

@@ -22,7 +22,8 @@ DEEPSPEED_ZERO = Software(fused_attention=False, gradient=2.0, reduced=2.0, live
 FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, selective=0.5, reuses=False)
 """Fully sharded data parallelism of PyTorch, compiled (arXiv 2304.11277, 2410.06511).
 
-Its published peaks are what the allocator reserves: streams of their own keep freed memory from each other.
+Its published peaks are the memory that the allocator reserves. A stream does not reuse memory that another stream has
+freed, so the peaks of the loss and of recomputed layers add up.
 """
 PAGEABLE = 2e9
 """Bytes per second of a copy between a device and pageable memory of the host; published ones reach 1 to 8 GB/s."""

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from benchmarks._own_samples import OPS
 
+# torch reads the whole stack for each list of samples, to find a unittest.TestCase. Below pytest this takes 20 ms.
 for _module in (common_utils, core):
     _module.extract_test_fn = lambda: None
-# Torch reads the whole stack for each list of samples, to find a unittest.TestCase. Below pytest this takes 20 ms.
 
 RANKS = 4
 KINDS = ("function", "in place", "view", "memory", "infinities", "own")

@@ -3,7 +3,8 @@
 States are conserved: the bytes of all ranks are those of the tensors that the plan lists. More replicas and a higher
 stage of ZeRO never need more memory. More bandwidth never makes a plan slower. Any number of layers runs on any
 number of stages. The plan that is printed as best is the best of those that are printed, and does not depend on a
-clock. A number of ranks without a plan is refused with numbers that have one. Published runs fit.
+clock. A number of ranks without a plan is refused with numbers that have one. Published runs fit, except those of
+`LEFT_OUT`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ from meshwright.search.transformer_plans.peak_memory import hold_each
 from meshwright.search.transformer_plans.tensor_layouts import tensor_layouts
 
 from ._law_cases import Case, random_case, random_plan
-from ._published import runs
+from ._published import Run, runs
 
 CLOSE = 1e-9
-CONTRADICTORY = frozenset({"r0857", "r0858", "r0859", "r0863", "r0864"})
-"""Rows whose file says that nothing is recomputed, but whose attention scores alone take the device's memory."""
+LEFT_OUT = frozenset({"r0857", "r0858", "r0859", "r0863", "r0864"})
+"""Published runs whose configuration contradicts our description of their program; one of the two is wrong.
+
+Their configuration recomputes nothing, and `PROGRAM` says that their program writes the scores of attention to memory.
+The scores of all layers and the states of the model together are then larger than the memory of the device.
+"""
 MOMENTS, SHARDED = 12.0, 16.0
 """Bytes of the optimizer's states per parameter, and of all states with ZeRO-3."""
 STATES = "parameters and gradients", "optimizer"
@@ -44,16 +49,17 @@ def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: the number of broken cases."""
     found = {name: broken(law, range(times // 20 if quick else times)) for name, (law, times) in LAWS.items()}
     refused = list(published_runs_that_do_not_fit())
-    cases, published = sum(n for n, _ in found.values()), sum(r.is_complete for r in runs())
+    cases, published = sum(n for n, _ in found.values()), sum(1 for _ in runs_that_must_fit())
     wrong = {name: texts for name, (_, texts) in found.items()} | {"published runs fit": refused}
     total = sum(map(len, wrong.values()))
     return {
         "name": "laws",
         "value": total,
-        "goal": f"no broken law in {cases:,} random cases (at least 5,000) and {published} published runs",
+        "goal": f"no broken law in {cases:,} random cases (at least 5,000) and {published} published runs; "
+        f"{len(LEFT_OUT)} other runs are left out, whose descriptions contradict each other",
         "ok": total == 0 and (quick or cases >= 5000),
         "details": {
-            "published runs that contradict themselves": sorted(CONTRADICTORY),
+            "published runs that are left out": sorted(LEFT_OUT),
             "cases": {name: n for name, (n, _) in found.items()},
             "broken": {name: texts[:10] for name, texts in wrong.items() if texts},
         },
@@ -242,12 +248,15 @@ def refused_sizes_name_sizes_that_work(case: Case, seed: int) -> Broken:
 
 def published_runs_that_do_not_fit() -> Broken:
     """Yield the published runs that ran and are said not to fit."""
-    for r in runs():
-        if r.name in CONTRADICTORY:
-            continue
+    for r in runs_that_must_fit():
         needed = float(np.asarray(hold(r.model, r.plan, r.software).nbytes))
-        if r.is_complete and needed > usable_memory(r.cluster):
-            yield f"{r.name}: {needed / 1e9:.1f} GB of {r.cluster.device.memory / 1e9:.1f}"
+        if needed > usable_memory(r.cluster):
+            yield f"{r.name}: {needed / 1e9:.1f} GB of {usable_memory(r.cluster) / 1e9:.1f}"
+
+
+def runs_that_must_fit() -> Iterator[Run]:
+    """Return the published runs whose description is complete, without those that are left out."""
+    return (r for r in runs() if r.is_complete and r.name not in LEFT_OUT)
 
 
 LAWS: Mapping[str, tuple[Law, int]] = {

@@ -253,7 +253,7 @@ def set_up(case: Case) -> Stage:
     mw.init_process(backend="gloo")
     if not UNCOMPILED:
         torch.compile(lambda x: x + 1)(torch.ones(1))
-    size = SIZES.get(case.size, SMALLEST)
+    size = SMALLEST if case.size == "smallest" else SIZES[case.size]
     shape = (1, 2, case.ranks // 2) if case.nodes else (1, case.dp, case.tp)
     mesh = mw.ProcessMesh(torch.arange(case.ranks).reshape(shape).numpy(), dim_names=["pp", "dp", "tp"])
     torch_mesh = torch.distributed.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))

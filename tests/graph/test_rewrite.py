@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.graph import (
+    Conversion,
     Edit,
+    Input,
     Node,
     Origin,
     OwnRules,
@@ -25,6 +27,7 @@ from meshwright.graph import (
     RewriteError,
     Rewriter,
     Spot,
+    Value,
     apply_passes,
     capture,
     check_rule,
@@ -36,6 +39,8 @@ from meshwright.graph import (
     runner,
     verify,
 )
+from meshwright.layout import ProcessMesh, parse_spec
+from meshwright.reshard import AllGather, AllReduce, ConversionStep, ReduceScatter
 
 aten = torch.ops.aten
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
@@ -425,6 +430,36 @@ def test_a_rewriter_knows_constants() -> None:
     unknown, known = seen[-1]
     assert unknown is None
     assert torch.equal(known, torch.ones(6, 6).tril()[:4])
+
+
+TERMS = parse_spec("f32[8, 4] +tp", ProcessMesh([0, 1], ["tp"]))
+
+
+def with_steps(*steps: ConversionStep) -> Program:
+    """Return a program of conversion steps on terms."""
+    x = v = Value("x", (8, 4), torch.float32)
+    spec, nodes = TERMS, list[Node]()
+    for at, step in enumerate(steps):
+        out = Value(f"v{at}", step.apply(spec).local_shape(0), torch.float32)
+        nodes.append(Node(Conversion(step, spec), (v,), {}, out))
+        spec, v = step.apply(spec), out
+    return Program((Input(x, "batch", "x", TERMS),), tuple(nodes), v)
+
+
+def test_a_rewriter_replaces_steps_of_conversions() -> None:
+    def reduce(edit: Edit, spot: Spot) -> str | None:
+        inner = edit.producer(spot.ins[0])
+        if inner is None or not isinstance(inner.op, Conversion) or not isinstance(inner.op.step, ReduceScatter):
+            return None
+        step = inner.op.step
+        edit.replace(edit.add(Conversion(AllReduce(step.axes, step.op), inner.op.src), inner.ins[0]))
+        return "one all-reduce"
+
+    rule = Rewriter("gather after scatter", reduce, on=(AllGather,))
+    scatter, gather = ReduceScatter(("tp",), (("tp", 0),)), AllGather((("tp", 0),))
+    after = verify(rewrite(with_steps(scatter, gather), [rule]), deep=True)
+    assert [repr(n.op) for n in after.nodes] == ["AllReduce(tp)"]
+    assert [repr(n.op) for n in rewrite(with_steps(scatter), [rule]).nodes] == ["ReduceScatter(tp, dim 0)"]
 
 
 # the numerical test of a rule

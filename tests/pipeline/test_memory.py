@@ -104,7 +104,11 @@ TIMES = Times(
         ("W0.1", 6.0),
         ("BW0.0", 8.0),
         ("R0.1", 8.0),
+        ("G.1", 0.5),
+        ("S.1", 2.0),
         ("O", 10.0),
+        (">F0.0", 0.0),
+        ("<B0.1", 0.0),
     ],
 )
 def test_the_time_of_an_action(text: str, seconds: float) -> None:

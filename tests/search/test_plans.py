@@ -151,7 +151,7 @@ def test_uneven_experts_cost_as_much_as_the_fullest_rank() -> None:
     )
 
 
-def test_the_best_plan_equals_that_of_exhaustive_search() -> None:
+def test_the_best_plan_is_the_best_of_two_hundred() -> None:
     found = choose(SMALL, cluster_of("A100-40GB"), 16, 64, 2048)
     assert found.considered >= found.fitting > 100
     assert found.best.seconds == min(p.seconds for p in (found.best, *found.next))
@@ -265,3 +265,19 @@ def test_a_tensor_parallel_group_may_be_larger_than_the_key_heads() -> None:
 def test_a_refused_number_of_ranks_comes_with_the_nearest_that_work(ranks: int, batch: int, said: str) -> None:
     with pytest.raises(SearchError, match=said):
         choose(replace(LLAMA, layers=126), cluster_of("H100"), ranks, batch, 8192)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "given"),
+    [(MIXTRAL, 8, {"ep": 3}), (LLAMA, 8, {"pp": 8, "chunks": 5, "schedule": "Interleaved 1F1B"})],
+)
+def test_sizes_without_a_plan_are_not_recommended(model: Transformer, ranks: int, given: dict[str, Any]) -> None:
+    """No number of ranks or sequences has a plan with these fields."""
+    with pytest.raises(SearchError, match="fix:   fix fewer choices"):
+        choose(model, cluster_of("H100"), ranks, 64, 4096, **given)
+
+
+def test_recommended_sizes_have_a_plan_with_the_fixed_fields() -> None:
+    with pytest.raises(SearchError, match="use 7,680 or 8,192 ranks"):
+        choose(LLAMA, cluster_of("H100"), 7919, 64, 4096, schedule="ZB-V")
+    choose(LLAMA, cluster_of("H100"), 7680, 64, 4096, schedule="ZB-V", keep=1)

@@ -3,9 +3,9 @@
 Peaks are the vendor's, for dense products (no sparsity). `reach` is the fraction of the peak that large products of
 16-bit numbers reach in training. The best measured matmul reaches more, because a device runs slower under long load.
 Sources: "ml-engineering" is stas00/ml-engineering (compute/accelerator, network), tables of vendors' specifications and
-of measured matmuls. The memory that a process can address is what drivers and messages of full devices report
-("total capacity of 79.15 GiB"): data sheets count 2^30 bytes as a gigabyte, less what the device keeps. The fractions
-of the peak are those at which `python -m benchmarks predict` agrees with published runs.
+of measured matmuls. The memory that a process can address comes from drivers and from errors of full devices ("total
+capacity of 79.15 GiB"). It is the gigabytes of the data sheet, of 2^30 bytes each, less the part that the device keeps.
+The fractions of the peak are those at which `python -m benchmarks predict` agrees with published runs.
 "measured" is one core of a Xeon server with AMX, torch 2.13.
 """
 
@@ -29,8 +29,8 @@ NARROWEST = torch.float4_e2m1fn_x2
 class Device:
     """Rates in operations and bytes per second, memory in bytes, `overhead` in seconds per launched operator.
 
-    `addressable` are the memory of the data sheet and the bytes of it that a process can address. It does not count if
-    `memory` is another number than that of the data sheet.
+    `addressable` is a pair of bytes: the memory in the data sheet, and the memory that a process can address. It is
+    ignored if `memory` differs from the data sheet.
 
     `units` is the number of parts of the device that work on one tile each. `reach8` and `reach4` are the fractions of
     the peak that products of 8-bit and 4-bit numbers reach. `attention` are those of fused attention, forward and

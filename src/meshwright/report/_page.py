@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from meshwright.pipeline import Timeline, timeline_svg
-from meshwright.search import Account, beside, count, seconds, share, size
+from meshwright.search import Account, Communication, beside, count, seconds, share, size
 
 from ._curve import drawn
 from ._html import Markup, element, folded, joined, scrolled, table
@@ -102,21 +102,11 @@ def _sent(account: Account) -> Markup:
     if not account.sent:
         return element("p", "No communication.")
     sourced = any(row.source for row in account.sent)
-    head = ("communication", "of what", "where", "link", "count", "bytes", "seconds", "exposed", "line")
-    rows = [
-        (
-            s.kind,
-            element("code", s.what) if sourced else s.what,
-            s.where,
-            s.link,
-            count(s.count),
-            size(s.nbytes),
-            seconds(s.seconds),
-            "" if s.exposed is None else seconds(s.exposed),
-            element("code", s.source) if s.source else "",
-        )
-        for s in account.sent
-    ]
+    head, rows = (*Communication.HEAD, "line"), list[tuple[str, ...]]()
+    for row in account.sent:
+        kind, what, *others = row.cells
+        source = element("code", row.source) if row.source else ""
+        rows.append((kind, element("code", what) if sourced else what, *others, source))
     caption = "in order of execution: calls per step, bytes per call, seconds of all calls, and exposed seconds"
     shown = table(caption, head, rows, {4, 5, 6, 7})
     total = f"{count(len(rows))} rows, {seconds(sum(s.seconds for s in account.sent))} in all"

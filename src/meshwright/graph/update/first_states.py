@@ -2,9 +2,10 @@
 
 The first step of most optimizers fills new states with a number, and then does the same as every later step. To check
 this, two recordings are compared, one without states and one with states. From the results backward both must be equal,
-except for values that the second recording reads from states and the first one fills with a number. A state that the
-second recording only scales, to add a value to it, may be 0 if the first one takes the value alone: so does SGD with
-momentum.
+except for values that the second recording reads from states and the first one fills with a number.
+
+SGD with momentum is another case: its first step takes the gradient as the state, and later steps add the gradient to a
+multiple of the state. The state may then be 0 before the first step. Only the sign of a zero can differ: 0 + -0.0 is 0.
 """
 
 from __future__ import annotations

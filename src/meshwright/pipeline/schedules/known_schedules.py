@@ -64,7 +64,7 @@ class KnownSchedule:
     """True if the third argument of the function is the number of chunks per rank."""
 
     def build(self, ranks: int, microbatches: int, chunks: int) -> Schedule:
-        """Return the schedule of these sizes; `chunks` per rank count if the schedule takes them."""
+        """Return the schedule of these sizes; a schedule with a fixed number of chunks per rank ignores `chunks`."""
         return self.make(ranks, microbatches, *([chunks] if self.takes_chunks else []))
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from meshwright.pipeline import ActionKind, Timeline
 
-from .units import signed, size
+from .units import count, seconds, signed, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,19 @@ class Communication:
 
     `kind` is the collective, `what` the tensor, `where` the phase and layer. `count` is the number of calls in a step,
     `nbytes` the bytes of one call, `seconds` the time of all calls. `exposed` are the seconds that nothing hides, if
-    known. `source` is the line of the model that causes the communication.
+    known. `source` is the line of the model that causes the communication. `HEAD` names the columns of `cells`.
     """
+
+    HEAD: ClassVar[tuple[str, ...]] = (
+        "communication",
+        "of what",
+        "where",
+        "link",
+        "count",
+        "bytes",
+        "seconds",
+        "exposed",
+    )
 
     kind: str
     what: str
@@ -47,6 +59,13 @@ class Communication:
     seconds: float
     exposed: float | None = None
     source: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table, without the source."""
+        exposed = "" if self.exposed is None else seconds(self.exposed)
+        numbers = count(self.count), size(self.nbytes), seconds(self.seconds), exposed
+        return (self.kind, self.what, self.where, self.link, *numbers)
 
 
 @dataclass(frozen=True, slots=True)

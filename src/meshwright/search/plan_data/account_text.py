@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .account import Account, TensorLayout
+from .account import Account, Communication, TensorLayout
 from .text_table import text_table
-from .units import count, seconds, share, size
+from .units import seconds, share, size
 
 MOST = 40
 """Most rows of a table that are shown; the page shows all."""
@@ -47,21 +47,9 @@ def _alike(account: Account) -> Iterator[tuple[str, TensorLayout]]:
 
 
 def _sent(account: Account) -> list[str]:
-    head = ("communication", "of what", "where", "link", "count", "bytes", "seconds", "exposed")
-    rows = [
-        (
-            s.kind,
-            s.what,
-            s.where,
-            s.link,
-            count(s.count),
-            size(s.nbytes),
-            seconds(s.seconds),
-            "" if s.exposed is None else seconds(s.exposed),
-        )
-        for s in account.sent
-    ]
-    return _table("communications of a step", head, rows, {4, 5, 6, 7}) if rows else ["no communication"]
+    if not account.sent:
+        return ["no communication"]
+    return _table("communications of a step", Communication.HEAD, [s.cells for s in account.sent], {4, 5, 6, 7})
 
 
 def _spent(account: Account) -> list[str]:

@@ -60,8 +60,7 @@ def _has_schedule(rows: NDArray[np.float64], schedule: str) -> NDArray[np.bool_]
         rows[:, NUMBERS.index(name)] for name in ("pp", "chunks", "dp", "microbatch", "batch")
     )
     count = batch / (dp * size)
-    own = chunks > 1 if facts.chunks is None else chunks == facts.chunks
-    several = own & facts.fits(pp, count, chunks) & has_table(schedule, pp, count, chunks)
+    several = facts.has_chunks(chunks) & facts.fits(pp, count, chunks) & has_table(schedule, pp, count, chunks)
     alone = (pp == 1) & (chunks == 1) & (schedule == ONE)
     return np.where(pp > 1, several, alone)
 

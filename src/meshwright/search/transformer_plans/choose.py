@@ -32,7 +32,7 @@ Row = NDArray[np.float64]
 USABLE = 0.94
 """Fraction of the addressable memory that a plan may take. Contexts and buffers of communicators take the rest.
 
-They are 5 GB of 85 where `nvidia-smi` was published beside the values in use.
+Where both were published, `nvidia-smi` showed 5 GB of 85 more than the values in use.
 """
 SHOWN_PARTS = 3
 KEPT = 8
@@ -213,8 +213,8 @@ def _no_plan_error(
             asked,
             f"no degrees of parallelism fit{' these fixed choices' if decided else ''}",
             f"dp must divide {batch} sequences, tp must divide {model.heads} heads and fit into a node of "
-            f"{cluster.per_node}, pp is at most {model.layers}, their product with cp is {ranks}, and ep must divide "
-            f"{model.experts.count if model.experts else 'no'} experts",
+            f"{cluster.per_node}, pp * chunks is at most {model.layers}, dp * tp * pp * cp is {ranks}, and "
+            + (f"ep must divide {model.experts.count} experts" if model.experts else "ep is 1 without experts"),
             (f"use {near}" if near else "fix fewer choices") + ("; or fix fewer choices" if near and decided else ""),
         )
     return SearchError(

@@ -1,8 +1,9 @@
 """Division of layers over the parts of a pipeline, and of parts over its ranks.
 
 A part is the chunk of layers that a rank runs without a message in between; a model has as many parts as ranks times
-chunks. Parts are as equal as possible. If the layers do not divide evenly, the last part has one layer less, then the
-first one, then the last part has as many layers less as the head costs, then the others from the back.
+chunks. Parts are as equal as possible. If the layers do not divide evenly, the last part has one layer less than most
+parts, and then the first part. If still more layers are missing, the last part has fewer layers, by at most the cost of
+the head in layers. Then the other parts have one layer less, beginning at the back.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
-from .candidates import context_sizes, divisors, tensor_sizes
+from .candidates import candidates, context_sizes, divisors, tensor_sizes
 from .sizes import Transformer
+
+TRIED = 4
+"""Most sizes below and above that are tried, for fixed fields that not every size has a plan with."""
 
 
 class NearestSizes(NamedTuple):
@@ -28,7 +31,7 @@ class NearestSizes(NamedTuple):
 def nearest_sizes(
     model: Transformer, ranks: int, batch: int, sequence: int, per_node: int, given: Mapping[str, Any]
 ) -> NearestSizes:
-    """Return the nearest sizes whose degrees of parallelism exist; `given` has the fields that are fixed."""
+    """Return the nearest sizes for which a plan exists; `given` has the fields that are fixed."""
     inner = _inner_sizes(model, sequence, per_node, given)
     unit = given.get("microbatch", 1)
     replicas = [d for d in divisors(batch // unit) if batch % unit == 0 and given.get("dp", d) == d]
@@ -37,7 +40,14 @@ def nearest_sizes(
         ranks // size * unit for size in inner if ranks % size == 0 and given.get("dp", ranks // size) == ranks // size
     ]
     batches = {step * times for step in steps for times in (batch // step, batch // step + 1) if times}
-    return NearestSizes(_neighbours(ranks, numbers), _neighbours(batch, batches))
+
+    def has_plan(ranks: int, batch: int) -> bool:
+        return any(True for _ in candidates(model, ranks, batch, sequence, "bf16", per_node, given))
+
+    return NearestSizes(
+        _neighbours(ranks, numbers, lambda n: has_plan(n, batch)),
+        _neighbours(batch, batches, lambda n: has_plan(ranks, n)),
+    )
 
 
 def _inner_sizes(model: Transformer, sequence: int, per_node: int, given: Mapping[str, Any]) -> set[int]:
@@ -47,8 +57,9 @@ def _inner_sizes(model: Transformer, sequence: int, per_node: int, given: Mappin
     return {t * p * c for t, p, c in product(tensor, stages, context)}
 
 
-def _neighbours(wanted: int, sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return the largest size below and the smallest one above."""
-    known = set(sizes)
-    below, above = [n for n in known if n < wanted], [n for n in known if n > wanted]
-    return (*([max(below)] if below else []), *([min(above)] if above else []))
+def _neighbours(wanted: int, sizes: Iterable[int], has_plan: Callable[[int], bool]) -> tuple[int, ...]:
+    """Return the largest size below and the smallest one above that have a plan."""
+    known = sorted(set(sizes))
+    below, above = [n for n in reversed(known) if n < wanted], [n for n in known if n > wanted]
+    nearest = (next(filter(has_plan, side[:TRIED]), None) for side in (below, above))
+    return tuple(n for n in nearest if n is not None)

@@ -55,8 +55,9 @@ class _Peak:
         ranks = [self._rank(own) for own in different_ranks(self.model, self.plan)]
         shape = np.broadcast_shapes(*(np.shape(x) for x in ranks[0].values()))
         totals = np.stack([np.broadcast_to(sum(parts.values()), shape) for parts in ranks])
-        fullest = np.argmax(totals, axis=0)
-        parts = {n: np.choose(fullest, [np.broadcast_to(rank[n], shape) for rank in ranks]) for n in ranks[0]}
+        fullest = np.argmax(totals, axis=0)[np.newaxis]
+        each = {name: np.stack([np.broadcast_to(rank[name], shape) for rank in ranks]) for name in ranks[0]}
+        parts = {name: np.take_along_axis(nbytes, fullest, axis=0)[0] for name, nbytes in each.items()}
         return Held(np.max(totals, axis=0), parts)
 
     def each(self, ranks: int) -> list[dict[str, Numbers]]:

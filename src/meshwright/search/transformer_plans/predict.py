@@ -235,8 +235,9 @@ class StepTime:
     def _with_late_weights(self, ranks: list[PassSeconds], mean: PassSeconds) -> Numbers:
         """Return the seconds of a schedule that puts weight gradients into the bubble; `mean` is a rank on average.
 
-        There are two lower bounds. Weight gradients fill the bubble, as far as there are some. And a rank waits until
-        the first microbatch comes back to the first rank, less the forwards that it may run meanwhile.
+        The result is the larger of two lower bounds. The first is the closed form, in which weight gradients fill the
+        bubble; a rank has only so many of them. The second holds for one chunk per rank: the first rank waits until its
+        first microbatch comes back, less the time of the forwards that it may run meanwhile.
         """
         facts = facts_of(self.plan.schedule)
         f, b, w = facts.filling

@@ -23,9 +23,9 @@ class ScheduleFacts:
     """Facts about one schedule.
 
     `filling` is the bubble per other rank, in multiples of F, B and W of a rank's layers: closed forms of the papers.
-    `table` is the number of chunks times microbatches up to which a table is made in a short time, and `making` the
-    work of making it, relative to simulating it. `chunks` is the number of chunks on each rank, None if it may be any
-    number above one.
+    `chunks` is the number of chunks on each rank, or None if it may be any number above one. `table` is the number of
+    chunks times microbatches up to which a table is made in a short time. `making` is the work of making a table,
+    relative to simulating it.
     """
 
     filling: tuple[float, float, float]
@@ -36,9 +36,9 @@ class ScheduleFacts:
     making: int = 0
     fits: Fits = lambda p, m, v: np.full(np.shape(p), True)
 
-    def has_chunks(self, chunks: int) -> bool:
-        """True if the schedule can run with `chunks` chunks on each rank."""
-        return chunks > 1 if self.chunks is None else chunks == self.chunks
+    def has_chunks(self, chunks: Numbers) -> Flags:
+        """True if the schedule is searched with so many chunks on each rank."""
+        return np.asarray(chunks) > 1 if self.chunks is None else np.asarray(chunks) == self.chunks
 
 
 def _whole_groups(p: Numbers, m: Numbers, v: Numbers) -> Flags:
@@ -111,5 +111,5 @@ def placement(schedule: str, ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def microbatches_in_flight(schedule: str, p: Numbers, m: Numbers, v: Numbers, rank: Numbers) -> Numbers:
-    """Return the largest number of microbatches in flight on a rank; a microbatch counts if all its layers are held."""
+    """Return the most microbatches in flight on a rank; a chunk counts by its share of the rank's layers."""
     return np.where(np.asarray(p) > 1, np.minimum(m, facts_of(schedule).alive(p, m, v, rank)), 1.0)

@@ -57,9 +57,9 @@ class Software:
     hosted: float | None = None
     """Bytes per second of a node's memory that has the optimizer's states and step; None if they are on devices."""
     offloaded: float = 0.0
-    """Fraction of the kept activations that are moved to the host behind the computation, without recomputation."""
+    """Fraction of the kept activations that moves to the host while the device computes, and is not recomputed."""
     reuses: bool = True
-    """True if the memory of the loss serves the recomputed layers after it; otherwise both peaks add up."""
+    """True if recomputed layers reuse the memory of the loss; otherwise both peaks add up."""
     once: bool = False
     """True if a token is sent once to another node, however many of its experts are there."""
 
