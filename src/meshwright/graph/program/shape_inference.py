@@ -68,7 +68,7 @@ def _run_on_fake_tensors(
 ) -> TorchValue:
     with no_modes(), imagining(FakeMode(shape_env=world_of(args))), torch.no_grad():
         fake_args, fake_kwargs = map_values(fake_argument, (args, dict(kwargs)))
-        return op(*fake_args, **fake_kwargs)  # pyright: ignore[reportCallIssue] - no conversion
+        return op(*fake_args, **fake_kwargs)
 
 
 def _cache_key(op: Op, args: TorchValue, kwargs: Mapping[str, TorchValue]) -> Hashable | None:
