@@ -32,10 +32,10 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 INDICES = ([1, SIZE], [0, 99], [-SIZE - 1, 2], [-1, 3], [4, 0])
 
 
-def _outcome(call: Callable[[], Tensor]) -> list[float] | str | None:
+def _outcome(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, index: Tensor) -> list[float] | str | None:
     """Return the values of the result; None for an error about the indices, and the text of any other error."""
     try:
-        return call().tolist()
+        return call(x, index).tolist()
     except (IndexError, RuntimeError) as error:
         return None if re.search("bounds|range", str(error)) else f"another error: {error}"
 
@@ -45,11 +45,11 @@ def _outcome(call: Callable[[], Tensor]) -> list[float] | str | None:
 def test_an_index_is_refused_exactly_if_one_device_refuses_it(name: str, ranks: int) -> None:
     table, call = torch.arange(SIZE * 4.0).view(SIZE, 4), CALLS[name]
 
-    def on_rank(index: list[int]) -> list[float] | str | None:
+    def on_rank(index: Tensor) -> list[float] | str | None:
         x = mw.shard_tensor(table, mw.ProcessMesh(range(ranks), ["x"]), [mw.Shard(0)])
-        return _outcome(lambda: call(x, torch.tensor(index)))
+        return _outcome(call, x, index)
 
-    for index in INDICES:
-        wanted = _outcome(lambda: call(table.clone(), torch.tensor(index)))  # noqa: B023
-        for found in mw.simulate(lambda: on_rank(index), ranks):  # noqa: B023
+    for index in map(torch.tensor, INDICES):
+        wanted = _outcome(call, table.clone(), index)
+        for found in mw.simulate(on_rank, ranks, index):
             assert found == wanted, index
