@@ -666,8 +666,8 @@ no_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """Context in which no mode sees the calls, since the planning of a call is not part of the caller's program."""
 
 
-shares_storage: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(torch._C, "_is_alias_of")  # noqa: B009
-"""Return True if two tensors have the same storage; not in torch's stubs."""
+shares_storage: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(torch._C, "_is_alias_of")  # noqa: B009 - not in torch's stubs
+"""True if two tensors have the same storage."""
 
 
 def _keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
