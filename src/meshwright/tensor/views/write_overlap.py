@@ -42,7 +42,7 @@ _COPYING = ("copy_", "fill_", "__setitem__")
 """Functions whose results are elements of an operand."""
 
 _MOST_ELEMENTS = 1 << 20
-"""Most elements of a stand-in on which a call runs that may compute all of them: a product then takes 0.1 s."""
+"""Most elements of each stand-in of a call that may compute all of them; a matrix product then takes 0.1 s."""
 
 _CHANGING_MEMORY = ("set_", "resize_as_", "resize_as_sparse_", "apply_", "map_", "map2_")
 """Methods that give a tensor other memory, or call a Python function."""
