@@ -40,7 +40,7 @@ UNBOUNDED = {
     "tensor.core.computation_numbers._functions": "cleared when it has _MOST_FUNCTIONS entries",
     "tensor.autograd.user_functions._APPLY_HANDLERS": "functions that are open",
     "tensor.core.call_sites._backward": "a registry that code fills",
-    "tensor.torch_hooks._LIBRARIES": "libraries of torch",
+    "tensor.handlers.torch_hooks._LIBRARIES": "libraries of torch",
     "cli.ranks.define_once.defined_once.known": "operators that a script defines",
     "comm.communicators.counters.record_calls.log": "the caller's own record, while it is open",
     "tensor.execution.run_plan._in_float32.known": "dtypes",

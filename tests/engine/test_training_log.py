@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.engine.training import log_file as log_file_module
 from meshwright.engine.training.log_file import LogFile, log_file
 
 
@@ -45,6 +46,32 @@ def _write(log: LogFile, steps: int) -> None:
     for step in range(steps):
         log({"event": "step", "step": step})
     log.close()
+
+
+class Late(Hanging):
+    """A file whose first write has `begun`, and ends when the run closes its log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    def write(self, text: str, /) -> int:
+        self.begun.set()
+        return super().write(text)
+
+
+def test_a_full_queue_at_the_end_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_file_module, "_MOST_LINES", 2)
+    file, begin = Late(), time.monotonic()
+    log = LogFile(file)
+    log({"event": "step"})
+    file.begun.wait()
+    for _ in range(2):
+        log({"event": "step"})
+    threading.Timer(0.1, file.forever.set).start()
+    log.close()
+    assert file.closed
+    assert time.monotonic() - begin < 30
 
 
 class Full(Hanging):

@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.tensor import torch_hooks
+from meshwright.tensor.autograd import torch_hooks
 from tests.engine.oracle import STYLES, check
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
+from meshwright.spmd.forms.indexing import check_bounds
 
 SIZE = 5
 CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -32,10 +36,10 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 INDICES = ([1, SIZE], [0, 99], [-SIZE - 1, 2], [-1, 3], [4, 0])
 
 
-def _outcome(call: Callable[[], Tensor]) -> list[float] | str | None:
+def _outcome(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, index: Tensor) -> list[float] | str | None:
     """Return the values of the result; None for an error about the indices, and the text of any other error."""
     try:
-        return call().tolist()
+        return call(x, index).tolist()
     except (IndexError, RuntimeError) as error:
         return None if re.search("bounds|range", str(error)) else f"another error: {error}"
 
@@ -45,11 +49,30 @@ def _outcome(call: Callable[[], Tensor]) -> list[float] | str | None:
 def test_an_index_is_refused_exactly_if_one_device_refuses_it(name: str, ranks: int) -> None:
     table, call = torch.arange(SIZE * 4.0).view(SIZE, 4), CALLS[name]
 
-    def on_rank(index: list[int]) -> list[float] | str | None:
+    def on_rank(index: Tensor) -> list[float] | str | None:
         x = mw.shard_tensor(table, mw.ProcessMesh(range(ranks), ["x"]), [mw.Shard(0)])
-        return _outcome(lambda: call(x, torch.tensor(index)))
+        return _outcome(call, x, index)
 
-    for index in INDICES:
-        wanted = _outcome(lambda: call(table.clone(), torch.tensor(index)))  # noqa: B023
-        for found in mw.simulate(lambda: on_rank(index), ranks):  # noqa: B023
+    for index in map(torch.tensor, INDICES):
+        wanted = _outcome(call, table.clone(), index)
+        for found in mw.simulate(on_rank, ranks, index):
             assert found == wanted, index
+
+
+class Operators(TorchDispatchMode):
+    """The names of all operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("device", "is_checked"), [("cpu", True), ("cuda", True), ("hpu", False)])
+def test_only_devices_with_a_kernel_for_assertions_check_indices(device: str, is_checked: bool) -> None:
+    with FakeTensorMode(), Operators() as called:
+        check_bounds(torch.empty(2, dtype=torch.int64, device=device), SIZE, 0)
+    assert ("aten::_assert_async.msg" in called.names) == is_checked

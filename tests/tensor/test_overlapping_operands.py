@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.tensor.views.write_overlap import reserved_memory
 
 LAYOUTS: list[tuple[int, Any]] = [
     (1, mw.Shard(0)),
@@ -149,3 +150,16 @@ def test_other_calls_of_operands_that_share_memory(ranks: int, placement: Any) -
     for mine in mw.simulate(program, ranks):
         for call, a, b in zip(CALLS, mine, wanted, strict=True):
             assert a == b or (call in UNDEFINED and a[0] == "refused"), call
+
+
+def test_a_huge_tensor_is_compared_without_its_memory() -> None:
+    def program() -> None:
+        whole = 1 << 21
+        part = reserved_memory(whole * whole // 2).view(whole // 2, whole)
+        x = mw.dtensor_from_local(part, mw.ProcessMesh([0, 1], ["x"]), [mw.Shard(0)])
+        with pytest.raises(mw.MeshwrightError, match="unsupported operation"):
+            x.mul_(x.t())
+        with pytest.raises(mw.MeshwrightError, match="order in which a kernel visits"):
+            x.addmm_(x, x)
+
+    mw.simulate(program, 2)

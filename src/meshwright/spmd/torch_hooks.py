@@ -30,4 +30,15 @@ def register_meta_kernel(op: str, shapes: Callable[..., Any]) -> None:
         _ON_META.impl(op, shapes)
 
 
+def can_assert_on(device: torch.device) -> bool:
+    """True if a device has the kernel of `torch.ops.aten._assert_async`, which torch has for few devices.
+
+    Programs for CUDA devices are also recorded by a torch that was built without CUDA.
+    """
+    if device.type in ("cpu", "cuda", "meta"):
+        return True
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_assert_async.msg", key)
+
+
 _ON_META = torch.library.Library("aten", "IMPL", "Meta")

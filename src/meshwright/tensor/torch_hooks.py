@@ -1,4 +1,4 @@
-"""The private torch names that this package needs, each with the reason."""
+"""The private torch names that this package needs, each with the reason; subpackages have those that only they need."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import sys
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
-from threading import local
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._dynamo import exc, symbolic_convert, trace_rules
-from torch._functorch import eager_transforms
-from torch._functorch import vmap as functorch_vmap
+from torch._dynamo import exc
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import (
     OpOverload,
@@ -28,9 +24,7 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _force_original_view_tracking, _unsafe_preserve_version_counter
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import proxy_tensor
-from torch.jit import _recursive
 from torch.jit._builtins import _find_builtin, _register_builtin  # lets torch.jit.script know replaced functions
-from torch.utils import checkpoint
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -73,9 +67,6 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 backward_running: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that this thread is in, -1 outside of one."""
 
-same_kind: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(torch, "_has_compatible_shallow_copy_type")  # noqa: B009 - not in torch's stubs
-"""Check that `nn.Module.to` makes before it replaces the data of a parameter."""
-
 unscale: Callable[..., None] = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_")  # noqa: B009 - not in torch's stubs
 """Function that a gradient scaler calls on all gradients at once."""
 
@@ -106,147 +97,12 @@ def bare_backward(function: type[torch.autograd.Function]) -> None:
         node.apply = function.backward
 
 
-class _InterceptedApply:
-    @classmethod
-    def apply(cls, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
-        told: TorchValue = __class__  # the class of the function with this code: torch.autograd.Function
-        return told.meshwright_told(cls, args, kwargs)
-
-
-def intercept_functions(apply: TorchFunction, untold: Callable[[type[torch.autograd.Function]], None]) -> None:
-    """Replace `F.apply(*args, **kwargs)` of autograd functions by `apply(F, its own apply, args, kwargs)`, from now on.
-
-    This is the only hook that shows which operators belong to a function with its own backward pass. torch passes local
-    gradients to that function without calling `__torch_function__`. If torch has `apply` in Python, its code object is
-    exchanged, so that earlier names (`swish = Swish.apply`) are covered too. If it is in C, calls by such a name run
-    `untold(F)`.
-    """
-    function: TorchValue = torch.autograd.Function
-    member = function.__dict__["apply"]
-    python: TorchValue = getattr(member, "__func__", None)
-    if python is None:  # torch 2.15 has it in C
-        own = partial(_apply_reported, member)
-        function.apply = classmethod(_by_name)
-        for early in _subclasses_with_forward(function):
-            early.forward = _forward_of(early, early.forward, untold)
-    else:
-        kept = python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__
-        own = partial(MethodType, FunctionType(*kept))
-        told = _InterceptedApply.__dict__["apply"].__func__.__code__
-        python.__code__ = told.replace(co_filename=python.__code__.co_filename)  # by which torch.compile knows it
-    function.meshwright_told = staticmethod(lambda cls, args, kwargs: apply(cls, own(cls), args, kwargs))
-
-
-def _by_name(cls: type[torch.autograd.Function], *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
-    told: TorchValue = torch.autograd.Function
-    return told.meshwright_told(cls, args, kwargs)
-
-
-_by_name.__name__ = "apply"  # by which torch.compile knows it
-_reporting = local()
-
-
-def _apply_reported(member: TorchValue, function: type[torch.autograd.Function]) -> TorchFunction:
-    """Return `F.apply` with a flag for the forward function that the call was reported."""
-
-    def call(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
-        before = getattr(_reporting, "on", False)
-        _reporting.on = True
-        try:
-            return member.__get__(None, function)(*args, **kwargs)
-        finally:
-            _reporting.on = before
-
-    return call
-
-
-def _forward_of(
-    function: type[torch.autograd.Function],
-    own: TorchFunction,
-    untold: Callable[[type[torch.autograd.Function]], None],
-) -> staticmethod[..., TorchValue]:
-    """Return the forward function of a class, which calls `untold` if the call was not reported."""
-
-    def forward(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
-        if not torch.compiler.is_compiling() and not getattr(_reporting, "on", False):
-            untold(function)
-        return own(*args, **kwargs)
-
-    return staticmethod(forward)
-
-
-def _subclasses_with_forward(function: type[torch.autograd.Function]) -> list[TorchValue]:
-    """Return the subclasses that define a forward function."""
-    below = [c for sub in function.__subclasses__() for c in (sub, *_subclasses_with_forward(sub))]
-    return [c for c in dict.fromkeys(below) if "forward" in vars(c)]
-
-
-class _Encoder:
-    meshwright_own: Callable[..., torch.Tensor]
-    meshwright_told: Callable[..., torch.Tensor]
-
-    def forward(
-        self,
-        src: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        src_key_padding_mask: torch.Tensor | None = None,
-        is_causal: bool | None = None,
-    ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return self.meshwright_own(src, mask, src_key_padding_mask, is_causal)
-        return self.meshwright_told(src, mask, src_key_padding_mask, is_causal)
-
-
-def intercept_encoders(forward: TorchFunction) -> None:
-    """Replace `nn.TransformerEncoder.forward(encoder, src, ...)` by `forward(own, encoder, src, ...)`, from now on.
-
-    The encoder takes another path if a tensor has `__torch_function__`, without calling a function that shows this. Its
-    code is exchanged and keeps its place in torch's source, where `torch.compile` and `torch.jit.script` look for it.
-    """
-    encoder: TorchValue = torch.nn.TransformerEncoder
-    function: TorchValue = encoder.forward
-    code: CodeType = function.__code__
-    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-    encoder.meshwright_own = own
-    encoder.meshwright_told = lambda self, *given: forward(own, self, *given)
-    told = _Encoder.forward.__code__
-    function.__code__ = told.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno)
-
-
 GraphError: type[Exception] = exc.UncapturedHigherOrderOpError
 """The error that `torch.compile` passes on unchanged, also out of operators such as `torch.cond`."""
-
-SkipFrame: type[Exception] = exc.SkipFrame
-"""The error that stops a trace of `torch.compile`: the function then runs as plain Python."""
-
-
-def compile_trace() -> symbolic_convert.InstructionTranslatorBase | None:
-    """Return the trace that `torch.compile` is making in this thread, or None."""
-    return getattr(symbolic_convert.tls, "current_tx", None)
-
-
-def leave_untraced(packages: Iterable[str]) -> None:
-    """Let `torch.compile` call the functions of these packages and never trace them.
-
-    Torch compiles one regular expression of all names after each `add`, which takes 20 ms; here it does so once.
-    """
-    compile_expression = trace_rules._recompile_re
-    trace_rules._recompile_re = lambda: None
-    try:
-        for package in packages:
-            trace_rules.add(package)
-    finally:
-        trace_rules._recompile_re = compile_expression
-    compile_expression()
 
 
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """True inside a transform of `torch.func`, in this thread."""
-
-
-def run_uncompiled(code: CodeType) -> None:
-    """Make `torch.compile` skip frames of this code and the frames that they call, from now on."""
-    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -269,12 +125,6 @@ def forward_mode() -> bool:
     """True while some thread of this process computes derivatives in forward mode."""
     return forward_ad._current_level >= 0
 
-
-MAKE_DUAL: TorchFunction = getattr(torch, "_make_dual")  # noqa: B009 - not in torch's stubs
-"""The C++ part of `forward_ad.make_dual`."""
-
-UNPACK_DUAL: TorchFunction = getattr(torch, "_unpack_dual")  # noqa: B009 - not in torch's stubs
-"""The C++ part of `forward_ad.unpack_dual`."""
 
 is_batched: Callable[[torch.Tensor], bool] = vars(torch._C)["_functorch"].is_legacy_batchedtensor
 """True for a tensor of the older vmap, which `torch.autograd.functional` and `gradcheck` still use."""
@@ -300,18 +150,6 @@ def keep_bits(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> t
     return out
 
 
-_INTO = {
-    eager_transforms: ("_wrap_for_grad",),
-    functorch_vmap: ("_add_batch_dim", "_remove_batch_dim"),
-}
-"""Functions that take a tensor into a transform, or out of it; torch treats the part as the whole there."""
-
-_AROUND = {
-    eager_transforms: ("_jvp_with_argnums", "_vjp_with_argnums", "grad_and_value_impl"),
-    functorch_vmap: ("_flat_vmap",),
-}
-"""The functions that call a transformed function."""
-
 _functorch = vars(torch._C)["_functorch"]
 
 
@@ -327,97 +165,17 @@ def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
     return x
 
 
-def intercept_transforms(
-    entering: Callable[[TorchValue], TorchValue],
-    check_functional: Callable[[TorchValue], None],
-    around: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Make transforms of `torch.func` take `entering(x)` in place of each input `x`, from now on.
-
-    Each transform runs inside the context `around()`. Forward mode converts its inputs before it begins.
-    `functionalize` calls `check_functional(x)` first.
-    """
-
-    def taking(own: TorchFunction) -> TorchFunction:
-        return lambda x, *rest: own(entering(x), *rest)
-
-    def inside(own: TorchFunction) -> TorchFunction:
-        def call(*args: TorchValue, **how: TorchValue) -> TorchValue:
-            if torch.compiler.is_compiling():
-                return own(*args, **how)
-            with around():
-                return own(*args, **how)
-
-        return call
-
-    forward = eager_transforms._jvp_with_argnums
-
-    def forward_of(
-        func: TorchFunction, primals: TorchValue, tangents: TorchValue, *rest: TorchValue, **how: TorchValue
-    ) -> TorchValue:
-        primals, tangents = tree_map(entering, (primals, tangents))
-        return forward(func, primals, tangents, *rest, **how)
-
-    backward = eager_transforms._autograd_grad
-
-    def backward_of(
-        outputs: TorchValue, inputs: TorchValue, seeds: TorchValue = None, *rest: TorchValue, **how: TorchValue
-    ) -> TorchValue:
-        return backward(outputs, inputs, tree_map(entering, seeds), *rest, **how)
-
-    functional = vars(eager_transforms)["_wrap_functional_tensor"]
-
-    def functional_of(x: TorchValue, *rest: TorchValue) -> TorchValue:
-        check_functional(x)
-        return functional(x, *rest)
-
-    given: dict[str, TorchFunction] = {
-        "_wrap_functional_tensor": functional_of,
-        "_jvp_with_argnums": forward_of,
-        "_autograd_grad": backward_of,
-    }
-    eager_transforms.__dict__.update(given)
-    _replace_functions(_INTO, taking)
-    _replace_functions(_AROUND, inside)
-
-
-def _replace_functions(names: dict[ModuleType, tuple[str, ...]], replaced: Callable[[TorchFunction], object]) -> None:
-    """Replace functions of modules by `replaced(function)`."""
-    for module, found in names.items():
-        for name in found:
-            setattr(module, name, replaced(getattr(module, name)))
-
-
-def intercept_scripts(check: Callable[[torch.nn.Module], None]) -> None:
-    """Make `torch.jit.script` call `check(module)` before it reads the parameters of a module, from now on."""
-    own = _recursive.create_script_module
-
-    def create(module: torch.nn.Module, *args: TorchValue, **kwargs: TorchValue) -> TorchValue:
-        check(module)
-        return own(module, *args, **kwargs)
-
-    _recursive.create_script_module = create
-
-
 def is_dense(x: torch.Tensor) -> bool:
     """True for a tensor of ordinary memory: not sparse, not nested, not a batch of the older vmap."""
     return x.layout is torch.strided and not x.is_nested and not is_batched(x)
 
 
-SCRIPTED = (torch.jit.ScriptFunction, torch.ScriptMethod)
-"""Functions of TorchScript."""
-
 _META_EXTRACTOR = _default_meta_extractor.__code__
 """Code of the function by which `torch.utils.checkpoint` compares recomputed tensors."""
 
 
-def savers() -> list[tuple[object, str]]:
-    """Return (owner, name) of the C++ functions that save a tensor for a backward pass outside of a Function."""
-    name = "_make_saved_tensor"
-    return [(checkpoint, name)] if hasattr(checkpoint, name) else []
-
-
 _ENGINE = _engine_run_backward.__code__
+"""Code of the function that calls the autograd engine."""
 
 
 def seen_below_autograd() -> bool:
@@ -438,12 +196,6 @@ def seen_below_autograd() -> bool:
     return False
 
 
-def node_finders() -> list[tuple[object, str]]:
-    """Return (owner, name) of the function by which torch finds the autograd nodes of tensors, to compare them."""
-    name = "_get_grad_fn_or_grad_acc"
-    return [(torch.autograd.graph, name)] if hasattr(torch.autograd.graph, name) else []
-
-
 def view_replay() -> AbstractContextManager[None]:
     """Context in which autograd repeats views as they were made, instead of by `as_strided`.
 
@@ -451,41 +203,6 @@ def view_replay() -> AbstractContextManager[None]:
     derivative, and of the collectives in it.
     """
     return _force_original_view_tracking(True)
-
-
-def run_backward(
-    outputs: list[torch.Tensor],
-    seeds: list[TorchValue],
-    keep: bool,
-    create: bool,
-    inputs: Arguments,
-    **how: TorchValue,
-) -> Arguments:
-    """Run the autograd engine itself.
-
-    Public functions would call `__torch_function__` of distributed `inputs` first.
-    """
-    try:
-        with view_replay() if create else nullcontext():
-            return _engine_run_backward(tuple(outputs), tuple(seeds), keep, create, inputs, **how)
-    except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
-            error.add_note("the shape above is that of this rank's part of a distributed tensor")
-        raise
-
-
-def intercept_backward(context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run every backward pass of plain tensors inside `context()`, from now on.
-
-    It calls no distributed tensor otherwise.
-    """
-    own = vars(torch.autograd)["_engine_run_backward"]
-
-    def run(*args: TorchValue, **kwargs: TorchValue) -> TorchValue:
-        with context():
-            return own(*args, **kwargs)
-
-    torch.autograd.__dict__.update(_engine_run_backward=run)
 
 
 Run = Callable[[Operator, Arguments, NamedArguments], TorchValue]
@@ -666,13 +383,8 @@ no_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """Context in which no mode sees the calls, since the planning of a call is not part of the caller's program."""
 
 
-shares_storage: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(torch._C, "_is_alias_of")  # noqa: B009
-"""Return True if two tensors have the same storage; not in torch's stubs."""
-
-
-def _keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
-    """Return the dispatch keys below `key`."""
-    return torch._C._dispatch_keyset_full_after(key)
+shares_storage: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(torch._C, "_is_alias_of")  # noqa: B009 - not in torch's stubs
+"""True if two tensors have the same storage."""
 
 
 def tensors_on_storage(x: torch.Tensor) -> int:
@@ -692,115 +404,9 @@ def tensors_on_storage(x: torch.Tensor) -> int:
 _OF_A_BASE = 3
 """References to a base that only its view keeps alive: a variable's, that of the count, and that of the C++ tensor."""
 
-_SELECT = torch._C.DispatchKey.BackendSelect
-_BELOW_SELECT = _keys_below(_SELECT)
-_AUTOGRAD_KEYS = tuple(f"Autograd{device}" for device in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "PrivateUse1"))
-"""The dispatch keys of autograd, one for each kind of device."""
-_LIBRARIES: dict[str, torch.library.Library] = {}
-"""Namespace → the library that holds the kernels of this package; torch removes kernels when their library is freed."""
-
-Guard = Callable[[OpOverload, Arguments, TorchFunction], TorchValue]
-"""`guard(op, args, run)`; `run(*args)` is the operator below the guard."""
-
-
-def guard_operator(op: OpOverload, guard: Guard) -> None:
-    """Replace calls of `op` that reach its kernel with interception on by `guard(op, args, run)`, from now on.
-
-    C++ functions that take a number or a process group from a tensor never call `__torch_function__`, but they all call
-    operators. The guard is at the dispatch key BackendSelect, which neither modes nor inference tensors skip.
-    """
-
-    def kernel(keys: torch._C.DispatchKeySet, *args: TorchValue) -> TorchValue:
-        if not interception_on():
-            return op.redispatch(keys & _BELOW_SELECT, *args)
-        return guard(op, args, lambda *given: op.redispatch(keys & _BELOW_SELECT, *given))
-
-    _implement(op, kernel, ("BackendSelect",))
-
-
-def guard_set_data(guard: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-    """Call `guard(x, new)` before every `x.data = new` of a plain tensor `x`, from now on.
-
-    torch calls `__torch_function__` only for `x`. An operator then checks whether `x` can take over the memory of
-    `new`, and the guard is at this operator.
-    """
-    op = torch.ops.aten._has_compatible_shallow_copy_type.default
-
-    def kernel(keys: torch._C.DispatchKeySet, x: torch.Tensor, new: torch.Tensor) -> bool:
-        fits = op.redispatch(keys & _keys_below(torch._C.DispatchKey.AutogradFunctionality), x, new)
-        if fits and interception_on():
-            guard(x, new)
-        return fits
-
-    _implement(op, kernel, _AUTOGRAD_KEYS)
-
-
-def _implement(op: OpOverload, kernel: TorchFunction, keys: Iterable[str]) -> None:
-    library = _LIBRARIES.setdefault(op.namespace, torch.library.Library(op.namespace, "IMPL"))
-    for key in keys:
-        library.impl(op, kernel, key, with_keyset=True)
-
-
-read_number: OpOverload = torch.ops.aten._local_scalar_dense.default
-"""The operator by which C++ reads the Python number of a tensor, also of a tensor passed in place of a number."""
-
-
-_c10d: TorchValue = getattr(torch._C, "_distributed_c10d", None)
-"""The C++ module of torch.distributed; None in a torch that was built without it."""
-
-
-def collective_operators() -> list[OpOverload]:
-    """Return every operator that process groups of torch.distributed call."""
-    names = [n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith("c10d::")]
-    return [getattr(torch.ops.c10d, name).default for name in names if "." not in name]
-
-
-def group_of(boxed: torch.ScriptObject) -> torch.distributed.ProcessGroup:
-    """Return the process group that an operator of torch.distributed was given."""
-    return _c10d.ProcessGroup.unbox(boxed)
-
-
-def work_of(boxed: torch.ScriptObject) -> torch.distributed.Work:
-    """Return the handle to wait on that an operator of torch.distributed returned."""
-    return _c10d.Work.unbox(boxed)
-
-
-def constructors_of_distributed() -> list[tuple[object, str]]:
-    """Return (owner, name) of C++ functions in torch.distributed that use tensors below every guarded operator.
-
-    These are the parts of DistributedDataParallel, and the constructor of a DTensor.
-    """
-    modules = (torch.distributed, torch.distributed.distributed_c10d, _c10d)
-    names = sorted(name for name, f in vars(_c10d).items() if _takes_tensors(f))
-    found: list[tuple[object, str]] = [(m, name) for name in names for m in modules if hasattr(m, name)]
-    if hasattr(torch.Tensor, "_dtensor__new__"):
-        found.append((torch.Tensor, "_dtensor__new__"))
-    loaded = sys.modules.get("torch.distributed.tensor")  # importing it takes as long as torch itself
-    return found if loaded is None else [*found, (loaded.DTensor, "__new__")]
-
-
-def _takes_tensors(function: object) -> bool:
-    """True if the signature in the docstring of a C++ function or constructor has tensors."""
-    text = function.__init__.__doc__ if isinstance(function, type) else getattr(function, "__doc__", None)
-    return "torch.Tensor" in (text or "").partition("->")[0]
-
 
 Offered = Callable[[TorchFunction, Arguments, NamedArguments], TorchValue]
 """`handler(own, args, kwargs)` returns the result, or NotImplemented to leave the call to torch's function `own`."""
-
-
-def offer_set(name: str, handler: Callable[[torch.Tensor, TorchValue], bool]) -> None:
-    """Pass every `x.name = new` to `handler(x, new)` first, which returns False to leave the assignment to torch.
-
-    This is for attributes whose C++ setters never call `__torch_function__`.
-    """
-    own: TorchValue = getattr(torch.Tensor, name)
-
-    def setter(x: torch.Tensor, new: TorchValue) -> None:
-        if not (interception_on() and handler(x, new)):
-            own.__set__(x, new)
-
-    setattr(torch.Tensor, name, property(own.__get__, setter, doc=own.__doc__))
 
 
 def offer_call(owner: object, name: str, handler: Offered) -> None:

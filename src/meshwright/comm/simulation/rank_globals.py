@@ -93,9 +93,9 @@ class _LoadedModules:
         """Return every slot of the modules that are loaded now."""
         modules = list(sys.modules.items())
         if modules != self._modules:  # thousands of modules: Python compares identical ones fast
-            self._modules = modules
             self._own = [each for each in modules if not _is_constant(*each)]
             self._of_libraries = [slot for each in modules if _is_constant(*each) for slot in _slots_now(*each)]
+            self._modules = modules  # last, since another simulation may search at the same time
         return [*self._of_libraries, *(slot for each in self._own for slot in _slots_now(*each))]
 
 

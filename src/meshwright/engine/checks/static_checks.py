@@ -62,8 +62,9 @@ class StaticChecks:
             compare_replicas(self.rhythm, checks, self._named, name, group)
         if checks.replay and number % checks.replay == 0:
             _replay(step.run, given, name)
-        if step.apart is None:  # it may update parameters before its first collective, as in a pipeline
+        if step.apart is None:
             with current_communicator().comparing_first():
+                # a pipeline may update parameters before its own first collective
                 current_communicator().all_reduce(torch.zeros(1), "max", group)
                 return step.run(*given)
 

@@ -8,11 +8,12 @@ from meshwright.checkpoint import World
 from meshwright.comm import DisagreementError
 
 _LONGEST = 80
+"""Most characters of a value in an error."""
 
 
 def check_equal_options(asked: str, options: Mapping[str, object], ranks: World) -> None:
     """Raise DisagreementError on all ranks if an option differs between ranks; every rank makes the call."""
-    told: list[dict[str, str]] = ranks.gathered({name: repr(value)[:_LONGEST] for name, value in options.items()})
+    told: list[dict[str, str]] = ranks.gathered({name: repr(value) for name, value in options.items()})
     differing = [name for name in told[0] if len({each[name] for each in told}) > 1]
     if not differing:
         return
@@ -30,4 +31,4 @@ def _by_rank(values: Sequence[str]) -> str:
     >>> _by_rank(["1.0", "1.0", "0.5"])
     '1.0 on rank 0 and 0.5 on rank 2'
     """
-    return " and ".join(f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values))
+    return " and ".join(f"{value[:_LONGEST]} on rank {values.index(value)}" for value in dict.fromkeys(values))

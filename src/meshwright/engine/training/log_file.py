@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
+from time import monotonic
 from typing import IO, Any
 
 from meshwright.checkpoint import write_seconds
@@ -51,13 +52,20 @@ class LogFile:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Append an event. A number that is not finite becomes a string, because JSON has none."""
-        self._put(json.dumps({k: _in_json(v) for k, v in event.items()}))
+        self._warn()
+        try:
+            self._lines.put_nowait(json.dumps({k: _in_json(v) for k, v in event.items()}))
+        except Full:
+            self._error = "no answer from the file system"
 
     def close(self) -> None:
         """Wait until all lines are written, at most for the time limit of a file operation of a save."""
-        self._put(None)
+        self._warn()
         seconds = write_seconds()
-        self._thread.join(seconds)
+        end = monotonic() + seconds
+        with suppress(Full):
+            self._lines.put(None, timeout=seconds)
+        self._thread.join(max(end - monotonic(), 0))
         if self._thread.is_alive():
             self._error = f"no answer from the file system for {seconds:g} s"
         else:
@@ -70,13 +78,6 @@ class LogFile:
             self._file.close()
         except OSError as error:
             self._error = error.strerror or str(error)
-
-    def _put(self, line: str | None) -> None:
-        self._warn()
-        try:
-            self._lines.put_nowait(line)
-        except Full:
-            self._error = "no answer from the file system"
 
     def _write(self) -> None:
         """Write lines until the end; a full disk does not end the run."""

@@ -98,6 +98,10 @@ class Training:
             )
 
 
+_OPTIONS_OF_A_RANK = ("folder", "log", "tensorboard", "show", "device", "flops", "plan")
+"""Options that may differ between ranks: paths, and what is shown."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingEnd:
     """The end of a run: the step it began after, its losses, whether it was asked to stop, the last checkpoint."""
@@ -202,10 +206,8 @@ class _Run:
 
     def _check_options(self) -> None:
         """Raise DisagreementError on all ranks if the options of the run differ between ranks."""
-        own = ("log", "tensorboard", "show", "device", "flops", "plan")
-        options = {field.name: getattr(self.training, field.name) for field in fields(Training)}
-        shared = {name: value for name, value in options.items() if name not in (*own, "folder")}
-        check_equal_options("mw.train", shared, current_world())
+        names = [field.name for field in fields(Training) if field.name not in _OPTIONS_OF_A_RANK]
+        check_equal_options("mw.train", {name: getattr(self.training, name) for name in names}, current_world())
 
     def _resume(self) -> None:
         if self.training.folder is None:

@@ -90,20 +90,14 @@ def index_select_rule(x: Tensor, dim: int, index: Tensor) -> Rule | None:
     return Rule(text, _joining_operation(x), forms={names[at]: forms.index_select})
 
 
-def along(form: LocalForm) -> Entry:
+def gather_rule(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Rule | None:
     """Return the rule of `gather`: the index has all dims of x, with equal or smaller sizes."""
-
-    def entry(x: Tensor, *args: TorchValue, dim: int | None = None, **kwargs: TorchValue) -> Rule | None:
-        index = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        dim = next((a for a in args if isinstance(a, int)), dim)
-        if dim is None or not x.dim() or x.dim() != index.dim():
-            return None
-        mine, theirs = _aligned_names(x, index, dim)
-        at = dim % x.dim()
-        text = f"{' '.join(mine)} | {' '.join(theirs)} -> {' '.join(theirs)}"
-        return Rule(text, _joining_operation(x), forms={mine[at]: form})
-
-    return entry
+    if not x.dim() or x.dim() != index.dim():
+        return None
+    mine, theirs = _aligned_names(x, index, dim)
+    at = dim % x.dim()
+    text = f"{' '.join(mine)} | {' '.join(theirs)} -> {' '.join(theirs)}"
+    return Rule(text, _joining_operation(x), forms={mine[at]: forms.gather})
 
 
 def _aligned_names(x: Tensor, index: Tensor, dim: int) -> tuple[list[str], list[str]]:
@@ -263,7 +257,7 @@ INDEX: dict[str, Entry] = {
     **dict.fromkeys(("aten.index_put", "aten._unsafe_index_put"), index_put_rule),
     "aten.masked_scatter": masked_scatter_rule,
     "aten.index_select": index_select_rule,
-    "aten.gather": along(forms.gather),
+    "aten.gather": gather_rule,
     **dict.fromkeys(("aten.scatter", "aten.scatter_reduce"), scatter_rule(None)),
     "aten.scatter.value": scatter_rule(forms.scatter),
     "aten.scatter.src": scatter_rule(forms.scatter),

@@ -1,5 +1,6 @@
 """Gradients, hooks and graph nodes of the whole tensor, over autograd on local parts.
 
+torch_hooks          private names of torch: functions of users, dual tensors and backward passes
 intercepted_call     arguments of an intercepted call by place or name
 dual_gradient        local gradients as distributed tensors in the dual layout
 graph_node           GraphNode: a node of the autograd graph that answers for the whole tensor or refuses

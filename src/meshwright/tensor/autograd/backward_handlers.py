@@ -23,14 +23,7 @@ from ..conversion.saved_operands import keep_up
 from ..core.computation_numbers import add_number
 from ..core.dist_tensor import DistTensor, as_part
 from ..core.handler_registry import handles
-from ..torch_hooks import (
-    backward_running,
-    call_plain,
-    intercept_backward,
-    interception_on,
-    no_interception,
-    run_backward,
-)
+from ..torch_hooks import backward_running, call_plain, interception_on, no_interception
 from ..views.dist_view import any_reread_with_history
 from ..views.gathered_memory import release_memory
 from ..views.shared_data import read_shared
@@ -38,6 +31,7 @@ from .assigned_gradients import assign, gradients_kept_up
 from .dual_gradient import alias_of, as_dual_local, dual_stamp
 from .graph_node import check_no_edges, edge_spec, own_edge
 from .intercepted_call import named_arguments
+from .torch_hooks import intercept_backward, run_backward
 
 _T: Any = Tensor
 """Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""

@@ -20,8 +20,9 @@ from ..core.absent_tensor import absent
 from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.handler_registry import handles
 from ..core.tree import map_tensors
-from ..torch_hooks import MAKE_DUAL, UNPACK_DUAL, call_plain, no_interception
+from ..torch_hooks import call_plain, no_interception
 from .intercepted_call import named_arguments
+from .torch_hooks import MAKE_DUAL, UNPACK_DUAL
 
 
 @handles(MAKE_DUAL, torch.ops.aten._make_dual.default)

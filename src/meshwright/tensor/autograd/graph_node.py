@@ -19,9 +19,10 @@ from meshwright.layout import Spec, TorchValue
 from .._errors import MemoryAccessError
 from .._torch_call import TorchFunction
 from ..core.dist_tensor import DistTensor
-from ..torch_hooks import call_plain, interception_on, no_interception, node_finders, offer_call
+from ..torch_hooks import call_plain, interception_on, no_interception, offer_call
 from .dual_gradient import alias_of, as_dual_local, dual_stamp
 from .intercepted_call import argument_at
+from .torch_hooks import node_finders
 
 _KEY = "meshwright.node"
 """Key in the metadata of a node: a weak reference to its GraphNode."""

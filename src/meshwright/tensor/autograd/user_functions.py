@@ -32,16 +32,15 @@ from ..core.write_counts import version_of
 from ..torch_hooks import (
     backward_running,
     bare_apply,
-    intercept_functions,
     interception,
     interception_on,
     is_dense,
     no_interception,
     offer_call,
-    savers,
 )
 from ..views.dist_view import DistView, after_function, before_function
 from .dual_gradient import alias_of, as_dual_local, dual_stamp, keep_alive_with
+from .torch_hooks import intercept_functions, savers
 
 _WHOLE: WeakKeyDictionary[type[Function], type[Function]] = WeakKeyDictionary()
 """A user's function → the same function with a backward pass that sees whole gradients."""

@@ -1,5 +1,6 @@
 """Execution of calls: from an intercepted function to its results.
 
+torch_hooks         private names of torch: function transforms and TorchScript
 dispatch            dispatch: find or make the plan of a call, and run it
 captured_call       calls with the operators that they consist of, and the plans of these operators
 run_plan            CallPlan: plans of calls, which run on local tensors

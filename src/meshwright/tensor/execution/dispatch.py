@@ -52,7 +52,6 @@ from ..planning.call_plan import (
 from ..planning.decision_record import CallRecord, note, recording
 from ..planning.result_checks import ResultRequirements
 from ..torch_hooks import (
-    SCRIPTED,
     Operator,
     OperatorPacket,
     call_plain,
@@ -81,6 +80,7 @@ from .run_plan import (
     plan_step,
     plan_twin,
 )
+from .torch_hooks import SCRIPTED
 
 HANDLING = (
     user_functions,

@@ -29,8 +29,6 @@ from ..core.write_counts import version_of
 from ..torch_hooks import (
     call_plain,
     graph_tracing,
-    intercept_scripts,
-    intercept_transforms,
     jit_tracing,
     no_interception,
     no_modes,
@@ -41,6 +39,7 @@ from ..torch_hooks import (
 )
 from ..views.dist_view import DistView, after_call, base_of, before_call
 from .dispatch import planned
+from .torch_hooks import intercept_scripts, intercept_transforms
 
 NAME = "torch.func"
 WHY = "its transforms see plain tensors"

@@ -1,5 +1,6 @@
 """Functions and attributes of torch that are handled without a plan.
 
+torch_hooks           private names of torch: torch.compile, guarded operators, torch.distributed
 direct_attributes     attributes and methods that the class answers without interception
 tensor_attributes     attributes, devices, `.data` and in-place reshaping; also batch norm's statistics
 memory_access         addresses, storages, NumPy arrays and DLPack capsules of whole tensors

@@ -18,7 +18,8 @@ from meshwright.layout import TorchValue
 
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, FakeDistTensor
-from ..torch_hooks import intercept_encoders, interception_on, no_interception
+from ..torch_hooks import interception_on, no_interception
+from .torch_hooks import intercept_encoders
 
 Forward: TypeAlias = Callable[..., Tensor]
 """The method `forward` of `nn.TransformerEncoder`."""

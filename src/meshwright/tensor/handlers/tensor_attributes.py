@@ -27,17 +27,10 @@ from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.handler_registry import handles
 from ..core.tree import map_tensors
 from ..core.write_counts import note_counter, version_of
-from ..torch_hooks import (
-    OperatorPacket,
-    call_plain,
-    interception_on,
-    no_interception,
-    offer_call,
-    same_kind,
-    tensors_on_storage,
-)
+from ..torch_hooks import OperatorPacket, call_plain, interception_on, no_interception, offer_call, tensors_on_storage
 from ..views.dist_view import DistView, base_of, counted_with, detached_view, exchange_with_view, leave_memory
 from ..views.shared_data import is_temporary, put_data
+from .torch_hooks import same_kind
 
 _T: Any = Tensor
 """Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""

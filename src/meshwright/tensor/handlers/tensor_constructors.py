@@ -20,20 +20,12 @@ from .._torch_call import TorchFunction
 from ..autograd.intercepted_call import argument_at, named_arguments
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor, as_part, plain_view
-from ..torch_hooks import (
-    Operator,
-    backward_running,
-    guard_operator,
-    guard_set_data,
-    no_interception,
-    offer_call,
-    offer_set,
-    read_number,
-)
+from ..torch_hooks import Operator, backward_running, no_interception, offer_call
 from ..views.gathered_memory import holds_whole
 from .memory_access import refusal
 from .out_targets import into_targets
 from .tensor_attributes import takes_memory
+from .torch_hooks import guard_operator, guard_set_data, offer_set, read_number
 
 
 def _copied(own: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:

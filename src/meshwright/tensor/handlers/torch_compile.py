@@ -18,7 +18,7 @@ from meshwright.layout import TorchValue
 
 from .._errors import CompileError
 from ..core.dist_tensor import DistTensor
-from ..torch_hooks import SkipFrame, compile_trace, leave_untraced, run_uncompiled
+from .torch_hooks import SkipFrame, compile_trace, leave_untraced, run_uncompiled
 
 _NAME = "_dynamo_static_input_type"
 """The attribute that TorchDynamo reads; `mark_static_address` sets it, and users may set it too."""

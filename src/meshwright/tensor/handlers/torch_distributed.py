@@ -27,16 +27,8 @@ from ..conversion.local_parts import write_into
 from ..conversion.python_values import gather_everywhere
 from ..core.dist_tensor import DistTensor
 from ..core.tree import map_tensors, tensors_in
-from ..torch_hooks import (
-    Operator,
-    collective_operators,
-    constructors_of_distributed,
-    group_of,
-    guard_operator,
-    no_interception,
-    offer_call,
-    work_of,
-)
+from ..torch_hooks import Operator, no_interception, offer_call
+from .torch_hooks import collective_operators, constructors_of_distributed, group_of, guard_operator, work_of
 
 ALIKE = frozenset({
     "allreduce_", "allreduce_coalesced_", "broadcast_", "allgather_", "_allgather_base_", "allgather_coalesced_",

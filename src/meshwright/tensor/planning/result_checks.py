@@ -29,8 +29,8 @@ from ..torch_hooks import FakeTensor, shares_storage
 Apply = Callable[[TorchValue, Sequence[TorchValue]], TorchValue]
 """`apply(result, arguments)` returns the local results of a call, changed to agree with their specs."""
 
-
 CHECKS_EVERY_CALL = os.environ.get("MESHWRIGHT_CHECK_RESULTS", "") not in ("", "0")
+"""True if the shapes of results are checked in every call of a plan."""
 
 
 class ResultRequirements:

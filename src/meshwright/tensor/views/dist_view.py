@@ -384,7 +384,7 @@ def _refresh(view: DistView) -> None:
     view._agreed = writes_to(view)
 
 
-def lost_history(view: DistView) -> bool:
+def has_lost_history(view: DistView) -> bool:
     """True if the view was made without a history, and a write gave one to its base, which the view cannot get."""
     source = view._outer._source
     if source.tracked or not may_require_grad(view):
@@ -395,7 +395,7 @@ def lost_history(view: DistView) -> bool:
 
 def _refuse_gradients(view: DistView) -> None:
     """Give a view that lost its history one whose backward pass raises an error, as torch does at the next use."""
-    if not lost_history(view):
+    if not has_lost_history(view):
         return
     with no_interception(), torch.inference_mode(False), torch.enable_grad():
         if not wants_grad(view):

@@ -18,7 +18,7 @@ from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.dist_tensor import DistTensor, wants_grad
 from ..core.handler_registry import handles
 from ..torch_hooks import interception_on, no_interception
-from .dist_view import DistView, is_behind, lost_history, may_require_grad
+from .dist_view import DistView, has_lost_history, is_behind, may_require_grad
 from .lost_history import lost_history_error
 
 
@@ -62,13 +62,15 @@ def _requires_grad_itself(x: DistTensor) -> bool:
 
 
 def _attribute_of_graph(own: Callable[[TorchValue], TorchValue], view: DistView) -> TorchValue:
+    """Return an attribute of the graph, after the view was read again if that gives it another place there."""
     if interception_on() and _gains_history(view):
         view._read_again()
     return own(view)
 
 
 def _history(own: Callable[[TorchValue], TorchValue], view: DistView) -> TorchValue:
-    if interception_on() and lost_history(view):
+    """Return an attribute of the history. Raises OperationError for a view that has lost its history."""
+    if interception_on() and has_lost_history(view):
         raise lost_history_error(view._spec)
     return _attribute_of_graph(own, view)
 

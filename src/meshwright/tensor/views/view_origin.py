@@ -117,8 +117,11 @@ def last_written(source: ViewOrigin, done: WholeCall, whole: Tensor, value: Tens
     return torch.where(last < 0, whole, value.reshape(-1)[last.clamp(min=0)])
 
 
-def one_element_stand_in(t: Tensor) -> Tensor:
-    """Return a plain tensor with the global shape, the dtype and the device of `t`, and memory for one element."""
+def one_element_stand_in(t: Tensor, device: str | None = None) -> Tensor:
+    """Return a plain tensor with the global shape and the dtype of `t`, and memory for one element.
+
+    The tensor is on `device`, by default on that of `t`.
+    """
     shape = t._spec.shape if isinstance(t, DistTensor) else t.shape
     with no_interception():
-        return torch.zeros((), dtype=t.dtype, device=t.device).expand(shape)
+        return torch.zeros((), dtype=t.dtype, device=device or t.device).expand(shape)

@@ -5,10 +5,15 @@ the same order. A rank's kernel does not see that: an operand may have been gath
 otherwise than the whole. So the tensors are compared where one device has them. If one device might raise an error,
 the call runs on stand-ins with that memory, which raise it. Torch does not find all overlaps. One that it does not find
 makes the result depend on the order in which a kernel visits the elements, so the call is refused.
+
+The memory of the stand-ins is reserved, and no page of it is used until a call writes to it. Elementwise functions of
+torch compare their operands before they write. A call of any other function runs on small stand-ins only.
 """
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +40,9 @@ _TORCH_TEXT = "unsupported operation: "
 
 _COPYING = ("copy_", "fill_", "__setitem__")
 """Functions whose results are elements of an operand."""
+
+_MOST_ELEMENTS = 1 << 20
+"""Most elements of each stand-in of a call that may compute all of them; a matrix product then takes 0.1 s."""
 
 _CHANGING_MEMORY = ("set_", "resize_as_", "resize_as_sparse_", "apply_", "map_", "map2_")
 """Methods that give a tensor other memory, or call a Python function."""
@@ -112,7 +120,11 @@ class _Call:
         return whole[self.args[1]]
 
     def error_of_torch(self) -> str | None:
-        """Return torch's error about shared memory, or None."""
+        """Return torch's error about shared memory; None if torch raises none, or if the trial would take long."""
+        wholes = [one_element_stand_in(t, "cpu") for t in tensors_in((self.args, self.kwargs))]
+        is_small = all(t.numel() <= _MOST_ELEMENTS for t in wholes)
+        if not is_small and not is_elementwise(self.func):
+            return None
         args, kwargs = map_tensors(self._stand_in, (self.args, self.kwargs))
         try:
             self.func(*args, **kwargs)
@@ -123,7 +135,7 @@ class _Call:
     def _stand_in(self, t: Tensor) -> Tensor:
         if id(t) in self.stand_ins:
             return self.stand_ins[id(t)]
-        alone = one_element_stand_in(t).cpu()
+        alone = one_element_stand_in(t, "cpu")
         return torch.empty_like(alone, memory_format=torch.contiguous_format) if id(t) in self.written else alone
 
 
@@ -179,10 +191,20 @@ def _call_on_stand_ins(
     ends = [_end_of(x, start) for x in at if (start := starts[id(x)]) is not None]
     if len(ends) < len(at) or any(callable(x) for x in leaves_in((args, kwargs))):
         return None
-    memory = torch.empty(max(ends), dtype=torch.uint8)
+    memory = reserved_memory(max(ends))
     with no_interception():
         stand_ins = {id(x): _in_memory(x, starts[id(x)] or 0, memory) for x in at}
     return _Call(func, args, kwargs, at, written, stand_ins)
+
+
+def reserved_memory(size: int) -> Tensor:
+    """Return bytes of virtual memory, which may be more than the machine has."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+
+
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Flag of memory that the system does not promise; Python has had its name since 3.12."""
 
 
 def _end_of(x: DistTensor, start: int) -> int:
@@ -219,7 +241,7 @@ def _bytes_in_base(source: ViewOrigin) -> int:
     spec = source.base._spec
     with no_interception(), torch.no_grad():
         memory = torch.empty_strided(spec.shape, spec.full_strides, dtype=spec.dtype, device="meta")
-        view = source.result_for(lambda t: memory if t is source.base else one_element_stand_in(t).to("meta"))
+        view = source.result_for(lambda t: memory if t is source.base else one_element_stand_in(t, "meta"))
         return int(view.storage_offset()) * view.element_size()
 
 
@@ -233,7 +255,8 @@ def _operands_to_copy(call: _Call, reads_first: bool) -> list[int]:
         others = _meeting(call, target)
         if _is_harmless(call, target, [same for *_, same in others]):
             return []
-        error = call.error_of_torch() if _may_raise(target, [t for _, t, _ in others]) else None
+        compared = [t for _, t, _ in others if t.dim() or _name(call.func) not in _COPYING]
+        error = call.error_of_torch() if _may_raise(target, compared) else None
         if error is not None:
             raise _overlap_error(call, error)
         return [] if reads_first else [id(x) for x, t, same in others if _is_copied(call, target, t, same)]
