@@ -71,7 +71,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("device", "is_checked"), [("cpu", True), ("cuda", True), ("hpu", False)])
+@pytest.mark.parametrize(("device", "is_checked"), [("cpu", True), ("cuda", True), ("mtia", False)])
 def test_only_devices_with_a_kernel_for_assertions_check_indices(device: str, is_checked: bool) -> None:
     with FakeTensorMode(), Operators() as called:
         check_bounds(torch.empty(2, dtype=torch.int64, device=device), SIZE, 0)
