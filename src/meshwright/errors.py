@@ -7,6 +7,7 @@ from meshwright.checkpoint import (
     CheckpointFileError,
     CheckpointWarning,
     FolderInUseError,
+    NewerFormatError,
     ReadTimeoutError,
     WriteTimeoutError,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "MixedMeshError",
     "ModelError",
     "NestedSimulationError",
+    "NewerFormatError",
     "NoAnswerError",
     "NoCommunicatorError",
     "NonFiniteGradientError",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,14 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.checkpoint import CheckpointError, CheckpointWarning, open_checkpoint, steps_in
+from meshwright.checkpoint import (
+    CheckpointError,
+    CheckpointWarning,
+    NewerFormatError,
+    current_world,
+    open_checkpoint,
+    steps_in,
+)
 from meshwright.checkpoint.formats import format_interface
 from meshwright.layout import ProcessMesh, parse_layout
 
@@ -122,3 +132,39 @@ def test_the_next_save_removes_files_of_a_killed_writer(tmp_path: Path) -> None:
     (left / "reports").mkdir(parents=True)
     mw.save_state_dict({"step": 4}, tmp_path / "step_00000004")
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_that_is_removed_during_a_save_is_the_reported_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    for removed in ("run", "run/.step_*.writing/reports"):
+        go = delay_writes(monkeypatch)
+
+        def program(pattern: str, go: threading.Event) -> None:
+            saving = mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "run" / "step_00000001", async_save=True)
+            if current_world().gathered(0) and current_world().rank == 0:
+                for path in tmp_path.glob(pattern):
+                    shutil.rmtree(path)
+                go.set()
+            with pytest.raises(CheckpointError, match="removed or renamed while the checkpoint was written"):
+                saving.wait()
+
+        mw.simulate(program, ranks, removed, go)
+
+
+def test_a_step_in_a_newer_format_is_not_damaged(tmp_path: Path) -> None:
+    steps = [tmp_path / f"step_{step:08}" for step in (1, 2, 3)]
+    for step in steps[:2]:
+        mw.save_state_dict({"x": torch.ones(3)}, step)
+    manifest = steps[1] / "manifest.json"
+    content = json.loads(manifest.read_text()) | {"format": 2, "versions": {"meshwright": "9.9"}}
+    del content["sha256"]
+    digest = sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    manifest.write_text(json.dumps({**content, "sha256": digest}))
+    with pytest.raises(NewerFormatError, match=r"format 2, written by Meshwright 9\.9"):
+        mw.load_state_dict({"x": torch.ones(3)}, tmp_path)
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        mw.save_state_dict({"x": torch.ones(3)}, steps[1])
+    mw.save_state_dict({"x": torch.ones(3)}, steps[2], keep=2)
+    assert [path for _, path in steps_in(tmp_path)] == [steps[2], steps[1]]

@@ -219,6 +219,15 @@ def test_a_model_state_alone_is_not_a_training_checkpoint(tmp_path: Path) -> Non
         mw.load_checkpoint(tmp_path / "one", nn.Linear(2, 2))
 
 
+def test_a_step_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    mw.save_checkpoint(tmp_path, 1, nn.Linear(2, 2))
+    (tmp_path / "step_00000001").rename(tmp_path / "step_00000007")
+    with pytest.raises(CheckpointError, match="rename the folder to step_00000001"):
+        mw.load_checkpoint(tmp_path, nn.Linear(2, 2))
+    (tmp_path / "step_00000007").rename(tmp_path / "best")
+    assert mw.load_checkpoint(tmp_path / "best", nn.Linear(2, 2)).step == 1
+
+
 def test_an_optimizer_with_other_groups_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     net = nn.Linear(2, 2)
     mw.save_checkpoint(tmp_path, 1, net, torch.optim.SGD(net.parameters(), lr=0.1))

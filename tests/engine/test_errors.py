@@ -358,6 +358,7 @@ ELSEWHERE = {
         "FolderInUseError",
         "LaunchError",
         "ModelError",
+        "NewerFormatError",
         "NoAnswerError",
         "ReadTimeoutError",
     ),

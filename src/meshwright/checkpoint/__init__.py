@@ -11,6 +11,7 @@ from ._errors import (
     CheckpointFileError,
     CheckpointWarning,
     FolderInUseError,
+    NewerFormatError,
     ReadTimeoutError,
     WriteTimeoutError,
 )
@@ -26,7 +27,7 @@ from .operations.load import load, read_whole
 from .operations.open_checkpoint import FORMATS, format_of, open_checkpoint, open_together, verify
 from .operations.save import Saving, save
 from .operations.state_differences import LoadReport
-from .operations.step_folders import latest_step, step_name, steps_in
+from .operations.step_folders import is_step, latest_step, step_name, steps_in
 
 __all__ = [
     "FORMATS",
@@ -39,6 +40,7 @@ __all__ = [
     "Format",
     "HeldTensor",
     "LoadReport",
+    "NewerFormatError",
     "ReadTimeoutError",
     "Saving",
     "TensorEntry",
@@ -51,6 +53,7 @@ __all__ = [
     "encode_value",
     "format_of",
     "hold_folder",
+    "is_step",
     "latest_step",
     "load",
     "open_checkpoint",

@@ -3,6 +3,7 @@
 MeshwrightError
 └── CheckpointError             a state that cannot be saved, or does not fit what was saved
     ├── CheckpointFileError     a file that is missing, cut short, changed, or of another kind
+    │   ├── NewerFormatError    a checkpoint in a format that only a newer version reads
     │   └── ReadTimeoutError    a file system that does not answer
     ├── WriteTimeoutError       a file system that does not answer a save
     └── FolderInUseError        a folder into which another job saves
@@ -33,6 +34,10 @@ def printable(text: str) -> str:
 
 class CheckpointFileError(CheckpointError):
     """A file of a checkpoint that is missing, cut short, changed, or of another kind."""
+
+
+class NewerFormatError(CheckpointFileError):
+    """A checkpoint in a format that only a newer version reads."""
 
 
 class ReadTimeoutError(CheckpointFileError):
@@ -66,11 +71,24 @@ def system_error(path: str | os.PathLike[str], error: OSError) -> CheckpointFile
 def write_error(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
     """Return the error for an OSError while a checkpoint is written."""
     where = f" ({os.fspath(error.filename)})" if isinstance(error.filename, str) else ""
+    found = f"{error.strerror or error}{where}"
+    if isinstance(error, FileNotFoundError):
+        return removed_folder_error(path, found)
     return CheckpointError(
         f"to save {os.fspath(path)}",
-        f"{error.strerror or error}{where}",
+        found,
         "the file system cannot write the files",
         "free disk space or allow writing there, or save to another folder; earlier checkpoints are unchanged",
+    )
+
+
+def removed_folder_error(path: str | os.PathLike[str], found: str) -> CheckpointError:
+    """Return the error for a folder that another program removed during a save."""
+    return CheckpointError(
+        f"to save {os.fspath(path)}",
+        found,
+        "the folder was removed or renamed while the checkpoint was written",
+        "save again, and let no other program remove or rename folders there before the save has ended",
     )
 
 
@@ -86,5 +104,10 @@ def error_from_text(text: list[str]) -> CheckpointError:
     """Return the error that another rank has sent as text."""
     kind, *parts = text
     asked, found, why, write = parts
-    kinds = {cls.__name__: cls for cls in (CheckpointFileError, ReadTimeoutError, WriteTimeoutError, FolderInUseError)}
-    return kinds.get(kind, CheckpointError)(asked, found, why, write)
+    return _KINDS.get(kind, CheckpointError)(asked, found, why, write)
+
+
+_KINDS: dict[str, type[CheckpointError]] = {
+    cls.__name__: cls
+    for cls in (CheckpointFileError, NewerFormatError, ReadTimeoutError, WriteTimeoutError, FolderInUseError)
+}

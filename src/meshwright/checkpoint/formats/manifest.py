@@ -26,7 +26,7 @@ from typing import Any
 
 from meshwright.layout import JsonValue, MeshwrightError, ProcessMesh, Product, Spec, parse_spec
 
-from .._errors import CheckpointError, CheckpointFileError, file_error
+from .._errors import CheckpointError, CheckpointFileError, NewerFormatError, file_error
 from ..contents.catalogue import Catalogue, FileFacts, OpenFile, TensorEntry, TensorPiece, file_name
 from ..contents.part_writers import parts_of
 from ..files.file_operations import names_in, status
@@ -124,12 +124,7 @@ def read_manifest(folder: Path) -> MeshwrightCheckpoint:
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise file_error(path, "JSON of something else", f"its kind is not {KIND!r}", "pass the folder of a checkpoint")
     if content.get("format") != FORMAT:
-        raise file_error(
-            path,
-            f"format {str(content.get('format'))[:80]}",
-            f"this version reads format {FORMAT}",
-            "use the version of Meshwright that wrote it, or a newer one",
-        )
+        raise _other_format(path, content)
     try:
         said = content.pop("sha256", None)
         if not has_seal(data) and said != _digest(content):  # older manifests: checksum of the content
@@ -139,6 +134,20 @@ def read_manifest(folder: Path) -> MeshwrightCheckpoint:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, MeshwrightError) as error:
         raise file_error(path, "a manifest in an unknown form", str(error).split("\n")[0]) from error
+
+
+def _other_format(path: Path, content: Mapping[str, Any]) -> CheckpointFileError:
+    """Return the error for a manifest in another format than that of this version."""
+    found, versions = content.get("format"), content.get("versions")
+    writer = versions.get("meshwright") if isinstance(versions, dict) else None
+    if not isinstance(found, int) or found < FORMAT:
+        return file_error(path, f"format {str(found)[:80]}", f"this version reads format {FORMAT}")
+    return NewerFormatError(
+        f"to read {path}",
+        f"format {found}" + (f", written by Meshwright {writer[:80]}" if isinstance(writer, str) else ""),
+        f"this version, {version('meshwright')}, reads format {FORMAT}",
+        "use the version of Meshwright that wrote it, or a newer one",
+    )
 
 
 def _checked(folder: Path, content: JsonValue) -> MeshwrightCheckpoint:

@@ -31,6 +31,7 @@ from .._errors import (
     WriteTimeoutError,
     error_from_text,
     error_text,
+    removed_folder_error,
     write_error,
 )
 from ..contents.part_writers import assign_writers
@@ -334,6 +335,8 @@ class Saving:
             failed = path.with_suffix(".failed")
             if write_operation(failed, failed.exists):
                 raise error_from_text(json.loads(write_operation(failed, failed.read_text)))
+            if not write_operation(path.parent, path.parent.is_dir):
+                raise removed_folder_error(self.path, f"no folder {path.parent}")
             if end is None and not threading.main_thread().is_alive():
                 end = time.monotonic() + GRACE
             if self._told is not None:

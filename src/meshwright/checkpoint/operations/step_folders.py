@@ -11,7 +11,7 @@ from secrets import token_hex
 
 from meshwright.layout import warn_user
 
-from .._errors import CheckpointFileError, CheckpointWarning, ReadTimeoutError
+from .._errors import CheckpointFileError, CheckpointWarning, NewerFormatError, ReadTimeoutError
 from ..files.file_operations import names_in, with_time_limit
 from ..formats.manifest import check_sizes, read_manifest
 
@@ -56,9 +56,14 @@ def latest_step(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def is_complete(path: Path) -> bool:
-    """True if a folder holds a complete checkpoint. Raises ReadTimeoutError if the file system does not answer."""
+    """True if a folder holds a complete checkpoint. Raises ReadTimeoutError if the file system does not answer.
+
+    A checkpoint in a newer format counts as complete, since it is not known to be damaged. Reading it is an error.
+    """
     try:
         with_time_limit(lambda: check_sizes(read_manifest(path)))
+    except NewerFormatError:
+        return True
     except ReadTimeoutError:
         raise
     except CheckpointFileError:

@@ -20,6 +20,7 @@ from meshwright.checkpoint import (
     TensorEntry,
     current_world,
     format_of,
+    is_step,
     load,
     open_together,
     save,
@@ -197,13 +198,21 @@ def _optimizer_leaves(network: nn.Module, optimizer: Optimizer | None) -> Iterat
 
 
 def _check_run(catalogue: Catalogue) -> None:
-    """Raise CheckpointError if `save_checkpoint` did not write the checkpoint."""
+    """Raise CheckpointError if `save_checkpoint` did not write the checkpoint, or its folder names another step."""
     if not _is_run(catalogue):
         raise CheckpointError(
             f"resuming from {catalogue.folder}",
             "a checkpoint that lacks the step or other entries of a run",
             "the checkpoint was not written by mw.save_checkpoint",
             "call mw.load_state_dict(state, path) to load its contents",
+        )
+    folder, step = catalogue.folder, catalogue.values["step"]
+    if is_step(folder) and folder.name != step_name(step):
+        raise CheckpointError(
+            f"resuming from {folder}",
+            f"a checkpoint of step {step}",
+            "the folder was renamed, and the latest step is found by names",
+            f"rename the folder to {step_name(step)}, or to a name that is not the name of a step",
         )
 
 
