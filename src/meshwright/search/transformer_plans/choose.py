@@ -214,11 +214,7 @@ def _no_plan_error(
             f"no degrees of parallelism fit{' these fixed choices' if decided else ''}",
             f"dp must divide {batch} sequences, tp must divide {model.heads} heads and fit into a node of "
             f"{cluster.per_node}, pp * chunks is at most {model.layers}, dp * tp * pp * cp is {ranks}, and "
-            + (
-                f"ep must divide {model.experts.count} experts"
-                if model.experts
-                else "ep is 1, since there are no experts"
-            ),
+            + (f"ep must divide {model.experts.count} experts" if model.experts else "ep is 1: there are no experts"),
             (f"use {near}" if near else "fix fewer choices") + ("; or fix fewer choices" if near and decided else ""),
         )
     return SearchError(
