@@ -39,6 +39,41 @@ def test_results_are_written_to_out_in_its_own_layout() -> None:
     assert on_two(program) == [wanted] * 2
 
 
+def _written_by_two_operands() -> list[Any]:
+    """Return torch's operators of two tensors that write to the first one; `set_` is refused."""
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name != "set_")
+    operators = (getattr(each, overload) for each in packets for overload in getattr(each, "overloads", list)())
+    return [op for op in operators if _has_two_operands(op._schema)]
+
+
+def _has_two_operands(schema: Any) -> bool:
+    needed = [(a.name, str(a.type), a.is_write) for a in schema.arguments if not a.has_default_value()]
+    return len(needed) == 2 and needed[0] == ("self", "Tensor", True) and needed[1][1:] == ("Tensor", False)
+
+
+def test_tensors_that_a_call_writes_to_may_be_passed_by_keyword() -> None:
+    """Also in later calls, which have a plan."""
+
+    def written(op: Any, place: Callable[[Tensor], Tensor]) -> list[Any] | str:
+        x, y = place(VALUE.clone()), place(VALUE + 1)
+        _, second = (a.name for a in op._schema.arguments[:2])
+        try:
+            for _ in range(2):
+                op(**{second: y, "self": x})
+        except mw.MeshwrightError:
+            return "refused"
+        except (NotImplementedError, RuntimeError) as error:
+            return type(error).__name__
+        return x.tolist()
+
+    operators = _written_by_two_operands()
+    assert len(operators) > 30
+    expected = [written(op, Tensor.clone) for op in operators]
+    for found in on_two(lambda: [written(op, _laid) for op in operators]):
+        for op, ours, theirs in zip(operators, found, expected, strict=True):
+            assert ours == theirs or (ours == "refused" and isinstance(theirs, str)), op
+
+
 def test_a_resize_to_the_same_shape_returns_the_tensor() -> None:
     def program() -> tuple[bool, ...]:
         x = _laid()

@@ -15,6 +15,7 @@ from meshwright.spmd import depends_on_arguments, registration_callbacks
 from .._errors import MixedMeshError, OperationError, PlainInBackwardError
 from .._torch_call import TorchFunction
 from ..autograd import backward_handlers, forward_mode, user_functions
+from ..autograd.intercepted_call import argument_at
 from ..autograd.user_functions import plain_may_be_part
 from ..capture.call_capture import Captured, asks_sizes, autocast_dtype
 from ..capture.metadata_check import check_meta_result
@@ -214,7 +215,9 @@ class _WriteBesideOperands(CallPlan):
     elementwise: bool
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        written = args[0]
+        written = args[0] if args else argument_at(args, kwargs, 0, "self", "input")
+        if not isinstance(written, Tensor):  # a list
+            return self._run_checked(func, types, args, kwargs)
         for x in args[1:] if not kwargs else (*args[1:], *kwargs.values()):
             if type(x) is DistTensor and shares_storage(x, written) and not (x is written and self.elementwise):
                 return self._run_checked(func, types, args, kwargs)
