@@ -19,7 +19,7 @@ CASES = [(kind, static) for kind in ("dp", "ZeRO-3") for static in (False, True)
 def main(folder: Path) -> None:
     register()
     register_backend()
-    here = mw.init_process("mesh")
+    here = mw.init_process()
     found = {}
     for kind, static in CASES:
         (on_cpu, cpu_calls), (on_device, calls) = (train(kind, static, device) for device in ("cpu", "mesh:0"))

@@ -15,17 +15,17 @@ WIDTH, STEPS = 6, 2
 Meshes = Sequence[Any]
 
 
-def _block() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+def _block(dropout: float) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH))
 
 
 class Chain(nn.Module):
     """Blocks with a skip connection from the first one to the last, a mask, and a buffer that each batch updates."""
 
-    def __init__(self, chunks: int, tied: bool = False, buffers: bool = True) -> None:
+    def __init__(self, chunks: int, tied: bool = False, buffers: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
         self.entry = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(_block() for _ in range(chunks))
+        self.blocks = nn.ModuleList(_block(dropout) for _ in range(chunks))
         self.norm = nn.BatchNorm1d(WIDTH) if buffers else nn.LayerNorm(WIDTH)
         self.exit = nn.Linear(WIDTH, 11, bias=False)
         if tied:
@@ -99,12 +99,15 @@ def piped(
     ranks_per_stage: int = 1,
     then: Callable[[DistModel], Any] = lambda dist: None,
     buffers: bool = True,
+    device: str = "cpu",
+    dropout: float = 0.0,
     **strategy: Any,
 ) -> list[Any]:
     """Return the results of this rank in static mode."""
     torch.manual_seed(1)
-    model = laid(Chain(len(way), tied, buffers), way, ranks_per_stage)
+    model = laid(Chain(len(way), tied, buffers, dropout).to(device), way, ranks_per_stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(2)  # the parameters were drawn on the CPU, whatever the device
     dist = mw.to_static(
         model,
         None,
@@ -113,8 +116,8 @@ def piped(
         mw.Strategy.of(pipeline={"enable": True, **options}, **strategy),
     )
     dist.train()
-    losses = [dist(*inputs, labels).item() for *inputs, labels in (batch(step, rows) for step in range(STEPS))]
-    state = {name: mw.unshard_dtensor(x.detach()) for name, x in dist.state_dict("param").items()}
+    losses = [dist(*(x.to(device) for x in batch(step, rows))).item() for step in range(STEPS)]
+    state = {name: mw.unshard_dtensor(x.detach()).cpu() for name, x in dist.state_dict("param").items()}
     return [losses, state, then(dist)]
 
 

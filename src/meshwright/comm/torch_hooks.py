@@ -175,7 +175,7 @@ _REDUCE_OPS = {
 
 def open_backend(name: str, store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Backend:
     """Return the transport of one group; only its members take part. Raises ValueError for an unknown name."""
-    create = {"gloo": _gloo, "nccl": _nccl}.get(name)
+    create = {"gloo": _gloo, "nccl": _nccl, "xccl": _xccl}.get(name)
     if create is not None:
         return Backend(name, create(store, place, size, limit, loopback))
     plugin = cast(dict[str, Any], dist.Backend._plugins).get(name.upper())
@@ -186,6 +186,11 @@ def open_backend(name: str, store: Store, place: int, size: int, limit: timedelt
         options.store, options.group_rank, options.group_size, options.timeout = store, place, size, limit
         return Backend(name, plugin.creator_fn(options, None))
     return Backend(name, plugin.creator_fn(store, place, size, limit))
+
+
+def backend_for(device_type: str) -> str | None:
+    """Return the name of torch's transport for a type of device, also one that was registered from outside."""
+    return dist.Backend.default_device_backend_map.get(device_type)
 
 
 def default_store() -> Store | None:
@@ -214,9 +219,18 @@ def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool)
 
 
 def _nccl(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> TorchValue:
-    kind: TorchValue = getattr(c10d, "ProcessGroupNCCL", None)
+    return _on_devices("nccl", store, place, size, limit)
+
+
+def _xccl(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> TorchValue:
+    return _on_devices("xccl", store, place, size, limit)
+
+
+def _on_devices(name: str, store: Store, place: int, size: int, limit: timedelta) -> TorchValue:
+    """Return a transport between devices. Raises ValueError with its name if torch was built without it."""
+    kind: TorchValue = getattr(c10d, f"ProcessGroup{name.upper()}", None)
     if kind is None:
-        raise ValueError("nccl")
+        raise ValueError(name)
     options = kind.Options()
     options._timeout = limit
     return kind(store, place, size, options)

@@ -1,5 +1,14 @@
 """Meshes, placements and layouts: the distribution of a tensor's elements over ranks. No communication."""
 
+from ._accelerator import (
+    autocast_modes,
+    can_pin_memory,
+    device_types,
+    generator_state,
+    generator_states,
+    set_generator_state,
+    set_generator_states,
+)
 from ._bounded_file import MOST_TEXT, decoded_text, inside, read_file, read_text_file
 from ._bounded_text import check_length, check_values, read_json, read_toml
 from ._cache import Cache
@@ -51,7 +60,9 @@ __all__ = [
     "Spec",
     "Strides",
     "TorchValue",
+    "autocast_modes",
     "axes_of",
+    "can_pin_memory",
     "check_length",
     "check_values",
     "chunk",
@@ -59,10 +70,13 @@ __all__ = [
     "cut",
     "decoded_text",
     "dense_strides",
+    "device_types",
     "escaped",
     "evenly",
     "expand_products",
     "factors_of",
+    "generator_state",
+    "generator_states",
     "hint",
     "identity",
     "inside",
@@ -81,6 +95,8 @@ __all__ = [
     "read_text_file",
     "read_toml",
     "replicated",
+    "set_generator_state",
+    "set_generator_states",
     "strides_like",
     "user_frame",
     "user_line",

@@ -42,6 +42,7 @@ from ..transport.background_thread import BackgroundThread
 from ..transport.control_links import ConnectionClosedError, ControlLinks
 from ..transport.messages import Message, Messages
 from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
+from .device_choice import CPU_BACKEND, default_backend, use_device
 from .flight_record import Noted, Record
 from .retained_memory import keep_memory
 
@@ -349,20 +350,22 @@ def init_process(
     was started alone, as by `python script.py`, is the only rank.
 
     Args:
-        backend: backend for tensors that are not on the CPU; by default "nccl" if CUDA is available.
+        backend: backend for tensors that are not on the CPU; by default torch's for the accelerator ("nccl" for CUDA).
         check: "every", "off", a number N (every N-th call of a group) or a `Check`; by default MESHWRIGHT_CHECK.
         transfer_limit: seconds that one transfer may take once all its ranks have agreed on it.
         place: rank, size and addresses; by default those of the environment.
+
+    Raises:
+        LaunchError: this host has fewer devices than processes.
     """
     there = installed_communicator()
     if there is not None:
         return there
     check = Check.from_environment() if check is None else _check_of(check)
-    if backend is None:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = backend or default_backend()
     place = place or read_rank_address()
-    if backend == "nccl":
-        torch.cuda.set_device(place.local_rank)
+    if backend != CPU_BACKEND:
+        use_device(place.local_rank)
     keep_memory()
     communicator = ProcessCommunicator(place, backend, check, timedelta(seconds=transfer_limit))
     install_communicator(communicator)

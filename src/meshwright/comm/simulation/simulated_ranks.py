@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from meshwright.layout import user_frame, user_place
+from meshwright.layout import autocast_modes, generator_states, set_generator_states, user_frame, user_place
 
 from .._errors import (
     CallError,
@@ -278,9 +278,8 @@ def _deadlock_error(found: str, calls: Sequence[CommCall]) -> DeadlockError:
 class _TorchState(NamedTuple):
     """State that torch keeps once per process and of which each rank has its own."""
 
-    random: Tensor
-    device_random: list[Tensor]
-    """States of the accelerator's generators, one a device; empty until the accelerator is initialized."""
+    random: dict[str, Tensor]
+    """States of the generators by device."""
     forward: ForwardState
     dtype: torch.dtype
     anomaly: tuple[bool, bool]
@@ -294,13 +293,10 @@ class _TorchState(NamedTuple):
         anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         hooks = tuple(dict(table) for table in GLOBAL_HOOKS) if any(GLOBAL_HOOKS) else ()
         dtype = torch.get_default_dtype()
-        random = torch.default_generator.get_state()
-        return _TorchState(random, _device_random(), ForwardState.now(), dtype, anomaly, hooks, saved_mutable())
+        return _TorchState(generator_states(), ForwardState.now(), dtype, anomaly, hooks, saved_mutable())
 
     def set(self) -> None:
-        torch.default_generator.set_state(self.random)
-        if self.device_random:
-            torch.get_device_module().set_rng_state_all(self.device_random)
+        set_generator_states(self.random)
         self.forward.set()
         torch.set_default_dtype(self.dtype)
         torch.set_anomaly_enabled(*self.anomaly)
@@ -309,13 +305,6 @@ class _TorchState(NamedTuple):
             for at, table in enumerate(GLOBAL_HOOKS):
                 table.clear()
                 table.update(self.hooks[at] if self.hooks else {})
-
-
-def _device_random() -> list[Tensor]:
-    if not torch.accelerator.is_available():
-        return []
-    module: Any = torch.get_device_module()
-    return module.get_rng_state_all() if module.is_initialized() else []
 
 
 class SimulatedCommunicator(Communicator):
@@ -412,11 +401,6 @@ def _finish_barrier(meeting: _PendingCollective) -> None:
     return None
 
 
-def _autocast_devices() -> set[str]:
-    accelerator = torch.accelerator.current_accelerator()
-    return {"cpu", "cuda"} if accelerator is None else {"cpu", "cuda", accelerator.type}
-
-
 class _ThreadModes:
     """Thread-local state of torch that a rank inherits: default device; grad, inference and autocast modes."""
 
@@ -424,11 +408,7 @@ class _ThreadModes:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.device = torch.get_default_device()
-        self.autocast = [
-            (device, torch.get_autocast_dtype(device))
-            for device in _autocast_devices()
-            if torch.is_autocast_enabled(device)
-        ]
+        self.autocast = autocast_modes()
 
     @contextmanager
     def entered(self) -> Generator[None]:

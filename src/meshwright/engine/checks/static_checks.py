@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshwright.comm import current_communicator, is_compared
 from meshwright.graph import InspectedStep
+from meshwright.layout import generator_states, set_generator_states
 from meshwright.tensor import DistTensor, collectives_of_call, map_tensors, tensors_in
 
 from .._errors import ReplicaError
@@ -82,29 +83,18 @@ class StaticChecks:
 
 def _replay(program: Callable[..., Result], given: Sequence[Any], name: str) -> None:
     """Run a step twice on copies of its inputs. Raises ReplicaError on all ranks if the results differ on a rank."""
-    state, group = _random_states(), tuple(range(current_communicator().size))
+    state, group = generator_states(), tuple(range(current_communicator().size))
     runs = [_once(program, given, state) for _ in range(2)]
     told = torch.tensor([float(_differ(*runs))])
     if current_communicator().all_reduce(told, "max", group).item():
         runs.append(_once(program, given, state))
         raise _replay_error(name, runs)
-    _set_random_states(state)
+    set_generator_states(state)
 
 
-def _random_states() -> tuple[Tensor, list[Tensor]]:
-    devices = torch.accelerator.is_available()
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else []
-
-
-def _set_random_states(state: tuple[Tensor, list[Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
-
-
-def _once(program: Callable[..., Result], given: Sequence[Any], state: tuple[Tensor, list[Tensor]]) -> Result:
+def _once(program: Callable[..., Result], given: Sequence[Any], state: Mapping[str, Tensor]) -> Result:
     """Return the results of the program on copies of its inputs, from the given random states."""
-    _set_random_states(state)
+    set_generator_states(state)
     return program(*map_tensors(lambda x: x.clone(), list(given)))
 
 

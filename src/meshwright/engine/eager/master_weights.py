@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.layout import TorchValue
+from meshwright.layout import TorchValue, can_pin_memory
 from meshwright.tensor import DistTensor, as_part, distribute_as, local_parts
 
 from .._errors import StrategyError
@@ -49,21 +49,24 @@ class StateStorage(Protocol):
 
 
 class HostStorage:
-    """The memory of the host. It is pinned for states of CUDA devices, which are copied without waiting."""
+    """The memory of the host. It is pinned where the device can pin it; states are then copied without waiting."""
+
+    def __init__(self) -> None:
+        self._written: set[torch.device] = set()
 
     def keep(self, x: Tensor, old: Tensor | None) -> Tensor:
         if x.device.type == "cpu":
             return x
-        pinned = x.device.type == "cuda"
-        there = torch.empty_like(x, device="cpu", pin_memory=pinned) if old is None else old
-        return there.copy_(x, non_blocking=pinned)
+        self._written.add(x.device)
+        there = torch.empty_like(x, device="cpu", pin_memory=can_pin_memory()) if old is None else old
+        return there.copy_(x, non_blocking=there.is_pinned())
 
     def bring(self, x: Tensor, device: torch.device) -> Tensor:
         return x.to(device, non_blocking=True)
 
     def wait(self) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        while self._written:
+            torch.accelerator.synchronize(self._written.pop())
 
 
 @dataclass(eq=False)

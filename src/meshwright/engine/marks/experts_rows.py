@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.layout import generator_state
 from meshwright.tensor import DistTensor
 
 from .._errors import ExpertsError
@@ -57,9 +58,10 @@ def run_experts(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence
 
 def run_experts_without_random(routed: Routed, rows: Tensor, ends: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Call `run_experts` for rows of one rank. Raises ExpertsError if random numbers are drawn for them."""
-    before = _generators(rows)
+    devices = dict.fromkeys(("cpu", str(rows.device)))
+    before = [generator_state(device) for device in devices]
     out = run_experts(routed, rows, ends, parameters)
-    if any(not torch.equal(a, b) for a, b in zip(before, _generators(rows), strict=True)):
+    if any(not torch.equal(a, b) for a, b in zip(before, map(generator_state, devices), strict=True)):
         raise ExpertsError(
             f"experts {routed.name} of rows {tuple(rows.shape)}",
             "random numbers drawn inside the function",
@@ -67,11 +69,6 @@ def run_experts_without_random(routed: Routed, rows: Tensor, ends: Tensor, param
             "apply dropout to the tokens before the call, or to the result after the call",
         )
     return out
-
-
-def _generators(rows: Tensor) -> list[Tensor]:
-    """Return the states of the generators that the experts could draw from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(rows.device)] if rows.is_cuda else [])]
 
 
 def combined(rows: Tensor, weights: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.graph import Capture, Guards, backend_flags, model_tensors, modes_on
-from meshwright.layout import TorchValue
+from meshwright.layout import TorchValue, autocast_modes
 from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, key_of_tree, local_parts
 
 from .._errors import StaticError
@@ -89,14 +89,7 @@ def torch_state() -> Iterator[Any]:
     yield current_random_source(), attention_algorithm(), torch.get_default_dtype(), torch.get_default_device()
     yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
     yield torch.get_float32_matmul_precision(), modes_on(), backend_flags()
-    for device in _autocast_devices():
-        if torch.is_autocast_enabled(device):
-            yield device, torch.get_autocast_dtype(device)
-
-
-def _autocast_devices() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    yield from autocast_modes()
 
 
 def _of_network(network: nn.Module) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.graph import class_text, described, model_tensors
-from meshwright.layout import Spec
+from meshwright.layout import Spec, autocast_modes
 from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, local_parts
 
 
@@ -45,9 +45,8 @@ def facts_text(network: nn.Module, optimizer: Optimizer | None) -> str:
 def _modes() -> Iterator[str]:
     yield f"draws by {current_random_source()}, attends by {attention_algorithm()}"
     yield f"{torch.get_default_dtype()}, {torch.is_grad_enabled()}"
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            yield f"autocast {device} {torch.get_autocast_dtype(device)}"
+    for device, dtype in autocast_modes():
+        yield f"autocast {device} {dtype}"
 
 
 def _network(network: nn.Module) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.graph import ModelPiece, Program, Run
-from meshwright.layout import TorchValue
+from meshwright.layout import TorchValue, autocast_modes
 from meshwright.tensor import as_part, leaves_in, local_parts, map_leaves
 
 from .._errors import StaticError
@@ -60,9 +60,8 @@ class CompiledPiece:
 def autocast_off() -> Generator[None]:
     """Switch autocast off inside: a program has its own casts."""
     with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for device, _ in autocast_modes():
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import Catalogue, CheckpointError, HeldTensor, World
-from meshwright.layout import InputError, JsonValue, Layout, ProcessMesh, Spec, read_json
+from meshwright.layout import (
+    InputError,
+    JsonValue,
+    Layout,
+    ProcessMesh,
+    Spec,
+    generator_state,
+    generator_states,
+    read_json,
+    set_generator_state,
+)
 from meshwright.tensor import current_random_source
 
 NAME = "random"
@@ -96,17 +106,25 @@ def _written() -> bytes:
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    if (device := _accelerator()) is not None:
+        states[device.type] = generator_state(device).cpu().numpy().tobytes().hex()
     return json.dumps(states).encode()
+
+
+def _accelerator() -> torch.device | None:
+    """Return the device of this rank, if it is in use and is no CPU."""
+    here = torch.accelerator.current_accelerator()
+    if here is None or len(generator_states()) == 1:
+        return None
+    return torch.device(here.type, torch.accelerator.current_device_index())
 
 
 def _set(states: JsonValue) -> None:
     torch.set_rng_state(_bytes(bytes.fromhex(states["torch"])))
     random.setstate(_python_state(states))
     np.random.set_state(_numpy_state(states))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(bytes.fromhex(states["cuda"])))
+    if (device := _accelerator()) is not None and device.type in states:
+        set_generator_state(_bytes(bytes.fromhex(states[device.type])), device)
 
 
 def _python_state(states: JsonValue) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
@@ -446,17 +446,19 @@ def _largest(*numbers: float) -> list[float]:
 
 
 def _peak_memory(on: str) -> int:
-    """Return the peak memory of this rank in bytes: of its CUDA device, else of its process."""
-    if on == "cuda":
-        return torch.cuda.max_memory_allocated()
+    """Return the peak memory of this rank in bytes: of its device if that counts it, else of its process."""
+    if on != "cpu":
+        with suppress(NotImplementedError, RuntimeError):
+            return torch.accelerator.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _peak(device: str | None, on: str) -> Callable[[torch.dtype], float] | None:
-    """Return the peak operations per second by dtype of a device, given by name or found by CUDA, if known."""
-    if device is None and on == "cuda":
-        words = torch.cuda.get_device_name().replace("-", " ").split()
+    """Return the peak operations per second by dtype of a device, given by name or found, if known."""
+    name_of = getattr(torch.get_device_module(on), "get_device_name", None) if device is None else None
+    if name_of is not None:
+        words = name_of().replace("-", " ").split()
         device = next((name for name in DEVICES if name in words), None)
     return None if device is None else device_of(device).peak
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout import MeshwrightError, Spec, TorchValue, user_frame, user_line
+from meshwright.layout import MeshwrightError, Spec, TorchValue, autocast_modes, user_frame, user_line
 from meshwright.tensor import (
     STAGE_SPLIT,
     DistTensor,
@@ -287,7 +287,4 @@ def _device(x: Tensor) -> torch.device:
 
 
 def _autocast() -> tuple[str, torch.dtype] | None:
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            return device, torch.get_autocast_dtype(device)
-    return None
+    return next(iter(autocast_modes()), None)

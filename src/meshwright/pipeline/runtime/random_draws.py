@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright.graph import Conversion, Node, Program, Run, Value, is_random_call, runner
+from meshwright.layout import generator_state
 
 from ..partition.step_parts import PartPlace, RankParts, read_by
 
@@ -45,16 +45,7 @@ class DrawRehearsal:
         return found
 
     def now(self) -> States:
-        return {d: torch.cuda.get_rng_state(d) if "cuda" in d else torch.get_rng_state() for d in self.devices}
-
-
-def set_states(states: States) -> None:
-    """Set the random generators of these devices to these states."""
-    for device, state in states.items():
-        if "cuda" in device:
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
+        return {device: generator_state(device) for device in self.devices}
 
 
 def rehearsal(row: Sequence[Entry], copies: Sequence[RankParts], known: Collection[Value]) -> DrawRehearsal:

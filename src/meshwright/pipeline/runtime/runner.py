@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.comm import Communicator, current_communicator
 from meshwright.graph import GradientInspector, Input, Program, Run, Value, tensor_dtype
-from meshwright.layout import TorchValue
+from meshwright.layout import TorchValue, set_generator_states
 from meshwright.reshard import Halves, halves_of
 
 from .._errors import StageError
@@ -21,7 +21,7 @@ from ..partition.step_parts import EPILOGUE, PROLOGUE, Crossing, PartKind, PartP
 from ..table.action import ActionKind
 from ..table.schedule import Schedule
 from ..table.weight_versions import is_asynchronous, updates, versions_used
-from .random_draws import Entry, rehearsal, set_states
+from .random_draws import Entry, rehearsal
 from .weight_stash import Known, WeightStash
 from .weight_updates import ProgramMaker, StepUpdates, interpreter, mean_of
 
@@ -157,10 +157,10 @@ class PipelineRun:
             end = self._rehearsal.now()
             for n, ((copy, place, m), gone) in enumerate(zip(self._row, self._drops, strict=True)):
                 if place == EPILOGUE:
-                    set_states(end)
+                    set_generator_states(end)
                     self._update(n, step, here, look_at)
                     continue
-                set_states(states.get((copy, place, m), {}))
+                set_generator_states(states.get((copy, place, m), {}))
                 part, way, held = self._parts[copy, place], self._ways[m], step.held[m]
                 with here.seen.doing("pipeline", f"{place.part}{m}.{place.chunk} {part.layers}"):
                     known = step.versions.values_for(n, base)

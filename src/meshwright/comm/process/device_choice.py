@@ -1,0 +1,37 @@
+"""Choose the transport and the device of a process."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.layout import device_types
+
+from .._errors import LaunchError
+from ..torch_hooks import backend_for
+
+CPU_BACKEND = "gloo"
+
+
+def default_backend() -> str:
+    """Return the name of the transport that torch has for the accelerator; "gloo" if there is no accelerator."""
+    return backend_for(device_types()[-1]) or CPU_BACKEND
+
+
+def use_device(local_rank: int) -> None:
+    """Make the device of this process the current one: that of its local rank, or the only one that it can see.
+
+    Raises LaunchError if the process can see several devices, and its local rank is none of them.
+    """
+    count = torch.accelerator.device_count()
+    if count <= 1:
+        return
+    if local_rank < count:
+        torch.accelerator.set_device_index(local_rank)
+        return
+    kind = device_types()[-1]
+    raise LaunchError(
+        f"a device for local rank {local_rank}",
+        f"{count} devices of type {kind} on this host",
+        "each process of a host uses a device of its own",
+        f"start at most {count} processes on this host, or set LOCAL_RANK to a number below {count}",
+    )

@@ -1,0 +1,61 @@
+"""State of a training run on devices: random generators in checkpoints, optimizer states on the host, peak memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.engine.eager.master_weights import HostStorage
+from meshwright.layout import generator_states, set_generator_states
+from tests.device.inspection import Devices
+
+
+def test_a_checkpoint_restores_the_generator_of_the_device(mesh_device: Devices, tmp_path: Path) -> None:
+    network = nn.Linear(2, 2).to("mesh:0")
+    torch.manual_seed(3)
+    torch.rand(3, device="mesh:0")
+    mw.save_checkpoint(tmp_path, 1, network)
+    expected = [torch.rand(3, device=device).cpu() for device in ("mesh:0", "cpu")]
+    mw.load_checkpoint(tmp_path, network)
+    for device, values in zip(("mesh:0", "cpu"), expected, strict=True):
+        assert torch.equal(torch.rand(3, device=device).cpu(), values)
+
+
+def test_states_of_all_generators_are_restored(mesh_device: Devices) -> None:
+    def draws() -> list[Tensor]:
+        return [torch.rand(2, device=device).cpu() for device in ("cpu", "mesh:0", "mesh:3")]
+
+    torch.manual_seed(4)
+    states = generator_states()
+    expected = draws()
+    set_generator_states(states)
+    assert list(states) == ["cpu", *(f"mesh:{at}" for at in range(mesh_device.count))]
+    assert all(map(torch.equal, draws(), expected))
+
+
+def test_optimizer_states_on_the_host_have_the_bits_of_states_on_the_device(mesh_device: Devices) -> None:
+    def trained(device: str, offload: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        model = nn.Linear(8, 8).to(device)
+        optimizer = mw.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), offload=offload)
+        for _ in range(3):
+            model(torch.linspace(-1, 1, 16).view(2, 8).to(device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    expected = trained("cpu", False)
+    for offload in (False, True):
+        assert all(map(torch.equal, trained("mesh:1", offload), expected))
+
+
+def test_the_host_storage_pins_its_memory(mesh_device: Devices) -> None:
+    storage, x = HostStorage(), torch.arange(4.0).to("mesh:2")
+    kept = storage.keep(x, None)
+    assert kept.is_pinned()
+    storage.wait()
+    assert torch.equal(kept, torch.arange(4.0))
+    assert torch.equal(storage.bring(kept, x.device).cpu(), torch.arange(4.0))
