@@ -93,6 +93,7 @@ class Far(HostStorage):
     """A memory that counts transfers; moved data can no longer be read at its old place."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.kept = self.brought = self.here = self.most = 0
 
     def keep(self, x: Tensor, old: Tensor | None) -> Tensor:
