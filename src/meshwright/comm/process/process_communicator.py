@@ -26,7 +26,8 @@ from meshwright.layout import MeshwrightError, user_place, warn_user
 from meshwright.reshard import ConversionPlan
 
 from .._errors import CallError, CommError, StragglerWarning
-from ..checking.call_guard import Check, Guard
+from ..checking.call_guard import Guard
+from ..checking.check_settings import Check
 from ..checking.rank_facts import RankFacts
 from ..checking.watchdog import Watchdog
 from ..communicators.call import CommCall, Group, Shape
@@ -166,6 +167,14 @@ class ProcessCommunicator(Communicator):
         self._side.drain()
         super()._check_group(group)
 
+    def any_true(self, flag: bool, group: Group) -> bool:
+        self._check_group(group)
+        if len(group) == 1 or self._guard.check.every != 1:
+            return super().any_true(flag, group)
+        call = CommCall("any_true", "", None, (), (), group)
+        with self.seen.note(call, 0), self._noted(call):
+            return self._guard.any_true(call, flag)
+
     def settle(self) -> None:
         try:
             self._guard.meetings.settle()
@@ -192,7 +201,9 @@ class ProcessCommunicator(Communicator):
             noted.agreed = time.time()
             self._watchdog.begin(call)
             try:
-                return carry()
+                found = carry()
+                self._guard.moved()
+                return found
             except MeshwrightError:
                 raise
             except (RuntimeError, OSError) as error:
