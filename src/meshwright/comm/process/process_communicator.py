@@ -41,13 +41,14 @@ from ..launcher.rendezvous import RankAddress, open_store, read_rank_address
 from ..torch_hooks import Backend, PrefixStore, Store, another_connection, open_backend
 from ..transport.background_thread import BackgroundThread
 from ..transport.control_links import ConnectionClosedError, ControlLinks
+from ..transport.direct_exchange import DirectExchange
 from ..transport.messages import Message, Messages
 from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
 from .flight_record import Noted, Record
 from .retained_memory import keep_memory
 
 T = TypeVar("T")
-Transport = Backend | SharedMemoryTransport
+Transport = Backend | DirectExchange | SharedMemoryTransport
 
 _AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
 _TIME_FOR_LAST_MESSAGES = 60.0
@@ -343,7 +344,8 @@ class ProcessCommunicator(Communicator):
             if name == "gloo" and self._shares:
                 found = open_shared(store, place, size, self._limit, self._peers_of(group))
             if found is None:
-                found = open_backend(name, store, place, size, self._limit, self._place.loopback)
+                backend = open_backend(name, store, place, size, self._limit, self._place.loopback)
+                found = DirectExchange(backend, place, size) if name == "gloo" else backend
             self._opened[(name, group)] = found
         return found
 
