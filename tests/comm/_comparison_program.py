@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm import Check, CommError, ProcessCommunicator, call_purpose, init_process
+from meshwright.comm import Check, CommError, Communicator, ProcessCommunicator, call_purpose, init_process
 from meshwright.comm.checking import comparison_order
 from meshwright.comm.checking.call_guard import Guard
 
@@ -21,7 +21,7 @@ STEPS = 12
 PAIR = (0, 1)
 
 
-def step(here: ProcessCommunicator, number: int = 0) -> list[Any]:
+def step(here: Communicator, number: int = 0) -> list[Any]:
     """Return the results of the calls of one step; the calls of each step have purposes of their own."""
     call_purpose.what = number, f"step {number}"
     x = torch.arange(4.0) + here.rank
@@ -69,7 +69,18 @@ def story_of_agreement(here: ProcessCommunicator) -> dict[str, Any]:
         return here.all_reduce(torch.ones(4), "sum", PAIR)
 
     told = error_of(for_other_values)
-    return {"results": results, "first": compared_first, "other values": told, "after": step(here, STEPS + 1)}
+    found = {"results": results, "first": compared_first, "other values": told, "after": step(here, STEPS + 1)}
+    return found | {"flags": flags(here), "other": error_of(lambda: flag_or_sum(here)), "flags after": flags(here)}
+
+
+def flags(here: Communicator) -> list[bool]:
+    """Return the answers for flags of no rank, of one rank and of both."""
+    return [here.any_true(flag, PAIR) for flag in (False, here.rank == 1, True, here.rank == 0, False)]
+
+
+def flag_or_sum(here: Communicator) -> object:
+    """Exchange flags on rank 0, and sums on rank 1."""
+    return here.any_true(True, PAIR) if here.rank == 0 else here.all_reduce(torch.ones(1), "sum", PAIR)
 
 
 def other_call(here: ProcessCommunicator) -> object:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 import _comparison_program as program
 
-from meshwright.comm import CommCall, ProcessCommunicator, launch, simulate
+from meshwright.comm import CommCall, current_communicator, launch, simulate
 from meshwright.comm.checking import call_forecast
 from meshwright.comm.checking.call_forecast import CallForecast
 from meshwright.comm.checking.comparison_order import ComparisonOrder
@@ -96,9 +96,19 @@ def test_a_repeated_step_gives_the_results_of_simulated_ranks(agreement: list[di
 
 
 def _simulated_step() -> list[Any]:
-    from meshwright.comm import current_communicator
+    return program.step(current_communicator())
 
-    return program.step(cast(ProcessCommunicator, current_communicator()))
+
+def test_flags_are_exchanged_in_frames(agreement: list[dict[str, Any]]) -> None:
+    goal = simulate(lambda: program.flags(current_communicator()), 2)
+    assert goal == [[False, True, True, True, False]] * 2
+    assert [found["flags"] for found in agreement] == [found["flags after"] for found in agreement] == goal
+
+
+def test_a_rank_without_a_flag_is_named(agreement: list[dict[str, Any]]) -> None:
+    for found in agreement:
+        assert found["other"].startswith("DisagreementError")
+        assert "rank 0 calls any_true()" in found["other"]
 
 
 def test_only_pieces_are_compared_before_their_transfer(agreement: list[dict[str, Any]]) -> None:
