@@ -57,7 +57,7 @@ def story_of_agreement(here: ProcessCommunicator) -> dict[str, Any]:
 
     def noted(self: Guard, call: Any, lags: bool = False) -> None:
         begin(self, call, lags)
-        if self._behind is None:
+        if not self.is_behind:
             firsts.append(call.kind)
 
     Guard.before = noted  # pyright: ignore[reportAttributeAccessIssue] - the same signature

@@ -134,12 +134,17 @@ class Guard:
             self.after()
             raise
 
+    @property
+    def is_behind(self) -> bool:
+        """True if the present call is compared behind its transfer."""
+        return self._behind is not None
+
     def moved(self) -> None:
-        """Compare the present call after its transfer, if it was not compared before."""
-        if self._behind is not None:
-            kind, began = self._behind
-            self._order.note(kind, time.perf_counter() - began)
-            self.meetings.settle()
+        """Compare the present call, whose data has moved and which `is_behind`."""
+        assert self._behind is not None
+        kind, began = self._behind
+        self._order.note(kind, time.perf_counter() - began)
+        self.meetings.settle()
 
     def any_true(self, call: CommCall, flag: bool) -> bool:
         """True if `flag` is True on some rank of the call. The flags are part of the frames, so no data moves."""
@@ -183,7 +188,7 @@ class Guard:
 
         Raises CommError if a peer has made another call, or none.
         """
-        if self._behind is not None:
+        if self.is_behind:
             self.meetings.settle()
         peers = [peer for peer in call.group if peer != self.rank]
         for _ in range(_LOOKS_AFTER_FAILURE):

@@ -199,11 +199,13 @@ class ProcessCommunicator(Communicator):
         """Run `carry()` once all ranks of the call are about to make it; at once if the call of `x` is queued."""
         with self._noted(call) as noted:
             self._guard.before(call, lags=self._lags and x is not None and self._is_queued(x))
-            noted.agreed = time.time()
+            noted.agreed = None if self._guard.is_behind else time.time()
             self._watchdog.begin(call)
             try:
                 found = carry()
-                self._guard.moved()
+                if self._guard.is_behind:
+                    self._guard.moved()
+                    noted.agreed = time.time()
                 return found
             except MeshwrightError:
                 raise
