@@ -35,7 +35,9 @@ def test_the_figure_takes_the_worst_case(monkeypatch: pytest.MonkeyPatch) -> Non
     found = same_transport.run()
     assert found["value"] == {"ours / torch": 0.9, "ours / by hand": 0.5}
     assert found["rival"] == {"collectives": {"ours / torch": 1.0, "ours / by hand": 1.091}}
-    assert not found["ok"]
+    assert found["ok"]
+    by_hand["d"] = row({"ours / by hand": 1.1}, {"ours": 12, "by hand": 11})
+    assert not same_transport.run()["ok"]
 
 
 def test_a_case_without_a_ratio_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
