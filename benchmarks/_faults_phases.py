@@ -40,7 +40,7 @@ def _patched_function(function: str) -> tuple[Any, str]:
         "while the memory opens": (process_communicator, "open_shared"),
         "while the backend opens": (process_communicator, "open_backend"),
         "in the memory": (SharedMemoryTransport, "_meet"),
-        "in the backend": (torch_hooks.Backend, "all_reduce"),
+        "in the backend": (torch_hooks.Backend, "messages"),
         "after the transfer": (Guard, "after"),
     }[function]
 

@@ -2,7 +2,8 @@
 
 The cost of an action is that of a row with small tensors, on one rank for which nothing is sent, divided by its
 actions. Steps are those of one model under one schedule on two processes (Gloo, one thread each), forward, backward
-and update. Both libraries take turns in the same processes. A ratio is the median over the turns.
+and update. Both libraries take turns in the same processes. A ratio is the median over the turns. Each step is measured
+twice: our ranks share memory, or not.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from benchmarks._transports import GLOO, TRANSPORTS, environment
 from meshwright.comm import PeerlessCommunicator, current_communicator, init_process, launch, using_communicator
 from meshwright.pipeline import KNOWN_SCHEDULES
 
@@ -195,12 +197,13 @@ def action_us(quick: bool) -> float:
     return round(statistics.median(times) / (3 * microbatches) * 1e6, 1)
 
 
-def measure(name: str, schedule: str, quick: bool) -> dict[str, Any]:
-    print(f"{name}, {schedule} ...", file=sys.stderr, flush=True)
+def measure(name: str, schedule: str, transport: str, quick: bool) -> dict[str, Any]:
+    print(f"{name}, {schedule}, {transport} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.json"
         argv = ["-m", "benchmarks.pipeline_overhead", str(path), name, schedule, str(5 if quick else SIZES[name].turns)]
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+        found = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        env = {"PYTHONPATH": found, **environment(transport == GLOO)}
         status = launch(argv, RANKS, env, timeout=600)
         if status or not path.exists():
             return {"failed": f"the processes ended with status {status}"}
@@ -210,10 +213,10 @@ def measure(name: str, schedule: str, quick: bool) -> dict[str, Any]:
 def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: microseconds per action, and the largest ratios for zero-bubble tables and for 1F1B."""
     action = action_us(quick)
-    rows = {f"{name}, {s}": measure(name, s, quick) for name in SIZES for s in SCHEDULES}
+    rows = {f"{n}, {s}, {t}": measure(n, s, t, quick) for t in TRANSPORTS for n in SIZES for s in SCHEDULES}
     ratios = {where: row.get("ratio", float("inf")) for where, row in rows.items()}
-    flush = max(r for where, r in ratios.items() if where.endswith("1F1B"))
-    bubble = max(r for where, r in ratios.items() if not where.endswith("1F1B"))
+    flush = max(r for where, r in ratios.items() if ", 1F1B, " in where)
+    bubble = max(r for where, r in ratios.items() if ", 1F1B, " not in where)
     same = all(row.get("loss_difference", 1.0) <= 1e-5 for row in rows.values())
     return {
         "name": "pipeline_overhead",

@@ -48,6 +48,7 @@ def written(call: OperatorCall, operands: list[torch.Tensor | None]) -> str:
     parts = [rule.text, f"cut {shown}", f"{sum(c.factor is None for c in choices)} for terms"]
     parts += [f"over {rule.over}"] if rule.over else []
     parts += [f"sizes {rule.sizes}"] if rule.sizes else []
+    parts += [f"invariant {' '.join(sorted(rule.invariant))}"] if rule.invariant else []
     parts += [f"stays {' '.join(sorted(rule.stays))}"] if rule.stays else []
     parts += [f"or {name}: {other.rule.text}" for name, other in rule.alternatives.items()]
     return "; ".join(parts + ["in parts"] * (rule.parts is not None) + ["guarded"] * (rule.guard is not None))

@@ -160,6 +160,10 @@ class OneRank:
     def gather(self, x: Tensor, operand: int, dim: int) -> Tensor:
         return torch.stack(self.ranks_.exchange(self.rank, x)) if self._mine(operand, dim) else x.unsqueeze(0)
 
+    def gather_invariant(self, x: Tensor, operand: int, dim: int) -> Tensor:
+        found = self.ranks_.exchange(self.rank, x) if self._mine(operand, dim) else [x]
+        return torch.stack([y if y is x else y.detach() for y in found])
+
     def permute(self, x: Tensor, operand: int, dim: int, sources: Sequence[int]) -> Tensor:
         return self.ranks_.exchange(self.rank, x)[sources[self.rank]]
 
@@ -361,7 +365,9 @@ def gradients(
             continue
         c = torch.randn_like(w)
         loss = loss + (w * c).sum()
-        for r, p in enumerate(cotangents(call.bound, i, choice.outs[i], c, ranks)):
+        whole_on_all = choice.invariant and choice.outs[i] == REPLICATED
+        found = [c] * ranks if whole_on_all else cotangents(call.bound, i, choice.outs[i], c, ranks)
+        for r, p in enumerate(found):
             local = local + (outs[r][i] * p).sum() if outs[r][i].requires_grad else local
     if not isinstance(loss, Tensor):
         return

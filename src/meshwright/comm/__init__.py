@@ -21,7 +21,7 @@ from ._errors import (
     NoCommunicatorError,
     StragglerWarning,
 )
-from .checking.call_guard import Check
+from .checking.check_settings import Check
 from .communicators.call import CommCall, Group
 from .communicators.call_purpose import call_purpose, is_compared, note_fact, when_compared
 from .communicators.communicator import Communicator, FinishedConversion, PendingConversion, Receive

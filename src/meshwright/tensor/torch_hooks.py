@@ -226,10 +226,21 @@ def grouped_product(
 def _plainly(op: Operator, args: Arguments, kwargs: NamedArguments) -> TorchValue:
     if op is torch.ops.aten._grouped_mm.default and args[0].is_meta:
         return grouped_product(*args, **kwargs)
-    if op is torch.ops.aten.view.default and not fake_tensor.is_fake(args[0]):
-        with torch._C._DisablePythonDispatcher():  # torch's Python kernel accepts strides that the C++ kernel refuses
+    if op in _WRONG_IN_PYTHON and not fake_tensor.is_fake(args[0]):
+        with torch._C._DisablePythonDispatcher():
             return op(*args, **kwargs)
     return op(*args, **kwargs)
+
+
+_WRONG_IN_PYTHON = frozenset(
+    {
+        torch.ops.aten.view.default,  # accepts strides that the C++ kernel refuses
+        torch.ops.aten.nll_loss.default,  # the result has no dims, whatever the reduction
+        torch.ops.aten.nll_loss_nd.default,
+        torch.ops.aten.cross_entropy_loss.default,
+    }
+)
+"""Operators whose Python kernels differ from those in C++, which call the same ones."""
 
 
 def as_on(device: torch.device | None) -> Run:

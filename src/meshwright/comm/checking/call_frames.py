@@ -1,9 +1,10 @@
 """The frames of calls: each rank sends its own to the peers of a call, and reads theirs, at once or later.
 
 A transport that blocks the process, as on the CPU, waits for all ranks anyway. There the frames are read before the
-data moves. On devices with streams a call is only queued, and the process continues. There frames may lag behind
-(`begin` without `settle`): they are read when they arrive, and all of them before a parameter is written. Meanwhile the
-watchdog reads them (`tend`), since the process may end up waiting for the device.
+data moves, or behind it if the call was predicted (`comparison_order.py`). On devices with streams a call is only
+queued, and the process continues. There frames may lag behind (`begin` without `settle`): they are read when they
+arrive, and all of them before a parameter is written. Meanwhile the watchdog reads them (`tend`), since the process may
+end up waiting for the device.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from .._errors import CommError
@@ -68,11 +69,13 @@ class PendingCallFrames:
         except IndexError:
             return self._given_up
 
-    def begin(self, call: CommCall, frame: Frame, limits: tuple[float, float], waits: bool) -> None:
-        """Send the frame of a call to its peers; the call is open until their frames are read.
+    def begin(
+        self, call: CommCall, frame: Frame, limits: tuple[float, float], waits: bool, reads: bool = True
+    ) -> Mapping[int, Frame]:
+        """Send the frame of a call to its peers, and return their frames; the call is open until these are read.
 
-        Nearly always all peers send the same bytes at nearly the same time, so these are compared first. With `waits`,
-        wait for them as long as this process need not sleep. `limits` are those of `WaitTimer`.
+        Nearly always all peers send the same bytes at nearly the same time, so these are compared first, unless `reads`
+        is False. With `waits`, wait for them as long as this process need not sleep. `limits` are those of `WaitTimer`.
         """
         with self._lock:
             self._raise_failed()
@@ -81,11 +84,12 @@ class PendingCallFrames:
             peers = [peer for peer in call.group if peer != rank]
             unsent = [peer for peer in peers if not self._send(call, peer, data)]
             waited = dict.fromkeys(peers, 0.0)
-            if not (self._open or unsent or frame.balance):
+            if reads and not (self._open or unsent or frame.balance):
                 waited = self._without_same(waited, data, waits)
+            found = {peer: frame for peer in peers if peer not in waited}
             if waited:
-                same = {peer: frame for peer in peers if peer not in waited}
-                self._open.append(CallFrames(call, frame, WaitTimer(*limits), list(waited), unsent, waited, same))
+                self._open.append(CallFrames(call, frame, WaitTimer(*limits), list(waited), unsent, waited, found))
+            return found
 
     def settle(self) -> None:
         """Wait until all frames of all open calls have been read and match.

@@ -9,25 +9,22 @@ first mistake, and its text names the other rank's call.
     a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
     no frame                                  the result of `peer_examiner.py`
 
-If a call is only queued on a device, its frames may lag behind it (`call_frames.py`). A message has no frame, since its
-two ranks make their calls at different times. A rank that waits for a message detects ended, waiting and slow ranks in
-the same manner.
+A call that was predicted is compared behind its transfer instead (`comparison_order.py`). If a call is only queued on a
+device, its frames may lag behind it (`call_frames.py`). A message has no frame, since its two ranks make their calls at
+different times. A rank that waits for a message detects ended, waiting and slow ranks in the same manner.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
 from meshwright.layout import user_frame
 
-from .._errors import CallError, CommError, DisagreementError, disagreement_error
+from .._errors import CommError, DisagreementError, disagreement_error
 from ..communicators.call import CommCall, Group, common_part, expected_transfers, is_pairwise
 from ..communicators.call_purpose import call_purpose
 from ..communicators.stragglers import Waits
@@ -37,6 +34,8 @@ from ..transport.control_links import ConnectionClosedError, ControlLinks, Frame
 from ..transport.messages import Message, Messages
 from ..transport.rank_state import RankState
 from .call_frames import CallFrames, PendingCallFrames
+from .check_settings import Check
+from .comparison_order import ComparisonOrder
 from .peer_examiner import Examiner
 from .rank_facts import RankFacts
 from .wait_timer import WaitTimer
@@ -52,49 +51,6 @@ _OTHER_VALUES = (
     "before them differ"
 )
 _WRITE_FOR_VALUES = "use the same program, settings, seeds and whole tensors on every rank"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Settings of the comparison of calls: every `every`-th call of a group (0: none), and the time limits.
-
-    After `limit` seconds a deadlock or a stopped process is an error. After four limits a slow rank causes a warning,
-    and after `patience` seconds an error.
-
-    >>> Check.parse("100")
-    Check(every=100, limit=20.0, patience=1800.0)
-    """
-
-    every: int = 1
-    limit: float = 20.0
-    patience: float = 1800.0
-
-    @staticmethod
-    def parse(text: str | int, limit: float = 20.0, patience: float = 1800.0) -> Check:
-        """Return the check for "every", "off", or a number N (every N-th call).
-
-        Raises:
-            CallError: the text is none of these.
-        """
-        words = {"every": 1, "off": 0}
-        every = words.get(str(text))
-        if every is None and str(text).isdecimal():
-            every = int(text)
-        if every is None:
-            raise CallError(
-                f"check={text!r}",
-                "an unknown check",
-                "the check is the interval between compared calls: every call, none, or every N-th call",
-                'use "every", "off" or a number',
-            )
-        return Check(every, limit, patience)
-
-    @staticmethod
-    def from_environment(env: Mapping[str, str] | None = None) -> Check:
-        """Return the check that MESHWRIGHT_CHECK, MESHWRIGHT_LIMIT and MESHWRIGHT_PATIENCE describe."""
-        env = os.environ if env is None else env
-        limit, patience = float(env.get("MESHWRIGHT_LIMIT", "20")), float(env.get("MESHWRIGHT_PATIENCE", "1800"))
-        return Check.parse(env.get("MESHWRIGHT_CHECK", "every"), limit, patience)
 
 
 def _named(call: CommCall, name: str) -> str:
@@ -127,6 +83,8 @@ class Guard:
         self._receive_call: CommCall | None = None
         self._last: CommCall | None = None
         self._calls = 0
+        self._behind: tuple[int, float] | None = None
+        """Kind and start of the transfer of the present call, if the call is compared behind it."""
         self.waits = Waits()
 
     def connect(self, links: ControlLinks) -> None:
@@ -134,6 +92,7 @@ class Guard:
         self._links = links
         self.examiner = Examiner(self.rank, links, self._messages, self.state)
         self.meetings = PendingCallFrames(links, self.examiner, self.waits, self._compare, self._balance)
+        self._order = ComparisonOrder(links)
 
     def state(self) -> RankState:
         """Return the current state of the rank, for peers that ask."""
@@ -153,6 +112,7 @@ class Guard:
     def before(self, call: CommCall, lags: bool = False) -> None:
         """Compare `call` with the peers' calls; return when all peers are about to make it, or earlier with `lags`.
 
+        A predicted call is compared by `moved`, after its data has moved.
         If a peer did not come, the rank still counts as waiting in this call, so that its peers reach the same result.
         """
         self._call, self._is_aside = call, self._side.is_here()
@@ -162,16 +122,49 @@ class Guard:
         frame = self._frame_of(call)
         if frame is None:
             return
+        behind = self.check.every == 1 and self._order.is_behind(call, frame.common) and not lags
         try:
-            self.meetings.begin(call, frame, (self.check.limit, self.check.patience), waits=not lags)
-            self.meetings.look() if lags else self.meetings.settle()
+            limits = (self.check.limit, self.check.patience)
+            self.meetings.begin(call, frame, limits, waits=not lags, reads=not behind)
+            if behind:
+                self._behind = frame.common, time.perf_counter()
+            else:
+                self.meetings.look() if lags else self.meetings.settle()
         except DisagreementError:
             self.after()
             raise
 
+    @property
+    def is_behind(self) -> bool:
+        """True if the present call is compared behind its transfer."""
+        return self._behind is not None
+
+    def moved(self) -> None:
+        """Compare the present call, whose data has moved and which `is_behind`."""
+        assert self._behind is not None
+        kind, began = self._behind
+        self._order.note(kind, time.perf_counter() - began)
+        self.meetings.settle()
+
+    def any_true(self, call: CommCall, flag: bool) -> bool:
+        """True if `flag` is True on some rank of the call. The flags are part of the frames, so no data moves."""
+        self._call, self._is_aside = call, self._side.is_here()
+        self._calls += 1
+        frame = self._frame_of(call)
+        assert frame is not None
+        limits = (self.check.limit, self.check.patience)
+        try:
+            frames = self.meetings.begin(call, frame._replace(balance=int(flag)), limits, waits=True)
+            self.meetings.settle()
+        except DisagreementError:
+            self.after()
+            raise
+        self.after()
+        return flag or any(other.balance for other in frames.values())
+
     def after(self) -> None:
         """Mark the call as finished."""
-        self._last, self._call = self._call, None
+        self._last, self._call, self._behind = self._call, None, None
 
     def wait_for_message(self, call: CommCall, limit: float) -> Message:
         """Return the message of a receive, within `limit` seconds."""
@@ -191,7 +184,12 @@ class Guard:
         return found
 
     def explain(self, call: CommCall, error: Exception) -> CommError:
-        """Return the error to raise after a failure of the transport; it names an ended peer, if there is one."""
+        """Return the error to raise after a failure of the transport; it names an ended peer, if there is one.
+
+        Raises CommError if a peer has made another call, or none.
+        """
+        if self.is_behind:
+            self.meetings.settle()
         peers = [peer for peer in call.group if peer != self.rank]
         for _ in range(_LOOKS_AFTER_FAILURE):
             for peer in peers:
@@ -238,6 +236,8 @@ class Guard:
     def _balance(self, meeting: CallFrames) -> None:
         """Raise DisagreementError if a rank sends something else than its peer expects."""
         call, frames = meeting.call, meeting.frames
+        if not is_pairwise(call):
+            return
         if not (meeting.frame.balance + sum(other.balance for other in frames.values())) & _MASK:
             return
         sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()}

@@ -26,7 +26,8 @@ from meshwright.layout import MeshwrightError, user_place, warn_user
 from meshwright.reshard import ConversionPlan
 
 from .._errors import CallError, CommError, StragglerWarning
-from ..checking.call_guard import Check, Guard
+from ..checking.call_guard import Guard
+from ..checking.check_settings import Check
 from ..checking.rank_facts import RankFacts
 from ..checking.watchdog import Watchdog
 from ..communicators.call import CommCall, Group, Shape
@@ -40,6 +41,7 @@ from ..launcher.rendezvous import RankAddress, open_store, read_rank_address
 from ..torch_hooks import Backend, PrefixStore, Store, another_connection, open_backend
 from ..transport.background_thread import BackgroundThread
 from ..transport.control_links import ConnectionClosedError, ControlLinks
+from ..transport.direct_exchange import DirectExchange
 from ..transport.messages import Message, Messages
 from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
 from .device_choice import CPU_BACKEND, default_backend, use_device
@@ -47,7 +49,7 @@ from .flight_record import Noted, Record
 from .retained_memory import keep_memory
 
 T = TypeVar("T")
-Transport = Backend | SharedMemoryTransport
+Transport = Backend | DirectExchange | SharedMemoryTransport
 
 _AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
 _TIME_FOR_LAST_MESSAGES = 60.0
@@ -167,6 +169,14 @@ class ProcessCommunicator(Communicator):
         self._side.drain()
         super()._check_group(group)
 
+    def any_true(self, flag: bool, group: Group) -> bool:
+        self._check_group(group)
+        if len(group) == 1 or self._guard.check.every != 1:
+            return super().any_true(flag, group)
+        call = CommCall("any_true", "", None, (), (), group)
+        with self.seen.note(call, 0), self._noted(call):
+            return self._guard.any_true(call, flag)
+
     def settle(self) -> None:
         try:
             self._guard.meetings.settle()
@@ -190,10 +200,14 @@ class ProcessCommunicator(Communicator):
         """Run `carry()` once all ranks of the call are about to make it; at once if the call of `x` is queued."""
         with self._noted(call) as noted:
             self._guard.before(call, lags=self._lags and x is not None and self._is_queued(x))
-            noted.agreed = time.time()
+            noted.agreed = None if self._guard.is_behind else time.time()
             self._watchdog.begin(call)
             try:
-                return carry()
+                found = carry()
+                if self._guard.is_behind:
+                    self._guard.moved()
+                    noted.agreed = time.time()
+                return found
             except MeshwrightError:
                 raise
             except (RuntimeError, OSError) as error:
@@ -333,7 +347,8 @@ class ProcessCommunicator(Communicator):
             if name == "gloo" and self._shares:
                 found = open_shared(store, place, size, self._limit, self._peers_of(group))
             if found is None:
-                found = open_backend(name, store, place, size, self._limit, self._place.loopback)
+                backend = open_backend(name, store, place, size, self._limit, self._place.loopback)
+                found = DirectExchange(backend, place, size) if name == "gloo" else backend
             self._opened[(name, group)] = found
         return found
 

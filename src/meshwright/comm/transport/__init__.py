@@ -7,5 +7,6 @@ rank_state          RankState: the current call of a rank and the ranks that it 
 control_links       ControlLinks: connections for frames of calls and for questions about a rank's state
 messages            Messages: messages between processes, buffered at the receiver
 shared_memory       SharedMemoryTransport: collectives of the processes of one host through shared memory
+direct_exchange     DirectExchange: collectives of small tensors over Gloo by one message to each rank
 background_thread   BackgroundThread: one thread that runs the work begun by the rank, in order
 """

@@ -62,7 +62,6 @@ class _Link:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wire = wire
         self._ring = ring
-        self._waits = 0.0
         self._rest = b""
 
     def send(self, data: bytes) -> None:
@@ -82,6 +81,11 @@ class _Link:
         """Close this process's copy of the connection alone."""
         self._wire.close()
 
+    @property
+    def has_memory(self) -> bool:
+        """True if frames arrive through shared memory."""
+        return self._ring is not None
+
     def has_read(self, data: bytes, waits: bool) -> bool:
         """Read the next frame if it consists of these bytes; False if it does not, or if it is not in memory."""
         return self._ring is not None and not self._rest and self._ring.has_read(data, waits)
@@ -97,20 +101,24 @@ class _Link:
 
     def _arriving(self, limit: float) -> bytes:
         """Return bytes from the connection; b"" after the limit in seconds, at once if the limit is 0."""
-        if limit <= 0.0 and not readable(self._wire, 0.0):
-            return b""
-        if limit > 0.0 and limit != self._waits:
-            self._wire.settimeout(limit)
-            self._waits = limit
         try:
-            data = self._wire.recv(65536)
-        except TimeoutError:
-            return b""
+            data = self._waiting()
+            if data is None and limit > 0.0 and readable(self._wire, limit):
+                data = self._waiting()
         except OSError as error:
             raise ConnectionClosedError from error
+        if data is None:
+            return b""
         if not data:
             raise ConnectionClosedError
         return data
+
+    def _waiting(self) -> bytes | None:
+        """Return the bytes that have arrived; b"" if the other end is closed, None if there are none."""
+        try:
+            return self._wire.recv(65536, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
 
     def _parse(self) -> Frame | None:
         if len(self._rest) < _HEADER.size:
@@ -201,6 +209,11 @@ class ControlLinks:
     def is_open(self, peer: int) -> bool:
         """True if there was ever a link to `peer`, open or closed."""
         return peer in self._links
+
+    def needs_round_trip(self, peer: int) -> bool:
+        """True if there is a link to `peer` whose frames arrive through the connection."""
+        link = self._links.get(peer)
+        return link is not None and not link.has_memory
 
     def wait_open(self, peer: int, limit: float) -> bool:
         """Wait for the link to `peer`; True if it is open within the limit.

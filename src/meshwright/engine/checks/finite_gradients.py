@@ -34,7 +34,7 @@ def should_skip_update(tensors: Mapping[str, Tensor | None], checks: StepChecks,
     if checks.bad_numbers == "off":
         return False
     bad = first_bad(tensors)
-    if not current_communicator().all_reduce(torch.tensor([bad is not None]), "any", group).item():
+    if not current_communicator().any_true(bad is not None, group):
         return False
     error = non_finite_error(step, bad or "", group)
     if checks.bad_numbers == "stop":

@@ -64,12 +64,14 @@ class BoundRule:
 class Choice:
     """One choice for a call along one axis: required states of the operands, and resulting states of the results.
 
-    `factor` is the factor that is sharded, or None.
+    `factor` is the factor that is sharded, or None. With `invariant`, replicated results are invariant although an
+    operand is sharded.
     """
 
     ins: tuple[AxisState, ...]
     outs: tuple[AxisState, ...]
     factor: int | None = None
+    invariant: bool = False
 
 
 def bind(
@@ -292,10 +294,11 @@ def factor_choices(bound: BoundRule, factor: int) -> Iterator[Choice]:
     if not any(has) or not _may_shard(bound, factor, contracts=not all(gives)):
         return
     ins = _axis_states(has, factor, REPLICATED)
-    outs = _axis_states(gives, factor, bound.rule.joins() or REPLICATED)
+    invariant = bound.names[factor] in bound.rule.invariant
+    outs = _axis_states(gives, factor, REPLICATED if invariant else bound.rule.joins() or REPLICATED)
     products = () if all(gives) else bound.products
     for picks in cartesian(*_products_without(products, has)):
-        yield Choice(_with_sums(ins, picks), outs, factor)
+        yield Choice(_with_sums(ins, picks), outs, factor, invariant)
 
 
 def _axis_states(has: Sequence[bool], factor: int, otherwise: AxisState) -> tuple[AxisState, ...]:

@@ -4,7 +4,8 @@ In reading order:
 
     empty_tensors      kernels that refuse empty tensors, which ranks without a shard hold
     reductions         reductions, norms, softmax and running sums along sharded dims
-    layers             embedding with a sharded table, attention over sharded keys, losses over classes
+    layers             embedding with a sharded table, attention over sharded keys
+    class_losses       cross entropy and negative log likelihood over sharded classes
     ring_attention     context parallelism: ring and Ulysses attention along a sharded sequence
     grouped_products   grouped matrix products, with rows ordered by group
     convolutions       convolutions and normalizations: groups, rows of neighbours, sums over ranks

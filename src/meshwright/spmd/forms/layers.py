@@ -1,9 +1,7 @@
-"""Local forms of layers: embedding with a sharded table, attention over sharded keys, losses over sharded classes."""
+"""Local forms of layers: embedding with a sharded table, attention over sharded keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from math import prod, sqrt
 
 import torch
@@ -14,8 +12,6 @@ from ..notation.local_call import LocalCall
 from .empty_tensors import empty_result
 from .indexing import check_bounds
 from .reductions import max_or_lowest, max_over, sum_over
-
-SUM = 2
 
 
 def embedding(
@@ -79,121 +75,3 @@ def _attention_scores(query: Tensor, key: Tensor, attn_mask: Tensor | None, scal
     if attn_mask is None:
         return scores
     return scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-
-
-def cross_entropy(
-    call: LocalCall,
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Return this rank's term of the loss: each class adds its target probability times (logsumexp - logit)."""
-    c = min(x.dim() - 1, 1)
-    if call.ranks(0, c) == 1:
-        terms = partial(F.cross_entropy, x, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
-        return _of_whole_classes(call, terms, x, target, weight, reduction, ignore_index)
-    top = max_over(call, max_or_lowest(x.detach(), (c,)), 0, (c,))
-    lse = sum_over(call, (x - top).exp().sum(c, keepdim=True), 0, (c,)).log() + top
-    if target.dtype.is_floating_point:
-        return _class_probability_term(call, lse - x, target, weight, reduction, label_smoothing, c)
-    loss, mass = _class_index_term(call, lse - x, target, weight, ignore_index, c)
-    if label_smoothing:
-        spread = (lse - x if weight is None else (lse - x) * _per_class(weight, x, c)).sum(c)
-        spread = torch.where(target == ignore_index, 0, spread)
-        loss = loss * (1 - label_smoothing) + spread * (label_smoothing / max(call.total(0, c), 1))
-    return _reduced(call, loss, mass, reduction, c)
-
-
-def nll_loss(
-    call: LocalCall,
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-) -> Tensor:
-    c = min(x.dim() - 1, 1)
-    if call.ranks(0, c) == 1:
-        terms = partial(F.nll_loss, x, target, weight, ignore_index=ignore_index)
-        return _of_whole_classes(call, terms, x, target, weight, reduction, ignore_index)
-    loss, mass = _class_index_term(call, -x, target, weight, ignore_index, c)
-    return _reduced(call, loss, mass, reduction, c)
-
-
-def _of_whole_classes(
-    call: LocalCall,
-    terms: Callable[..., Tensor],
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-) -> Tensor:
-    """Return this rank's term of the loss if all classes are local; `terms(reduction=...)` is torch's loss.
-
-    The mean is over the targets of all ranks.
-    """
-    if reduction == 0:
-        return terms(reduction="none")
-    if reduction == SUM:
-        return terms(reduction="sum")
-    if target.dtype.is_floating_point:
-        return terms(reduction="sum") / _targets(call, x, min(x.dim() - 1, 1))
-    counts = target != ignore_index
-    mass = counts if weight is None else torch.where(counts, weight[torch.where(counts, target, 0)], 0)
-    return terms(reduction="sum") / _over_targets(call, mass.sum(dtype=x.dtype), target.dim() + 1)
-
-
-def _class_index_term(
-    call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, c: int
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted `x` at the target class, and the weight; both are zero if another rank holds the class."""
-    check_bounds(torch.where(target == ignore_index, 0, target), max(call.total(0, c), 1), c)
-    local = target - call.start(0, c)
-    mine = (local >= 0) & (local < x.shape[c]) & (target != ignore_index)
-    if x.shape[c] == 0:
-        empty = x.sum(c)
-        return empty, empty.detach()
-    local = torch.where(mine, local, 0)
-    mass = mine.to(x.dtype) if weight is None else torch.where(mine, weight[local], 0)
-    picked = x.gather(c, local.unsqueeze(c)).squeeze(c)
-    return torch.where(mine, picked, 0) * mass, mass
-
-
-def _class_probability_term(
-    call: LocalCall, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, label_smoothing: float, c: int
-) -> Tensor:
-    if label_smoothing:
-        target = target * (1 - label_smoothing) + label_smoothing / max(call.total(0, c), 1)
-    x = x if weight is None else x * _per_class(weight, x, c)
-    loss = (x * target).sum(c)
-    if reduction == 0:
-        return loss
-    return loss.sum() / (_targets(call, x, c) if reduction == 1 else 1)
-
-
-def _targets(call: LocalCall, x: Tensor, c: int) -> int:
-    """Return the number of targets of all ranks, by which torch divides; 0 without classes (dim `c`)."""
-    sizes = [call.total(0, d) for d in range(x.dim())]
-    return prod(sizes) // sizes[c] if sizes[c] else 0
-
-
-def _per_class(weight: Tensor, x: Tensor, c: int) -> Tensor:
-    return weight.reshape([-1 if d == c else 1 for d in range(x.dim())])
-
-
-def _reduced(call: LocalCall, loss: Tensor, mass: Tensor, reduction: int, c: int) -> Tensor:
-    """Return the reduced loss. The mean is over the weights of all targets on all ranks that are not ignored."""
-    if reduction == 0:
-        return loss
-    if reduction == SUM:
-        return loss.sum()
-    return loss.sum() / _over_targets(call, mass.sum(), loss.dim() + 1)
-
-
-def _over_targets(call: LocalCall, mass: Tensor, ndim: int) -> Tensor:
-    """Return the sum of the targets' weights over all ranks, for logits of `ndim` dims."""
-    return sum_over(call, mass, 0, tuple(range(ndim)))

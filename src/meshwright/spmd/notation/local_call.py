@@ -41,6 +41,13 @@ class LocalCall(Protocol):
         """
         ...
 
+    def gather_invariant(self, x: Tensor, operand: int, dim: int) -> Tensor:
+        """Return the result of `gather` for a form that computes the same from it on all these ranks.
+
+        So the gradient is the same on all of them, and the gradient of `x` takes no communication.
+        """
+        ...
+
     def permute(self, x: Tensor, operand: int, dim: int, sources: Sequence[int]) -> Tensor:
         """Return the `x` of the rank with shard `sources[i]` of `dim` of `operand`, on the rank with shard i.
 

@@ -28,6 +28,8 @@ class Rule:
     `parts`    the same computation in smaller torch operators, used if the equation alone would have to communicate.
     `guard`    local function that replaces the operator if some rank has no shard.
     `alternatives`  other rules for the same call, by name.
+    `invariant`  factors whose form returns whole results, computed in the same way on every rank. `over` does not hold
+               for them, and the form gets whole gradients.
     `stays`    factors that stay sharded if an operand is sharded along them: replicating that operand would cost work
                and memory besides communication.
     """
@@ -39,6 +41,7 @@ class Rule:
     parts: Callable[..., Any] | None = None
     guard: LocalForm | None = None
     alternatives: Mapping[str, Alternative] = field(default_factory=dict[str, "Alternative"])
+    invariant: frozenset[str] = frozenset()
     stays: frozenset[str] = frozenset()
 
     @property

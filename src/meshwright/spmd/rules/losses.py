@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.layout import TorchValue
 
-from ..forms import layers as forms
+from ..forms import class_losses as forms
 from ..notation.dim_names import dim_names, operand_text
 from ..notation.local_call import LocalCall
 from ..notation.rule import Entry, LocalForm, Rule
@@ -19,10 +19,11 @@ from ..torch_hooks import register_meta_kernel
 MEAN, SUM = 1, 2
 
 
-def class_loss(form: LocalForm) -> Entry:
+def class_loss(form: LocalForm, invariant: bool = False) -> Entry:
     """Return the rule of a loss over classes, which are dim 1, or dim 0 without a batch.
 
-    Targets are class indices or class probabilities.
+    Targets are class indices or class probabilities. With `invariant`, the form returns the whole loss if classes are
+    sharded, otherwise a term of it.
     """
 
     def entry(
@@ -34,7 +35,9 @@ def class_loss(form: LocalForm) -> Entry:
         ids = names if target.dtype.is_floating_point else spread
         result = spread if reduction == 0 else []
         text = f"{operand_text(names)}, {operand_text(ids)}, {names[c]} -> {operand_text(result)}"
-        return Rule(text, over="sum", forms=dict.fromkeys(names if reduction else [names[c]], form))
+        cut = names if reduction else [names[c]]
+        whole = frozenset([names[c]] if invariant else [])
+        return Rule(text, over="sum", forms=dict.fromkeys(cut, form), invariant=whole)
 
     return entry
 
@@ -120,7 +123,7 @@ register_meta_kernel("_ctc_loss.Tensor", _ctc_shapes)
 
 LOSSES: dict[str, Entry] = {
     "aten.ctc_loss.Tensor": ctc_rule,
-    "aten.cross_entropy_loss": class_loss(forms.cross_entropy),
+    "aten.cross_entropy_loss": class_loss(forms.cross_entropy, invariant=True),
     "aten.nll_loss": class_loss(forms.nll_loss),
     "aten.nll_loss_nd": class_loss(forms.nll_loss),
     "aten.nll_loss2d": class_loss(forms.nll_loss),

@@ -69,7 +69,7 @@ def _check_rule(name: str, operators: list[Operator], rule: Rule) -> None:
         )
     terms = [term for side in (*equation.operands, *equation.results) for term in side]
     factors = {factor for term in terms for factor in term.names}
-    named = {_ONE_OF_MANY.sub("...", factor) for factor in (*rule.forms, *rule.stays)}
+    named = {_ONE_OF_MANY.sub("...", factor) for factor in (*rule.forms, *rule.stays, *rule.invariant)}
     if unknown := sorted(named - factors):
         raise RuleError(
             f"rule {rule.text!r} for {name}",

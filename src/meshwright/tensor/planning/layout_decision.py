@@ -59,6 +59,7 @@ class _ChoicesSoFar:
     ins: list[list[tuple[str, str]]]
     outs: list[list[tuple[str, str]]]
     varies: list[str]
+    invariant: list[str]
     form: str | None = None
     gathers: bool = False
 
@@ -95,7 +96,7 @@ def _axes_by_factor(bound: BoundRule, specs: Sequence[Spec | None]) -> list[Mapp
 
 
 def _nothing_picked(bound: BoundRule) -> _ChoicesSoFar:
-    return _ChoicesSoFar({}, [[] for _ in bound.ins], [[] for _ in bound.outs], [])
+    return _ChoicesSoFar({}, [[] for _ in bound.ins], [[] for _ in bound.outs], [], [])
 
 
 def _mesh(specs: Sequence[Spec | None]) -> ProcessMesh:
@@ -224,6 +225,8 @@ def _add_choice(picked: _ChoicesSoFar, choice: Choice, here: _AxisProblem) -> No
     deciding = [here.specs[i] for i in here.call.mutated] or here.specs
     if any(need != REPLICATED for need in choice.ins) or _all_vary(axis, deciding):
         picked.varies.append(axis)
+    if choice.invariant:
+        picked.invariant.append(axis)
 
 
 def _all_vary(axis: str, specs: Sequence[Spec | None]) -> bool:
@@ -239,10 +242,11 @@ def _decision(
         _operand_spec(bound, i, spec, cuts, picked, mesh.sizes) if spec is not None else None
         for i, spec in enumerate(specs)
     )
+    varies = [axis for axis in picked.varies if axis not in picked.invariant]
     outs: list[Layout] = []
     for dims, partial in zip(bound.outs, picked.outs, strict=True):
         found = tuple(layout_dim(d, cuts, bound, mesh.sizes) for d in dims)
-        outs.append(_layout(found, partial, picked.varies))
+        outs.append(_layout(found, partial, varies))
     return Decision(ins, tuple(outs), picked.form, picked.gathers)
 
 

@@ -47,6 +47,11 @@ class PlannedLocalCall:
         whole = stacked.with_layout(Layout(((),) * stacked.ndim, varying=stacked.mesh.dim_names))
         return convert_local(x.unsqueeze(0), stacked, whole)
 
+    def gather_invariant(self, x: Tensor, operand: int, dim: int) -> Tensor:
+        stacked = self._stacked(x, operand, dim)
+        whole = stacked.with_layout(Layout(((),) * stacked.ndim, varying=stacked.layout.varying))
+        return convert_local(x.unsqueeze(0), stacked, whole)
+
     def permute(self, x: Tensor, operand: int, dim: int, sources: Sequence[int]) -> Tensor:
         mesh = self._spec(operand).mesh
         there = rearranged(mesh, self._axes(operand, dim), tuple(sources))
