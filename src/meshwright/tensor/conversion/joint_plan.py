@@ -14,10 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from meshwright.layout import Layout, ProcessMesh, Range, Spec, axes_of
+from meshwright.layout import Layout, Range, Spec, axes_of
 from meshwright.reshard import plan
-
-_AXIS = "rank"
 
 
 def gathered_axes(part: Spec, whole: Spec) -> tuple[str, ...]:
@@ -63,16 +61,16 @@ class JointPlan:
 
     def __init__(self, parts: Sequence[Spec], wholes: Sequence[Spec], rank: int) -> None:
         mesh, dtype = parts[0].mesh, parts[0].dtype
-        group = mesh.group(rank, gathered_axes(parts[0], wholes[0]))
+        axes = gathered_axes(parts[0], wholes[0])
+        group = mesh.group(rank, axes)
         self._place = group.index(rank)
         self._pieces = [_pieces(part, whole, rank, group) for part, whole in zip(parts, wholes, strict=True)]
         self._sizes = [[piece.size_of(place) for piece in self._pieces] for place in range(len(group))]
         self._length = max(1, *map(sum, self._sizes))
-        flat, shape = ProcessMesh(group, [_AXIS]), (len(group) * self._length,)
-        own = Spec(flat, Layout(((_AXIS,),)), shape, dtype)
+        own = Spec(mesh.get_submesh(axes, rank), Layout((axes,)), (len(group) * self._length,), dtype)
         self.gather = plan(own, own.with_layout(Layout(((),))))
         """The all-gather of the buffers."""
-        self.reduce = plan(own.with_layout(Layout(((),), ((_AXIS, "sum"),))), own)
+        self.reduce = plan(own.with_layout(Layout(((),), tuple((axis, "sum") for axis in axes))), own)
         """The reduce-scatter of buffers with the terms of each rank."""
 
     def pack(self, parts: Sequence[Tensor]) -> Tensor:
