@@ -109,6 +109,19 @@ def test_a_step_gathers_each_unit_twice_and_the_last_one_once(
     assert calls_of_steps(make, units) == [calls] * 3
 
 
+def checkpointed(where: str) -> nn.Module:
+    net = Net(3)
+    {"blocks": checkpoint_blocks(False), "reentrant": checkpoint_blocks(True), "inside": checkpoint_inside}[where](net)
+    return net
+
+
+@pytest.mark.parametrize("where", ["blocks", "reentrant", "inside"])
+def test_a_block_that_runs_again_is_gathered_once_more(where: str) -> None:
+    """The last block too, since the rest is the unit that stays whole."""
+    found = calls_of_steps(lambda: checkpointed(where))
+    assert found == [(7, 4)] * 3
+
+
 @contextmanager
 def watched_memory() -> Generator[list[int]]:
     """Yield a list with the bytes of whole tensors at each gather of a unit, of this process."""

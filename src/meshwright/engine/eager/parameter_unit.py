@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.comm import current_communicator
 from meshwright.layout import Spec
-from meshwright.tensor import JointGather, can_gather_jointly, gathered_axes
+from meshwright.tensor import JointGather, can_gather_jointly, gathered_axes, in_backward
 
 from .gather_order import GatheredUnit, GatherOrder
 from .regather import forget_gathered, remember_gathered
@@ -48,13 +48,25 @@ class ParameterUnit:
         return bool(self._swapped)
 
     def put_on(self) -> None:
-        """Register the hooks of the modules."""
+        """Register the hooks of the modules, and of those that own the parameters."""
+        owners = dict.fromkeys(slot.module for places in self._slots for slot in places)
         for module in self._modules:
             module.register_forward_pre_hook(self._before)
             module.register_forward_hook(self._behind, always_call=True)
+        for module in owners.keys() - set(self._modules):
+            module.register_forward_pre_hook(self._before_owner)
+            module.register_forward_hook(self._behind, always_call=True)
 
-    def _before(self, module: nn.Module, *_: object) -> None:
+    def _before(self, *_: object) -> None:
         if not self.is_open:
+            self._left = set(self._modules)
+            self._open()
+        self._entered.append(self.is_open)
+
+    def _before_owner(self, *_: object) -> None:
+        """Gather the unit for a module that runs again in a backward pass, as `torch.utils.checkpoint` does."""
+        if not self.is_open and in_backward():
+            self._left = set()
             self._open()
         self._entered.append(self.is_open)
 
@@ -69,7 +81,6 @@ class ParameterUnit:
         if not self._is_ready():
             return
         self._order.use(self)
-        self._left = set(self._modules)
         noted: list[tuple[Tensor, Any]] = []
         became: dict[int, Tensor] = {}
         for gather in self._gathers:
