@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -386,6 +387,14 @@ def functional(net: Any, x: Tensor) -> None:
     torch.func.functional_call(net, weights, (x,)).square().mean().backward()
 
 
+def of_a_copy(net: Any, x: Tensor) -> Sequence[Tensor]:
+    plain(net, x)
+    copy = deepcopy(net)
+    copy.zero_grad()
+    plain(copy, x * 2)
+    return [p.grad for p in copy.parameters()]
+
+
 CASES = {
     "plain": Case(plain),
     "dp x tp": Case(plain, mesh="dp x tp"),
@@ -413,6 +422,7 @@ CASES = {
     "accumulation and clipping": Case(accumulated),
     "gradients set to None": Case(cleared_in_flight),
     "autocast": Case(autocast),
+    "a copy of the model": Case(of_a_copy),
     "a block that does not reach the loss": Case(half_seen),
     "other tensors for the parameters": Case(functional),
 }

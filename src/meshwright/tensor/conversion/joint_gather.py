@@ -19,7 +19,7 @@ from meshwright.layout import Spec, TorchValue
 from ..core.absent_tensor import Absent
 from ..core.call_sites import is_backward, keep_call_site
 from ..core.computation_numbers import collectives_of_call, collectives_of_gradient, keep_number, pass_number
-from ..core.dist_tensor import DistTensor, as_part, wants_grad
+from ..core.dist_tensor import DistTensor, as_part, is_leaf, wants_grad
 from ..core.write_counts import writes_to
 from ..torch_hooks import bare_apply, forward_mode, jit_tracing, modes_active, no_interception, no_modes, transforming
 from .convert import dense_gradient, move, on_same_memory
@@ -79,7 +79,8 @@ class JointGather:
 
     def free_if_written(self) -> None:
         """Drop the whole tensors if a parameter was written to since it was gathered."""
-        if self._writes and self._writes != list(map(writes_to, self.parts)):
+        is_there = self._memory is not None or self._started is not None
+        if is_there and self._writes != list(map(writes_to, self.parts)):
             self.free()
 
     def _packed(self) -> Tensor:
@@ -154,9 +155,11 @@ class _Sums:
 
 
 def can_gather_jointly(parts: Sequence[Tensor]) -> bool:
-    """True if these are distributed parameters, and no transform or trace sees their gather."""
-    real = all(type(part) in (DistTensor, Absent) for part in parts)
-    return real and not (transforming() or jit_tracing() or forward_mode())
+    """True if these are leaves that are distributed, and no transform or trace sees their gather."""
+    if transforming() or jit_tracing() or forward_mode():
+        return False
+    with no_interception():
+        return all(type(part) in (DistTensor, Absent) and is_leaf(part) for part in parts)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from meshwright.layout import Layout, Spec, TorchValue
 
 from ..core.call_sites import is_backward, keep_call_site
 from ..core.computation_numbers import collectives_of_call, collectives_of_gradient, keep_number
-from ..core.dist_tensor import is_leaf
 from ..torch_hooks import bare_apply, no_interception
 from .convert import Move, convert_local
 
@@ -111,11 +110,9 @@ def defer_reduction(x: Tensor, how: Move) -> Tensor:
     return _deferred(x, how)
 
 
-def may_come_later(tensors: Sequence[Tensor]) -> bool:
-    """True if the gradients of these tensors may be added after the backward pass; call it with interception off."""
-    if not _state.deferring or torch.is_grad_enabled():
-        return False
-    return all(map(is_leaf, tensors)) and not any(map(_is_watched, tensors))
+def may_come_later(leaves: Sequence[Tensor]) -> bool:
+    """True if the gradients of these parameters may be added after the backward pass that is running."""
+    return _state.deferring and not torch.is_grad_enabled() and not any(map(_is_watched, leaves))
 
 
 def add_later(leaves: Sequence[Tensor], sums: Callable[[], Sequence[Tensor]]) -> None:
