@@ -270,7 +270,7 @@ class ProcessCommunicator(Communicator):
         transport = self._open_for(pieces[0], call.group)
         if not (even and call.op in ("sum", _AS_SUM) and transport.reduces("sum", dtype)):
             return reduce_terms(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
-        packed = _joined([contiguous_values(piece).view(-1) for piece in pieces])
+        packed = flat_joined([contiguous_values(piece).view(-1) for piece in pieces])
         out = packed.new_empty(shape)
         transport.reduce_scatter(out.view(-1), packed)
         return out.div_(len(call.group)) if call.op == _AS_SUM else out
@@ -408,7 +408,7 @@ def _bytes(x: Tensor) -> Tensor:
     return contiguous_values(x).view(-1).view(torch.uint8)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def flat_joined(parts: Sequence[Tensor]) -> Tensor:
     """Return flat tensors one after the other: a view, without a copy, if they are one after the other in memory."""
     first = parts[0]
     begins = accumulate([part.numel() for part in parts[:-1]], initial=first.storage_offset())
