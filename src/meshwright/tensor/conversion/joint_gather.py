@@ -24,7 +24,7 @@ from ..core.write_counts import writes_to
 from ..torch_hooks import bare_apply, forward_mode, jit_tracing, modes_active, no_interception, no_modes, transforming
 from .convert import dense_gradient, move, on_same_memory
 from .joint_plan import JointPlan, joint_plan
-from .pending_gradients import add_later, may_come_later
+from .pending_gradients import add_later, finish_in_flight, may_come_later
 
 _CALL = "gather parameters"
 
@@ -134,10 +134,10 @@ class _Terms:
         here = current_communicator()
         packing = joint_plan(tuple(self.parts), tuple(self.wholes), here.rank)
         with _unseen():
-            buffer = packing.pack_terms(self.terms)
-            self.terms.clear()
             if not may_come_later(self.leaves):
-                return packing.unpack_sums(here.convert(packing.reduce, buffer))
+                return packing.unpack_sums(here.convert(packing.reduce, packing.pack_terms(self.terms)))
+            finish_in_flight()
+            buffer = packing.pack_terms(self.terms)
             add_later(self.leaves, _Sums(packing, buffer, here.start(packing.reduce, buffer)))
             return [None] * len(self.leaves)
 

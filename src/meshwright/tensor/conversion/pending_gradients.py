@@ -25,8 +25,6 @@ from ..torch_hooks import bare_apply, no_interception
 from .convert import Move, convert_local
 
 BUCKET_BYTES = 25 * 2**20
-_MOST_IN_FLIGHT = 2
-"""Reductions in flight. Each one holds the terms of its gradients."""
 
 
 @dataclass(slots=True)
@@ -116,9 +114,16 @@ def may_come_later(leaves: Sequence[Tensor]) -> bool:
 
 
 def add_later(leaves: Sequence[Tensor], sums: Callable[[], Sequence[Tensor]]) -> None:
-    """Add the gradients that `sums` returns, after it has waited for them, to those of the parameters."""
+    """Add the gradients that `sums` returns, after it has waited for them, to those of the parameters.
+
+    Each reduction in flight holds the terms of its gradients. Call `finish_in_flight` first to limit that memory.
+    """
     _state.in_flight.append(_Reduction([*leaves], sums))
-    if len(_state.in_flight) > _MOST_IN_FLIGHT:
+
+
+def finish_in_flight() -> None:
+    """Wait for the reductions in flight, and add their gradients."""
+    while _state.in_flight:
         _state.in_flight.pop(0).finish()
 
 
@@ -167,8 +172,7 @@ def forget(leaf: Tensor) -> None:
 
 def flush() -> None:
     """Reduce every pending gradient, in buckets of equal reductions, and add it to `.grad` in place."""
-    while _state.in_flight:
-        _state.in_flight.pop(0).finish()
+    finish_in_flight()
     if _state.waiting:
         waiting, _state.waiting = list(_state.waiting.values()), {}
         _add_up(waiting)
