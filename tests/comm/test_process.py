@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _programs as programs
 
 from meshwright.comm import NoCommunicatorError, current_communicator, init_process, launch, simulate
+from meshwright.comm.process.process_communicator import flat_joined
 
 SCRIPT = str(Path(programs.__file__))
 
@@ -112,3 +113,12 @@ def test_a_process_started_alone_is_the_only_rank() -> None:
 
 def test_a_simulated_rank_has_its_communicator_already() -> None:
     assert all(simulate(lambda: init_process() is current_communicator(), 2))
+
+
+def test_parts_that_follow_each_other_in_memory_are_not_copied() -> None:
+    """Rows of one tensor are sent from where they are; other parts are copied one after the other."""
+    x = torch.arange(12.0).view(4, 3)
+    rows = [row.view(-1) for row in x[1:].split([1, 2])]
+    assert flat_joined(rows).data_ptr() == rows[0].data_ptr()
+    for parts in (rows, rows[::-1], [rows[0]] * 2, [x.t().reshape(-1)], [torch.empty(0)] * 2):
+        assert torch.equal(flat_joined(parts), torch.cat(parts))

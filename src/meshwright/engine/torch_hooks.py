@@ -10,3 +10,6 @@ import torch
 top_saved_hooks: Callable[[bool], tuple[Any, Any] | None]
 top_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
 """The hooks that see what is saved for backward passes; the hooks entered last hide all others."""
+
+call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Call a function at the end of the backward pass that this thread is in."""

@@ -39,6 +39,8 @@ from .conversion.distribute import (
     pipe_split,
     redistribute,
 )
+from .conversion.joint_gather import JointGather, can_gather_jointly
+from .conversion.joint_plan import gathered_axes
 from .conversion.pending_gradients import bucket_of, flush
 from .conversion.python_values import largest_anywhere, not_finite_anywhere
 from .conversion.stage_order import StageOrder, stages_of
@@ -92,6 +94,7 @@ __all__ = [
     "Context",
     "Decision",
     "DistTensor",
+    "JointGather",
     "LocalShapeError",
     "MemoryAccessError",
     "MixedMeshError",
@@ -114,6 +117,7 @@ __all__ = [
     "bucket_of",
     "call_site_of_gradient",
     "call_sites_kept",
+    "can_gather_jointly",
     "captured_whole",
     "capturing",
     "collectives_of_call",
@@ -126,6 +130,7 @@ __all__ = [
     "from_local",
     "full_tensor",
     "functions_passed_to",
+    "gathered_axes",
     "grouped_product",
     "in_backward",
     "initial_checksum_of",

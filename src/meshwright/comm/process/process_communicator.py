@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import sha1
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -272,7 +273,7 @@ class ProcessCommunicator(Communicator):
         if all(shape == shapes[0] for shape in shapes):
             out = data.new_empty(len(group) * data.numel())
             self._open_for(x, group).all_gather(out, data)
-            return _unpacked(out, [data.numel()] * len(group), shapes, x.dtype)
+            return [part.view(shape) for part, shape in zip(out.view(x.dtype).chunk(len(group)), shapes, strict=True)]
         sends = [(peer, x) for peer in group if peer != self.rank]
         receives = [(peer, s, x.dtype, x.device) for peer, s in zip(group, shapes, strict=True) if peer != self.rank]
         arrived = iter(self._post(sends, receives, group))
@@ -284,7 +285,7 @@ class ProcessCommunicator(Communicator):
         transport = self._open_for(pieces[0], call.group)
         if not (even and call.op in ("sum", _AS_SUM) and transport.reduces("sum", dtype)):
             return reduce_terms(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
-        packed = torch.cat([contiguous_values(piece).view(-1) for piece in pieces])
+        packed = flat_joined([contiguous_values(piece).view(-1) for piece in pieces])
         out = packed.new_empty(shape)
         transport.reduce_scatter(out.view(-1), packed)
         return out.div_(len(call.group)) if call.op == _AS_SUM else out
@@ -423,6 +424,17 @@ def _check_host(device: torch.device, call: CommCall) -> None:
 
 def _bytes(x: Tensor) -> Tensor:
     return contiguous_values(x).view(-1).view(torch.uint8)
+
+
+def flat_joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return flat tensors one after the other: a view, without a copy, if they are one after the other in memory."""
+    first = parts[0]
+    begins = accumulate([part.numel() for part in parts[:-1]], initial=first.storage_offset())
+    memory = first.untyped_storage().data_ptr()
+    for part, begin in zip(parts, begins, strict=True):
+        if part.storage_offset() != begin or part.untyped_storage().data_ptr() != memory:
+            return torch.cat(list(parts))
+    return first.as_strided((sum(part.numel() for part in parts),), (1,))
 
 
 def _numel(shape: Shape) -> int:

@@ -11,4 +11,7 @@ local_step           run an optimizer's step on local parts if that gives equal 
 zero                 ZeRO stages 1 to 3: shard states, gradients and parameters
 swapped_parameters   give parameters another layout while their module runs
 regather             save local parts for the backward pass, and gather them again when needed
+gather_order         the order of the uses of units, and the units that stay whole or are gathered ahead
+parameter_unit       modules whose parameters are gathered together
+unit_choice          the units of a model: its blocks, or modules that are named
 """

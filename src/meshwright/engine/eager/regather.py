@@ -21,13 +21,16 @@ from meshwright.tensor import DistTensor, as_part, distribute_as, local_parts, m
 
 from ..torch_hooks import top_saved_hooks
 
+Again = Callable[[], Tensor]
+"""Function that returns this rank's part of a gathered tensor, after gathering it again if need be."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A tensor that was gathered, the part it was gathered from, and its version counter at that time."""
+    """A tensor that was gathered, the function that gathers it again, and its version counter at that time."""
 
-    part: DistTensor
-    whole: DistTensor
+    again: Again
+    whole: Tensor
     version: int
 
 
@@ -66,17 +69,31 @@ class _View:
 class _SavedPart:
     """The object saved in place of a gathered tensor; `redeem` gathers it again, distributed if it has a spec."""
 
-    part: DistTensor
-    layout: Layout
+    again: Again
     view: _View
     spec: Spec | None
 
     def redeem(self) -> Tensor:
         with torch.no_grad():
-            whole = distribute_as(self.part.detach(), self.part.spec.mesh, self.layout)
+            whole = self.again()
             with local_parts():
                 found = self.view.of(whole)
         return found if self.spec is None else as_part(found, self.spec)
+
+
+def remember_gathered(tensors: Iterable[tuple[Tensor, Again]]) -> list[int]:
+    """Note gathered tensors, of which modules save parts from now on; return their addresses for `forget_gathered`."""
+    if not torch.is_grad_enabled():
+        return []
+    found = {_address(whole): _Gathered(again, whole, whole._version) for whole, again in tensors}
+    _live.found |= found
+    return list(found)
+
+
+def forget_gathered(addresses: Iterable[int]) -> None:
+    """Remove the notes of gathered tensors."""
+    for at in addresses:
+        _live.found.pop(at, None)
 
 
 class SavedPartHooks:
@@ -90,14 +107,16 @@ class SavedPartHooks:
         self._open: list[tuple[Any, list[int]]] = []
 
     def enter(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Begin the run of a module with pairs of parts and gathered tensors; during capture nothing is replaced."""
+        """Begin the run of a module with pairs of parts and gathered tensors; during capture nothing is replaced.
+
+        The module also saves parts in place of tensors that `remember_gathered` has noted.
+        """
         real = [(p, w) for p, w in pairs if isinstance(p, DistTensor) and isinstance(w, DistTensor) and p is not w]
+        addresses = remember_gathered((whole, _gather_alone(part, whole.spec.layout)) for part, whole in real)
         top = top_saved_hooks(True)
-        free = real and not transforming() and (top is None or top[1] is _unpack)
+        free = _live.found and not transforming() and (top is None or top[1] is _unpack)
         hooks = saved_tensors_hooks(_pack, _unpack) if free else nullcontext()
-        found = {_address(whole): _Gathered(part, whole, whole._version) for part, whole in real}
-        _live.found |= found
-        self._open.append((hooks, list(found)))
+        self._open.append((hooks, addresses))
         hooks.__enter__()
 
     def leave(self) -> None:
@@ -105,8 +124,12 @@ class SavedPartHooks:
             return
         hooks, addresses = self._open.pop()
         hooks.__exit__(None, None, None)
-        for at in addresses:
-            _live.found.pop(at, None)
+        forget_gathered(addresses)
+
+
+def _gather_alone(part: DistTensor, layout: Layout) -> Again:
+    """Return the function that gathers one tensor again."""
+    return lambda: distribute_as(part.detach(), part.spec.mesh, layout)
 
 
 def gather_inputs(layer: nn.Module, gather: Callable[[Tensor], Tensor]) -> None:
@@ -134,7 +157,7 @@ def _pack(saved: Tensor) -> Tensor | _SavedPart:
         return saved
     with local_parts():
         spec = saved.spec if isinstance(saved, DistTensor) else None
-        return _SavedPart(found.part, found.whole.spec.layout, _View.by(saved), spec)
+        return _SavedPart(found.again, _View.by(saved), spec)
 
 
 def _unpack(saved: Tensor | _SavedPart) -> Tensor:

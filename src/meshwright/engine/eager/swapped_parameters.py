@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from meshwright.layout import Spec
-from meshwright.tensor import distribute_as
+from meshwright.tensor import DistTensor, distribute_as
 
 _known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Module → the names of its parameters that are replaced while it runs."""
@@ -37,6 +37,11 @@ def swap_parameters(module: nn.Module, owned: Mapping[str, Spec], watch: SwapObs
         module.register_forward_hook(running.behind, always_call=True)
 
 
+def is_swapped(module: nn.Module, name: str) -> bool:
+    """True if the parameter is replaced while `module` runs."""
+    return name in _known.get(module, ())
+
+
 class _ParameterSwap:
     def __init__(self, owned: Mapping[str, Spec], watch: SwapObserver | None) -> None:
         self._owned, self._watch = owned, watch
@@ -44,7 +49,7 @@ class _ParameterSwap:
 
     def before(self, module: nn.Module, *_: object) -> None:
         table: dict[str, Any] = module._parameters
-        held = {name: table[name] for name in self._owned}
+        held = {name: table[name] for name, spec in self._owned.items() if not _has_layout(table[name], spec)}
         self._held.append(held)
         for name, p in held.items():
             table[name] = distribute_as(p, self._owned[name].mesh, self._owned[name].layout)
@@ -56,3 +61,8 @@ class _ParameterSwap:
             module._parameters.update(self._held.pop())
             if self._watch is not None:
                 self._watch.leave()
+
+
+def _has_layout(p: Any, spec: Spec) -> bool:
+    """True if a parameter has this layout already, as one that was gathered for a group of modules."""
+    return isinstance(p, DistTensor) and p.spec.mesh is spec.mesh and p.spec.layout == spec.layout

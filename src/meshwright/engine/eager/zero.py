@@ -18,8 +18,11 @@ from meshwright.passes import further_sharded
 from meshwright.tensor import DistTensor, distribute_as, keep_own_part
 
 from ..marks.module_memory import refuse_shared_parameters
+from .gather_order import GatherOrder
+from .parameter_unit import Slot
 from .regather import SavedPartHooks
-from .swapped_parameters import swap_parameters
+from .swapped_parameters import is_swapped, swap_parameters
+from .unit_choice import UnitNames, units_of
 
 Axes = str | tuple[str, ...]
 Around = Callable[[], None]
@@ -80,15 +83,26 @@ class ShardingStage2:
 
 @dataclass(frozen=True)
 class ShardingStage3:
-    """ZeRO stage 3: like stage 2, but a gathered parameter is freed after the forward pass and gathered again."""
+    """ZeRO stage 3: like stage 2, but a gathered parameter is freed after the forward pass and gathered again.
+
+    The parameters of a unit are gathered by one call, and so are their gradients reduced. By default each block of a
+    `ModuleList` or a `Sequential` of equal blocks is a unit, and the rest of the model is one. `units` names others by
+    patterns of module paths: `["layers.*", ("norm", "head")]` makes a unit of each layer, and one of `norm` and `head`.
+    """
 
     axes: Axes
     model: nn.Module = field(repr=False)
     least: int = 1024
+    units: UnitNames | None = None
 
     def apply(self, optimizer: Optimizer) -> None:
-        """Shard the parameters, and hook the modules. Raises MeshError if a parameter's mesh lacks an axis."""
-        gather_at_use(self.model, _cut(optimizer, self.axes, self.least, self), again=True)
+        """Shard the parameters, and hook the modules.
+
+        Raises:
+            MeshError: a parameter's mesh lacks an axis.
+            StrategyError: a pattern of `units` matches no module.
+        """
+        gather_in_units(self.model, _cut(optimizer, self.axes, self.least, self), self.units)
 
 
 ShardingStage = ShardingStage1 | ShardingStage2 | ShardingStage3
@@ -132,15 +146,45 @@ def _relayout_with_gradient(p: Tensor, spec: Spec) -> None:
 # --- parameters that are gathered where they are used --------------------------------------------------------------
 
 
-def gather_at_use(model: nn.Module, cut: Cut, again: bool = False) -> None:
-    """Shard the parameters, and gather them while a module that owns them runs; with `again`, once more backward."""
+def gather_at_use(model: nn.Module, cut: Cut) -> None:
+    """Shard the parameters, and gather them while a module that owns them runs."""
+    for module, owned in _shard_owned(model, cut).items():
+        swap_parameters(module, owned)
+
+
+def gather_in_units(model: nn.Module, cut: Cut, names: UnitNames | None = None) -> None:
+    """Shard the parameters, and gather them unit by unit while modules run, and again for the backward pass.
+
+    A module that runs while its unit does not gathers its own parameters, one by one.
+    """
+    owned_by = _shard_owned(model, cut)
+    slots = [
+        Slot(module, name, whole)
+        for module, owned in owned_by.items()
+        for name, whole in owned.items()
+        if not is_swapped(module, name)
+    ]
+    order = GatherOrder()
+    model.register_forward_pre_hook(order.before_model)
+    for unit in units_of(model, slots, names, order):
+        unit.put_on()
+    model.register_forward_hook(order.behind_model, always_call=True)
+    regather = SavedPartHooks()
+    for module, owned in owned_by.items():
+        swap_parameters(module, owned, regather)
+
+
+def _shard_owned(model: nn.Module, cut: Cut) -> dict[nn.Module, dict[str, Spec]]:
+    """Shard the parameters. Return the names of each module's own ones, with the layouts of the gathered ones."""
     wholes = {p: _varying(_spec(p), spec) for p, spec in cut.items()}
     for p, spec in cut.items():
         _relayout_with_gradient(p, spec)
-    regather = SavedPartHooks() if again else None
+    found: dict[nn.Module, dict[str, Spec]] = {}
     for module in model.modules():
         owned = {name: wholes[p] for name, p in module._parameters.items() if p is not None and p in wholes}
-        swap_parameters(module, owned, regather)
+        if owned:
+            found[module] = owned
+    return found
 
 
 def _varying(whole: Spec, cut: Spec) -> Spec:

@@ -3,6 +3,8 @@
 convert             Move: a differentiable conversion of a local part from one layout to another
 saved_operands      converted operands that autograd saves, kept up to date with writes to their sources
 pending_gradients   gradients that are pending sums, stored separately and reduced in buckets
+joint_plan          packing of the parts of several tensors into one buffer
+joint_gather        JointGather: parameters that one call gathers, and whose gradients one call reduces
 local_parts         conversion, gathering and write-back of the local parts of a call
 python_values       Python values and whole values of tensors, equal on every rank of the world
 whole_call          call of any function on whole tensors, with write-back of changed arguments

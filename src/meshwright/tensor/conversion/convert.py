@@ -183,9 +183,9 @@ class _Convert(torch.autograd.Function):
     def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
         if type(grad) is Tensor and not is_numbering():
-            return ctx.how.transpose(_dense(grad)), None
+            return ctx.how.transpose(dense_gradient(grad)), None
         with no_interception(), collectives_of_gradient(ctx):
-            return ctx.how.transpose(_dense(grad)), None
+            return ctx.how.transpose(dense_gradient(grad)), None
 
 
 is_backward(_Convert.backward)
@@ -193,7 +193,7 @@ _convert: Callable[[Tensor, Move], Tensor] = bare_apply(_Convert)
 bare_backward(_Convert)
 
 
-def _dense(grad: Tensor) -> Tensor:
+def dense_gradient(grad: Tensor) -> Tensor:
     """Return the gradient with all its elements; the gradient of an embedding may omit rows that were not looked up."""
     return grad if grad.layout is torch.strided else grad.to_dense()
 

@@ -46,10 +46,26 @@ class _Pending:
         return terms
 
 
+@dataclass(slots=True)
+class _Reduction:
+    """A reduction in flight: the parameters, None for one whose gradient was replaced, and a function that waits."""
+
+    leaves: list[Tensor | None]
+    sums: Callable[[], Sequence[Tensor]]
+
+    def finish(self) -> None:
+        """Wait for the gradients, and add them to those of the parameters."""
+        with no_interception(), torch.no_grad():
+            for leaf, grad in zip(self.leaves, self.sums(), strict=True):
+                if leaf is not None:
+                    leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+
+
 class _State(threading.local):
     def __init__(self) -> None:
         self.deferring = False
         self.waiting: dict[tuple[int, Spec], _Pending] = {}
+        self.in_flight: list[_Reduction] = []
 
 
 _state = _State()
@@ -92,6 +108,25 @@ def defer_reduction(x: Tensor, how: Move) -> Tensor:
     return _deferred(x, how)
 
 
+def may_come_later(leaves: Sequence[Tensor]) -> bool:
+    """True if the gradients of these parameters may be added after the backward pass that is running."""
+    return _state.deferring and not torch.is_grad_enabled() and not any(map(_is_watched, leaves))
+
+
+def add_later(leaves: Sequence[Tensor], sums: Callable[[], Sequence[Tensor]]) -> None:
+    """Add the gradients that `sums` returns, after it has waited for them, to those of the parameters.
+
+    Each reduction in flight holds the terms of its gradients. Call `finish_in_flight` first to limit that memory.
+    """
+    _state.in_flight.append(_Reduction([*leaves], sums))
+
+
+def finish_in_flight() -> None:
+    """Wait for the reductions in flight, and add their gradients."""
+    while _state.in_flight:
+        _state.in_flight.pop(0).finish()
+
+
 def _is_watched(leaf: Tensor) -> bool:
     """True if hooks need the gradient as soon as it arrives."""
     with no_interception():
@@ -127,6 +162,8 @@ class deferring:  # entered in every step: a class is faster than a generator
 
 def forget(leaf: Tensor) -> None:
     """Drop the terms of `leaf`, whose gradient is replaced."""
+    for reduction in _state.in_flight:
+        reduction.leaves = [None if each is leaf else each for each in reduction.leaves]
     if not _state.waiting:
         return
     for key in [k for k in _state.waiting if k[0] == id(leaf)]:
@@ -135,6 +172,7 @@ def forget(leaf: Tensor) -> None:
 
 def flush() -> None:
     """Reduce every pending gradient, in buckets of equal reductions, and add it to `.grad` in place."""
+    finish_in_flight()
     if _state.waiting:
         waiting, _state.waiting = list(_state.waiting.values()), {}
         _add_up(waiting)
@@ -145,11 +183,21 @@ def flush_read() -> None:
 
     The program may hold that tensor.
     """
+    _finish_read()
     with no_interception():
         read = {key: item for key, item in _state.waiting.items() if item.leaf.grad is not None}
     if read:
         _state.waiting = {key: item for key, item in _state.waiting.items() if key not in read}
         _add_up(list(read.values()))
+
+
+def _finish_read() -> None:
+    """Finish the reductions in flight of parameters that already have a `.grad`."""
+    with no_interception():
+        read = [r for r in _state.in_flight if any(leaf is not None and leaf.grad is not None for leaf in r.leaves)]
+    for reduction in read:
+        _state.in_flight.remove(reduction)
+        reduction.finish()
 
 
 def _add_up(waiting: Sequence[_Pending]) -> None:
