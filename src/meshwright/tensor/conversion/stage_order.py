@@ -18,6 +18,7 @@ from meshwright.layout import Layout, ProcessMesh
 from .._torch_call import Arguments, NamedArguments
 from ..core.dist_tensor import DistTensor, rank_or_none
 from ..core.tree import map_tensors, tensors_in
+from .checkpointed_moves import note_arrival
 from .distribute import redistribute
 
 _SEVERAL_MESHES = ("backward", "grad", "_make_dual", "_amp_", "_foreach_", "_fused_")
@@ -70,6 +71,8 @@ class StageOrder:
         key = (id(x), version, mesh, torch.is_grad_enabled())
         if key not in self._sent:
             self._sent[key] = (x, send())
+        elif isinstance(x, DistTensor) and x._spec.mesh is not mesh:
+            note_arrival(self._sent[key][1])
         return self._sent[key][1]
 
     def sent(self, x: DistTensor, mesh: ProcessMesh) -> Tensor:
