@@ -73,7 +73,8 @@ def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
             "mw.shard_tensor inside a transform of torch.func",
             f"a tensor of shape {tuple(x.shape)} of the transform",
             "inside a transform, torch wraps tensors, and a wrapped tensor cannot be split",
-            "call mw.shard_tensor outside and pass the distributed tensor to the transformed function",
+            "call mw.shard_tensor outside and pass the distributed tensor to the transformed function; in a pipeline, "
+            "transform a function that calls the layers of one stage only",
         )
     with transforms_paused():
         return distribute_as(plain, mesh, layout)
