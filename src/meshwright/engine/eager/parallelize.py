@@ -33,7 +33,10 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer | None)
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The configuration of `parallelize`; axes that the mesh does not have are ignored.
+    """The configuration of `parallelize`.
+
+    The axes `batch`, `sequence`, `zero_axes` and `pp` are ignored if the mesh does not have them. A style that shards a
+    weight needs its axis.
 
     `plan` maps patterns of module paths ("layers.*.q_proj") to styles. Inputs are sharded along dim 0 over the axes
     `batch`, and along dim 1 over the axes `sequence`. `split` names the modules at which the stages of the axis `pp`
