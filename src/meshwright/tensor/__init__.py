@@ -41,7 +41,7 @@ from .conversion.distribute import (
 )
 from .conversion.pending_gradients import bucket_of, flush
 from .conversion.python_values import largest_anywhere, not_finite_anywhere
-from .conversion.stage_order import StageOrder, stages_of
+from .conversion.stage_order import StageOrder, returns_to, stages_of
 from .conversion.whole_call import RAN_WHOLE
 from .core.absent_tensor import absent
 from .core.call_sites import call_site_of_gradient, call_sites_kept, in_backward
@@ -150,6 +150,7 @@ __all__ = [
     "redistribute",
     "renumber_gradients",
     "renumber_parameters",
+    "returns_to",
     "shared_memory",
     "sharing_views",
     "stages_of",

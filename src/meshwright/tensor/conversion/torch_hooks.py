@@ -19,8 +19,11 @@ def _codes(hook: type) -> set[object]:
     return {code for code in hook.__init__.__code__.co_consts if isinstance(code, CodeType)}
 
 
-_FORWARD, _AGAIN = _codes(_checkpoint_hook), _codes(_recomputation_hook)
-"""Codes of the hooks of `torch.utils.checkpoint` in the forward pass, and while a call runs again."""
+_FORWARD = _codes(_checkpoint_hook)
+"""Codes of the hooks of `torch.utils.checkpoint` in the forward pass; `_checkpoint_hook` has the call as `frame`."""
+
+_AGAIN = _codes(_recomputation_hook)
+"""Codes of its hooks while a call runs again; `_recomputation_hook` has a reference to the call."""
 
 
 def checkpointed_call() -> tuple[object, object] | None:
