@@ -190,7 +190,8 @@ class _InputDistribution:
             alike = [d for d, n in enumerate(sizes) if d < x.dim() and x.shape[d] == n]
             placements = _input_placements(self.mesh, self.config)
             kept = [p if isinstance(p, Shard) and p.dim in alike else Replicate() for p in placements]
-            return shard_tensor(x, self.mesh, kept)
+            # a leaf would become a leaf of its own, and the caller's tensor would get no gradient
+            return shard_tensor(x.view_as(x) if x.requires_grad else x, self.mesh, kept)
 
         return map_tensors(lay, args), map_tensors(lay, kwargs)
 
