@@ -48,7 +48,7 @@ class _Through(torch.autograd.Function):
         return outs
 
     @staticmethod
-    def jvp(ctx: TorchValue, *tangents: Tensor) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: TorchValue, *tangents: TorchValue) -> tuple[Tensor | None, ...]:
         """Return tangents without elements, which depend on those of the operands in the autograd graph."""
         given = [t for t in tangents if isinstance(t, Tensor)]
         outs: TorchValue = _Through.apply(ctx.shapes, *given)
