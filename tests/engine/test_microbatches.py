@@ -121,3 +121,46 @@ def test_another_number_of_batches_is_refused() -> None:
     mesh = mw.ProcessMesh([0, 1], ["pp"])
     with pytest.raises(StageError, match="4 batches"):
         mw.microbatched(torch.nn.Linear(2, 2), None, mesh, 4).accumulate([(torch.ones(1, 2),)])
+
+
+class Returns(torch.nn.Module):
+    """A model whose last layer is the first one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(self.b(self.a(x).tanh()).tanh()).square().mean()
+
+
+class ReadsLater(torch.nn.Module):
+    """A model whose first layer's result is multiplied by a parameter of its last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b((self.a(x) * self.b.bias).tanh()).square().mean()
+
+
+def returned(kind: type[torch.nn.Module], schedule: str | None) -> list[torch.Tensor]:
+    """Return the gradients on stages by a schedule, or of one device."""
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(8, 4)
+    if schedule is None:
+        model(x).backward()
+    else:
+        mesh = mw.ProcessMesh([0, 1], ["pp"])
+        mw.microbatched(mw.split_pipeline(model, mesh, at=["b"]), None, mesh, 4, schedule)(x)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return grads if schedule is None else [mw.unshard_dtensor(g) for g in grads]
+
+
+@pytest.mark.parametrize("kind", [Returns, ReadsLater])
+def test_a_model_that_returns_to_a_stage_runs_by_gpipe_only(kind: type[torch.nn.Module]) -> None:
+    for found in mw.simulate(lambda: returned(kind, "GPipe"), 2):
+        torch.testing.assert_close(found, returned(kind, None))
+    with pytest.raises(StageError, match="earlier stage"):
+        mw.simulate(lambda: returned(kind, "1F1B"), 2)

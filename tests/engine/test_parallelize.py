@@ -164,5 +164,25 @@ def test_an_unknown_axis_is_refused() -> None:
     def go() -> None:
         mw.parallelize(Model(), None, mw.ProcessMesh([0, 1], ["dp"]), mw.Parallelism(TENSOR))
 
-    with pytest.raises(MeshError, match="no axis 'tp'"):
+    with pytest.raises(MeshError, match=r"no axis 'tp'(.|\n)*of size 1"):
         mw.simulate(go, 2)
+
+
+def gradient_of_input(zero: int | None) -> list[Tensor]:
+    """Return the gradient of a plain input, and those of a penalty on it; without `zero`, of one device."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(6, 3, requires_grad=True)
+    if zero is not None:
+        optimizer = torch.optim.SGD(model.parameters())
+        mw.parallelize(model, optimizer, mw.ProcessMesh([0, 1], ["dp"]), mw.Parallelism(zero=zero))
+    (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    inner.square().sum().backward()
+    model(x).sum().backward()
+    grads = [g for g in (x.grad, *(p.grad for p in model.parameters())) if g is not None]
+    return grads if zero is None else [mw.unshard_dtensor(g) for g in grads]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_plain_input_gets_its_gradient(zero: int) -> None:
+    for found in mw.simulate(lambda: gradient_of_input(zero), 2):
+        torch.testing.assert_close(found, gradient_of_input(None))

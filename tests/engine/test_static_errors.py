@@ -129,6 +129,14 @@ def asks_for_parts(self: Any, x: Tensor) -> Tensor:
     return x.to_local()
 
 
+def differentiates_by_a_transform(self: Any, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda t: t.square().sum())(x)
+
+
+def draws_from_a_distribution(self: Any, x: Tensor) -> Tensor:
+    return torch.distributions.Normal(x, x.exp()).rsample()
+
+
 def takes_parts(self: Any, x: Tensor) -> Tensor:
     return mw.dtensor_from_local(x, MESH, ROWS)
 
@@ -180,6 +188,8 @@ OTHERS = [
     (brings_a_distributed_tensor, CaptureError, "a buffer of the model"),
     (brings_a_parameter, CaptureError, "into the model"),
     (writes_in_a_function, CaptureError, "return a new tensor"),
+    (differentiates_by_a_transform, CaptureError, r"torch\.autograd\.grad"),
+    (draws_from_a_distribution, CaptureError, "validate_args=False"),
 ]  # fmt: skip
 
 
@@ -356,6 +366,21 @@ def with_a_batch_of_arrays() -> None:
     mw.to_static(Base())(np.ones((4, 3)))
 
 
+def with_a_batch_norm_that_reads_its_counter() -> None:
+    step(nn.Sequential(nn.BatchNorm1d(3, momentum=None), Base()))
+
+
+def with_a_transform_over_stages() -> None:
+    class Layers(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(super().forward)(x).square().mean()
+
+    module = mw.split_pipeline(Layers(nn.Linear(3, 4), nn.Linear(4, 2)), mw.ProcessMesh([0, 1], ["pp"]))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    strategy = mw.Strategy.of(pipeline={"enable": True, "accumulate_steps": 2})
+    mw.to_static(module, None, None, optimizer, strategy)(torch.ones(4, 3))
+
+
 CASES: list[tuple[Callable[[], Any], type[mw.MeshwrightError], str]] = [
     (of_another_model, CaptureError, "after the marks"), (made_before_the_marks, CaptureError, "optimizer after"),
     (on_a_mesh_beyond_the_world, MeshError, "ranks=4"), (without_one_loss, CaptureError, "loss="),
@@ -363,6 +388,8 @@ CASES: list[tuple[Callable[[], Any], type[mw.MeshwrightError], str]] = [
     (with_a_closure, CaptureError, "another optimizer"), (with_numbers_of_states, CaptureError, "capturable"),
     (with_a_step_of_its_own, CaptureError, "subclass"), (training_without_an_optimizer, StaticError, "optimizer"),
     (with_a_batch_of_arrays, StaticError, "as_tensor"),
+    (with_a_batch_norm_that_reads_its_counter, CaptureError, "set momentum"),
+    (with_a_transform_over_stages, CaptureError, "a call inside a transform of torch.func"),
     (asked_before_the_first_call, StaticError, r"dist_model\(\*batch\)"),
 ]  # fmt: skip
 

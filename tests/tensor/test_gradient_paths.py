@@ -66,3 +66,20 @@ def test_values_without_a_gradient_are_sent_to_a_stage_without_one(call: Callabl
     for grad, requires in mw.simulate(on_rank, 2):
         torch.testing.assert_close(grad, call(torch.ones(3, 4)))
         assert not requires
+
+
+def test_the_hooks_of_the_caller_see_no_trial() -> None:
+    """`torch.utils.checkpoint` counts the tensors that a call saves: the first run may save no more than the second."""
+
+    def saved() -> list[int]:
+        x = mw.shard_tensor(torch.rand(3, 3, requires_grad=True), FIRST, [])
+        counts: list[int] = []
+        for _ in range(2):
+            seen: list[Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t) or t, lambda t: t):
+                (x * x.sin()).logsumexp(0)
+            counts.append(len(seen))
+        return counts
+
+    for first, second in mw.simulate(saved, 2):
+        assert first == second

@@ -43,7 +43,7 @@ from .conversion.joint_gather import JointGather, can_gather_jointly
 from .conversion.joint_plan import gathered_axes
 from .conversion.pending_gradients import bucket_of, flush
 from .conversion.python_values import largest_anywhere, not_finite_anywhere
-from .conversion.stage_order import StageOrder, stages_of
+from .conversion.stage_order import StageOrder, returns_to, stages_of
 from .conversion.whole_call import RAN_WHOLE
 from .core.absent_tensor import absent
 from .core.call_sites import call_site_of_gradient, call_sites_kept, in_backward
@@ -155,6 +155,7 @@ __all__ = [
     "redistribute",
     "renumber_gradients",
     "renumber_parameters",
+    "returns_to",
     "shared_memory",
     "sharing_views",
     "stages_of",

@@ -126,6 +126,11 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def has_tangent(x: torch.Tensor) -> bool:
+    """True for a plain tensor with a tangent of forward mode."""
+    return forward_mode() and forward_ad.unpack_dual(x).tangent is not None
+
+
 is_batched: Callable[[torch.Tensor], bool] = vars(torch._C)["_functorch"].is_legacy_batchedtensor
 """True for a tensor of the older vmap, which `torch.autograd.functional` and `gradcheck` still use."""
 
@@ -159,7 +164,7 @@ def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
     None for a batch, or a function of the differentiated variable.
     """
     while _functorch.is_functorch_wrapped_tensor(x):
-        if not _functorch.is_gradtrackingtensor(x) or x.requires_grad:
+        if not _functorch.is_gradtrackingtensor(x) or x.requires_grad or has_tangent(x):
             return None
         x = _functorch.get_unwrapped(x)
     return x

@@ -33,7 +33,10 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer | None)
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The configuration of `parallelize`; axes that the mesh does not have are ignored.
+    """The configuration of `parallelize`.
+
+    The axes `batch`, `sequence`, `zero_axes` and `pp` are ignored if the mesh does not have them. A style that shards a
+    weight needs its axis.
 
     `plan` maps patterns of module paths ("layers.*.q_proj") to styles. Inputs are sharded along dim 0 over the axes
     `batch`, and along dim 1 over the axes `sequence`. `split` names the modules at which the stages of the axis `pp`
@@ -187,7 +190,8 @@ class _InputDistribution:
             alike = [d for d, n in enumerate(sizes) if d < x.dim() and x.shape[d] == n]
             placements = _input_placements(self.mesh, self.config)
             kept = [p if isinstance(p, Shard) and p.dim in alike else Replicate() for p in placements]
-            return shard_tensor(x, self.mesh, kept)
+            # a leaf would become a leaf of its own, and the caller's tensor would get no gradient
+            return shard_tensor(x.view_as(x) if x.requires_grad else x, self.mesh, kept)
 
         return map_tensors(lay, args), map_tensors(lay, kwargs)
 

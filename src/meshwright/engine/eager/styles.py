@@ -157,7 +157,8 @@ def _cut(layer: nn.Module, name: str, mesh: ProcessMesh, axis: str, dim: int) ->
             f"a layer sharded along {axis!r}",
             repr(mesh),
             f"the mesh has no axis {axis!r}",
-            f"name one of {list(mesh.dim_names)}, as in ColwiseParallel(axis={mesh.dim_names[-1]!r})",
+            f"make the mesh with an axis {axis!r}, of size 1 if no layer is to be sharded; or name another axis in the "
+            f"style, as in ColwiseParallel(axis={mesh.dim_names[-1]!r})",
         )
     before = held.placements if isinstance(held, DistTensor) else [Replicate()] * mesh.ndim
     placements = [Shard(dim) if a == axis else p for a, p in zip(mesh.dim_names, before, strict=True)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.comm import current_communicator
 from meshwright.graph import LOSS_SCALE, Capture, Input, ModelTensor, new_state, unsharded_state_spec
 from meshwright.layout import Spec, TorchValue
+from meshwright.passes import Merge
 from meshwright.tensor import DistTensor, absent, as_part, distribute_as, keep_own_part
 
 from .loss_scale import LossScale
@@ -20,13 +22,20 @@ Fetch = Callable[[Sequence[Any]], Any]
 
 
 def fetch_of(
-    given: Input, slots: Sequence[ModelTensor], optimizer: Optimizer | None = None, scale: LossScale | None = None
+    given: Input,
+    slots: Sequence[ModelTensor],
+    optimizer: Optimizer | None = None,
+    scale: LossScale | None = None,
+    merge: Merge | None = None,
 ) -> Fetch:
-    """Return the function that fetches the input `given`; `slots` are the model's parameters and buffers."""
+    """Return the function that fetches the input `given`; `slots` are the model's parameters and buffers.
+
+    `merge` is the split of the batch, if the program takes it in pieces.
+    """
     if given.role in ("parameter", "buffer"):
         return _held(slots, given.name)
     if given.role == "batch":
-        return _batch(given.source, given.spec)
+        return _batch(given.source, given.spec, merge)
     if given.role == "size":
         return given.source
     if given.role == "constant":
@@ -118,19 +127,31 @@ def _always(value: object) -> Fetch:
     return lambda leaves: value
 
 
-def _batch(at: int, spec: Spec | None) -> Fetch:
+def _batch(at: int, spec: Spec | None, merge: Merge | None) -> Fetch:
     """Return a function that reads a leaf of the batch, contiguous.
 
-    A plain tensor, whole on every rank, is distributed.
+    A plain tensor, whole on every rank, is distributed. If `merge` splits it, each of its pieces is distributed.
     """
 
     def fetch(leaves: Sequence[Any]) -> TorchValue:
         x = leaves[at]
         if spec is not None and not isinstance(x, DistTensor):
-            x = distribute_as(x, spec.mesh, spec.layout)
+            is_split = merge is not None and at in merge.leaves(leaves)
+            x = _distributed(x, spec, merge.pieces if merge is not None and is_split else 1)
         return x.contiguous() if isinstance(x, Tensor) else x
 
     return fetch
+
+
+def _distributed(x: Tensor, spec: Spec, pieces: int) -> Tensor:
+    """Return this rank's part of a plain tensor: its parts of `pieces` pieces of the rows, one after the other.
+
+    So piece m of the part belongs to piece m of the rows, as on one device.
+    """
+    if pieces == 1 or not spec.layout.dims[0]:
+        return distribute_as(x, spec.mesh, spec.layout)
+    parts = [distribute_as(piece, spec.mesh, spec.layout) for piece in x.chunk(pieces)]
+    return torch.cat([part.as_subclass(Tensor) for part in parts])
 
 
 def apply_captured_layouts(captured: Capture, optimizer: Optimizer | None) -> None:

@@ -351,7 +351,8 @@ class Builder:
         run = found.runs(make, looks=is_compared() and model.strategy.compiler != "inductor")
         at = {given.value: n for n, given in enumerate(run.inputs)}
         slots = model.slots()
-        fetch = tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in run.inputs)
+        merge = model.strategy.microbatches if found.intake.is_split else None
+        fetch = tuple(fetch_of(given, slots, model.optimizer, self.loss_scale, merge) for given in run.inputs)
         program, table = found.end_to_end()
         writes = tuple(at[x] for x in run.writes)
         apart = run.looking if run.looks else None
@@ -366,12 +367,12 @@ class Builder:
             if model.strategy.compiler == "inductor":
                 with self.phases.phase("compile"):
                     lowered = compiled(program, current_communicator(), writes=model.writes())
-        slots = model.slots()
+        slots, merge = model.slots(), model.strategy.merge if self.mode == "train" else None
         return CompiledProgram(
             program,
             runner_once(current_communicator(), lowered),
             program.inputs,
-            tuple(fetch_of(given, slots, model.optimizer, self.loss_scale) for given in program.inputs),
+            tuple(fetch_of(given, slots, model.optimizer, self.loss_scale, merge) for given in program.inputs),
             tuple(writes[x] for x, _ in lowered.writes),
             apart=split_before_update(lowered) if self.mode == "train" and is_compared() else None,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +13,33 @@ from meshwright.comm import PostedCommunicator, current_communicator
 from meshwright.layout import ProcessMesh, TorchValue
 from meshwright.passes import Merge
 from meshwright.pipeline import ActionKind, Schedule, StageError, Stages
+from meshwright.tensor import returns_to
 
 from ..recording.strategy import Pipeline
 from ..static.pipeline_step import schedule_of
 
 _BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """The actions that run a backward pass. It computes the gradients of weights too, so W has nothing left to do."""
+
+
+@contextmanager
+def _forward_only(schedule: str) -> Generator[None]:
+    """Refuse, in forward passes inside the context, values with gradients that go back to an earlier stage."""
+
+    def refuse(found: str, mesh: ProcessMesh) -> None:
+        raise StageError(
+            f"schedule {schedule!r} in the eager mode",
+            f"{found} needed on the earlier stage of ranks {mesh.process_ids}",
+            "a rank runs its part of a microbatch as a whole, so ranks would wait for one another",
+            'use schedule "GPipe", or mw.to_static with schedule_mode="auto"; or split the model so that values only '
+            "go forward, with another at= or another order of its layers",
+        )
+
+    token = returns_to.set(refuse)
+    try:
+        yield
+    finally:
+        returns_to.reset(token)
 
 
 class Microbatches:
@@ -71,7 +92,7 @@ class Microbatches:
                     loss = running.pop(m)
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                 else:
-                    with self._autocast():
+                    with self._autocast(), self._one_way():
                         running[m] = self._loss_of(given[m]) / count
                     total = running[m].detach() + total
         return total
@@ -87,6 +108,11 @@ class Microbatches:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(next(self.model.parameters()).device.type, self.autocast)
+
+    def _one_way(self) -> AbstractContextManager[Any]:
+        """Return a context that refuses forward passes that return to an earlier stage, unless all rows are equal."""
+        rows = {tuple(self._row(ranks[0])) for ranks in self._stages.ranks}
+        return _forward_only(self.schedule.name) if len(rows) > 1 else nullcontext()
 
     def _loss_of(self, batch: Sequence[Any]) -> Tensor:
         if self.loss is None:

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -40,9 +41,24 @@ from .interception import intercepted
 
 WITHOUT_NUMBERS = "use tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
 
+_READERS = {
+    "torch.distributions": "pass validate_args=False to the distribution, whose check of its arguments reads numbers",
+    "torch.nn.modules.batchnorm": "set momentum to a number, because a BatchNorm with momentum=None reads its counter",
+}
+"""Modules of torch with code that reads numbers of tensors, and how to avoid it."""
 
 _WITHOUT_MEMORY = ('set the storage of a tensor on device "meta"', "Cannot access storage of")
 """Texts of torch's errors for code that accesses the memory of a fake tensor."""
+
+_OF_TRANSFORM = ("TensorWrapper", "BatchedTensor")
+"""The names of the wrappers of `torch.func`, as torch's errors give them."""
+
+_IN_TRANSFORM = (
+    "inside a transform, tensors are wrappers of torch, which programs do not have",
+    "use torch.autograd.grad(..., create_graph=True) instead of torch.func.grad; or, without a pipeline, pass "
+    "Strategy(full_graph=False), which runs code that cannot be captured in Python",
+)
+"""The reason and the fix in the error for a transform of `torch.func`."""
 
 
 def called(call: Callable[..., TorchValue], args: Sequence[TorchValue]) -> TorchValue:
@@ -59,12 +75,14 @@ def called(call: Callable[..., TorchValue], args: Sequence[TorchValue]) -> Torch
             error,
             str(error).split("\n")[0],
             "Python needs a tensor's numbers there, but a captured tensor has none",
-            WITHOUT_NUMBERS,
+            _without_numbers(error),
         ) from error
     except RuntimeError as error:
         found = next((text for text in _WITHOUT_MEMORY if text in str(error)), None)
         if found is None:
             raise
+        if any(name in str(error) for name in _OF_TRANSFORM):
+            raise _error_at(error, "a call inside a transform of torch.func", *_IN_TRANSFORM) from error
         raise _error_at(
             error,
             str(error).split("\n")[0],
@@ -80,6 +98,13 @@ def called(call: Callable[..., TorchValue], args: Sequence[TorchValue]) -> Torch
             "a model is captured as for one device; layouts are decided later",
             "use mw.reshard(x, mesh, placements) to set a layout, and mw.local_map for a function of local parts",
         ) from error
+
+
+def _without_numbers(error: Exception) -> str:
+    """Return how to avoid the reading of numbers that raised `error`."""
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    found = (write for module, write in _READERS.items() for name in names if name.startswith(module))
+    return next(found, WITHOUT_NUMBERS)
 
 
 def _error_at(error: Exception, found: str, why: str, write: str) -> CaptureError:
@@ -188,11 +213,7 @@ class CaptureEnvironment:
 
     def note(self, op: Operator, args: TorchValue, kwargs: TorchValue, out: TorchValue) -> None:
         if transforming():
-            raise capture_error(
-                f"{op} inside a transform of torch.func",
-                "inside a transform, tensors are wrappers of torch, which programs do not have",
-                "pass Strategy(full_graph=False), which runs code that cannot be captured in Python",
-            )
+            raise capture_error(f"{op} inside a transform of torch.func", *_IN_TRANSFORM)
         if any(isinstance(leaf, torch.Generator) for leaf in leaves_in((args, kwargs))):
             raise capture_error(
                 f"{op} with its own generator",

@@ -37,7 +37,8 @@ def run_step(twin: Optimizer) -> None:
             f"recording a step of {type(twin).__name__}",
             _explained(error),
             "the step or one of its hooks needs numbers of tensors in Python, or arguments that a program lacks",
-            "use another optimizer, or capturable=True; in a hook, write torch.where(condition, a, b) instead of `if`",
+            "use another optimizer, or capturable=True on a GPU; in a hook, write torch.where(condition, a, b) instead "
+            "of `if`",
         ) from error
 
 

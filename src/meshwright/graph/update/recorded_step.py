@@ -198,7 +198,7 @@ def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
     """
     before, after, unscaled = fake.states, _states_of(fake), fake.unscaled
     _check_path(recorder)
-    _check_parameters_written(recorder)
+    _check_parameters_written(recorder, fake)
     made = {key: v for key, v in after.items() if key not in before or (is_number(v) and v is not before[key])}
     kept = {key: v for key, v in after.items() if key in before and isinstance(v, Tensor)}
     writes = [(before[key], v) for key, v in kept.items() if v is not before[key]]
@@ -209,11 +209,17 @@ def _finished(recorder: Recorder, fake: _FakeStep) -> Program:
     return skip_writes_on_overflow(program, program.outputs["skipped"], renewed)
 
 
-def _check_parameters_written(recorder: Recorder) -> None:
-    """Raise CaptureError for a step that writes to no parameter, on a rank that has gradients."""
+def _check_parameters_written(recorder: Recorder, fake: _FakeStep) -> None:
+    """Raise CaptureError for a step that writes to no parameter, on a rank with gradients for the optimizer.
+
+    A stage of a pipeline may have none of the optimizer's parameters.
+    """
+    groups = [x for group in fake.twin.param_groups for x in group["params"]]
+    updated = {name for name, p in fake.parameters.items() if any(p is x for x in groups)}
     rank, inputs = recorder.communicator.rank, recorder.recording.inputs
     written = dict(recorder.recording.written())
-    has_gradients = any(x.role == "gradient" and (x.spec is None or rank in x.spec.mesh) for x in inputs)
+    gradients = [x for x in inputs if x.role == "gradient" and x.name in updated]
+    has_gradients = any(x.spec is None or rank in x.spec.mesh for x in gradients)
     if has_gradients and not any(x.role == "parameter" and x.value in written for x in inputs):
         raise CaptureError(
             "recording the optimizer's step",

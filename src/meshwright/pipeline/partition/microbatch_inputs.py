@@ -32,6 +32,11 @@ class MicrobatchInputs:
     copies: tuple[int, ...]
     feeds: tuple[tuple[MicrobatchInput, ...], ...]
 
+    @property
+    def is_split(self) -> bool:
+        """True if the microbatches are pieces of one batch."""
+        return any(feed.is_piece for feeds in self.feeds for feed in feeds)
+
 
 def split_batch(ways: Sequence[RankParts], schedule: Schedule, cut: Collection[int]) -> MicrobatchInputs:
     """Return the intake of one batch. Leaves whose numbers are in `cut` are split along dim 0; other leaves stay whole.

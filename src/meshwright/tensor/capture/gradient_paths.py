@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..core.tree import map_tensors, tensors_in
@@ -37,7 +38,10 @@ def _is_differentiable(x: Tensor) -> bool:
 def _results_behind(
     func: TorchFunction, args: Arguments, kwargs: NamedArguments, place: int
 ) -> tuple[int, Sequence[bool]]:
-    """Return `place`, and for each result whether it requires a gradient if only the operand at `place` does."""
+    """Return `place`, and for each result whether it requires a gradient if only the operand at `place` does.
+
+    Hooks of the caller do not see what autograd saves here: `torch.utils.checkpoint` counts what a call saves.
+    """
     left = iter(range(len(list(tensors_in((args, kwargs))))))
 
     def stand_in(x: Tensor) -> Tensor:
@@ -45,6 +49,8 @@ def _results_behind(
         made = torch.empty(like.shape, dtype=like.dtype, device="meta")
         return made.requires_grad_().view_as(made) if next(left) == place else made
 
-    with no_modes(), imagining(sizes_of(args, kwargs, spec_if_distributed)), no_interception(), torch.enable_grad():
+    hidden = saved_tensors_hooks(lambda x: x, lambda x: x)
+    shapes = imagining(sizes_of(args, kwargs, spec_if_distributed))
+    with no_modes(), shapes, no_interception(), torch.enable_grad(), hidden:
         out = func(*map_tensors(stand_in, args), **map_tensors(stand_in, kwargs))
         return place, [t.requires_grad for t in tensors_in(out)]

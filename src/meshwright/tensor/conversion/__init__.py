@@ -1,6 +1,8 @@
 """Conversion between layouts, and between distributed and plain tensors.
 
+torch_hooks         private names of torch: the hooks of torch.utils.checkpoint
 convert             Move: a differentiable conversion of a local part from one layout to another
+checkpointed_moves  values from other pipeline stages, kept for the second run of a checkpointed call
 saved_operands      converted operands that autograd saves, kept up to date with writes to their sources
 pending_gradients   gradients that are pending sums, stored separately and reduced in buckets
 joint_plan          packing of the parts of several tensors into one buffer

@@ -31,6 +31,7 @@ from ..torch_hooks import (
     set_grad_enabled,
     unwritten,
 )
+from .checkpointed_moves import across_stages
 
 _is_neg, _is_conj, _is_inference, _detach = Tensor.is_neg, Tensor.is_conj, Tensor.is_inference, Tensor.detach
 """Methods of the local part, without those of distributed tensors; call them with interception off."""
@@ -86,7 +87,13 @@ class Move:
         return x if self.is_relabel else self._converted(x)
 
     def _converted(self, x: Tensor) -> Tensor:
-        """Convert `x` hidden from dispatch modes, since ranks need not convert by the same calls."""
+        """Convert `x`; between meshes, a checkpointed call that runs again takes what its first run got."""
+        if self.src.mesh is self.dst.mesh or isinstance(x, FakeTensor):
+            return self._run(x)
+        return across_stages(partial(self._run, x))
+
+    def _run(self, x: Tensor) -> Tensor:
+        """Run the steps on `x` hidden from dispatch modes, since ranks need not convert by the same calls."""
         here = current_communicator()
         if modes_active() and not isinstance(x, FakeTensor):
             with no_modes():

@@ -18,7 +18,14 @@ from ..core.capture_marks import captured_whole
 from ..core.computation_numbers import collectives_of_call, pass_number, with_new_number
 from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.rank_ownership import check_maker, mark_maker
-from ..torch_hooks import no_interception, outside_transforms, shares_storage, transforming, transforms_paused
+from ..torch_hooks import (
+    has_tangent,
+    no_interception,
+    outside_transforms,
+    shares_storage,
+    transforming,
+    transforms_paused,
+)
 from .convert import arranged, convert_local
 from .local_parts import spec_of_whole
 from .python_values import gather_everywhere
@@ -73,7 +80,8 @@ def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
             "mw.shard_tensor inside a transform of torch.func",
             f"a tensor of shape {tuple(x.shape)} of the transform",
             "inside a transform, torch wraps tensors, and a wrapped tensor cannot be split",
-            "call mw.shard_tensor outside and pass the distributed tensor to the transformed function",
+            "call mw.shard_tensor outside and pass the distributed tensor to the transformed function; in a pipeline, "
+            "transform a function that calls the layers of one stage only",
         )
     with transforms_paused():
         return distribute_as(plain, mesh, layout)
@@ -82,7 +90,7 @@ def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
 def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:
     """Return the plain tensor `x` in the layout and with the strides of `dst`."""
     mesh = dst.mesh
-    if not x.is_leaf and x.requires_grad:
+    if (not x.is_leaf and x.requires_grad) or has_tangent(x):
         return as_dist_tensor(convert_local(x, src, dst) if current_communicator().rank in mesh else x, dst)
     with torch.no_grad():
         local = x.detach()
@@ -135,7 +143,7 @@ def _present(local: Tensor, spec: Spec) -> DistTensor:
             out = as_part(local if type(local) is Tensor and local._base is None else local.view_as(local), spec)
             mark_maker(out)
             return out
-        if local.requires_grad:
+        if local.requires_grad or has_tangent(local):
             return make_absent([spec], [local])[0]
         return absent(away_part(spec.local_shape(current_communicator().rank), spec.dtype, local.device), spec)
 

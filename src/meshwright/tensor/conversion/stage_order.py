@@ -7,6 +7,7 @@ mask, a skip connection or an auxiliary loss, is sent automatically when an oper
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
 from itertools import count
 from weakref import WeakSet
 
@@ -18,6 +19,7 @@ from meshwright.layout import Layout, ProcessMesh
 from .._torch_call import Arguments, NamedArguments
 from ..core.dist_tensor import DistTensor, rank_or_none
 from ..core.tree import map_tensors, tensors_in
+from .checkpointed_moves import note_arrival
 from .distribute import redistribute
 
 _SEVERAL_MESHES = ("backward", "grad", "_make_dual", "_amp_", "_foreach_", "_fused_")
@@ -25,6 +27,19 @@ _SEVERAL_MESHES = ("backward", "grad", "_make_dual", "_amp_", "_foreach_", "_fus
 _RENEWING = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
 """Functions that write to their second tensor without a name that shows it."""
 _clock = count(1)
+
+
+ReturnHandler = Callable[[str, ProcessMesh], None]
+"""A function that is called with the start of a sentence, "a layer is", and the mesh of the earlier stage."""
+
+returns_to: ContextVar[ReturnHandler | None] = ContextVar("returns_to", default=None)
+"""The function that is called if a value with a gradient goes back to an earlier stage; it may raise an error."""
+
+
+def _refuse_return(found: str, mesh: ProcessMesh) -> None:
+    handler = returns_to.get()
+    if handler is not None:
+        handler(found, mesh)
 
 
 class StageOrder:
@@ -38,6 +53,7 @@ class StageOrder:
         self._came = dict.fromkeys(meshes, 0)
         self._sent: dict[tuple[int, int, ProcessMesh, bool], tuple[Tensor, Tensor]] = {}
         self._depth = 0
+        self._furthest = 0
         _known.add(self)
 
     def has(self, meshes: Collection[ProcessMesh]) -> bool:
@@ -46,7 +62,14 @@ class StageOrder:
 
     def come_to(self, mesh: ProcessMesh) -> None:
         """Record that the program continues in the stage on `mesh`."""
+        place = self._place(mesh)
+        if place < self._furthest and torch.is_grad_enabled():
+            _refuse_return("a layer is", mesh)
+        self._furthest = max(self._furthest, place)
         self._came[mesh] = next(_clock)
+
+    def _place(self, mesh: ProcessMesh) -> int:
+        return list(self._came).index(mesh)
 
     def latest(self, meshes: Collection[ProcessMesh]) -> tuple[int, ProcessMesh]:
         """Return the time at which the program last reached one of `meshes`, and that mesh."""
@@ -54,6 +77,8 @@ class StageOrder:
 
     def begin(self) -> None:
         """Begin a scope in which each value is sent to a stage only once, for all operations and layers there."""
+        if self._depth == 0:
+            self._furthest = 0
         self._depth += 1
 
     def end(self) -> None:
@@ -70,10 +95,14 @@ class StageOrder:
         key = (id(x), version, mesh, torch.is_grad_enabled())
         if key not in self._sent:
             self._sent[key] = (x, send())
+        elif isinstance(x, DistTensor) and x._spec.mesh is not mesh:
+            note_arrival(self._sent[key][1])
         return self._sent[key][1]
 
     def sent(self, x: DistTensor, mesh: ProcessMesh) -> Tensor:
         """Return `x` on the mesh of a stage, in its own layout; pending sums are reduced."""
+        if x.requires_grad and torch.is_grad_enabled() and self._place(mesh) < self._place(x._spec.mesh):
+            _refuse_return(f"a {type(x).__name__} of shape {tuple(x.shape)} from a later stage is", mesh)
         return self.once(x, mesh, lambda: redistribute(x, mesh, Layout(x._spec.layout.dims)))
 
 

@@ -48,17 +48,16 @@ class _Through(torch.autograd.Function):
         return outs
 
     @staticmethod
-    def jvp(ctx: TorchValue, *tangents: Tensor) -> tuple[Tensor | None, ...]:
-        device = ctx.like[0][2]
-        return tuple(_zeros_if_differentiable(shape, dtype, device) for shape, dtype in ctx.shapes)
+    def jvp(ctx: TorchValue, *tangents: TorchValue) -> tuple[Tensor | None, ...]:
+        """Return tangents without elements, which depend on those of the operands in the autograd graph."""
+        given = [t for t in tangents if isinstance(t, Tensor)]
+        outs: TorchValue = _Through.apply(ctx.shapes, *given)
+        graded = [dtype.is_floating_point or dtype.is_complex for _, dtype in ctx.shapes]
+        return tuple(out if is_graded else None for out, is_graded in zip(outs, graded, strict=True))
 
     @staticmethod
     def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *[torch.zeros(s, dtype=d, device=v) for s, d, v in ctx.like]
-
-
-def _zeros_if_differentiable(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    return torch.zeros(shape, dtype=dtype, device=device) if dtype.is_floating_point or dtype.is_complex else None
 
 
 def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Absent]:
