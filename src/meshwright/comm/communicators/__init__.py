@@ -2,6 +2,7 @@
 
 call                   CommCall: one rank's side of a collective or message, and its comparison with a peer's
 reductions             the reductions, and the dtypes that each one accepts
+argument_checks        checks of the arguments of collectives
 counters               Counters: exact numbers of calls and bytes of a rank
 call_purpose           numbers of the purposes of calls, which ranks that run one program have in common
 stragglers             Straggler: a slow rank, detected from the waits of other ranks
