@@ -8,6 +8,7 @@ call_purpose           numbers of the purposes of calls, which ranks that run on
 stragglers             Straggler: a slow rank, detected from the waits of other ranks
 communicator           Communicator: the interface of all communicators, with shared checks and counters
 current_communicator   the communicator of the calling thread, otherwise that of the process
+queued_communicator    QueuedCommunicator: collectives that are queued on streams of a device
 peerless               PeerlessCommunicator: a communicator without peers, with correct shapes and exact counts
 delayed                DelayedCommunicator: a simulated slow network around another communicator
 posted_exchanges       PostedCommunicator: exchanges as messages that are sent without waiting
