@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from ._regions import Box, index, volume
 
 Part = Callable[[Tensor], Tensor]
 """Function from a tensor to a part of it."""
+Parts = Callable[[Tensor], list[Tensor]]
+"""Function from a tensor to several tensors with its dtype and on its device."""
 Join = Callable[[list[Tensor], Tensor], Tensor]
 """Function from parts, and a tensor that has their dtype and device, to the assembled tensor."""
 
@@ -84,6 +87,28 @@ def assembly(boxes: Sequence[Box], target: Box) -> Join:
         return lambda parts, t: parts[only]
     cut = _cut_dims([boxes[i] for i in full], target)
     return _concatenation(boxes, full, cut[0]) if len(cut) == 1 else _copies(boxes, full, target)
+
+
+def gathered_parts(boxes: Sequence[Box], target: Box) -> tuple[Parts, Join]:
+    """Return functions that allocate parts with the given `boxes`, and assemble them to `target`.
+
+    Parts that are consecutive rows of the target are allocated as views of it. Then the assembly copies nothing.
+    """
+    if _cut_dims(boxes, target) == [0] and _are_adjacent([box[0] for box in boxes], target[0]):
+        shape, rows = shape_of(target), [box[0][1] for box in boxes]
+        return lambda t: list(t.new_empty(shape).split(rows)), lambda parts, t: _whole_of_rows(parts, shape)
+    return allocation(list(map(shape_of, boxes))), assembly(boxes, target)
+
+
+def _whole_of_rows(parts: Sequence[Tensor], shape: Shape) -> Tensor:
+    """Return the contiguous tensor of this shape that the parts are consecutive rows of."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return parts[0].as_strided(shape, strides, 0)
+
+
+def allocation(shapes: Sequence[Shape]) -> Parts:
+    """Return a function that allocates tensors of these shapes, with the dtype and on the device of its argument."""
+    return lambda t: [t.new_empty(shape) for shape in shapes]
 
 
 def _concatenation(boxes: Sequence[Box], full: Sequence[int], dim: int) -> Join:

@@ -14,7 +14,19 @@ from torch import Tensor
 
 from meshwright.layout import Spec
 
-from ._assembly import Join, Part, assembly, away_part, empty_result, shape_of, take_box, take_boxes
+from ._assembly import (
+    Join,
+    Part,
+    Parts,
+    allocation,
+    assembly,
+    away_part,
+    empty_result,
+    gathered_parts,
+    shape_of,
+    take_box,
+    take_boxes,
+)
 from ._mover import Group, Mover, OutMover, Shape
 from ._regions import Box, box_of, index
 from ._routes import Route, Routes, routes
@@ -35,7 +47,6 @@ from ._steps import (
 )
 
 Action = Callable[[Tensor, Mover], Tensor]
-Parts = Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +131,7 @@ def _pad(step: Pad, x: Spec, rank: int) -> Act | None:
 
 def _all_reduce(step: AllReduce, x: Spec, rank: int) -> Act | None:
     op, group = step.op, step.group(x, rank)
-    results = _allocation([x.local_shape(rank)])
+    results = allocation([x.local_shape(rank)])
     transfer = Transfer(
         "all_reduce", _alone, results, lambda sent, out, c: c.all_reduce(sent[0], op, group, out=out[0]), _first
     )
@@ -130,13 +141,11 @@ def _all_reduce(step: AllReduce, x: Spec, rank: int) -> Act | None:
 def _all_gather(step: AllGather, x: Spec, rank: int) -> Act | None:
     group = step.group(x, rank)
     shapes = [x.local_shape(r) for r in group]
-    join = assembly([box_of(x, r) for r in group], box_of(made(step, x), rank))
+    boxes, target = [box_of(x, r) for r in group], box_of(made(step, x), rank)
+    join = assembly(boxes, target)
+    results, join_results = gathered_parts(boxes, target)
     transfer = Transfer(
-        "all_gather",
-        _alone,
-        _allocation(shapes),
-        lambda sent, out, c: c.all_gather(sent[0], group, shapes, out=out),
-        join,
+        "all_gather", _alone, results, lambda sent, out, c: c.all_gather(sent[0], group, shapes, out=out), join_results
     )
     return Act(lambda t, c: join(c.all_gather(t, group, shapes), t), transfer=transfer)
 
@@ -148,7 +157,7 @@ def _reduce_scatter(step: ReduceScatter, x: Spec, rank: int) -> Act | None:
     transfer = Transfer(
         "reduce_scatter",
         lambda t: list(cut(t)),
-        _allocation([shape_of(boxes[group.index(rank)])]),
+        allocation([shape_of(boxes[group.index(rank)])]),
         lambda sent, out, c: c.reduce_scatter(sent, op, group, out=out[0]),
         _first,
     )
@@ -161,11 +170,6 @@ def _alone(t: Tensor) -> list[Tensor]:
 
 def _first(results: list[Tensor], t: Tensor) -> Tensor:
     return results[0]
-
-
-def _allocation(shapes: Sequence[Shape]) -> Parts:
-    """Return a function that allocates tensors of these shapes, with the dtype and on the device of its argument."""
-    return lambda t: [t.new_empty(shape) for shape in shapes]
 
 
 def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
@@ -191,7 +195,7 @@ def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
     transfer = Transfer(
         "all_to_all",
         pack,
-        _allocation(shapes),
+        allocation(shapes),
         lambda sent, out, c: c.all_to_all(sent, shapes, group, out=out),
         assemble,
     )
@@ -265,7 +269,7 @@ def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
         receives = [(r, shape, x.dtype, x.device) for (r, shape), x in zip(do.expected, out, strict=True)]
         return c.exchange(list(zip(peers, sent, strict=True)), receives, do.group, out=out)
 
-    transfer = Transfer("exchange", pack, _allocation([shape for _, shape in do.expected]), call, assemble)
+    transfer = Transfer("exchange", pack, allocation([shape for _, shape in do.expected]), call, assemble)
     return Act(run, len(do.kept) == 0 or len(do.expected) > 0, transfer)
 
 
