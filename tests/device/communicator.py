@@ -60,10 +60,16 @@ class DeviceCommunicator(QueuedCommunicator):
         self.transport = _shared_transport(inner, latency, bandwidth)
 
     def _queue(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        if any(x.device.type == "cpu" for x in (*sends, *out)):
+            self.inner._call_into(call, sends, out)
+            return
         self.transport.collective(call, self.rank, torch.accelerator.current_stream(), sends, out, _MOVES[call.kind])
 
     def _send(self, x: Tensor, call: CommCall) -> None:
         """Queue a message with a copy of `x`, which the caller may overwrite."""
+        if x.device.type == "cpu":
+            self.inner._send(x, call)
+            return
         peer = call.message[0]
         name = f"messages to {peer}"
         with self.streams.between_waits(x.device, name, "send"):
@@ -71,6 +77,8 @@ class DeviceCommunicator(QueuedCommunicator):
         self.transport.send(self.rank, peer, call.tag, self.streams.stream(x.device, name), copy)
 
     def _receive(self, call: CommCall, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            return self.inner._receive(call, device)
         peer, shape, dtype = call.message
         out = torch.empty(shape, dtype=dtype, device=device)
         with self.streams.between_waits(out.device, f"messages from {peer}", "receive"):

@@ -50,6 +50,17 @@ def test_collectives_have_the_numbers_of_the_simulation(mesh_device: Devices) ->
         assert all(map(torch.equal, ours, theirs))
 
 
+def test_tensors_on_the_host_are_reduced_at_once(mesh_device: Devices) -> None:
+    def program(device: torch.device) -> tuple[list[float], list[float]]:
+        me = _here()
+        total = me.all_reduce(torch.full((2,), float(me.rank)), "sum", ALL)
+        me.send(total + me.rank, (me.rank + 1) % 4, 3)
+        return total.tolist(), me.receive((me.rank - 1) % 4, 3, (2,), torch.float32, "cpu").tolist()
+
+    found = mw.simulate(run_on_devices(program), 4)
+    assert found == [([6, 6], [6 + (rank - 1) % 4] * 2) for rank in ALL]
+
+
 def _times(timeline: list[Timing], device: int, name: str) -> list[tuple[float, float]]:
     return [(t.start, t.end) for t in timeline if t.device == device and t.name == name]
 

@@ -18,11 +18,11 @@ from .communicator import Communicator, PendingConversion, Receive
 
 
 class QueuedCommunicator(Communicator):
-    """Communicator of one rank whose tensors are on a device with streams.
+    """Communicator of one rank that queues its collectives on a communication stream.
 
-    All collectives run on one communication stream. The stream that is current when a collective is called allocates
+    All collectives of a device run on one such stream. The stream that is current when a collective is called allocates
     its results. A subclass queues each collective on the current stream (`_queue`); this class makes the communication
-    stream current, and makes the streams wait for each other.
+    stream current, and makes the streams wait for each other. On a device without streams, nothing is queued.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -42,11 +42,17 @@ class QueuedCommunicator(Communicator):
 
     @abstractmethod
     def _queue(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        """Queue a collective, which writes its results to `out`, on the current stream."""
+        """Queue a collective, which writes its results to `out`, on the current stream.
+
+        If the tensors are on a device without streams, the results are complete when this returns.
+        """
 
     def _call_into(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> list[Tensor]:
         device = next((x.device for x in (*sends, *out)), None) or _current_device()
-        with self.streams.between_waits(device, COLLECTIVES, call.kind):
+        if platform_of(device).has_streams:
+            with self.streams.between_waits(device, COLLECTIVES, call.kind):
+                self._queue(call, sends, out)
+        else:
             self._queue(call, sends, out)
         return list(out)
 
