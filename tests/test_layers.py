@@ -34,7 +34,7 @@ API = "engine"  # `import meshwright as mw` reaches what this package provides
 
 SUBPACKAGES = {
     "spmd": ["notation", "forms", "rules", "derivation"],
-    "comm": ["communicators", "simulation", "launcher", "transport", "checking", "process"],
+    "comm": ["streams", "communicators", "simulation", "launcher", "transport", "checking", "process"],
     "tensor": [
         "core", "capture", "conversion", "planning", "views", "autograd", "handlers", "execution",
     ],
@@ -55,6 +55,9 @@ FORBIDDEN_NAMES = {"utils", "common", "helpers", "misc"}
 MOST_CODE_LINES = 500
 MOST_MODULES, MOST_LINES = 20, 3500
 """Upper bounds for one package or subpackage."""
+STREAM_WAITS = {"wait_event", "wait_stream", "record_stream"}
+HOST_WAITS = {"cli/ranks/measure.py", "engine/eager/master_weights.py"}
+"""Files in which the host waits for a device: for a measured time, and before it reads copies in pinned memory."""
 # What a package must not know of torch (DESIGN: the table of packages).
 BLIND_TO = {"layout": "torch.distributed", "spmd": "torch.distributed", "reshard": "torch.distributed"}
 
@@ -203,6 +206,17 @@ def knows_no_more_of_torch(source: Source) -> Iterator[str]:
             yield f"{item.line}: {source.package} must not know {unseen}"
 
 
+def waits_in_one_place(source: Source) -> Iterator[str]:
+    """Yield waits of streams and of the host outside the subpackage whose waits are named and tested."""
+    if source.path.startswith("comm/streams/"):
+        return
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        if node.attr in STREAM_WAITS or (node.attr == "synchronize" and source.path not in HOST_WAITS):
+            yield f"{node.lineno}: {ast.unparse(node)} belongs in comm/streams"
+
+
 LAWS: list[Law] = [
     imports_downwards,
     imports_downwards_inside,
@@ -212,6 +226,7 @@ LAWS: list[Law] = [
     is_short_enough,
     hides_private_torch,
     knows_no_more_of_torch,
+    waits_in_one_place,
 ]
 
 
@@ -301,6 +316,8 @@ def test_the_docstring_of_a_package_lists_its_parts(folder: Path) -> None:
         (hides_private_torch, "comm/_run.py", "from torch.distributed import _functional_collectives"),
         (hides_private_torch, "comm/_run.py", "import torch\ntorch._C._get_tracing_state()"),
         (knows_no_more_of_torch, "layout/_mesh.py", "from torch import distributed"),
+        (waits_in_one_place, "comm/process/x.py", "stream.wait_event(event)"),
+        (waits_in_one_place, "tensor/x.py", "torch.accelerator.synchronize()"),
     ],
 )
 def test_a_law_finds_an_offence(law: Law, path: str, text: str) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import meshwright as mw
-from tests.device.communicator import DeviceCommunicator, run_on_devices
+from tests.device.communicator import run_on_devices
 from tests.device.inspection import Devices
 from tests.device.training import KINDS, train
+from tests.device.waits import leaving_out
 
 RANKS = 4
 
@@ -35,23 +35,12 @@ def test_ranks_may_share_a_device(mesh_device: Devices) -> None:
     _compare(mw.simulate(lambda: train("dp x tp", False, "mesh:0"), RANKS), expected)
 
 
-def _without_wait_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives start before their inputs are there."""
-    monkeypatch.setattr(DeviceCommunicator, "wait_before_call", lambda self, device: None)
-
-
-def _without_wait_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of collectives are used before they are there."""
-    monkeypatch.setattr(DeviceCommunicator, "wait_after_call", lambda self, device: None)
-
-
-@pytest.mark.parametrize("remove", [_without_wait_before, _without_wait_after])
+@pytest.mark.parametrize("wait", ["operands of *", "results of *"])
 @pytest.mark.parametrize("kind", ["dp", "tp", "ZeRO-3"])
-def test_a_missing_wait_is_found(
-    mesh_device: Devices, monkeypatch: pytest.MonkeyPatch, kind: str, remove: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    remove(monkeypatch)
-    mw.simulate(run_on_devices(lambda device: train(kind, False, device)), RANKS)
+def test_a_missing_wait_is_found(mesh_device: Devices, kind: str, wait: str) -> None:
+    """Collectives start before their inputs are there, or their results are used before they are there."""
+    with leaving_out(wait):
+        mw.simulate(run_on_devices(lambda device: train(kind, False, device)), RANKS)
     assert mesh_device.take_races()
 
 

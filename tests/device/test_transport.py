@@ -11,6 +11,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.comm import current_communicator
 from meshwright.comm.communicators.communicator import Communicator
+from meshwright.comm.communicators.queued_communicator import QueuedCommunicator
 from tests.device.communicator import run_on_devices
 from tests.device.inspection import Devices, Timing
 
@@ -19,6 +20,13 @@ ALL = (0, 1, 2, 3)
 
 def _here() -> Communicator:
     return current_communicator()
+
+
+def _stream(device: torch.device) -> torch.Stream:
+    """Return the stream of collectives of this rank."""
+    me = _here()
+    assert isinstance(me, QueuedCommunicator)
+    return me.streams.stream(device)
 
 
 def test_collectives_have_the_numbers_of_the_simulation(mesh_device: Devices) -> None:
@@ -40,6 +48,17 @@ def test_collectives_have_the_numbers_of_the_simulation(mesh_device: Devices) ->
     for ours, theirs in zip(mw.simulate(run_on_devices(program), 4), expected, strict=True):
         assert len(ours) == len(theirs)
         assert all(map(torch.equal, ours, theirs))
+
+
+def test_tensors_on_the_host_are_reduced_at_once(mesh_device: Devices) -> None:
+    def program(device: torch.device) -> tuple[list[float], list[float]]:
+        me = _here()
+        total = me.all_reduce(torch.full((2,), float(me.rank)), "sum", ALL)
+        me.send(total + me.rank, (me.rank + 1) % 4, 3)
+        return total.tolist(), me.receive((me.rank - 1) % 4, 3, (2,), torch.float32, "cpu").tolist()
+
+    found = mw.simulate(run_on_devices(program), 4)
+    assert found == [([6, 6], [6 + (rank - 1) % 4] * 2) for rank in ALL]
 
 
 def _times(timeline: list[Timing], device: int, name: str) -> list[tuple[float, float]]:
@@ -78,15 +97,15 @@ def test_the_rank_that_receives_most_sets_the_time(mesh_device: Devices) -> None
 
 def test_a_missing_wait_for_a_collective(mesh_device: Devices) -> None:
     def program(device: torch.device, waits: bool) -> list[float]:
-        me = _here()
+        me, stream = _here(), _stream(device)
         x = torch.full((2,), float(me.rank), device=device)
         out = torch.zeros(2, device=device)
-        me.stream.wait_stream(torch.accelerator.current_stream())
-        with me.stream:
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
             total = me.all_reduce(x, "sum", ALL)
-        x.record_stream(me.stream)
+        x.record_stream(stream)
         if waits:
-            torch.accelerator.current_stream().wait_stream(me.stream)
+            torch.accelerator.current_stream().wait_stream(stream)
         total.record_stream(torch.accelerator.current_stream())
         return (out + total).tolist()
 
@@ -100,15 +119,15 @@ def test_a_missing_wait_for_a_collective(mesh_device: Devices) -> None:
 
 def test_calls_in_another_order_are_refused(mesh_device: Devices) -> None:
     def program(device: torch.device) -> None:
-        me = _here()
+        me, stream = _here(), _stream(device)
         x = torch.ones(2, device=device)
         groups = [(0, 1), (0, 1, 2, 3)]
-        me.stream.wait_stream(torch.accelerator.current_stream())
-        with me.stream:
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
             for group in groups if me.rank else groups[::-1]:
                 if me.rank in group:
                     me.all_reduce(x, "sum", group)
-        x.record_stream(me.stream)
+        x.record_stream(stream)
 
     with pytest.raises((RuntimeError, mw.MeshwrightError), match="same order on all ranks"):
         mw.simulate(run_on_devices(program), 4)

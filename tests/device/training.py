@@ -50,25 +50,55 @@ def _stage(kind: str, model: nn.Module) -> Any:
     return {"ZeRO-2": mw.ShardingStage2, "ZeRO-3": mw.ShardingStage3}[kind]("dp", model, least=20)
 
 
-def train(kind: str, static: bool, device: torch.device | str, dropout: float = 0.0) -> tuple[list[Tensor], str]:
+class Training:
+    """A model with one kind of parallelism on this rank, whose `step` is eager or static."""
+
+    def __init__(
+        self,
+        kind: str,
+        static: bool,
+        device: torch.device | str,
+        dropout: float = 0.0,
+        strategy: mw.Strategy | None = None,
+    ) -> None:
+        mesh = _mesh(kind)
+        self.model = Net(dropout).to(device)
+        torch.manual_seed(1)
+        mw.shard_layer(self.model, mesh, _shard)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-3)
+        if kind.startswith("ZeRO"):
+            mw.shard_optimizer(optimizer, _stage(kind, self.model))
+        placements = [mw.Shard(0) if axis == "dp" else mw.Replicate() for axis in mesh.dim_names]
+        self._batch = [
+            mw.shard_tensor(torch.linspace(-1, 2, 128).view(8, 16).add(k).sin().to(device), mesh, placements)
+            for k in range(2)
+        ]
+        self._step: Callable[[Tensor, Tensor], Tensor] = _eager_step(self.model, optimizer)
+        if static:
+            self._step = mw.to_static(self.model, None, F.mse_loss, optimizer, strategy)
+
+    def step(self) -> Tensor:
+        """Make a training step and return its loss, which may not be computed yet."""
+        return self._step(*self._batch)
+
+    def parameters(self) -> list[Tensor]:
+        """Return all parameters, whole and on the CPU."""
+        return [mw.unshard_dtensor(p.detach()).cpu() for p in self.model.parameters()]
+
+
+def train(
+    kind: str,
+    static: bool,
+    device: torch.device | str,
+    dropout: float = 0.0,
+    strategy: mw.Strategy | None = None,
+) -> tuple[list[Tensor], str]:
     """Return the losses and the parameters after some steps, on the CPU, and the calls of this rank in these steps."""
     current_communicator().seen.reset()
-    mesh = _mesh(kind)
-    model = Net(dropout).to(device)
-    torch.manual_seed(1)
-    mw.shard_layer(model, mesh, _shard)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    if kind.startswith("ZeRO"):
-        mw.shard_optimizer(optimizer, _stage(kind, model))
-    placements = [mw.Shard(0) if axis == "dp" else mw.Replicate() for axis in mesh.dim_names]
-    x, y = (
-        mw.shard_tensor(torch.linspace(-1, 2, 128).view(8, 16).add(k).sin().to(device), mesh, placements)
-        for k in range(2)
-    )
-    step = mw.to_static(model, None, F.mse_loss, optimizer) if static else _eager_step(model, optimizer)
-    losses = [torch.tensor(float(step(x, y)), device="cpu") for _ in range(STEPS)]
+    training = Training(kind, static, device, dropout, strategy)
+    losses = [torch.tensor(float(training.step()), device="cpu") for _ in range(STEPS)]
     calls = str(current_communicator().seen)
-    return losses + [mw.unshard_dtensor(p.detach()).cpu() for p in model.parameters()], calls
+    return losses + training.parameters(), calls
 
 
 def _eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:

@@ -19,10 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from meshwright.comm.communicators.call import CommCall, received_bytes
+
 from .backend import register
 
-Move = Callable[[Mapping[int, Sequence[Tensor]]], Mapping[int, Sequence[Tensor]]]
-"""From the sent tensors of every rank to the received tensors of every rank; all on the CPU."""
+Move = Callable[[Mapping[int, CommCall], Mapping[int, Sequence[Tensor]]], Mapping[int, Sequence[Tensor]]]
+"""From the calls and the sent tensors of every rank to the received tensors of every rank; all on the CPU."""
 
 
 class Ranks(Protocol):
@@ -46,6 +48,8 @@ class _Part:
     issued: float
     sends: list[Any]
     receives: list[Any]
+    call: CommCall | None
+    """The call, if it is a collective."""
 
 
 @dataclass(slots=True)
@@ -83,21 +87,24 @@ class Transport:
 
     def collective(
         self,
-        name: str,
+        call: CommCall,
         rank: int,
-        members: tuple[int, ...],
         stream: torch.Stream,
         sends: Sequence[Tensor],
         receives: Sequence[Tensor],
         move: Move,
-        nbytes: float,
     ) -> None:
         """Queue the call of `rank` in a collective, which will overwrite `receives`.
 
         The n-th call of each member with the same members is one collective.
         """
-        transfer = self._transfer(rank, members, name, members, nbytes)
-        self._queue(transfer, rank, stream, sends, receives, lambda start: self._end_of(transfer, rank, move, start))
+        members = tuple(sorted(call.group))
+        transfer = self._transfer(rank, members, call.kind, members, received_bytes(call, rank))
+
+        def run(start: float) -> float:
+            return self._end_of(transfer, rank, move, start)
+
+        self._queue(transfer, rank, stream, sends, receives, run, call)
 
     def send(self, rank: int, peer: int, tag: int, stream: torch.Stream, x: Tensor) -> None:
         """Queue a message; it leaves when the stream reaches it, whether or not the peer receives it."""
@@ -144,10 +151,11 @@ class Transport:
         sends: Sequence[Tensor],
         receives: Sequence[Tensor],
         run: Callable[[float], float],
+        call: CommCall | None = None,
     ) -> None:
         core = self._core
         reads, writes = [core.Operand(x) for x in sends], [core.Operand(x) for x in receives]
-        transfer.parts[rank] = _Part(stream, core.position(stream) + 1, core.host_time(), reads, writes)
+        transfer.parts[rank] = _Part(stream, core.position(stream) + 1, core.host_time(), reads, writes, call)
         core.launch(stream, transfer.name, reads, writes, run)
         self._ranks.release_all()
 
@@ -172,7 +180,8 @@ class Transport:
         for member in transfer.members:
             self._run_before(transfer, member, more=0)
         parts = transfer.parts
-        moved = move({r: [operand.read() for operand in part.sends] for r, part in parts.items()})
+        calls = {r: part.call for r, part in parts.items() if part.call is not None}
+        moved = move(calls, {r: [operand.read() for operand in part.sends] for r, part in parts.items()})
         for member, values in moved.items():
             for operand, x in zip(parts[member].receives, values, strict=True):
                 operand.write(x)

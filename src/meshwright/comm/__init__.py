@@ -1,5 +1,6 @@
 """Communication between ranks: one interface for collectives and messages, and its implementations.
 
+streams         streams of devices on which communication runs beside computation
 communicators   the interface, and communicators that need no processes
 simulation      simulation of all ranks in one process, one thread per rank
 launcher        start, addresses, secret and state of the processes of a run

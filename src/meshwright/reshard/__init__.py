@@ -1,5 +1,6 @@
 """Conversions between layouts: steps as values, plans, search for the cheapest path, and execution."""
 
+from ._assembly import away_part
 from ._axis_conversions import (
     ROUNDS,
     AxisRole,
@@ -9,9 +10,11 @@ from ._axis_conversions import (
     transposed,
 )
 from ._errors import ReshardError
-from ._execute import Halves, Mover, away_part, halves_of
+from ._execute import Halves, halves_of
+from ._mover import Mover, OutMover
 from ._parse import parse_step
-from ._plan import ConversionPlan, Price, Purpose, execute, plan
+from ._plan import ConversionPlan, Price, Purpose, execute, plan, prepare
+from ._split import PreparedConversion
 from ._steps import (
     AllGather,
     AllReduce,
@@ -40,7 +43,9 @@ __all__ = [
     "Fill",
     "Halves",
     "Mover",
+    "OutMover",
     "Pad",
+    "PreparedConversion",
     "Price",
     "Purpose",
     "ReduceScatter",
@@ -55,6 +60,7 @@ __all__ = [
     "halves_of",
     "parse_step",
     "plan",
+    "prepare",
     "received_share",
     "transposed",
 ]

@@ -1,19 +1,34 @@
-"""Execution of a plan: each step becomes one function of local tensor and communicator, built once per rank."""
+"""Execution of a plan: each step becomes one function of local tensor and communicator, built once per rank.
+
+A step that communicates is also available as a `Transfer`, so that its collective can run beside other work.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import Range, Spec
+from meshwright.layout import Spec
 
-from ._regions import Box, box_of, index, volume
+from ._assembly import (
+    Join,
+    Part,
+    Parts,
+    allocation,
+    assembly,
+    away_part,
+    empty_result,
+    gathered_parts,
+    shape_of,
+    take_box,
+    take_boxes,
+)
+from ._mover import Group, Mover, OutMover, Shape
+from ._regions import Box, box_of, index
 from ._routes import Route, Routes, routes
 from ._steps import (
     AllGather,
@@ -31,45 +46,35 @@ from ._steps import (
     made,
 )
 
-Group = tuple[int, ...]
-Shape = tuple[int, ...]
+Action = Callable[[Tensor, Mover], Tensor]
 
 
-class Mover(Protocol):
-    """Protocol of a communicator: the five collectives that a plan needs.
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective of a rank in four functions, of which only `call` communicates.
 
-    Tensors may be empty or not contiguous; results are new, contiguous tensors.
+    So `call` can run beside other work, on another stream. `pack(x)` returns the operands for the local tensor `x`, and
+    `results(x)` allocates the results. `call(operands, results, communicator)` writes the results. `join(results, x)`
+    returns the new local tensor.
     """
 
-    rank: int
-
-    def all_reduce(self, x: Tensor, op: str, group: Group) -> Tensor: ...
-
-    def all_gather(self, x: Tensor, group: Group, shapes: Sequence[Shape]) -> list[Tensor]: ...
-
-    def reduce_scatter(self, pieces: Sequence[Tensor], op: str, group: Group) -> Tensor: ...
-
-    def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]: ...
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Shape, torch.dtype, torch.device]],
-        group: Group,
-    ) -> list[Tensor]: ...
-
-
-Action = Callable[[Tensor, Mover], Tensor]
-Part = Callable[[Tensor], Tensor]
-Join = Callable[[list[Tensor], Tensor], Tensor]
+    kind: str
+    pack: Parts
+    results: Parts
+    call: Callable[[list[Tensor], list[Tensor], OutMover], object]
+    join: Join
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """Action of one rank for one step. `fresh` is True if the result shares no storage with the operand."""
+    """Action of one rank for one step. `fresh` is True if the result shares no storage with the operand.
+
+    `transfer` is the same action in parts if it communicates, else None.
+    """
 
     run: Action
     fresh: bool = True
+    transfer: Transfer | None = None
 
 
 def compile_step(step: ConversionStep, x: Spec, rank: int) -> Act | None:
@@ -91,7 +96,7 @@ def _view(step: View, x: Spec, rank: int) -> Act | None:
 
 
 def _slice(step: Slice, x: Spec, rank: int) -> Act | None:
-    take = _take_box(box_of(made(step, x), rank), box_of(x, rank))
+    take = take_box(box_of(made(step, x), rank), box_of(x, rank))
     return Act(lambda t, c: take(t), fresh=False)
 
 
@@ -126,20 +131,45 @@ def _pad(step: Pad, x: Spec, rank: int) -> Act | None:
 
 def _all_reduce(step: AllReduce, x: Spec, rank: int) -> Act | None:
     op, group = step.op, step.group(x, rank)
-    return Act(lambda t, c: c.all_reduce(t, op, group))
+    results = allocation([x.local_shape(rank)])
+    transfer = Transfer(
+        "all_reduce", _alone, results, lambda sent, out, c: c.all_reduce(sent[0], op, group, out=out[0]), _first
+    )
+    return Act(lambda t, c: c.all_reduce(t, op, group), transfer=transfer)
 
 
 def _all_gather(step: AllGather, x: Spec, rank: int) -> Act | None:
     group = step.group(x, rank)
     shapes = [x.local_shape(r) for r in group]
-    join = _assembly([box_of(x, r) for r in group], box_of(made(step, x), rank))
-    return Act(lambda t, c: join(c.all_gather(t, group, shapes), t))
+    boxes, target = [box_of(x, r) for r in group], box_of(made(step, x), rank)
+    join = assembly(boxes, target)
+    results, join_results = gathered_parts(boxes, target)
+    transfer = Transfer(
+        "all_gather", _alone, results, lambda sent, out, c: c.all_gather(sent[0], group, shapes, out=out), join_results
+    )
+    return Act(lambda t, c: join(c.all_gather(t, group, shapes), t), transfer=transfer)
 
 
 def _reduce_scatter(step: ReduceScatter, x: Spec, rank: int) -> Act | None:
     op, group = step.op, step.group(x, rank)
-    cut = _take_boxes([box_of(made(step, x), r) for r in group], box_of(x, rank))
-    return Act(lambda t, c: c.reduce_scatter(cut(t), op, group))
+    boxes = [box_of(made(step, x), r) for r in group]
+    cut = take_boxes(boxes, box_of(x, rank))
+    transfer = Transfer(
+        "reduce_scatter",
+        lambda t: list(cut(t)),
+        allocation([shape_of(boxes[group.index(rank)])]),
+        lambda sent, out, c: c.reduce_scatter(sent, op, group, out=out[0]),
+        _first,
+    )
+    return Act(lambda t, c: c.reduce_scatter(cut(t), op, group), transfer=transfer)
+
+
+def _alone(t: Tensor) -> list[Tensor]:
+    return [t]
+
+
+def _first(results: list[Tensor], t: Tensor) -> Tensor:
+    return results[0]
 
 
 def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
@@ -147,22 +177,30 @@ def _all_to_all(step: AllToAll, x: Spec, rank: int) -> Act | None:
     found = routes(x, made(step, x), group)
     arrivals, kept = _arrivals(found, rank)
     incoming, outgoing = dict(arrivals), dict(found.sends(rank))
-    join = _assembly([*incoming.values(), *kept], box_of(made(step, x), rank))
+    join = assembly([*incoming.values(), *kept], box_of(made(step, x), rank))
+    keeps = [take_box(box, held) for box in kept]
+    if found.silent:
+        return Act(lambda t, c: join([keep(t) for keep in keeps], t), fresh=not kept)
     senders = [group.index(r) for r in incoming]
-    takes = [_take_box(outgoing[r], held) if r in outgoing else None for r in group]
-    keeps = [_take_box(box, held) for box in kept]
-    shapes = [_shape(incoming[r]) if r in incoming else (0,) for r in group]
-    silent = found.silent
+    takes = [take_box(outgoing[r], held) if r in outgoing else None for r in group]
+    shapes = [shape_of(incoming[r]) if r in incoming else (0,) for r in group]
 
-    def run(t: Tensor, c: Mover) -> Tensor:
-        parts: list[Tensor] = []
-        if not silent:
-            none = t.new_empty((0,))
-            arrived = c.all_to_all([none if take is None else take(t) for take in takes], shapes, group)
-            parts = [arrived[i] for i in senders]
-        return join([*parts, *[keep(t) for keep in keeps]], t)
+    def pack(t: Tensor) -> list[Tensor]:
+        none = t.new_empty((0,))
+        return [none if take is None else take(t) for take in takes]
 
-    return Act(run, fresh=not kept or len(incoming) > 0)
+    def assemble(arrived: list[Tensor], t: Tensor) -> Tensor:
+        return join([*[arrived[i] for i in senders], *[keep(t) for keep in keeps]], t)
+
+    transfer = Transfer(
+        "all_to_all",
+        pack,
+        allocation(shapes),
+        lambda sent, out, c: c.all_to_all(sent, shapes, group, out=out),
+        assemble,
+    )
+    fresh = not kept or len(incoming) > 0
+    return Act(lambda t, c: assemble(c.all_to_all(pack(t), shapes, group), t), fresh, transfer)
 
 
 def _arrivals(found: Routes, rank: int) -> tuple[list[Route], list[Box]]:
@@ -199,10 +237,10 @@ def halves_of(step: Exchange, x: Spec, rank: int) -> Halves | None:
     incoming, kept = _arrivals(found, rank)
     leaving = rank not in step.to.mesh
     return Halves(
-        tuple((r, _take_box(box, held)) for r, box in found.sends(rank)),
-        tuple((r, _shape(box)) for r, box in incoming),
-        tuple(_take_box(box, held) for box in kept),
-        _empty_result(step.to.local_shape(rank)) if leaving else _assembly([b for _, b in incoming] + kept, need),
+        tuple((r, take_box(box, held)) for r, box in found.sends(rank)),
+        tuple((r, shape_of(box)) for r, box in incoming),
+        tuple(take_box(box, held) for box in kept),
+        empty_result(step.to.local_shape(rank)) if leaving else assembly([b for _, b in incoming] + kept, need),
         group,
         found.silent,
     )
@@ -213,103 +251,26 @@ def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
     if do is None:
         return None
 
-    def run(t: Tensor, c: Mover) -> Tensor:
-        parts: list[Tensor] = []
-        if not do.silent:
-            receives = [(r, shape, t.dtype, t.device) for r, shape in do.expected]
-            parts = c.exchange([(r, take(t)) for r, take in do.outgoing], receives, do.group)
+    def assemble(parts: list[Tensor], t: Tensor) -> Tensor:
         return do.join([*parts, *[take(t) for take in do.kept]], t)
 
-    return Act(run, fresh=len(do.kept) == 0 or len(do.expected) > 0)
+    if do.silent:
+        return Act(lambda t, c: assemble([], t), fresh=len(do.kept) == 0)
+    peers = [r for r, _ in do.outgoing]
 
+    def pack(t: Tensor) -> list[Tensor]:
+        return [take(t) for _, take in do.outgoing]
 
-def _empty_result(shape: Shape) -> Join:
-    return lambda parts, t: away_part(shape, t.dtype, t.device)
+    def run(t: Tensor, c: Mover) -> Tensor:
+        receives = [(r, shape, t.dtype, t.device) for r, shape in do.expected]
+        return assemble(c.exchange(list(zip(peers, pack(t), strict=True)), receives, do.group), t)
 
+    def call(sent: list[Tensor], out: list[Tensor], c: OutMover) -> object:
+        receives = [(r, shape, x.dtype, x.device) for (r, shape), x in zip(do.expected, out, strict=True)]
+        return c.exchange(list(zip(peers, sent, strict=True)), receives, do.group, out=out)
 
-def away_part(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the local tensor of a rank outside the mesh: it has no elements, or a dummy element if it has no dims.
-
-    torch converts a tensor to a number only if it has one element. The dummy is NaN or the lowest integer, so that a
-    call that reads it by mistake is noticed.
-    """
-    if 0 in shape or dtype is torch.bool:
-        return torch.empty(shape, dtype=dtype, device=device)
-    least = torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-    return torch.full(shape, least, dtype=dtype, device=device)
-
-
-def _take_box(box: Box, held: Box) -> Part:
-    """Return a function that takes `box` as a view out of a tensor that holds the box `held`."""
-    cut = _cut_dims([box], held)
-    if not cut:
-        return lambda t: t
-    if len(cut) == 1:
-        (dim,) = cut
-        start, length = box[dim][0] - held[dim][0], box[dim][1]
-        return lambda t: t.narrow(dim, start, length)
-    where = index(box, held)
-    return lambda t: t[where]
-
-
-def _take_boxes(boxes: Sequence[Box], held: Box) -> Callable[[Tensor], Sequence[Tensor]]:
-    """Return a function that takes all boxes out of a tensor that holds `held`; adjacent boxes need one `split`."""
-    cut = _cut_dims(boxes, held)
-    if len(cut) == 1 and _are_adjacent([box[cut[0]] for box in boxes], held[cut[0]]):
-        (dim,) = cut
-        sizes = [box[dim][1] for box in boxes]
-        return lambda t: t.split(sizes, dim)
-    takes = [_take_box(box, held) for box in boxes]
-    return lambda t: [take(t) for take in takes]
-
-
-def _cut_dims(boxes: Sequence[Box], whole: Box) -> list[int]:
-    """Return the dims along which some box is only a part of `whole`."""
-    return [dim for dim, extent in enumerate(whole) if any(box[dim] != extent for box in boxes)]
-
-
-def _are_adjacent(ranges: Sequence[Range], whole: Range) -> bool:
-    """True if the ranges follow each other without gaps, from the start to the end of `whole`."""
-    ends = list(accumulate((length for _, length in ranges), initial=whole[0]))
-    return [start for start, _ in ranges] == ends[:-1] and ends[-1] == sum(whole)
-
-
-def _shape(box: Box) -> Shape:
-    return tuple([n for _, n in box])
-
-
-def _assembly(boxes: Sequence[Box], target: Box) -> Join:
-    """Return a function that assembles parts with the given `boxes` to `target`, by one `cat` if possible."""
-    full = [i for i, box in enumerate(boxes) if volume(box)]
-    if not full:
-        return _empty_result(_shape(target))
-    if len(full) == 1:
-        (only,) = full
-        return lambda parts, t: parts[only]
-    cut = _cut_dims([boxes[i] for i in full], target)
-    return _concatenation(boxes, full, cut[0]) if len(cut) == 1 else _copies(boxes, full, target)
-
-
-def _concatenation(boxes: Sequence[Box], full: Sequence[int], dim: int) -> Join:
-    """Return a function that concatenates the parts with indices `full` along a dim, in the order of their boxes."""
-    order = sorted(full, key=lambda i: boxes[i][dim])
-    if order == list(range(len(boxes))):
-        return lambda parts, t: torch.cat(parts, dim)
-    return lambda parts, t: torch.cat([parts[i] for i in order], dim)
-
-
-def _copies(boxes: Sequence[Box], full: Sequence[int], target: Box) -> Join:
-    """Return a function that copies the parts with indices `full` into a new tensor, each to its box."""
-    shape = _shape(target)
-    places = [(i, index(boxes[i], target)) for i in full]
-
-    def copy(parts: list[Tensor], t: Tensor) -> Tensor:
-        out = t.new_empty(shape)
-        for i, where in places:
-            out[where] = parts[i]
-        return out
-
-    return copy
+    transfer = Transfer("exchange", pack, allocation([shape for _, shape in do.expected]), call, assemble)
+    return Act(run, len(do.kept) == 0 or len(do.expected) > 0, transfer)
 
 
 _ACTS: dict[type[ConversionStep], Callable[..., Act | None]] = {
@@ -326,36 +287,36 @@ _ACTS: dict[type[ConversionStep], Callable[..., Act | None]] = {
 }
 
 
-def compile_plan(steps: Sequence[ConversionStep], specs: Sequence[Spec], rank: int) -> tuple[Action, ...]:
+def compile_plan(steps: Sequence[ConversionStep], specs: Sequence[Spec], rank: int) -> tuple[Act, ...]:
     """Return the actions of `rank` in order. If needed, the last one copies the result or makes it contiguous."""
-    acts: list[Action] = []
+    acts: list[Act] = []
     shared, strided, worked = True, False, False
     for step, x in zip(steps, specs, strict=False):
         act = compile_step(step, x, rank)
         if act is None:
             continue
-        acts.append(act.run)
+        acts.append(act)
         worked = worked or not isinstance(step, View)
         shared = shared and not act.fresh
         strided = not act.fresh and (strided or not isinstance(step, View))
     src, dst = specs[0], specs[-1]
     if rank not in dst.mesh:
-        return _leaving_actions(acts, dst.local_shape(rank)) if src is not dst else ()
+        return (*acts, _leaving(dst.local_shape(rank))) if src is not dst else ()
     if not worked:
         return _reshaped(src.local_shape(rank), dst.local_shape(rank))
     if shared:
-        acts.append(_copy)
+        acts.append(Act(_copy))
     elif strided:
-        acts.append(_contiguous)
+        acts.append(Act(_contiguous))
     return tuple(acts)
 
 
-def _leaving_actions(acts: list[Action], shape: Shape) -> tuple[Action, ...]:
-    return (*acts, lambda t, c: t if shape and t.shape == shape else away_part(shape, t.dtype, t.device))
+def _leaving(shape: Shape) -> Act:
+    return Act(lambda t, c: t if shape and t.shape == shape else away_part(shape, t.dtype, t.device))
 
 
-def _reshaped(before: Shape, after: Shape) -> tuple[Action, ...]:
-    return () if before == after else (lambda t, c: t.reshape(after),)
+def _reshaped(before: Shape, after: Shape) -> tuple[Act, ...]:
+    return () if before == after else (Act(lambda t, c: t.reshape(after)),)
 
 
 def _copy(t: Tensor, c: Mover) -> Tensor:

@@ -15,9 +15,11 @@ from meshwright.layout import Dim, Layout, Spec, axes_of
 
 from ._cross import cross_paths
 from ._errors import ReshardError
-from ._execute import Action, Mover, compile_plan
+from ._execute import Action, compile_plan
 from ._factors import bridge, common_factors
+from ._mover import Mover, OutMover
 from ._path import plain_paths
+from ._split import PreparedConversion, SplitPlan, split_acts
 from ._steps import AllToAll, Collective, ConversionStep, Exchange, Relabel, View, made
 
 Price = Callable[[ConversionStep, Spec], float]
@@ -52,6 +54,7 @@ class ConversionPlan:
     steps: tuple[ConversionStep, ...]
     purpose: Purpose | None = field(default=None, compare=False, repr=False)
     _of_rank: dict[int, RankActions] = field(default_factory=dict[int, RankActions], compare=False)
+    _split_of_rank: dict[int, SplitPlan | None] = field(default_factory=dict[int, SplitPlan | None], compare=False)
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:
@@ -88,9 +91,16 @@ class ConversionPlan:
         """Return the shape and the dtype of the part of `rank`, and its actions, built once."""
         found = self._of_rank.get(rank)
         if found is None:
-            actions = compile_plan(self.steps, self.specs, rank)
+            actions = tuple([act.run for act in compile_plan(self.steps, self.specs, rank)])
             found = self._of_rank[rank] = self.src.local_shape(rank), self.src.dtype, actions
         return found
+
+    def split_of_rank(self, rank: int) -> SplitPlan | None:
+        """Return the actions of `rank` apart from its collective, built once; None if it makes none."""
+        if rank not in self._split_of_rank:
+            acts = compile_plan(self.steps, self.specs, rank)
+            self._split_of_rank[rank] = split_acts(acts, self.dst.local_shape(rank))
+        return self._split_of_rank[rank]
 
     def __repr__(self) -> str:
         return " · ".join(map(repr, self.steps)) or "nothing to do"
@@ -229,6 +239,21 @@ def execute(plan: ConversionPlan, local: Tensor, communicator: Mover) -> Tensor:
     for act in actions:
         local = act(local, communicator)
     return local
+
+
+def prepare(plan: ConversionPlan, local: Tensor, communicator: OutMover) -> PreparedConversion | None:
+    """Return the conversion of `local` before its collective; None if the rank makes no collective.
+
+    The result of `finish` is that of `execute`.
+
+    Raises:
+        ReshardError: `local` does not match the source spec.
+    """
+    rank = communicator.rank
+    if local.shape != plan.src.local_shape(rank) or local.dtype is not plan.src.dtype:
+        raise _wrong_part(plan, local, rank)
+    split = plan.split_of_rank(rank)
+    return None if split is None else split.prepared(local, communicator)
 
 
 def _wrong_part(plan: ConversionPlan, local: Tensor, rank: int) -> ReshardError:

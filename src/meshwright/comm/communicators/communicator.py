@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +21,7 @@ from meshwright.layout import Cache, ProcessMesh, Spec
 from meshwright.reshard import ConversionPlan, execute
 
 from .._errors import CallError, DeadlockError, wrong_message_error
+from .argument_checks import check_length, one_dtype, shapes_of, wrong_shape
 from .call import CommCall, Group, Message, Shape, message_call, received_bytes, send_for
 from .counters import Counters
 from .reductions import check_reduction, reduce_terms
@@ -108,10 +109,10 @@ class Communicator(ABC):
             place = place * mesh.sizes[axis] + at[axis]
         return place
 
-    def all_reduce(self, x: Tensor, op: str, group: Group, over: bool = False) -> Tensor:
+    def all_reduce(self, x: Tensor, op: str, group: Group, over: bool = False, out: Tensor | None = None) -> Tensor:
         """Return the reduction of `x` over the group. `op` is sum, avg, max, min, prod, any or all.
 
-        With `over` the caller gives up `x`: the result may share its memory.
+        With `over` the caller gives up `x`: the result may share its memory. With `out`, the result is written there.
         """
         key = op, x.dtype, x.shape, group
         found = self._reductions.get(key)
@@ -120,68 +121,91 @@ class Communicator(ABC):
             found = self._reductions[key] = _reduction(*key)
         call, received = found
         if len(group) == 1:
-            return reduce_terms((x,), op)
+            return _filled(out, reduce_terms((x,), op))
         with self.seen.note(call, received):
+            if out is not None:
+                return self._call_into(call, [x], [out])[0]
             return self._all_reduce_over(x, call) if over else self._all_reduce(x, call)
 
-    def all_gather(self, x: Tensor, group: Group, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    def all_gather(
+        self, x: Tensor, group: Group, shapes: Sequence[Sequence[int]], out: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
         """Return every rank's `x`, in the order of the group.
 
-        `shapes[i]` is the shape of the tensor of `group[i]`; a shape may be empty.
+        `shapes[i]` is the shape of the tensor of `group[i]`; a shape may be empty. With `out`, the results are written
+        there.
 
         Raises:
             CallError: `shapes` has another length than the group, or another shape for this rank than that of `x`.
         """
         self._check_group(group)
-        expected = _shapes(shapes)
+        expected = shapes_of(shapes)
         mine = tuple(x.shape)
-        _check_length("all_gather", expected, "shapes", group)
+        check_length("all_gather", expected, "shapes", group)
         if expected[group.index(self.rank)] != mine:
-            raise _wrong_shape("all_gather", f"shapes {expected}", f"rank {self.rank} has shape {mine}")
+            raise wrong_shape("all_gather", f"shapes {expected}", f"rank {self.rank} has shape {mine}")
         if len(group) == 1:
-            return [contiguous_copy(x)]
+            return _all_filled(out, [x])
         call = CommCall("all_gather", "", x.dtype, (mine,), expected, group)
         with self.seen.note(call, received_bytes(call, self.rank)):
-            return self._all_gather(x, call)
+            return self._all_gather(x, call) if out is None else self._call_into(call, [x], out)
 
-    def reduce_scatter(self, pieces: Sequence[Tensor], op: str, group: Group) -> Tensor:
-        """Return the reduction of every rank's piece for the caller; `pieces[i]` goes to `group[i]`."""
+    def reduce_scatter(self, pieces: Sequence[Tensor], op: str, group: Group, out: Tensor | None = None) -> Tensor:
+        """Return the reduction of every rank's piece for the caller; `pieces[i]` goes to `group[i]`.
+
+        With `out`, the result is written there.
+        """
         self._check_group(group)
-        _check_length("reduce_scatter", pieces, "pieces", group)
-        dtype = _one_dtype("reduce_scatter", pieces)
+        check_length("reduce_scatter", pieces, "pieces", group)
+        dtype = one_dtype("reduce_scatter", pieces)
         check_reduction(op, dtype)
         if len(group) == 1:
-            return reduce_terms(pieces, op)
+            return _filled(out, reduce_terms(pieces, op))
         sends = tuple(tuple(piece.shape) for piece in pieces)
         call = CommCall("reduce_scatter", op, dtype, sends, (sends[group.index(self.rank)],), group)
         with self.seen.note(call, received_bytes(call, self.rank)):
-            return self._reduce_scatter(pieces, call)
+            return self._reduce_scatter(pieces, call) if out is None else self._call_into(call, pieces, [out])[0]
 
-    def all_to_all(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
+    def all_to_all(
+        self,
+        pieces: Sequence[Tensor],
+        shapes: Sequence[Sequence[int]],
+        group: Group,
+        out: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
         """Return every rank's piece for the caller; `pieces[i]` goes to `group[i]`, `shapes[i]` arrives from it.
+
+        With `out`, the results are written there.
 
         Raises:
             CallError: there is not one piece and one shape for each rank, or the pieces differ in dtype.
         """
         self._check_group(group)
-        expected = _shapes(shapes)
-        _check_length("all_to_all", pieces, "pieces", group)
-        _check_length("all_to_all", expected, "shapes", group)
-        dtype = _one_dtype("all_to_all", pieces)
+        expected = shapes_of(shapes)
+        check_length("all_to_all", pieces, "pieces", group)
+        check_length("all_to_all", expected, "shapes", group)
+        dtype = one_dtype("all_to_all", pieces)
         sends = tuple(tuple(piece.shape) for piece in pieces)
         mine = group.index(self.rank)
         if sends[mine] != expected[mine]:
-            raise _wrong_shape("all_to_all", f"expects {expected[mine]} from itself", f"sends itself {sends[mine]}")
+            raise wrong_shape("all_to_all", f"expects {expected[mine]} from itself", f"sends itself {sends[mine]}")
         if len(group) == 1:
-            return [contiguous_copy(pieces[0])]
+            return _all_filled(out, pieces)
         call = CommCall("all_to_all", "", dtype, sends, expected, group)
         with self.seen.note(call, received_bytes(call, self.rank)):
-            return self._all_to_all(pieces, call)
+            return self._all_to_all(pieces, call) if out is None else self._call_into(call, pieces, out)
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[Receive],
+        group: Group,
+        out: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
         """Return the received tensors, in the order of `receives`; messages between two ranks keep their order.
 
         Peers are global ranks and may include the caller. Every rank of `group` makes the call, even without messages.
+        With `out`, the results are written there.
 
         Raises:
             CallError: a peer is not in the group, or the caller expects other messages from itself than it sends.
@@ -192,11 +216,13 @@ class Communicator(ABC):
         self._check_peers({peer for peer, _, _ in sent + expected}, group)
         to_self, from_self = (self._with_itself(messages) for messages in (sent, expected))
         if to_self != from_self:
-            raise _wrong_shape("exchange", f"expects {from_self} from itself", f"sends itself {to_self}")
+            raise wrong_shape("exchange", f"expects {from_self} from itself", f"sends itself {to_self}")
         call = CommCall("exchange", "", None, (), (), group, (sent, expected))
         if len(group) == 1:
-            return [contiguous_copy(x) for _, x in sends]
+            return _all_filled(out, [x for _, x in sends])
         with self.seen.note(call, received_bytes(call, self.rank)):
+            if out is not None:
+                return self._call_into(call, [x for _, x in sends], out)
             return self._exchange(sends, receives, call)
 
     def _with_itself(self, messages: Sequence[Message]) -> list[Message]:
@@ -262,6 +288,10 @@ class Communicator(ABC):
     def stragglers(self) -> list[Straggler]:
         """Return the ranks that this rank waits for although they wait for nobody; always empty for simulated ranks."""
         return []
+
+    def _call_into(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> list[Tensor]:
+        """Make a collective and return `out` with its results: by default, copies of the results in new memory."""
+        return _all_filled(out, _MADE[call.kind](self, call, sends, out))
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, call: CommCall) -> Tensor: ...
@@ -341,6 +371,36 @@ class Communicator(ABC):
             )
 
 
+def _exchanged(me: Communicator, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the results of an exchange in new memory, for the tensors that it sends and those for its results."""
+    leaving, arriving = call.messages
+    sent = [(peer, x) for (peer, _, _), x in zip(leaving, sends, strict=True)]
+    receives = [(peer, shape, dtype, x.device) for (peer, shape, dtype), x in zip(arriving, out, strict=True)]
+    return me._exchange(sent, receives, call)
+
+
+_MADE: dict[str, Callable[[Communicator, CommCall, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]] = {
+    "all_reduce": lambda me, call, sends, out: [me._all_reduce(sends[0], call)],
+    "all_gather": lambda me, call, sends, out: me._all_gather(sends[0], call),
+    "reduce_scatter": lambda me, call, sends, out: [me._reduce_scatter(sends, call)],
+    "all_to_all": lambda me, call, sends, out: me._all_to_all(sends, call),
+    "exchange": _exchanged,
+}
+"""Kind of a collective → its results in new memory."""
+
+
+def _filled(out: Tensor | None, result: Tensor) -> Tensor:
+    """Return the result, written to `out` if that is given."""
+    return result if out is None else out.copy_(result)
+
+
+def _all_filled(out: Sequence[Tensor] | None, results: Sequence[Tensor]) -> list[Tensor]:
+    """Return the results, written to `out` or copied to new memory."""
+    if out is None:
+        return list(map(contiguous_copy, results))
+    return [each.copy_(x) for each, x in zip(out, results, strict=True)]
+
+
 def check_message(call: CommCall, rank: int, sent: str) -> None:
     """Raise DisagreementError if a message differs from the one that this receive of `rank` expects."""
     if sent != str(send_for(call, rank)):
@@ -350,31 +410,3 @@ def check_message(call: CommCall, rank: int, sent: str) -> None:
 def contiguous_copy(x: Tensor) -> Tensor:
     """Return the tensor in new memory, contiguous."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _shapes(shapes: Sequence[Sequence[int]]) -> tuple[Shape, ...]:
-    return tuple([tuple(shape) for shape in shapes])
-
-
-def _check_length(kind: str, found: Sequence[object], word: str, group: Group) -> None:
-    if len(found) != len(group):
-        raise CallError(
-            f"{kind} on {len(group)} ranks",
-            f"{len(found)} {word}",
-            f"the number of {word} must be the number of ranks",
-            f"pass {word}[i] for group[i]",
-        )
-
-
-def _one_dtype(kind: str, pieces: Sequence[Tensor]) -> torch.dtype:
-    dtype = pieces[0].dtype
-    for piece in pieces:
-        if piece.dtype != dtype:
-            raise CallError(
-                kind, f"pieces of {dtype} and {piece.dtype}", "a call has one dtype", "call piece.to(dtype)"
-            )
-    return dtype
-
-
-def _wrong_shape(kind: str, asked: str, found: str) -> CallError:
-    return CallError(f"{kind}: {asked}", found, "the two must be equal", "take the shapes from the tensor's layout")

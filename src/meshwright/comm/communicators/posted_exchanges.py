@@ -52,13 +52,20 @@ class PostedCommunicator(Communicator):
         with using_in_all_threads(self):
             yield
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[Receive],
+        group: Group,
+        out: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
         for peer, x in sends:
             self.inner.send(x, peer, self._tag("to", peer))
-        return [
+        arrived = [
             self.inner.receive(peer, self._tag("from", peer), shape, dtype, device)
             for peer, shape, dtype, device in receives
         ]
+        return arrived if out is None else [each.copy_(x) for each, x in zip(out, arrived, strict=True)]
 
     def _tag(self, way: str, peer: int) -> int:
         number = self._counts[way, peer]

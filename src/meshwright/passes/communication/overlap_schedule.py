@@ -1,8 +1,9 @@
 """Overlap of communication and computation: collectives start once their operands are available.
 
 They are waited for before the first node that reads their results. The algorithm is list scheduling on two resources.
-Operators run one after the other, those on the critical path first. Collectives run one after the other on the link, in
-program order, which is equal on all ranks. Times come from the package `cost`.
+Operators run one after the other, those on the critical path first. Collectives run one after the other on the link.
+Their order must be the same on all ranks. It is the program order, except that a collective may pass others whose
+operands are not available, if all ranks have the same program with parts of the same shapes. Times come from `cost`.
 
 An operator may run at most `window` positions early. Several windows are tried. The one chosen is the fastest below the
 memory limit, or one that needs less memory and is at most 1 % slower. So parameters are gathered ahead, and gradients
@@ -11,7 +12,7 @@ of weights are computed while other gradients are reduced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -35,6 +36,7 @@ from meshwright.graph import (
 )
 
 from .._fixed_order import has_fixed_order, is_collective
+from .._rows import has_equal_shards
 
 WINDOWS = (0, 8, 32, 128, 512)
 CLOSE = 1.01
@@ -110,25 +112,37 @@ class _Tasks:
         makers = {v: at for at, node in enumerate(nodes) for v in node.outs}
         found = [{makers[v] for v in node.ins if v in makers} for node in nodes]
         fixed = [at for at, node in enumerate(nodes) if has_fixed_order(node) and at not in self.sends]
-        for first, second in (*pairwise(sorted(self.sends)), *pairwise(fixed)):
+        for first, second in (*pairwise(fixed), *(() if self.is_equal_on_ranks else pairwise(sorted(self.sends)))):
             found[second].add(first)
         return found
 
     @cached_property
+    def is_equal_on_ranks(self) -> bool:
+        """True if all ranks have this program, with parts of the same shapes, so that they choose the same order."""
+        program = self.program
+        conversions = [node.op for node in program.nodes if isinstance(node.op, Conversion)]
+        meshes = {spec.mesh for op in conversions for spec in (op.src, op.dst)}
+        given = [program.specs.get(i.value) for i in program.inputs if i.value.is_tensor]
+        specs = [*given, *(spec for op in conversions for spec in (op.src, op.dst))]
+        return len(meshes) == 1 and all(spec is not None and has_equal_shards(spec.concrete) for spec in specs)
+
+    @cached_property
     def behind(self) -> list[list[int]]:
         """Successors of each task."""
-        found: list[list[int]] = [[] for _ in self.program.nodes]
-        for at, needed in enumerate(self.before):
-            for other in needed:
-                found[other].append(at)
-        return found
+        return _reversed(self.before)
 
     @cached_property
     def rest(self) -> list[float]:
-        """Length of the longest path from the start of each task to the end, in seconds."""
-        found = [0.0] * len(self.program.nodes)
+        """Length of the longest path from the start of each task to the end, in seconds.
+
+        Collectives follow each other in program order on it, since they share the link.
+        """
+        before = [set(needed) for needed in self.before]
+        for first, second in pairwise(sorted(self.sends)):
+            before[second].add(first)
+        behind, found = _reversed(before), [0.0] * len(before)
         for at in reversed(range(len(found))):
-            found[at] = self.seconds[at] + max((found[follower] for follower in self.behind[at]), default=0.0)
+            found[at] = self.seconds[at] + max((found[follower] for follower in behind[at]), default=0.0)
         return found
 
     @property
@@ -140,6 +154,15 @@ class _Tasks:
             return self.cluster.seconds(node.op.step, node.op.src.concrete)
         work = work_of(node)
         return self.cluster.device.seconds(work.flops, work.nbytes, work.dtype) if work.nbytes else 0.0
+
+
+def _reversed(before: Sequence[Iterable[int]]) -> list[list[int]]:
+    """Return the successors of each task, for its predecessors."""
+    found: list[list[int]] = [[] for _ in before]
+    for at, needed in enumerate(before):
+        for other in needed:
+            found[other].append(at)
+    return found
 
 
 def _scheduled(tasks: _Tasks, window: int) -> tuple[list[int], float]:
@@ -177,11 +200,14 @@ class _Run:
         arrived = [at for at in near if self._arrival(at) <= self.now]
         sends = [at for at in arrived if at in self.tasks.sends]
         if sends:
-            self._begin(min(sends))
+            self._begin(max(sends, key=self._urgency))
         elif arrived:
-            self._begin(max(arrived, key=lambda at: (self.tasks.rest[at], -at)))
+            self._begin(max(arrived, key=self._urgency))
         else:
             self.now = min(map(self._arrival, near))
+
+    def _urgency(self, at: int) -> tuple[float, int]:
+        return self.tasks.rest[at], -at
 
     def _arrival(self, at: int) -> float:
         """Return the time at which all operands are available.

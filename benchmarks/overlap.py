@@ -1,0 +1,100 @@
+"""Communication that runs beside computation on the test device, divided by the seconds that the schedule calls hidden.
+
+Static training steps of four ranks run in virtual time, with data parallelism and ZeRO-3. Each runs as it is recorded,
+and once more with `OverlapSchedule`. The pass predicts the hidden seconds from the prices of the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import meshwright as mw
+from meshwright.graph import Pass, Program
+from tests.device.inspection import Devices
+
+from ._virtual_steps import Chain, Machine, VirtualStep, lower_bound, virtual_step
+
+HIDDEN_GOAL, TIME_GOAL = 0.9, 1.1
+WITHOUT_BUCKETS = {"fuse_grad_size_in_MB": 0}
+IN_BUCKETS = {"fuse_grad_size_in_MB": 1}
+STAGE_3 = {"enable": True, "stage": 3}
+
+CASES: dict[str, dict[str, Any]] = {
+    "dp": {"dp_optimization": WITHOUT_BUCKETS},
+    "dp, buckets": {"dp_optimization": IN_BUCKETS},
+    "dp, buckets, early updates": {"dp_optimization": IN_BUCKETS, "release": True},
+    "ZeRO-3": {"sharding": STAGE_3, "dp_optimization": WITHOUT_BUCKETS},
+    "ZeRO-3, buckets": {"sharding": STAGE_3, "dp_optimization": IN_BUCKETS},
+}
+"""Name of a case → options of its strategy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlapped:
+    """One step without and with overlap, on one machine."""
+
+    machine: Machine
+    without: VirtualStep
+    overlapped: VirtualStep
+    bound: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bound", lower_bound(self.without, self.machine))
+
+    @property
+    def share(self) -> float:
+        """Return the hidden seconds, divided by those that the schedule predicts."""
+        return self.overlapped.hidden / predicted_seconds(self.overlapped.program)
+
+    @property
+    def slowdown(self) -> float:
+        """Return the time of the overlapped step, divided by its lower bound."""
+        return self.overlapped.seconds / self.bound
+
+    @property
+    def details(self) -> dict[str, float]:
+        """Return the virtual microseconds behind the two ratios."""
+        seconds = {
+            "without overlap": self.without.seconds,
+            "with overlap": self.overlapped.seconds,
+            "lower bound": self.bound,
+            "operators": self.overlapped.compute,
+            "collectives": self.overlapped.link,
+            "hidden": self.overlapped.hidden,
+            "predicted as hidden": predicted_seconds(self.overlapped.program),
+        }
+        return {name: round(each * 1e6, 2) for name, each in seconds.items()}
+
+
+def predicted_seconds(program: Program) -> float:
+    """Return the seconds that `OverlapSchedule` says that it hides in a program."""
+    (change,) = (change for change in program.changes if change.by == "schedule")
+    return change.saved["seconds"]
+
+
+def overlapped(devices: Devices, machine: Machine, chain: Chain, options: dict[str, Any]) -> Overlapped:
+    """Return a step with these options of its strategy, without and with overlap."""
+
+    def step(*passes: Pass) -> VirtualStep:
+        return virtual_step(devices, machine, chain, mw.Strategy.of(**options, passes=passes))
+
+    return Overlapped(machine, step(), step(machine.schedule))
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    devices, machine = Devices(), Machine()
+    chain = Chain(layers=6) if quick else Chain()
+    found = {name: overlapped(devices, machine, chain, options) for name, options in CASES.items()}
+    same = all(each.without.losses == each.overlapped.losses for each in found.values())
+    ok = same and all(each.share >= HIDDEN_GOAL and each.slowdown <= TIME_GOAL for each in found.values())
+    return {
+        "value": {name: round(each.share, 3) for name, each in found.items()},
+        "goal": f"at least {HIDDEN_GOAL} of the predicted seconds hidden; step at most {TIME_GOAL} x its lower bound",
+        "ok": ok and not devices.take_races(),
+        "details": {
+            "step / lower bound": {name: round(each.slowdown, 3) for name, each in found.items()},
+            "µs": {name: each.details for name, each in found.items()},
+            "same losses": same,
+        },
+    }

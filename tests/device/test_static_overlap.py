@@ -1,0 +1,39 @@
+"""Static steps whose collectives run beside their operators: bits, virtual time against the schedule, and waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import meshwright as mw
+from benchmarks._left_out_waits import RANKS, left_out_waits
+from benchmarks._virtual_steps import Chain, Machine
+from benchmarks.overlap import CASES, overlapped
+from benchmarks.races import OVERLAPPED, RELEASED, Case
+from tests.device.communicator import run_on_devices
+from tests.device.inspection import Devices
+
+CHAIN = Chain(layers=4)
+WHAT = ("operands", "results")
+
+
+@pytest.mark.parametrize("name", ["dp", "ZeRO-3"])
+def test_the_predicted_seconds_are_hidden(mesh_device: Devices, name: str) -> None:
+    found = overlapped(mesh_device, Machine(), CHAIN, CASES[name])
+    assert found.without.losses == found.overlapped.losses
+    assert found.share >= 0.9, found.details
+    assert found.slowdown <= 1.2, found.details
+
+
+def test_bits_are_those_on_the_cpu(mesh_device: Devices) -> None:
+    case = Case("ZeRO-3", True, OVERLAPPED)
+    expected = mw.simulate(lambda: case.train("cpu"), RANKS)
+    for ours, theirs in zip(mw.simulate(run_on_devices(case.train), RANKS), expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_step_without_one_of_its_waits_has_a_race(mesh_device: Devices) -> None:
+    """At least one wait of each name; the others may be covered by later waits for the same stream."""
+    waits = left_out_waits(mesh_device, Case("dp", True, RELEASED).training)
+    noticed = {wait.where for wait in waits if wait.found}
+    assert noticed == {wait.where for wait in waits} == {f"{what} of a started all_reduce" for what in WHAT}
