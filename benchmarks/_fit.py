@@ -1,7 +1,7 @@
 """Constants of the cost model, fitted to published runs by coordinate descent.
 
-They are shares and delays of all devices (`Habits`) and, per device, the share of the peak that matrix products and
-fused attention reach. To evaluate a source, fit the constants without its runs.
+They are shares and delays of all devices (`Habits`) and, per device, the share of the peak that matrix products of 16
+bits, narrower products and fused attention reach. To evaluate a source, fit the constants without its runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._published import Run
 STEPS = (0.8, 0.9, 1.1, 1.25)
 OUTLIER = 0.25
 """Largest error that counts: most sources have one outlier."""
-NUMBERS = ("ramp", "emptiness", "ragged", "streamed", "grouped")
+NUMBERS = ("ramp", "emptiness", "ragged", "streamed", "grouped", "exchange", "expert", "wait", "biased")
 TIMES = {"emptiness": 1.0, "ragged": 1.0, "streamed": 0.95}
 """Upper bounds of shares."""
 
@@ -29,17 +29,20 @@ class Constants:
 
     habits: Habits = field(default_factory=Habits)
     reach: tuple[tuple[str, float], ...] = ()
+    narrow: tuple[tuple[str, float], ...] = ()
     attention: tuple[tuple[str, float], ...] = ()
 
     def seconds(self, run: Run) -> float:
         device = run.cluster.device
-        reach, attention = dict(self.reach).get(device.name, 1.0), dict(self.attention).get(device.name, 1.0)
+        reach, narrow, attention = (
+            dict(own).get(device.name, 1.0) for own in (self.reach, self.narrow, self.attention)
+        )
         forward, backward = device.attention
         device = replace(
             device,
             reach=device.reach * reach,
-            reach8=device.reach8 * reach,
-            reach4=device.reach4 * reach,
+            reach8=device.reach8 * narrow,
+            reach4=device.reach4 * narrow,
             attention=(forward * attention, backward * attention),
         )
         cluster = replace(run.cluster, device=device)
@@ -69,7 +72,7 @@ def fitted(runs: Sequence[Run], start: Constants, rounds: int = 2) -> Constants:
             best, least = _best_step(best, least, move, runs, runs)
         for name in devices:
             own = [run for run in runs if run.cluster.device.name == name]
-            for what in ("reach", "attention"):
+            for what in ("reach", "narrow", "attention"):
                 best, least = _best_step(best, least, _of_device(what, name), runs, own)
     return best
 

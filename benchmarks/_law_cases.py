@@ -47,7 +47,7 @@ def random_case(seed: int) -> Case:
 
 
 def random_model(draw: random.Random) -> Transformer:
-    """Return a random transformer."""
+    """Return a random transformer; some predict a token ahead."""
     heads, head_dim = draw.choice((8, 12, 16, 32, 40, 64)), draw.choice((64, 128))
     kv_heads = draw.choice([n for n in (1, 2, 4, 8, heads) if heads % n == 0])
     layers, hidden = draw.choice(LAYERS), heads * head_dim
@@ -55,12 +55,15 @@ def random_model(draw: random.Random) -> Transformer:
     if draw.random() < 0.35:
         count, width = draw.choice((8, 16, 60, 64, 128)), draw.choice((512, 1408, 4096))
         shared, dense = draw.choice((0, 2048)), draw.choice((0, 0, 1, 3))
-        experts = Experts(count, draw.choice((1, 2, 8)), width, shared, min(dense, layers))
+        experts = Experts(
+            count, draw.choice((1, 2, 8)), width, shared, min(dense, layers), nodes=draw.choice((None, 4))
+        )
     if draw.random() < 0.2:
         latent, kv_heads = Latent(draw.choice((0, 1536)), 512, 128, 64, 128), heads
     ffn, vocab = draw.choice((1024, 4 * hidden, 14336)), draw.choice((1000, 32000, 129280))
     gated, tied = draw.random() < 0.7, draw.random() < 0.4
-    return Transformer(layers, hidden, heads, kv_heads, head_dim, ffn, vocab, gated, tied, experts, latent)
+    ahead = draw.choice((0, 0, 1))
+    return Transformer(layers, hidden, heads, kv_heads, head_dim, ffn, vocab, gated, tied, experts, latent, ahead=ahead)
 
 
 def random_plan(case: Case, seed: int) -> Plan | None:

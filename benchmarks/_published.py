@@ -15,7 +15,18 @@ from typing import Any
 
 import torch
 
-from benchmarks._published_software import DEEPSPEED, DEEPSPEED_ZERO, EAGER, FSDP, MEGATRON, MEGATRON_2021, PAGEABLE
+from benchmarks._megatron_recipes import SOURCE, recipe_of
+from benchmarks._published_software import (
+    BRIDGE,
+    DEEPSEEK,
+    DEEPSPEED,
+    DEEPSPEED_ZERO,
+    EAGER,
+    FSDP,
+    MEGATRON,
+    MEGATRON_2021,
+    PAGEABLE,
+)
 from meshwright.cost import Cluster, cluster_of, device_of, link_of
 from meshwright.search import (
     Experts,
@@ -25,6 +36,7 @@ from meshwright.search import (
     Transformer,
     Window,
 )
+from meshwright.search.transformer_plans.schedule_facts import facts_of
 
 ROWS = Path(__file__).with_name("published_runs.json")
 GIGA = 1e9
@@ -57,19 +69,22 @@ PROGRAM: Mapping[str, Software] = {
     "bigscience-workshop/bigscience": DEEPSPEED,
     "2201.11990": DEEPSPEED,
     "deepspeedai/DeepSpeed": DEEPSPEED_ZERO,
-    "NVIDIA-NeMo/Megatron-Bridge": replace(MEGATRON, once=True),  # its recipes choose such a dispatcher
+    SOURCE: BRIDGE,
+    "2412.19437": DEEPSEEK,
     "NVIDIA/NeMo-Framework-Launcher": replace(MEGATRON, fused_attention=False, tensor=1.0),
     # a kernel with a bias for distances, and a fused loss whose gradient replaces the logits
     "mosaicml/llm-foundry": replace(FSDP, attention=0.7, logit=2.0),
 }
 """Source → its program, if that does not follow from precision and stage of ZeRO."""
-DIVIDES_SEQUENCES = frozenset({"NVIDIA-NeMo/Megatron-Bridge", "NVIDIA/NeMo"})
+DIVIDES_SEQUENCES = frozenset({SOURCE, "NVIDIA/NeMo"})
 """Sources whose recipes always shard sequences under tensor parallelism, although their tables do not say so."""
 COMPILED = frozenset({"NVIDIA/JAX-Toolbox", "pytorch/torchtitan"})
 SCHEDULE = {
     None: "1F1B", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved 1F1B", "zb-1p": "ZB-1p", "zb-2p": "ZB-2p",
-    "1f1b-variant": "1F1B",
+    "1f1b-variant": "1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1", "zb-v": "ZB-V", "v-half": "V-Half", "v-min": "V-Min",
+    "dualpipe": "DualPipe-V",
 }  # fmt: skip
+"""Schedule in the rows → our name. DualPipe in its form of a V has the same bubble, and half of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,7 @@ def is_usable(row: Mapping[str, Any]) -> bool:
 def run_of(row: Mapping[str, Any]) -> Run:
     """Return one row as a run."""
     source = source_of(row)
-    model, plan = model_of(row["model"]), plan_of(row)
+    model, plan = replace(model_of(row["model"]), ahead=tokens_ahead(row)), plan_of(row)
     hardware, train = row["hardware"], row["train"]
     same = (model, hardware["gpu"], hardware["n_gpus"], plan.batch, plan.sequence, train["precision"], source)
     cluster = cluster_for(hardware)
@@ -127,6 +142,12 @@ def run_of(row: Mapping[str, Any]) -> Run:
     )
 
 
+BIASED = frozenset({"GPT-OSS-120B", "GPT-OSS-20B"})
+"""Models whose experts have biases."""
+NODES = {"DeepSeek-V3": 4}
+"""Model → number of nodes that the experts of a token are on at most (arXiv 2412.19437)."""
+
+
 def source_of(row: Mapping[str, Any]) -> str:
     return row["source"].get("repo") or row["source"].get("arxiv") or "?"
 
@@ -134,9 +155,9 @@ def source_of(row: Mapping[str, Any]) -> str:
 def model_of(m: Mapping[str, Any]) -> Transformer:
     experts = latent = window = None
     if m["kind"] == "moe":
-        experts = Experts(
-            m["experts"], m["top_k"], m["moe_ffn"], m.get("shared_expert_ffn") or 0, m.get("dense_layers") or 0
-        )
+        shared, dense = m.get("shared_expert_ffn") or 0, m.get("dense_layers") or 0
+        biased, nodes = m["name"] in BIASED, NODES.get(m["name"])
+        experts = Experts(m["experts"], m["top_k"], m["moe_ffn"], shared, dense, biased=biased, nodes=nodes)
     if m.get("attention") == "mla":
         latent = Latent(m.get("q_lora") or 0, m["kv_lora"], m["qk_nope"], m["qk_rope"], m["v_head"])
     if m.get("sliding_window"):
@@ -145,13 +166,30 @@ def model_of(m: Mapping[str, Any]) -> Transformer:
     return Transformer(*sizes, m["gated_mlp"], m["tied_embeddings"], experts, latent, window)
 
 
+INTERLEAVES, LAYERS_OF_CHUNKS = "mlcommons/", 2
+"""Sources that run several chunks on each rank, with so many layers, in the rows that say so."""
+AHEAD = {(SOURCE, "DeepSeek-V3"): 1, ("2412.19437", "DeepSeek-V3"): 1}
+"""Source and model → tokens that are predicted ahead, which the rows do not say."""
+
+
+def tokens_ahead(row: Mapping[str, Any]) -> int:
+    """Return the number of tokens that are predicted besides the next one."""
+    without = "w/o MTP" in (row.get("note") or "")
+    return 0 if without else AHEAD.get((source_of(row), row["model"]["name"]), 0)
+
+
 def plan_of(row: Mapping[str, Any]) -> Plan:
     p, t, layers = row["parallel"], row["train"], row["model"]["layers"]
-    schedule = SCHEDULE.get(p["schedule"], "1F1B")
-    chunks = (p["vpp"] or -(-layers // p["pp"])) if schedule == "Interleaved 1F1B" else 1
+    schedule, unknown = SCHEDULE.get(p["schedule"], "1F1B"), "schedule/vpp" in row["missing"]
+    if unknown and p["pp"] > 1 and source_of(row).startswith(INTERLEAVES):
+        schedule = "Interleaved 1F1B"
+    usual = layers // (p["pp"] * LAYERS_OF_CHUNKS) if unknown else -(-layers // p["pp"])
+    chunks = facts_of(schedule).chunks or p["vpp"] or usual
     divided, recompute = p["sequence_parallel"], t["recompute"] or "none"
     if divided is None:
         divided = p["tp"] > 1 and source_of(row) in DIVIDES_SEQUENCES
+    if t["recompute"] is None and source_of(row) == SOURCE and recipe_of(row).recomputes:
+        recompute = "selective"
     kind = "full" if recompute == "full" else "none" if recompute == "none" else "selective"
     return Plan(
         p["dp"],
@@ -206,6 +244,8 @@ ROWWISE = 4.0
 def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
     """Return the behaviour of the program, by its source and by the notes of the row."""
     base, train = program_of(source, plan), row["train"]
+    if source == SOURCE:
+        base = recipe_of(row).applied(base, row["model"]["layers"])
     if "overlap off" in (row.get("note") or ""):
         base = replace(base, exposed=1.0, tensor=1.0, messages=1.0)
     if plan.zero == 0:
@@ -218,7 +258,7 @@ def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
         base = replace(base, casts=base.casts * ROWWISE, casts_first=False)
     if train.get("offload"):
         base = replace(base, stowed=PAGEABLE, hosted=ROME)
-    base = replace(base, offloaded=train.get("activation_offload_ratio") or 0.0)
+    base = replace(base, offloaded=train.get("activation_offload_ratio") or base.offloaded)
     base = replace(base, selective=SELECTIVE.get(train["recompute"], base.selective))
     return replace(base, tensor=0.5) if train.get("async_tp") else base
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.search import Software
 
 MEGATRON = Software(tensor=0.6)
+BRIDGE = replace(MEGATRON, gradient=2.0, reduced=2.0)
+"""Megatron with gradients in 16 bits, as in all recipes of Megatron-Bridge (`grad_reduce_in_fp32 = False`)."""
 MEGATRON_2021 = Software(fused_attention=False, exposed=1.0, messages=0.4, accumulation=2.4, gradient=2.0, reduced=2.0)
 """Half-precision gradients, attention of single products, nothing overlapped (arXiv 2104.04473)."""
 DEEPSPEED = Software(
@@ -25,6 +29,15 @@ FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, sel
 Its published peaks are the memory that the allocator reserves. A stream does not reuse memory that another stream has
 freed, so the peaks of the loss and of recomputed layers add up.
 """
+DEEPSEEK = replace(
+    BRIDGE,
+    exchange=0.0,
+    once=True,
+    dispatched=1.0,
+    repeated=frozenset({"norms", "up-projections"}),
+)
+"""The program of arXiv 2412.19437: two microbatches in opposite directions hide the exchange, which sends 8 bits to
+experts; norms and up-projections are recomputed."""
 PAGEABLE = 2e9
 """Bytes per second of a copy between a device and pageable memory of the host; published ones reach 1 to 8 GB/s."""
 EAGER = 2.0

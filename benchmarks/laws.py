@@ -192,7 +192,8 @@ def layers_go_over_any_stages(case: Case, seed: int) -> Broken:
         yield f"{model.layers} layers on {ranks} ranks of {chunks} chunks: uneven inside, {sizes}"
     for schedule in ("Interleaved 1F1B", *(("ZB-V",) if chunks == 2 else ())):
         own = rank_layers(model, schedule, ranks, chunks)
-        if sum(x.dense + x.sparse for x in own) != model.layers or sum(bool(x.first) + bool(x.last) for x in own) != 2:
+        ends = sum(bool(x.first) + bool(x.last) for x in own)
+        if sum(x.dense + x.sparse for x in own) != model.layers + model.ahead or ends != 2:
             yield f"{model.layers} layers by {schedule} on {ranks} ranks of {chunks} chunks: {own}"
     tried = {pp for _, _, pp, _ in meshes(model, ranks, 1, 1024, 1, {})}
     if ranks not in tried:

@@ -8,7 +8,9 @@ degrees          many plans at once, as one array for each degree
 schedule_facts   chunks, places, bubble and memory of each pipeline schedule
 layer_shares     number of layers on the ranks of a pipeline
 states           parameters of a rank, the ranks that share them, and the bytes of their states
-layer_time       seconds of one layer on one rank
+layer_time       seconds of one layer on one rank, without experts
+expert_time      seconds of the experts of one layer on one rank
+layer_pass       seconds of whole layers: with collectives, the host, and recomputation
 peak_memory      bytes of the fullest rank, by kind
 predict          seconds of a training step, in closed form
 simulated_step   seconds of a training step with a simulated pipeline

@@ -16,10 +16,11 @@ from meshwright.reshard import CollectiveKind
 from ..plan_data.account import Communication
 from ..plan_data.plan import Plan
 from .degrees import microbatches, tokens
+from .expert_time import ExpertTime
 from .layer_shares import rank_layers
 from .layer_time import HALF
 from .predict import StepTime
-from .sizes import Experts, Transformer
+from .sizes import Transformer
 from .software import MESHWRIGHT, Software
 
 
@@ -52,8 +53,8 @@ class _PlanCommunication:
             yield from self._tensor_parallel()
         if self.plan.cp > 1:
             yield from self._rings()
-        if self.model.experts is not None and self.plan.ep > 1:
-            yield from self._experts(self.model.experts)
+        if self.step.passes.experts is not None and self.plan.ep > 1:
+            yield from self._experts(self.step.passes.experts)
         if self.plan.pp > 1:
             yield self._messages()
         if self.plan.dp * self.plan.cp > 1:
@@ -117,9 +118,9 @@ class _PlanCommunication:
                 1 - hidden,
             )
 
-    def _experts(self, x: Experts) -> Iterator[Communication]:
-        p, layers, together = self.plan, self.step.layers, min(self.plan.ep, self.cluster.per_node)
-        nbytes, each = layers.routed(x), layers.exchange(x)
+    def _experts(self, x: ExpertTime) -> Iterator[Communication]:
+        p, together = self.plan, min(self.plan.ep, self.cluster.per_node)
+        nbytes, each = x.routed(), x.exchange()
         for where in self.passes:
             yield self._collective(
                 "all-to-all",
@@ -130,7 +131,7 @@ class _PlanCommunication:
                 together,
                 2 * self.sparse * self.microbatches,
                 each,
-                1.0,
+                self.software.exchange,
             )
 
     def _messages(self) -> Communication:

@@ -28,7 +28,7 @@ def transformer_of(config: Mapping[str, JsonValue]) -> Transformer:
 
     >>> transformer_of({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100})
     Transformer(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=100, gated=True, tied=False, \
-experts=None, latent=None, window=None)
+experts=None, latent=None, window=None, ahead=0)
 
     Raises:
         SearchError: a size is missing or no whole number, or the layers of the `model_type` do not follow from

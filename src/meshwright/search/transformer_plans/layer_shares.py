@@ -1,9 +1,8 @@
 """Division of layers over the parts of a pipeline, and of parts over its ranks.
 
 A part is the chunk of layers that a rank runs without a message in between; a model has as many parts as ranks times
-chunks. Parts are as equal as possible. If the layers do not divide evenly, the last part has one layer less than most
-parts, and then the first part. If still more layers are missing, the last part has fewer layers, by at most the cost of
-the head in layers. Then the other parts have one layer less, beginning at the back.
+chunks. If the layers do not divide evenly, the heaviest part has one layer less, as often as necessary. The last part
+counts the head and the first part the embedding. Of equally heavy parts, the last one has fewer layers.
 """
 
 from __future__ import annotations
@@ -19,6 +18,9 @@ from meshwright.cost import Flags, Numbers
 from .degrees import Degrees
 from .schedule_facts import placement
 from .sizes import Transformer
+
+EMBEDDING = 1.0
+"""Layers that the embedding counts for, as in the recipes of Megatron and of the zero-bubble schedules."""
 
 
 class RankLayers(NamedTuple):
@@ -41,24 +43,29 @@ def part_sizes(model: Transformer, parts: int) -> tuple[int, ...]:
     (3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 2)
     """
     most = ceil(model.layers / parts)
-    sizes, spare = [most] * parts, most * parts - model.layers
-    if parts == 1:
-        return tuple(sizes)
-    before = min(max(spare - 1, 0), 1)
-    behind = min(spare - before, most, ceil(model.head_layers))
-    sizes[0] -= before
-    sizes[-1] -= behind
-    for n in range(spare - behind - before):
-        sizes[-2 - n] -= 1
+    sizes, loads = [most] * parts, np.full(parts, float(most))
+    if parts > 1:
+        loads[0] += EMBEDDING
+        loads[-1] += model.head_layers
+    for _ in range(most * parts - model.layers):
+        able = np.where(np.asarray(sizes) > 0, loads, -1.0)
+        heaviest = parts - 1 - int(np.argmax(able[::-1]))
+        sizes[heaviest] -= 1
+        loads[heaviest] -= 1
     return tuple(sizes)
 
 
 def part_kinds(model: Transformer, parts: int) -> tuple[tuple[int, int], ...]:
-    """Return the layers without and with experts of each part; those without experts come first in a model."""
+    """Return the layers without and with experts of each part; those without experts come first in a model.
+
+    The last part also has the layers that predict further tokens.
+    """
     sizes = part_sizes(model, parts)
     ends = np.minimum(np.cumsum([0, *sizes]), model.dense_layers)
     dense = [int(n) for n in np.diff(ends)]
-    return tuple((n, size - n) for n, size in zip(dense, sizes, strict=True))
+    *kinds, (plain, sparse) = ((n, size - n) for n, size in zip(dense, sizes, strict=True))
+    last = (plain + model.ahead, sparse) if model.experts is None else (plain, sparse + model.ahead)
+    return (*kinds, last)
 
 
 @lru_cache(maxsize=4096)

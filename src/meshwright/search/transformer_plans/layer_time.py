@@ -15,9 +15,14 @@ import torch
 from meshwright.cost import NARROWEST, Cluster, KernelTimes, Numbers
 
 from .degrees import Degrees, residual_tokens, tokens
-from .sizes import Experts, Transformer
+from .sizes import Transformer
 from .software import Software
 
+BESIDE = 0.2
+"""Slowdown of computation by communication that overlaps with it, as a fraction of the shorter of the two.
+
+A collective takes 16 to 24 of the 132 units of an H100, and a part of the bandwidth of memory.
+"""
 HALF = 2
 """Bytes of one number of the activations."""
 NARROW = {"fp8": torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn, "nvfp4": NARROWEST}
@@ -66,16 +71,11 @@ class LayerTime:
         """Return the seconds of a layer without experts, without communication."""
         return self.attention() + self.mlp(self.model.ffn)
 
-    def sparse(self) -> PassSeconds:
-        """Return the seconds of a layer with experts, including the exchange of tokens."""
-        x = self.model.experts
-        return self.attention() if x is None else self.attention() + self._experts(x) + self._shared(x)
-
     # --- parts
 
-    def linear(self, n: Numbers, k: Numbers) -> PassSeconds:
-        """Return the seconds of `t k * k n -> t n` for the t tokens of this rank."""
-        t, dtype = tokens(self.plan), self._dtype
+    def linear(self, n: Numbers, k: Numbers, dtype: torch.dtype | None = None) -> PassSeconds:
+        """Return the seconds of `t k * k n -> t n` for the t tokens of this rank, in the precision of the plan."""
+        t, dtype = tokens(self.plan), dtype or self.dtype
         inputs, weights = self.kernels.matmul(t, k, n, dtype=dtype), self.kernels.matmul(n, k, t, dtype=dtype)
         return PassSeconds(self.kernels.matmul(t, n, k, dtype=dtype), inputs + weights, weights)
 
@@ -89,25 +89,33 @@ class LayerTime:
         h, m, spent = self.model.hidden, self.model, PassSeconds()
         for n, k in self._projections():
             spent += self.linear(n, k)
-        spent += self.core() + self.stream(self.rows * 4.0 * h, self.rows * 6.0 * h) * 2.0
+        spent += self.core() + self.norms()
         spent += self.stream(self.rows * (6.0 if m.gated else 7.0) * h, self.rows * 4.0 * h) * 2.0
         if m.gated:
             heads = m.heads / self.plan.tp + m.kv_heads_of(self.plan.tp)
             turned = tokens(self.plan) * (4 * heads * m.head_dim)
             spent += self.stream(turned, turned)
         return spent + (
-            self._casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self._is_narrow else PassSeconds()
+            self.casts(m.heads * m.head_dim) + self._gathered_casts(2 * h) if self.is_narrow else PassSeconds()
         )
+
+    def norms(self) -> PassSeconds:
+        """Return the seconds of the norms before attention and before the feed-forward part."""
+        nbytes = self.rows * self.model.hidden
+        return self.stream(4.0 * nbytes, 6.0 * nbytes) * 2.0
 
     def mlp(self, width: Numbers) -> PassSeconds:
         """Return the seconds of the feed-forward part: up, the activation, and down; 0 for a width of 0."""
         if not np.any(width):
             return PassSeconds()
-        h, f = self.model.hidden, width / self.plan.tp
-        t, two = tokens(self.plan), 2 if self.model.gated else 1
-        spent = self.linear(two * f, h) + self.linear(h, f)
-        spent += self.stream(t * (2 + 2 * two) * f, t * (2 + 4 * two) * f)
-        return spent + (self._casts(width) if self._is_narrow else PassSeconds())
+        h, f, two = self.model.hidden, width / self.plan.tp, 2 if self.model.gated else 1
+        spent = self.linear(two * f, h) + self.linear(h, f) + self.activation(width)
+        return spent + (self.casts(width) if self.is_narrow else PassSeconds())
+
+    def activation(self, width: Numbers) -> PassSeconds:
+        """Return the seconds of the activation between the linear maps of a feed-forward part."""
+        numbers, two = tokens(self.plan) * (width / self.plan.tp), 2 if self.model.gated else 1
+        return self.stream(numbers * (2 + 2 * two), numbers * (2 + 4 * two))
 
     def core(self) -> PassSeconds:
         """Return the seconds of the scores, their softmax, and the weighted sum of the values."""
@@ -145,7 +153,7 @@ class LayerTime:
 
         If ranks cast before they gather, the gathered half has one byte per number.
         """
-        narrow = np.asarray(self.plan.sequence_parallel, dtype=bool) & (self._is_narrow and self.software.casts_first)
+        narrow = np.asarray(self.plan.sequence_parallel, dtype=bool) & (self.is_narrow and self.software.casts_first)
         return tokens(self.plan) * (HALF * self.model.hidden) * np.where(narrow, 0.75, 1.0)
 
     def ring(self) -> Numbers:
@@ -168,6 +176,14 @@ class LayerTime:
             yield from ((x.key + x.rotary, m.hidden), (m.heads * (x.plain + x.value) / t, x.key))
         yield m.hidden, m.heads * m.value_width / t
 
+    def up_projections(self) -> PassSeconds:
+        """Return the seconds of the linear maps from narrow projections to the heads; 0 without narrow projections."""
+        m, t, x = self.model, self.plan.tp, self.model.latent
+        if x is None:
+            return PassSeconds()
+        queries = self.linear(m.heads * m.key_width / t, x.query) if x.query else PassSeconds()
+        return queries + self.linear(m.heads * (x.plain + x.value) / t, x.key)
+
     def _written(self, queries: Numbers, keys: Numbers, heads: Numbers) -> PassSeconds:
         """Return the seconds of attention by single operators: scores, softmax and dropout go through memory."""
         scores = queries * keys * heads
@@ -177,43 +193,7 @@ class LayerTime:
         streams = PassSeconds(self.kernels.stream(9 * scores), self.kernels.stream(11 * scores))
         return PassSeconds(products, 2 * products) + streams
 
-    def _experts(self, x: Experts) -> PassSeconds:
-        """Return the seconds of the fullest rank's experts, and of sending tokens there and back."""
-        h, t = self.model.hidden, tokens(self.plan) / self.plan.tp
-        own = x.count / self.plan.ep
-        here = t * x.fullest(self.plan.ep)
-        each = here * (x.chosen * (self.plan.ep / x.count))
-        spent = self._grouped(each, 2 * x.ffn, h, own) + self._grouped(each, h, x.ffn, own)
-        moved = here * x.chosen
-        spent += self.stream(moved * 4 * h, moved * 6 * h) * 2.0
-        spent += self.stream(moved * 6 * x.ffn, moved * 9 * x.ffn) + self.stream(t * 8 * x.count, t * 12 * x.count)
-        sent = self.exchange(x)
-        return spent + PassSeconds(2 * sent, 2 * sent)
-
-    def routed(self, x: Experts) -> Numbers:
-        """Return the bytes that a rank sends to experts: its part of the tokens, once for each of their experts."""
-        return tokens(self.plan) / self.plan.tp * (x.chosen * HALF * self.model.hidden)
-
-    def exchange(self, x: Experts) -> Numbers:
-        """Return the seconds of sending tokens to experts, or back."""
-        p, together = self.plan, np.minimum(self.plan.ep, self.node)
-        nodes = np.maximum(p.ep / together, 1.0)
-        apart = 1.0
-        if self.software.once:  # the nodes of a token's experts, placed at random, per expert
-            apart = nodes * (1 - (1 - 1 / nodes) ** x.chosen) / x.chosen
-        return self.cluster.meeting("all-to-all", self.routed(x) * x.fullest(p.ep), p.ep, together, apart)
-
-    def _shared(self, x: Experts) -> PassSeconds:
-        f = x.shared / self.plan.tp
-        return self.linear(2 * f, self.model.hidden) + self.linear(self.model.hidden, f) if x.shared else PassSeconds()
-
-    def _grouped(self, m: Numbers, n: Numbers, k: Numbers, groups: Numbers) -> PassSeconds:
-        kernels, dtype, slower = self.kernels, self._dtype, self.kernels.habits.grouped
-        forward = kernels.matmul(m, n, k, groups, dtype)
-        inputs, weights = kernels.matmul(m, k, n, groups, dtype), kernels.matmul(n, k, m, groups, dtype)
-        return PassSeconds(forward, inputs + weights, weights) * slower
-
-    def _casts(self, width: Numbers) -> PassSeconds:
+    def casts(self, width: Numbers) -> PassSeconds:
         """Return the seconds of casts to eight bits and back, for a width that a tensor-parallel group divides."""
         nbytes = tokens(self.plan) * (self.software.casts * (width / self.plan.tp))
         seconds = self.kernels.stream(nbytes)
@@ -221,12 +201,12 @@ class LayerTime:
 
     def _gathered_casts(self, width: Numbers) -> PassSeconds:
         """Return the seconds of casts of a gathered width: every rank casts all of it, unless it was cast before."""
-        return self._casts(width if self.software.casts_first else width * self.plan.tp)
+        return self.casts(width if self.software.casts_first else width * self.plan.tp)
 
     @property
-    def _is_narrow(self) -> bool:
+    def is_narrow(self) -> bool:
         return self.plan.precision in NARROW
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
         return NARROW.get(self.plan.precision, torch.bfloat16)

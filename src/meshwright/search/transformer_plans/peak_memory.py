@@ -67,7 +67,8 @@ class _Peak:
     def _rank(self, own: RankLayers) -> dict[str, Numbers]:
         m, states = self.model, state_bytes(self.model, self.plan, self.software, own)
         kept, working = self._kept(own.dense, own.sparse) * self._alive(own.rank), self._working()
-        loss = np.where(own.last, tokens(self.plan) * (m.vocab / self.plan.tp) * self.software.logit, 0.0)
+        logits = tokens(self.plan) * (m.vocab / self.plan.tp) * (1 + m.ahead)
+        loss = np.where(own.last, logits * self.software.logit, 0.0)
         return {
             "parameters and gradients": states.weights,
             "optimizer": states.optimizer,

@@ -109,8 +109,7 @@ def _free(link: Link) -> Link:
 
 def _computed(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> float:
     """Return the seconds that the ranks of the pipeline compute in a step, on average."""
-    s, sparse = stages_of(model, plan, cluster, software), model.layers - model.dense_layers
-    whole = s.of(model.dense_layers, sparse, True, True)
+    whole = stages_of(model, plan, cluster, software).of(*model.layer_counts, True, True)
     return float(whole.forward + whole.backward) / plan.pp * float(microbatches(plan))
 
 

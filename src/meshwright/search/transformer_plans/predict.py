@@ -13,8 +13,9 @@ from meshwright.cost import Cluster, Flags, Habits, KernelTimes, Numbers
 from meshwright.reshard import CollectiveKind
 
 from .degrees import Degrees, microbatches, tokens
+from .layer_pass import LayerPass
 from .layer_shares import different_ranks
-from .layer_time import HALF, NARROW, LayerTime, PassSeconds
+from .layer_time import BESIDE, HALF, NARROW, LayerTime, PassSeconds
 from .schedule_facts import DOUBLE, FLUSH, check_chunks, facts_of
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
@@ -22,12 +23,16 @@ from .states import SINGLE, Split, copies, dense_layer, most_parameters, sparse_
 
 UPDATE = 32.0
 """Bytes that Adam with a master copy reads and writes per parameter."""
-BESIDE = 0.1
-"""Slowdown of computation by a collective that overlaps with it, as a fraction of the shorter of the two."""
+SPREAD = 0.025
+"""Standard deviation of the speed of equal devices of a cluster, relative to their mean.
+
+Products took up to 14 % longer on some devices than on others of a cluster (arXiv 2510.15596), and 8 % on average of
+five clusters (arXiv 2208.11035). Ranges of five deviations are usual for a hundred devices.
+"""
+NODE = 8
+"""Ranks of the runs for which the rates of devices hold."""
 STEP = 5e-3
 """Seconds of work of the host per step, besides its work for layers."""
-HOSTS = 0.12
-"""Slowdown of hosts per doubling of a tensor-parallel group, which waits for its slowest host."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +125,16 @@ class StepTime:
 
     @cached_property
     def kernels(self) -> KernelTimes:
-        return KernelTimes(self.cluster.device, self.habits)
+        return KernelTimes(self.cluster.device, self.habits, self.slowest)
 
     @cached_property
     def layers(self) -> LayerTime:
         return LayerTime(self.model, self.plan, self.cluster, self.kernels, self.software)
+
+    @cached_property
+    def passes(self) -> LayerPass:
+        """Seconds of whole layers."""
+        return LayerPass(self.layers, self.habits)
 
     def prediction(self) -> Prediction:
         """Return the seconds of the step, and its parts."""
@@ -139,68 +149,16 @@ class StepTime:
         }
         return Prediction(np.sum([np.broadcast_to(p, np.shape(running)) for p in parts.values()], axis=0), parts)
 
-    # --- a layer
-
-    @cached_property
-    def dense(self) -> PassSeconds:
-        return self._whole(self.layers.dense(), self.model.ffn)
-
-    @cached_property
-    def sparse(self) -> PassSeconds:
-        return self._whole(self.layers.sparse(), 0) if self.model.experts else PassSeconds()
-
-    def _whole(self, computed: PassSeconds, width: int) -> PassSeconds:
-        """Return the seconds of a layer with its collectives and recomputation.
-
-        A layer is never faster than a host starts its operators.
-        """
-        spent = computed + self.layers.meetings()
-        slower = 1 + HOSTS * np.log2(self.plan.tp)
-        floor = [x * slower for x in self.habits.host]
-        forward = np.maximum(spent.forward, floor[0])
-        again = self._again(spent, width)
-        again = np.maximum(again, floor[0]) if self.plan.recompute == "full" else again
-        moved = self._stowed()
-        backward, weights = self._launched(spent, floor[1])
-        return PassSeconds(forward + moved, backward + again + moved, weights)
-
-    def _launched(self, spent: PassSeconds, host: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the seconds of a backward pass and of its weight gradients, for a host that needs `host` seconds.
-
-        A schedule that runs weight gradients alone starts two passes, each with half of the operators.
-        """
-        if facts_of(self.plan.schedule).filling == FLUSH:
-            return np.maximum(spent.backward, host), spent.weights
-        weights = np.maximum(spent.weights, host / 2)
-        return np.maximum(spent.backward - spent.weights, host / 2) + weights, weights
-
-    def _stowed(self) -> Numbers:
-        """Return the seconds of moving a layer's input to the memory of the host, or back."""
-        if self.software.stowed is None or self.plan.recompute != "full":
-            return 0.0
-        return self.layers.rows * (HALF * self.model.hidden / self.software.stowed)
-
-    def _again(self, spent: PassSeconds, width: int) -> Numbers:
-        h = self.model.hidden
-        match self.plan.recompute:
-            case "none":
-                return 0.0
-            case "selective" if self.software.selective is not None:
-                return self.software.selective * spent.forward
-            case "selective":
-                return self.layers.core().forward
-            case _:
-                last = self.layers.linear(h, width / self.plan.tp).forward if width else 0.0
-                return spent.forward - (last if self.software.stops_early else 0.0)
-
     # --- stages
 
     @cached_property
     def head(self) -> PassSeconds:
-        """Seconds of the last linear map and the loss."""
-        vocab = self.model.vocab / self.plan.tp
+        """Seconds of the last linear map and the loss, for each token that is predicted."""
+        h, vocab, ahead = self.model.hidden, self.model.vocab / self.plan.tp, self.model.ahead
+        dtype = self.layers.dtype if self.software.narrow_head else torch.bfloat16
         logits = self.kernels.stream(tokens(self.plan) * vocab * self.software.cross_entropy / 2)
-        return self.layers.linear(vocab, self.model.hidden) + PassSeconds(logits, logits)
+        each = self.layers.linear(vocab, h, dtype) + PassSeconds(logits, logits)
+        return each * (1 + ahead) + self.layers.linear(h / self.plan.tp, 2 * h) * ahead
 
     @cached_property
     def embedding(self) -> PassSeconds:
@@ -209,16 +167,22 @@ class StepTime:
 
     def stages(self) -> StageSeconds:
         """Return the seconds of what the ranks of the pipeline run."""
-        return StageSeconds(self.dense, self.sparse, self.embedding, self.head, self._message())
+        return StageSeconds(self.passes.dense, self.passes.sparse, self.embedding, self.head, self._message())
+
+    @property
+    def slowest(self) -> Numbers:
+        """Time of the slowest of all ranks, which the others wait for, relative to the slowest of `NODE` ranks."""
+        p = self.plan
+        return 1 + SPREAD * np.maximum(0.0, _deviations(p.dp * p.tp * (p.pp * p.cp)) - _deviations(NODE))
 
     # --- a step
 
     def pipeline(self) -> Numbers:
         """Return the seconds of all microbatches through all stages."""
         p, m, s, model = self.plan.pp, microbatches(self.plan), self.stages(), self.model
-        whole = s.of(model.dense_layers, model.layers - model.dense_layers, True, True)
+        whole = s.of(*model.layer_counts, True, True)
         ranks = [s.of(*own[1:]) for own in different_ranks(model, self.plan)]
-        inner = s.of(model.dense_layers, model.layers - model.dense_layers, False, False) * (1 / np.asarray(p))
+        inner = self._microbatch()
         if facts_of(self.plan.schedule).filling == FLUSH:
             running = self._longest(ranks) + (whole.forward + whole.backward) / p * (p - 1) / self.plan.chunks
         else:
@@ -260,9 +224,9 @@ class StepTime:
 
     def gathers(self) -> GatherCosts:
         """Return the collectives of ZeRO-3, for the mean of all layers."""
-        m, p, sparse = self.model, self.plan, self.model.layers - self.model.dense_layers
+        m, p, (dense, sparse) = self.model, self.plan, self.model.layer_counts
         layer = [
-            (x * m.dense_layers + y * sparse) / m.layers
+            (x * dense + y * sparse) / (dense + sparse)
             for x, y in zip(dense_layer(m, p), sparse_layer(m, p), strict=True)
         ]
         parameters, table = layer[0] + layer[1], m.embedding_parameters * HALF / p.tp
@@ -290,8 +254,9 @@ class StepTime:
 
         The parameters of a layer are gathered while another layer computes, forward and backward.
         """
-        m, p, each = self.model, self.plan, self.gathers()
-        spent = (self.dense * m.dense_layers + self.sparse * (m.layers - m.dense_layers)) * (1 / m.layers)
+        p, each, (dense, sparse) = self.plan, self.gathers(), self.model.layer_counts
+        stages = self.stages()
+        spent = (stages.dense * dense + stages.sparse * sparse) * (1 / (dense + sparse))
         again = each.again * each.gather
         forward = np.where(each.waits, spent.forward + each.gather, _overlapped_seconds(spent.forward, each.gather))
         backward = np.where(
@@ -299,8 +264,8 @@ class StepTime:
             again + _overlapped_seconds(spent.backward, each.scatter),
             _overlapped_seconds(spent.backward, again + each.scatter),
         )
-        ends = self.head + self.embedding
-        once = m.layers / p.pp * (forward + backward) + (ends.forward + ends.backward) / p.pp
+        ends = stages.before + stages.behind
+        once = (dense + sparse) / p.pp * (forward + backward) + (ends.forward + ends.backward) / p.pp
         filling = (p.pp - 1) / p.chunks
         return (microbatches(p) + filling) * once + 3 * each.tables
 
@@ -330,8 +295,34 @@ class StepTime:
         """
         whole = self._over_replicas("all-reduce", self.software.reduced)
         parts = self._over_replicas("reduce-scatter", self.software.reduced)
+        summed = np.where(self.sums_whole, whole, parts)
         updated = np.where(self.plan.zero == 0, 0.0, self._over_replicas("all-gather", HALF))
-        return (np.where(self.sums_whole, whole, parts) * self.reductions + updated) * self.software.exposed
+        beside = self._least_microbatch()
+        return self.reductions * self._exposed(summed, beside.backward) + self._exposed(updated, beside.forward)
+
+    def _exposed(self, seconds: Numbers, beside: Numbers) -> Numbers:
+        """Return the seconds of a collective over replicas that nothing hides.
+
+        Only the pass of one microbatch can hide it, on the rank of the pipeline with the fewest layers. With several
+        chunks on a rank, that pass takes as long as those of all ranks, because a chunk waits for other ranks.
+        """
+        several = np.minimum(self.plan.pp, microbatches(self.plan))
+        passes = np.where(np.asarray(self.plan.chunks) > 1, several, 1.0)
+        return np.maximum(seconds * self.software.exposed, seconds - beside * passes)
+
+    def _least_microbatch(self) -> PassSeconds:
+        """Return the seconds of one microbatch through the layers of a rank, for the rank with the fewest."""
+        stages = self.stages()
+        ranks = [stages.of(own.dense, own.sparse, False, False) for own in different_ranks(self.model, self.plan)]
+        forward, backward = (
+            np.minimum.reduce([np.asarray(x) for x in each])
+            for each in ([rank.forward for rank in ranks], [rank.backward for rank in ranks])
+        )
+        return PassSeconds(forward, backward)
+
+    def _microbatch(self) -> PassSeconds:
+        """Return the seconds of one microbatch on a rank of the pipeline, on average."""
+        return self.stages().of(*self.model.layer_counts, False, False) * (1 / np.asarray(self.plan.pp))
 
     @property
     def reductions(self) -> Numbers:
@@ -371,6 +362,12 @@ class StepTime:
         return own * (UPDATE / (each * self.habits.streamed) + way)
 
 
+def _deviations(ranks: Numbers) -> Numbers:
+    """Return the expected maximum of so many normal numbers, in standard deviations (asymptotic formula)."""
+    twice = np.sqrt(2 * np.log(np.maximum(ranks, 2.0)))
+    return twice - (np.log(twice**2 / 2) + np.log(4 * np.pi)) / (2 * twice)
+
+
 def _overlapped_seconds(computed: Numbers, meeting: Numbers) -> Numbers:
     """Return the seconds of computation that overlaps with a collective."""
     return np.maximum(computed, meeting) + BESIDE * np.minimum(computed, meeting)
@@ -382,11 +379,11 @@ def model_flops(model: Transformer, plan: Degrees) -> Numbers:
     Products of parameters with tokens count once forward and twice for gradients. The embedding table is looked up and
     does not count; a head is multiplied.
     """
-    x = model.experts
-    active: float = model.parameters - (0 if model.tied else model.embedding_parameters)
+    x, (dense, sparse) = model.experts, model.layer_counts
+    active: float = model.parameters + model.embedding_parameters * (model.ahead - (0 if model.tied else 1))
     if x is not None:
-        active -= model.expert_parameters * (model.layers - model.dense_layers) * (1 - x.chosen / x.count)
-    scores = plan.sequence * (model.layers * model.heads * (model.key_width + model.value_width) / 2)
+        active -= model.expert_parameters * sparse * (1 - x.chosen / x.count)
+    scores = plan.sequence * ((dense + sparse) * model.heads * (model.key_width + model.value_width) / 2)
     return 6.0 * (plan.batch * plan.sequence) * (active + scores)
 
 

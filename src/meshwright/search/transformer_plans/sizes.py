@@ -27,6 +27,10 @@ class Experts:
     dense: int = 0
     imbalance: float = 1.0
     """Tokens of the fullest rank relative to the average, if experts are divided over ranks."""
+    biased: bool = False
+    """True if the linear maps of experts have biases."""
+    nodes: int | None = None
+    """Largest number of nodes that the experts of a token are on; None if the router has no such limit."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.imbalance < float("inf"):
@@ -90,6 +94,8 @@ class Transformer:
     experts: Experts | None = None
     latent: Latent | None = None
     window: Window | None = None
+    ahead: int = 0
+    """Number of tokens that are predicted besides the next one; each takes a layer and the head (arXiv 2404.19737)."""
 
     def __post_init__(self) -> None:
         if min(self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.vocab) < 1:
@@ -106,6 +112,14 @@ class Transformer:
     def dense_layers(self) -> int:
         """Number of layers whose feed-forward part has no experts."""
         return self.layers if self.experts is None else min(self.experts.dense, self.layers)
+
+    @property
+    def layer_counts(self) -> tuple[int, int]:
+        """Number of layers without and with experts, including those that predict further tokens."""
+        dense = self.dense_layers
+        if self.experts is None:
+            return dense + self.ahead, 0
+        return dense, self.layers - dense + self.ahead
 
     @property
     def key_width(self) -> int:
@@ -152,7 +166,13 @@ class Transformer:
         x, inner = self.experts, self.mlp_parameters
         if x is not None and self.dense_layers < self.layers:
             inner = self.shared_parameters + self.expert_parameters * x.chosen // x.count
-        return self.embedding_parameters / (self.attention_parameters + inner)
+        layer = self.attention_parameters + inner
+        return (self.embedding_parameters * (1 + self.ahead) + self.joined_parameters) / layer + self.ahead
+
+    @property
+    def joined_parameters(self) -> int:
+        """Parameters that join a token's residual with the next token, for all tokens that are predicted ahead."""
+        return self.ahead * 2 * self.hidden * self.hidden
 
     @property
     def mlp_parameters(self) -> int:
@@ -178,7 +198,7 @@ class Transformer:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, without norms and biases."""
-        dense, sparse = self.dense_layers, self.layers - self.dense_layers
-        inner = self.attention_parameters * self.layers + self.mlp_parameters * dense
+        dense, sparse = self.layer_counts
+        inner = self.attention_parameters * (dense + sparse) + self.mlp_parameters * dense + self.joined_parameters
         inner += (self.shared_parameters + self.expert_parameters) * sparse
         return inner + self.embedding_parameters * (1 if self.tied else 2)

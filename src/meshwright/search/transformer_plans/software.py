@@ -7,6 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
+
+LayerPart = Literal["attention", "feed-forward", "router", "experts"]
+"""Parts of a layer that a host starts one after the other."""
+RepeatedPart = Literal["scores", "up-projections", "norms", "activation", "feed-forward", "experts", "shared expert"]
+"""Parts of a layer's forward pass that selective recomputation may repeat."""
+GRAPHS_OF_LAYERS: frozenset[LayerPart] = frozenset(("attention", "feed-forward", "router", "experts"))
+"""Parts that device graphs of whole layers start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +24,10 @@ class Software:
     `fused_attention`: scores are never written to memory. `stops_early`: recomputation ends with the last value that is
     needed, before a block's last product. `exposed`: fraction of the reduction of gradients that nothing hides.
     `tensor`: the same for tensor parallelism. `messages`: the same for messages between stages that have work to hide
-    them. `accumulation`: bytes of memory traffic, per parameter, of adding a microbatch's gradients. `gradient`: bytes
-    of a gradient. `even_context`: every rank of a ring has the same amount of attention to compute. `scattered`: each
-    rank of a tensor-parallel group sends a part of a message.
+    them. `exchange`: the same for tokens that travel to experts and back. `accumulation`: bytes of memory traffic, per
+    parameter, of adding a microbatch's gradients. `gradient`: bytes of a gradient. `even_context`: every rank of a ring
+    has the same amount of attention to compute. `scattered`: each rank of a tensor-parallel group sends a part of a
+    message.
     """
 
     fused_attention: bool = True
@@ -26,6 +35,7 @@ class Software:
     exposed: float = 0.3
     tensor: float = 1.0
     messages: float = 0.4
+    exchange: float = 1.0
     accumulation: float = 4.0
     gradient: float = 4.0
     even_context: bool = True
@@ -45,7 +55,9 @@ class Software:
     casts: float = 3.0
     """Bytes of memory traffic to cast a number to eight bits."""
     selective: float | None = None
-    """Fraction of a layer's forward pass that selective recomputation repeats; None stands for attention's core."""
+    """Fraction of a layer's forward pass that selective recomputation repeats; None for the parts in `repeated`."""
+    repeated: frozenset[RepeatedPart] = frozenset(("scores",))
+    """Parts of a layer that selective recomputation repeats."""
     casts_first: bool = True
     """True if each rank casts its own part before tensor parallelism gathers it, so that eight bits are sent."""
     reduces_parts: bool = True
@@ -61,7 +73,19 @@ class Software:
     reuses: bool = True
     """True if recomputed layers reuse the memory of the loss; otherwise both peaks add up."""
     once: bool = False
-    """True if a token is sent once to another node, however many of its experts are there."""
+    """True if a token is sent once to a rank, and once to another node, however many of its experts are there."""
+    dispatched: float = 2.0
+    """Bytes of a number of a token on its way to experts; 1 if it is cast to eight bits before."""
+    beside_shared: bool = False
+    """True if the shared expert computes while tokens travel."""
+    fused_experts: bool = False
+    """True if the products of all experts are one kernel, which also has their activation and casts."""
+    gated_gradient: float = 1.0
+    """Slowdown of the fused kernel that computes the gradients before the last linear map of experts."""
+    narrow_head: bool = False
+    """True if the head is a product of 8-bit numbers too, where the layers are."""
+    graphs: frozenset[LayerPart] = frozenset()
+    """Parts of a layer that device graphs start, so that the host takes no time for them."""
 
 
 MESHWRIGHT = Software()

@@ -61,6 +61,7 @@ def rank_parameters(model: Transformer, plan: Degrees, layers: RankLayers) -> Sp
     repeated = np.logical_and(model.tied, np.logical_and(layers.first, layers.last))
     tables = np.where(layers.first, 1.0, 0.0) + np.where(np.logical_and(layers.last, ~repeated), 1.0, 0.0)
     own = dense.own * layers.dense + sparse.own * layers.sparse + tables * model.embedding_parameters / plan.tp
+    own = own + np.where(layers.last, model.joined_parameters / plan.tp, 0.0)
     return Split(own, sparse.experts * layers.sparse)
 
 

@@ -69,6 +69,7 @@ def tensor_layouts(model: Transformer, plan: Plan) -> Iterator[TensorLayout]:
             note = "the embedding's table" if model.tied and stage.first else ""
             dims = ((model.vocab, ("tp",)), (model.hidden, ()))
             yield _parameter(f"{stage.name}.head", "table", dims, plan, note)
+            yield from _layers_ahead(model, plan, stage.name)
     yield from _activations(model, plan)
 
 
@@ -81,6 +82,14 @@ def _layers(model: Transformer, plan: Plan, stage: str, run: range) -> Iterator[
             name = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}, each"
             for part, dims in {**_attention(model, plan), **inner}.items():
                 yield replace(_parameter(f"{stage}.{name}", part, dims, plan), count=len(layers))
+
+
+def _layers_ahead(model: Transformer, plan: Plan, stage: str) -> Iterator[TensorLayout]:
+    """Yield the tensors of a layer that predicts a further token, once for all of them."""
+    joined: dict[str, Dims] = {"join": ((model.hidden, ("tp",)), (2 * model.hidden, ()))}
+    inner = _mlp(model) if model.experts is None else _experts(model)
+    for part, dims in {**joined, **_attention(model, plan), **inner}.items() if model.ahead else ():
+        yield replace(_parameter(f"{stage}.layers ahead", part, dims, plan), count=model.ahead)
 
 
 def _attention(m: Transformer, plan: Plan) -> dict[str, Dims]:
