@@ -26,7 +26,7 @@ EXEMPT = {
     "engine.static.program_cache:_sum": "source files of the package",
     "engine.training.log_file": "the log, which is appended to",
     "engine.static.program_files:_saved_kernels": "the file that it wrote itself",
-    "graph.files.program_file:write_whole": "files that are written",
+    "layout._whole_file:write_whole": "files that are written",
     "graph.execution.kernel_files": "flags of the processor in /proc",
     "graph.execution.matrix_products": "flags of the processor in /proc",
     "graph.guards.guards:_set_generators": "states in memory",

@@ -162,7 +162,7 @@ class Plan:
 
     def is_sampled(self, step: int) -> bool:
         """True if memory is sampled after this step."""
-        every = max(1, self.steps // SAMPLES)
+        every = max(SAME, self.steps // SAMPLES)
         return step >= self.warm and (step % every == 0 or step == self.steps)
 
 

@@ -209,11 +209,16 @@ def child(model: str, cells: Sequence[Cell]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     subject = MODELS[model]
-    wanted = train(subject, None)
-    close = max(GOAL, ROUNDINGS * difference(train(subject, None, moved=True), wanted)[0])
+    wanted, close = on_one_device(subject)
     print(json.dumps({"close": close}), flush=True)
     for cell in cells:
         print(json.dumps(asdict(check(subject, wanted, close, cell))), flush=True)
+
+
+def on_one_device(subject: Subject) -> tuple[Outcome, float]:
+    """Return the outcome on one device, and the largest difference that roundings explain."""
+    wanted = train(subject, None)
+    return wanted, max(GOAL, ROUNDINGS * difference(train(subject, None, moved=True), wanted)[0])
 
 
 def measured(model: str, cells: Sequence[Cell], patience: float) -> Iterator[tuple[Cell, Found]]:

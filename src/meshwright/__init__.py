@@ -9,6 +9,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from meshwright.layout import imports_for_type_checkers
+
 if TYPE_CHECKING:
     from meshwright import errors as errors
     from meshwright.comm import get_rank as get_rank
@@ -163,30 +165,18 @@ __all__ = [
     "verify",
 ]
 
-_OTHER_PACKAGES = {
-    "layout": ["MeshwrightError", "Partial", "Placement", "ProcessMesh", "Replicate", "Shard"],
-    "comm": ["get_rank", "init_process", "prefix_prints", "simulate", "stragglers"],
-    "spmd": ["register_rule"],
-    "tensor": ["DistTensor", "random_source"],
-    "report": ["show"],
-}
-"""Names that other packages than the engine define."""
-_PACKAGE_OF = dict.fromkeys(__all__, "engine") | {
-    name: package for package, names in _OTHER_PACKAGES.items() for name in names
-}
-del _PACKAGE_OF["__version__"]
+_PACKAGE_OF = {name: package for name, (package, _) in imports_for_type_checkers(sys.modules[__name__])}
 
 
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return import_module("meshwright.errors")
-    if name not in _PACKAGE_OF and name.endswith(("Error", "Warning")):
-        found = getattr(import_module("meshwright.errors"), name, None)
-        if found is not None:
-            return found
-    if name not in _PACKAGE_OF:
+    if name in _PACKAGE_OF:
+        return getattr(import_module(_PACKAGE_OF[name]), name)
+    found = getattr(import_module("meshwright.errors"), name, None) if name.endswith(("Error", "Warning")) else None
+    if found is None:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    return getattr(import_module(f"meshwright.{_PACKAGE_OF[name]}"), name)
+    return found
 
 
 def __dir__() -> list[str]:

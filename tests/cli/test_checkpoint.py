@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +124,3 @@ def test_a_file_without_read_permission_is_reported(run: Path, capsys: pytest.Ca
         (run / "step_00000002" / "manifest.json").chmod(0)
     assert main(["checkpoint", "inspect", str(run / "step_00000002")]) == 1
     assert "manifest.json" in capsys.readouterr().err
-
-
-def test_help_does_not_import_torch() -> None:
-    program = "import sys; from meshwright.cli import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "checkpoint", "--help"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "convert PATH NEW" in done.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +122,3 @@ def test_measurements_that_are_not_numbers_are_refused(
     path.write_text(text)
     assert main([*explain_arguments, "--alone", "--measured", str(path)]) == 2
     assert "fix:" in capsys.readouterr().err
-
-
-def test_help_does_not_import_torch() -> None:
-    code = "import sys; from meshwright.cli import main; main(['explain', '--help']); print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.endswith("False\n")
-    assert "--html" in found.stdout

@@ -1,10 +1,11 @@
-"""One rank of two: a pipeline that saves its programs, or loads them, and writes its losses."""
+"""One rank of two: a pipeline that saves its programs, and a new one that loads them. Writes the losses of both."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,8 @@ from torch import nn
 import meshwright as mw
 
 
-def run(folder: Path, what: str) -> None:
+def run(folder: Path, what: str) -> dict[str, Any]:
+    """Return the losses of a new model, which saves or loads its programs, and the number of its recordings."""
     mesh = mw.ProcessMesh([0, 1], ["pp"])
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
@@ -26,10 +28,15 @@ def run(folder: Path, what: str) -> None:
     losses = [step(x, x[:, :1]).item() for _ in range(3)]
     if what == "save":
         step.save(folder)
-    (folder / f"{what}-{mw.get_rank()}.json").write_text(json.dumps({"losses": losses, "recordings": step.recordings}))
+    return {"losses": losses, "recordings": step.recordings}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mw.init_process()
-    run(Path(sys.argv[1]), sys.argv[2])
+    communicator = mw.init_process()
+    place = Path(sys.argv[1])
+    found: dict[str, Any] = {}
+    for what in ("save", "load"):
+        found[what] = run(place, what)
+        communicator.barrier((0, 1))  # a rank also loads what the other one saved
+    (place / f"{communicator.rank}.json").write_text(json.dumps(found))

@@ -62,14 +62,23 @@ def test_a_module_with_marks_is_not_planned() -> None:
         assert mw.simulate(go, 2) == [("x",)] * 2
 
 
+SCRIPT = str(EXAMPLES / "llama_one_device.py")
+
+
+def words_printed(*command: str) -> set[str]:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def printed_alone() -> set[str]:
+    """Return the words that the script prints on one device."""
+    return words_printed(SCRIPT)
+
+
 @pytest.mark.parametrize("options", [["--ranks", "2", "--auto"], ["--ranks", "2", "--auto", "--processes"]])
-def test_a_script_for_one_device_runs_on_many(options: list[str]) -> None:
-    script = str(EXAMPLES / "llama_one_device.py")
-
-    def lines(*words: str) -> set[str]:
-        return set(subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout.split())
-
-    assert lines("-m", "meshwright", "run", *options, script) == lines(script)
+def test_a_script_for_one_device_runs_on_many(options: list[str], printed_alone: set[str]) -> None:
+    assert words_printed("-m", "meshwright", "run", *options, SCRIPT) == printed_alone
 
 
 def test_options_that_a_script_does_not_get_are_reported(capfd: pytest.CaptureFixture[str]) -> None:

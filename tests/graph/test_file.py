@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ from meshwright.graph import (
     read_size_conditions,
     runner,
     save_program,
-    write_whole,
 )
 from meshwright.graph.files.decode import Decoder
 from meshwright.graph.files.encode import Encoder
@@ -278,24 +275,6 @@ def test_resharding_steps_are_saved_unchanged(kind: Any, tmp_path: Path) -> None
 def loaded_here(program: Program, folder: Path) -> Program:
     save_program(program, folder / "p")
     return load_program(folder / "p")
-
-
-def test_a_pipe_is_written_directly(tmp_path: Path) -> None:
-    os.mkfifo(pipe := tmp_path / "pipe")
-    with ThreadPoolExecutor(1) as pool:
-        read = pool.submit(pipe.read_bytes)
-        write_whole(pipe, b"told")
-        assert read.result(timeout=60) == b"told"
-    assert pipe.is_fifo()
-
-
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"old")
-    (tmp_path / "link").symlink_to("file")
-    write_whole(tmp_path / "link", b"new")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_bytes() == b"new"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
 def test_a_file_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

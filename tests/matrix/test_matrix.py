@@ -5,17 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks._matrix_models import MODELS
 from benchmarks._matrix_settings import SETTINGS
-from benchmarks.matrix import FLOOR, STEPS, Outcome, difference, figure_of, measured
+from benchmarks.matrix import FLOOR, STEPS, Outcome, check, difference, figure_of, measured, on_one_device
 
 CELLS = [("dp×tp", "eager"), ("tp", "static")]
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", ["GPT-2", "Bloom", "ViT", "Qwen3-MoE"])
 def test_a_library_model_has_the_numbers_of_one_device(model: str) -> None:
     pytest.importorskip("transformers")
-    found = dict(measured(model, CELLS, patience=100))
+    subject = MODELS[model]
+    wanted, close = on_one_device(subject)
+    found = {cell: check(subject, wanted, close, cell) for cell in CELLS}
     assert {cell: f.verdict for cell, f in found.items()} == dict.fromkeys(CELLS, "ok"), found
+
+
+def test_the_cells_of_a_model_run_in_a_process_of_their_own() -> None:
+    pytest.importorskip("transformers")
+    found = dict(measured("GPT-2", CELLS[:1], patience=100))
+    assert [f.verdict for f in found.values()] == ["ok"], found
 
 
 def outcome(**gradients: list[float]) -> Outcome:

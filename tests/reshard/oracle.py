@@ -15,6 +15,8 @@ from meshwright.layout import Dim, Layout, ProcessMesh, Product, Spec, expand_pr
 from meshwright.reshard import ConversionPlan, execute
 
 AXES = ("x", "y", "z")
+RANKS_OUTSIDE = 1
+"""Ranks of each conversion that are in neither mesh."""
 OPS = {
     torch.float64: ("sum", "sum", "avg", "max", "min", "prod"),
     torch.int64: ("sum", "max", "min", "prod"),
@@ -86,7 +88,9 @@ def glue(spec: Spec, parts: dict[int, Tensor]) -> Tensor:
         rank = int(spec.mesh.mesh[tuple(i for _, i in at)])
         box = tuple(slice(i, i + n) for i, n in spec.local_ranges(rank))
         piece = part.reshape(out[box].shape)
-        torch.testing.assert_close(torch.where(seen[box], out[box], piece), piece)
+        replica = torch.where(seen[box], out[box], piece)
+        if not torch.equal(replica, piece):  # the comparison with tolerances takes ten times as long
+            torch.testing.assert_close(replica, piece)
         out[box], seen[box] = piece, True
     assert seen.all(), "an element that no rank holds"
     return out.reshape(spec.shape)
@@ -94,7 +98,7 @@ def glue(spec: Spec, parts: dict[int, Tensor]) -> Tensor:
 
 def carry_out(made: ConversionPlan, parts: dict[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Counters]]:
     """Return the parts after the plan, and every communicator's counts; ranks outside the source start with nothing."""
-    size = max(made.ranks) + 2
+    size = max(made.ranks) + 1 + RANKS_OUTSIDE
 
     def program() -> tuple[Tensor, Counters]:
         communicator = current_communicator()

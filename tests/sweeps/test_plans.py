@@ -10,7 +10,7 @@ import torch
 from benchmarks import plans
 from benchmarks._samples import Entry
 
-ENTRIES = plans.functionals() + plans.entries()[::20]
+ENTRIES = plans.functionals() + plans.entries()[::40]
 
 
 @pytest.fixture(autouse=True)

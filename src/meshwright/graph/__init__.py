@@ -43,7 +43,7 @@ from .files.admitted_operators import is_admitted, libraries_of
 from .files.alike_ranks import are_alike, first_alike, read_specs, specs_data, specs_in
 from .files.canonical_text import canonical_text, canonical_text_or_none
 from .files.encode import program_data
-from .files.program_file import convert_file_errors, load_program, program_file_error, save_program, write_whole
+from .files.program_file import convert_file_errors, load_program, program_file_error, save_program
 from .guards import (
     OWN,
     Executed,
@@ -251,7 +251,6 @@ __all__ = [
     "with_layouts",
     "with_stage_sends",
     "work_of",
-    "write_whole",
     "writes_external_tensors",
     "writes_to",
     "written_inputs",

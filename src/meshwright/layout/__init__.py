@@ -1,41 +1,47 @@
 """Meshes, placements and layouts: the distribution of a tensor's elements over ranks. No communication."""
 
-from ._accelerator import (
-    autocast_modes,
-    can_pin_memory,
-    device_types,
-    generator_state,
-    generator_states,
-    set_generator_state,
-    set_generator_states,
-)
-from ._bounded_file import MOST_TEXT, decoded_text, inside, read_file, read_text_file
-from ._bounded_text import check_length, check_values, read_json, read_toml
-from ._cache import Cache
-from ._errors import InputError, LayoutError, MeshError, MeshwrightError, PlacementError
-from ._escape import escaped
-from ._layout import (
-    Dim,
-    Factors,
-    Layout,
-    Product,
-    axes_of,
-    factors_of,
-    layout_of,
-    placements_of,
-    replicated,
-    without_trivial_axes,
-)
-from ._local import Range, chunk, cut, expand_products, local_length, local_ranges, local_shape
-from ._mesh import ProcessMesh, evenly
-from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
-from ._size import hint, identity
-from ._spec import Spec, parse_spec
-from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, strides_like, whole_of
-from ._text import parse_layout, read_dtype, write_dtype
-from ._toml import write_toml
-from ._untyped import JsonValue, TorchValue
-from ._where import module_path, user_frame, user_line, user_place, warn_user
+from typing import TYPE_CHECKING
+
+from ._lazy_names import imports_for_type_checkers, lazy_names
+
+if TYPE_CHECKING:
+    from ._accelerator import (
+        autocast_modes,
+        can_pin_memory,
+        device_types,
+        generator_state,
+        generator_states,
+        set_generator_state,
+        set_generator_states,
+    )
+    from ._bounded_file import MOST_TEXT, decoded_text, inside, read_file, read_text_file
+    from ._bounded_text import check_length, check_values, read_json, read_toml
+    from ._cache import Cache
+    from ._errors import InputError, LayoutError, MeshError, MeshwrightError, PlacementError
+    from ._escape import escaped
+    from ._layout import (
+        Dim,
+        Factors,
+        Layout,
+        Product,
+        axes_of,
+        factors_of,
+        layout_of,
+        placements_of,
+        replicated,
+        without_trivial_axes,
+    )
+    from ._local import Range, chunk, cut, expand_products, local_length, local_ranges, local_shape
+    from ._mesh import ProcessMesh, evenly
+    from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
+    from ._size import hint, identity
+    from ._spec import Spec, parse_spec
+    from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, strides_like, whole_of
+    from ._text import parse_layout, read_dtype, write_dtype
+    from ._toml import write_toml
+    from ._untyped import JsonValue, TorchValue
+    from ._where import module_path, user_frame, user_line, user_place, warn_user
+    from ._whole_file import write_whole
 
 __all__ = [
     "MOST_TEXT",
@@ -79,9 +85,11 @@ __all__ = [
     "generator_states",
     "hint",
     "identity",
+    "imports_for_type_checkers",
     "inside",
     "is_contiguous",
     "layout_of",
+    "lazy_names",
     "local_length",
     "local_ranges",
     "local_shape",
@@ -106,4 +114,7 @@ __all__ = [
     "without_trivial_axes",
     "write_dtype",
     "write_toml",
+    "write_whole",
 ]
+
+__getattr__ = lazy_names(__name__)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
-
 from ._untyped import TorchValue
-
-Size = int | torch.SymInt
 
 
 def hint(n: TorchValue) -> int:

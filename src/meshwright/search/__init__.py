@@ -9,36 +9,41 @@ module_plans        search, write and read plans for a captured module: mesh, la
 _errors             the error of the search, and a check of sizes
 """
 
-from ._errors import SearchError
-from .module_plans.mesh_plan import REPLICAS, STAGES, MeshPlan
-from .module_plans.mesh_plan_parser import parse_mesh_plan
-from .module_plans.mesh_search import plan_mesh
-from .module_plans.pipeline_plan import Pipelining
-from .module_plans.program_account import program_account
-from .plan_data.account import Account, Communication, MemoryCurve, OtherPlan, TensorLayout
-from .plan_data.account_text import account_text, beside
-from .plan_data.plan import Plan, parse_plan, plan_of
-from .plan_data.progress_bar import OnProgress, progress_bar
-from .plan_data.text_table import text_table
-from .plan_data.units import count, seconds, share, size
-from .scheduling.bounds import lower_bound
-from .scheduling.find_schedule import CertifiedSchedule, find_placement, find_schedule
-from .scheduling.hints import hints
-from .scheduling.problem import Objective, Problem
-from .sharding.accumulation_check import AccumulationCheck, check_accumulation, first_tensor_rows
-from .sharding.conversion_prices import Prices
-from .sharding.forms import AxisForm
-from .sharding.memory_saving import MemorySaving
-from .sharding.sharding_search import PricedConversion, Shardings, best_shardings, least_by_enumeration
-from .transformer_plans.choose import PlanChoice, PricedPlan, choose, usable_memory
-from .transformer_plans.config import transformer_of
-from .transformer_plans.degrees import Degrees, Plans, columns
-from .transformer_plans.peak_memory import Held, hold
-from .transformer_plans.plan_account import account, differences
-from .transformer_plans.predict import Prediction, flops_utilisation, model_flops, predict
-from .transformer_plans.simulated_step import simulate_step
-from .transformer_plans.sizes import Experts, Latent, Transformer, Window
-from .transformer_plans.software import MESHWRIGHT, Software
+from typing import TYPE_CHECKING
+
+from meshwright.layout import lazy_names
+
+if TYPE_CHECKING:
+    from ._errors import SearchError
+    from .module_plans.mesh_plan import REPLICAS, STAGES, MeshPlan
+    from .module_plans.mesh_plan_parser import parse_mesh_plan
+    from .module_plans.mesh_search import plan_mesh
+    from .module_plans.pipeline_plan import Pipelining
+    from .module_plans.program_account import program_account
+    from .plan_data.account import Account, Communication, MemoryCurve, OtherPlan, TensorLayout
+    from .plan_data.account_text import account_text, beside
+    from .plan_data.plan import Plan, parse_plan, plan_of
+    from .plan_data.progress_bar import OnProgress, progress_bar
+    from .plan_data.text_table import text_table
+    from .plan_data.units import count, seconds, share, size
+    from .scheduling.bounds import lower_bound
+    from .scheduling.find_schedule import CertifiedSchedule, find_placement, find_schedule
+    from .scheduling.hints import hints
+    from .scheduling.problem import Objective, Problem
+    from .sharding.accumulation_check import AccumulationCheck, check_accumulation, first_tensor_rows
+    from .sharding.conversion_prices import Prices
+    from .sharding.forms import AxisForm
+    from .sharding.memory_saving import MemorySaving
+    from .sharding.sharding_search import PricedConversion, Shardings, best_shardings, least_by_enumeration
+    from .transformer_plans.choose import PlanChoice, PricedPlan, choose, usable_memory
+    from .transformer_plans.config import transformer_of
+    from .transformer_plans.degrees import Degrees, Plans, columns
+    from .transformer_plans.peak_memory import Held, hold
+    from .transformer_plans.plan_account import account, differences
+    from .transformer_plans.predict import Prediction, flops_utilisation, model_flops, predict
+    from .transformer_plans.simulated_step import simulate_step
+    from .transformer_plans.sizes import Experts, Latent, Transformer, Window
+    from .transformer_plans.software import MESHWRIGHT, Software
 
 __all__ = [
     "MESHWRIGHT",
@@ -107,3 +112,5 @@ __all__ = [
     "transformer_of",
     "usable_memory",
 ]
+
+__getattr__ = lazy_names(__name__)

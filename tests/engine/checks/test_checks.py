@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.comm import launch
 from meshwright.engine.checks.comparison_steps import MOST_STEPS, SHARE, WARM_STEPS, Rhythm
 from meshwright.engine.checks.finite_gradients import first_bad
 from meshwright.engine.checks.named_tensors import NamedTensor
@@ -19,7 +16,6 @@ from meshwright.engine.checks.replicas import replicas_of, sums
 from meshwright.errors import StrategyError
 from meshwright.layout import Spec, layout_of
 
-SCRIPT = Path(__file__).with_name("_program.py")
 ERRORS = {
     "bad gradient, whole": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
     "bad gradient, cut": ("NonFiniteGradientError", "the gradient of 0.weight", "on rank 1"),
@@ -32,13 +28,6 @@ ERRORS = {
     "replayed": ("ReplicaError", "rank 1 gives other numbers", "transient"),
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    folder = tmp_path_factory.mktemp("two")
-    assert launch([str(SCRIPT), str(folder)], 2, timeout=110) == 0
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.comm import launch
-
-SCRIPT = Path(__file__).with_name("_pipeline_program.py")
 CASES = ["1F1B SGD", "1F1B momentum", "1F1B AdamW", "1F1B Adafactor", "ZB-H1 AdamW"]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("two")
-    assert launch([str(SCRIPT), str(folder)], 2, timeout=110) == 0
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,8 +12,7 @@ from meshwright.cli.console.exit_codes import FAILED
 from meshwright.cli.console.files import check_folder
 from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
-from meshwright.graph import write_whole
-from meshwright.layout import InputError, MeshwrightError, read_text_file
+from meshwright.layout import InputError, MeshwrightError, read_text_file, write_whole
 from meshwright.pipeline import (
     KNOWN_SCHEDULES,
     Schedule,

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.cli.console.parser import AXES, Parser, UsageError
 from meshwright.cli.console.user_function import call_function, names_function
+from meshwright.layout import InputError, read_text_file, read_toml
 
 _FILE = "pass a TOML file, or file.py:function"
 SAME = {"sequence": "seq"}
@@ -73,8 +74,6 @@ def read_config(source: str) -> dict[str, Any]:
     """Return names and values: of a TOML file, or of the dataclass or mapping that `file.py:function` returns."""
     if names_function(source):
         return flat_settings(call_function(source), source)
-    from meshwright.layout import InputError, read_text_file, read_toml  # which import torch
-
     try:
         return flat_settings(read_toml(read_text_file(source)), source)
     except InputError as error:

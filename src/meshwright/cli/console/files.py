@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from meshwright.cli.console.parser import UsageError
-from meshwright.layout import InputError, read_json, read_text_file
+from meshwright.layout import InputError, read_json, read_text_file, write_whole
 
 
 def read_text(path: str) -> str:
@@ -45,8 +45,6 @@ def check_folder(*paths: str | None) -> None:
 
 def write_text(path: str, text: str) -> None:
     """Write the text to the file, replacing it. Raises UsageError if it cannot be written."""
-    from meshwright.graph import write_whole  # a second of imports, which most commands do not need
-
     try:
         write_whole(path, text.encode())
     except OSError as error:

@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from math import prod
 from typing import NoReturn
 
+from meshwright.layout import escaped
+
 AXES = ("pp", "dp", "tp")
 COMMANDS = {
     "train": "train a byte-level language model on a mesh of ranks, and on one device for comparison",
@@ -59,8 +61,6 @@ class UsageError(Exception):
 
     def __init__(self, text: str) -> None:
         if not text.replace("\n", "").isprintable():
-            from meshwright.layout import escaped  # which imports torch
-
             text = escaped(text, keep_lines=True)
         super().__init__(text)
 

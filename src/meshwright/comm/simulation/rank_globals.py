@@ -93,18 +93,21 @@ class _LoadedModules:
         """Return every slot of the modules that are loaded now."""
         modules = list(sys.modules.items())
         if modules != self._modules:  # thousands of modules: Python compares identical ones fast
-            self._own = [each for each in modules if not _is_constant(*each)]
-            self._of_libraries = [slot for each in modules if _is_constant(*each) for slot in _slots_now(*each)]
+            own, libraries = list[tuple[str, ModuleType]](), list[tuple[str, ModuleType]]()
+            for each in modules:
+                (libraries if _is_constant(*each) else own).append(each)
+            self._own = own
+            self._of_libraries = [slot for name, lib in libraries for slot in _slots_now(name, lib, id(lib))]
             self._modules = modules  # last, since another simulation may search at the same time
-        return [*self._of_libraries, *(slot for each in self._own for slot in _slots_now(*each))]
+        of_program = [slot for name, module in self._own for slot in _slots_now(name, module, _members_of(module))]
+        return self._of_libraries + of_program
 
 
 _loaded = _LoadedModules()
 
 
-def _slots_now(name: str, module: ModuleType) -> list[RankGlobal]:
-    """Return the slots of a module, which is searched again if its fingerprint changed."""
-    looks = _looks_of(name, module)
+def _slots_now(name: str, module: ModuleType, looks: object) -> list[RankGlobal]:
+    """Return the slots of a module, which is searched again if its fingerprint `looks` changed."""
     if _found.get(name, (None,))[0] != looks:
         _found[name] = (looks, list(_slots_of(name, module)))
     return _found[name][1]
@@ -116,9 +119,9 @@ def is_of_program(name: str) -> bool:
     return module is not None and _may_have_state(name) and (name == "__main__" or not _is_of_library(name, module))
 
 
-def _looks_of(name: str, module: ModuleType) -> object:
-    """Return a fingerprint of the members of a module; the members of a library's module count as constant."""
-    return id(module) if _is_constant(name, module) else frozenset(map(id, vars(module).values()))
+def _members_of(module: ModuleType) -> object:
+    """Return a fingerprint of the members of a module."""
+    return frozenset(map(id, vars(module).values()))
 
 
 def _is_constant(name: str, module: ModuleType) -> bool:

@@ -74,8 +74,10 @@ def _looks_of(holder: Any) -> Any:
         return holder.cache_info().currsize
     if isinstance(holder, nn.Module):
         return None
-    size = len(holder)
-    return size if size > _COMPARED else (size, *[(id(x), type(x)) for x in _entries(holder)])
+    if len(holder) > _COMPARED:
+        return len(holder)
+    entries = holder.values() if isinstance(holder, dict) else holder
+    return (*map(id, entries), *map(type, entries))
 
 
 class SharedValues:

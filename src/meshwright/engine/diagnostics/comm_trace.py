@@ -15,8 +15,7 @@ from types import FrameType
 
 from meshwright.checkpoint import current_world
 from meshwright.comm import CommCall, Communicator, current_communicator
-from meshwright.graph import write_whole
-from meshwright.layout import ProcessMesh, module_path, user_frame
+from meshwright.layout import ProcessMesh, module_path, user_frame, write_whole
 from meshwright.reshard import ConversionPlan, Purpose
 from meshwright.search import text_table
 from meshwright.tensor import bucket_of, call_site_of_gradient, call_sites_kept, in_backward

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.comm import current_communicator
-from meshwright.graph import convert_file_errors, program_file_error, write_whole
-from meshwright.layout import read_file, read_json
+from meshwright.graph import convert_file_errors, program_file_error
+from meshwright.layout import read_file, read_json, write_whole
 
 from .._errors import StaticError
 from ..recording.recorded_model import RecordedModel

@@ -10,8 +10,6 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from hashlib import sha256
-from pathlib import Path
-from secrets import token_hex
 from typing import TypeVar
 
 import torch
@@ -19,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from meshwright.layout import InputError, JsonValue, MeshwrightError, read_file, read_json
+from meshwright.layout import InputError, JsonValue, MeshwrightError, read_file, read_json, write_whole
 
 from .._errors import ProgramFileError
 from ..analysis.verify import verify
@@ -154,30 +152,3 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
         found.update(f"\n{name} {x.dtype} {tuple(x.shape)}\n".encode())
         found.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def write_whole(path: FilePath, data: bytes) -> None:
-    """Write a file atomically: after a crash, the file is complete or has its old content.
-
-    For a link, the target is written and the link stays. Anything that is no regular file, such as `/dev/null` or a
-    pipe, is written to directly.
-    """
-    place = Path(os.path.realpath(path))
-    if Path(path).exists() and not (place.is_file() or place.is_dir()):
-        Path(path).write_bytes(data)
-        return
-    beside = place.with_name(f".{place.name}.{token_hex(8)}")
-    try:
-        with open(beside, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, place)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    folder = os.open(place.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # make the new name durable
-    finally:
-        os.close(folder)

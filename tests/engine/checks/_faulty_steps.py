@@ -1,12 +1,9 @@
-"""`python _program.py FOLDER`: one of two ranks; each case has a fault on rank 1."""
+"""Steps on two ranks, each with a fault on rank 1."""
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +180,8 @@ def told(case: Callable[[], object]) -> str:
     return ""
 
 
-if __name__ == "__main__":
-    rank = mw.init_process().rank
+def results() -> dict[str, str]:
+    """Return the error of each case; an empty text for a case without an error."""
     found = {name: told(case) for name, case in CASES.items()}
-    (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(found))
+    mw.check_steps()
+    return found
