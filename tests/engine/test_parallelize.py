@@ -160,11 +160,22 @@ def test_unknown_module_names_are_refused() -> None:
         mw.Parallelism(zero=4)
 
 
-def test_an_unknown_axis_is_refused() -> None:
-    def go() -> None:
-        mw.parallelize(Model(), None, mw.ProcessMesh([0, 1], ["dp"]), mw.Parallelism(TENSOR))
+def test_a_plan_for_an_axis_that_the_mesh_lacks_leaves_the_layers_whole() -> None:
+    def go() -> list[bool]:
+        plan = TENSOR | {"norm": mw.SequenceParallelEnable(), "head": mw.ColwiseParallel(gather_output=True)}
+        mesh = mw.ProcessMesh([0, 1], ["dp"])
+        model, _ = mw.parallelize(Model(), None, mesh, mw.Parallelism(plan))
+        return [p.placements == (mw.Replicate(),) for p in model.parameters()]
 
-    with pytest.raises(MeshError, match=r"no axis 'tp'(.|\n)*of size 1"):
+    assert all(mw.simulate(go, 2)[0])
+
+
+def test_a_misspelled_axis_is_refused() -> None:
+    def go() -> None:
+        plan = {"blocks.*.up": mw.ColwiseParallel(axis="tpp")}
+        mw.parallelize(Model(), None, mw.ProcessMesh([0, 1], ["tp"]), mw.Parallelism(plan))
+
+    with pytest.raises(MeshError, match="axis='tp'"):
         mw.simulate(go, 2)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +32,15 @@ class Output(OrderedDict[str, Any]):
 
     def __post_init__(self) -> None:
         self.update((name, value) for name, value in vars(self).items() if value is not None)
+
+
+class Locked(UserDict[str, Any]):
+    """A mapping that refuses changes after its construction."""
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        if key in self.data:
+            raise TypeError("locked")
+        super().__setitem__(key, item)
 
 
 @dataclass
@@ -82,8 +92,26 @@ def test_trees_are_mapped_leaf_by_leaf(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("tree", "kind"),
-    [([A], list), ((A,), tuple), (Pair(A, 1), Pair), ({}, dict), (Output(A), dict), (UserDict(a=A), dict)],
+    [
+        ([A], list),
+        ((A,), tuple),
+        (Pair(A, 1), Pair),
+        ({}, dict),
+        (Output(A), Output),
+        (UserDict(a=A), UserDict),
+        (OrderedDict(a=A), OrderedDict),
+        (defaultdict(list, a=A), defaultdict),
+        (MappingProxyType({"a": A}), dict),
+        (Locked(a=A), dict),
+    ],
 )
-def test_sequences_keep_their_type_and_mappings_become_dicts(tree: Any, kind: type) -> None:
+def test_containers_keep_their_type_unless_they_cannot_be_written_to(tree: Any, kind: type) -> None:
     assert type(map_leaves(lambda x: x, tree)) is kind
     assert type(map_tensors(lambda x: x, tree)) is kind
+
+
+def test_a_mapped_output_has_the_new_tensors_and_the_old_one_stays() -> None:
+    old = Output(A, B)
+    new = map_tensors(lambda x: x + 1, old)
+    assert torch.equal(new["loss"], A + 1)
+    assert old["loss"] is A

@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.layout import Placement, ProcessMesh, Replicate, Shard, TorchValue
+from meshwright.layout import MeshError, Placement, ProcessMesh, Replicate, Shard, TorchValue
 from meshwright.tensor import Context, DistTensor, map_tensors, tensors_in
 
 from .._errors import StrategyError
@@ -85,7 +85,7 @@ def parallelize(
 
     Raises:
         StrategyError: a pattern matches no module.
-        MeshError: a style needs an axis that the mesh does not have.
+        MeshError: no style has an axis of the mesh, but one has an axis with nearly the same name.
 
     >>> import torch, meshwright as mw
     >>> def go():
@@ -101,6 +101,7 @@ def parallelize(
     config = config or Parallelism()
     styles = _styles(model, config.plan)
     mesh = resolve_mesh(mesh)
+    _check_axes(config, mesh)
     before = dict(model.named_parameters(remove_duplicate=False))
     stages = mesh.sizes.get(config.pp, 1)
 
@@ -152,6 +153,22 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> Mapping[nn.Module, S
         for module in dict.fromkeys(matching):
             found.setdefault(module, []).append(style)
     return found
+
+
+def _check_axes(config: Parallelism, mesh: ProcessMesh) -> None:
+    """Raise MeshError for a style whose axis seems to be misspelled: an unused axis of the mesh has a similar name."""
+    named: set[str] = {getattr(style, "axis", config.pp) for style in config.plan.values()}
+    used = {*named, *config.batch, *config.sequence, *(config.zero_axes or ()), config.pp}
+    free = [axis for axis in mesh.dim_names if axis not in used]
+    for axis in sorted(named - set(mesh.dim_names)):
+        near = get_close_matches(axis, free, n=1, cutoff=0.7)
+        if near:
+            raise MeshError(
+                f"a layer sharded along {axis!r}",
+                repr(mesh),
+                f"the mesh has no axis {axis!r}, and the configuration names no axis {near[0]!r}",
+                f"write axis={near[0]!r} in the style",
+            )
 
 
 def _matching(paths: Sequence[str], pattern: str) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""The styles of parallel modules: each marks the weights, inputs and outputs of a module."""
+"""The styles of parallel modules: each marks the weights, inputs and outputs of a module.
+
+A style along an axis that the mesh does not have leaves its module as it is, so one plan serves many meshes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from meshwright.layout import MeshError, Placement, ProcessMesh, Replicate, Shard
+from meshwright.layout import Placement, ProcessMesh, Replicate, Shard
 from meshwright.tensor import DistTensor, map_tensors
 
 from ..marks.tensors import reshard, shard_tensor
@@ -148,18 +151,10 @@ def along(x: Tensor, axis: str, placement: Placement) -> Tensor:
 
 
 def _cut(layer: nn.Module, name: str, mesh: ProcessMesh, axis: str, dim: int) -> None:
-    """Shard a parameter along one more axis; the placements of other styles stay."""
+    """Shard a parameter along one more axis, if the mesh has it; the placements of other styles stay."""
     held: object = getattr(layer, name, None)
-    if not isinstance(held, Tensor):
+    if not isinstance(held, Tensor) or axis not in mesh.sizes:
         return
-    if axis not in mesh.sizes:
-        raise MeshError(
-            f"a layer sharded along {axis!r}",
-            repr(mesh),
-            f"the mesh has no axis {axis!r}",
-            f"make the mesh with an axis {axis!r}, of size 1 if no layer is to be sharded; or name another axis in the "
-            f"style, as in ColwiseParallel(axis={mesh.dim_names[-1]!r})",
-        )
     before = held.placements if isinstance(held, DistTensor) else [Replicate()] * mesh.ndim
     placements = [Shard(dim) if a == axis else p for a, p in zip(mesh.dim_names, before, strict=True)]
     # PEFT wraps a layer in a module whose weight is a property.

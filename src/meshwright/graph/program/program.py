@@ -108,8 +108,12 @@ class Program:
 
     @property
     def layouts(self) -> Layouts:
-        """The known layouts of the global tensors, as a table."""
-        return Layouts({v.name: spec for v, spec in self.specs.items()})
+        """The known layouts of the global tensors, as a table.
+
+        A value that a pass removed has no row: another value may have its name.
+        """
+        known = {i.value for i in self.inputs}.union(*(node.outs for node in self.nodes))
+        return Layouts({v.name: spec for v, spec in self.specs.items() if v in known})
 
     def __str__(self) -> str:
         return self.text()

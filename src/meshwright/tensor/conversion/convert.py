@@ -66,6 +66,12 @@ class Move:
         return all(isinstance(s, Relabel) for s in self.plan.steps)
 
     @cached_property
+    def reduces_only(self) -> bool:
+        """True if the conversion reduces all pending sums, and changes no sharding."""
+        src, dst = self.src.layout, self.dst.layout
+        return bool(src.partial) and not dst.partial and src.dims == dst.dims
+
+    @cached_property
     def is_noted(self) -> bool:
         """True if a write to the operand reaches the result of the conversion only through another conversion.
 

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from meshwright.layout import ProcessMesh, Spec, replicated
 
 from ..capture.call_capture import strides_of
-from ..core.dist_tensor import DistTensor, is_leaf, plain_view, wants_grad
+from ..core.dist_tensor import DistTensor, as_part, is_leaf, plain_view, wants_grad
 from ..torch_hooks import no_interception
 from .convert import Move, convert_local
 from .pending_gradients import defer_reduction
@@ -20,17 +20,25 @@ def shared_move(x: Tensor, how: Move, exact: bool = True) -> Tensor:
     """Return `x` after `how`; computed once and shared by all uses, as long as `x` is not written to.
 
     `exact` is False if other operators than one device's will use the result, and save other tensors for the backward
-    pass. Call it with interception off. Only intermediate results that need a gradient are shared. The reductions of a
-    leaf are deferred and added up. A tensor whose `.data` was read may be written to without notice.
+    pass. Call it with interception off. Shared are intermediate results that need a gradient, and without gradients
+    only reduced sums, since gathered parameters would stay in memory. The reductions of a leaf are deferred and added
+    up. A tensor whose `.data` was read may be written to without notice.
     """
     if how.is_trivial:
         return x
-    if not isinstance(x, DistTensor) or not is_grad_enabled():
+    if not isinstance(x, DistTensor):
         return note_move(how(x), x, how, exact)
+    if not is_grad_enabled():
+        return _shared(x, how, exact) if how.reduces_only and _may_be_shared(x) else how(x)
     if is_leaf(x):  # a tensor that needs no gradient is a leaf, too
         if how.is_relabel and wants_grad(x):
             return note_alias(defer_reduction(x, how), x)
         return note_move(how(x), x, how, exact)
+    return _shared(x, how, exact)
+
+
+def _shared(x: DistTensor, how: Move, exact: bool) -> Tensor:
+    """Return `x` after `how`, from the last conversion of `x` if that was the same."""
     held: Any = x.__dict__
     found = held.get("_shared")
     if found is not None and found[0] is how and found[1] == x._version:
@@ -39,6 +47,24 @@ def shared_move(x: Tensor, how: Move, exact: bool = True) -> Tensor:
     if "_exposed" not in held:
         held["_shared"] = (how, x._version, out)
     return out
+
+
+def _may_be_shared(x: DistTensor) -> bool:
+    """True if a reduced sum of `x` without gradient may be shared: writes to `x` are counted, and it has no history."""
+    return not (wants_grad(x) or x.is_inference())
+
+
+def reduced_before(x: DistTensor) -> DistTensor | None:
+    """Return the value of `x`, a pending sum, if it was reduced before, else None; call it with interception off."""
+    found: Any = x.__dict__.get("_shared")
+    if found is None:
+        return None
+    how, version, out = found
+    if not how.reduces_only or how.src is not x._spec or version != x._version:
+        return None
+    if is_grad_enabled() and wants_grad(x) != wants_grad(out):
+        return None
+    return as_part(out.view_as(out), how.dst)
 
 
 def is_empty(x: Tensor) -> bool:

@@ -5,7 +5,8 @@ A dataclass, a module and None are leaves. A named tuple is a tuple, and an outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -33,7 +34,9 @@ def tensors_in(tree: object) -> Iterator[Tensor]:
 
 
 def map_leaves(fn: Callable[[TorchValue], TorchValue], tree: TorchValue) -> TorchValue:
-    """Return `tree` with every leaf replaced by `fn(leaf)`, in order; mappings become dicts.
+    """Return `tree` with every leaf replaced by `fn(leaf)`, in order; containers keep their types.
+
+    A mapping that cannot be copied or written to becomes a dict.
 
     >>> map_leaves(str, {"a": (1, None)})
     {'a': ('1', 'None')}
@@ -42,7 +45,7 @@ def map_leaves(fn: Callable[[TorchValue], TorchValue], tree: TorchValue) -> Torc
 
 
 def map_tensors(fn: Callable[[Tensor], TorchValue], tree: TorchValue) -> TorchValue:
-    """Return `tree` with every tensor replaced by `fn(tensor)`, and other leaves unchanged; mappings become dicts."""
+    """Return `tree` with every tensor replaced by `fn(tensor)`; other leaves stay, and containers keep their types."""
     return _mapped(fn, tree, False)
 
 
@@ -83,7 +86,7 @@ def _mapped(fn: Callable[[TorchValue], TorchValue], tree: TorchValue, every: boo
         return _rebuilt(tree, [_mapped(fn, v, every) for v in tree])
     if type(tree) not in _LEAVES:
         if isinstance(tree, Mapping):
-            return {k: _mapped(fn, v, every) for k, v in tree.items()}
+            return _rebuilt_mapping(tree, {k: _mapped(fn, v, every) for k, v in tree.items()})
         if isinstance(tree, slice):
             return slice(*[_mapped(fn, v, every) for v in (tree.start, tree.stop, tree.step)])
     return fn(tree) if every else tree
@@ -95,3 +98,16 @@ def _rebuilt(old: TorchValue, items: list[TorchValue]) -> TorchValue:
     if type(old) is tuple:
         return tuple(items)
     return type(old)(*items) if hasattr(old, "_fields") else type(old)(items)
+
+
+def _rebuilt_mapping(old: TorchValue, items: dict[TorchValue, TorchValue]) -> TorchValue:
+    """Return a mapping of the type of `old`: `output[0]` is the first entry of a transformers output, not of a dict."""
+    if type(old) is dict or not isinstance(old, MutableMapping):
+        return items
+    try:
+        new = copy(old)
+        for key, value in items.items():
+            new[key] = value
+    except Exception:  # a class of the user's may refuse both
+        return items
+    return new

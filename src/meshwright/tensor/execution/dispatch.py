@@ -67,6 +67,7 @@ from ..views.write_overlap import check_overlap, is_elementwise, is_write
 from .captured_call import CapturedCall, capture_call, plan_captured, result_specs
 from .foreach_functions import is_of_lists, plan_lists
 from .outside_mesh import SharedResult, plan_outside
+from .reduced_operands import ReducedOperands, pending_places, reduced_arguments
 from .run_plan import (
     CallPlan,
     ConstantResult,
@@ -405,9 +406,13 @@ def _plan_by_rules(call: CapturedCall, mesh: ProcessMesh) -> tuple[CallPlan, boo
         call = replace(call, captured=replace(call.captured, nodes=()))
     specs = call.specs
     captured, found = _checked_plan(call, mesh)
-    _record_decision(call.func, found, tuple(specs.values()))
+    places = pending_places(found, captured, call.args)
+    if not places or reduced_arguments(places, call.args) is None:  # else another call is decided
+        _record_decision(call.func, found, tuple(specs.values()))
     plan, passes_arguments = _call_plan(call, captured, found)
     plan = _as_whole(call.captured, captured, plan, specs)
+    if places:
+        plan = ReducedOperands(plan, places)
     if not passes_arguments and not (isinstance(found, Step) and _keeps_dtypes(found)):
         plan = _by_setting(plan, mesh, _default_dtype, call.args, call.kwargs)
     if isinstance(found, Step) and found.context is not None:
