@@ -79,6 +79,9 @@ if TYPE_CHECKING:
     from meshwright.layout import ProcessMesh as ProcessMesh
     from meshwright.layout import Replicate as Replicate
     from meshwright.layout import Shard as Shard
+    from meshwright.quantize import load_quantized as load_quantized
+    from meshwright.quantize import quantize as quantize
+    from meshwright.quantize import save_quantized as save_quantized
     from meshwright.report import show as show
     from meshwright.spmd import register_rule as register_rule
     from meshwright.tensor import DistTensor as DistTensor
@@ -131,6 +134,7 @@ __all__ = [
     "init_process",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_quantized",
     "load_state_dict",
     "local_map",
     "materialize",
@@ -139,10 +143,12 @@ __all__ = [
     "pipe_split",
     "plan",
     "prefix_prints",
+    "quantize",
     "random_source",
     "register_rule",
     "reshard",
     "save_checkpoint",
+    "save_quantized",
     "save_state_dict",
     "set_mesh",
     "shard_dataloader",
@@ -168,6 +174,7 @@ _OTHER_PACKAGES = {
     "comm": ["get_rank", "init_process", "prefix_prints", "simulate", "stragglers"],
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
+    "quantize": ["load_quantized", "quantize", "save_quantized"],
     "report": ["show"],
 }
 """Names that other packages than the engine define."""

@@ -1,0 +1,98 @@
+"""`quantize`: replace the linear layers of a model by quantized ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import TorchValue
+from meshwright.tensor import DistTensor, distribute_as
+
+from ._errors import CalibrationError, QuantizeError
+from ._layers import Layers, layers_of, replace_layers
+from ._quantized_linear import QuantizedLinear
+from ._rounding import scales_of, to_codes
+from ._scheme import Scheme
+from ._stored_weight import Stored, store, stored_layout
+
+
+@torch.no_grad()
+def quantize(
+    model: nn.Module, scheme: Scheme | str = "int8", calibration: Iterable[TorchValue] | None = None
+) -> nn.Module:
+    """Replace the linear layers of a model by quantized ones, and return the model.
+
+    `scheme` is a Scheme or the name of a preset. The model is plain, or distributed: then every rank makes the call,
+    and gets its part of the very same codes and scales as one device. `calibration` yields batches: tensors, tuples of
+    positional arguments, or dicts of keyword arguments. Every rank gets the same batches.
+
+    Raises:
+        QuantizeError: the scheme does not exist or does not fit a layer. The model is unchanged.
+        CalibrationError: calibration data is missing, too small, or not finite. The model is unchanged.
+
+    >>> model = quantize(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), "int8-dynamic")
+    >>> model[2]
+    QuantizedLinear(in_features=4, out_features=2, bias=True, weights int8, channel; inputs int8, token, dynamic)
+    """
+    chosen = _scheme(scheme)
+    layers = layers_of(model, chosen)
+    if chosen.is_calibrated and calibration is None:
+        raise _no_calibration(chosen)
+    return replace_layers(model, _rounded_layers(layers, chosen))
+
+
+def _scheme(scheme: object) -> Scheme:
+    if isinstance(scheme, Scheme):
+        return scheme
+    if isinstance(scheme, str):
+        return Scheme.preset(scheme)
+    raise QuantizeError(
+        f"quantize by {scheme!r}",
+        f"a {type(scheme).__name__}",
+        "a scheme is a Scheme, or the name of a preset",
+        'write mw.quantize(model, "w4a16"); torchao\'s quantize_ and its configurations do not know marked models',
+    )
+
+
+def _no_calibration(scheme: Scheme) -> CalibrationError:
+    return CalibrationError(
+        f"quantize by {scheme!r}",
+        "no calibration data",
+        "the method chooses numbers by the inputs of each layer",
+        "pass calibration=[batch, ...], or use method='nearest' and dynamic inputs",
+    )
+
+
+def _rounded_layers(layers: Layers, scheme: Scheme) -> dict[str, QuantizedLinear]:
+    """Return the layers with weights rounded to the nearest numbers: no calibration data, no whole weights."""
+    return {name: nearest_layer(layer, scheme) for name, layer in layers.items()}
+
+
+def nearest_layer(layer: nn.Linear, scheme: Scheme) -> QuantizedLinear:
+    """Return the quantized layer with the weight rounded to the nearest numbers."""
+    weight = layer.weight.detach()
+    scale, zero = scales_of(weight, scheme.weights)
+    stored = store(to_codes(weight, scale, zero, scheme.weights), scale, zero, scheme)
+    placed = placed_like(weight, stored)
+    new = QuantizedLinear((layer.out_features, layer.in_features), scheme, placed, layer.bias)
+    new.error = relative_error(weight, new.dequantized())
+    return new
+
+
+def placed_like(weight: Tensor, stored: Stored) -> Stored:
+    """Return the stored tensors in layouts that follow from the weight's; plain tensors if the weight is plain."""
+    if not isinstance(weight, DistTensor):
+        return stored
+    spec = weight.spec
+    return {
+        name: distribute_as(tensor, spec.mesh, stored_layout(name, tuple(tensor.shape), spec))
+        for name, tensor in stored.items()
+    }
+
+
+def relative_error(exact: Tensor, rounded: Tensor) -> float:
+    """Return the norm of the difference over the norm of the exact numbers."""
+    norm = float(exact.float().norm())
+    return float((exact.float() - rounded.float()).norm()) / norm if norm else 0.0
