@@ -6,6 +6,12 @@ _packing            codes of few bits in int32 words
 _stored_weight      the tensors that hold a quantized weight, their shapes and layouts
 _quantized_linear   QuantizedLinear: the layer
 _layers             the layers that a scheme quantizes, and their replacement
+_batches            calibration batches as calls of a model
+_one_device         run a distributed model's code with whole weights and plain tensors
+_ranks              work that ranks share: fixed trees of sums, owners, rows
+_stages             the blocks of a model that are calibrated one by one
+_gptq               GPTQ: factors, and the rounding of rows
+_calibration        observe inputs, choose numbers, stage by stage
 _quantize           `quantize`: all of it for a model
 _config             schemes as the `quantization_config` of config.json
 _files              save and load: safetensors files and config.json

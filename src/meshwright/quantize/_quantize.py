@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.layout import TorchValue
-from meshwright.tensor import DistTensor, distribute_as
 
+from ._calibration import Calibration
 from ._errors import CalibrationError, QuantizeError
-from ._layers import Layers, layers_of, replace_layers
+from ._layers import layers_of, replace_layers
 from ._quantized_linear import QuantizedLinear
 from ._rounding import scales_of, to_codes
 from ._scheme import Scheme
-from ._stored_weight import Stored, store, stored_layout
+from ._stored_weight import placed_like, store
 
 
 @torch.no_grad()
 def quantize(
-    model: nn.Module, scheme: Scheme | str = "int8", calibration: Iterable[TorchValue] | None = None
+    model: nn.Module,
+    scheme: Scheme | str = "int8",
+    calibration: Iterable[TorchValue] | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
 ) -> nn.Module:
     """Replace the linear layers of a model by quantized ones, and return the model.
 
     `scheme` is a Scheme or the name of a preset. The model is plain, or distributed: then every rank makes the call,
     and gets its part of the very same codes and scales as one device. `calibration` yields batches: tensors, tuples of
-    positional arguments, or dicts of keyword arguments. Every rank gets the same batches.
+    positional arguments, or dicts of keyword arguments. Every rank gets the same batches. `progress` gets a line for
+    each block that is calibrated, with the relative error of its outputs.
 
     Raises:
         QuantizeError: the scheme does not exist or does not fit a layer. The model is unchanged.
@@ -38,9 +43,11 @@ def quantize(
     """
     chosen = _scheme(scheme)
     layers = layers_of(model, chosen)
-    if chosen.is_calibrated and calibration is None:
+    if not chosen.is_calibrated:
+        return replace_layers(model, {name: nearest_layer(layer, chosen) for name, layer in layers.items()})
+    if calibration is None:
         raise _no_calibration(chosen)
-    return replace_layers(model, _rounded_layers(layers, chosen))
+    return replace_layers(model, Calibration(model, layers, chosen, progress).run(calibration))
 
 
 def _scheme(scheme: object) -> Scheme:
@@ -65,11 +72,6 @@ def _no_calibration(scheme: Scheme) -> CalibrationError:
     )
 
 
-def _rounded_layers(layers: Layers, scheme: Scheme) -> dict[str, QuantizedLinear]:
-    """Return the layers with weights rounded to the nearest numbers: no calibration data, no whole weights."""
-    return {name: nearest_layer(layer, scheme) for name, layer in layers.items()}
-
-
 def nearest_layer(layer: nn.Linear, scheme: Scheme) -> QuantizedLinear:
     """Return the quantized layer with the weight rounded to the nearest numbers."""
     weight = layer.weight.detach()
@@ -79,17 +81,6 @@ def nearest_layer(layer: nn.Linear, scheme: Scheme) -> QuantizedLinear:
     new = QuantizedLinear((layer.out_features, layer.in_features), scheme, placed, layer.bias)
     new.error = relative_error(weight, new.dequantized())
     return new
-
-
-def placed_like(weight: Tensor, stored: Stored) -> Stored:
-    """Return the stored tensors in layouts that follow from the weight's; plain tensors if the weight is plain."""
-    if not isinstance(weight, DistTensor):
-        return stored
-    spec = weight.spec
-    return {
-        name: distribute_as(tensor, spec.mesh, stored_layout(name, tuple(tensor.shape), spec))
-        for name, tensor in stored.items()
-    }
 
 
 def relative_error(exact: Tensor, rounded: Tensor) -> float:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Dim, Layout, Product, Spec, axes_of
+from meshwright.tensor import DistTensor, distribute_as
 
 from ._packing import pack, packed_length, unpack
 from ._rounding import code_dtype, to_values
@@ -109,3 +110,14 @@ def _coarser(name: str, length: int, weight: Spec, columns: Dim) -> Dim:
     ranks = prod(weight.mesh.sizes[axis] for axis in axes_of(columns))
     whole = length % ranks == 0 and weight.shape[1] % ranks == 0
     return columns if whole or name == PACKED else ()
+
+
+def placed_like(weight: Tensor, stored: Stored) -> Stored:
+    """Return the stored tensors in layouts that follow from the weight's; plain tensors if the weight is plain."""
+    if not isinstance(weight, DistTensor):
+        return stored
+    spec = weight.spec
+    return {
+        name: distribute_as(tensor, spec.mesh, stored_layout(name, tuple(tensor.shape), spec))
+        for name, tensor in stored.items()
+    }
