@@ -29,6 +29,7 @@ ORDER = (
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
     *("collectives", "predict", "rank_plans", "memory", "plan_speed", "plan_models", "plan_quality", "laws"),
     *("code_lines", "mutation", "matrix_processes", "zero_memory", "checkpoint_faults", "versus_torch"),
+    *("quantize_exact",),
     *("sixty_seconds", "startup", "docs", "cli", "report", "hostile", "faults", "soak"),
     *("architecture", "density", "prose", "test_time"),
 )
