@@ -22,6 +22,8 @@ SCHEMES = {
     "gptq": GPTQ,
     "gptq, int3, asymmetric": Scheme(NumberFormat(3, strategy="group", group_size=16, symmetric=False), method="gptq"),
     "gptq, one scale": Scheme(NumberFormat(8, strategy="tensor"), method="gptq"),
+    "awq": Scheme(INT4, method="awq"),
+    "smoothquant": Scheme.preset("w8a8-smoothquant"),
 }
 CONFIG = LlamaConfig(vocab=32, hidden=32, layers=2, heads=2, kv_heads=1, feed_forward=48)
 

@@ -7,10 +7,7 @@ tree, so the numbers do not depend on the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +19,19 @@ from ._batches import calls_of, piece
 from ._errors import CalibrationError
 from ._gptq import PANEL, factor, round_rows
 from ._layers import Layers
+from ._observation import Group, Observed, observe
 from ._one_device import Call, in_evaluation, run_whole, whole, whole_state
 from ._quantized_linear import QuantizedLinear
 from ._ranks import Ranks, TreeSum
-from ._rounding import scales_of
+from ._rounding import scales_of, to_codes
 from ._scheme import Scheme
+from ._smoothing import GRID, awq_factors, awq_loss, smoothquant_factors
 from ._stages import Chain, calls_of_blocks, container_of, find_chain, inside, put_in_place
 from ._stored_weight import placed_like, store
 
-Group = tuple[str, ...]
-"""Names of layers that get the same input."""
 Calls = dict[int, Call]
 """Number of a batch → the call of a module; those of this rank."""
 Progress = Callable[[str], None]
-
-
-@dataclass(slots=True)
-class Observed:
-    """The inputs of the layers of a stage on this rank: sums of xᵀx by group, and the outputs of the stage."""
-
-    sums: dict[Group, TreeSum] = field(default_factory=dict[Group, TreeSum])
-    outputs: dict[int, TorchValue] = field(default_factory=dict[int, TorchValue])
 
 
 class Calibration:
@@ -54,10 +43,12 @@ class Calibration:
         self.found: dict[str, QuantizedLinear] = {}
         self.plain: dict[str, QuantizedLinear] = {}
         """The new layers with whole tensors, of the stage that is calibrated."""
+        self.parameters: dict[str, Tensor] = {}
+        """Parameters of norms that smoothing changes, whole, by name."""
         self.progress = progress or (lambda text: None)
 
     def run(self, calibration: Iterable[TorchValue]) -> dict[str, QuantizedLinear]:
-        """Return the quantized layers by name."""
+        """Return the quantized layers by name; `parameters` has the changed parameters of norms."""
         with in_evaluation(self.model):
             calls = self.ranks.agreed(lambda: calls_of(calibration))
             self.count = len(calls)
@@ -103,10 +94,10 @@ class Calibration:
         if not rest:
             return
 
-        def run(_: nn.Module, __: Mapping[str, Tensor], i: int) -> None:
-            calls_of_blocks(self.model, chain, outside, mine[i], given[i][0][0])
-
-        self._choose(rest, outside, self.ranks.agreed(lambda: self._observe(self.model, outside, rest, mine, run)))
+        seen = self._observe(
+            self.model, rest, lambda i: calls_of_blocks(self.model, chain, outside, mine[i], given[i][0][0])
+        )
+        self._choose(rest, outside, seen)
         self.progress(f"{len(rest)} layers outside of the blocks")
 
     def _run_stage(
@@ -114,10 +105,11 @@ class Calibration:
     ) -> dict[int, TorchValue]:
         """Calibrate the layers of a stage (full name → name inside), and return its outputs with quantized layers."""
         module = self.model.get_submodule(name)
-        run = lambda m, s, i: run_whole(m, s, calls[i])  # noqa: E731
-        seen = self.ranks.agreed(lambda: self._observe(module, state, layers, calls, run))
+        seen = self._observe(module, layers, lambda i: run_whole(module, state, calls[i]))
         if not layers:
             return seen.outputs
+        if self.scheme.method in ("awq", "smoothquant"):
+            state = self._smoothed(name, calls, state, layers, seen)
         self._choose(layers, state, seen)
         outputs = self.ranks.agreed(lambda: self._outputs(module, state, layers, calls))
         error = self._error(seen.outputs, outputs)
@@ -126,61 +118,39 @@ class Calibration:
         self.progress(f"{name or 'the model'}: {len(layers)} layers, relative error {error:.2g}")
         return outputs
 
-    def _observe(
-        self,
-        module: nn.Module,
-        state: Mapping[str, Tensor],
-        layers: Mapping[str, str],
-        calls: Calls,
-        run: Callable[[nn.Module, Mapping[str, Tensor], int], TorchValue],
-    ) -> Observed:
-        """Run this rank's batches through a module, and sum the inputs of its layers, piece by piece."""
-        seen = Observed()
-        inputs: dict[int, tuple[Tensor, list[str]]] = {}
-        hooks = [
-            module.get_submodule(inner).register_forward_pre_hook(partial(_note, inputs, name))
-            for name, inner in layers.items()
-        ]
-        try:
-            for p in self.ranks.pieces_of(self.ranks.rank):
-                sums: dict[Group, Tensor] = {}
-                for i in piece(p, self.count):
-                    inputs.clear()
-                    seen.outputs[i] = run(module, state, i)
-                    _add_inputs(sums, inputs)
-                for group in seen.sums.keys() | sums.keys():
-                    self._tree(seen, group, p).add(p, sums.get(group))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return seen
-
-    def _tree(self, seen: Observed, group: Group, p: int) -> TreeSum:
-        """Return the tree of a group; pieces before its first input are empty."""
-        if group not in seen.sums:
-            seen.sums[group] = TreeSum()
-            for earlier in range(self.ranks.pieces_of(self.ranks.rank).start, p):
-                seen.sums[group].add(earlier, None)
-        return seen.sums[group]
+    def _observe(self, module: nn.Module, layers: Mapping[str, str], run: Callable[[int], TorchValue]) -> Observed:
+        """Run this rank's batches through a module, and observe the inputs of its layers."""
+        pieces = [(p, piece(p, self.count)) for p in self.ranks.pieces_of(self.ranks.rank)]
+        return self.ranks.agreed(lambda: observe(module, layers, pieces, run))
 
     def _choose(self, layers: Mapping[str, str], state: Mapping[str, Tensor], seen: Observed) -> None:
-        """Choose the numbers of the layers' weights, with one Hessian for the layers of a group."""
-        weights = {name: state[f"{inner}.weight" if inner else "weight"] for name, inner in layers.items()}
-        groups = self._groups(layers, seen)
-        sizes = [self.layers[group[0]].in_features for group in groups]
-        owners = self.ranks.owners([float(size) ** 3 for size in sizes])
-        device = next((x.device for out in seen.outputs.values() for x in tensors_in(out)), torch.device("cpu"))
-        tasks = list(zip(groups, sizes, owners, strict=True))
-        totals = [
-            self.ranks.tree_sum(seen.sums.get(group, TreeSum()), (k, k), owner, device) for group, k, owner in tasks
-        ]
-        made = self.ranks.agreed(lambda: [self._factor(g, total) for g, total in zip(groups, totals, strict=True)])
+        """Choose the numbers of the layers' weights."""
         self.plain = {}
-        for (group, k, owner), pair in zip(tasks, made, strict=True):
+        weights = {name: state[_weight_of(inner)] for name, inner in layers.items()}
+        if self.scheme.method != "gptq":
+            for name, weight in weights.items():
+                scale, zero = scales_of(weight, self.scheme.weights)
+                self._put(name, to_codes(weight, scale, zero, self.scheme.weights), scale, zero)
+            return
+        groups = self._groups(layers, seen)
+        owners = self.ranks.owners([float(self._features(group)) ** 3 for group in groups])
+        totals = [self._total(seen, group, owner) for group, owner in zip(groups, owners, strict=True)]
+        made = self.ranks.agreed(lambda: [self._factor(g, total) for g, total in zip(groups, totals, strict=True)])
+        for group, owner, pair in zip(groups, owners, made, strict=True):
+            k = self._features(group)
             upper = self.ranks.broadcast(None if pair is None else pair[0], (k, k), torch.float32, owner)
             diagonal = self.ranks.broadcast(None if pair is None else pair[1], (k,), torch.float32, owner)
             for name in group:
                 self._round(name, weights[name], upper, diagonal)
+
+    def _features(self, group: Group) -> int:
+        return self.layers[group[0]].in_features
+
+    def _total(self, seen: Observed, group: Group, owner: int) -> Tensor | None:
+        """Return the Hessian of a group on its owner; None on other ranks."""
+        device = next((x.device for out in seen.outputs.values() for x in tensors_in(out)), torch.device("cpu"))
+        k = self._features(group)
+        return self.ranks.tree_sum(seen.sums.get(group, TreeSum()), (k, k), owner, device)
 
     def _groups(self, layers: Mapping[str, str], seen: Observed) -> list[Group]:
         """Return the groups of all ranks. Raises CalibrationError if they differ, or a layer has no input."""
@@ -198,6 +168,60 @@ class Calibration:
             )
         return groups
 
+    def _smoothed(
+        self, stage: str, calls: Calls, state: Mapping[str, Tensor], layers: Mapping[str, str], seen: Observed
+    ) -> Mapping[str, Tensor]:
+        """Return the state of a stage with smoothed inputs, where a norm makes them for the layers of a group only."""
+        module = self.model.get_submodule(stage)
+        producers = {tuple(g): norm for told in self.ranks.gathered(list(seen.producers.items())) for g, norm in told}
+        for group in self._groups(layers, seen):
+            factors = self._factors(group, [state[_weight_of(layers[name])] for name in group], seen)
+            if group not in producers or factors is None:
+                continue
+            norm = producers[group]
+            changed = {
+                f"{norm}.{key}": state[f"{norm}.{key}"] for key in ("weight", "bias") if f"{norm}.{key}" in state
+            }
+            changed = {key: (x.float() / factors).to(x.dtype) for key, x in changed.items()}
+            weights = {_weight_of(layers[name]): state[_weight_of(layers[name])] for name in group}
+            scaled = {key: (w.float() * factors).to(w.dtype) for key, w in weights.items()}
+            trial = {**state, **changed, **scaled}
+            if self._is_same(module, trial, calls, seen):
+                state = trial
+                prefix = f"{stage}." if stage else ""
+                self.parameters |= {f"{prefix}{key}": x for key, x in changed.items()}
+        return state
+
+    def _factors(self, group: Group, weights: list[Tensor], seen: Observed) -> Tensor | None:
+        """Return the factors of a group by the method; None if AWQ finds no better ones than 1."""
+        k = self._features(group)
+        if self.scheme.method == "smoothquant":
+            largest = self.ranks.largest(seen.largest.get(group, torch.zeros(k, device=weights[0].device)))
+            return smoothquant_factors(weights, largest, self.scheme.smoothing)
+        (owner,) = self.ranks.owners([float(k)])
+        hessian = self.ranks.broadcast(self._total(seen, group, owner), (k, k), torch.float32, owner)
+        diagonal = hessian.diagonal()
+        mine = range(self.ranks.rank, GRID, self.ranks.size)
+        losses = {i: awq_loss(weights, hessian, awq_factors(diagonal, i), self.scheme) for i in mine}
+        every = {i: loss for told in self.ranks.gathered(list(losses.items())) for i, loss in told}
+        best = min(range(GRID), key=lambda i: (every[i], i))
+        return awq_factors(diagonal, best) if best else None
+
+    def _is_same(self, module: nn.Module, trial: Mapping[str, Tensor], calls: Calls, seen: Observed) -> bool:
+        """True if a stage has the same outputs with another state, but for rounding, on each rank's first batch."""
+
+        def mine() -> bool:
+            i = next(iter(calls), None)
+            if i is None:
+                return True
+            exact = seen.outputs[i]
+            dtype = next(x.dtype for x in tensors_in(exact) if x.is_floating_point())
+            found = run_whole(module, trial, calls[i])
+            return _square(exact, found) <= torch.finfo(dtype).eps * _square(exact, None)
+
+        same = self.ranks.agreed(mine)
+        return all(self.ranks.gathered(same))
+
     def _factor(self, group: Group, total: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return the factor and the diagonal of a group's Hessian on the rank that owns it."""
         if total is None:
@@ -213,6 +237,10 @@ class Calibration:
         zero_of_rows = None if zero is None else _rows_of(zero, mine, weight)
         part = round_rows(weight[mine], _rows_of(scale, mine, weight), zero_of_rows, upper, diagonal, self.scheme)
         codes = self.ranks.gather_rows(part, len(weight), PANEL)
+        self._put(name, codes, scale, zero)
+
+    def _put(self, name: str, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+        """Make the new layer, with whole tensors and with those of this rank."""
         stored = store(codes, scale, zero, self.scheme)
         layer = self.layers[name]
         shape = layer.out_features, layer.in_features
@@ -246,22 +274,12 @@ def _rows_of(scale: Tensor, rows: slice, weight: Tensor) -> Tensor:
     return scale[rows] if len(scale) == len(weight) else scale
 
 
+def _weight_of(inner: str) -> str:
+    return f"{inner}.weight" if inner else "weight"
+
+
 def _square(exact: TorchValue, found: TorchValue) -> float:
     """Return the squared norm of a result, or that of its difference from another one."""
     ones = [x for x in tensors_in(exact) if x.is_floating_point()]
     others = [0.0] * len(ones) if found is None else [x for x in tensors_in(found) if x.is_floating_point()]
     return sum(float((x.double() - y).square().sum()) for x, y in zip(ones, others, strict=True))
-
-
-def _note(inputs: dict[int, tuple[Tensor, list[str]]], name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-    """Record the input of a layer, under the identity of the tensor."""
-    inputs.setdefault(id(args[0]), (args[0], []))[1].append(name)
-
-
-def _add_inputs(sums: dict[Group, Tensor], inputs: Mapping[int, tuple[Tensor, list[str]]]) -> None:
-    """Add xᵀx of each input to the sum of its group. A layer that ran several times has several inputs."""
-    for x, names in inputs.values():
-        rows = x.flatten(0, -2).float()
-        group = tuple(dict.fromkeys(names))
-        product = rows.t() @ rows
-        sums[group] = sums[group] + product if group in sums else product

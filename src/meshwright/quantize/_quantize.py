@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import TorchValue
+from meshwright.tensor import DistTensor, distribute_as
 
 from ._calibration import Calibration
 from ._errors import CalibrationError, QuantizeError
@@ -47,7 +48,13 @@ def quantize(
         return replace_layers(model, {name: nearest_layer(layer, chosen) for name, layer in layers.items()})
     if calibration is None:
         raise _no_calibration(chosen)
-    return replace_layers(model, Calibration(model, layers, chosen, progress).run(calibration))
+    done = Calibration(model, layers, chosen, progress)
+    new = done.run(calibration)
+    for name, whole in done.parameters.items():
+        parameter = model.get_parameter(name)
+        is_distributed = isinstance(parameter, DistTensor)
+        parameter.copy_(distribute_as(whole, parameter.mesh, parameter.spec.layout) if is_distributed else whole)
+    return replace_layers(model, new)
 
 
 def _scheme(scheme: object) -> Scheme:

@@ -91,6 +91,12 @@ class Ranks:
         found = self._world.communicator.convert(plan(cut, self._on(owner, cut)), total)
         return found if owner == self.rank else None
 
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the largest number of all ranks for each element."""
+        if self._world.communicator is None or self.size == 1:
+            return x
+        return self._world.communicator.all_reduce(x, "max", tuple(range(self.size)))
+
     def broadcast(self, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int) -> Tensor:
         """Return the tensor of the owner on every rank; other ranks pass None."""
         if self._world.communicator is None or self.size == 1:

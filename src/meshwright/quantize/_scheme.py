@@ -77,6 +77,7 @@ class Scheme:
     quantized if a target matches it and nothing in `ignore` does. `method` is how weights become numbers: to the
     nearest ("nearest"), or with calibration data by "gptq", "awq" or "smoothquant". With `act_order`, GPTQ begins with
     the columns that have the largest inputs. `damping` is the share of the mean diagonal that GPTQ adds to a Hessian.
+    `smoothing` is the exponent of SmoothQuant: 0 leaves inputs as they are, 1 makes all features equally large.
 
     Raises:
         QuantizeError: the parts do not fit together.
@@ -92,6 +93,7 @@ class Scheme:
     ignore: tuple[str, ...] = ("lm_head",)
     act_order: bool = False
     damping: float = 0.01
+    smoothing: float = 0.5
 
     def __post_init__(self) -> None:
         if self.method not in ("nearest", "gptq", "awq", "smoothquant"):
@@ -176,6 +178,8 @@ PRESETS: dict[str, Callable[[], Scheme]] = {
     "int8-dynamic": lambda: Scheme(_INT8, _INT8_TOKENS),
     "w4a16": lambda: Scheme(_INT4),
     "w4a16-gptq": lambda: Scheme(_INT4, method="gptq", act_order=True),
+    "w4a16-awq": lambda: Scheme(_INT4, method="awq"),
+    "w8a8-smoothquant": lambda: Scheme(_INT8, _INT8_TOKENS, method="smoothquant"),
     "nf4": lambda: Scheme(NumberFormat(4, "nf", "group", 64)),
     "fp8-dynamic": lambda: Scheme(_FP8, NumberFormat(8, "float", "token", dynamic=True)),
 }
