@@ -22,6 +22,7 @@ SCHEMES = {
     "gptq": GPTQ,
     "gptq, int3, asymmetric": Scheme(NumberFormat(3, strategy="group", group_size=16, symmetric=False), method="gptq"),
     "gptq, one scale": Scheme(NumberFormat(8, strategy="tensor"), method="gptq"),
+    "fp8": Scheme.preset("fp8"),
     "awq": Scheme(INT4, method="awq"),
     "smoothquant": Scheme.preset("w8a8-smoothquant"),
 }

@@ -27,13 +27,14 @@ def on_meta() -> nn.Module:
         return perceptron()
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+CASES: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "unknown scheme": (perceptron, "w4a16-gpqt", "write 'w4a16-gptq'"),
     "scheme of another library": (perceptron, object(), 'mw.quantize(model, "w4a16")'),
     "odd group": (perceptron, "w4a16", "use group_size=16, which fits all layers"),
     "NaN in a weight": (with_nan, "int8", "ignore=('2',)"),
     "meta device": (on_meta, "int8", "mw.materialize"),
     "quantized already": (lambda: mw.quantize(perceptron(), "int8"), "int8", "quantize the original model"),
+    "no module": (lambda: [nn.Linear(4, 4)], "int8", "quantize the module"),
     "no layer": (nn.ReLU, "int8", "targets=('Linear',)"),
     "a name with a mistake": (
         lambda: nn.ModuleDict({"gate": nn.Linear(4, 4)}), Scheme.preset("int8", targets=("gat",)), "targets=('gate',)",
@@ -45,11 +46,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 def test_bad_input_is_refused(case: str) -> None:
     make, scheme, fix = CASES[case]
     model = make()
-    before = {name: x.clone() for name, x in model.state_dict().items()}
+    before = {name: x.clone() for name, x in model.state_dict().items()} if isinstance(model, nn.Module) else {}
     with pytest.raises(QuantizeError) as caught:
         mw.quantize(model, scheme)
     assert fix in caught.value.write
-    if case != "meta device":
+    if case not in ("meta device", "no module"):
         after = model.state_dict()
         assert all(torch.equal(x, after[name]) or not x.isfinite().all() for name, x in before.items())
 
@@ -66,6 +67,7 @@ def test_bad_input_is_refused(case: str) -> None:
         (lambda: Scheme(NumberFormat(8), method="best"), "gptq"),  # pyright: ignore[reportArgumentType]
         (lambda: Scheme(NumberFormat(4, "nf"), method="gptq"), "nearest"),
         (lambda: Scheme.preset("int8", group_size=32), "group_size"),
+        (lambda: Scheme(NumberFormat(8), NumberFormat(8, strategy="token")), "dynamic=True"),
     ],
 )  # fmt: skip
 def test_a_scheme_that_does_not_fit_is_refused(make: Callable[[], Any], fix: str) -> None:

@@ -23,11 +23,11 @@ from ._observation import Group, Observed, observe
 from ._one_device import Call, in_evaluation, run_whole, whole, whole_state
 from ._quantized_linear import QuantizedLinear
 from ._ranks import Ranks, TreeSum
-from ._rounding import scales_of, to_codes
+from ._rounding import scale_for, scales_of, to_codes
 from ._scheme import Scheme
 from ._smoothing import GRID, awq_factors, awq_loss, smoothquant_factors
 from ._stages import Chain, calls_of_blocks, container_of, find_chain, inside, put_in_place
-from ._stored_weight import placed_like, store
+from ._stored_weight import INPUT_SCALE, has_input_scale, placed_like, store
 
 Calls = dict[int, Call]
 """Number of a batch → the call of a module; those of this rank."""
@@ -43,6 +43,8 @@ class Calibration:
         self.found: dict[str, QuantizedLinear] = {}
         self.plain: dict[str, QuantizedLinear] = {}
         """The new layers with whole tensors, of the stage that is calibrated."""
+        self.input_scales: dict[str, Tensor] = {}
+        """The scales of the inputs of the layers of the stage, if they are stored."""
         self.parameters: dict[str, Tensor] = {}
         """Parameters of norms that smoothing changes, whole, by name."""
         self.progress = progress or (lambda text: None)
@@ -126,6 +128,7 @@ class Calibration:
     def _choose(self, layers: Mapping[str, str], state: Mapping[str, Tensor], seen: Observed) -> None:
         """Choose the numbers of the layers' weights."""
         self.plain = {}
+        self.input_scales = self._input_scales(layers, seen) if has_input_scale(self.scheme) else {}
         weights = {name: state[_weight_of(inner)] for name, inner in layers.items()}
         if self.scheme.method != "gptq":
             for name, weight in weights.items():
@@ -142,6 +145,22 @@ class Calibration:
             diagonal = self.ranks.broadcast(None if pair is None else pair[1], (k,), torch.float32, owner)
             for name in group:
                 self._round(name, weights[name], upper, diagonal)
+
+    def _input_scales(self, layers: Mapping[str, str], seen: Observed) -> dict[str, Tensor]:
+        """Return the scale of the inputs of each layer, from the largest input of all batches."""
+        numbers = self.scheme.input_activations
+        assert numbers is not None
+        found: dict[str, Tensor] = {}
+        for group in self._groups(layers, seen):
+            weight = self.layers[group[0]].weight
+            largest = self._largest(group, seen, weight.device).amax()
+            found |= dict.fromkeys(group, scale_for(largest, numbers, weight.dtype))
+        return found
+
+    def _largest(self, group: Group, seen: Observed, device: torch.device) -> Tensor:
+        """Return the largest magnitude of each input feature over the batches of all ranks."""
+        none = torch.zeros(self._features(group), device=device)
+        return self.ranks.largest(seen.largest.get(group, none))
 
     def _features(self, group: Group) -> int:
         return self.layers[group[0]].in_features
@@ -194,10 +213,10 @@ class Calibration:
 
     def _factors(self, group: Group, weights: list[Tensor], seen: Observed) -> Tensor | None:
         """Return the factors of a group by the method; None if AWQ finds no better ones than 1."""
-        k = self._features(group)
         if self.scheme.method == "smoothquant":
-            largest = self.ranks.largest(seen.largest.get(group, torch.zeros(k, device=weights[0].device)))
+            largest = self._largest(group, seen, weights[0].device)
             return smoothquant_factors(weights, largest, self.scheme.smoothing)
+        k = self._features(group)
         (owner,) = self.ranks.owners([float(k)])
         hessian = self.ranks.broadcast(self._total(seen, group, owner), (k, k), torch.float32, owner)
         diagonal = hessian.diagonal()
@@ -242,6 +261,8 @@ class Calibration:
     def _put(self, name: str, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
         """Make the new layer, with whole tensors and with those of this rank."""
         stored = store(codes, scale, zero, self.scheme)
+        if name in self.input_scales:
+            stored[INPUT_SCALE] = self.input_scales[name].clone()  # each layer has its own in a checkpoint
         layer = self.layers[name]
         shape = layer.out_features, layer.in_features
         bias = layer._parameters["bias"]

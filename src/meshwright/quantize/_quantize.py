@@ -43,6 +43,7 @@ def quantize(
     QuantizedLinear(in_features=4, out_features=2, bias=True, weights int8, channel; inputs int8, token, dynamic)
     """
     chosen = _scheme(scheme)
+    _check_module(model)
     layers = layers_of(model, chosen)
     if not chosen.is_calibrated:
         return replace_layers(model, {name: nearest_layer(layer, chosen) for name, layer in layers.items()})
@@ -68,6 +69,16 @@ def _scheme(scheme: object) -> Scheme:
         "a scheme is a Scheme, or the name of a preset",
         'write mw.quantize(model, "w4a16"); torchao\'s quantize_ and its configurations do not know marked models',
     )
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise QuantizeError(
+            f"quantize a {type(model).__name__}",
+            "an object that is no module",
+            "layers are found in a module, and replaced there",
+            "quantize the module, and then make the optimizer, or the static program, from it",
+        )
 
 
 def _no_calibration(scheme: Scheme) -> CalibrationError:

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from ._rounding import nearest, scales_of, to_codes, to_values
 from ._scheme import NumberFormat, Scheme
-from ._stored_weight import SCALE, WEIGHT, ZERO, is_packed, values_in
-
-INPUT_SCALE = "input_scale"
+from ._stored_weight import INPUT_SCALE, SCALE, WEIGHT, ZERO, is_packed, values_in
 
 
 class QuantizedLinear(nn.Module):

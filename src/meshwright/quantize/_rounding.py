@@ -56,6 +56,11 @@ def scales_of(x: Tensor, numbers: NumberFormat, dtype: torch.dtype | None = None
     return _not_zero(scale, dtype).to(dtype), zero
 
 
+def scale_for(largest: Tensor, numbers: NumberFormat, dtype: torch.dtype) -> Tensor:
+    """Return the scale, of shape [1], with which symmetric numbers reach the largest magnitude."""
+    return _not_zero(largest.reshape(1).float() / _half_range(numbers), dtype).to(dtype)
+
+
 def _half_range(numbers: NumberFormat) -> float:
     if numbers.type == "float":
         return FLOAT8_LARGEST

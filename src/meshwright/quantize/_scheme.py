@@ -110,6 +110,14 @@ class Scheme:
                 "only activations have such scales; a weight does not change",
                 'use the strategy "tensor", "channel" or "group" for weights',
             )
+        inputs = self.input_activations
+        if inputs is not None and not inputs.dynamic and (inputs.strategy != "tensor" or not inputs.symmetric):
+            raise QuantizeError(
+                f"inputs as {inputs!r}",
+                "stored scales for parts of an input",
+                "each call has other tokens, so a stored scale is one for all of them",
+                'use NumberFormat(8, strategy="tensor"), or dynamic=True',
+            )
         if self.method == "gptq" and self.weights.type == "nf":
             raise QuantizeError(
                 "nf4 weights by gptq",
@@ -181,6 +189,7 @@ PRESETS: dict[str, Callable[[], Scheme]] = {
     "w4a16-awq": lambda: Scheme(_INT4, method="awq"),
     "w8a8-smoothquant": lambda: Scheme(_INT8, _INT8_TOKENS, method="smoothquant"),
     "nf4": lambda: Scheme(NumberFormat(4, "nf", "group", 64)),
+    "fp8": lambda: Scheme(_FP8, NumberFormat(8, "float", "tensor")),
     "fp8-dynamic": lambda: Scheme(_FP8, NumberFormat(8, "float", "token", dynamic=True)),
 }
 """Name → the scheme."""

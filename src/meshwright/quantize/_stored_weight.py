@@ -6,7 +6,8 @@ int-quantized     weight: int8 codes; weight_scale; weight_zero_point if asymmet
 float-quantized   weight: float8 codes; weight_scale
 
 Integers have the form "int-quantized" if the inputs are quantized too, else "pack-quantized". nf4 is packed in the same
-way, but compressed-tensors does not know it. A layer holds these tensors as buffers, so a checkpoint is its state.
+way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an `input_scale`. A
+layer holds these tensors as buffers, so a checkpoint is its state.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ._rounding import code_dtype, to_values
 from ._scheme import Scheme
 
 Stored = dict[str, Tensor]
+INPUT_SCALE = "input_scale"
 PACKED, SCALE, ZERO, SHAPE, WEIGHT = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight"
 
 
@@ -76,16 +78,24 @@ def stored_shapes(rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[in
         found = {WEIGHT: (rows, columns), SCALE: scale}
     else:
         found = {PACKED: (rows, packed_length(columns, weights.num_bits)), SCALE: scale, SHAPE: (2,)}
+    if has_input_scale(scheme):
+        found[INPUT_SCALE] = (1,)
     if weights.symmetric:
         return found
     return {**found, ZERO: (packed_length(rows, weights.num_bits), groups) if is_packed(scheme) else scale}
+
+
+def has_input_scale(scheme: Scheme) -> bool:
+    """True if the scale of the inputs is stored."""
+    inputs = scheme.input_activations
+    return inputs is not None and not inputs.dynamic
 
 
 def stored_dtypes(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes of the tensors that may hold a weight of `dtype`."""
     zero = torch.int32 if is_packed(scheme) else torch.int8
     codes = code_dtype(scheme.weights)
-    return {PACKED: torch.int32, WEIGHT: codes, SCALE: dtype, SHAPE: torch.int64, ZERO: zero}
+    return {PACKED: torch.int32, WEIGHT: codes, SCALE: dtype, INPUT_SCALE: dtype, SHAPE: torch.int64, ZERO: zero}
 
 
 def stored_layout(name: str, shape: tuple[int, ...], weight: Spec) -> Layout:
