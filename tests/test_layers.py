@@ -23,7 +23,7 @@ LAYERS = [
     {"cost", "comm"},
     {"tensor", "checkpoint"},
     {"graph"},
-    {"passes", "pipeline"},
+    {"passes", "pipeline", "quantize"},
     {"search"},
     {"engine"},
     {"generate", "models", "report"},

@@ -82,6 +82,9 @@ if TYPE_CHECKING:
     from meshwright.layout import ProcessMesh as ProcessMesh
     from meshwright.layout import Replicate as Replicate
     from meshwright.layout import Shard as Shard
+    from meshwright.quantize import load_quantized as load_quantized
+    from meshwright.quantize import quantize as quantize
+    from meshwright.quantize import save_quantized as save_quantized
     from meshwright.report import show as show
     from meshwright.spmd import register_rule as register_rule
     from meshwright.tensor import DistTensor as DistTensor
@@ -134,6 +137,7 @@ __all__ = [
     "init_process",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_quantized",
     "load_state_dict",
     "local_map",
     "materialize",
@@ -142,11 +146,13 @@ __all__ = [
     "pipe_split",
     "plan",
     "prefix_prints",
+    "quantize",
     "random_source",
     "register_rule",
     "reshard",
     "sampler",
     "save_checkpoint",
+    "save_quantized",
     "save_state_dict",
     "set_mesh",
     "shard_dataloader",

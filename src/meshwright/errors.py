@@ -44,6 +44,7 @@ from meshwright.graph import CaptureError, ProgramError, ProgramFileError, Rewri
 from meshwright.layout import InputError, LayoutError, MeshError, MeshwrightError, PlacementError
 from meshwright.models import ModelError
 from meshwright.pipeline import ScheduleError, StageError
+from meshwright.quantize import CalibrationError, QuantizeError
 from meshwright.report import ShowError
 from meshwright.reshard import ReshardError
 from meshwright.search import SearchError
@@ -67,6 +68,7 @@ from meshwright.tensor import (
 __all__ = [
     "AbsentError",
     "BatchError",
+    "CalibrationError",
     "CallError",
     "CaptureError",
     "CheckpointError",
@@ -106,6 +108,7 @@ __all__ = [
     "PlainInBackwardError",
     "ProgramError",
     "ProgramFileError",
+    "QuantizeError",
     "RanWholeWarning",
     "RandomSourceError",
     "ReadTimeoutError",

@@ -30,7 +30,7 @@ INTEGERS = "bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwis
 INTEGERS += " __lshift__ __rshift__ __iand__ __ior__ __ixor__"
 CONSTANT = """copy detach_copy lift_fresh lift floor_divide heaviside igamma igammac special_gammainc special_gammaincc
     special_zeta linalg_eig _safe_softmax histc
-    _weight_int8pack_mm _weight_int4pack_mm_for_cpu
+    _weight_int8pack_mm _weight_int4pack_mm_for_cpu _scaled_mm
     hardsigmoid_backward logit_backward mish_backward silu_backward""".split()
 """Operators without a derivative in torch."""
 FIXED = {
@@ -43,7 +43,7 @@ FIXED = {
     "fractional_max_pool2d": (1,),
     "fractional_max_pool3d": (1,),
 }
-FIXED |= {"batch_norm": (3, 4)}
+FIXED |= {"batch_norm": (3, 4), "fake_quantize_per_tensor_affine": (1, 2), "fake_quantize_per_channel_affine": (1, 2)}
 FIXED |= {"binary_cross_entropy": (2,), "binary_cross_entropy_with_logits": (2, 3)}
 """Operands without a derivative in torch."""
 POLYNOMIALS = ("special_chebyshev", "special_hermite", "special_laguerre", "special_legendre", "special_shifted")
@@ -516,6 +516,14 @@ bilinear: x(4, 5), x(4, 3), x(6, 5, 3), x(6)
 _weight_int8pack_mm: (i(3, 4, 64) - 1).bfloat16(), i8(8, 64).clamp(-1, 1), torch.ones(8).bfloat16()
 _weight_int4pack_mm_for_cpu: (i(3, 4, 64) - 1).bfloat16(), pack4(128, 64), 32, torch.ones(2, 128, 2).bfloat16()
 _weight_int4pack_mm_for_cpu: (i(3, 4, 64) - 1).bfloat16(), pack4(96, 64), 32, torch.ones(2, 96, 2).bfloat16()
+_scaled_mm: f8(4, 64), f8(32, 64).t(), one(), one(), None, None, torch.float32
+_scaled_mm: f8(4, 48), f8(32, 48).t(), one(1), one(1), i(9, 32).float(), None, torch.float32
+_scaled_mm: f8(5, 32), f8(48, 32).t(), i(3, 5, 1).float(), i(3, 1, 48).float(), None, None, torch.bfloat16
+fake_quantize_per_tensor_affine: f(4, 5), 0.1, 3, -8, 7
+fake_quantize_per_tensor_affine.tensor_qparams: f(4, 5), one() / 8, i(3).int(), -8, 7
+fake_quantize_per_channel_affine: f(4, 5), (1 + i(4, 4)) / 16, i(3, 4).int(), 0, -8, 7
+_fake_quantize_learnable_per_tensor_affine: f(4, 5), one(1) / 8, one(1), -8, 7
+_fake_quantize_learnable_per_channel_affine: f(4, 5), (1 + i(4, 5)) / 16, i(3, 5).float(), 1, -8, 7
 unsqueeze_copy: x(4, 5), 1
 squeeze_copy: x(4, 1, 5)
 diagonal_copy: x(3, 4, 5)
@@ -662,6 +670,8 @@ NAMES: dict[str, Any] = {
     "i": lambda n, *s: torch.randint(0, n, s),
     "i8": lambda *s: torch.randint(-9, 9, s, dtype=torch.int8),
     "f": torch.randn,
+    "f8": lambda *s: torch.randint(-2, 3, s).to(torch.float8_e4m3fn),
+    "one": lambda *s: torch.ones(s),
     "ends": lambda *s: torch.tensor(s, dtype=torch.int32),
     "b": lambda *s: torch.rand(s) < 0.6,
     "c": lambda *s: torch.randn(s, dtype=torch.complex128),

@@ -19,7 +19,7 @@ from .contents.catalogue import Catalogue, FileFacts, TensorEntry, TensorPiece
 from .contents.rank_world import World, current_world
 from .files.file_operations import write_seconds
 from .files.json_values import decode_value, encode_value
-from .formats.format_interface import Format
+from .formats.format_interface import Format, SaveJob, write_new
 from .formats.saved_state import HeldTensor
 from .operations.convert import convert
 from .operations.folder_lock import hold_folder
@@ -42,6 +42,7 @@ __all__ = [
     "LoadReport",
     "NewerFormatError",
     "ReadTimeoutError",
+    "SaveJob",
     "Saving",
     "TensorEntry",
     "TensorPiece",
@@ -63,5 +64,6 @@ __all__ = [
     "step_name",
     "steps_in",
     "verify",
+    "write_new",
     "write_seconds",
 ]

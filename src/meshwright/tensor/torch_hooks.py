@@ -228,9 +228,20 @@ def grouped_product(
     return torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
 
 
+_FAKE_QUANTIZATION = (
+    "aten::fake_quantize_per_channel_affine",
+    "aten::fake_quantize_per_tensor_affine",
+    "aten::_fake_quantize_learnable_per_channel_affine",
+    "aten::_fake_quantize_learnable_per_tensor_affine",
+)
+"""Elementwise operators without a meta kernel."""
+
+
 def _plainly(op: Operator, args: Arguments, kwargs: NamedArguments) -> TorchValue:
     if op is torch.ops.aten._grouped_mm.default and args[0].is_meta:
         return grouped_product(*args, **kwargs)
+    if op.name().partition(".")[0] in _FAKE_QUANTIZATION and args[0].is_meta:
+        return torch.empty_like(args[0])  # torch has no meta kernel
     if op in _WRONG_IN_PYTHON and not fake_tensor.is_fake(args[0]):
         with torch._C._DisablePythonDispatcher():
             return op(*args, **kwargs)

@@ -26,7 +26,7 @@ class SwapObserver(Protocol):
 def swap_parameters(module: nn.Module, owned: Mapping[str, Spec], watch: SwapObserver | None = None) -> None:
     """Give the parameters of `module` the layouts `owned` while it runs; gradients go to the original parameters.
 
-    A parameter that is replaced already is left as it is.
+    A parameter that is replaced already is left as it is. So is one that the module no longer has.
     """
     taken = _known.setdefault(module, set())
     new = {name: spec for name, spec in owned.items() if name not in taken}
@@ -49,7 +49,11 @@ class _ParameterSwap:
 
     def before(self, module: nn.Module, *_: object) -> None:
         table: dict[str, Any] = module._parameters
-        held = {name: table[name] for name, spec in self._owned.items() if not _has_layout(table[name], spec)}
+        held = {
+            name: table[name]
+            for name, spec in self._owned.items()
+            if table.get(name) is not None and not _has_layout(table[name], spec)
+        }
         self._held.append(held)
         for name, p in held.items():
             table[name] = distribute_as(p, self._owned[name].mesh, self._owned[name].layout)

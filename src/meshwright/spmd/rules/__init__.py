@@ -14,6 +14,7 @@ In reading order:
     indexing       reads and writes by index
     linalg         operators on whole matrices: decompositions, solvers, transforms
     convolutions   convolutions, pooling, resampling, and normalizations over channels
+    quantized      products of codes and of float8 numbers, fake quantization
     registration_check  checks of a rule that a user registers
     rule_table     `find_rule` and `register_rule`: ATen operator to rule
 """

@@ -20,10 +20,6 @@ from ..notation.rule import Entry, Rule
 Sizes = int | Sequence[int]
 """One size for all spatial dims, or one for each."""
 Padding = Sizes | str
-INT8_READ_LENGTH = 16
-"""Elements of the contraction that the int8 kernel reads at a time; it reads beyond the end of a shorter rest."""
-INT4_BLOCK = 64
-"""Rows that the packed int4 layout interleaves, on every processor that torch supports."""
 
 
 def listed(value: Sizes, count: int) -> list[int]:
@@ -315,26 +311,6 @@ def fractional_pool(spatial: int) -> Entry:
     return entry
 
 
-def int8_rule(x: Tensor, weight: Tensor, scales: Tensor) -> Rule:
-    """Return the rule of the int8 product. The kernel reads whole runs of the contraction from contiguous rows."""
-    runs, rest = divmod(x.shape[1], INT8_READ_LENGTH)
-    k = f"k_{x.shape[1]}!" if rest or not runs else f"({sized_name('k', runs)} {sized_name('r', INT8_READ_LENGTH)}!)"
-
-    def form(call: LocalCall, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-        return torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight.contiguous(), scales)
-
-    return Rule(f"m {k} * n {k} * n -> m n", forms={} if rest else {sized_name("k", runs): form})
-
-
-def int4_rule(x: Tensor, packed: Tensor, group: int, scales: Tensor) -> str | None:
-    """Return the rule of the int4 product; rows of the packed weight may be sharded between blocks."""
-    rows = packed.shape[0]
-    if rows % INT4_BLOCK:
-        return "m k! | n! h!, g! n! two! -> m n"
-    n = f"({sized_name('n', rows // INT4_BLOCK)} {sized_name('i', INT4_BLOCK)}!)"
-    return f"m k! | {n} h!, g! {n} two! -> m {n.replace('!', '')}"
-
-
 POOLS = {
     "max_pool1d": (1, False, 1), "max_pool2d": (2, False, 1), "max_pool3d": (3, False, 1),
     "max_pool1d_with_indices": (1, False, 2), "max_pool2d_with_indices": (2, False, 2),
@@ -376,6 +352,4 @@ CONV: dict[str, Entry] = {
     "aten.pad": pad_rule,
     **dict.fromkeys(("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d"), grid_rule),
     "aten.bilinear": "... i * ... j * o i j + o -> ... o",
-    "aten._weight_int8pack_mm": int8_rule,
-    "aten._weight_int4pack_mm_for_cpu": int4_rule,
 }

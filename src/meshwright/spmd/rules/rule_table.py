@@ -18,17 +18,33 @@ from .losses import LOSSES
 from .new_tensors import FRESH
 from .pointwise import POINTWISE
 from .products import PRODUCT
+from .quantized import QUANTIZED
 from .recurrent import RECURRENT
 from .reductions import REDUCE
 from .registration_check import check_registration
 from .shapes import SHAPE
 
-_TABLES = (POINTWISE, PRODUCT, SHAPE, JOIN, REDUCE, LAYERS, RECURRENT, LOSSES, FRESH, INDEX, LINALG, FOURIER, CONV)
+_TABLES = (
+    POINTWISE,
+    PRODUCT,
+    SHAPE,
+    JOIN,
+    REDUCE,
+    LAYERS,
+    RECURRENT,
+    LOSSES,
+    FRESH,
+    INDEX,
+    LINALG,
+    FOURIER,
+    CONV,
+    QUANTIZED,
+)
 
 RULES: dict[str, Entry] = {name: entry for table in _TABLES for name, entry in table.items()}
 """Operator name without overload ("aten.add") or with it ("aten.max.dim", looked up first) → entry."""
 
-GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, RECURRENT, FOURIER, CONV) for n in table) - {
+GUARDED = frozenset(n for table in (PRODUCT, REDUCE, LAYERS, RECURRENT, FOURIER, CONV, QUANTIZED) for n in table) - {
     "aten.all",
     "aten._is_all_true",
     "aten.histc",

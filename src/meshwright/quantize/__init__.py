@@ -1,0 +1,39 @@
+"""Quantization: schemes, methods, quantized layers, and checkpoints in the form of compressed-tensors.
+
+_scheme             NumberFormat, Scheme: which layers become which numbers, by which method; presets
+_rounding           scales, codes and values: plain torch, equal on one device and on every mesh
+_packing            codes of few bits in int32 words
+_stored_weight      the tensors that hold a quantized weight, their shapes and layouts
+_quantized_linear   QuantizedLinear: the layer
+_layers             the layers that a scheme quantizes, and their replacement
+_batches            calibration batches as calls of a model
+_one_device         run a distributed model's code with whole weights and plain tensors
+_ranks              work that ranks share: fixed trees of sums, owners, rows
+_stages             the blocks of a model that are calibrated one by one
+_observation        sums over the inputs of layers
+_smoothing          AWQ and SmoothQuant: factors between a norm and the layers behind it
+_gptq               GPTQ: factors, and the rounding of rows
+_calibration        observe inputs, choose numbers, stage by stage
+_quantize           `quantize`: all of it for a model
+_config             schemes as the `quantization_config` of config.json
+_files              save and load: safetensors files and config.json
+_errors             the errors of quantization
+"""
+
+from ._errors import CalibrationError, QuantizeError
+from ._files import load_quantized, save_quantized
+from ._quantize import quantize
+from ._quantized_linear import QuantizedLinear
+from ._scheme import PRESETS, NumberFormat, Scheme
+
+__all__ = [
+    "PRESETS",
+    "CalibrationError",
+    "NumberFormat",
+    "QuantizeError",
+    "QuantizedLinear",
+    "Scheme",
+    "load_quantized",
+    "quantize",
+    "save_quantized",
+]

@@ -1,0 +1,56 @@
+"""Calibration batches: the calls of a model, checked, and their pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from meshwright.layout import TorchValue
+from meshwright.tensor import tensors_in
+
+from ._errors import CalibrationError
+from ._one_device import Call, whole_call
+from ._ranks import PIECES
+
+
+def calls_of(calibration: Iterable[TorchValue]) -> list[Call]:
+    """Return the calls of a model for batches: tensors, tuples of arguments, or mappings of keyword arguments.
+
+    Raises:
+        CalibrationError: there is no batch, or one with NaN or infinity.
+    """
+    found = [whole_call(_call(batch)) for batch in calibration]
+    if not found:
+        raise CalibrationError(
+            "quantize with calibration data",
+            "no batch",
+            "the methods need the inputs of each layer",
+            "pass at least one batch; 128 sequences of real text are usual",
+        )
+    for number, call in enumerate(found):
+        if any(not bool(x.isfinite().all()) for x in tensors_in(call) if x.is_floating_point()):
+            raise CalibrationError(
+                "quantize with calibration data",
+                f"batch {number} has NaN or infinity",
+                "every layer behind such a number has inputs that are not finite",
+                "remove the batch, or repair the data",
+            )
+    return found
+
+
+def _call(batch: TorchValue) -> Call:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)) and not isinstance(batch, Tensor):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def piece(number: int, count: int) -> range:
+    """Return the batches of a piece; pieces do not depend on the ranks.
+
+    >>> [len(piece(number, 12)) for number in range(8)]
+    [1, 2, 1, 2, 1, 2, 1, 2]
+    """
+    return range(number * count // PIECES, (number + 1) * count // PIECES)

@@ -1,0 +1,306 @@
+"""Calibration: observe the inputs of layers, stage by stage, and choose the numbers of their weights.
+
+Each rank runs its pieces of the batches, with the whole weights of one stage. Sums over batches are joined as a fixed
+tree, so the numbers do not depend on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import TorchValue
+from meshwright.tensor import DistTensor, tensors_in
+
+from ._batches import calls_of, piece
+from ._errors import CalibrationError
+from ._gptq import PANEL, factor, round_rows
+from ._layers import Layers
+from ._observation import Group, Observed, observe
+from ._one_device import Call, in_evaluation, run_whole, whole, whole_state
+from ._quantized_linear import QuantizedLinear
+from ._ranks import Ranks, TreeSum
+from ._rounding import scale_for, scales_of, to_codes
+from ._scheme import Scheme
+from ._smoothing import GRID, awq_factors, awq_loss, smoothquant_factors
+from ._stages import Chain, calls_of_blocks, container_of, find_chain, inside, put_in_place
+from ._stored_weight import INPUT_SCALE, has_input_scale, placed_like, store
+
+Calls = dict[int, Call]
+"""Number of a batch → the call of a module; those of this rank."""
+Progress = Callable[[str], None]
+
+
+class Calibration:
+    """The calibration of a model; `run` returns the quantized layers, and leaves the model as it is."""
+
+    def __init__(self, model: nn.Module, layers: Layers, scheme: Scheme, progress: Progress | None) -> None:
+        self.model, self.layers, self.scheme = model, layers, scheme
+        self.ranks = Ranks(alone=not any(isinstance(x, DistTensor) for x in model.state_dict(keep_vars=True).values()))
+        self.found: dict[str, QuantizedLinear] = {}
+        self.plain: dict[str, QuantizedLinear] = {}
+        """The new layers with whole tensors, of the stage that is calibrated."""
+        self.input_scales: dict[str, Tensor] = {}
+        """The scales of the inputs of the layers of the stage, if they are stored."""
+        self.parameters: dict[str, Tensor] = {}
+        """Parameters of norms that smoothing changes, whole, by name."""
+        self.progress = progress or (lambda text: None)
+
+    def run(self, calibration: Iterable[TorchValue]) -> dict[str, QuantizedLinear]:
+        """Return the quantized layers by name; `parameters` has the changed parameters of norms."""
+        with in_evaluation(self.model):
+            calls = self.ranks.agreed(lambda: calls_of(calibration))
+            self.count = len(calls)
+            mine = {i: calls[i] for p in self.ranks.pieces_of(self.ranks.rank) for i in piece(p, self.count)}
+            if not self._run_chain(calls[0], mine):
+                self._run_stage("", mine, whole_state(self.model), {name: name for name in self.layers})
+        return {name: self.found[name] for name in self.layers}
+
+    def _run_chain(self, first: Call, mine: Calls) -> bool:
+        """Calibrate the blocks of the model's chain, and then the layers outside; False if there is no chain."""
+        names = container_of(self.model, self.layers)
+        if not names:
+            return False
+        blocks = [self.model.get_submodule(name) for name in names]
+        outside, state = whole_state(self.model, blocks), whole_state(blocks[0])
+        chain = self.ranks.agreed(lambda: find_chain(self.model, self.layers, outside, state, first))
+        if chain is None:
+            return False
+        calls = self.ranks.agreed(lambda: {i: self._blocks(chain, outside, call) for i, call in mine.items()})
+        given = {i: calls[i][0] for i in mine}
+        for at, name in enumerate(names):
+            state = state if at == 0 else whole_state(blocks[at])
+            outputs = self._run_stage(name, given, state, {n: n[len(name) + 1 :] for n in inside(name, self.layers)})
+            following = {i: calls[i][at + 1] for i in mine} if at + 1 < len(names) else given
+            given = {i: chain.with_output(outputs[i], following[i]) for i in mine}
+        self._run_rest(chain, outside, mine, given)
+        return True
+
+    def _blocks(self, chain: Chain, outside: Mapping[str, Tensor], call: Call) -> list[Call]:
+        found = calls_of_blocks(self.model, chain, outside, call)
+        if found is None:
+            raise CalibrationError(
+                "calibrate a model block by block",
+                "a batch for which blocks do not pass their first argument on",
+                "the first batch took another path through the model",
+                "use batches of one kind",
+            )
+        return found
+
+    def _run_rest(self, chain: Chain, outside: Mapping[str, Tensor], mine: Calls, given: Calls) -> None:
+        """Calibrate the layers outside of the chain, given the output of its last block for each batch."""
+        rest = {name: name for name in self.layers if name not in self.found}
+        if not rest:
+            return
+
+        seen = self._observe(
+            self.model, rest, lambda i: calls_of_blocks(self.model, chain, outside, mine[i], given[i][0][0])
+        )
+        self._choose(rest, outside, seen)
+        self.progress(f"{len(rest)} layers outside of the blocks")
+
+    def _run_stage(
+        self, name: str, calls: Calls, state: Mapping[str, Tensor], layers: Mapping[str, str]
+    ) -> dict[int, TorchValue]:
+        """Calibrate the layers of a stage (full name → name inside), and return its outputs with quantized layers."""
+        module = self.model.get_submodule(name)
+        seen = self._observe(module, layers, lambda i: run_whole(module, state, calls[i]))
+        if not layers:
+            return seen.outputs
+        if self.scheme.method in ("awq", "smoothquant"):
+            state = self._smoothed(name, calls, state, layers, seen)
+        self._choose(layers, state, seen)
+        outputs = self.ranks.agreed(lambda: self._outputs(module, state, layers, calls))
+        error = self._error(seen.outputs, outputs)
+        for each in layers:
+            self.found[each].error = error
+        self.progress(f"{name or 'the model'}: {len(layers)} layers, relative error {error:.2g}")
+        return outputs
+
+    def _observe(self, module: nn.Module, layers: Mapping[str, str], run: Callable[[int], TorchValue]) -> Observed:
+        """Run this rank's batches through a module, and observe the inputs of its layers."""
+        pieces = [(p, piece(p, self.count)) for p in self.ranks.pieces_of(self.ranks.rank)]
+        return self.ranks.agreed(lambda: observe(module, layers, pieces, run))
+
+    def _choose(self, layers: Mapping[str, str], state: Mapping[str, Tensor], seen: Observed) -> None:
+        """Choose the numbers of the layers' weights."""
+        self.plain = {}
+        self.input_scales = self._input_scales(layers, seen) if has_input_scale(self.scheme) else {}
+        weights = {name: state[_weight_of(inner)] for name, inner in layers.items()}
+        if self.scheme.method != "gptq":
+            for name, weight in weights.items():
+                scale, zero = scales_of(weight, self.scheme.weights)
+                self._put(name, to_codes(weight, scale, zero, self.scheme.weights), scale, zero)
+            return
+        groups = self._groups(layers, seen)
+        owners = self.ranks.owners([float(self._features(group)) ** 3 for group in groups])
+        totals = [self._total(seen, group, owner) for group, owner in zip(groups, owners, strict=True)]
+        made = self.ranks.agreed(lambda: [self._factor(g, total) for g, total in zip(groups, totals, strict=True)])
+        for group, owner, pair in zip(groups, owners, made, strict=True):
+            k = self._features(group)
+            upper = self.ranks.broadcast(None if pair is None else pair[0], (k, k), torch.float32, owner)
+            diagonal = self.ranks.broadcast(None if pair is None else pair[1], (k,), torch.float32, owner)
+            for name in group:
+                self._round(name, weights[name], upper, diagonal)
+
+    def _input_scales(self, layers: Mapping[str, str], seen: Observed) -> dict[str, Tensor]:
+        """Return the scale of the inputs of each layer, from the largest input of all batches."""
+        numbers = self.scheme.input_activations
+        assert numbers is not None
+        found: dict[str, Tensor] = {}
+        for group in self._groups(layers, seen):
+            weight = self.layers[group[0]].weight
+            largest = self._largest(group, seen, weight.device).amax()
+            found |= dict.fromkeys(group, scale_for(largest, numbers, weight.dtype))
+        return found
+
+    def _largest(self, group: Group, seen: Observed, device: torch.device) -> Tensor:
+        """Return the largest magnitude of each input feature over the batches of all ranks."""
+        none = torch.zeros(self._features(group), device=device)
+        return self.ranks.largest(seen.largest.get(group, none))
+
+    def _features(self, group: Group) -> int:
+        return self.layers[group[0]].in_features
+
+    def _total(self, seen: Observed, group: Group, owner: int) -> Tensor | None:
+        """Return the Hessian of a group on its owner; None on other ranks."""
+        device = next((x.device for out in seen.outputs.values() for x in tensors_in(out)), torch.device("cpu"))
+        k = self._features(group)
+        return self.ranks.tree_sum(seen.sums.get(group, TreeSum()), (k, k), owner, device)
+
+    def _groups(self, layers: Mapping[str, str], seen: Observed) -> list[Group]:
+        """Return the groups of all ranks. Raises CalibrationError if they differ, or a layer has no input."""
+        told = {tuple(group) for rank in self.ranks.gathered([list(g) for g in seen.sums]) for group in rank}
+        groups = sorted(told, key=lambda group: list(layers).index(group[0]))
+        named = [name for group in groups for name in group]
+        missing = [name for name in layers if name not in named]
+        if missing or len(set(named)) != len(named):
+            found = f"no input of {missing[0]}" if missing else "layers that share an input in some batches only"
+            raise CalibrationError(
+                f"quantize {len(layers)} layers by {self.scheme.method}",
+                found,
+                "the method needs the inputs of each layer",
+                f"use more calibration data, or leave the layer out: ignore=({(missing or named)[0]!r},)",
+            )
+        return groups
+
+    def _smoothed(
+        self, stage: str, calls: Calls, state: Mapping[str, Tensor], layers: Mapping[str, str], seen: Observed
+    ) -> Mapping[str, Tensor]:
+        """Return the state of a stage with smoothed inputs, where a norm makes them for the layers of a group only."""
+        module = self.model.get_submodule(stage)
+        producers = {tuple(g): norm for told in self.ranks.gathered(list(seen.producers.items())) for g, norm in told}
+        for group in self._groups(layers, seen):
+            factors = self._factors(group, [state[_weight_of(layers[name])] for name in group], seen)
+            if group not in producers or factors is None:
+                continue
+            norm = producers[group]
+            changed = {
+                f"{norm}.{key}": state[f"{norm}.{key}"] for key in ("weight", "bias") if f"{norm}.{key}" in state
+            }
+            changed = {key: (x.float() / factors).to(x.dtype) for key, x in changed.items()}
+            weights = {_weight_of(layers[name]): state[_weight_of(layers[name])] for name in group}
+            scaled = {key: (w.float() * factors).to(w.dtype) for key, w in weights.items()}
+            trial = {**state, **changed, **scaled}
+            if self._is_same(module, trial, calls, seen):
+                state = trial
+                prefix = f"{stage}." if stage else ""
+                self.parameters |= {f"{prefix}{key}": x for key, x in changed.items()}
+        return state
+
+    def _factors(self, group: Group, weights: list[Tensor], seen: Observed) -> Tensor | None:
+        """Return the factors of a group by the method; None if AWQ finds no better ones than 1."""
+        if self.scheme.method == "smoothquant":
+            largest = self._largest(group, seen, weights[0].device)
+            return smoothquant_factors(weights, largest, self.scheme.smoothing)
+        k = self._features(group)
+        (owner,) = self.ranks.owners([float(k)])
+        hessian = self.ranks.broadcast(self._total(seen, group, owner), (k, k), torch.float32, owner)
+        diagonal = hessian.diagonal()
+        mine = range(self.ranks.rank, GRID, self.ranks.size)
+        losses = {i: awq_loss(weights, hessian, awq_factors(diagonal, i), self.scheme) for i in mine}
+        every = {i: loss for told in self.ranks.gathered(list(losses.items())) for i, loss in told}
+        best = min(range(GRID), key=lambda i: (every[i], i))
+        return awq_factors(diagonal, best) if best else None
+
+    def _is_same(self, module: nn.Module, trial: Mapping[str, Tensor], calls: Calls, seen: Observed) -> bool:
+        """True if a stage has the same outputs with another state, but for rounding, on each rank's first batch."""
+
+        def mine() -> bool:
+            i = next(iter(calls), None)
+            if i is None:
+                return True
+            exact = seen.outputs[i]
+            dtype = next(x.dtype for x in tensors_in(exact) if x.is_floating_point())
+            found = run_whole(module, trial, calls[i])
+            return _square(exact, found) <= torch.finfo(dtype).eps * _square(exact, None)
+
+        same = self.ranks.agreed(mine)
+        return all(self.ranks.gathered(same))
+
+    def _factor(self, group: Group, total: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return the factor and the diagonal of a group's Hessian on the rank that owns it."""
+        if total is None:
+            return None
+        return factor(total, self.scheme, ", ".join(group)), total.diagonal().clone()
+
+    def _round(self, name: str, weight: Tensor, upper: Tensor, diagonal: Tensor) -> None:
+        """Quantize a whole weight: each rank rounds its rows."""
+        numbers = self.scheme.weights
+        scale, zero = scales_of(weight, numbers)
+        rows = self.ranks.rows_of(self.ranks.rank, len(weight), PANEL)
+        mine = slice(rows.start, rows.stop)
+        zero_of_rows = None if zero is None else _rows_of(zero, mine, weight)
+        part = round_rows(weight[mine], _rows_of(scale, mine, weight), zero_of_rows, upper, diagonal, self.scheme)
+        codes = self.ranks.gather_rows(part, len(weight), PANEL)
+        self._put(name, codes, scale, zero)
+
+    def _put(self, name: str, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
+        """Make the new layer, with whole tensors and with those of this rank."""
+        stored = store(codes, scale, zero, self.scheme)
+        if name in self.input_scales:
+            stored[INPUT_SCALE] = self.input_scales[name].clone()  # each layer has its own in a checkpoint
+        layer = self.layers[name]
+        shape = layer.out_features, layer.in_features
+        bias = layer._parameters["bias"]
+        bias = None if bias is None else nn.Parameter(whole(bias), requires_grad=False)
+        self.plain[name] = QuantizedLinear(shape, self.scheme, stored, bias)
+        self.found[name] = QuantizedLinear(shape, self.scheme, placed_like(layer.weight, stored), layer.bias)
+
+    def _outputs(
+        self, module: nn.Module, state: Mapping[str, Tensor], layers: Mapping[str, str], calls: Calls
+    ) -> dict[int, TorchValue]:
+        """Return the outputs of a stage with quantized layers, for this rank's batches."""
+        if list(layers.values()) == [""]:
+            (new,) = self.plain.values()
+            return {i: run_whole(new, {}, call) for i, call in calls.items()}
+        new = {inner: self.plain[name] for name, inner in layers.items()}
+        own = {name: x for name, x in state.items() if name.rpartition(".")[0] not in new}
+        with put_in_place(module, new):
+            return {i: run_whole(module, own, call) for i, call in calls.items()}
+
+    def _error(self, exact: Mapping[int, TorchValue], found: Mapping[int, TorchValue]) -> float:
+        """Return the relative error of the outputs of a stage over all batches."""
+        norms = [(i, _square(exact[i], None), _square(exact[i], found[i])) for i in exact]
+        every = sorted(tuple(told) for rank in self.ranks.gathered(norms) for told in rank)
+        whole_norm = sum(norm for _, norm, _ in every)
+        return sqrt(sum(error for _, _, error in every) / whole_norm) if whole_norm else 0.0
+
+
+def _rows_of(scale: Tensor, rows: slice, weight: Tensor) -> Tensor:
+    """Return the scales of some rows; one scale for all rows stays."""
+    return scale[rows] if len(scale) == len(weight) else scale
+
+
+def _weight_of(inner: str) -> str:
+    return f"{inner}.weight" if inner else "weight"
+
+
+def _square(exact: TorchValue, found: TorchValue) -> float:
+    """Return the squared norm of a result, or that of its difference from another one."""
+    ones = [x for x in tensors_in(exact) if x.is_floating_point()]
+    others = [0.0] * len(ones) if found is None else [x for x in tensors_in(found) if x.is_floating_point()]
+    return sum(float((x.double() - y).square().sum()) for x, y in zip(ones, others, strict=True))

@@ -1,0 +1,18 @@
+"""The errors of quantization.
+
+MeshwrightError
+└── QuantizeError           a scheme, a layer or a model that cannot be quantized
+    └── CalibrationError    calibration data that is missing, too small, or not finite
+"""
+
+from __future__ import annotations
+
+from meshwright.layout import MeshwrightError
+
+
+class QuantizeError(MeshwrightError, ValueError):
+    """A scheme, a layer or a model that cannot be quantized."""
+
+
+class CalibrationError(QuantizeError):
+    """Calibration data that is missing, too small, or not finite."""

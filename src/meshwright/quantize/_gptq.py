@@ -1,0 +1,140 @@
+"""GPTQ: round a weight column by column, and let the columns that follow make up for the error.
+
+Frantar et al. 2022. For a layer with inputs x, the error of the outputs is (w - q) H (w - q)ᵀ with H = Σ xᵀx. Once
+column i is rounded, the best change of all later columns is -(w - q)_i / U_ii · U_i, where U is the upper Cholesky
+factor of the inverse of H. Rows are independent. Cost: k³ for the factor, n k² for the rows.
+
+Shapes: n rows (output features), k columns (input features).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._errors import CalibrationError
+from ._rounding import FLOAT8, FLOAT8_LARGEST, code_dtype, code_range
+from ._scheme import NumberFormat, Scheme
+
+PANEL = 32
+"""Rows of a matrix product. A row's result may depend on the number of rows, so it is the same on every mesh."""
+BLOCK = 128
+"""Columns that are rounded before the columns behind them are changed."""
+TRIES = 4
+"""Attempts to factor a Hessian, each with ten times the damping of the one before."""
+
+
+def order_of(diagonal: Tensor, scheme: Scheme) -> Tensor:
+    """Return the order in which columns are rounded, from the diagonal of the Hessian."""
+    if not scheme.act_order:
+        return torch.arange(len(diagonal), device=diagonal.device)
+    return diagonal.argsort(descending=True, stable=True)
+
+
+def factor(hessian: Tensor, scheme: Scheme, names: str) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of a Hessian [k, k], whose columns are in the order of rounding.
+
+    Inputs that are always zero get the diagonal 1. Raises CalibrationError if no damping makes it positive definite.
+    """
+    if not bool(hessian.isfinite().all()):
+        raise CalibrationError(
+            f"quantize {names} by gptq",
+            "inputs with NaN or infinity",
+            "the sums over the calibration data are not finite",
+            "repair the calibration data, or run the model in float32 to see which layer overflows",
+        )
+    diagonal = hessian.diagonal()
+    order = order_of(diagonal, scheme)
+    damping = scheme.damping * float(diagonal.mean()) or 1.0
+    for attempt in range(TRIES):
+        changed = hessian.clone()
+        changed.diagonal().copy_(torch.where(diagonal == 0, 1.0, diagonal) + damping * 10**attempt)
+        upper = _inverse_factor(changed[order][:, order])
+        if upper is not None:
+            return upper
+    raise CalibrationError(
+        f"quantize {names} by gptq",
+        "a Hessian that is not positive definite",
+        f"its damping was raised to {scheme.damping * 10 ** (TRIES - 1):g} of the mean diagonal without effect",
+        "use more calibration data, or a Scheme with a larger damping",
+    )
+
+
+def _inverse_factor(hessian: Tensor) -> Tensor | None:
+    """Return the upper Cholesky factor of the inverse; None if the Hessian is not positive definite."""
+    lower, failed = torch.linalg.cholesky_ex(hessian)
+    if int(failed):
+        return None
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return None if int(failed) else upper
+
+
+def round_rows(
+    rows: Tensor, scale: Tensor, zero: Tensor | None, upper: Tensor, diagonal: Tensor, scheme: Scheme
+) -> Tensor:
+    """Return the codes of rows [n, k] of a weight, given their scales and the factor [k, k] of `factor`.
+
+    Rows are a multiple of `PANEL`, but for the last ones of a weight.
+    """
+    numbers, order = scheme.weights, order_of(diagonal, scheme)
+    by_column = _per_column(scale.float(), rows.shape, numbers)[:, order].t().contiguous()
+    zeros = None if zero is None else _per_column(zero.float(), rows.shape, numbers)[:, order].t().contiguous()
+    left = torch.where(diagonal == 0, 0.0, rows.float())[:, order].t().contiguous()
+    codes = torch.empty_like(left)
+    for start in range(0, len(left), BLOCK):
+        stop = min(start + BLOCK, len(left))
+        errors = _round_block(left, codes, by_column, zeros, upper, range(start, stop), numbers)
+        if stop < len(left):
+            _subtract_product(left[stop:], upper[start:stop, stop:].t().contiguous(), errors)
+    found = torch.empty_like(codes)
+    found[order] = codes
+    return found.t().contiguous().to(code_dtype(numbers))
+
+
+def _per_column(scale: Tensor, shape: torch.Size, numbers: NumberFormat) -> Tensor:
+    """Return one scale for each number of a weight: [n, g] -> [n, k]."""
+    if numbers.group_size is not None:
+        return scale.repeat_interleave(numbers.group_size, dim=-1)
+    return scale.expand(shape)
+
+
+def _round_block(
+    left: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    upper: Tensor,
+    columns: range,
+    numbers: NumberFormat,
+) -> Tensor:
+    """Round a block of columns, which are the rows of `left` [k, n]; return their errors [block, n].
+
+    Multiplication and subtraction are separate operations: a fused one could round differently for other sizes.
+    """
+    errors = torch.empty(len(columns), left.shape[1], device=left.device)
+    for i, at in enumerate(columns):
+        codes[at], value = _rounded(left[at], scale[at], None if zero is None else zero[at], numbers)
+        errors[i] = (left[at] - value) / upper[at, at]
+        behind = slice(at + 1, columns.stop)
+        left[behind] -= upper[at, behind].unsqueeze(-1) * errors[i]
+    return errors
+
+
+def _rounded(x: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Return the codes of one column as floats, and their values."""
+    ratio = x / scale
+    if numbers.type == "float":
+        code = ratio.clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(FLOAT8).float()
+        return code, code * scale
+    if zero is None:
+        code = ratio.round().clamp(*code_range(numbers))
+        return code, code * scale
+    code = (ratio + zero).round().clamp(*code_range(numbers))
+    return code, (code - zero) * scale
+
+
+def _subtract_product(left: Tensor, upper: Tensor, errors: Tensor) -> None:
+    """Subtract `upper @ errors` from `left` [k, n], in panels of n."""
+    for start in range(0, left.shape[1], PANEL):
+        panel = slice(start, start + PANEL)
+        left[:, panel] -= upper @ errors[:, panel].contiguous()

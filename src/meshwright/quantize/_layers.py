@@ -1,0 +1,155 @@
+"""The layers of a model that a scheme quantizes, and their replacement by quantized ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from math import gcd
+from typing import TypeGuard
+
+from torch import nn
+
+from ._errors import QuantizeError
+from ._quantized_linear import QuantizedLinear
+from ._scheme import Scheme
+
+Layers = dict[str, nn.Linear]
+"""Name → layer, in the order of the model."""
+
+_HOOK_TABLES = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def layers_of(model: nn.Module, scheme: Scheme) -> Layers:
+    """Return the linear layers that the scheme quantizes.
+
+    A layer whose weight another module uses too, such as an output layer that is tied to the embedding, is left out.
+
+    Raises:
+        QuantizeError: there is none, the model is quantized already, or the weight of a layer does not fit.
+    """
+    refuse_quantized(model)
+    shared = _shared_weights(model)
+    found: Layers = {
+        name: module
+        for name, module in model.named_modules()
+        if is_linear(module) and id(module.weight) not in shared and _is_target(name, module, scheme)
+    }
+    if not found:
+        raise _no_layer(model, scheme)
+    for name, layer in found.items():
+        _check_weight(name, layer)
+    _check_groups(found, scheme)
+    return found
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """True for a linear layer that computes with its own weight; attention of torch reads its output layer's weight."""
+    return isinstance(module, nn.Linear) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that several modules use."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        own = {id(p) for p in module._parameters.values() if p is not None}
+        shared |= own & seen
+        seen |= own
+    return shared
+
+
+def _is_target(name: str, module: nn.Module, scheme: Scheme) -> bool:
+    return matches(name, module, scheme.targets) and not matches(name, module, scheme.ignore)
+
+
+def matches(name: str, module: nn.Module, patterns: tuple[str, ...]) -> bool:
+    """True if a pattern is the name, the name of the class, or a regular expression that matches the name."""
+    classes = [cls.__name__ for cls in type(module).__mro__]
+    return any(
+        re.match(p[3:], name) is not None if p.startswith("re:") else p == name or p in classes for p in patterns
+    )
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """Raise QuantizeError if the model has quantized layers."""
+    name = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)), None)
+    if name is not None:
+        raise QuantizeError(
+            f"quantize a {type(model).__name__}",
+            f"{name or 'the model'} is quantized already",
+            "rounding rounded numbers again adds an error that no calibration can see",
+            "quantize the original model, or list other layers as targets in one scheme",
+        )
+
+
+def _no_layer(model: nn.Module, scheme: Scheme) -> QuantizeError:
+    names = [name for name, module in model.named_modules() if is_linear(module)]
+    near = [close for target in scheme.targets for close in get_close_matches(target, names, 1)]
+    shown = ", ".join((near or names)[:3]) or "no linear layer"
+    return QuantizeError(
+        f"quantize the layers {list(scheme.targets)} without {list(scheme.ignore)}",
+        f"a {type(model).__name__} with {shown}",
+        "no layer matches: a pattern is the name of a layer or of a class, or a regular expression after 're:'",
+        f"write targets=({near[0]!r},)" if near else "write targets=('Linear',), and ignore=()",
+    )
+
+
+def _check_weight(name: str, layer: nn.Linear) -> None:
+    weight = layer.weight
+    if weight.is_meta:
+        raise QuantizeError(
+            f"quantize {name}",
+            "a weight on the meta device",
+            "it has no numbers yet",
+            "call mw.materialize(model) or load a checkpoint first",
+        )
+    if not weight.is_floating_point() or not bool(weight.isfinite().all()):
+        found = f"a weight of {weight.dtype}" if not weight.is_floating_point() else "a weight with NaN or infinity"
+        raise QuantizeError(
+            f"quantize {name}",
+            found,
+            "scales are computed from finite floating-point numbers",
+            f"repair the weight, or leave the layer out: ignore=({name!r},)",
+        )
+
+
+def _check_groups(layers: Layers, scheme: Scheme) -> None:
+    """Raise QuantizeError if the rows of a layer are no multiple of the group size."""
+    size = scheme.weights.group_size
+    if size is None:
+        return
+    odd = {name: layer for name, layer in layers.items() if layer.in_features % size}
+    if odd:
+        name, layer = next(iter(odd.items()))
+        fits = gcd(size, *(layer.in_features for layer in layers.values()))
+        raise QuantizeError(
+            f"quantize {name} in groups of {size}",
+            f"a weight of {layer.out_features} rows of {layer.in_features} numbers",
+            f"{layer.in_features} is no multiple of {size}, so a group would have a part of the numbers",
+            f"use group_size={fits}, which fits all layers, or leave out {len(odd)} layers: ignore=({name!r}, ...)",
+        )
+
+
+def replace_layers(model: nn.Module, new: Mapping[str, QuantizedLinear]) -> nn.Module:
+    """Put the new layers in the place of those with the same names; return the model, or the new layer in its place.
+
+    A layer that several modules hold is replaced in all of them, and its hooks stay.
+    """
+    successors = {id(model.get_submodule(name)): layer for name, layer in new.items()}
+    for name, layer in new.items():
+        _take_hooks(model.get_submodule(name), layer)
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None and id(child) in successors:
+                module._modules[name] = successors[id(child)]
+    return successors.get(id(model), model)
+
+
+def _take_hooks(old: nn.Module, new: nn.Module) -> None:
+    new.training = old.training
+    for table in _HOOK_TABLES:
+        setattr(new, table, getattr(old, table))

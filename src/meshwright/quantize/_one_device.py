@@ -1,0 +1,80 @@
+"""Run the code of a distributed model as on one device: whole weights, plain tensors, marks left out.
+
+Numbers on a mesh differ in their last bits from those of one device, because sums have another order. Calibration needs
+the very same numbers, so each rank runs modules with whole weights on its own batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import TorchValue
+from meshwright.tensor import STAGE_SPLIT, ReshardMark, capturing, full_tensor, map_tensors
+
+from ._errors import QuantizeError
+
+Call = tuple[tuple[TorchValue, ...], dict[str, TorchValue]]
+"""Positional and keyword arguments of a module."""
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return the whole value of a tensor as a plain tensor; every rank makes the call."""
+    return full_tensor(x.detach()).detach()
+
+
+def whole_state(module: nn.Module, without: Sequence[nn.Module] = ()) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name, whole; those below the modules `without` are left out."""
+    left_out = {id(x) for inner in without for x in (*inner.parameters(), *inner.buffers())}
+    found = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    values: dict[int, Tensor] = {}
+    for _, x in found:
+        if id(x) not in left_out and id(x) not in values:
+            values[id(x)] = whole(x)
+    return {name: values[id(x)] for name, x in found if id(x) in values}
+
+
+def run_whole(module: nn.Module, state: Mapping[str, Tensor], call: Call) -> TorchValue:
+    """Return the result of a module with these parameters and buffers; no rank communicates."""
+    args, kwargs = call
+    with capturing(_without_mark):
+        return torch.func.functional_call(module, dict(state), args, kwargs)
+
+
+def _without_mark(op: Any, args: tuple[Any, ...], shown: Callable[[], TorchValue]) -> TorchValue:
+    """Return the result of a mark for whole tensors: the tensors themselves, or the experts of one device."""
+    if isinstance(op, ReshardMark) or op is STAGE_SPLIT or hasattr(op, "otherwise"):
+        return shown()
+    raise QuantizeError(
+        f"calibrate a model with {op!r}",
+        "a function of a rank's parts",
+        "calibration runs the model as on one device, which has no parts",
+        "leave local_map out of the model, or use a scheme without calibration",
+    )
+
+
+def whole_call(call: Call) -> Call:
+    """Return a call with whole tensors."""
+    return map_tensors(whole, call)
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Generator[None]:
+    """Run the block with all modules in evaluation mode, and without caches of keys and values."""
+    training = {module: module.training for module in model.modules()}
+    config: Any = getattr(model, "config", None)
+    cached = getattr(config, "use_cache", None)
+    model.eval()
+    if cached:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+        if cached:
+            config.use_cache = cached

@@ -1,0 +1,107 @@
+"""`quantize`: replace the linear layers of a model by quantized ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.layout import TorchValue
+from meshwright.tensor import DistTensor, distribute_as
+
+from ._calibration import Calibration
+from ._errors import CalibrationError, QuantizeError
+from ._layers import layers_of, replace_layers
+from ._quantized_linear import QuantizedLinear
+from ._rounding import scales_of, to_codes
+from ._scheme import Scheme
+from ._stored_weight import placed_like, store
+
+
+@torch.no_grad()
+def quantize(
+    model: nn.Module,
+    scheme: Scheme | str = "int8",
+    calibration: Iterable[TorchValue] | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """Replace the linear layers of a model by quantized ones, and return the model.
+
+    `scheme` is a Scheme or the name of a preset. The model is plain, or distributed: then every rank makes the call,
+    and gets its part of the very same codes and scales as one device. `calibration` yields batches: tensors, tuples of
+    positional arguments, or dicts of keyword arguments. Every rank gets the same batches. `progress` gets a line for
+    each block that is calibrated, with the relative error of its outputs.
+
+    Raises:
+        QuantizeError: the scheme does not exist or does not fit a layer. The model is unchanged.
+        CalibrationError: calibration data is missing, too small, or not finite. The model is unchanged.
+
+    >>> model = quantize(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), "int8-dynamic")
+    >>> model[2]
+    QuantizedLinear(in_features=4, out_features=2, bias=True, weights int8, channel; inputs int8, token, dynamic)
+    """
+    chosen = _scheme(scheme)
+    _check_module(model)
+    layers = layers_of(model, chosen)
+    if not chosen.is_calibrated:
+        return replace_layers(model, {name: nearest_layer(layer, chosen) for name, layer in layers.items()})
+    if calibration is None:
+        raise _no_calibration(chosen)
+    done = Calibration(model, layers, chosen, progress)
+    new = done.run(calibration)
+    for name, whole in done.parameters.items():
+        parameter = model.get_parameter(name)
+        is_distributed = isinstance(parameter, DistTensor)
+        parameter.copy_(distribute_as(whole, parameter.mesh, parameter.spec.layout) if is_distributed else whole)
+    return replace_layers(model, new)
+
+
+def _scheme(scheme: object) -> Scheme:
+    if isinstance(scheme, Scheme):
+        return scheme
+    if isinstance(scheme, str):
+        return Scheme.preset(scheme)
+    raise QuantizeError(
+        f"quantize by {scheme!r}",
+        f"a {type(scheme).__name__}",
+        "a scheme is a Scheme, or the name of a preset",
+        'write mw.quantize(model, "w4a16"); torchao\'s quantize_ and its configurations do not know marked models',
+    )
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise QuantizeError(
+            f"quantize a {type(model).__name__}",
+            "an object that is no module",
+            "layers are found in a module, and replaced there",
+            "quantize the module, and then make the optimizer, or the static program, from it",
+        )
+
+
+def _no_calibration(scheme: Scheme) -> CalibrationError:
+    return CalibrationError(
+        f"quantize by {scheme!r}",
+        "no calibration data",
+        "the method chooses numbers by the inputs of each layer",
+        "pass calibration=[batch, ...], or use method='nearest' and dynamic inputs",
+    )
+
+
+def nearest_layer(layer: nn.Linear, scheme: Scheme) -> QuantizedLinear:
+    """Return the quantized layer with the weight rounded to the nearest numbers."""
+    weight = layer.weight.detach()
+    scale, zero = scales_of(weight, scheme.weights)
+    stored = store(to_codes(weight, scale, zero, scheme.weights), scale, zero, scheme)
+    placed = placed_like(weight, stored)
+    new = QuantizedLinear((layer.out_features, layer.in_features), scheme, placed, layer.bias)
+    new.error = relative_error(weight, new.dequantized())
+    return new
+
+
+def relative_error(exact: Tensor, rounded: Tensor) -> float:
+    """Return the norm of the difference over the norm of the exact numbers."""
+    norm = float(exact.float().norm())
+    return float((exact.float() - rounded.float()).norm()) / norm if norm else 0.0

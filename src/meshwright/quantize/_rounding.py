@@ -1,0 +1,138 @@
+"""Scales, rounding, and the way back: plain torch, on one device or on distributed tensors.
+
+Shapes: n rows of a weight (output features), k columns (input features), g groups of columns. A scale is [n, g], with
+g = 1 for one scale a row, and [1] for one scale in all. Every operator here works on elements or takes a maximum, so
+distributed tensors get the very same numbers as one device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ._scheme import NumberFormat
+
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_LARGEST = torch.finfo(FLOAT8).max
+
+NORMAL_FLOAT4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The numbers of nf4: quantiles of the normal distribution, scaled to [-1, 1] (Dettmers et al. 2023, QLoRA)."""
+
+
+def code_range(numbers: NumberFormat) -> tuple[int, int]:
+    """Return the smallest and the largest integer code.
+
+    >>> code_range(NumberFormat(4))
+    (-8, 7)
+    """
+    half = 1 << (numbers.num_bits - 1)
+    return -half, half - 1
+
+
+def code_dtype(numbers: NumberFormat) -> torch.dtype:
+    return FLOAT8 if numbers.type == "float" else torch.int8
+
+
+def scales_of(x: Tensor, numbers: NumberFormat, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return the scales of `x` in `dtype` (that of `x` by default), and the zero points, or None if symmetric.
+
+    Scales are computed in float32. Values that are all zero get the scale eps, so that nothing is divided by zero.
+    """
+    dtype = dtype or x.dtype
+    values = _shared(x.float(), numbers)
+    low, high = _bounds(values, numbers)
+    if numbers.symmetric:
+        scale, zero = torch.maximum(high, -low) / _half_range(numbers), None
+    else:
+        smallest, largest = code_range(numbers)
+        scale = (high - low) / (largest - smallest)
+        zero = (smallest - low / _not_zero(scale, dtype)).clamp(smallest, largest).round().to(torch.int8)
+    return _not_zero(scale, dtype).to(dtype), zero
+
+
+def scale_for(largest: Tensor, numbers: NumberFormat, dtype: torch.dtype) -> Tensor:
+    """Return the scale, of shape [1], with which symmetric numbers reach the largest magnitude."""
+    return _not_zero(largest.reshape(1).float() / _half_range(numbers), dtype).to(dtype)
+
+
+def _half_range(numbers: NumberFormat) -> float:
+    if numbers.type == "float":
+        return FLOAT8_LARGEST
+    return 1.0 if numbers.type == "nf" else ((1 << numbers.num_bits) - 1) / 2
+
+
+def _not_zero(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
+
+
+def _bounds(values: Tensor, numbers: NumberFormat) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest value that share a scale; 0 is always between them."""
+    if numbers.strategy == "tensor":
+        low, high = values.amin().reshape(1), values.amax().reshape(1)
+    else:
+        keep = numbers.strategy != "group"
+        low, high = values.amin(-1, keepdim=keep), values.amax(-1, keepdim=keep)
+    return low.clamp(max=0), high.clamp(min=0)
+
+
+def _shared(x: Tensor, numbers: NumberFormat) -> Tensor:
+    """Return `x` with the columns of a group in a dim of their own: [n, k] -> [n, g, k / g]."""
+    if numbers.group_size is None:
+        return x
+    return x.unflatten(-1, (x.shape[-1] // numbers.group_size, numbers.group_size))
+
+
+def _beside(scale: Tensor, numbers: NumberFormat) -> Tensor:
+    """Return a scale that broadcasts over the values that share it."""
+    return scale if numbers.group_size is None else scale.unsqueeze(-1)
+
+
+def to_codes(x: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberFormat) -> Tensor:
+    """Return the codes of the numbers nearest to `x`; ties go to the even code."""
+    ratio = _shared(x.float(), numbers) / _beside(scale.float(), numbers)
+    if numbers.type == "float":
+        found = ratio.clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(FLOAT8)
+    elif numbers.type == "nf":
+        found = torch.bucketize(ratio, _normal_floats(x.device)[1]).to(torch.int8) - 8
+    else:
+        if zero is not None:
+            ratio = ratio + _beside(zero.float(), numbers)
+        found = ratio.round().clamp(*code_range(numbers)).to(torch.int8)
+    return found if numbers.group_size is None else found.flatten(-2)
+
+
+def to_values(codes: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberFormat) -> Tensor:
+    """Return the numbers of the codes, in the dtype of the scale."""
+    dtype = scale.dtype
+    if numbers.type == "nf":
+        values = _normal_floats(codes.device)[0].to(dtype)[codes.long() + 8]
+    else:
+        values = codes.to(dtype)
+    values = _shared(values, numbers)
+    if zero is not None:
+        values = values - _beside(zero.to(dtype), numbers)
+    values = values * _beside(scale, numbers)
+    return values if numbers.group_size is None else values.flatten(-2)
+
+
+def nearest(x: Tensor, numbers: NumberFormat) -> Tensor:
+    """Return `x` rounded to the numbers of a format, with scales of its own; the dtype stays.
+
+    >>> nearest(torch.tensor([[0.1, 1.0]]), NumberFormat(2))
+    tensor([[0.0000, 0.6667]])
+    """
+    scale, zero = scales_of(x, numbers)
+    return to_values(to_codes(x, scale, zero, numbers), scale, zero, numbers)
+
+
+@cache
+def _normal_floats(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the numbers of nf4, and the bounds between them."""
+    numbers = torch.tensor(NORMAL_FLOAT4, device=device)
+    return numbers, (numbers[1:] + numbers[:-1]) / 2

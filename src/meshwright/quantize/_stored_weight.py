@@ -1,0 +1,133 @@
+"""The stored form of a quantized weight: the tensors of a layer, as compressed-tensors names and packs them.
+
+form              tensors
+pack-quantized    weight_packed: int32 words of a row; weight_scale; weight_shape; weight_zero_point if asymmetric
+int-quantized     weight: int8 codes; weight_scale; weight_zero_point if asymmetric
+float-quantized   weight: float8 codes; weight_scale
+
+Integers have the form "int-quantized" if the inputs are quantized too, else "pack-quantized". nf4 is packed in the same
+way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an `input_scale`. A
+layer holds these tensors as buffers, so a checkpoint is its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from meshwright.layout import Dim, Layout, Product, Spec, axes_of
+from meshwright.tensor import DistTensor, distribute_as
+
+from ._packing import pack, packed_length, unpack
+from ._rounding import code_dtype, to_values
+from ._scheme import Scheme
+
+Stored = dict[str, Tensor]
+INPUT_SCALE = "input_scale"
+PACKED, SCALE, ZERO, SHAPE, WEIGHT = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight"
+
+
+def stored_form(scheme: Scheme) -> str:
+    """Return the form in which the weights of a scheme are stored."""
+    if scheme.weights.type == "float":
+        return "float-quantized"
+    return "int-quantized" if scheme.input_activations is not None else "pack-quantized"
+
+
+def is_packed(scheme: Scheme) -> bool:
+    return stored_form(scheme) == "pack-quantized"
+
+
+def store(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Stored:
+    """Return the tensors that hold a quantized weight."""
+    bits = scheme.weights.num_bits
+    if not is_packed(scheme):
+        found = {WEIGHT: codes, SCALE: scale}
+    else:
+        found = {PACKED: pack(codes, bits), SCALE: scale, SHAPE: torch.tensor(tuple(codes.shape), device=codes.device)}
+        zero = None if zero is None else pack(zero.t(), bits).t().contiguous()
+    return found if zero is None else {**found, ZERO: zero}
+
+
+def codes_in(stored: Mapping[str, Tensor], scheme: Scheme, length: int) -> Tensor:
+    """Return the codes of a stored weight with rows of `length`."""
+    if not is_packed(scheme):
+        return stored[WEIGHT]
+    return unpack(stored[PACKED], scheme.weights.num_bits, length)
+
+
+def values_in(stored: Mapping[str, Tensor], scheme: Scheme, length: int) -> Tensor:
+    """Return the weight [n, k] that is stored, in the dtype of its scale."""
+    zero = stored.get(ZERO)
+    if zero is not None and is_packed(scheme):
+        rows = stored[PACKED].shape[0]
+        zero = unpack(zero.t(), scheme.weights.num_bits, rows).t()
+    return to_values(codes_in(stored, scheme, length), stored[SCALE], zero, scheme.weights)
+
+
+def stored_shapes(rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that hold a weight [rows, columns]."""
+    weights = scheme.weights
+    groups = columns // weights.group_size if weights.group_size else 1
+    scale = (1,) if weights.strategy == "tensor" else (rows, groups)
+    found: dict[str, tuple[int, ...]]
+    if not is_packed(scheme):
+        found = {WEIGHT: (rows, columns), SCALE: scale}
+    else:
+        found = {PACKED: (rows, packed_length(columns, weights.num_bits)), SCALE: scale, SHAPE: (2,)}
+    if has_input_scale(scheme):
+        found[INPUT_SCALE] = (1,)
+    if weights.symmetric:
+        return found
+    return {**found, ZERO: (packed_length(rows, weights.num_bits), groups) if is_packed(scheme) else scale}
+
+
+def has_input_scale(scheme: Scheme) -> bool:
+    """True if the scale of the inputs is stored."""
+    inputs = scheme.input_activations
+    return inputs is not None and not inputs.dynamic
+
+
+def stored_dtypes(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors that may hold a weight of `dtype`."""
+    zero = torch.int32 if is_packed(scheme) else torch.int8
+    codes = code_dtype(scheme.weights)
+    return {PACKED: torch.int32, WEIGHT: codes, SCALE: dtype, INPUT_SCALE: dtype, SHAPE: torch.int64, ZERO: zero}
+
+
+def stored_layout(name: str, shape: tuple[int, ...], weight: Spec) -> Layout:
+    """Return the layout of a stored tensor: that of the weight, where their elements correspond.
+
+    A packed row is sharded like the weight, between words. The scales of a row are sharded if every rank has the same
+    number of groups, else whole.
+    """
+    if len(shape) != weight.ndim:
+        return Layout(((),) * len(shape))
+    rows, columns = weight.layout.dims
+    first = rows if shape[0] == weight.shape[0] else ()
+    if shape[1] == weight.shape[1]:
+        return Layout((first, columns))
+    return Layout((first, _coarser(name, shape[1], weight, columns)))
+
+
+def _coarser(name: str, length: int, weight: Spec, columns: Dim) -> Dim:
+    """Return the axes that shard a dim with one element for several columns of the weight."""
+    if isinstance(columns, Product):
+        return ()
+    ranks = prod(weight.mesh.sizes[axis] for axis in axes_of(columns))
+    whole = length % ranks == 0 and weight.shape[1] % ranks == 0
+    return columns if whole or name == PACKED else ()
+
+
+def placed_like(weight: Tensor, stored: Stored) -> Stored:
+    """Return the stored tensors in layouts that follow from the weight's; plain tensors if the weight is plain."""
+    if not isinstance(weight, DistTensor):
+        return stored
+    spec = weight.spec
+    return {
+        name: distribute_as(tensor, spec.mesh, stored_layout(name, tuple(tensor.shape), spec))
+        for name, tensor in stored.items()
+    }

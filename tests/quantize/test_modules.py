@@ -1,0 +1,78 @@
+"""Quantized layers are ordinary modules: hooks, shared layers, ignored layers, dtypes, and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.quantize import QuantizedLinear, Scheme
+
+from .models import MESHES, SCHEMES, batches, perceptron
+
+
+def test_hooks_stay() -> None:
+    model = perceptron()
+    seen: list[str] = []
+    note: Callable[..., None] = lambda *_: seen.append("before")  # noqa: E731
+    model[0].register_forward_pre_hook(note)  # pyright: ignore[reportIndexIssue]
+    mw.quantize(model, "int8")(batches(1)[0])
+    assert seen == ["before"]
+
+
+def test_a_layer_in_two_places_stays_one() -> None:
+    layer = nn.Linear(8, 8)
+    model: Any = mw.quantize(nn.Sequential(layer, nn.ReLU(), layer), "int8")
+    assert isinstance(model[0], QuantizedLinear)
+    assert model[0] is model[2]
+
+
+def test_tied_and_ignored_layers_stay() -> None:
+    model: Any = nn.ModuleDict({"embed": nn.Embedding(8, 16), "tied": nn.Linear(16, 8), "lm_head": nn.Linear(16, 8)})
+    model["inner"] = nn.Linear(16, 16)
+    model["tied"].weight = model["embed"].weight
+    mw.quantize(model, "int8")
+    assert [name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)] == ["inner"]
+
+
+def test_a_single_layer_is_returned() -> None:
+    assert isinstance(mw.quantize(nn.Linear(8, 8), "int8"), QuantizedLinear)
+
+
+def test_patterns_choose_layers() -> None:
+    model: Any = mw.quantize(perceptron(), Scheme.preset("int8", targets=("re:[02]$",), ignore=("2",)))
+    assert [isinstance(m, QuantizedLinear) for m in model] == [True, False, False, False, False]
+
+
+def test_half_precision() -> None:
+    model = perceptron().bfloat16()
+    x = batches(1)[0].bfloat16()
+    values = model(x)
+    for scheme in SCHEMES.values():
+        found = mw.quantize(perceptron().bfloat16(), scheme)(x)
+        assert found.dtype == torch.bfloat16
+        assert (found - values).norm() < 0.5 * values.norm()
+
+
+def test_stored_tensors_are_sharded_like_the_weight() -> None:
+    def specs() -> dict[str, str]:
+        model = mw.quantize(MESHES["tp 2"].marked(perceptron()), SCHEMES["int4, asymmetric"])
+        return {name: repr(x.spec) for name, x in model.named_buffers() if isinstance(x, mw.DistTensor)}
+
+    assert mw.simulate(specs, 2)[1] == {
+        "0.weight_packed": "i32[48@tp, 8]",
+        "0.weight_scale": "f32[48@tp, 4]",
+        "0.weight_shape": "i64[2]",
+        "0.weight_zero_point": "i32[6, 4]",
+        "2.weight_packed": "i32[80, 6@tp]",
+        "2.weight_scale": "f32[80, 3]",
+        "2.weight_shape": "i64[2]",
+        "2.weight_zero_point": "i32[10, 3]",
+        "4.weight_packed": "i32[40@tp, 10]",
+        "4.weight_scale": "f32[40@tp, 5]",
+        "4.weight_shape": "i64[2]",
+        "4.weight_zero_point": "i32[5, 5]",
+    }
