@@ -145,22 +145,39 @@ class ReadsLater(torch.nn.Module):
         return self.b((self.a(x) * self.b.bias).tanh()).square().mean()
 
 
-def returned(kind: type[torch.nn.Module], schedule: str | None) -> list[torch.Tensor]:
-    """Return the gradients on stages by a schedule, or of one device."""
+class Twice(torch.nn.Module):
+    """A model whose stages run twice, on separate inputs: no value returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.b(self.a(x).tanh()) @ self.b(self.a(x.cos()).tanh()).T).square().mean()
+
+
+def returned(kind: type[torch.nn.Module], schedule: str, in_stages: bool = True) -> list[torch.Tensor]:
+    """Return the gradients on stages by a schedule of four microbatches, or of one device."""
     torch.manual_seed(0)
     model, x = kind(), torch.randn(8, 4)
-    if schedule is None:
-        model(x).backward()
+    if not in_stages:
+        for part in x.chunk(4):
+            (model(part) / 4).backward()
     else:
         mesh = mw.ProcessMesh([0, 1], ["pp"])
         mw.microbatched(mw.split_pipeline(model, mesh, at=["b"]), None, mesh, 4, schedule)(x)
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return grads if schedule is None else [mw.unshard_dtensor(g) for g in grads]
+    return [mw.unshard_dtensor(g) if in_stages else g for g in grads]
 
 
 @pytest.mark.parametrize("kind", [Returns, ReadsLater])
 def test_a_model_that_returns_to_a_stage_runs_by_gpipe_only(kind: type[torch.nn.Module]) -> None:
     for found in mw.simulate(lambda: returned(kind, "GPipe"), 2):
-        torch.testing.assert_close(found, returned(kind, None))
+        torch.testing.assert_close(found, returned(kind, "GPipe", in_stages=False))
     with pytest.raises(StageError, match="earlier stage"):
         mw.simulate(lambda: returned(kind, "1F1B"), 2)
+
+
+def test_stages_may_run_twice() -> None:
+    for found in mw.simulate(lambda: returned(Twice, "1F1B"), 2):
+        torch.testing.assert_close(found, returned(Twice, "1F1B", in_stages=False))

@@ -13,7 +13,7 @@ from meshwright.comm import PostedCommunicator, current_communicator
 from meshwright.layout import ProcessMesh, TorchValue
 from meshwright.passes import Merge
 from meshwright.pipeline import ActionKind, Schedule, StageError, Stages
-from meshwright.tensor import returns_to
+from meshwright.tensor import DistTensor, returns_to
 
 from ..recording.strategy import Pipeline
 from ..static.pipeline_step import schedule_of
@@ -26,10 +26,10 @@ _BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 def _forward_only(schedule: str) -> Generator[None]:
     """Refuse, in forward passes inside the context, values with gradients that go back to an earlier stage."""
 
-    def refuse(found: str, mesh: ProcessMesh) -> None:
+    def refuse(x: DistTensor, mesh: ProcessMesh) -> None:
         raise StageError(
             f"schedule {schedule!r} in the eager mode",
-            f"{found} needed on the earlier stage of ranks {mesh.process_ids}",
+            f"a tensor {x.spec!r} on ranks {x.mesh.process_ids}, which the earlier stage on {mesh.process_ids} reads",
             "a rank runs its part of a microbatch as a whole, so ranks would wait for one another",
             'use schedule "GPipe", or mw.to_static with schedule_mode="auto"; or split the model so that values only '
             "go forward, with another at= or another order of its layers",

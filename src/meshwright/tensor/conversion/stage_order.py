@@ -29,17 +29,11 @@ _RENEWING = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
 _clock = count(1)
 
 
-ReturnHandler = Callable[[str, ProcessMesh], None]
-"""A function that is called with the start of a sentence, "a layer is", and the mesh of the earlier stage."""
+ReturnHandler = Callable[[DistTensor, ProcessMesh], None]
+"""A function that is called with a tensor and the mesh of the earlier stage that it goes to."""
 
 returns_to: ContextVar[ReturnHandler | None] = ContextVar("returns_to", default=None)
 """The function that is called if a value with a gradient goes back to an earlier stage; it may raise an error."""
-
-
-def _refuse_return(found: str, mesh: ProcessMesh) -> None:
-    handler = returns_to.get()
-    if handler is not None:
-        handler(found, mesh)
 
 
 class StageOrder:
@@ -53,7 +47,6 @@ class StageOrder:
         self._came = dict.fromkeys(meshes, 0)
         self._sent: dict[tuple[int, int, ProcessMesh, bool], tuple[Tensor, Tensor]] = {}
         self._depth = 0
-        self._furthest = 0
         _known.add(self)
 
     def has(self, meshes: Collection[ProcessMesh]) -> bool:
@@ -62,14 +55,14 @@ class StageOrder:
 
     def come_to(self, mesh: ProcessMesh) -> None:
         """Record that the program continues in the stage on `mesh`."""
-        place = self._place(mesh)
-        if place < self._furthest and torch.is_grad_enabled():
-            _refuse_return("a layer is", mesh)
-        self._furthest = max(self._furthest, place)
         self._came[mesh] = next(_clock)
 
-    def _place(self, mesh: ProcessMesh) -> int:
-        return list(self._came).index(mesh)
+    def _goes_back(self, x: DistTensor, mesh: ProcessMesh) -> bool:
+        """True if `x` needs a gradient, and is on the mesh of a later stage than `mesh`."""
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return False
+        order = list(self._came)
+        return x._spec.mesh in order and order.index(mesh) < order.index(x._spec.mesh)
 
     def latest(self, meshes: Collection[ProcessMesh]) -> tuple[int, ProcessMesh]:
         """Return the time at which the program last reached one of `meshes`, and that mesh."""
@@ -77,8 +70,6 @@ class StageOrder:
 
     def begin(self) -> None:
         """Begin a scope in which each value is sent to a stage only once, for all operations and layers there."""
-        if self._depth == 0:
-            self._furthest = 0
         self._depth += 1
 
     def end(self) -> None:
@@ -89,6 +80,9 @@ class StageOrder:
 
     def once(self, x: Tensor, mesh: ProcessMesh, send: Callable[[], Tensor]) -> Tensor:
         """Return `send()`, which is `x` on `mesh`; the result is cached between `begin` and `end`."""
+        handler = returns_to.get()
+        if handler is not None and isinstance(x, DistTensor) and self._goes_back(x, mesh):
+            handler(x, mesh)
         if self._depth == 0:
             return send()
         version = 0 if x.is_inference() else x._version
@@ -101,8 +95,6 @@ class StageOrder:
 
     def sent(self, x: DistTensor, mesh: ProcessMesh) -> Tensor:
         """Return `x` on the mesh of a stage, in its own layout; pending sums are reduced."""
-        if x.requires_grad and torch.is_grad_enabled() and self._place(mesh) < self._place(x._spec.mesh):
-            _refuse_return(f"a {type(x).__name__} of shape {tuple(x.shape)} from a later stage is", mesh)
         return self.once(x, mesh, lambda: redistribute(x, mesh, Layout(x._spec.layout.dims)))
 
 
