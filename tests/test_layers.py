@@ -26,7 +26,7 @@ LAYERS = [
     {"passes", "pipeline"},
     {"search"},
     {"engine"},
-    {"models", "report"},
+    {"generate", "models", "report"},
     {"cli"},
 ]
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from meshwright.engine import train as train
     from meshwright.engine import unshard_dtensor as unshard_dtensor
     from meshwright.engine import verify as verify
+    from meshwright.generate import sampler as sampler
     from meshwright.layout import MeshwrightError as MeshwrightError
     from meshwright.layout import Partial as Partial
     from meshwright.layout import Placement as Placement
@@ -142,6 +143,7 @@ __all__ = [
     "random_source",
     "register_rule",
     "reshard",
+    "sampler",
     "save_checkpoint",
     "save_state_dict",
     "set_mesh",
@@ -168,6 +170,7 @@ _OTHER_PACKAGES = {
     "comm": ["get_rank", "init_process", "prefix_prints", "simulate", "stragglers"],
     "spmd": ["register_rule"],
     "tensor": ["DistTensor", "random_source"],
+    "generate": ["sampler"],
     "report": ["show"],
 }
 """Names that other packages than the engine define."""

@@ -39,6 +39,7 @@ from meshwright.engine import (
     TorchDTensorError,
     TrainingError,
 )
+from meshwright.generate import GenerationError
 from meshwright.graph import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from meshwright.layout import InputError, LayoutError, MeshError, MeshwrightError, PlacementError
 from meshwright.models import ModelError
@@ -81,6 +82,7 @@ __all__ = [
     "DisagreementError",
     "ExpertsError",
     "FolderInUseError",
+    "GenerationError",
     "InputError",
     "LaunchError",
     "LayoutError",

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import meshwright as mw
-from meshwright import checkpoint, comm, cost, engine, graph, layout, pipeline, report, search, spmd, tensor
+from meshwright import checkpoint, comm, cost, engine, generate, graph, layout, pipeline, report, search, spmd, tensor
 from meshwright.layout import Layout, parse_layout, parse_spec
 from meshwright.reshard import ReshardError, plan
 
@@ -293,6 +293,12 @@ CASES: list[Case] = [
     ),
     ("a plan without a mesh", lambda: search.parse_mesh_plan("layouts = {}"), search.SearchError, "mesh"),
     ("a plan in no language", lambda: search.parse_plan("dp: 8"), search.SearchError, "dp = 8"),
+    (
+        "an empty prompt",
+        lambda: mw.sampler(torch.nn.Linear(1, 1)).generate([[]]),
+        generate.GenerationError,
+        "begin the prompt",
+    ),
     # between ranks
     ("no ranks", lambda: x(at=ROWS), comm.NoCommunicatorError, r"mw\.simulate"),
     ("sizes of no mesh", on_ranks(lambda: mw.init_mesh(dp=3)), layout.MeshError, "--ranks 3"),

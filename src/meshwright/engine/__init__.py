@@ -67,6 +67,7 @@ from .recording.strategy_toml import strategy_from_toml, strategy_to_toml
 from .static.to_static import DistModel, to_static
 from .training.clip_grad_norm import clip_grad_norm_
 from .training.data_loader import ShardDataLoader, shard_dataloader
+from .training.equal_options import check_equal_options
 from .training.microbatches import microbatched
 from .training.sampler import GlobalSampler
 from .training.state_checkpoint import latest_checkpoint, load_state_dict, save_state_dict
@@ -118,6 +119,7 @@ __all__ = [
     "Verified",
     "VocabParallel",
     "auto",
+    "check_equal_options",
     "check_steps",
     "clip_grad_norm_",
     "context_parallel",

@@ -1,0 +1,175 @@
+"""Calls of a model for the logits of the next token: with a cache, as encoder and decoder, or on whole sequences.
+
+The calls know parameters by their names in `model.forward`, as models of transformers have them. A model whose
+`forward` takes tokens only, and returns logits, is called on whole sequences.
+
+Shapes: r rows, s positions so far, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ._errors import GenerationError
+from ._rows import Rows, rows_of
+
+CACHES = ("past_key_values", "cache_params")
+"""Names of a cache among the parameters of `forward`, and in its result."""
+
+
+class TokenCalls(Protocol):
+    """The calls of a model for one batch. `rows` is known after the first one."""
+
+    rows: Rows
+
+    def first(self) -> Tensor:
+        """Return the logits [r, v] of the token after each prompt."""
+        ...
+
+    def after(self, tokens_r1: Tensor) -> Tensor:
+        """Return the logits [r, v] of the token after `tokens_r1`, the tokens that were chosen last."""
+        ...
+
+
+def token_calls(model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device) -> TokenCalls:
+    """Return the calls that fit the model, for a batch with a prompt in each row."""
+    names = _parameters(model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return EncoderDecoderCalls(model, prompts, device)
+    cache = next((name for name in CACHES if name in names), None)
+    is_even = len({len(prompt) for prompt in prompts}) == 1
+    if cache is None or not (is_even or "attention_mask" in names):
+        return WholeSequenceCalls(model, prompts, device)
+    return CachedCalls(model, prompts, device, cache)
+
+
+def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(model.forward).parameters)
+
+
+def _padded(prompts: Sequence[Sequence[int]], device: torch.device, left: bool) -> tuple[Tensor, Tensor]:
+    """Return token ids [r, s] with zeros as padding on one side, and the mask that is 0 there."""
+    longest = max(map(len, prompts))
+    ids, mask = [], []
+    for prompt in prompts:
+        pad = longest - len(prompt)
+        ids.append([0] * pad + [*prompt] if left else [*prompt] + [0] * pad)
+        mask.append([0] * pad + [1] * len(prompt) if left else [1] * len(prompt) + [0] * pad)
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+class CachedCalls:
+    """Calls of a decoder with a cache. Prompts are padded on the left, and positions count from their first token."""
+
+    rows: Rows
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, cache: str) -> None:
+        self.model, self.cache_name, self.names = model, cache, _parameters(model)
+        self.ids_rs, self.mask_rs = _padded(prompts, device, left=True)
+        self.is_even = bool(self.mask_rs.all())
+        self.cache: Any = None
+
+    def first(self) -> Tensor:
+        positions_rs = (self.mask_rs.cumsum(-1) - 1).clamp(min=0)
+        out = self._call(self.ids_rs, self.mask_rs, positions_rs)
+        logits_rv = out.logits[:, -1]
+        self.rows = rows_of(logits_rv)
+        return logits_rv
+
+    def after(self, tokens_r1: Tensor) -> Tensor:
+        self.mask_rs = torch.cat([self.mask_rs, self.mask_rs.new_ones(len(self.mask_rs), 1)], -1)
+        positions_r1 = self.mask_rs.sum(-1, keepdim=True) - 1
+        # a mask that is sharded over rows would take two collectives in each step, to ask if anything is masked
+        mask_rs, positions_r1 = self.rows.replicated(self.mask_rs), self.rows.spread(positions_r1)
+        return self._call(tokens_r1, mask_rs, positions_r1).logits[:, -1]
+
+    def _call(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Any:
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": True, self.cache_name: self.cache}
+        if "attention_mask" in self.names and not self.is_even:
+            given["attention_mask"] = mask
+        if "position_ids" in self.names:
+            given["position_ids"] = positions
+        if "logits_to_keep" in self.names:
+            given["logits_to_keep"] = 1
+        out = self.model(**given)
+        self.cache = out[self.cache_name]
+        return out
+
+
+class EncoderDecoderCalls:
+    """Calls of an encoder and decoder: the prompts go to the encoder, and the decoder begins with its start token."""
+
+    rows: Rows
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.model = model
+        self.ids_rs, self.mask_rs = _padded(prompts, device, left=False)
+        self.encoded: Any = None
+        self.cache: Any = None
+
+    def first(self) -> Tensor:
+        start = decoder_start(self.model)
+        begin_r1 = torch.full((len(self.ids_rs), 1), start, device=self.ids_rs.device)
+        out = self.model(input_ids=self.ids_rs, attention_mask=self.mask_rs, decoder_input_ids=begin_r1, use_cache=True)
+        self.encoded, self.cache = (out["encoder_last_hidden_state"],), out["past_key_values"]
+        logits_rv = out.logits[:, -1]
+        self.rows = rows_of(logits_rv)
+        self.mask_rs = self.rows.replicated(self.mask_rs)
+        return logits_rv
+
+    def after(self, tokens_r1: Tensor) -> Tensor:
+        out = self.model(
+            encoder_outputs=self.encoded,
+            attention_mask=self.mask_rs,
+            decoder_input_ids=tokens_r1,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.cache = out["past_key_values"]
+        return out.logits[:, -1]
+
+
+def decoder_start(model: nn.Module) -> int:
+    """Return the token that a decoder begins with. Raises GenerationError if the model does not name it."""
+    config: Any = model.config
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None:
+        raise GenerationError(
+            f"tokens of {type(model).__name__}",
+            "no config.decoder_start_token_id",
+            "the decoder of an encoder and decoder begins with this token",
+            "set model.config.decoder_start_token_id",
+        )
+    return int(start)
+
+
+class WholeSequenceCalls:
+    """Calls of a causal model without a cache, on all tokens so far. Prompts are padded on the right."""
+
+    rows: Rows
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.model = model
+        self.ids_rs, mask_rs = _padded(prompts, device, left=False)
+        self.last_r1 = mask_rs.sum(-1, keepdim=True) - 1
+
+    def first(self) -> Tensor:
+        logits_rv = self._logits()
+        self.rows = rows_of(logits_rv)
+        self.ids_rs, self.last_r1 = self.rows.spread(self.ids_rs), self.rows.spread(self.last_r1)
+        return logits_rv
+
+    def after(self, tokens_r1: Tensor) -> Tensor:
+        self.last_r1 = self.last_r1 + 1
+        self.ids_rs = torch.cat([self.ids_rs, torch.zeros_like(tokens_r1)], -1).scatter(1, self.last_r1, tokens_r1)
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        out: Any = self.model(self.ids_rs)
+        logits_rsv: Tensor = out if isinstance(out, Tensor) else out.logits
+        return torch.take_along_dim(logits_rsv, self.last_r1[:, :, None], 1)[:, 0]

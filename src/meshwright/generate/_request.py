@@ -1,0 +1,184 @@
+"""The arguments of a call for tokens, checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.engine import unshard_dtensor
+
+from ._errors import GenerationError
+
+Prompts = Sequence[Sequence[int] | Tensor] | Tensor
+"""Prompts: a sequence of token ids for each, or one tensor [prompts, length]."""
+
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request for tokens: token ids of each prompt without padding, and the options of `Sampler.generate`.
+
+    Raises:
+        GenerationError: there is no prompt, an empty one, or an option with an invalid value.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop: tuple[int, ...]
+    n: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise _invalid("prompts", "no prompt", "there is nothing to continue", "pass at least one prompt")
+        for at, prompt in enumerate(self.prompts):
+            if not prompt:
+                raise _invalid(
+                    f"prompt {at}",
+                    "no token",
+                    "the first new token follows from the tokens before it",
+                    "begin the prompt with a token such as tokenizer.bos_token_id, or leave the prompt out",
+                )
+            for token in prompt:
+                _check_whole(f"prompt {at}", token, 0)
+        _check_whole("max_new_tokens", self.max_new_tokens, 1)
+        _check_whole("n", self.n, 1)
+        _check_whole("seed", self.seed, None)
+        if self.top_k is not None:
+            _check_whole("top_k", self.top_k, 1)
+        _check_real("temperature", self.temperature, 0.0, None)
+        if self.top_p is not None:
+            _check_real("top_p", self.top_p, 0.0, 1.0)
+            if self.top_p == 0:
+                raise _invalid("top_p", "0", "no token would be left", "pass temperature=0 for the most probable token")
+        for token in self.stop:
+            _check_whole("stop", token, 0)
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """The prompt and the sample of each row of the batch: the `n` samples of a prompt follow each other."""
+        return tuple((prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.n))
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise GenerationError for a token that a vocabulary of this size does not have."""
+        named = [(f"prompt {at}", prompt) for at, prompt in enumerate(self.prompts)]
+        for name, tokens in (*named, ("stop", self.stop)):
+            for token in tokens:
+                if not 0 <= token < size:
+                    raise _invalid(
+                        name,
+                        f"the token {token}",
+                        f"the vocabulary of the model has the tokens 0 to {size - 1}",
+                        "pass ids of the model's own tokenizer",
+                    )
+
+    def check_capacity(self, positions: int, decoder_start: int | None = None) -> None:
+        """Raise GenerationError if a row gets more tokens than the model has positions.
+
+        The decoder of an encoder and decoder holds one start token, and no prompt.
+        """
+        longest = max(map(len, self.prompts))
+        needed = (longest if decoder_start is None else 1) + self.max_new_tokens
+        if max(needed, longest) > positions:
+            raise _invalid(
+                "prompts and max_new_tokens",
+                f"a prompt of {longest} tokens and {self.max_new_tokens} new ones",
+                f"the model has {positions} positions",
+                f"pass max_new_tokens={max(0, positions - longest)} or less"
+                if longest < positions
+                else "shorten the prompt",
+            )
+
+
+def request_of(
+    prompts: Prompts, mask: Tensor | None, stop: int | Iterable[int] | None, **options: Any
+) -> GenerationRequest:
+    """Return the request for prompts in any form; `mask` is False or 0 for padding, on either side.
+
+    Raises:
+        GenerationError: the prompts are no token ids, or an option is invalid.
+    """
+    return GenerationRequest(prompts=_token_ids(prompts, mask), stop=_stop_ids(stop), **options)
+
+
+def _token_ids(prompts: Any, mask: Tensor | None) -> tuple[tuple[int, ...], ...]:
+    if isinstance(prompts, str) or not isinstance(prompts, (Sequence, Tensor)):
+        raise _no_ids(type(prompts).__name__)
+    if isinstance(prompts, Tensor) and prompts.dim() != 2:
+        raise _no_ids(f"a tensor of {prompts.dim()} dims")
+    rows = [_one_prompt(p) for p in (unshard_dtensor(prompts) if isinstance(prompts, Tensor) else prompts)]
+    if mask is None:
+        return tuple(rows)
+    seen = unshard_dtensor(mask).bool().tolist()
+    if [len(row) for row in rows] != [len(row) for row in seen]:
+        shape = f"shape {tuple(mask.shape)}"
+        raise _invalid("mask", shape, "it differs from the shape of the prompts", "pass one flag for each token")
+    return tuple(_unpadded(row, flags) for row, flags in zip(rows, seen, strict=True))
+
+
+def _unpadded(tokens: Sequence[int], flags: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(token for token, flag in zip(tokens, flags, strict=True) if flag)
+
+
+def _one_prompt(prompt: Any) -> tuple[int, ...]:
+    if isinstance(prompt, Tensor):
+        if prompt.dim() != 1 or prompt.dtype not in _INTEGERS:
+            raise _no_ids(f"a {prompt.dtype} tensor of {prompt.dim()} dims")
+        return tuple(unshard_dtensor(prompt).tolist())
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        raise _no_ids(type(prompt).__name__)
+    tokens: Sequence[Any] = prompt
+    for token in tokens:
+        if not _is_whole(token):
+            raise _no_ids(f"{token!r} among the tokens")
+    return tuple(int(token) for token in tokens)
+
+
+def _stop_ids(stop: int | Iterable[int] | None) -> tuple[int, ...]:
+    if stop is None:
+        return ()
+    given: tuple[Any, ...] = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
+    for token in given:
+        if not _is_whole(token):
+            raise _invalid(
+                "stop", repr(token), "a row ends with a token id", "pass ids, such as tokenizer.eos_token_id"
+            )
+    return tuple(int(token) for token in given)
+
+
+def _no_ids(found: str) -> GenerationError:
+    return _invalid("prompts", found, "a prompt is a sequence of token ids", "pass tokenizer(texts).input_ids")
+
+
+def _is_whole(value: object) -> bool:
+    """True for whole numbers, also those of NumPy; a bool is no number."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def _check_whole(name: str, value: Any, least: int | None) -> None:
+    if not _is_whole(value) or (least is not None and value < least):
+        above = "a whole number" if least is None else f"a whole number of at least {least}"
+        fix = f"pass {name}=1" if name.isidentifier() and name != "stop" else "pass ids of the model's own tokenizer"
+        raise _invalid(name, repr(value), f"{name} must be {above}", fix)
+
+
+def _check_real(name: str, value: object, least: float, most: float | None) -> None:
+    if not isinstance(value, bool) and isinstance(value, Real) and isfinite(value):
+        if least <= float(value) and (most is None or float(value) <= most):
+            return
+    most_text = "" if most is None else f" and at most {most:g}"
+    raise _invalid(name, repr(value), f"{name} must be a number of at least {least:g}{most_text}", f"pass {name}=1.0")
+
+
+def _invalid(name: str, found: str, why: str, fix: str) -> GenerationError:
+    return GenerationError(f"tokens with {name}" if name != "prompts" else "tokens after prompts", found, why, fix)

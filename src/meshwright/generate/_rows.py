@@ -1,0 +1,69 @@
+"""The rows of a batch that a rank holds: logits of these rows in, tokens out.
+
+Tokens are chosen where the logits of a row are: only the vocabulary is gathered. They stay sharded over the rows, and
+are gathered at the end. Logits on a part of the ranks, such as the last stage of a pipeline, go to every rank.
+
+Shapes: r rows, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import current_communicator
+from meshwright.engine import dtensor_from_local, reshard, shard_tensor, unshard_dtensor
+from meshwright.layout import Placement, ProcessMesh, Replicate, Shard
+from meshwright.tensor import DistTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The distribution of rows: `count` in all, of which this rank holds `held` from `first` on.
+
+    Without a mesh, every rank holds all rows as plain tensors.
+    """
+
+    count: int
+    first: int
+    held: int
+    mesh: ProcessMesh | None = None
+    placements: tuple[Placement, ...] = ()
+
+    @property
+    def here(self) -> range:
+        """The rows of this rank."""
+        return range(self.first, self.first + self.held)
+
+    def logits_here(self, logits_rv: Tensor) -> Tensor:
+        """Return the plain logits of this rank's rows, with the whole vocabulary."""
+        if self.mesh is None:
+            return unshard_dtensor(logits_rv)
+        return reshard(logits_rv, self.mesh, self.placements).to_local()
+
+    def joined(self, part: Tensor) -> Tensor:
+        """Return the tensor of all rows of which `part` has this rank's rows; no communication."""
+        if self.mesh is None:
+            return part
+        return dtensor_from_local(part, self.mesh, self.placements, shape=(self.count, *part.shape[1:]))
+
+    def spread(self, whole: Tensor) -> Tensor:
+        """Return a tensor that every rank has whole with its rows distributed."""
+        return whole if self.mesh is None else shard_tensor(whole, self.mesh, self.placements)
+
+    def replicated(self, whole: Tensor) -> Tensor:
+        """Return a tensor that every rank has whole as a replicated one, which no hook shards."""
+        return whole if self.mesh is None else shard_tensor(whole, self.mesh, [Replicate()] * self.mesh.ndim)
+
+
+def rows_of(logits_rv: Tensor) -> Rows:
+    """Return the distribution of rows that the logits of a first pass have."""
+    count = logits_rv.shape[0]
+    if not isinstance(logits_rv, DistTensor) or logits_rv.mesh.size < current_communicator().size:
+        return Rows(count, 0, count)
+    placements = tuple(p if p == Shard(0) else Replicate() for p in logits_rv.placements)
+    like = shard_tensor(torch.empty(count, 1, device="meta"), logits_rv.mesh, placements).spec
+    rank = current_communicator().rank
+    return Rows(count, like.offset(rank, 0), like.local_shape(rank)[0], logits_rv.mesh, placements)

@@ -1,0 +1,233 @@
+"""The sampler: tokens from a model, one after the other, for all rows of a batch.
+
+Shapes: r rows, t new tokens, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint import current_world
+from meshwright.engine import check_equal_options, unshard_dtensor
+from meshwright.tensor import DistTensor
+
+from ._calls import TokenCalls, decoder_start, token_calls
+from ._choice import choose_tokens
+from ._errors import GenerationError
+from ._request import GenerationRequest, Prompts, request_of
+from ._uniform import uniform
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The result of `Sampler.generate`, the same plain tensors on every rank.
+
+    Row `p * n + k` is sample `k` of prompt `p`.
+
+    Attributes:
+        tokens: New tokens [r, t], without the prompt; 0 after the end of a row. `t` is the largest length.
+        lengths: Number of new tokens of each row [r], including the token that ended it.
+        log_probs: Log-probability of each new token [r, t], in float32; 0 after the end of a row.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    log_probs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A model that generates tokens; `sampler` makes it. The ranks ask every `ask_every` tokens if all rows ended."""
+
+    model: nn.Module
+    ask_every: int = 8
+
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int = 16,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: int | Iterable[int] | None = None,
+        n: int = 1,
+        seed: int = 0,
+        mask: Tensor | None = None,
+    ) -> Generated:
+        """Return `n` continuations of each prompt; every rank makes the call with the same arguments.
+
+        The same seed gives the same tokens on every mesh and with any other prompts in the batch. Dropout is off.
+
+        Args:
+            prompts: Token ids: a sequence for each prompt, of any lengths, or one tensor [prompts, length].
+            max_new_tokens: Upper bound of the new tokens of a row.
+            temperature: 0 takes the most probable token; other values divide the logits.
+            top_k: Number of the most probable tokens among which a token is drawn.
+            top_p: Probability of the smallest set of the most probable tokens among which a token is drawn.
+            stop: Token ids that end a row.
+            n: Number of samples of each prompt.
+            seed: Seed of the random numbers.
+            mask: 0 or False for each token of `prompts` that is padding, on the left or on the right.
+
+        Raises:
+            GenerationError: there is no prompt, an empty one, one with an unknown token, one that is longer than the
+                model's positions, or an option with an invalid value.
+            DisagreementError: the arguments differ between ranks.
+
+        >>> import meshwright as mw
+        >>> class Next(nn.Module):
+        ...     def forward(self, tokens):
+        ...         return nn.functional.one_hot((tokens + 1) % 5, 5).float()
+        >>> mw.sampler(Next()).generate([[0, 1], [3]], 3, temperature=0).tokens
+        tensor([[2, 3, 4],
+                [4, 0, 1]])
+        """
+        request = request_of(
+            prompts,
+            mask,
+            stop,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            n=n,
+            seed=seed,
+        )
+        self._check(request)
+        rows = [request.prompts[prompt] for prompt, _ in request.rows]
+        with torch.no_grad(), _evaluating(self.model):
+            calls = token_calls(self.model, rows, _device_of(self.model))
+            return _Loop(calls, request, self.ask_every).run()
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Raise an error for a request that differs between ranks, or that the model cannot carry out."""
+        if any(isinstance(p, DistTensor) for p in self.model.parameters()):
+            options = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
+            check_equal_options("tokens of a model on several ranks", options, current_world())
+        config: Any = getattr(self.model, "config", None)
+        text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+        words = getattr(text, "vocab_size", None)
+        if isinstance(words, int):
+            request.check_vocabulary(words)
+        positions = getattr(text, "max_position_embeddings", None)
+        if isinstance(positions, int) and positions > 0:
+            is_pair = getattr(config, "is_encoder_decoder", False)
+            request.check_capacity(positions, decoder_start(self.model) if is_pair else None)
+
+
+def sampler(model: nn.Module, *, ask_every: int = 8) -> Sampler:
+    """Return a sampler of a language model that is marked, planned or plain.
+
+    The model is called as it is: `forward` of a model of transformers with its cache, or `forward(tokens) -> logits` of
+    any causal model. `ask_every` is the number of tokens after which the ranks ask if all rows have ended.
+
+    Raises:
+        GenerationError: `model` is no module, or `ask_every` no positive number.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - the caller may be untyped
+        raise GenerationError(
+            "a sampler",
+            f"a {type(model).__name__}",
+            "a sampler calls the forward of a torch.nn.Module",
+            "pass the model itself",
+        )
+    if ask_every < 1:
+        raise GenerationError(
+            "a sampler", f"ask_every={ask_every}", "the ranks ask after whole tokens", "pass ask_every=8"
+        )
+    return Sampler(model, ask_every)
+
+
+@dataclass(slots=True)
+class _Loop:
+    """The loop over new tokens; lists have an entry for each step, with this rank's rows."""
+
+    calls: TokenCalls
+    request: GenerationRequest
+    ask_every: int
+    tokens: list[Tensor] = field(default_factory=list[Tensor])
+    log_probs: list[Tensor] = field(default_factory=list[Tensor])
+
+    def run(self) -> Generated:
+        request = self.request
+        logits_rv = self.calls.first()
+        request.check_vocabulary(logits_rv.shape[-1])
+        stop = torch.tensor(request.stop, dtype=torch.int64, device=logits_rv.device)
+        rows = self.calls.rows
+        ended_r = torch.zeros(rows.held, dtype=torch.bool, device=logits_rv.device)
+        broken_r = ended_r.clone()
+        for step in range(request.max_new_tokens):
+            here_rv = rows.logits_here(logits_rv)
+            broken_r = broken_r | (here_rv.isnan().any(-1) & ~ended_r)
+            chosen_r, log_probs_r = self._chosen(here_rv, step)
+            chosen_r = chosen_r.masked_fill(ended_r, 0)
+            self.tokens.append(chosen_r)
+            self.log_probs.append(log_probs_r.masked_fill(ended_r, 0.0))
+            ended_r = ended_r | torch.isin(chosen_r, stop)
+            if step + 1 == request.max_new_tokens or self._all_ended(step, ended_r):
+                break
+            logits_rv = self.calls.after(rows.joined(chosen_r[:, None]))
+        return self._result(broken_r)
+
+    def _chosen(self, logits_rv: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        request = self.request
+        numbers = [uniform(request.seed, *request.rows[row], step) for row in self.calls.rows.here]
+        uniforms_r = torch.tensor(numbers, dtype=torch.float64, device=logits_rv.device)
+        return choose_tokens(logits_rv, uniforms_r, request.temperature, request.top_k, request.top_p)
+
+    def _all_ended(self, step: int, ended_r: Tensor) -> bool:
+        """True if every row has ended; the ranks ask each other after every `ask_every` tokens."""
+        if not self.request.stop or (step + 1) % self.ask_every:
+            return False
+        return bool(unshard_dtensor(self.calls.rows.joined(ended_r)).all())
+
+    def _result(self, broken_r: Tensor) -> Generated:
+        """Return the tokens of all rows, up to the end of the longest one."""
+        rows = self.calls.rows
+        tokens_rt = torch.stack(self.tokens, -1)
+        log_probs_rt = torch.stack(self.log_probs, -1)
+        packed_rt = torch.cat([tokens_rt.double(), log_probs_rt.double(), broken_r[:, None].double()], -1)
+        whole_rt = unshard_dtensor(rows.joined(packed_rt))
+        steps = len(self.tokens)
+        if bool(whole_rt[:, -1].any()):
+            raise GenerationError(
+                "tokens of a model",
+                f"NaN among the logits of row {int(whole_rt[:, -1].argmax())}",
+                "no token can be chosen by them",
+                "look for NaN in the model's parameters: mw.verify compares the model with one device",
+            )
+        tokens_rt, log_probs_rt = whole_rt[:, :steps].long(), whole_rt[:, steps:-1].float()
+        lengths_r = self._lengths(tokens_rt)
+        longest = int(lengths_r.max())
+        return Generated(tokens_rt[:, :longest], lengths_r, log_probs_rt[:, :longest])
+
+    def _lengths(self, tokens_rt: Tensor) -> Tensor:
+        """Return the number of tokens up to the first stop token of each row, including it."""
+        stop = torch.tensor(self.request.stop, dtype=torch.int64, device=tokens_rt.device)
+        is_stop_rt = torch.isin(tokens_rt, stop)
+        first_r = is_stop_rt.int().argmax(-1) + 1
+        return torch.where(is_stop_rt.any(-1), first_r, tokens_rt.shape[-1])
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Generator[None]:
+    """Set the model to evaluation inside the context, and each module back to its own mode after it."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    tensors = (*model.parameters(), *model.buffers())
+    return tensors[0].device if tensors else torch.device("cpu")
