@@ -22,7 +22,7 @@ PAGE = HERE.parent / "docs" / "figures.md"
 RESULTS = HERE / "results.json"
 ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products", "context"),
-    *("aliases", "mutations", "optimizers", "escapes", "plans", "experts"),
+    *("aliases", "mutations", "optimizers", "escapes", "plans", "experts", "generate"),
     *("capture_paths", "static_equals_eager", "stale", "first_static_step", "one_program", "communications"),
     *("static_speed", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
