@@ -1,0 +1,115 @@
+"""Models of transformers: their own `generate()` and the sampler on marked models, with counted collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS, NEW = 2, 5
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [14, 15]]
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16], [17, 18, 19, 20]])
+PLAN = {
+    **{f"*.{name}_proj": mw.ColwiseParallel() for name in ("q", "k", "v", "gate", "up")},
+    **{f"*.{name}_proj": mw.RowwiseParallel() for name in ("o", "down")},
+}
+MESHES: dict[str, tuple[Any, list[str]]] = {
+    "dp": ([0, 1], ["dp"]),
+    "tp": ([0, 1], ["tp"]),
+    "dp x tp": ([[0, 1], [2, 3]], ["dp", "tp"]),
+}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, eos_token_id=47, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def t5() -> Any:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=48, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def bart() -> Any:
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=48, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32,
+        forced_eos_token_id=None,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config).eval()
+
+
+MODELS = {"Llama": llama, "T5": t5, "BART": bart}
+
+
+def on_mesh(mesh: str, make: Any, call: Any) -> tuple[Any, Counter[str]]:
+    """Return the result of `call(model)` on rank 0, and its collectives."""
+    ids, axes = MESHES[mesh]
+
+    def go() -> tuple[Any, Counter[str]]:
+        model: nn.Module = make()
+        plan = PLAN if make is llama else {}
+        mw.parallelize(model, None, mw.ProcessMesh(ids, axes), mw.Parallelism(plan))
+        with mw.trace_comm() as trace:
+            found = call(model)
+        return found, Counter(call.step for call in trace.calls if call.axes)
+
+    return mw.simulate(go, len(torch.tensor(ids).flatten()))[0]
+
+
+def generate(model: Any, new: int = NEW, **options: Any) -> Tensor:
+    torch.manual_seed(1)
+    return mw.unshard_dtensor(model.generate(IDS, max_new_tokens=new, **options))
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}, {"num_beams": 2}])
+@pytest.mark.parametrize(("name", "mesh"), [("Llama", "dp x tp"), ("T5", "dp"), ("BART", "dp")])
+def test_their_own_loop_gives_the_tokens_of_one_device(name: str, mesh: str, options: dict[str, Any]) -> None:
+    found, _ = on_mesh(mesh, MODELS[name], lambda model: generate(model, **options))
+    assert torch.equal(found, generate(MODELS[name](), **options))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sampler_gives_the_tokens_of_one_device(name: str, mesh: str) -> None:
+    def sample(model: Any) -> list[Tensor]:
+        sampler = mw.sampler(model)
+        first = sampler.generate(PROMPTS, NEW, temperature=0)
+        return [first.tokens, sampler.generate(PROMPTS, NEW, seed=2, n=2, top_k=9).tokens]
+
+    found, _ = on_mesh(mesh, MODELS[name], sample)
+    for tokens, wanted in zip(found, sample(MODELS[name]()), strict=True):
+        assert torch.equal(tokens, wanted)
+
+
+def each_token(mesh: str, call: Any) -> dict[str, float]:
+    """Return the collectives of one more token."""
+    few, many = (on_mesh(mesh, llama, lambda model, n=n: call(model, n))[1] for n in (2, 6))
+    return {step: (count - few[step]) / 4 for step, count in many.items() if count != few[step]}
+
+
+def test_each_token_takes_one_reduction_for_each_half_of_a_layer() -> None:
+    """A norm that is written out reads its input twice, and reduces it once."""
+    wanted = {"AllReduce(tp)": 2 * LAYERS}
+    assert each_token("tp", lambda model, n: generate(model, n, do_sample=False)) == wanted
+    assert each_token("tp", lambda model, n: mw.sampler(model).generate(PROMPTS, n, temperature=0)) == wanted
+
+
+def test_rows_on_several_ranks_are_asked_for_their_end_at_most_once_for_each_token() -> None:
+    assert each_token("dp", lambda model, n: generate(model, n, do_sample=False)) == {"AllGather(dp, dim 0)": 1}
+    assert each_token("dp", lambda model, n: mw.sampler(model).generate(PROMPTS, n, temperature=0, stop=47)) == {}
