@@ -113,3 +113,31 @@ def test_each_token_takes_one_reduction_for_each_half_of_a_layer() -> None:
 def test_rows_on_several_ranks_are_asked_for_their_end_at_most_once_for_each_token() -> None:
     assert each_token("dp", lambda model, n: generate(model, n, do_sample=False)) == {"AllGather(dp, dim 0)": 1}
     assert each_token("dp", lambda model, n: mw.sampler(model).generate(PROMPTS, n, temperature=0, stop=47)) == {}
+
+
+def test_the_cache_is_written_in_place() -> None:
+    def call(model: Any) -> list[Any]:
+        with torch.no_grad():
+            cache = mw.sampler(model).cache(16)
+            first = generate(model, 3, do_sample=False, past_key_values=cache)
+            memory, length = cache.layers[0].memory[0].memory, cache.get_seq_length()
+            keys = cache.layers[0].keys
+            return [first, length, memory.shape[-2], keys.to_local().data_ptr() == memory.to_local().data_ptr()]
+
+    found, _ = on_mesh("dp x tp", llama, call)
+    assert torch.equal(found[0], generate(llama(), 3, do_sample=False))
+    assert found[1:] == [IDS.shape[1] + 2, 16, True]
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}])
+@pytest.mark.parametrize("capacity", [6, 64])
+def test_a_cache_of_the_sampler_gives_the_same_tokens(capacity: int, options: dict[str, Any]) -> None:
+    def call(model: Any) -> Tensor:
+        return generate(model, past_key_values=mw.sampler(model).cache(capacity), **options)
+
+    assert torch.equal(on_mesh("dp x tp", llama, call)[0], generate(llama(), **options))
+
+
+def test_a_cache_needs_a_model_of_transformers() -> None:
+    with pytest.raises(mw.GenerationError, match="no cache"):
+        mw.sampler(nn.Linear(1, 1)).cache(3)

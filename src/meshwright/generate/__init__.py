@@ -5,6 +5,7 @@ _uniform      uniform numbers for each seed, prompt, sample and step
 _request      GenerationRequest: the checked arguments of a call
 _choice       choice of a token from logits: temperature, top_k, top_p
 _rows         the rows of a batch that a rank holds: logits in, tokens out
+_cache        caches of transformers that are written in place
 _calls        calls of a model: with a cache, as encoder and decoder, or on whole sequences
 _sampler      Sampler: the loop over tokens
 """

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ._cache import write_in_place
 from ._errors import GenerationError
 from ._rows import Rows, rows_of
 
@@ -36,16 +37,21 @@ class TokenCalls(Protocol):
         ...
 
 
-def token_calls(model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device) -> TokenCalls:
-    """Return the calls that fit the model, for a batch with a prompt in each row."""
+def token_calls(
+    model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, new_tokens: int
+) -> TokenCalls:
+    """Return the calls that fit the model, for a batch with a prompt in each row.
+
+    Caches get memory for `new_tokens` after the prompts.
+    """
     names = _parameters(model)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return EncoderDecoderCalls(model, prompts, device)
+        return EncoderDecoderCalls(model, prompts, device, new_tokens)
     cache = next((name for name in CACHES if name in names), None)
     is_even = len({len(prompt) for prompt in prompts}) == 1
     if cache is None or not (is_even or "attention_mask" in names):
         return WholeSequenceCalls(model, prompts, device)
-    return CachedCalls(model, prompts, device, cache)
+    return CachedCalls(model, prompts, device, cache, new_tokens)
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -68,15 +74,19 @@ class CachedCalls:
 
     rows: Rows
 
-    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, cache: str) -> None:
+    def __init__(
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, cache: str, new_tokens: int
+    ) -> None:
         self.model, self.cache_name, self.names = model, cache, _parameters(model)
         self.ids_rs, self.mask_rs = _padded(prompts, device, left=True)
+        self.capacity = self.ids_rs.shape[1] + new_tokens
         self.is_even = bool(self.mask_rs.all())
         self.cache: Any = None
 
     def first(self) -> Tensor:
         positions_rs = (self.mask_rs.cumsum(-1) - 1).clamp(min=0)
         out = self._call(self.ids_rs, self.mask_rs, positions_rs)
+        write_in_place(self.cache, self.capacity)
         logits_rv = out.logits[:, -1]
         self.rows = rows_of(logits_rv)
         return logits_rv
@@ -106,8 +116,10 @@ class EncoderDecoderCalls:
 
     rows: Rows
 
-    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, new_tokens: int
+    ) -> None:
+        self.model, self.capacity = model, 1 + new_tokens
         self.ids_rs, self.mask_rs = _padded(prompts, device, left=False)
         self.encoded: Any = None
         self.cache: Any = None
@@ -117,6 +129,7 @@ class EncoderDecoderCalls:
         begin_r1 = torch.full((len(self.ids_rs), 1), start, device=self.ids_rs.device)
         out = self.model(input_ids=self.ids_rs, attention_mask=self.mask_rs, decoder_input_ids=begin_r1, use_cache=True)
         self.encoded, self.cache = (out["encoder_last_hidden_state"],), out["past_key_values"]
+        write_in_place(self.cache, self.capacity)
         logits_rv = out.logits[:, -1]
         self.rows = rows_of(logits_rv)
         self.mask_rs = self.rows.replicated(self.mask_rs)

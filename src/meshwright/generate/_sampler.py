@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from meshwright.checkpoint import current_world
 from meshwright.engine import check_equal_options, unshard_dtensor
 from meshwright.tensor import DistTensor
 
+from ._cache import write_in_place
 from ._calls import TokenCalls, decoder_start, token_calls
 from ._choice import choose_tokens
 from ._errors import GenerationError
@@ -103,8 +105,28 @@ class Sampler:
         self._check(request)
         rows = [request.prompts[prompt] for prompt, _ in request.rows]
         with torch.no_grad(), _evaluating(self.model):
-            calls = token_calls(self.model, rows, _device_of(self.model))
+            calls = token_calls(self.model, rows, _device_of(self.model), max_new_tokens)
             return _Loop(calls, request, self.ask_every).run()
+
+    def cache(self, capacity: int) -> Any:
+        """Return a cache for `generate(past_key_values=…)` of a model of transformers, which is written in place.
+
+        `capacity` is the number of positions for which memory is taken; a longer sequence is copied for each token.
+
+        Raises:
+            GenerationError: the model is not one of transformers.
+        """
+        config: Any = getattr(self.model, "config", None)
+        if not hasattr(config, "get_text_config"):
+            raise GenerationError(
+                f"a cache for {type(self.model).__name__}",
+                "no configuration of transformers",
+                "the cache is one of transformers, whose layers follow the configuration",
+                "call sampler.generate, which needs no cache",
+            )
+        made = import_module("transformers").DynamicCache(config=config)
+        write_in_place(made, capacity)
+        return made
 
     def _check(self, request: GenerationRequest) -> None:
         """Raise an error for a request that differs between ranks, or that the model cannot carry out."""
