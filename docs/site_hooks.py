@@ -23,6 +23,7 @@ NAV = {
     "Make a model parallel": "concepts/parallelize concepts/plans concepts/pipeline concepts/schedules "
     "concepts/context concepts/experts how-to/experts",
     "Train and resume": "how-to/train-and-resume concepts/precision concepts/checkpoint concepts/randomness",
+    "Generate": "how-to/generate",
     "Train fast": "concepts/static how-to/save-a-program concepts/passes how-to/trace",
     "Run on machines": "how-to/launch how-to/command-line",
     "Find and handle errors": "troubleshooting how-to/debug concepts/checks how-to/faults",

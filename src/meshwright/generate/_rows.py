@@ -32,11 +32,6 @@ class Rows:
     mesh: ProcessMesh | None = None
     placements: tuple[Placement, ...] = ()
 
-    @property
-    def here(self) -> range:
-        """The rows of this rank."""
-        return range(self.first, self.first + self.held)
-
     def logits_here(self, logits_rv: Tensor) -> Tensor:
         """Return the plain logits of this rank's rows, with the whole vocabulary."""
         if self.mesh is None:

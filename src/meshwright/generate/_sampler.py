@@ -176,6 +176,8 @@ class _Loop:
     ask_every: int
     tokens: list[Tensor] = field(default_factory=list[Tensor])
     log_probs: list[Tensor] = field(default_factory=list[Tensor])
+    numbered: tuple[tuple[int, int], ...] = ()
+    """The prompt and the sample of each row of this rank."""
 
     def run(self) -> Generated:
         request = self.request
@@ -183,6 +185,7 @@ class _Loop:
         request.check_vocabulary(logits_rv.shape[-1])
         stop = torch.tensor(request.stop, dtype=torch.int64, device=logits_rv.device)
         rows = self.calls.rows
+        self.numbered = request.rows[rows.first : rows.first + rows.held]
         ended_r = torch.zeros(rows.held, dtype=torch.bool, device=logits_rv.device)
         broken_r = ended_r.clone()
         for step in range(request.max_new_tokens):
@@ -200,7 +203,7 @@ class _Loop:
 
     def _chosen(self, logits_rv: Tensor, step: int) -> tuple[Tensor, Tensor]:
         request = self.request
-        numbers = [uniform(request.seed, *request.rows[row], step) for row in self.calls.rows.here]
+        numbers = [uniform(request.seed, prompt, sample, step) for prompt, sample in self.numbered]
         uniforms_r = torch.tensor(numbers, dtype=torch.float64, device=logits_rv.device)
         return choose_tokens(logits_rv, uniforms_r, request.temperature, request.top_k, request.top_p)
 
