@@ -22,6 +22,7 @@ class Fast:
         self._types: list[type] = []
         self._empty: list[Any] = []
         self._contents: list[tuple[Any, Any]] = []
+        self._computed: list[GetterSlot] = []
         for slot in slots:
             self._add(slot)
 
@@ -29,9 +30,7 @@ class Fast:
         if isinstance(slot, NamespaceSlot):
             self._add_names(slot)
         elif isinstance(slot, GetterSlot):
-            owners, values = self._reads.setdefault(slot.get, ([], []))
-            owners.append(slot.owner)
-            values.append(slot.now())
+            self._add_getter(slot)
         elif isinstance(slot, ContainerSlot):
             if isinstance(slot.value, (dict, list)) and not slot.known:
                 self._empty.append(slot.value)
@@ -39,6 +38,15 @@ class Fast:
                 self._add_table(cast(dict[Any, Any], slot.value))
             else:
                 self._contents.append((slot.value, content(slot.value)))
+
+    def _add_getter(self, slot: GetterSlot) -> None:
+        value = slot.now()
+        if value is not slot.now():  # a new object at each reading, as a member of Cython's functions gives
+            self._computed.append(slot)
+            return
+        owners, values = self._reads.setdefault(slot.get, ([], []))
+        owners.append(slot.owner)
+        values.append(value)
 
     def _add_names(self, slot: NamespaceSlot) -> None:
         get: Any = MappingProxyType.get if isinstance(slot.held, MappingProxyType) else dict.get
@@ -62,9 +70,9 @@ class Fast:
         self._spaces[1].append(set(table))
 
     def holds(self) -> bool:
-        """True if every slot holds the same object as at construction."""
+        """True if every slot holds the same object as at construction; getters that make objects give equal ones."""
         try:
-            return self._same_entries() and self._same_reads() and self._same_contents()
+            return self._same_entries() and self._same_reads() and self._same_contents() and self._same_computed()
         except ValueError:  # a cell that is empty now
             return False
 
@@ -79,3 +87,6 @@ class Fast:
 
     def _same_contents(self) -> bool:
         return not any(self._empty) and all(same_content(known, content(value)) for value, known in self._contents)
+
+    def _same_computed(self) -> bool:
+        return all(slot.holds() for slot in self._computed)
