@@ -6,7 +6,7 @@ _request      GenerationRequest: the checked arguments of a call
 _choice       choice of a token from logits: temperature, top_k, top_p
 _rows         the rows of a batch that a rank holds: logits in, tokens out
 _cache        caches of transformers that are written in place
-_calls        how a model is called: with a cache, as encoder and decoder, or on whole sequences
+_calls        calls of a model: with a cache, as encoder and decoder, or on whole sequences
 _sampler      Sampler: the loop over tokens
 """
 

@@ -6,7 +6,7 @@ Here such layers get memory for all positions, in the layout of their keys, and 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def write_in_place(cache: Any, capacity: int) -> None:
                 layer.__class__ = _in_place(kind)
 
 
-@cache
+@lru_cache(maxsize=8)
 def _in_place(kind: Any) -> Any:
     """Return the class of a growing layer that writes in place."""
 

@@ -1,4 +1,4 @@
-"""How a model is called for the logits of the next token: with a cache, as encoder and decoder, or on whole sequences.
+"""Calls of a model for the logits of the next token: with a cache, as encoder and decoder, or on whole sequences.
 
 The calls know parameters by their names in `model.forward`, as models of transformers have them. A model whose
 `forward` takes tokens only, and returns logits, is called on whole sequences.

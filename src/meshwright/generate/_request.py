@@ -23,7 +23,7 @@ _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What to generate: token ids of each prompt without padding, and the options of `Sampler.generate`.
+    """A request for tokens: token ids of each prompt without padding, and the options of `Sampler.generate`.
 
     Raises:
         GenerationError: there is no prompt, an empty one, or an option with an invalid value.
