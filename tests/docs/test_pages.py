@@ -24,12 +24,13 @@ PAGES = [
     *sorted((DOCS / "concepts").glob("*.md")),
     *sorted((DOCS / "how-to").glob("*.md")),
 ]
-OTHERS = {"how-to/experts.md": ["transformers"]}
+OTHERS = {"how-to/experts.md": ["transformers"], "how-to/quantize.md": ["transformers", "peft"]}
 """Packages that a page's code needs beside our own."""
 LONGEST_FROM_SCRATCH = 300
 LONGEST_README_PROGRAM = 10
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of transformers, when PEFT calls it
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_shows_the_output_of_its_code(page: Path) -> None:
     for name in OTHERS.get(f"{page.parent.name}/{page.name}", ()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -76,3 +77,25 @@ def test_stored_tensors_are_sharded_like_the_weight() -> None:
         "4.weight_shape": "i64[2]",
         "4.weight_zero_point": "i32[5, 5]",
     }
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_torch_compiles_a_quantized_model_into_one_graph(scheme: str) -> None:
+    model = mw.quantize(perceptron(), SCHEMES[scheme])
+    x = batches(1)[0]
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+
+
+def test_a_static_program_has_the_values_of_the_eager_mode() -> None:
+    x = batches(1)[0]
+
+    @torch.no_grad()
+    def program() -> None:
+        for name in ("int8-dynamic", "w4a16", "nf4"):
+            model = mw.quantize(MESHES["tp 2"].marked(perceptron()), SCHEMES[name])
+            found = mw.to_static(model)(x)
+            torch.testing.assert_close(mw.unshard_dtensor(found), mw.unshard_dtensor(model(x)), rtol=0, atol=0)
+
+    mw.simulate(program, 2)

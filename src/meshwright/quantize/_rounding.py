@@ -7,8 +7,6 @@ distributed tensors get the very same numbers as one device.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -23,6 +21,9 @@ NORMAL_FLOAT4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The numbers of nf4: quantiles of the normal distribution, scaled to [-1, 1] (Dettmers et al. 2023, QLoRA)."""
+_NUMBERS = torch.tensor(NORMAL_FLOAT4)
+_BOUNDS = (_NUMBERS[1:] + _NUMBERS[:-1]) / 2
+"""The bounds between neighbours."""
 
 
 def code_range(numbers: NumberFormat) -> tuple[int, int]:
@@ -99,7 +100,7 @@ def to_codes(x: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberForma
     if numbers.type == "float":
         found = ratio.clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(FLOAT8)
     elif numbers.type == "nf":
-        found = torch.bucketize(ratio, _normal_floats(x.device)[1]).to(torch.int8) - 8
+        found = torch.bucketize(ratio, _BOUNDS.to(x.device)).to(torch.int8) - 8
     else:
         if zero is not None:
             ratio = ratio + _beside(zero.float(), numbers)
@@ -111,7 +112,7 @@ def to_values(codes: Tensor, scale: Tensor, zero: Tensor | None, numbers: Number
     """Return the numbers of the codes, in the dtype of the scale."""
     dtype = scale.dtype
     if numbers.type == "nf":
-        values = _normal_floats(codes.device)[0].to(dtype)[codes.long() + 8]
+        values = _NUMBERS.to(codes.device, dtype)[codes.long() + 8]
     else:
         values = codes.to(dtype)
     values = _shared(values, numbers)
@@ -129,10 +130,3 @@ def nearest(x: Tensor, numbers: NumberFormat) -> Tensor:
     """
     scale, zero = scales_of(x, numbers)
     return to_values(to_codes(x, scale, zero, numbers), scale, zero, numbers)
-
-
-@cache
-def _normal_floats(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the numbers of nf4, and the bounds between them."""
-    numbers = torch.tensor(NORMAL_FLOAT4, device=device)
-    return numbers, (numbers[1:] + numbers[:-1]) / 2

@@ -92,5 +92,6 @@ def leave_alone() -> None:
 
 setattr(DistTensor, _NAME, _StaticAddress())
 _PACKAGES = [package.name for package in pkgutil.iter_modules([str(Path(__file__).parents[2])])]
-leave_untraced(f"{__name__.partition('.')[0]}.{name}" for name in _PACKAGES if name != "models")
-# models are what users compile
+_COMPILED = ("models", "quantize")
+"""Packages with modules that users compile."""
+leave_untraced(f"{__name__.partition('.')[0]}.{name}" for name in _PACKAGES if name not in _COMPILED)
