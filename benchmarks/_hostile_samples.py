@@ -244,6 +244,7 @@ def find_kept(place: Path) -> Any:
 
 STATE: Callable[[], dict[str, Any]] = lambda: {"w": torch.ones(64, 4), "b": {"c": torch.zeros(3)}, "step": 3}  # noqa: E731
 TRAINED = "trained"
+QUANTIZED = "quantized model"
 
 
 def _network() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -253,6 +254,9 @@ def _network() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def save_checkpoint(name: str, place: Path) -> None:
     """Write a checkpoint in one of the forms."""
+    if name == QUANTIZED:
+        mw.save_quantized(mw.quantize(_plain_layers(), "int8"), place)
+        return
     if name == TRAINED:
         network, optimizer = _network()
         network(torch.ones(1, 4)).sum().backward()
@@ -268,6 +272,14 @@ def _load(place: Path) -> Any:
     if any(path.suffix == ".safetensors" and "rank" not in path.name for path in place.iterdir()):
         state = {"w": torch.ones(64, 4)}
     mw.load_state_dict(state, place)
+
+
+def _plain_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4))
+
+
+def _load_quantized(place: Path) -> Any:
+    mw.load_quantized(_plain_layers(), place)
 
 
 def _resume(place: Path) -> Any:
@@ -291,6 +303,7 @@ CHECKPOINTS: tuple[tuple[str, Callable[[Path], Any], tuple[str, ...]], ...] = (
             *SHARDS,
         ),
     ),
+    (QUANTIZED, _load_quantized, ("quantize._files:_read",)),
     ("dcp", _load, ("checkpoint.formats.dcp_reader:read_dcp", "checkpoint.formats.dcp_reader:_open")),
     (TRAINED, _resume, ()),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def autocast_modes() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((each, torch.get_autocast_dtype(each)) for each in types if torch.is_autocast_enabled(each))
 
 
-@cache
+@lru_cache(1)
 def can_pin_memory() -> bool:
     """True if the accelerator can pin memory of the host, so that copies need no wait."""
     try:

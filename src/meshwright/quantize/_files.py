@@ -28,7 +28,7 @@ from meshwright.checkpoint import (
     write_new,
 )
 from meshwright.comm import current_communicator
-from meshwright.layout import JsonValue, Spec, read_json
+from meshwright.layout import InputError, JsonValue, Spec, read_file, read_json
 from meshwright.tensor import DistTensor, as_dist_tensor
 
 from ._config import config_of, read_config
@@ -112,12 +112,12 @@ def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 
 def _read(path: Path) -> JsonValue:
     try:
-        return read_json(path.read_bytes())
-    except OSError as error:
+        return read_json(read_file(path))
+    except InputError as error:
         raise QuantizeError(
             f"load quantized weights from {path.parent}",
-            error.strerror or str(error),
-            f"the folder has no {CONFIG} that can be read",
+            f"{path.name}: {error.found}",
+            error.why,
             "pass the folder that mw.save_quantized wrote, or one with config.json and safetensors files",
         ) from error
 

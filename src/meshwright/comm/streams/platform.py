@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -31,7 +31,7 @@ def platform_of(device: torch.device) -> Platform:
     return _platform(device.type)
 
 
-@cache
+@lru_cache(16)
 def _platform(kind: str) -> Platform:
     accelerator = torch.accelerator.current_accelerator()
     has_streams = accelerator is not None and accelerator.type == kind and kind not in _WITHOUT_STREAMS
