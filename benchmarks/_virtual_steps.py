@@ -48,11 +48,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Sizes of a model of linear layers with [width, width] weights, and of the rows of the whole batch."""
+    """Sizes of a model of linear layers with [width, width] weights, and of the rows of the whole batch.
+
+    `axis` is "dp" if the rows are sharded, or "tp" if weights are: by their rows in even layers, by columns in others.
+    """
 
     layers: int = 12
     width: int = 256
     rows: int = 256
+    axis: str = "dp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ def _critical_path(tasks: _Tasks) -> float:
 
 
 def virtual_step(devices: Devices, machine: Machine, chain: Chain, strategy: mw.Strategy) -> VirtualStep:
-    """Return the slowest rank's last step of a few steps with data parallelism."""
+    """Return the slowest rank's last step of a few steps."""
     with devices.priced(machine.kernel, FREE, machine.flops), devices.recording_timeline() as timeline:
         program = run_on_devices(
             lambda device: _train(devices, chain, strategy, device), machine.latency, machine.bandwidth
@@ -118,10 +122,10 @@ def _of_rank(rank: int, found: _Trained, timeline: list[Timing]) -> VirtualStep:
 
 
 def _train(devices: Devices, chain: Chain, strategy: mw.Strategy, device: torch.device) -> _Trained:
-    mesh = mw.ProcessMesh(range(RANKS), ["dp"])
+    mesh = mw.ProcessMesh(range(RANKS), [chain.axis])
     torch.manual_seed(0)
     model: Any = _Chain(chain).to(device)
-    mw.shard_layer(model, mesh, lambda name, layer, mesh: None)
+    mw.shard_layer(model, mesh, _shard_weights if chain.axis == "tp" else _leave_whole)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step_of = mw.to_static(model, None, F.mse_loss, optimizer, strategy)
     x, y = (_batch(chain, mesh, device, seed) for seed in range(2))
@@ -132,6 +136,19 @@ def _train(devices: Devices, chain: Chain, strategy: mw.Strategy, device: torch.
         losses.append(step_of(x, y))
         end = _time(devices)
     return _Trained(begin, end, step_of.program, tuple(map(float, losses)))
+
+
+def _leave_whole(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
+    return None
+
+
+def _shard_weights(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
+    if not isinstance(layer, nn.Linear):
+        return
+    place, by_rows = mw.Shard(0), int(name.split(".")[-1]) % 2 == 0
+    layer.weight = mw.shard_tensor(layer.weight, mesh, [place if by_rows else mw.Shard(1)])
+    if by_rows:
+        layer.bias = mw.shard_tensor(layer.bias, mesh, [place])
 
 
 class _Chain(nn.Module):
@@ -147,7 +164,7 @@ class _Chain(nn.Module):
 
 def _batch(chain: Chain, mesh: mw.ProcessMesh, device: torch.device, seed: int) -> Tensor:
     x = torch.linspace(-1, 2, chain.rows * chain.width, device=device).view(chain.rows, chain.width)
-    return mw.shard_tensor(x.add(seed).sin(), mesh, [mw.Shard(0)])
+    return mw.shard_tensor(x.add(seed).sin(), mesh, [mw.Shard(0) if chain.axis == "dp" else mw.Replicate()])
 
 
 def _time(devices: Devices) -> float:

@@ -1,16 +1,17 @@
 """Communication that runs beside computation on the test device, divided by the seconds that the schedule calls hidden.
 
-Static training steps of four ranks run in virtual time, with data parallelism and ZeRO-3. Each runs as it is recorded,
-and once more with `OverlapSchedule`. The pass predicts the hidden seconds from the prices of the device.
+Static training steps of four ranks run in virtual time, with data and tensor parallelism and ZeRO-3. Each runs as it is
+recorded, and once more with `OverlapSchedule`. The pass predicts the hidden seconds from the prices of the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import meshwright as mw
 from meshwright.graph import Pass, Program
+from meshwright.passes import SplitProducts
 from tests.device.inspection import Devices
 
 from ._virtual_steps import Chain, Machine, VirtualStep, lower_bound, virtual_step
@@ -20,14 +21,24 @@ WITHOUT_BUCKETS = {"fuse_grad_size_in_MB": 0}
 IN_BUCKETS = {"fuse_grad_size_in_MB": 1}
 STAGE_3 = {"enable": True, "stage": 3}
 
-CASES: dict[str, dict[str, Any]] = {
-    "dp": {"dp_optimization": WITHOUT_BUCKETS},
-    "dp, buckets": {"dp_optimization": IN_BUCKETS},
-    "dp, buckets, early updates": {"dp_optimization": IN_BUCKETS, "release": True},
-    "ZeRO-3": {"sharding": STAGE_3, "dp_optimization": WITHOUT_BUCKETS},
-    "ZeRO-3, buckets": {"sharding": STAGE_3, "dp_optimization": IN_BUCKETS},
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The axis of a step's parallelism, the options of its strategy, and its passes before `OverlapSchedule`."""
+
+    axis: str
+    options: dict[str, Any]
+    passes: tuple[Pass, ...] = ()
+
+
+CASES = {
+    "dp": Case("dp", {"dp_optimization": WITHOUT_BUCKETS}),
+    "dp, buckets": Case("dp", {"dp_optimization": IN_BUCKETS}),
+    "dp, buckets, early updates": Case("dp", {"dp_optimization": IN_BUCKETS, "release": True}),
+    "ZeRO-3": Case("dp", {"sharding": STAGE_3, "dp_optimization": WITHOUT_BUCKETS}),
+    "ZeRO-3, buckets": Case("dp", {"sharding": STAGE_3, "dp_optimization": IN_BUCKETS}),
+    "tp, split products": Case("tp", {}, (SplitProducts(pieces=2, least=0),)),
 }
-"""Name of a case → options of its strategy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +84,13 @@ def predicted_seconds(program: Program) -> float:
     return change.saved["seconds"]
 
 
-def overlapped(devices: Devices, machine: Machine, chain: Chain, options: dict[str, Any]) -> Overlapped:
-    """Return a step with these options of its strategy, without and with overlap."""
+def overlapped(devices: Devices, machine: Machine, chain: Chain, case: Case) -> Overlapped:
+    """Return a step without and with overlap."""
+    sizes = replace(chain, axis=case.axis)
 
     def step(*passes: Pass) -> VirtualStep:
-        return virtual_step(devices, machine, chain, mw.Strategy.of(**options, passes=passes))
+        strategy = mw.Strategy.of(**case.options, passes=(*case.passes, *passes))
+        return virtual_step(devices, machine, sizes, strategy)
 
     return Overlapped(machine, step(), step(machine.schedule))
 
@@ -85,7 +98,7 @@ def overlapped(devices: Devices, machine: Machine, chain: Chain, options: dict[s
 def run(quick: bool = False) -> dict[str, Any]:
     devices, machine = Devices(), Machine()
     chain = Chain(layers=6) if quick else Chain()
-    found = {name: overlapped(devices, machine, chain, options) for name, options in CASES.items()}
+    found = {name: overlapped(devices, machine, chain, case) for name, case in CASES.items()}
     same = all(each.without.losses == each.overlapped.losses for each in found.values())
     ok = same and all(each.share >= HIDDEN_GOAL and each.slowdown <= TIME_GOAL for each in found.values())
     return {

@@ -14,7 +14,6 @@ from tests.device.communicator import run_on_devices
 from tests.device.inspection import Devices
 
 CHAIN = Chain(layers=4)
-WHAT = ("operands", "results")
 
 
 @pytest.mark.parametrize("name", ["dp", "ZeRO-3"])
@@ -33,7 +32,6 @@ def test_bits_are_those_on_the_cpu(mesh_device: Devices) -> None:
 
 
 def test_a_step_without_one_of_its_waits_has_a_race(mesh_device: Devices) -> None:
-    """At least one wait of each name; the others may be covered by later waits for the same stream."""
     waits = left_out_waits(mesh_device, Case("dp", True, RELEASED).training)
-    noticed = {wait.where for wait in waits if wait.found}
-    assert noticed == {wait.where for wait in waits} == {f"{what} of a started all_reduce" for what in WHAT}
+    assert {wait.where for wait in waits} == {f"{what} of a started all_reduce" for what in ("operands", "results")}
+    assert all(wait.found or wait.covered for wait in waits)

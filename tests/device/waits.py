@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -40,20 +40,29 @@ def recording_waits(device: int = 0) -> Generator[list[str]]:
 
 
 @contextmanager
-def leaving_out(where: str, nth: int | None = None) -> Generator[None]:
-    """Leave out the waits whose name matches the pattern `where`, inside the block.
+def leaving_out(where: str) -> Generator[None]:
+    """Leave out the waits whose name matches the pattern `where`, inside the block."""
+    with _leaving_out_if(lambda name, at: fnmatchcase(name, where)):
+        yield
 
-    With `nth`, only the one with this index on each device is left out.
-    """
+
+@contextmanager
+def leaving_out_at(indices: Container[int]) -> Generator[None]:
+    """Leave out the waits with these indices inside the block; each device counts the waits of its own streams."""
+    with _leaving_out_if(lambda name, at: at in indices):
+        yield
+
+
+@contextmanager
+def _leaving_out_if(is_left_out: Callable[[str, int], bool]) -> Generator[None]:
     counts: Counter[int] = Counter()
     wait = communication_streams.wait
 
     def wait_unless_left_out(stream: torch.Stream, event: torch.Event, name: str) -> None:
-        if fnmatchcase(name, where):
-            counts[stream.device_index] += 1
-            if nth is None or counts[stream.device_index] == nth + 1:
-                return
-        wait(stream, event, name)
+        at = counts[stream.device_index]
+        counts[stream.device_index] += 1
+        if not is_left_out(name, at):
+            wait(stream, event, name)
 
     with _replacing_wait(wait_unless_left_out):
         yield
