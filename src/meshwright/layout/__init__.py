@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ._lazy_names import imports_for_type_checkers, lazy_names
+from ._lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ._bounded_file import MOST_TEXT, decoded_text, inside, read_file, read_text_file
@@ -71,7 +71,6 @@ __all__ = [
     "factors_of",
     "hint",
     "identity",
-    "imports_for_type_checkers",
     "inside",
     "is_contiguous",
     "layout_of",
