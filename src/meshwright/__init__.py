@@ -9,8 +9,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from meshwright.layout import lazy_names
-
 if TYPE_CHECKING:
     from meshwright import errors as errors
     from meshwright.comm import get_rank as get_rank
@@ -166,7 +164,7 @@ __all__ = [
 ]
 
 _NAMES = frozenset(__all__) - {"__version__"}
-_import_name = lazy_names(__name__)
+_import_name = import_module("meshwright.layout").lazy_names(__name__)  # no name of the API, which an import would be
 
 
 def __getattr__(name: str) -> Any:
