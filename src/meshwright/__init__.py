@@ -9,8 +9,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from meshwright.layout import imports_for_type_checkers
-
 if TYPE_CHECKING:
     from meshwright import errors as errors
     from meshwright.comm import get_rank as get_rank
@@ -173,14 +171,15 @@ __all__ = [
     "verify",
 ]
 
-_PACKAGE_OF = {name: package for name, (package, _) in imports_for_type_checkers(sys.modules[__name__])}
+_NAMES = frozenset(__all__) - {"__version__"}
+_import_name = import_module("meshwright.layout").lazy_names(__name__)  # no name of the API, which an import would be
 
 
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return import_module("meshwright.errors")
-    if name in _PACKAGE_OF:
-        return getattr(import_module(_PACKAGE_OF[name]), name)
+    if name in _NAMES:
+        return _import_name(name)
     found = getattr(import_module("meshwright.errors"), name, None) if name.endswith(("Error", "Warning")) else None
     if found is None:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
@@ -188,7 +187,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(_PACKAGE_OF)
+    return sorted(_NAMES)
 
 
 class _Api(ModuleType):
@@ -198,7 +197,7 @@ class _Api(ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _PACKAGE_OF and isinstance(value, ModuleType)):
+        if not (name in _NAMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

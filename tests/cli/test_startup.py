@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.layout import imports_for_type_checkers
+from meshwright.layout._lazy_names import imports_for_type_checkers
 
 WITHOUT_TORCH = """
 import sys
@@ -45,9 +45,9 @@ def test_help_and_schedules_do_not_import_torch(tmp_path: Path) -> None:
 def test_a_package_imports_its_names_at_the_first_use(name: str) -> None:
     package = import_module(f"meshwright.{name}")
     origins = dict(imports_for_type_checkers(package))
-    assert set(package.__all__) - set(origins) <= {"lazy_names", "imports_for_type_checkers"}
+    assert set(package.__all__) - set(origins) <= {"lazy_names"}
     for public, (module, original) in origins.items():
-        assert getattr(package, public) is getattr(import_module(module, package.__name__), original)
+        assert getattr(package, public) is getattr(import_module(module), original)
     with pytest.raises(AttributeError, match=f"'meshwright.{name}' has no attribute 'Shrad'"):
         _ = package.Shrad
 

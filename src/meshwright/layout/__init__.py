@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ._lazy_names import imports_for_type_checkers, lazy_names
+from ._lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ._accelerator import (
@@ -85,7 +85,6 @@ __all__ = [
     "generator_states",
     "hint",
     "identity",
-    "imports_for_type_checkers",
     "inside",
     "is_contiguous",
     "layout_of",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import TorchValue, hint
+from meshwright.layout import Cache, TorchValue, hint
 from meshwright.reshard import View
-from meshwright.tensor import map_tensors
+from meshwright.tensor import map_leaves, map_tensors
 
 from ..program.node import Conversion, Node, Start, Value, Wait, bind_values
 from ..program.program import Input, Program
@@ -27,14 +29,13 @@ def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
     values computed from it are left out.
     """
     known: dict[Value, Any] = {}
-    ran: dict[Any, Any] = {}
     with no_modes(), torch.no_grad():
         for given in program.inputs:
             known[given.value] = _meta_input(given, program)
         for node in program.nodes:
             if all(v in known for v in node.ins):
                 with suppress(ValueError):
-                    bind_values(node.out, _run_once(node, known, program.rank, ran), known)
+                    bind_values(node.out, _result_of(node, known, program.rank), known)
     return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
 
 
@@ -52,19 +53,35 @@ def _recorded_sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(map(hint, shape))
 
 
-def _run_once(node: Node, known: dict[Value, Any], rank: int, ran: dict[Any, Any]) -> TorchValue:
-    """Return the results of a node; `ran` memoizes the results of operators by the strides of their arguments."""
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """Shape, strides and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=NOWHERE)
+
+
+_results: Cache[Hashable, TorchValue] = Cache(4096)
+"""Results of operators, by operator and arguments. Each tensor is its metadata. Layers of models repeat their calls."""
+
+
+def _result_of(node: Node, known: dict[Value, Any], rank: int) -> TorchValue:
+    """Return the results of a node; those of operators are memoized."""
     if not isinstance(node.op, Operator):
         return _run(node, known, rank)
     given = node.mapped_arguments(lambda v: _metadata_of(known[v]))
-    key = node.op, repr(given), *(v.device for v in node.outs if v.is_tensor)
-    if key not in ran:
-        ran[key] = _run(node, known, rank)
-    return ran[key]
+    key = node.op, repr(given), torch.get_default_dtype(), *(v.device for v in node.outs if v.is_tensor)
+    if key not in _results:
+        _results[key] = map_tensors(_metadata_of, _run(node, known, rank))
+    return map_leaves(lambda x: x.tensor() if isinstance(x, _Metadata) else x, _results[key])
 
 
-def _metadata_of(x: object) -> object:
-    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+def _metadata_of(x: TorchValue) -> TorchValue:
+    return _Metadata(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
 def _run(node: Node, known: dict[Value, Any], rank: int) -> TorchValue:

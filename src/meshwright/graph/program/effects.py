@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ def writes_to(op: Op) -> tuple[int | str, ...]:
     """Return the arguments of `op` that it writes to: positions, or names of keyword arguments."""
     if isinstance(op, Overwrite):
         return op.places
-    if not isinstance(op, Operator):
-        return ()
+    return _written_arguments(op) if isinstance(op, Operator) else ()
+
+
+@lru_cache(maxsize=4096)
+def _written_arguments(op: Operator) -> tuple[int | str, ...]:
     found: list[int | str] = []
     for at, a in enumerate(op._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:

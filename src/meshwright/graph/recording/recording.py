@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -12,16 +11,17 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue, user_frame
-from meshwright.tensor import DistTensor, map_tensors, tensors_in
+from meshwright.tensor import DistTensor, tensors_in
 
 from .._errors import CaptureError
 from ..program.effects import is_random_operator, writes_to
 from ..program.node import ArgumentPosition, Node, Op, Origin, Value, WriteToCopies, argument_at, values_in
 from ..program.program import Input, Role
 from ..program.shape_inference import FreshNames, as_values, stem_of
-from ..torch_hooks import FakeTensor, Operator, faked, forget_numbers, memory_of, no_modes
+from ..torch_hooks import FakeTensor, Operator, forget_numbers, memory_of
 from .detached_writes import DetachedWrite
-from .functionalization import FRESH, IDENTITIES, Cell, TensorMemory, TensorView, functional
+from .functionalization import FRESH, IDENTITIES, Cell, TensorMemory, TensorView
+from .out_of_place_form import out_of_place_form
 from .symbolic_numbers import Numbers
 
 aten = torch.ops.aten
@@ -318,7 +318,7 @@ class Recording:
     ) -> list[Value]:
         """Add a node that computes what the call writes; return the value for each tensor in `written`."""
         values = self.tree_of(args), self.tree_of(kwargs)
-        twin = _out_of_place_form(op, args, kwargs) if list(written) == [0] else None
+        twin = out_of_place_form(op, args, kwargs) if list(written) == [0] else None
         if twin is aten.copy.default and self.above:
             return [self._copied_into(args[0], values[0][1])]
         if twin is not None:
@@ -351,20 +351,6 @@ class Recording:
         for t, v in zip(tensors_in(out), _tensor_values(shown), strict=True):
             if memory_of(t) not in mine:
                 self._bind(t, Cell(v, TensorMemory(), t))
-
-
-def _out_of_place_form(op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> Operator | None:
-    """Return the out-of-place form of `op`, or None if its result does not fit the written argument."""
-    twin = functional(op)
-    if twin is None or is_random_operator(op):
-        return None
-    fake: TorchValue = next((x for x in tensors_in((args, kwargs)) if isinstance(x, FakeTensor)), None)
-    with no_modes(), torch.no_grad():
-        if fake is not None:
-            args, kwargs = map_tensors(partial(faked, fake.fake_mode), (args, kwargs))
-        out = twin(*args, **kwargs)
-    fits = isinstance(out, Tensor) and out.dtype == args[0].dtype and out.shape == args[0].shape
-    return twin if fits else None
 
 
 def _gives_arguments(op: Operator) -> bool:

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from copy import copy
+from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from meshwright.layout import TorchValue
 
-_LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-"""Types that are certainly leaves, checked first, since the test for a mapping is the slowest one."""
+_LEAF, _TENSOR, _SEQUENCE, _MAPPING, _SLICE = range(5)
+"""What a value is in a tree. Members of an Enum would be slower to look up."""
+
+
+@lru_cache(maxsize=4096)
+def _kind_of(cls: type) -> int:
+    """Return what values of a class are in a tree. Memoized, because the test for a mapping is slow."""
+    if issubclass(cls, Tensor):
+        return _TENSOR
+    if issubclass(cls, (list, tuple)):
+        return _SEQUENCE
+    if issubclass(cls, Mapping):
+        return _MAPPING
+    return _SLICE if issubclass(cls, slice) else _LEAF
 
 
 def leaves_in(tree: object) -> Iterator[TorchValue]:
@@ -65,30 +77,29 @@ def key_of_tree(tree: TorchValue, key_of_leaf: Callable[[TorchValue], Hashable])
 
 
 def _gather(tree: TorchValue, found: list[TorchValue]) -> None:
-    if isinstance(tree, (list, tuple)):
+    kind = _kind_of(type(tree))
+    if kind is _SEQUENCE:
         for item in tree:
             _gather(item, found)
-    elif type(tree) in _LEAVES or isinstance(tree, Tensor):
-        found.append(tree)
-    elif isinstance(tree, Mapping):
+    elif kind is _MAPPING:
         for item in tree.values():
             _gather(item, found)
-    elif isinstance(tree, slice):
+    elif kind is _SLICE:
         _gather((tree.start, tree.stop, tree.step), found)
     else:
         found.append(tree)
 
 
 def _mapped(fn: Callable[[TorchValue], TorchValue], tree: TorchValue, every: bool) -> TorchValue:
-    if isinstance(tree, Tensor):
+    kind = _kind_of(type(tree))
+    if kind is _TENSOR:
         return fn(tree)
-    if isinstance(tree, (list, tuple)):
+    if kind is _SEQUENCE:
         return _rebuilt(tree, [_mapped(fn, v, every) for v in tree])
-    if type(tree) not in _LEAVES:
-        if isinstance(tree, Mapping):
-            return _rebuilt_mapping(tree, {k: _mapped(fn, v, every) for k, v in tree.items()})
-        if isinstance(tree, slice):
-            return slice(*[_mapped(fn, v, every) for v in (tree.start, tree.stop, tree.step)])
+    if kind is _MAPPING:
+        return _rebuilt_mapping(tree, {k: _mapped(fn, v, every) for k, v in tree.items()})
+    if kind is _SLICE:
+        return slice(*[_mapped(fn, v, every) for v in (tree.start, tree.stop, tree.step)])
     return fn(tree) if every else tree
 
 
