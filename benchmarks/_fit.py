@@ -15,10 +15,13 @@ from meshwright.search import predict
 
 from ._published import Run
 
+NARROW = frozenset({"fp8", "mxfp8", "nvfp4"})
 STEPS = (0.8, 0.9, 1.1, 1.25)
 OUTLIER = 0.25
 """Largest error that counts: most sources have one outlier."""
-NUMBERS = ("ramp", "emptiness", "ragged", "streamed", "grouped", "exchange", "expert", "wait", "biased")
+NUMBERS = ("ramp", "emptiness", "ragged", "streamed")
+OF_EXPERTS = ("grouped", "exchange", "expert", "wait", "biased")
+"""Numbers of all models, and those of models with experts."""
 TIMES = {"emptiness": 1.0, "ragged": 1.0, "streamed": 0.95}
 """Upper bounds of shares."""
 
@@ -65,14 +68,17 @@ def misfit(constants: Constants, runs: Sequence[Run]) -> float:
 def fitted(runs: Sequence[Run], start: Constants, rounds: int = 2) -> Constants:
     """Return the constants that fit best, found by coordinate descent from `start`."""
     best, least = start, misfit(start, runs)
-    moves = [*map(_number, NUMBERS), _host]
+    sparse = [run for run in runs if run.model.experts]
+    moves = [(move, runs) for move in (*map(_number, NUMBERS), _host)]
+    moves += [(_number(name), sparse) for name in OF_EXPERTS if sparse]
     devices = sorted({run.cluster.device.name for run in runs})
     for _ in range(rounds):
-        for move in moves:
-            best, least = _best_step(best, least, move, runs, runs)
+        for move, own in moves:
+            best, least = _best_step(best, least, move, runs, own)
         for name in devices:
             own = [run for run in runs if run.cluster.device.name == name]
-            for what in ("reach", "narrow", "attention"):
+            several = ("reach", "attention", *(["narrow"] if any(r.plan.precision in NARROW for r in own) else []))
+            for what in several:
                 best, least = _best_step(best, least, _of_device(what, name), runs, own)
     return best
 

@@ -85,8 +85,8 @@ KNOWN: Mapping[str, Known] = {
         Plan(dp=16, zero=1, batch=128, sequence=4096),
         "PyTorch FSDP, equal parts on unequal devices",
     ),
-    "Llama-3-70B, 8 x H200": Known(
-        LLAMA_70B, "8xH200",
+    "Llama-3-70B, 8 x B300": Known(
+        LLAMA_70B, "8xB300",
         Plan(dp=1, tp=8, batch=32, sequence=4096, sequence_parallel=True, recompute="full"),
         "Megatron-LM, the usual advice: tensor parallelism inside a node",
     ),

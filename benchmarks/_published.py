@@ -162,8 +162,9 @@ def model_of(m: Mapping[str, Any]) -> Transformer:
         latent = Latent(m.get("q_lora") or 0, m["kv_lora"], m["qk_nope"], m["qk_rope"], m["v_head"])
     if m.get("sliding_window"):
         window = Window(m["sliding_window"], m.get("sliding_every") or 1)
-    sizes = (m[k] for k in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"))
-    return Transformer(*sizes, m["gated_mlp"], m["tied_embeddings"], experts, latent, window)
+    sizes = {k: m[k] for k in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")}
+    gated, tied = m["gated_mlp"], m["tied_embeddings"]
+    return Transformer(**sizes, gated=gated, tied=tied, experts=experts, latent=latent, window=window)
 
 
 INTERLEAVES, LAYERS_OF_CHUNKS = "mlcommons/", 2

@@ -59,6 +59,7 @@ def case(known: Known) -> dict[str, Any]:
         "theirs": f"{price:.3g} s, {nbytes / 1e9:.1f} GB: {theirs}",
         "their source": known.source,
         "our time, relative": round(ours.seconds / price, 3),
+        "a simpler one": str(found.simpler) if found.simpler else None,
         "because": why(known.model, ours.plan, theirs, there, found, fits),
         "seconds of the search": round(seconds, 1),
         "broken": broken,

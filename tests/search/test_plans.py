@@ -281,3 +281,14 @@ def test_recommended_sizes_have_a_plan_with_the_fixed_fields() -> None:
     with pytest.raises(SearchError, match="use 7,680 or 8,192 ranks"):
         choose(LLAMA, cluster_of("H100"), 7919, 64, 4096, schedule="ZB-V")
     choose(LLAMA, cluster_of("H100"), 7680, 64, 4096, schedule="ZB-V", keep=1)
+
+
+def test_a_simpler_plan_is_named_if_it_is_nearly_as_fast() -> None:
+    """Eight replicas with ZeRO are nearly as fast as two stages of six chunks; alone, they have no simpler plan."""
+    found = choose(LLAMA, cluster_of("H100"), 8, 128, 8192)
+    simpler = found.simpler
+    assert found.best.plan.pp > 1
+    assert simpler is not None
+    assert (simpler.plan.dp, simpler.plan.pp, simpler.plan.chunks) == (8, 1, 1)
+    assert found.best.seconds < simpler.seconds <= 1.03 * found.best.seconds
+    assert choose(LLAMA, cluster_of("H100"), 8, 128, 8192, dp=8, zero=2, recompute="none").simpler is None

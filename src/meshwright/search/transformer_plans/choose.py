@@ -38,6 +38,10 @@ SHOWN_PARTS = 3
 KEPT = 8
 NEAR = 1.1
 """A schedule's best plan is simulated if its closed form takes at most so much longer than the best one."""
+ALIKE = 0.03
+"""Largest difference in time at which a simpler plan is worth a look: runs are predicted to about 5 %."""
+PLAIN = frozenset({"1F1B", "Interleaved 1F1B"})
+"""Schedules that most programs have."""
 SIMULATED = 2**17
 """Chunks times microbatches that a search simulates: counted, so that any machine finds the same plan."""
 
@@ -63,7 +67,8 @@ class PricedPlan:
 class PlanChoice:
     """The best plan, the next ones, and the number of plans that were considered.
 
-    `beyond` is the fastest plan that does not fit into memory, if it is faster than the best.
+    `beyond` is the fastest plan that does not fit into memory, if it is faster than the best. `simpler` is the simplest
+    plan that takes at most 3 % longer than the best, if it is simpler: predictions are no more exact than that.
     """
 
     best: PricedPlan
@@ -72,6 +77,7 @@ class PlanChoice:
     fitting: int
     seconds: float
     beyond: PricedPlan | None = None
+    simpler: PricedPlan | None = None
 
 
 def choose(
@@ -123,7 +129,8 @@ def choose(
     if not found:
         raise _no_plan_error(model, cluster, ranks, batch, sequence, memory_limit, smallest, given, software)
     beyond = _faster_plan_beyond(sorted(too_large, key=_sort_key)[:1], found[0], model, cluster, software)
-    return PlanChoice(found[0], tuple(found[1:keep]), considered, fitting, time.monotonic() - begin, beyond)
+    simpler, spent = _simpler_plan(found), time.monotonic() - begin
+    return PlanChoice(found[0], tuple(found[1:keep]), considered, fitting, spent, beyond, simpler)
 
 
 def _to_simulate(best: list[PricedPlan], others: list[PricedPlan], keep: int) -> list[PricedPlan]:
@@ -144,6 +151,19 @@ def _faster_plan_beyond(
     found = [p for p in too_large if p.seconds < best.seconds]
     found = _sorted_by_simulation(found, model, cluster, software)
     return next((p for p in found if p.seconds < best.seconds), None)
+
+
+def _simpler_plan(found: list[PricedPlan]) -> PricedPlan | None:
+    """Return the simplest of the plans that take nearly as long as the first, or None if that is the first."""
+    near = [p for p in found if p.seconds <= found[0].seconds * (1 + ALIKE)]
+    simplest = min(near, key=lambda p: (_complexity(p.plan), p.seconds))
+    return simplest if _complexity(simplest.plan) < _complexity(found[0].plan) else None
+
+
+def _complexity(plan: Plan) -> int:
+    """Return the number of techniques that a plan uses besides replicas."""
+    several = (plan.tp > 1, plan.pp > 1, plan.cp > 1, plan.ep > 1, plan.chunks > 1)
+    return sum(several) + (plan.schedule not in PLAIN) + (plan.recompute != "none") + (plan.zero > 1)
 
 
 def _sort_key(priced: PricedPlan) -> tuple[float, int, float]:

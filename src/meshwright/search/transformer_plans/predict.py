@@ -31,6 +31,8 @@ five clusters (arXiv 2208.11035). Ranges of five deviations are usual for a hund
 """
 NODE = 8
 """Ranks of the runs for which the rates of devices hold."""
+BACKWARD = 2 / 3
+"""Share of the backward pass in the time of a microbatch."""
 STEP = 5e-3
 """Seconds of work of the host per step, besides its work for layers."""
 
@@ -297,28 +299,19 @@ class StepTime:
         parts = self._over_replicas("reduce-scatter", self.software.reduced)
         summed = np.where(self.sums_whole, whole, parts)
         updated = np.where(self.plan.zero == 0, 0.0, self._over_replicas("all-gather", HALF))
-        beside = self._least_microbatch()
-        return self.reductions * self._exposed(summed, beside.backward) + self._exposed(updated, beside.forward)
+        each = self.pipeline() / microbatches(self.plan)
+        shown = self.reductions * self._exposed(summed, each * BACKWARD)
+        return shown + self._exposed(updated, each * (1 - BACKWARD))
 
     def _exposed(self, seconds: Numbers, beside: Numbers) -> Numbers:
         """Return the seconds of a collective over replicas that nothing hides.
 
-        Only the pass of one microbatch can hide it, on the rank of the pipeline with the fewest layers. With several
-        chunks on a rank, that pass takes as long as those of all ranks, because a chunk waits for other ranks.
+        Only the pass of one microbatch can hide it, its share of the running time. With several chunks on a rank, that
+        pass takes as long as those of all ranks, because a chunk waits for other ranks.
         """
         several = np.minimum(self.plan.pp, microbatches(self.plan))
         passes = np.where(np.asarray(self.plan.chunks) > 1, several, 1.0)
         return np.maximum(seconds * self.software.exposed, seconds - beside * passes)
-
-    def _least_microbatch(self) -> PassSeconds:
-        """Return the seconds of one microbatch through the layers of a rank, for the rank with the fewest."""
-        stages = self.stages()
-        ranks = [stages.of(own.dense, own.sparse, False, False) for own in different_ranks(self.model, self.plan)]
-        forward, backward = (
-            np.minimum.reduce([np.asarray(x) for x in each])
-            for each in ([rank.forward for rank in ranks], [rank.backward for rank in ranks])
-        )
-        return PassSeconds(forward, backward)
 
     def _microbatch(self) -> PassSeconds:
         """Return the seconds of one microbatch on a rank of the pipeline, on average."""
