@@ -77,7 +77,11 @@ def _reports(item: pytest.Item) -> list[Any]:
         return [_failure(item, config.stash[_failed_build])]
     if _child not in config.stash or not config.stash[_child].alive:
         config.stash[_child] = Child(config, sorted({str(i.path) for i in item.session.items if _uses_devices(i)}))
-    found = config.stash[_child].run(item.nodeid)
+    try:
+        found = config.stash[_child].run(item.nodeid)
+    except pytest.fail.Exception as error:  # the time limit
+        config.stash[_child].process.kill()
+        return [_failure(item, str(error))]
     if found is None:
         code = config.stash[_child].process.wait()
         return [_failure(item, f"the process of the test device ended with code {code}")]

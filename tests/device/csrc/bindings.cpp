@@ -27,10 +27,17 @@ py::dict access_dict(const Access& access) {
   return shown;
 }
 
-py::list take_reports() {
+// Take what has been recorded. A new object of Python may start a collection of garbage, which frees tensors and takes
+// the lock. So callers make objects when the lock is free again.
+template <typename T>
+T taken(T& recorded) {
   std::lock_guard guard(state_lock());
+  return std::exchange(recorded, T{});
+}
+
+py::list take_reports() {
   py::list shown;
-  for (const Report& report : reports()) {
+  for (const Report& report : taken(reports())) {
     py::dict each;
     each["block"] = report.block;
     each["size"] = report.bytes;
@@ -38,13 +45,14 @@ py::list take_reports() {
     each["second"] = access_dict(report.second);
     shown.append(each);
   }
-  reports().clear();
   return shown;
 }
 
 py::dict counters_dict() {
-  std::lock_guard guard(state_lock());
-  const Counters& now = counters();
+  const Counters now = [] {
+    std::lock_guard guard(state_lock());
+    return counters();
+  }();
   py::dict shown;
   shown["launches"] = now.launches;
   shown["allocations"] = now.allocations;
@@ -55,11 +63,9 @@ py::dict counters_dict() {
 }
 
 py::list take_timeline() {
-  std::lock_guard guard(state_lock());
   py::list shown;
-  for (const Timing& each : timeline())
+  for (const Timing& each : taken(timeline()))
     shown.append(py::make_tuple(each.name, int(each.stream->device), each.stream->id, each.start, each.end));
-  timeline().clear();
   return shown;
 }
 
