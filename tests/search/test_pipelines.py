@@ -377,7 +377,7 @@ def test_shardings_of_stages_take_the_least_memory_if_needed() -> None:
             forms.add(repr([found.cuts.of(i.value) for i in program.inputs if i.role == "parameter"]))
     assert len(forms) > 1
     # if the fastest shardings fit under a slower table, no smaller ones for a faster table are searched
-    assert [ratio for ratio in beside if ratio > 1.006] == [pytest.approx(1.0125, abs=0.001)]
+    assert [ratio for ratio in beside if ratio > 1.006] == [pytest.approx(1.014, abs=0.001)]
 
 
 def test_a_plan_that_needs_stages_and_sharded_weights_is_found() -> None:
