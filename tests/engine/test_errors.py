@@ -356,16 +356,19 @@ def test_bad_input_gives_an_error_of_four_parts(
     ]
 
 
-# Raised where a process or the command line is needed; tests/comm and tests/models have their cases.
+# Raised where a process or the command line is needed, or by packages above the engine and beside it.
 ELSEWHERE = {
     *(
+        "CalibrationError",
         "CommError",
         "DeadPeerError",
         "FolderInUseError",
+        "GenerationError",
         "LaunchError",
         "ModelError",
         "NewerFormatError",
         "NoAnswerError",
+        "QuantizeError",
         "ReadTimeoutError",
     ),
     "ReplicaError",
