@@ -134,7 +134,7 @@ def differentiates_by_a_transform(self: Any, x: Tensor) -> Tensor:
 
 
 def draws_from_a_distribution(self: Any, x: Tensor) -> Tensor:
-    return torch.distributions.Normal(x, x.exp()).rsample()
+    return torch.distributions.Normal(x, x.exp(), validate_args=True).rsample()  # torch.compile changes the default
 
 
 def takes_parts(self: Any, x: Tensor) -> Tensor:
