@@ -16,7 +16,7 @@ from ..torch_hooks import FakeTensor, Operator, faked, no_modes
 from .functionalization import functional
 
 _known: Cache[Hashable, bool] = Cache(4096)
-"""Whether the result fits, by operator and arguments. Optimizers repeat their calls for every parameter."""
+"""True if the result fits, by operator and arguments. Optimizers repeat their calls for every parameter."""
 
 
 def out_of_place_form(op: Operator, args: Sequence[TorchValue], kwargs: Mapping[str, TorchValue]) -> Operator | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.layout import TorchValue
 
 _LEAF, _TENSOR, _SEQUENCE, _MAPPING, _SLICE = range(5)
-"""What a value is in a tree. Members of an Enum would be slower to look up."""
+"""Kinds of values in a tree. Members of an Enum would be slower to look up."""
 
 
 @lru_cache(maxsize=4096)
