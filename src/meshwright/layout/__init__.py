@@ -6,6 +6,7 @@ from ._lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ._accelerator import (
+        accelerators_in_use,
         autocast_modes,
         can_pin_memory,
         device_types,
@@ -66,6 +67,7 @@ __all__ = [
     "Spec",
     "Strides",
     "TorchValue",
+    "accelerators_in_use",
     "autocast_modes",
     "axes_of",
     "can_pin_memory",

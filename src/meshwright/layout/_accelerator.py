@@ -29,7 +29,7 @@ def can_pin_memory() -> bool:
     """True if the accelerator can pin memory of the host, so that copies need no wait."""
     try:
         torch.empty(1, pin_memory=True)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):  # the kind depends on the device
         return False
     return True
 
@@ -56,7 +56,7 @@ def set_generator_state(state: Tensor, device: str | torch.device = CPU) -> None
 
 def generator_states() -> dict[str, Tensor]:
     """Return the states of the default generators by device: of the CPU, and of an accelerator that is initialized."""
-    return {device: generator_state(device) for device in (CPU, *_accelerators())}
+    return {device: generator_state(device) for device in (CPU, *accelerators_in_use())}
 
 
 def set_generator_states(states: Mapping[str, Tensor]) -> None:
@@ -65,7 +65,7 @@ def set_generator_states(states: Mapping[str, Tensor]) -> None:
         set_generator_state(state, device)
 
 
-def _accelerators() -> tuple[str, ...]:
+def accelerators_in_use() -> tuple[str, ...]:
     """Return the names of all devices of the accelerator; none before it is initialized."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not getattr(_module(accelerator.type), "is_initialized", _true)():

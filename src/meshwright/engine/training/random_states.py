@@ -24,8 +24,8 @@ from meshwright.layout import (
     Layout,
     ProcessMesh,
     Spec,
+    accelerators_in_use,
     generator_state,
-    generator_states,
     read_json,
     set_generator_state,
 )
@@ -112,11 +112,9 @@ def _written() -> bytes:
 
 
 def _accelerator() -> torch.device | None:
-    """Return the device of this rank, if it is in use and is no CPU."""
-    here = torch.accelerator.current_accelerator()
-    if here is None or len(generator_states()) == 1:
-        return None
-    return torch.device(here.type, torch.accelerator.current_device_index())
+    """Return the accelerator of this rank; None if it has none, or does not use it."""
+    found = accelerators_in_use()
+    return torch.device(found[torch.accelerator.current_device_index()]) if found else None
 
 
 def _set(states: JsonValue) -> None:

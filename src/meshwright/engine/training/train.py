@@ -448,7 +448,7 @@ def _largest(*numbers: float) -> list[float]:
 def _peak_memory(on: str) -> int:
     """Return the peak memory of this rank in bytes: of its device if that counts it, else of its process."""
     if on != "cpu":
-        with suppress(NotImplementedError, RuntimeError):
+        with suppress(NotImplementedError, RuntimeError):  # torch counts memory of some devices only
             return torch.accelerator.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
