@@ -1,4 +1,4 @@
-"""Files in the form of compressed-tensors give transformers the very same logits; skipped without the package."""
+"""Files in the form of compressed-tensors give transformers the very same logits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import meshwright as mw
 from meshwright.quantize import NumberFormat, Scheme
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 INT3 = Scheme(NumberFormat(3, strategy="group", group_size=32))

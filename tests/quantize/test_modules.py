@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,10 @@ from .models import MESHES, SCHEMES, batches, perceptron
 def test_hooks_stay() -> None:
     model = perceptron()
     seen: list[str] = []
-    note: Callable[..., None] = lambda *_: seen.append("before")  # noqa: E731
+
+    def note(*_: object) -> None:
+        seen.append("before")
+
     model[0].register_forward_pre_hook(note)  # pyright: ignore[reportIndexIssue]
     mw.quantize(model, "int8")(batches(1)[0])
     assert seen == ["before"]
