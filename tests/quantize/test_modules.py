@@ -85,6 +85,7 @@ def test_stored_tensors_are_sharded_like_the_weight() -> None:
 def test_torch_compiles_a_quantized_model_into_one_graph(scheme: str) -> None:
     model = mw.quantize(perceptron(), SCHEMES[scheme])
     x = batches(1)[0]
+    torch.compiler.reset()  # else the compilations of other tests count toward torch's limit
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
