@@ -19,7 +19,7 @@ NARROW = frozenset({"fp8", "mxfp8", "nvfp4"})
 STEPS = (0.8, 0.9, 1.1, 1.25)
 OUTLIER = 0.25
 """Largest error that counts: most sources have one outlier."""
-NUMBERS = ("ramp", "emptiness", "ragged", "streamed")
+NUMBERS = ("writes", "emptiness", "ragged", "streamed")
 OF_EXPERTS = ("grouped", "exchange", "expert", "wait", "biased")
 """Numbers of all models, and those of models with experts."""
 TIMES = {"emptiness": 1.0, "ragged": 1.0, "streamed": 0.95}

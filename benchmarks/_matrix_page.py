@@ -7,17 +7,22 @@ from typing import Any
 
 HEAD = """# Models that others wrote
 
-Models of `transformers` and `diffusers`, unmodified, with small sizes and random weights: three steps of AdamW on
-simulated ranks, beside the same steps on one device. A cell is right where every loss and every gradient is within
-1e-5 of one device's, or within four times what moving each weight by one rounding does there, where that is more.
+This page shows which models of `transformers` and `diffusers` train in which settings. The models are unmodified, with
+small sizes and random weights. Each cell runs three steps of AdamW on simulated ranks, and compares them with the same
+steps on one device. A cell is right if the relative difference of every loss and every gradient is at most 1e-5. Some
+models amplify roundings: if a change of each weight by one rounding changes the results of one device by d, a cell is
+also right up to 4 d.
+
 `python -m benchmarks.matrix --page docs/matrix.md` measures the table and writes this page; the cells took {seconds} s.
 
-"tp" cuts weights by one rule for all models, which knows nothing of them, "cp" batches along the sequence, "ep"
-weights of experts along their first dim; in "pp" layers are shared out to two stages; "auto" chooses by itself. e is
-eager mode, s a static program. "refused" is an error of four parts that says what to write instead, "bug" any other
-error, and "slow" a cell that took more than 150 s. An empty cell was not measured. Cells were measured one after the
-other while the code went on; `benchmarks/matrix.json` keeps them, and without that file `make matrix` measures all
-anew.
+* "tp" shards weights by one rule for all models. "cp" shards batches along the sequence. "ep" shards weights of experts
+  along their first dim. "pp" divides the layers over two stages. "auto" is the plan of the search.
+* e is eager mode, and s is a static program.
+* "refused" is an error of four parts that says what to write instead. "bug" is any other error. "slow" is a cell that
+  took more than 150 s. "–" is a setting that does not apply to the model. An empty cell was not measured.
+
+The cells were measured one after the other, with different versions of the code. `benchmarks/matrix.json` keeps them.
+Without that file, `make matrix` measures all cells again.
 
 """
 SHOWN = {"ok": "yes", "n/a": "–"}

@@ -168,7 +168,7 @@ def model_of(m: Mapping[str, Any]) -> Transformer:
 
 
 INTERLEAVES, LAYERS_OF_CHUNKS = "mlcommons/", 2
-"""Sources that run several chunks on each rank, with so many layers, in the rows that say so."""
+"""Beginning of the names of sources that run Interleaved 1F1B if a row does not say so, and the layers of a chunk."""
 AHEAD = {(SOURCE, "DeepSeek-V3"): 1, ("2412.19437", "DeepSeek-V3"): 1}
 """Source and model → tokens that are predicted ahead, which the rows do not say."""
 

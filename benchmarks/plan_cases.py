@@ -1,7 +1,7 @@
 """Plans: the best plan of the search beside recipes that others use, with both prices and the difference.
 
-A case is broken if the plan does not fit, or if the search passes over a faster plan that it could have returned: the
-known one. Plans that are candidates differ only because of their prices, so each difference has a reason in its parts.
+A case is broken if the best plan does not fit, or if the known plan fits and is faster by our prices. Both plans are
+priced in the same way, so the reason for a difference is in the parts of the prices.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from meshwright.search.plan_data.account import slower_parts
 from ._known_recipes import KNOWN, Known
 
 SLOWER = 1e-6
+"""Relative difference of two prices that counts as none."""
 
 
 def run(quick: bool = False) -> dict[str, Any]:

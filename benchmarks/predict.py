@@ -42,7 +42,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     found = [abs(errors[r.name]) for r in complete]
     experts = [r for r in rows if r.model.experts]
     known = [r for r in rows if r.is_complete or r.row["missing"] == UNKNOWN]
-    behind = [s for s, told in sources.items() if told["rows"] > 1 and told["mean"] > told["constant share"]]
+    behind = [s for s, told in sources.items() if told["mean"] > told["constant share"]]
     slopes = {s: round(slope, 4) for s, own in by_source(rows).items() if (slope := slope_of(own, errors)) is not None}
     steep = {s: slope for s, slope in slopes.items() if abs(slope) > SLOPE}
     told, unknown = _summary(experts, errors), _summary(known, errors)
@@ -59,6 +59,10 @@ def run(quick: bool = False) -> dict[str, Any]:
         "details": {
             "mean": round(mean(found), 4),
             "with experts": told,
+            "models with experts": {
+                name: _summary([r for r in experts if r.row["model"]["name"] == name], errors)
+                for name in sorted({r.row["model"]["name"] for r in experts})
+            },
             "complete, or of unknown recomputation": unknown,
             "change of the error per doubling of the devices": slopes,
             "behind the constant share": behind,

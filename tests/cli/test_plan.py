@@ -32,6 +32,16 @@ def test_a_plan_is_found_and_printed(config: str, capsys: pytest.CaptureFixture[
     assert "the next best:" in said
 
 
+def test_a_simpler_plan_is_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", config, "--cluster", "8xH100", "--batch", "128", "--sequence", "8192", "--given", "recompute=none"]
+    assert main(asked) == 0
+    assert "a simpler plan, nearly as fast:" in capsys.readouterr().out
+    assert main([*asked, "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["plan"]["pp"] > told["simpler"]["plan"]["pp"] == 1
+    assert told["seconds"] < told["simpler"]["seconds"] <= 1.03 * told["seconds"]
+
+
 def test_a_written_plan_has_the_same_prediction(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,7 +88,7 @@ def ideal() -> Cluster:
 
 @pytest.mark.parametrize("model", ["llama", "small"])
 def test_an_ideal_device_takes_the_time_of_the_matrix_products(model: str) -> None:
-    m, habits = MODELS[model], Habits(ramp=0.0, emptiness=0.0, launch=0.0, host=(0.0, 0.0), streamed=1.0)
+    m, habits = MODELS[model], Habits(writes=0.0, emptiness=0.0, launch=0.0, host=(0.0, 0.0), streamed=1.0)
     plan = Plan(batch=4, sequence=2048)
     products = 6 * (m.parameters - m.embedding_parameters) * plan.batch * plan.sequence
     scores = m.layers * 2 * plan.batch * plan.sequence**2 * m.heads * 2 * m.head_dim * 0.5

@@ -54,7 +54,7 @@ def test_all_rows_of_the_source_with_experts_have_a_recipe() -> None:
 
 
 def test_rows_with_experts_are_predicted_well() -> None:
-    """The mean error of rows with experts stays below 10 %; before the recipes, it was 19.5 %."""
+    """The mean error of rows with experts stays below 10 %."""
     from benchmarks._fit import Constants
     from benchmarks.predict import error
 

@@ -132,6 +132,12 @@ def test_graphs_take_the_time_of_the_host_away() -> None:
     assert seconds(replace(plan, ep=1), small) > told[0], "a rank with all experts starts more of them"
 
 
+def test_experts_that_are_recomputed_exchange_their_tokens_again() -> None:
+    plan, again = Plan(dp=8, ep=8, batch=64, recompute="selective"), Software(repeated=frozenset({"experts"}))
+    rows = [r for r in communications(SPARSE, plan, CLUSTER, again) if r.kind == "all-to-all"]
+    assert [r.where.rpartition(" ")[2] for r in rows] == ["forward", "backward", "recomputed"]
+
+
 @pytest.mark.parametrize("part", ["scores", "up-projections", "norms", "activation", "experts", "shared expert"])
 def test_a_repeated_part_takes_time_again(part: RepeatedPart) -> None:
     model = replace(SPARSE, experts=Experts(64, 6, 1408, 1408), latent=Latent(1536, 512, 128, 64, 128))

@@ -32,18 +32,18 @@ WHOLE = 64
 class Habits:
     """Constants of all devices, fitted to measured runs by `python -m benchmarks predict`, which reports the errors.
 
-    `ramp` is the time to write the results of a matmul, relative to that of their bytes: nothing hides it, so a product
-    with a short k reaches less of its rate. `emptiness` is the part of a half-empty wave that
-    is lost. `ragged` is the fraction of the rate that is left for sizes that are not multiples of 64. `streamed` is the
-    fraction of the memory bandwidth that an operator reaches. `launch` is the seconds to start an operator. `grouped`
-    is the slowdown of products of many small groups. `host` is the seconds that a host needs for a layer's forward and
-    backward pass. `exchange` is the seconds that it needs in each pass to send tokens to experts and back, and `expert`
-    those for each expert of a rank in a forward pass. `wait` is the seconds that ranks wait for each other in each of
-    these exchanges, unless graphs start them. `biased` is the bytes of memory traffic for each number to which experts
-    add a bias, forward and backward.
+    `writes` is the exposed time to write the results of a matmul, relative to the time of their bytes at the full
+    bandwidth of the memory. So a product with a short k reaches less of its rate. `emptiness` is the part of a
+    half-empty wave that is lost. `ragged` is the fraction of the rate that is left for sizes that are not multiples of
+    64. `streamed` is the fraction of the memory bandwidth that an operator reaches. `launch` is the seconds to start an
+    operator. `grouped` is the slowdown of products of many small groups. `host` is the seconds that a host needs for a
+    layer's forward and backward pass. `exchange` is the seconds that a host needs in each pass to send tokens to
+    experts and back. `expert` is the seconds that a host needs for each expert of a rank in a forward pass. `wait` is
+    the seconds that ranks wait for each other in each exchange, unless graphs start it. `biased` is the bytes of memory
+    traffic for each number to which experts add a bias, forward and backward.
     """
 
-    ramp: float = 1.0
+    writes: float = 1.0
     emptiness: float = 0.95
     ragged: float = 0.6
     streamed: float = 0.77
@@ -58,7 +58,7 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """Seconds of the operators that layers consist of, on a device that is `slower` than usual by this factor.
+    """Seconds of the operators that layers consist of, on a device whose operators take `slower` times as long.
 
     >>> from meshwright.cost import device_of
     >>> round(float(KernelTimes(device_of("A100")).matmul(4096, 4096, 4096)), 5)
@@ -75,7 +75,7 @@ class KernelTimes:
         """Return the seconds of `m k * k n -> m n`, with `groups` products in one launch."""
         rate = self.device.rate(dtype) / self.device.units
         ragged = np.where(((np.mod(n, WHOLE) == 0) & (np.mod(k, WHOLE) == 0)) | (groups > 1), 1.0, self.habits.ragged)
-        written = self.habits.ramp * self.device.rate(dtype) / self.device.bandwidth
+        written = self.habits.writes * self.device.rate(dtype) / self.device.bandwidth
         best: Numbers = np.inf
         for rows, columns, share in TILES:
             tiles = np.ceil(m / rows) * np.ceil(n / columns) * groups

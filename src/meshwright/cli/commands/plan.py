@@ -18,6 +18,7 @@ from meshwright.cost import Cluster, cluster
 from meshwright.layout import MeshwrightError
 from meshwright.search import (
     Plan,
+    PricedPlan,
     Transformer,
     choose,
     differences,
@@ -59,9 +60,9 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     if settings.out:
         write_text(settings.out, found.best.plan.text())
     if settings.json:
-        others = [{"plan": asdict(p.plan), "seconds": p.seconds, "bytes": p.nbytes} for p in found.next]
-        told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds, "next": others}
-        print_json({**best, **told})
+        told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds}
+        simpler = priced_plan_data(found.simpler) if found.simpler else None
+        print_json({**best, **told, "next": [priced_plan_data(p) for p in found.next], "simpler": simpler})
         return 0
     print_text(plan_costs_text(best))
     print_text(f"\nthe fastest of {found.fitting} plans that fit ({found.considered} considered); the next best:")
@@ -71,6 +72,11 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         times, changed = simpler.seconds / found.best.seconds, differences(found.best.plan, simpler.plan)
         print_text(f"\na simpler plan, nearly as fast:\n  {times:.3f} x  {changed}")
     return 0
+
+
+def priced_plan_data(priced: PricedPlan) -> dict[str, Any]:
+    """Return a plan of the search with its costs, for programs."""
+    return {"plan": asdict(priced.plan), "seconds": priced.seconds, "bytes": priced.nbytes}
 
 
 def predict_step(settings: argparse.Namespace, argv: list[str]) -> int:

@@ -39,7 +39,7 @@ KEPT = 8
 NEAR = 1.1
 """A schedule's best plan is simulated if its closed form takes at most so much longer than the best one."""
 ALIKE = 0.03
-"""Largest difference in time at which a simpler plan is worth a look: runs are predicted to about 5 %."""
+"""Largest relative difference in time at which a simpler plan is named. Predictions are no more exact than that."""
 PLAIN = frozenset({"1F1B", "Interleaved 1F1B"})
 """Schedules that most programs have."""
 SIMULATED = 2**17
@@ -68,7 +68,7 @@ class PlanChoice:
     """The best plan, the next ones, and the number of plans that were considered.
 
     `beyond` is the fastest plan that does not fit into memory, if it is faster than the best. `simpler` is the simplest
-    plan that takes at most 3 % longer than the best, if it is simpler: predictions are no more exact than that.
+    of the simulated plans that take at most 3 % longer than the best, if it is simpler than the best.
     """
 
     best: PricedPlan

@@ -46,6 +46,7 @@ class _PlanCommunication:
         ranks = rank_layers(model, plan.schedule, plan.pp, plan.chunks)
         dense, sparse = max(((own.dense, own.sparse) for own in ranks), key=sum)
         self.passes = ("forward", "backward", *(["recomputed"] if plan.recompute == "full" else []))
+        self.exchanges = (*self.passes, *(["recomputed"] if self.step.passes.repeats("experts") else []))
         self.layers, self.sparse = float(dense + sparse), float(sparse)
 
     def rows(self) -> Iterator[Communication]:
@@ -121,7 +122,7 @@ class _PlanCommunication:
     def _experts(self, x: ExpertTime) -> Iterator[Communication]:
         p, together = self.plan, min(self.plan.ep, self.cluster.per_node)
         nbytes, each = x.routed(), x.exchange()
-        for where in self.passes:
+        for where in self.exchanges:
             yield self._collective(
                 "all-to-all",
                 "tokens over ep",

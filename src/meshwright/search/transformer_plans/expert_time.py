@@ -97,9 +97,10 @@ class ExpertTime:
         return PassSeconds(*(seconds + BESIDE * (sent - seconds) for seconds in shown))
 
     def copies(self) -> tuple[Numbers, Numbers]:
-        """Return how often a token is sent to ranks, and how often to other nodes, its own node included.
+        """Return how often a token is sent to ranks, and how often to nodes; its own rank and its own node count.
 
-        Experts of a token are on random ranks. A program may send a token once to each rank, and once to each node.
+        The experts of a token are on random ranks. The token is sent once for each expert, or once to each rank and
+        once to each node that has some of these experts.
         """
         x, ep = self.experts, np.asarray(self.layers.plan.ep, dtype=float)
         nodes = np.maximum(ep / np.minimum(ep, self.layers.node), 1.0)

@@ -82,7 +82,7 @@ class LayerPass:
         second = "feed-forward" if experts is None else "router"
         share = (0.0 if "attention" in started else ATTENTION) + (0.0 if second in started else 1 - ATTENTION)
         slower = 1 + HOSTS * np.log2(self.plan.tp)
-        forward, backward = (habits.host[0] * share, habits.host[1] * share)
+        forward, backward = habits.host[0] * share, habits.host[1] * share
         if experts is None or "experts" in started:
             return forward * slower, backward * slower
         each = 0.0 if self.software.fused_experts else experts.own * habits.expert
@@ -116,6 +116,11 @@ class LayerPass:
                 return self._repeated(experts)
             case _:
                 return spent.forward - self._last_product(experts)
+
+    def repeats(self, part: RepeatedPart) -> bool:
+        """True if selective recomputation repeats this part of a layer."""
+        by_parts = self.plan.recompute == "selective" and self.software.selective is None
+        return by_parts and part in self.software.repeated
 
     def _last_product(self, experts: ExpertTime | None) -> Numbers:
         """Return the seconds of the product that recomputation leaves out, because nothing needs its result."""

@@ -20,7 +20,7 @@ from .schedule_facts import placement
 from .sizes import Transformer
 
 EMBEDDING = 1.0
-"""Layers that the embedding counts for, as in the recipes of Megatron and of the zero-bubble schedules."""
+"""Number of layers that the embedding counts as, as in the recipes of Megatron and of the zero-bubble schedules."""
 
 
 class RankLayers(NamedTuple):

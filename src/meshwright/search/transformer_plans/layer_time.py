@@ -21,7 +21,8 @@ from .software import Software
 BESIDE = 0.2
 """Slowdown of computation by communication that overlaps with it, as a fraction of the shorter of the two.
 
-A collective takes 16 to 24 of the 132 units of an H100, and a part of the bandwidth of memory.
+A collective takes units of the device from the computation, such as 20 of the 132 of an H800 (arXiv 2412.19437), and
+a part of the bandwidth of the memory.
 """
 HALF = 2
 """Bytes of one number of the activations."""

@@ -10,7 +10,7 @@ from .candidates import candidates, context_sizes, divisors, tensor_sizes
 from .sizes import Transformer
 
 TRIED = 4
-"""Most sizes below and above that are tried, for fixed fields that not every size has a plan with."""
+"""Largest number of sizes that are tried below and above. Not every size has a plan with the fixed fields."""
 
 
 class NearestSizes(NamedTuple):

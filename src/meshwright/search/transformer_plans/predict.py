@@ -141,7 +141,7 @@ class StepTime:
     def prediction(self) -> Prediction:
         """Return the seconds of the step, and its parts."""
         sharded = self.plan.zero == 3
-        running = np.where(sharded, self.gathering(), self.pipeline())
+        running = np.where(sharded, self.gathering(), self.pipeline)
         parts: dict[str, Numbers] = {
             "microbatches": running,
             "gradients": np.where(sharded, 0.0, self.synchronised()),
@@ -179,15 +179,16 @@ class StepTime:
 
     # --- a step
 
+    @cached_property
     def pipeline(self) -> Numbers:
-        """Return the seconds of all microbatches through all stages."""
+        """Seconds of all microbatches through all stages."""
         p, m, s, model = self.plan.pp, microbatches(self.plan), self.stages(), self.model
         whole = s.of(*model.layer_counts, True, True)
         ranks = [s.of(*own[1:]) for own in different_ranks(model, self.plan)]
-        inner = self._microbatch()
         if facts_of(self.plan.schedule).filling == FLUSH:
             running = self._longest(ranks) + (whole.forward + whole.backward) / p * (p - 1) / self.plan.chunks
         else:
+            inner = s.of(*model.layer_counts, False, False) * (1 / np.asarray(p))
             running = self._with_late_weights(ranks, inner)
         sent = 2 * s.message * (p - 1) + 2 * self.plan.chunks * m * s.message * self.software.messages
         return np.where(np.asarray(p) > 1, running + sent, m * (whole.forward + whole.backward))
@@ -299,23 +300,19 @@ class StepTime:
         parts = self._over_replicas("reduce-scatter", self.software.reduced)
         summed = np.where(self.sums_whole, whole, parts)
         updated = np.where(self.plan.zero == 0, 0.0, self._over_replicas("all-gather", HALF))
-        each = self.pipeline() / microbatches(self.plan)
+        each = self.pipeline / microbatches(self.plan)
         shown = self.reductions * self._exposed(summed, each * BACKWARD)
         return shown + self._exposed(updated, each * (1 - BACKWARD))
 
     def _exposed(self, seconds: Numbers, beside: Numbers) -> Numbers:
         """Return the seconds of a collective over replicas that nothing hides.
 
-        Only the pass of one microbatch can hide it, its share of the running time. With several chunks on a rank, that
+        Only the pass of one microbatch can hide it, which takes `beside` seconds. With several chunks on a rank, the
         pass takes as long as those of all ranks, because a chunk waits for other ranks.
         """
         several = np.minimum(self.plan.pp, microbatches(self.plan))
         passes = np.where(np.asarray(self.plan.chunks) > 1, several, 1.0)
         return np.maximum(seconds * self.software.exposed, seconds - beside * passes)
-
-    def _microbatch(self) -> PassSeconds:
-        """Return the seconds of one microbatch on a rank of the pipeline, on average."""
-        return self.stages().of(*self.model.layer_counts, False, False) * (1 / np.asarray(self.plan.pp))
 
     @property
     def reductions(self) -> Numbers:

@@ -13,8 +13,6 @@ LayerPart = Literal["attention", "feed-forward", "router", "experts"]
 """Parts of a layer that a host starts one after the other."""
 RepeatedPart = Literal["scores", "up-projections", "norms", "activation", "feed-forward", "experts", "shared expert"]
 """Parts of a layer's forward pass that selective recomputation may repeat."""
-GRAPHS_OF_LAYERS: frozenset[LayerPart] = frozenset(("attention", "feed-forward", "router", "experts"))
-"""Parts that device graphs of whole layers start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class Software:
     beside_shared: bool = False
     """True if the shared expert computes while tokens travel."""
     fused_experts: bool = False
-    """True if the products of all experts are one kernel, which also has their activation and casts."""
+    """True if the products of all experts are one kernel, which also computes their activation and casts."""
     gated_gradient: float = 1.0
     """Slowdown of the fused kernel that computes the gradients before the last linear map of experts."""
     narrow_head: bool = False
