@@ -6,7 +6,7 @@ tree, so the numbers do not depend on the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import sqrt
 
 import torch
@@ -70,12 +70,11 @@ class Calibration:
         if chain is None:
             return False
         calls = self.ranks.agreed(lambda: {i: self._blocks(chain, outside, call) for i, call in mine.items()})
-        given = {i: calls[i][0] for i in mine}
+        given = {i: blocks_of_call[0] for i, blocks_of_call in calls.items()}
         for at, name in enumerate(names):
             state = state if at == 0 else whole_state(blocks[at])
             outputs = self._run_stage(name, given, state, {n: n[len(name) + 1 :] for n in inside(name, self.layers)})
-            following = {i: calls[i][at + 1] for i in mine} if at + 1 < len(names) else given
-            given = {i: chain.with_output(outputs[i], following[i]) for i in mine}
+            given = _calls_after(chain, at, calls, outputs)
         self._run_rest(chain, outside, mine, given)
         return True
 
@@ -130,11 +129,15 @@ class Calibration:
         self.plain = {}
         self.input_scales = self._input_scales(layers, seen) if has_input_scale(self.scheme) else {}
         weights = {name: state[_weight_of(inner)] for name, inner in layers.items()}
-        if self.scheme.method != "gptq":
-            for name, weight in weights.items():
-                scale, zero = scales_of(weight, self.scheme.weights)
-                self._put(name, to_codes(weight, scale, zero, self.scheme.weights), scale, zero)
+        if self.scheme.method == "gptq":
+            self._choose_by_hessians(layers, weights, seen)
             return
+        for name, weight in weights.items():
+            scale, zero = scales_of(weight, self.scheme.weights)
+            self._put(name, to_codes(weight, scale, zero, self.scheme.weights), scale, zero)
+
+    def _choose_by_hessians(self, layers: Mapping[str, str], weights: Mapping[str, Tensor], seen: Observed) -> None:
+        """Choose the numbers of weights by GPTQ: a rank factors the Hessian of a group, and all ranks round rows."""
         groups = self._groups(layers, seen)
         owners = self.ranks.owners([float(self._features(group)) ** 3 for group in groups])
         totals = [self._total(seen, group, owner) for group, owner in zip(groups, owners, strict=True)]
@@ -198,13 +201,9 @@ class Calibration:
             if group not in producers or factors is None:
                 continue
             norm = producers[group]
-            changed = {
-                f"{norm}.{key}": state[f"{norm}.{key}"] for key in ("weight", "bias") if f"{norm}.{key}" in state
-            }
-            changed = {key: (x.float() / factors).to(x.dtype) for key, x in changed.items()}
-            weights = {_weight_of(layers[name]): state[_weight_of(layers[name])] for name in group}
-            scaled = {key: (w.float() * factors).to(w.dtype) for key, w in weights.items()}
-            trial = {**state, **changed, **scaled}
+            changed = _scaled(state, [f"{norm}.weight", f"{norm}.bias"], torch.div, factors)
+            weights = [_weight_of(layers[name]) for name in group]
+            trial = {**state, **changed, **_scaled(state, weights, torch.mul, factors)}
             if self._is_same(module, trial, calls, seen):
                 state = trial
                 prefix = f"{stage}." if stage else ""
@@ -288,6 +287,20 @@ class Calibration:
         every = sorted(tuple(told) for rank in self.ranks.gathered(norms) for told in rank)
         whole_norm = sum(norm for _, norm, _ in every)
         return sqrt(sum(error for _, _, error in every) / whole_norm) if whole_norm else 0.0
+
+
+def _calls_after(
+    chain: Chain, at: int, calls: Mapping[int, Sequence[Call]], outputs: Mapping[int, TorchValue]
+) -> Calls:
+    """Return the calls of the block after the one at `at`, with the outputs of that one; of the last block, its own."""
+    return {i: chain.with_output(outputs[i], each[min(at + 1, len(each) - 1)]) for i, each in calls.items()}
+
+
+def _scaled(
+    state: Mapping[str, Tensor], names: Iterable[str], scale: Callable[[Tensor, Tensor], Tensor], factors: Tensor
+) -> dict[str, Tensor]:
+    """Return those of these tensors that there are, multiplied or divided by factors in float32."""
+    return {name: scale(state[name].float(), factors).to(state[name].dtype) for name in names if name in state}
 
 
 def _rows_of(scale: Tensor, rows: slice, weight: Tensor) -> Tensor:

@@ -34,22 +34,26 @@ def config_of(model: nn.Module) -> dict[str, Any]:
             "the form describes quantized layers",
             "call mw.quantize(model, ...) first, or mw.save_state_dict(model.state_dict(), path)",
         )
-    groups: dict[Scheme, list[str]] = {}
-    for name, layer in layers.items():
-        _check_known(name, layer.scheme)
-        groups.setdefault(_numbers_of(layer.scheme), []).append(name)
+    groups = _names_by_numbers(layers)
     forms = {stored_form(scheme) for scheme in groups}
+    targets = {scheme: ["Linear"] for scheme in groups} if len(groups) == 1 else groups
     return {
         "quant_method": METHOD,
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {
-            f"group_{i}": _group_json(scheme, ["Linear"] if len(groups) == 1 else names)
-            for i, (scheme, names) in enumerate(groups.items())
-        },
+        "config_groups": {f"group_{i}": _group_json(*group) for i, group in enumerate(targets.items())},
         "ignore": [name for name, module in model.named_modules() if is_linear(module)],
         "kv_cache_scheme": None,
     }
+
+
+def _names_by_numbers(layers: Mapping[str, QuantizedLinear]) -> dict[Scheme, list[str]]:
+    """Return the names of the layers for each scheme without its method, if compressed-tensors knows them all."""
+    groups: dict[Scheme, list[str]] = {}
+    for name, layer in layers.items():
+        _check_known(name, layer.scheme)
+        groups.setdefault(_numbers_of(layer.scheme), []).append(name)
+    return groups
 
 
 def _check_known(name: str, scheme: Scheme) -> None:

@@ -78,17 +78,9 @@ def called(call: Callable[..., TorchValue], args: Sequence[TorchValue]) -> Torch
             _without_numbers(error),
         ) from error
     except RuntimeError as error:
-        found = next((text for text in _WITHOUT_MEMORY if text in str(error)), None)
-        if found is None:
+        if not any(text in str(error) for text in _WITHOUT_MEMORY):
             raise
-        if any(name in str(error) for name in _OF_TRANSFORM):
-            raise _error_at(error, "a call inside a transform of torch.func", *_IN_TRANSFORM) from error
-        raise _error_at(
-            error,
-            str(error).split("\n")[0],
-            "while a model is captured, tensors have no memory to copy or share",
-            "use x.clone() instead of copy.copy, copy.deepcopy and set_, and use dense tensors",
-        ) from error
+        raise _error_without_memory(error) from error
     except AttributeError as error:
         if not isinstance(error.obj, FakeTensor) or not hasattr(DistTensor, error.name or ""):
             raise
@@ -98,6 +90,18 @@ def called(call: Callable[..., TorchValue], args: Sequence[TorchValue]) -> Torch
             "a model is captured as for one device; layouts are decided later",
             "use mw.reshard(x, mesh, placements) to set a layout, and mw.local_map for a function of local parts",
         ) from error
+
+
+def _error_without_memory(error: RuntimeError) -> CaptureError:
+    """Return the error for a call that needs the memory of a fake tensor."""
+    if any(name in str(error) for name in _OF_TRANSFORM):
+        return _error_at(error, "a call inside a transform of torch.func", *_IN_TRANSFORM)
+    return _error_at(
+        error,
+        str(error).split("\n")[0],
+        "while a model is captured, tensors have no memory to copy or share",
+        "use x.clone() instead of copy.copy, copy.deepcopy and set_, and use dense tensors",
+    )
 
 
 def _without_numbers(error: Exception) -> str:

@@ -214,19 +214,22 @@ def _check_parameters_written(recorder: Recorder, fake: _FakeStep) -> None:
 
     A stage of a pipeline may have none of the optimizer's parameters.
     """
-    groups = [x for group in fake.twin.param_groups for x in group["params"]]
-    updated = {name for name, p in fake.parameters.items() if any(p is x for x in groups)}
-    rank, inputs = recorder.communicator.rank, recorder.recording.inputs
-    written = dict(recorder.recording.written())
-    gradients = [x for x in inputs if x.role == "gradient" and x.name in updated]
-    has_gradients = any(x.spec is None or rank in x.spec.mesh for x in gradients)
-    if has_gradients and not any(x.role == "parameter" and x.value in written for x in inputs):
+    inputs, written = recorder.recording.inputs, dict(recorder.recording.written())
+    if _has_gradients(recorder, fake) and not any(x.role == "parameter" and x.value in written for x in inputs):
         raise CaptureError(
             "recording the optimizer's step",
             "a step that writes to no parameter",
             "the step must update the parameters of the optimizer",
             "write a step that updates the parameters in self.param_groups",
         )
+
+
+def _has_gradients(recorder: Recorder, fake: _FakeStep) -> bool:
+    """True if this rank has a part of a gradient that the optimizer reads."""
+    updated = {id(x) for group in fake.twin.param_groups for x in group["params"]}
+    names = {name for name, p in fake.parameters.items() if id(p) in updated}
+    gradients = [x for x in recorder.recording.inputs if x.role == "gradient" and x.name in names]
+    return any(x.spec is None or recorder.communicator.rank in x.spec.mesh for x in gradients)
 
 
 def _check_path(recorder: Recorder) -> None:

@@ -222,15 +222,18 @@ def _add_choice(picked: _ChoicesSoFar, choice: Choice, here: _AxisProblem) -> No
     for i, gives in enumerate(choice.outs):
         if isinstance(gives, str):
             picked.outs[i].append((axis, gives))
-    deciding = [here.specs[i] for i in here.call.mutated] or here.specs
-    if any(need != REPLICATED for need in choice.ins) or _all_vary(axis, deciding):
+    if _varies(choice, here):
         picked.varies.append(axis)
     if choice.invariant:
         picked.invariant.append(axis)
 
 
-def _all_vary(axis: str, specs: Sequence[Spec | None]) -> bool:
-    return all(axis in s.layout.varying for s in specs if s is not None)
+def _varies(choice: Choice, here: _AxisProblem) -> bool:
+    """True if the results of ranks along the axis may differ by rounding."""
+    if any(need != REPLICATED for need in choice.ins):
+        return True
+    deciding = [here.specs[i] for i in here.call.mutated] or here.specs
+    return all(here.axis in s.layout.varying for s in deciding if s is not None)
 
 
 def _decision(
