@@ -15,6 +15,7 @@ from meshwright.tensor import JointGather, can_gather_jointly, gathered_axes, in
 
 from .gather_order import GatheredUnit, GatherOrder
 from .regather import forget_gathered, remember_gathered
+from .swapped_parameters import SwappedParameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,7 @@ class ParameterUnit:
         self._slots = by_parameter(slots)
         self._parts: list[Tensor] = []
         self._gathers: list[JointGather] = []
-        self._swapped: list[tuple[Slot, Tensor]] = []
+        self._swapped: list[SwappedParameter] = []
         self._addresses: list[int] = []
         self._entered: list[bool] = []
         self._left: set[nn.Module] = set()
@@ -88,16 +89,16 @@ class ParameterUnit:
                 became[id(part)] = whole
                 noted.append((whole, partial(self._again, gather, at)))
         self._addresses = remember_gathered(noted)
-        for places in self._slots:
-            for slot in places:
-                part = slot.get()
-                if id(part) in became:
-                    self._swapped.append((slot, part))
-                    slot.module._parameters[slot.name] = became[id(part)]  # pyright: ignore[reportArgumentType]
+        self._swapped = [
+            SwappedParameter.swap(slot.module, slot.name, became[id(slot.get())])
+            for places in self._slots
+            for slot in places
+            if id(slot.get()) in became
+        ]
 
     def close(self) -> None:
-        for slot, part in self._swapped:
-            slot.module._parameters[slot.name] = part  # pyright: ignore[reportArgumentType]
+        for each in self._swapped:
+            each.put_back()
         if self._swapped:
             self._swapped = []
             forget_gathered(self._addresses)

@@ -59,14 +59,16 @@ class JointGather:
         return self._memory
 
     def gathered(self) -> list[DistTensor]:
-        """Return the whole tensors for one run of their modules; differentiable."""
+        """Return the whole tensors for one run of their modules.
+
+        In every mode of autograd they are as parameters are: differentiable, and no tensors of inference mode.
+        """
         memory = self.memory()
-        with no_interception(), collectives_of_call(_CALL, self.parts):
-            if torch.is_grad_enabled() and any(map(wants_grad, self.parts)):
-                local: Sequence[Tensor] = _gather(self, *self.parts)
-            else:
-                local = list(map(on_same_memory, memory))
-        found = [as_part(x, spec) for x, spec in zip(local, self.wholes, strict=True)]
+        numbered = collectives_of_call(_CALL, self.parts)
+        with no_interception(), numbered, torch.inference_mode(False), torch.enable_grad():
+            is_graded = any(map(wants_grad, self.parts))
+            local = _gather(self, *self.parts) if is_graded else map(on_same_memory, memory)
+            found = [as_part(x, spec) for x, spec in zip(local, self.wholes, strict=True)]
         for part, whole in zip(self.parts, found, strict=True):
             pass_number(part, whole)
         return found
