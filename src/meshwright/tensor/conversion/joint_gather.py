@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.comm import PendingConversion, current_communicator
+from meshwright.comm import PendingConversion, call_purpose, current_communicator
 from meshwright.layout import Spec, TorchValue
 
 from ..core.absent_tensor import Absent
@@ -112,8 +112,9 @@ class JointGather:
             [dense_gradient(grad) for grad in grads if grad is not None],
         )
         out: list[Tensor | None] = [None] * len(grads)
-        for at, part in zip(present, terms.reduce(), strict=True):
-            out[at] = part
+        with collectives_of_call("the gradients of parameters", terms.leaves, [call_purpose.what[0]]):
+            for at, part in zip(present, terms.reduce(), strict=True):
+                out[at] = part
         return out
 
 
