@@ -39,8 +39,11 @@ def test_tied_and_ignored_layers_stay() -> None:
     assert [name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)] == ["inner"]
 
 
-def test_a_single_layer_is_returned() -> None:
-    assert isinstance(mw.quantize(nn.Linear(8, 8), "int8"), QuantizedLinear)
+def test_a_single_layer_stays_the_same_module() -> None:
+    layer: Any = nn.Linear(8, 8)
+    assert mw.quantize(layer, "int8") is layer
+    assert isinstance(layer, QuantizedLinear)
+    assert "weight" not in dict(layer.named_parameters())
 
 
 def test_patterns_choose_layers() -> None:

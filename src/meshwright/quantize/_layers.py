@@ -1,4 +1,4 @@
-"""The layers of a model that a scheme quantizes, and their replacement by quantized ones."""
+"""The layers of a model that a scheme quantizes, and their conversion into quantized ones."""
 
 from __future__ import annotations
 
@@ -134,22 +134,15 @@ def _check_groups(layers: Layers, scheme: Scheme) -> None:
         )
 
 
-def replace_layers(model: nn.Module, new: Mapping[str, QuantizedLinear]) -> nn.Module:
-    """Put the new layers in the place of those with the same names; return the model, or the new layer in its place.
+def convert_layers(model: nn.Module, new: Mapping[str, QuantizedLinear]) -> nn.Module:
+    """Turn the layers into the new ones with the same names, and return the model.
 
-    A layer that several modules hold is replaced in all of them, and its hooks stay.
+    The modules stay the same objects with the same hooks. So all modules and hooks that know a layer know the new one.
     """
-    successors = {id(model.get_submodule(name)): layer for name, layer in new.items()}
     for name, layer in new.items():
-        _take_hooks(model.get_submodule(name), layer)
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None and id(child) in successors:
-                module._modules[name] = successors[id(child)]
-    return successors.get(id(model), model)
-
-
-def _take_hooks(old: nn.Module, new: nn.Module) -> None:
-    new.training = old.training
-    for table in _HOOK_TABLES:
-        setattr(new, table, getattr(old, table))
+        module = model.get_submodule(name)
+        stays = {key: vars(module)[key] for key in ("training", *_HOOK_TABLES)}
+        vars(module).clear()
+        vars(module).update({**vars(layer), **stays})
+        module.__class__ = type(layer)
+    return model

@@ -18,6 +18,7 @@ from meshwright.layout import Spec, TorchValue
 
 from ..core.absent_tensor import Absent
 from ..core.call_sites import is_backward, keep_call_site
+from ..core.capture_marks import in_capture
 from ..core.computation_numbers import collectives_of_call, collectives_of_gradient, keep_number, pass_number
 from ..core.dist_tensor import DistTensor, as_part, is_leaf, wants_grad
 from ..core.write_counts import writes_to
@@ -158,8 +159,8 @@ class _Sums:
 
 
 def can_gather_jointly(parts: Sequence[Tensor]) -> bool:
-    """True if these are leaves that are distributed, and no transform or trace sees their gather."""
-    if transforming() or jit_tracing() or forward_mode():
+    """True if these are leaves that are distributed, and no capture, transform or trace sees their gather."""
+    if in_capture() or transforming() or jit_tracing() or forward_mode():
         return False
     with no_interception():
         return all(type(part) in (DistTensor, Absent) and is_leaf(part) for part in parts)
