@@ -28,7 +28,7 @@ def units_of(
 ) -> list[ParameterUnit]:
     """Return the units of the parameters at these places of a model; the unit of the rest comes first.
 
-    A parameter of several units belongs to the rest.
+    A module belongs to the innermost unit around it. A parameter that modules of several units use belongs to the rest.
 
     Raises:
         StrategyError: a pattern matches no module.
@@ -42,7 +42,7 @@ def units_of(
         unit, *others = set[_Modules | None]().union(*(units_of_module[place.module] for place in places))
         target = rest if others or unit is None else found[unit]
         target += places
-    is_small = _bytes(rest) <= max(_BUCKET_BYTES, *map(_bytes, found.values()), 0)
+    is_small = _bytes(rest) <= max([_BUCKET_BYTES, *map(_bytes, found.values())])
     groups = {(model,): rest} if is_small else _by_module(rest)
     return [ParameterUnit(modules, own, order) for modules, own in (*groups.items(), *found.items()) if own]
 
@@ -53,7 +53,7 @@ def _add_units(
     chosen: Mapping[nn.Module, _Modules],
     found: dict[nn.Module, set[_Modules | None]],
 ) -> None:
-    """Add the innermost units that contain a module and its parts: several if it has several places in the model."""
+    """Add the innermost unit around a module, and those of its parts; a module in several places may have several."""
     unit = chosen.get(module, around)
     known = found.setdefault(module, set())
     if unit not in known:
