@@ -17,10 +17,8 @@ from ._scheme import Scheme
 Layers = dict[str, nn.Linear]
 """Name → layer, in the order of the model."""
 
-_HOOK_TABLES = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+_CONTENTS = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
+"""The attributes of every module that hold its tensors and its modules; the others are its hooks and its mode."""
 
 
 def layers_of(model: nn.Module, scheme: Scheme) -> Layers:
@@ -141,7 +139,7 @@ def convert_layers(model: nn.Module, new: Mapping[str, QuantizedLinear]) -> nn.M
     """
     for name, layer in new.items():
         module = model.get_submodule(name)
-        stays = {key: vars(module)[key] for key in ("training", *_HOOK_TABLES)}
+        stays = {key: vars(module)[key] for key in vars(nn.Module()).keys() - _CONTENTS}
         vars(module).clear()
         vars(module).update({**vars(layer), **stays})
         module.__class__ = type(layer)
