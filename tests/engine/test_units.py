@@ -57,6 +57,12 @@ def chain(blocks: int) -> nn.Module:
     return nn.Sequential(*[Block() for _ in range(blocks)])
 
 
+def sharing_blocks() -> nn.Module:
+    net: Any = Net(3)
+    net.blocks[2].up = net.blocks[0].up
+    return net
+
+
 def shard(model: nn.Module, ranks: int, units: Any = None) -> torch.optim.Optimizer:
     """Shard the model by ZeRO-3 over all ranks, and return its optimizer."""
     mw.shard_layer(model, mw.ProcessMesh(list(range(ranks)), ["dp"]))
@@ -102,6 +108,7 @@ def calls_of_steps(make: Callable[[], nn.Module], units: Any = None, steps: int 
         pytest.param(lambda: Net(3), ["blocks.*", "last"], (9, 5), id="named units"),
         pytest.param(lambda: Net(4), [("blocks.0", "blocks.1"), ("blocks.[23]",)], (5, 3), id="groups of modules"),
         pytest.param(lambda: Net(3), ["blocks.*", "first", "last"], (8, 5), id="a unit that no gradient needs"),
+        pytest.param(sharing_blocks, None, (7, 4), id="a module of two blocks"),
     ],
 )
 def test_a_step_gathers_each_unit_twice_and_the_last_one_once(
@@ -395,6 +402,62 @@ def of_a_copy(net: Any, x: Tensor) -> Sequence[Tensor]:
     return [p.grad for p in copy.parameters()]
 
 
+def switch_gradients_on(net: Any) -> None:
+    own = net.last.forward
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return own(x)
+
+    net.last.forward = forward
+
+
+def without_grad_outside(net: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        y = net(x)
+    y.square().mean().backward()
+
+
+def switch_gradients_off(net: Any) -> None:
+    own = net.first.forward
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return own(x)
+
+    net.first.forward = forward
+
+
+def write_while_running(net: Any) -> None:
+    """Two layers shrink their weights before each use; one does so by `.data`, as codebooks do."""
+
+    def shrink(up: nn.Linear, _: object) -> None:
+        up.weight.data.mul_(0.9)
+
+    def shrink_openly(last: nn.Linear, _: object) -> None:
+        with torch.no_grad():
+            last.weight.mul_(0.9)
+
+    net.blocks[1].up.register_forward_pre_hook(shrink)
+    net.last.register_forward_pre_hook(shrink_openly)
+
+
+def written_in_all_modes(net: Any, x: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        found = [net(x), net.blocks[1](x), net.last(x)]
+    with torch.inference_mode():
+        found.append(net(x).clone())
+    plain(net, x)
+    return found
+
+
+def assign_while_running(net: Any) -> None:
+    def halve(up: Any, _: object) -> None:
+        up.weight = nn.Parameter(up.weight.detach() / 2)
+
+    net.blocks[1].up.register_forward_pre_hook(halve)
+
+
 CASES = {
     "plain": Case(plain),
     "dp x tp": Case(plain, mesh="dp x tp"),
@@ -425,10 +488,15 @@ CASES = {
     "a copy of the model": Case(of_a_copy),
     "a block that does not reach the loss": Case(half_seen),
     "other tensors for the parameters": Case(functional),
+    "gradients switched on inside": Case(without_grad_outside, switch_gradients_on),
+    "gradients switched off inside": Case(plain, switch_gradients_off),
+    "writes while a module runs": Case(plain, write_while_running),
+    "writes in all modes": Case(written_in_all_modes, write_while_running),
+    "a parameter assigned while its module runs": Case(plain, assign_while_running),
 }
 
 
-def results(case: Case, ranks: int, units: Any = None) -> list[Any]:
+def results(case: Case, ranks: int, units: Any = None, stage: int = 3) -> list[Any]:
     """Return what two steps of a case give, on one device or on each of some ranks."""
     net: Any = Net()
     case.prepare(net)
@@ -437,7 +505,8 @@ def results(case: Case, ranks: int, units: Any = None) -> list[Any]:
         mw.shard_layer(net, mesh, shard_columns)
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     if mesh is not None:
-        mw.shard_optimizer(optimizer, mw.ShardingStage3("dp", net, 1, units))
+        stage_2, stage_3 = mw.ShardingStage2("dp", net, 1), mw.ShardingStage3("dp", net, 1, units)
+        mw.shard_optimizer(optimizer, stage_3 if stage == 3 else stage_2)
     found: list[Any] = []
     for step in range(2):
         x = rows(step)
@@ -476,10 +545,22 @@ def test_numbers_are_those_of_one_device(name: str) -> None:
 @pytest.mark.parametrize(
     "units", [[], ["blocks.*.up"], ["*", "*.*", "*.*.*"], [("first", "blocks.0"), ("blocks.2", "last")]]
 )
-@pytest.mark.parametrize("name", ["plain", "checkpointed blocks", "a block in three places", "hooks"])
+@pytest.mark.parametrize(
+    "name", ["plain", "checkpointed blocks", "a block in three places", "hooks", "gradients switched off inside"]
+)
 def test_numbers_do_not_depend_on_the_units(name: str, units: Any) -> None:
     expected = results(CASES[name], 0)
     for found in mw.simulate(lambda: results(CASES[name], 2, units), 2):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gradients switched on inside", "writes in all modes", "a parameter assigned while its module runs"],
+)
+def test_stage_2_has_the_numbers_of_one_device(name: str) -> None:
+    expected = results(CASES[name], 0)
+    for found in mw.simulate(lambda: results(CASES[name], 2, stage=2), 2):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
@@ -490,12 +571,15 @@ def test_ranks_without_a_part() -> None:
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
 
 
-def test_a_unit_that_no_module_has_is_refused() -> None:
-    def go() -> None:
-        shard(Net(), 1, ["block.*"])
+def parallelize(model: nn.Module, ranks: int, units: Any) -> None:
+    config = mw.Parallelism(zero=3, units=units)
+    mw.parallelize(model, torch.optim.SGD(model.parameters()), mw.ProcessMesh(list(range(ranks)), ["dp"]), config)
 
+
+@pytest.mark.parametrize("apply", [shard, parallelize])
+def test_a_unit_that_no_module_has_is_refused(apply: Callable[[nn.Module, int, Any], Any]) -> None:
     with pytest.raises(StrategyError, match=r"the unit 'block\.\*'[\s\S]*write 'blocks"):
-        mw.simulate(go, 1)
+        mw.simulate(lambda: apply(Net(), 1, ["block.*"]), 1)
 
 
 def test_a_write_between_the_passes_reaches_the_backward_pass() -> None:

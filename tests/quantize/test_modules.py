@@ -26,6 +26,17 @@ def test_hooks_stay() -> None:
     assert seen == ["before"]
 
 
+def test_backward_and_state_hooks_stay() -> None:
+    layer = nn.Linear(8, 8)
+    seen: list[Any] = []
+    layer.register_full_backward_hook(lambda _, grads, __: seen.append(grads))
+    layer.register_state_dict_post_hook(lambda _, state, *__: state.update(seen=True))
+    x = torch.ones(2, 8, requires_grad=True)
+    mw.quantize(layer, "int8")(x).sum().backward()
+    torch.testing.assert_close(seen, [(x.grad,)], rtol=0, atol=0)
+    assert layer.state_dict()["seen"]
+
+
 def test_a_layer_in_two_places_stays_one() -> None:
     layer = nn.Linear(8, 8)
     model: Any = mw.quantize(nn.Sequential(layer, nn.ReLU(), layer), "int8")
@@ -41,8 +52,11 @@ def test_tied_and_ignored_layers_stay() -> None:
     assert [name for name, m in model.named_modules() if isinstance(m, QuantizedLinear)] == ["inner"]
 
 
-def test_a_single_layer_is_returned() -> None:
-    assert isinstance(mw.quantize(nn.Linear(8, 8), "int8"), QuantizedLinear)
+def test_a_single_layer_stays_the_same_module() -> None:
+    layer: Any = nn.Linear(8, 8)
+    assert mw.quantize(layer, "int8") is layer
+    assert isinstance(layer, QuantizedLinear)
+    assert "weight" not in dict(layer.named_parameters())
 
 
 def test_patterns_choose_layers() -> None:

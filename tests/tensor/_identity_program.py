@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,18 @@ def other_gradient(other: bool) -> None:
     y = torch.nn.functional.linear(x, w).tanh()
     (y.abs() if other else y.square()).sum().backward()
     assert x.grad is not None
+
+
+def other_parameter(other: bool) -> None:
+    """A rank uses another weight of a unit, whose gradient has the same shape."""
+    model: Any = torch.nn.Bilinear(4, 4, 1)
+    model.weight, model.bias = (torch.nn.Parameter(torch.eye(4)) for _ in range(2))
+    mw.shard_layer(model, mw.init_mesh(tp=2))
+    mw.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), mw.ShardingStage3("tp", model, 1))
+    product = mw.local_map(lambda x, a, b: x @ (b if other else a), [[mw.Shard(0)]])
+    model.forward = lambda x: product(x, model.weight, model.bias)
+    model(laid(mw.Shard(0))).sum().backward()
+    assert model.weight.grad is not None or model.bias.grad is not None
 
 
 def other_step(other: bool) -> None:
@@ -119,7 +132,7 @@ def other_steps_of_training(other: bool) -> None:
 
 
 CASES: tuple[Case, ...] = (
-    *(other_order, other_operator, other_number, other_operand, other_gradient, other_step),
+    *(other_order, other_operator, other_number, other_operand, other_gradient, other_parameter, other_step),
     *(one_step_less, other_seed, other_random_state, other_norm, other_norm_of_torch, other_hook, other_batch),
 )
 ONLY_DIFFERENT: tuple[Case, ...] = (other_steps_of_training,)

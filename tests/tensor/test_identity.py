@@ -16,6 +16,7 @@ CASES = {
     "other_number": "for the whole value",
     "other_operand": "for the whole value",
     "other_gradient": "gradient",
+    "other_parameter": "for the gradients of parameters",
     "other_step": "lr of group 0 of SGD is 0.1 on rank 0 and 0.2 on rank 1",
     "one_step_less": "for the check of a step",
     "other_random_state": "state of the random generator of cpu before its last use",

@@ -5,7 +5,7 @@ _rounding           scales, codes and values: plain torch, equal on one device a
 _packing            codes of few bits in int32 words
 _stored_weight      the tensors that hold a quantized weight, their shapes and layouts
 _quantized_linear   QuantizedLinear: the layer
-_layers             the layers that a scheme quantizes, and their replacement
+_layers             the layers that a scheme quantizes, and their conversion
 _batches            calibration batches as calls of a model
 _one_device         run a distributed model's code with whole weights and plain tensors
 _ranks              work that ranks share: fixed trees of sums, owners, rows

@@ -33,7 +33,7 @@ from meshwright.tensor import DistTensor, as_dist_tensor
 
 from ._config import config_of, read_config
 from ._errors import QuantizeError
-from ._layers import refuse_quantized, replace_layers
+from ._layers import convert_layers, refuse_quantized
 from ._quantized_linear import QuantizedLinear
 from ._scheme import Scheme
 from ._stored_weight import SCALE, stored_dtypes, stored_layout, stored_shapes
@@ -107,7 +107,7 @@ def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     wanted = dict(_wanted(model, new, catalogue))
     inside = tuple(f"{name}." for name in new)
     load(catalogue, wanted, whole=lambda name: name.startswith(inside))
-    return replace_layers(model, new)
+    return convert_layers(model, new)
 
 
 def _read(path: Path) -> JsonValue:

@@ -1,4 +1,4 @@
-"""The layers of a model that a scheme quantizes, and their replacement by quantized ones."""
+"""The layers of a model that a scheme quantizes, and their conversion into quantized ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from ._scheme import Scheme
 Layers = dict[str, nn.Linear]
 """Name → layer, in the order of the model."""
 
-_HOOK_TABLES = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+_CONTENTS = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
+"""The attributes of every module that hold its tensors and its modules; the others are its hooks and its mode."""
 
 
 def layers_of(model: nn.Module, scheme: Scheme) -> Layers:
@@ -134,22 +132,15 @@ def _check_groups(layers: Layers, scheme: Scheme) -> None:
         )
 
 
-def replace_layers(model: nn.Module, new: Mapping[str, QuantizedLinear]) -> nn.Module:
-    """Put the new layers in the place of those with the same names; return the model, or the new layer in its place.
+def convert_layers(model: nn.Module, new: Mapping[str, QuantizedLinear]) -> nn.Module:
+    """Turn the layers into the new ones with the same names, and return the model.
 
-    A layer that several modules hold is replaced in all of them, and its hooks stay.
+    The modules stay the same objects with the same hooks. So all modules and hooks that know a layer know the new one.
     """
-    successors = {id(model.get_submodule(name)): layer for name, layer in new.items()}
     for name, layer in new.items():
-        _take_hooks(model.get_submodule(name), layer)
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None and id(child) in successors:
-                module._modules[name] = successors[id(child)]
-    return successors.get(id(model), model)
-
-
-def _take_hooks(old: nn.Module, new: nn.Module) -> None:
-    new.training = old.training
-    for table in _HOOK_TABLES:
-        setattr(new, table, getattr(old, table))
+        module = model.get_submodule(name)
+        stays = {key: vars(module)[key] for key in vars(nn.Module()).keys() - _CONTENTS}
+        vars(module).clear()
+        vars(module).update({**vars(layer), **stays})
+        module.__class__ = type(layer)
+    return model

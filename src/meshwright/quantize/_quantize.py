@@ -1,4 +1,4 @@
-"""`quantize`: replace the linear layers of a model by quantized ones."""
+"""`quantize`: turn the linear layers of a model into quantized ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.tensor import DistTensor, distribute_as
 
 from ._calibration import Calibration
 from ._errors import CalibrationError, QuantizeError
-from ._layers import layers_of, replace_layers
+from ._layers import convert_layers, layers_of
 from ._quantized_linear import QuantizedLinear
 from ._rounding import scales_of, to_codes
 from ._scheme import Scheme
@@ -27,12 +27,13 @@ def quantize(
     *,
     progress: Callable[[str], None] | None = None,
 ) -> nn.Module:
-    """Replace the linear layers of a model by quantized ones, and return the model.
+    """Turn the linear layers of a model into quantized ones, and return the model.
 
-    `scheme` is a Scheme or the name of a preset. The model is plain, or distributed: then every rank makes the call,
-    and gets its part of the very same codes and scales as one device. `calibration` yields batches: tensors, tuples of
-    positional arguments, or dicts of keyword arguments. Every rank gets the same batches. `progress` gets a line for
-    each block that is calibrated, with the relative error of its outputs.
+    The layers stay the same modules, with their hooks. `scheme` is a Scheme or the name of a preset. The model is
+    plain, or distributed: then every rank makes the call, and gets its part of the very same codes and scales as one
+    device. `calibration` yields batches: tensors, tuples of positional arguments, or dicts of keyword arguments. Every
+    rank gets the same batches. `progress` gets a line for each block that is calibrated, with the relative error of its
+    outputs.
 
     Raises:
         QuantizeError: the scheme does not exist or does not fit a layer. The model is unchanged.
@@ -46,7 +47,7 @@ def quantize(
     _check_module(model)
     layers = layers_of(model, chosen)
     if not chosen.is_calibrated:
-        return replace_layers(model, {name: nearest_layer(layer, chosen) for name, layer in layers.items()})
+        return convert_layers(model, {name: nearest_layer(layer, chosen) for name, layer in layers.items()})
     if calibration is None:
         raise _no_calibration(chosen)
     done = Calibration(model, layers, chosen, progress)
@@ -55,7 +56,7 @@ def quantize(
         parameter = model.get_parameter(name)
         is_distributed = isinstance(parameter, DistTensor)
         parameter.copy_(distribute_as(whole, parameter.mesh, parameter.spec.layout) if is_distributed else whole)
-    return replace_layers(model, new)
+    return convert_layers(model, new)
 
 
 def _scheme(scheme: object) -> Scheme:
@@ -76,7 +77,7 @@ def _check_module(model: object) -> None:
         raise QuantizeError(
             f"quantize a {type(model).__name__}",
             "an object that is no module",
-            "layers are found in a module, and replaced there",
+            "layers are found in a module, and changed there",
             "quantize the module, and then make the optimizer, or the static program, from it",
         )
 

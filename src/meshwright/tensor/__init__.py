@@ -67,6 +67,7 @@ from .core.dist_tensor import DistTensor, as_part
 from .core.environment_hash import input_numbers
 from .core.initial_checksum import initial_checksum_of
 from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_in
+from .core.write_counts import writes_to
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
 from .handlers import direct_attributes as direct_attributes
@@ -163,6 +164,7 @@ __all__ = [
     "transforming",
     "using_attention",
     "values_equal_on_ranks",
+    "writes_to",
 ]
 
 torch_compile.leave_alone()

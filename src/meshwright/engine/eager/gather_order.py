@@ -107,8 +107,15 @@ class GatherOrder:
         self._free_all_but(*(() if stays is None else (stays,)))
 
     def use(self, unit: GatheredUnit) -> None:
-        """Gather a unit for its next use, free those that are used up, and begin to gather the next one."""
+        """Gather a unit for its next use, free those that are used up, and begin to gather the next one.
+
+        A backward pass through the current unit may use those around it in between.
+        """
         if unit is self._current:
+            return
+        if self._current is not None and unit in self._current.around:
+            self._add(unit)
+            unit.gather()
             return
         backward = in_backward()
         open_units = tuple(each for each in self._whole if each.is_open)

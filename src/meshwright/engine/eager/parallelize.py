@@ -25,6 +25,7 @@ from .optimizer import replace_parameters, shard_optimizer
 from .same_inputs import SameInputs
 from .split_pipeline import split_pipeline
 from .styles import Style
+from .unit_choice import UnitNames
 from .zero import ShardingStage1, ShardingStage2, ShardingStage3
 
 _WILD = re.compile(r"[*?\[]")
@@ -35,8 +36,8 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer | None)
 class Parallelism:
     """The configuration of `parallelize`.
 
-    The axes `batch`, `sequence`, `zero_axes` and `pp` are ignored if the mesh does not have them. A style that shards a
-    weight needs its axis.
+    Axes that the mesh does not have are ignored, those of styles too. `parallelize` refuses axes of styles that seem to
+    be misspelled.
 
     `plan` maps patterns of module paths ("layers.*.q_proj") to styles. Inputs are sharded along dim 0 over the axes
     `batch`, and along dim 1 over the axes `sequence`. `split` names the modules at which the stages of the axis `pp`
@@ -44,7 +45,7 @@ class Parallelism:
     `split` names the modules at which chunks begin. `zero` is the stage of ZeRO (0: none), over the axes `zero_axes`,
     by default those of the batch. `master_weights` and `offload` are as in `shard_optimizer`. `context` is the
     algorithm for attention along a sharded sequence while the model runs: "gather", "ring" or "ulysses"
-    (`context_parallel`).
+    (`context_parallel`). `units` are those of `ShardingStage3`.
 
     Raises:
         StrategyError: `zero` or `context` is none of these.
@@ -61,6 +62,7 @@ class Parallelism:
     offload: bool = False
     context: Context = "gather"
     way: tuple[int, ...] | None = None
+    units: UnitNames | None = None
 
     def __post_init__(self) -> None:
         check_context(self.context)
@@ -157,7 +159,7 @@ def _styles(model: nn.Module, plan: Mapping[str, Style]) -> Mapping[nn.Module, S
 
 def _check_axes(config: Parallelism, mesh: ProcessMesh) -> None:
     """Raise MeshError for a style whose axis seems to be misspelled: an unused axis of the mesh has a similar name."""
-    named: set[str] = {getattr(style, "axis", config.pp) for style in config.plan.values()}
+    named: set[str] = {axis for style in config.plan.values() if (axis := getattr(style, "axis", None)) is not None}
     used = {*named, *config.batch, *config.sequence, *(config.zero_axes or ()), config.pp}
     free = [axis for axis in mesh.dim_names if axis not in used]
     for axis in sorted(named - set(mesh.dim_names)):
@@ -218,5 +220,5 @@ def _shard(model: nn.Module, optimizer: Optimizer, mesh: ProcessMesh, config: Pa
     stage = None
     if config.zero and axes:
         kind = {1: lambda: ShardingStage1(axes), 2: lambda: ShardingStage2(axes, model)}
-        stage = kind.get(config.zero, lambda: ShardingStage3(axes, model))()
+        stage = kind.get(config.zero, lambda: ShardingStage3(axes, model, units=config.units))()
     shard_optimizer(optimizer, stage, master_weights=config.master_weights, offload=config.offload)

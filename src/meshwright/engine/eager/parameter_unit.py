@@ -15,6 +15,7 @@ from meshwright.tensor import JointGather, can_gather_jointly, gathered_axes, in
 
 from .gather_order import GatheredUnit, GatherOrder
 from .regather import forget_gathered, remember_gathered
+from .swapped_parameters import SwappedParameter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,10 +36,10 @@ class ParameterUnit:
     def __init__(self, modules: Sequence[nn.Module], slots: Sequence[Slot], order: GatherOrder) -> None:
         self.around: tuple[GatheredUnit, ...] = ()
         self._modules, self._order = tuple(modules), order
-        self._slots = by_parameter(slots)
+        self._slots = tuple(slots)
         self._parts: list[Tensor] = []
         self._gathers: list[JointGather] = []
-        self._swapped: list[tuple[Slot, Tensor]] = []
+        self._swapped: list[SwappedParameter] = []
         self._addresses: list[int] = []
         self._entered: list[bool] = []
         self._left: set[nn.Module] = set()
@@ -49,7 +50,7 @@ class ParameterUnit:
 
     def put_on(self) -> None:
         """Register the hooks of the modules, and of those that own the parameters."""
-        owners = dict.fromkeys(slot.module for places in self._slots for slot in places)
+        owners = dict.fromkeys(slot.module for slot in self._slots)
         for module in self._modules:
             module.register_forward_pre_hook(self._before)
             module.register_forward_hook(self._behind, always_call=True)
@@ -88,16 +89,15 @@ class ParameterUnit:
                 became[id(part)] = whole
                 noted.append((whole, partial(self._again, gather, at)))
         self._addresses = remember_gathered(noted)
-        for places in self._slots:
-            for slot in places:
-                part = slot.get()
-                if id(part) in became:
-                    self._swapped.append((slot, part))
-                    slot.module._parameters[slot.name] = became[id(part)]  # pyright: ignore[reportArgumentType]
+        self._swapped = [
+            SwappedParameter.swap(slot.module, slot.name, became[id(slot.get())])
+            for slot in self._slots
+            if id(slot.get()) in became
+        ]
 
     def close(self) -> None:
-        for slot, part in self._swapped:
-            slot.module._parameters[slot.name] = part  # pyright: ignore[reportArgumentType]
+        for each in self._swapped:
+            each.put_back()
         if self._swapped:
             self._swapped = []
             forget_gathered(self._addresses)
@@ -127,32 +127,29 @@ class ParameterUnit:
         return found
 
     def _is_ready(self) -> bool:
-        """True if the parameters can be gathered together; updates the calls if parameters have been replaced."""
-        parts = [slots[0].get() for slots in self._slots]
-        if not can_gather_jointly(parts) or not _are_held(self._slots, parts):
+        """True if the parameters can be gathered together; updates the calls if parameters were replaced or removed."""
+        places = by_parameter(self._slots)
+        parts = [slots[0].get() for slots in places]
+        if not can_gather_jointly(parts):
             return False
         if not (_are_same(parts, self._parts) and all(gather.is_possible() for gather in self._gathers)):
             self.free()
-            calls = _calls_of(parts, [slots[0].whole for slots in self._slots])
+            calls = _calls_of(parts, [slots[0].whole for slots in places])
             self._parts, self._gathers = ([], []) if calls is None else (parts, calls)
         return bool(self._parts)
 
 
 def by_parameter(slots: Iterable[Slot]) -> list[list[Slot]]:
-    """Return the places of each parameter."""
+    """Return the places of each parameter; a place without a parameter is left out."""
     found: dict[int, list[Slot]] = {}
     for slot in slots:
-        found.setdefault(id(slot.get()), []).append(slot)
+        if slot.get() is not None:
+            found.setdefault(id(slot.get()), []).append(slot)
     return list(found.values())
 
 
 def _are_same(one: Sequence[object], other: Sequence[object]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _are_held(slots: Sequence[Sequence[Slot]], parts: Sequence[Tensor]) -> bool:
-    """True if all places of a parameter hold the same tensor."""
-    return all(slot.get() is part for places, part in zip(slots, parts, strict=True) for slot in places)
 
 
 def _calls_of(parts: Sequence[Any], layouts: Sequence[Spec]) -> list[JointGather] | None:

@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, distribute_as
+from meshwright.tensor import DistTensor, distribute_as, transforming, writes_to
 
 _known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Module → the names of its parameters that are replaced while it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedParameter:
+    """A parameter of a module, and the tensor that takes its place until `put_back`."""
+
+    module: nn.Module
+    name: str
+    own: Tensor
+    stand_in: Tensor
+    writes: int
+
+    @staticmethod
+    def swap(module: nn.Module, name: str, stand_in: Tensor) -> SwappedParameter:
+        """Replace the parameter by `stand_in`."""
+        table: dict[str, Any] = module._parameters
+        found = SwappedParameter(module, name, table[name], stand_in, _writes(stand_in))
+        table[name] = stand_in
+        return found
+
+    def put_back(self) -> None:
+        """Give the parameter back to the module, with the values that the module wrote to it meanwhile.
+
+        A parameter that the module assigned meanwhile stays.
+        """
+        if _writes(self.stand_in) != self.writes:
+            with torch.no_grad():
+                self.own.copy_(self.stand_in)
+        table: dict[str, Any] = self.module._parameters
+        if table.get(self.name) is self.stand_in:
+            table[self.name] = self.own
+
+
+def _writes(x: Tensor) -> int:
+    """Return the number of writes to a tensor; transforms hide it."""
+    return 0 if transforming() else writes_to(x)
 
 
 class SwapObserver(Protocol):
@@ -45,24 +83,24 @@ def is_swapped(module: nn.Module, name: str) -> bool:
 class _ParameterSwap:
     def __init__(self, owned: Mapping[str, Spec], watch: SwapObserver | None) -> None:
         self._owned, self._watch = owned, watch
-        self._held: list[dict[str, Any]] = []
+        self._held: list[list[SwappedParameter]] = []
 
     def before(self, module: nn.Module, *_: object) -> None:
         table: dict[str, Any] = module._parameters
-        held = {
-            name: table[name]
-            for name, spec in self._owned.items()
-            if table.get(name) is not None and not _has_layout(table[name], spec)
-        }
+        held: list[SwappedParameter] = []
         self._held.append(held)
-        for name, p in held.items():
-            table[name] = distribute_as(p, self._owned[name].mesh, self._owned[name].layout)
+        with torch.inference_mode(False), torch.enable_grad():  # as a parameter, whatever mode it is used in
+            for name, spec in self._owned.items():
+                p = table.get(name)
+                if p is not None and not _has_layout(p, spec):
+                    held.append(SwappedParameter.swap(module, name, distribute_as(p, spec.mesh, spec.layout)))
         if self._watch is not None:
-            self._watch.enter([(p, table[name]) for name, p in held.items()])
+            self._watch.enter([(each.own, each.stand_in) for each in held])
 
-    def behind(self, module: nn.Module, *_: object) -> None:
+    def behind(self, *_: object) -> None:
         if self._held:
-            module._parameters.update(self._held.pop())
+            for each in self._held.pop():
+                each.put_back()
             if self._watch is not None:
                 self._watch.leave()
 

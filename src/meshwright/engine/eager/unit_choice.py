@@ -28,23 +28,38 @@ def units_of(
 ) -> list[ParameterUnit]:
     """Return the units of the parameters at these places of a model; the unit of the rest comes first.
 
-    A parameter of several units belongs to the rest.
+    A module belongs to the innermost unit around it. A parameter that modules of several units use belongs to the rest.
 
     Raises:
         StrategyError: a pattern matches no module.
     """
     chosen = list(_blocks(model)) if names is None else _named(model, names)
-    unit_of = {part: unit for unit in chosen for module in unit for part in module.modules()}
+    units_of_module: dict[nn.Module, set[_Modules | None]] = {}
+    _add_units(model, None, {module: unit for unit in chosen for module in unit}, units_of_module)
     found: dict[_Modules, list[Slot]] = {unit: [] for unit in chosen}
     rest: list[Slot] = []
     for places in by_parameter(slots):
-        units = {unit_of.get(place.module) for place in places}
-        unit = units.pop()
-        target = rest if units or unit is None else found[unit]
+        unit, *others = set[_Modules | None]().union(*(units_of_module[place.module] for place in places))
+        target = rest if others or unit is None else found[unit]
         target += places
-    is_small = _bytes(rest) <= max(_BUCKET_BYTES, *map(_bytes, found.values()), 0)
+    is_small = _bytes(rest) <= max([_BUCKET_BYTES, *map(_bytes, found.values())])
     groups = {(model,): rest} if is_small else _by_module(rest)
     return [ParameterUnit(modules, own, order) for modules, own in (*groups.items(), *found.items()) if own]
+
+
+def _add_units(
+    module: nn.Module,
+    around: _Modules | None,
+    chosen: Mapping[nn.Module, _Modules],
+    found: dict[nn.Module, set[_Modules | None]],
+) -> None:
+    """Add the innermost unit around a module, and those of its parts; a module in several places may have several."""
+    unit = chosen.get(module, around)
+    known = found.setdefault(module, set())
+    if unit not in known:
+        known.add(unit)
+        for child in module.children():
+            _add_units(child, unit, chosen, found)
 
 
 def _blocks(module: nn.Module) -> Iterator[_Modules]:
@@ -66,16 +81,15 @@ def _is_list_of_blocks(module: nn.Module, children: Sequence[nn.Module]) -> bool
 
 
 def _named(model: nn.Module, names: UnitNames) -> list[_Modules]:
-    """Return the units that patterns name; those of outer modules come before those of their parts."""
+    """Return the units that patterns name."""
     modules = dict(model.named_modules())
-    number = {module: at for at, module in enumerate(modules.values())}
     units: list[_Modules] = []
     for entry in names:
         if isinstance(entry, str):
             units += [(module,) for module in _matching(model, modules, entry)]
         else:
             units.append(tuple(dict.fromkeys(m for name in entry for m in _matching(model, modules, name))))
-    return sorted(dict.fromkeys(units), key=lambda unit: number[unit[0]])
+    return list(dict.fromkeys(units))
 
 
 def _matching(model: nn.Module, modules: Mapping[str, nn.Module], pattern: str) -> list[nn.Module]:

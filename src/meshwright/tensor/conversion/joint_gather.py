@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.comm import PendingConversion, current_communicator
+from meshwright.comm import PendingConversion, call_purpose, current_communicator
 from meshwright.layout import Spec, TorchValue
 
 from ..core.absent_tensor import Absent
 from ..core.call_sites import is_backward, keep_call_site
+from ..core.capture_marks import in_capture
 from ..core.computation_numbers import collectives_of_call, collectives_of_gradient, keep_number, pass_number
 from ..core.dist_tensor import DistTensor, as_part, is_leaf, wants_grad
 from ..core.write_counts import writes_to
@@ -59,14 +60,16 @@ class JointGather:
         return self._memory
 
     def gathered(self) -> list[DistTensor]:
-        """Return the whole tensors for one run of their modules; differentiable."""
+        """Return the whole tensors for one run of their modules.
+
+        In every mode of autograd they are as parameters are: differentiable, and no tensors of inference mode.
+        """
         memory = self.memory()
-        with no_interception(), collectives_of_call(_CALL, self.parts):
-            if torch.is_grad_enabled() and any(map(wants_grad, self.parts)):
-                local: Sequence[Tensor] = _gather(self, *self.parts)
-            else:
-                local = list(map(on_same_memory, memory))
-        found = [as_part(x, spec) for x, spec in zip(local, self.wholes, strict=True)]
+        numbered = collectives_of_call(_CALL, self.parts)
+        with no_interception(), numbered, torch.inference_mode(False), torch.enable_grad():
+            is_graded = any(map(wants_grad, self.parts))
+            local = _gather(self, *self.parts) if is_graded else map(on_same_memory, memory)
+            found = [as_part(x, spec) for x, spec in zip(local, self.wholes, strict=True)]
         for part, whole in zip(self.parts, found, strict=True):
             pass_number(part, whole)
         return found
@@ -110,8 +113,9 @@ class JointGather:
             [dense_gradient(grad) for grad in grads if grad is not None],
         )
         out: list[Tensor | None] = [None] * len(grads)
-        for at, part in zip(present, terms.reduce(), strict=True):
-            out[at] = part
+        with collectives_of_call("the gradients of parameters", terms.leaves, [call_purpose.what[0]]):
+            for at, part in zip(present, terms.reduce(), strict=True):
+                out[at] = part
         return out
 
 
@@ -155,8 +159,8 @@ class _Sums:
 
 
 def can_gather_jointly(parts: Sequence[Tensor]) -> bool:
-    """True if these are leaves that are distributed, and no transform or trace sees their gather."""
-    if transforming() or jit_tracing() or forward_mode():
+    """True if these are leaves that are distributed, and no capture, transform or trace sees their gather."""
+    if in_capture() or transforming() or jit_tracing() or forward_mode():
         return False
     with no_interception():
         return all(type(part) in (DistTensor, Absent) and is_leaf(part) for part in parts)

@@ -42,6 +42,11 @@ def capturing(note: Opaque) -> Generator[None]:
         _watching.note = before
 
 
+def in_capture() -> bool:
+    """True inside a capture: the model runs with whole tensors, which stand for distributed ones."""
+    return _watching.note is not None
+
+
 def captured_whole(x: object) -> Opaque | None:
     """Return the function to call with marks on `x`, a whole tensor (fake or constant) of a model in capture.
 
