@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +46,8 @@ def _uses_devices(item: pytest.Item) -> bool:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the devices before the first test, whose time limit would include the build."""
-    if session.config.option.collectonly or not any(map(_uses_devices, session.items)):
+    here = Path(__file__).parent
+    if session.config.option.collectonly or not any(_uses_devices(i) or here in i.path.parents for i in session.items):
         return
     try:
         build()

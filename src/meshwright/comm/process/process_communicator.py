@@ -1,7 +1,8 @@
 """Communicator with one process per rank, over torch.distributed's backends: Gloo on CPU, NCCL on CUDA, or others.
 
 Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. Messages use their
-own connections, between the memories of the hosts.
+own connections, between the memories of the hosts, and are copied from and to other devices: NCCL has no tags, and its
+senders wait for their receivers.
 
 If a backend does not reduce a dtype exactly, the data is moved as bytes and reduced here, in the order of the group.
 Gloo loses NaN in max and min, and does not support int16, float8, or the product of complex numbers.
@@ -26,7 +27,7 @@ from torch import Tensor
 from meshwright.layout import MeshwrightError, user_place, warn_user
 from meshwright.reshard import ConversionPlan
 
-from .._errors import CallError, CommError, StragglerWarning
+from .._errors import CommError, StragglerWarning
 from ..checking.call_guard import Guard
 from ..checking.check_settings import Check
 from ..checking.rank_facts import RankFacts
@@ -146,8 +147,7 @@ class ProcessCommunicator(Communicator):
         return self._carried(call, lambda: self._post(sends, receives, call.group))
 
     def _send(self, x: Tensor, call: CommCall) -> None:
-        _check_host(x.device, call)
-        message = Message(str(call), _bytes(x))
+        message = Message(str(call), _bytes(x).cpu())
         with self._noted(call):
             try:
                 self._messages.send(call.message[0], call.tag, message, self._limit.total_seconds())
@@ -155,12 +155,11 @@ class ProcessCommunicator(Communicator):
                 raise self._guard.examiner.gone(call, call.message[0]) from None
 
     def _receive(self, call: CommCall, device: torch.device) -> Tensor:
-        _check_host(device, call)
         with self._noted(call):
             sent, data = self._guard.wait_for_message(call, self._limit.total_seconds())
             check_message(call, self.rank, sent)
         _, shape, dtype = call.message
-        return data.view(dtype).view(shape)
+        return data.view(dtype).view(shape).to(device)
 
     def _barrier(self, call: CommCall) -> None:
         self._carried(call, lambda: self._open("gloo", call.group).barrier())
@@ -410,16 +409,6 @@ def _error_text(error: BaseException) -> str:
 
 def _check_of(check: Check | str | int) -> Check:
     return check if isinstance(check, Check) else Check.parse(check)
-
-
-def _check_host(device: torch.device, call: CommCall) -> None:
-    if device.type != "cpu":
-        raise CallError(
-            str(call),
-            f"the device {device}",
-            "messages go through host memory: NCCL has no tags, and its senders wait for their receivers",
-            'call send(x.cpu(), peer, tag) and receive(peer, tag, shape, dtype, "cpu").to(device)',
-        )
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -158,6 +158,13 @@ def pass_number(x: DistTensor, y: DistTensor) -> None:
         y._number = x._number
 
 
+def number_result(func: TorchFunction, x: DistTensor, y: DistTensor) -> None:
+    """Give `y`, the result of `func(x)`, the number that it would have had through `__torch_function__`."""
+    if _Numbering.on:
+        known, *_ = _functions.get(func) or _register_function(func)
+        y._number = hash((known, x._number))
+
+
 def keep_number(ctx: TorchValue) -> None:
     """Store the purpose of the forward pass in the context of an autograd function."""
     if _Numbering.on:

@@ -21,6 +21,7 @@ from ..conversion.local_parts import spec_of_whole
 from ..conversion.python_values import gather_everywhere
 from ..conversion.stage_order import stages_of, written_by
 from ..core.absent_tensor import link, make_absent
+from ..core.computation_numbers import note_drawing
 from ..core.dist_tensor import DistTensor
 from ..core.function_names import name_of
 from ..core.tree import map_tensors, tensors_in
@@ -218,8 +219,8 @@ class _ResultWithoutElements(CallPlan):
     paths: Paths | None
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        _draw_along(self.captured)
         tensors = list(tensors_in((args, kwargs)))
+        _draw_along(self.captured, tensors[0].device)
         results = list(tensors_in(self.captured.out))
         real = real_inputs(self.captured, args, kwargs)
         if any(is_written(node.op) for node in self.captured.nodes):  # not x.to(x.dtype)
@@ -255,16 +256,18 @@ def _with_gradients(tensors: Sequence[Tensor], path: frozenset[int]) -> list[Ten
     return [t if at in path or not t.requires_grad else t.detach() for at, t in enumerate(tensors)]
 
 
-def _draw_along(captured: Captured) -> None:
+def _draw_along(captured: Captured, device: torch.device) -> None:
     """Run random operators on this rank too, so that the generators of all ranks have the same state."""
-    for node in captured.nodes:
-        if seeded_tag in node.op.tags:
-            with no_interception(), torch.no_grad():
-                args, kwargs = map_tensors(_filled_with_halves, (node.args, node.kwargs))
-                node.op(*args, **kwargs)
+    drawing = [node for node in captured.nodes if seeded_tag in node.op.tags]
+    if drawing:
+        note_drawing(device, None)
+    for node in drawing:
+        with no_interception(), torch.no_grad():
+            args, kwargs = map_tensors(lambda meta: _filled_with_halves(meta, device), (node.args, node.kwargs))
+            node.op(*args, **kwargs)
 
 
-def _filled_with_halves(meta: Tensor) -> Tensor:
+def _filled_with_halves(meta: Tensor, device: torch.device) -> Tensor:
     if meta.is_floating_point():
-        return torch.full(meta.shape, 0.5, dtype=meta.dtype)
-    return torch.ones_like(meta, device="cpu")
+        return torch.full(meta.shape, 0.5, dtype=meta.dtype, device=device)
+    return torch.ones_like(meta, device=device)

@@ -20,6 +20,7 @@ from meshwright.layout import TorchValue
 from .._torch_call import TorchFunction
 from ..autograd.graph_node import GraphNode, grad_fn
 from ..core.absent_tensor import FakeAbsent
+from ..core.computation_numbers import number_result
 from ..core.dist_tensor import DistTensor, FakeDistTensor
 from ..torch_hooks import (
     FakeTensor,
@@ -124,6 +125,7 @@ def _detach(x: DistTensor) -> Tensor:
     out: TorchValue = call_plain(_DETACH, _TYPES, (x,), _NOTHING)
     out.__class__ = DistTensor
     out._spec = x._spec
+    number_result(_DETACH, x, out)
     return out
 
 

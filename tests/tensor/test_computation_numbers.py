@@ -1,0 +1,76 @@
+"""Numbers of computations: a call has the same number on ranks inside and outside the mesh of its operand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from operator import methodcaller
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.tensor.core.computation_numbers import follow
+from meshwright.tensor.core.dist_tensor import DistTensor
+
+Call = Callable[[Tensor], Any]
+
+NOT_CALLED = {"backward", "share_memory_"}
+PLAIN = re.compile("sparse|mkldnn")
+"""Methods whose results are plain tensors."""
+
+
+@pytest.fixture
+def numbering() -> Iterator[None]:
+    follow()
+    yield
+    follow(False)
+
+
+def call_methods() -> dict[str, Call]:
+    """Return the methods of a tensor, each called without arguments."""
+    names = [name for name in dir(Tensor) if not name.startswith("__") and callable(getattr(Tensor, name))]
+    return {name: methodcaller(name) for name in names if name not in NOT_CALLED and not PLAIN.search(name)}
+
+
+DRAWS: dict[str, Call] = {
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout2d": lambda x: F.dropout2d(x[None], 0.5),
+    "gumbel_softmax": F.gumbel_softmax,
+    "multinomial": lambda x: torch.multinomial(x, 2),
+    "normal": lambda x: torch.normal(x, 1.0),
+    "normal_": lambda x: x.normal_(),
+    "rand_like": torch.rand_like,
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
+}
+
+
+def numbers_of(calls: Mapping[str, Call]) -> dict[str, tuple[list[int], float]]:
+    """Return the numbers of the results of calls with a tensor on a mesh of rank 0, and the next random number."""
+    found: dict[str, tuple[list[int], float]] = {}
+    for name, call in calls.items():
+        torch.manual_seed(0)
+        x = mw.shard_tensor(torch.ones(2, 2), mw.ProcessMesh([0], ["x"]), [mw.Replicate()])
+        try:
+            out = call(x)
+        except Exception:  # a method that needs arguments
+            continue
+        outs: Any = out if isinstance(out, (tuple, list)) else [out]
+        found[name] = [each._number for each in outs if isinstance(each, DistTensor)], torch.rand(()).item()
+    return found
+
+
+@pytest.mark.usefixtures("numbering")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("calls", "at_least"), [(call_methods(), 240), (DRAWS, len(DRAWS))])
+def test_calls_have_equal_numbers_on_all_ranks(calls: Mapping[str, Call], at_least: int) -> None:
+    member, outside = mw.simulate(lambda: numbers_of(calls), 2)
+    both = member.keys() & outside.keys()
+    assert len(both) >= at_least
+    assert {name for name in both if member[name] != outside[name]} == set()
+    assert {name for name in both if 0 in member[name][0]} == set()
