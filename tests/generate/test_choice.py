@@ -54,6 +54,17 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     assert tokens.tolist() == [1, 3]
 
 
+def test_temperature_0_tells_logits_apart_whose_probabilities_are_equal() -> None:
+    tokens, _ = choose_tokens(torch.tensor([[0.0, 1e-9]]), torch.zeros(1), temperature=0)
+    assert tokens == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("logits", [[0.0, torch.nan], [0.0, torch.inf], [-torch.inf, -torch.inf]])
+def test_a_row_without_probabilities_gets_nan(logits: list[float], temperature: float) -> None:
+    assert choose_tokens(torch.tensor([logits]), torch.zeros(1), temperature)[1].isnan()
+
+
 def test_uniform_numbers_depend_on_each_of_their_integers() -> None:
     grid = [uniform(*at) for at in torch.cartesian_prod(*[torch.arange(8)] * 4).tolist()]
     assert len(set(grid)) == 8**4

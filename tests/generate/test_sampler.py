@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class Output(dict[str, Any]):
     """A result whose entries are attributes, too."""
 
     logits = property(lambda self: self["logits"])
+    past_key_values = property(lambda self: self.get("past_key_values"))
 
 
 class Decoder(nn.Module):
@@ -96,6 +98,24 @@ class Plain(nn.Module):
         return self.inner(tokens).logits
 
 
+class Counting(Decoder):
+    """The same decoder, with positions that it counts by its cache; its attention mask cannot change them."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - other parameters are the point
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: Cached | None = None
+    ) -> Output:
+        begin = past_key_values.parts[0].shape[2] if past_key_values and past_key_values.parts else 0
+        places = torch.arange(begin, begin + input_ids.shape[1])[None]
+        return super().forward(input_ids, attention_mask, places, past_key_values)
+
+
+class OtherNames(Plain):
+    """The same decoder, with a cache but no parameter `input_ids`."""
+
+    def forward(self, tokens: Tensor, past_key_values: Cached | None = None) -> Tensor:
+        return self.inner(tokens, past_key_values=past_key_values).logits
+
+
 STYLES = {
     **{name: mw.ColwiseParallel() for name in ("*q", "*k", "*v", "*up", "*head")},
     **{name: mw.RowwiseParallel() for name in ("*o", "*down", "*words")},
@@ -146,6 +166,26 @@ def test_a_model_without_a_cache_gives_the_tokens_of_one_with_a_cache(mesh: str)
     wanted = generate(Decoder(), seed=5)
     assert torch.equal(generate(Plain(), seed=5).tokens, wanted.tokens)
     assert torch.equal(on_mesh(mesh, Plain, seed=5)[0].tokens, wanted.tokens)
+
+
+@pytest.mark.parametrize("make", [Counting, OtherNames])
+def test_a_model_that_is_told_no_positions_gives_the_tokens_of_one_that_is(make: Callable[[], nn.Module]) -> None:
+    wanted = generate(Decoder(), seed=5)
+    assert torch.equal(generate(make(), seed=5).tokens, wanted.tokens)
+    assert torch.equal(generate(make(), PROMPTS[:1], seed=5).tokens, wanted.tokens[:1])
+    assert torch.equal(on_mesh("dp x tp", make, seed=5)[0].tokens, wanted.tokens)
+
+
+@pytest.mark.parametrize("make", [Decoder, Plain])
+def test_there_may_be_fewer_rows_than_ranks(make: Callable[[], nn.Module]) -> None:
+    for count in (1, 2):
+        options: dict[str, Any] = {"prompts": PROMPTS[:count], "seed": 5, "stop": 1, "top_k": 9, "top_p": 0.9}
+        assert torch.equal(on_mesh("dp", make, **options)[0].tokens, generate(make(), **options).tokens)
+
+
+def test_a_whole_number_of_numpy_is_a_seed() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert torch.equal(generate(Decoder(), seed=numpy.int64(5)).tokens, generate(Decoder(), seed=5).tokens)
 
 
 def test_tokens_depend_neither_on_other_prompts_nor_on_the_number_of_samples() -> None:
@@ -243,9 +283,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a float tensor": ({"prompts": torch.ones(2, 3)}, "token ids"),
     "a tensor of one dim": ({"prompts": torch.ones(3).long()}, "token ids"),
     "another mask": ({"prompts": torch.ones(2, 3).long(), "mask": torch.ones(2, 4)}, "one flag"),
+    "a mask of one dim": ({"prompts": torch.ones(2, 3).long(), "mask": torch.ones(2)}, "one flag"),
+    "a mask that is no tensor": ({"prompts": [[1, 2]], "mask": [[0, 1]]}, "one flag"),
     "an unknown token": ({"prompts": [[WORDS]]}, f"the token {WORDS}"),
     "a negative token": ({"prompts": [[-1]]}, "prompt 0 must be"),
-    "an unknown stop": ({"stop": WORDS + 5}, f"the token {WORDS + 5}"),
+    "an unknown stop": ({"stop": WORDS + 5, "max_new_tokens": 2}, f"the token {WORDS + 5}"),
     "a text as stop": ({"stop": "</s>"}, "eos_token_id"),
     "no samples": ({"n": 0}, "n must be"),
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens must be"),
@@ -284,6 +326,15 @@ def test_requests_that_differ_between_ranks_are_refused(options: dict[str, Any])
         mw.simulate(go, 2)
 
 
+def test_ranks_that_ask_for_the_end_at_other_tokens_are_refused() -> None:
+    def go() -> None:
+        model, _ = mw.parallelize(Decoder(), None, mw.ProcessMesh([0, 1], ["dp"]))
+        mw.sampler(model, ask_every=2 + mw.get_rank()).generate(PROMPTS, 6, stop=1)
+
+    with pytest.raises(DisagreementError, match="ask_every is 2 on rank 0 and 3 on rank 1"):
+        mw.simulate(go, 2)
+
+
 @pytest.mark.parametrize("mesh", ["dp", "tp"])
 def test_nan_among_the_logits_is_refused_on_all_ranks(mesh: str) -> None:
     def broken() -> nn.Module:
@@ -292,8 +343,51 @@ def test_nan_among_the_logits_is_refused_on_all_ranks(mesh: str) -> None:
             model.words.weight[6] = torch.nan
         return model
 
-    with pytest.raises(GenerationError, match="NaN among the logits of row 1"):
+    with pytest.raises(GenerationError, match="NaN or infinity among the logits of row 1"):
         on_mesh(mesh, broken, temperature=0)
+
+
+def test_an_infinite_logit_is_refused() -> None:
+    model = Plain()
+    with torch.no_grad():
+        model.inner.head.bias[2] = torch.inf
+    for temperature in (0, 1.0):
+        with pytest.raises(GenerationError, match="infinity among the logits of row 0"):
+            generate(model, temperature=temperature)
+
+
+class WithoutHead(Decoder):
+    """A decoder whose result has hidden states in place of logits."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=super().forward(*args, **options).logits)
+
+
+class Forgetful(Decoder):
+    """A decoder that takes a cache and returns none."""
+
+    def forward(self, input_ids: Tensor, past_key_values: Cached | None = None, **options: Any) -> Output:
+        return Output(logits=super().forward(input_ids, past_key_values=past_key_values, **options).logits)
+
+
+class LastOnly(Plain):
+    """A model that returns the logits after the last token only."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)[:, -1:]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (WithoutHead, "without logits"),
+        (Forgetful, "return past_key_values"),
+        (LastOnly, r"a result of shape \(4, 1, 19\)"),
+    ],
+)
+def test_a_result_that_gives_no_next_token_is_refused(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(GenerationError, match=words):
+        generate(make(), [[1, 2]] * 4)
 
 
 def test_something_else_than_a_model_is_refused() -> None:

@@ -130,14 +130,59 @@ def test_the_cache_is_written_in_place() -> None:
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 2}])
-@pytest.mark.parametrize("capacity", [6, 64])
-def test_a_cache_of_the_sampler_gives_the_same_tokens(capacity: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "capacity", "mesh"), [("Llama", 3, "tp"), ("Llama", 6, "dp x tp"), ("Llama", 64, "tp"), ("T5", 64, "dp")]
+)
+def test_a_cache_of_the_sampler_gives_the_same_tokens(
+    name: str, capacity: int, mesh: str, options: dict[str, Any]
+) -> None:
+    """The prompts have 4 tokens: more than 3, and 6 are less than all."""
+
     def call(model: Any) -> Tensor:
         return generate(model, past_key_values=mw.sampler(model).cache(capacity), **options)
 
-    assert torch.equal(on_mesh("dp x tp", llama, call)[0], generate(llama(), **options))
+    assert torch.equal(on_mesh(mesh, MODELS[name], call)[0], generate(MODELS[name](), **options))
 
 
-def test_a_cache_needs_a_model_of_transformers() -> None:
+def test_a_cache_takes_keys_of_another_dtype() -> None:
+    cache, parts = mw.sampler(llama()).cache(16), []
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.bfloat16, torch.float32):
+            parts.append(torch.randn(1, 2, 3, 4, dtype=dtype))
+            keys, _ = cache.update(parts[-1], parts[-1], 0)
+            assert torch.equal(keys, torch.cat(parts, -2))
+
+
+def test_a_cache_needs_a_model_of_transformers_and_a_capacity() -> None:
     with pytest.raises(mw.GenerationError, match="no cache"):
         mw.sampler(nn.Linear(1, 1)).cache(3)
+    with pytest.raises(mw.GenerationError, match="capacity must be"):
+        mw.sampler(llama()).cache(0)
+
+
+def test_a_prompt_takes_positions_of_the_encoder_alone() -> None:
+    sampler = mw.sampler(bart())
+    assert sampler.generate([[5] * 32], 31, temperature=0, stop=range(48)).tokens.shape == (1, 1)
+    with pytest.raises(mw.GenerationError, match="max_new_tokens=31"):
+        sampler.generate([[5] * 32], 32)
+    with pytest.raises(mw.GenerationError, match="shorten"):
+        sampler.generate([[5] * 33], 1)
+
+
+def test_an_encoder_may_have_more_tokens_than_its_decoder() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    parts = (transformers.BertConfig(vocab_size=words, **sizes) for words in (48, 20))
+    model = transformers.EncoderDecoderModel(transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts))
+    with pytest.raises(mw.GenerationError, match="decoder_start_token_id"):
+        mw.sampler(model).generate([[47, 5]], 2)
+    model.generation_config.decoder_start_token_id = 0
+    assert mw.sampler(model).generate([[47, 5]], 2).tokens.max() < 20
+    with pytest.raises(mw.GenerationError, match="the tokens 0 to 19"):
+        mw.sampler(model).generate([[47, 5]], 2, stop=47)
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "T5Model"])
+def test_a_model_without_a_head_is_refused(name: str) -> None:
+    whole = {"LlamaModel": llama, "T5Model": t5}[name]()
+    with pytest.raises(mw.GenerationError, match="without logits"):
+        mw.sampler(getattr(transformers, name)(whole.config)).generate(PROMPTS, 2)

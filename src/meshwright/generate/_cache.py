@@ -33,9 +33,10 @@ class PositionMemory:
         return self.shown
 
     def takes(self, held: Tensor, new: Tensor) -> bool:
-        """True if `held` is what the memory shows, and `new` fits behind it in the same layout."""
+        """True if `held` is what the memory shows, and `new` fits behind it with the same dtype and layout."""
         fits = held.shape[-2] + new.shape[-2] <= self.memory.shape[-2]
-        return held is self.shown and fits and _placements(new) == _placements(self.memory)
+        is_alike = new.dtype == self.memory.dtype and _placements(new) == _placements(self.memory)
+        return held is self.shown and fits and is_alike
 
 
 def write_in_place(cache: Any, capacity: int) -> None:
@@ -55,7 +56,7 @@ def _in_place(kind: Any) -> Any:
     class InPlaceLayer(kind):
         """A layer with memory for `capacity` positions; it grows as before where it cannot write in place."""
 
-        _layer_type = None
+        _layer_type = None  # transformers registers each subclass that names a type of layers
         capacity: int
         memory: tuple[PositionMemory, PositionMemory] | None
 
@@ -65,7 +66,8 @@ def _in_place(kind: Any) -> Any:
                 self.memory = None
                 return super().update(key_states, value_states, *args, **kwargs)
             held, new = (self.keys, self.values), (key_states, value_states)
-            if self.memory is None and self.capacity and all(map(may_be_written, held)):
+            fits = at + key_states.shape[-2] <= self.capacity
+            if self.memory is None and fits and all(map(may_be_written, held)):
                 self.memory = PositionMemory(held[0], self.capacity), PositionMemory(held[1], self.capacity)
                 held = self.keys, self.values = self.memory[0].shown, self.memory[1].shown
             if self.memory is None or not all(m.takes(*pair) for m, *pair in zip(self.memory, held, new, strict=True)):

@@ -1,7 +1,7 @@
 """Calls of a model for the logits of the next token: with a cache, as encoder and decoder, or on whole sequences.
 
-The calls know parameters by their names in `model.forward`, as models of transformers have them. A model whose
-`forward` takes tokens only, and returns logits, is called on whole sequences.
+The calls know parameters by their names in `model.forward`, as models of transformers have them. A model without these
+names is called on whole sequences. So is one whose cached call would count padding among the positions.
 
 Shapes: r rows, s positions so far, v vocabulary.
 """
@@ -9,7 +9,7 @@ Shapes: r rows, s positions so far, v vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -44,14 +44,19 @@ def token_calls(
 
     Caches get memory for `new_tokens` after the prompts.
     """
-    names = _parameters(model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if has_encoder(model):
         return EncoderDecoderCalls(model, prompts, device, new_tokens)
+    names = _parameters(model)
     cache = next((name for name in CACHES if name in names), None)
     is_even = len({len(prompt) for prompt in prompts}) == 1
-    if cache is None or not (is_even or "attention_mask" in names):
+    if cache is None or "input_ids" not in names or not (is_even or _takes_padding(names)):
         return WholeSequenceCalls(model, prompts, device)
     return CachedCalls(model, prompts, device, cache, new_tokens)
+
+
+def _takes_padding(names: Mapping[str, object]) -> bool:
+    """True if padding on the left changes no token: the model is told positions, or it is a recurrence without them."""
+    return "attention_mask" in names and ("position_ids" in names or "cache_params" in names)
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -85,9 +90,8 @@ class CachedCalls:
 
     def first(self) -> Tensor:
         positions_rs = (self.mask_rs.cumsum(-1) - 1).clamp(min=0)
-        out = self._call(self.ids_rs, self.mask_rs, positions_rs)
+        logits_rv = self._call(self.ids_rs, self.mask_rs, positions_rs)
         write_in_place(self.cache, self.capacity)
-        logits_rv = out.logits[:, -1]
         self.rows = rows_of(logits_rv)
         return logits_rv
 
@@ -96,10 +100,13 @@ class CachedCalls:
         positions_r1 = self.mask_rs.sum(-1, keepdim=True) - 1
         # a mask that is sharded over rows would take two collectives in each step, to ask if anything is masked
         mask_rs, positions_r1 = self.rows.replicated(self.mask_rs), self.rows.spread(positions_r1)
-        return self._call(tokens_r1, mask_rs, positions_r1).logits[:, -1]
+        return self._call(tokens_r1, mask_rs, positions_r1)
 
-    def _call(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Any:
-        given: dict[str, Any] = {"input_ids": ids, "use_cache": True, self.cache_name: self.cache}
+    def _call(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """Return the logits [r, v] after the last token."""
+        given: dict[str, Any] = {"input_ids": ids, self.cache_name: self.cache}
+        if "use_cache" in self.names or any(p.kind is p.VAR_KEYWORD for p in self.names.values()):
+            given["use_cache"] = True
         if "attention_mask" in self.names and not self.is_even:
             given["attention_mask"] = mask
         if "position_ids" in self.names:
@@ -107,8 +114,8 @@ class CachedCalls:
         if "logits_to_keep" in self.names:
             given["logits_to_keep"] = 1
         out = self.model(**given)
-        self.cache = out[self.cache_name]
-        return out
+        self.cache = _cache_of(self.model, out, self.cache_name)
+        return _logits_of(self.model, out, len(ids))[:, -1]
 
 
 class EncoderDecoderCalls:
@@ -125,12 +132,12 @@ class EncoderDecoderCalls:
         self.cache: Any = None
 
     def first(self) -> Tensor:
-        start = decoder_start(self.model)
+        start = _decoder_start(self.model)
         begin_r1 = torch.full((len(self.ids_rs), 1), start, device=self.ids_rs.device)
         out = self.model(input_ids=self.ids_rs, attention_mask=self.mask_rs, decoder_input_ids=begin_r1, use_cache=True)
-        self.encoded, self.cache = (out["encoder_last_hidden_state"],), out["past_key_values"]
+        logits_rv = _logits_of(self.model, out, len(self.ids_rs))[:, -1]
+        self.encoded, self.cache = (out.encoder_last_hidden_state,), _cache_of(self.model, out, "past_key_values")
         write_in_place(self.cache, self.capacity)
-        logits_rv = out.logits[:, -1]
         self.rows = rows_of(logits_rv)
         self.mask_rs = self.rows.replicated(self.mask_rs)
         return logits_rv
@@ -143,22 +150,27 @@ class EncoderDecoderCalls:
             past_key_values=self.cache,
             use_cache=True,
         )
-        self.cache = out["past_key_values"]
-        return out.logits[:, -1]
+        self.cache = _cache_of(self.model, out, "past_key_values")
+        return _logits_of(self.model, out, len(tokens_r1))[:, -1]
 
 
-def decoder_start(model: nn.Module) -> int:
+def has_encoder(model: nn.Module) -> bool:
+    """True for an encoder with a decoder, by its configuration."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _decoder_start(model: nn.Module) -> int:
     """Return the token that a decoder begins with. Raises GenerationError if the model does not name it."""
-    config: Any = model.config
-    start = getattr(config, "decoder_start_token_id", None)
-    if start is None:
-        raise GenerationError(
-            f"tokens of {type(model).__name__}",
-            "no config.decoder_start_token_id",
-            "the decoder of an encoder and decoder begins with this token",
-            "set model.config.decoder_start_token_id",
-        )
-    return int(start)
+    for place in ("generation_config", "config"):
+        start = getattr(getattr(model, place, None), "decoder_start_token_id", None)
+        if start is not None:
+            return int(start)
+    raise GenerationError(
+        f"tokens of {type(model).__name__}",
+        "no config.decoder_start_token_id",
+        "the decoder of an encoder and decoder begins with this token",
+        "set model.config.decoder_start_token_id",
+    )
 
 
 class WholeSequenceCalls:
@@ -183,6 +195,32 @@ class WholeSequenceCalls:
         return self._logits()
 
     def _logits(self) -> Tensor:
-        out: Any = self.model(self.ids_rs)
-        logits_rsv: Tensor = out if isinstance(out, Tensor) else out.logits
+        logits_rsv = _logits_of(self.model, self.model(self.ids_rs), *self.ids_rs.shape)
         return torch.take_along_dim(logits_rsv, self.last_r1[:, :, None], 1)[:, 0]
+
+
+def _logits_of(model: nn.Module, out: Any, *sizes: int) -> Tensor:
+    """Return the logits [r, s, v] of a result. Raises GenerationError if they do not begin with these sizes."""
+    logits_rsv = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    is_tensor = isinstance(logits_rsv, Tensor)
+    if is_tensor and logits_rsv.dim() == 3 and tuple(logits_rsv.shape[: len(sizes)]) == sizes:
+        return logits_rsv
+    raise GenerationError(
+        f"tokens of {type(model).__name__}",
+        f"a result of shape {tuple(logits_rsv.shape)}" if is_tensor else f"a {type(out).__name__} without logits",
+        "the sampler needs logits [rows, tokens, vocabulary]: the result, or its attribute `logits`",
+        "pass a model with a head for the vocabulary",
+    )
+
+
+def _cache_of(model: nn.Module, out: Any, name: str) -> Any:
+    """Return the cache of a result. Raises GenerationError if there is none."""
+    cache = getattr(out, name, None)
+    if cache is None:
+        raise GenerationError(
+            f"tokens of {type(model).__name__}",
+            f"a result without {name}",
+            f"forward takes {name}, and the next call needs those of the result",
+            f"return {name} from forward; set config.is_decoder=True if the model of transformers has this option",
+        )
+    return cache

@@ -22,14 +22,15 @@ def choose_tokens(
     `softmax(logits / temperature)`, of which `top_k` keeps the k most probable tokens, and `top_p` the smallest set of
     the most probable tokens with at least this probability. `uniforms_r` are the random numbers, in [0, 1). The
     log-probability is that of `softmax(logits / temperature)`, before tokens are removed; with temperature 0 that of
-    `softmax(logits)`.
+    `softmax(logits)`. It is NaN for a row without probabilities: one with NaN, with inf, or with -inf alone.
 
     >>> choose_tokens(torch.tensor([[0.0, 2.0, 2.0]]), torch.tensor([0.9]), temperature=0.0)[0]
     tensor([1])
     """
     scores_rv = logits_rv.float() / (temperature or 1.0)
     log_probs_rv = scores_rv.log_softmax(-1)
-    tokens_r = log_probs_rv.argmax(-1) if temperature == 0 else _drawn(scores_rv, uniforms_r, top_k, top_p)
+    # not the log-probabilities: their rounding makes logits equal that differ
+    tokens_r = scores_rv.argmax(-1) if temperature == 0 else _drawn(scores_rv, uniforms_r, top_k, top_p)
     return tokens_r, log_probs_rv.gather(-1, tokens_r[:, None])[:, 0]
 
 

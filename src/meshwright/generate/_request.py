@@ -50,53 +50,48 @@ class GenerationRequest:
                     "begin the prompt with a token such as tokenizer.bos_token_id, or leave the prompt out",
                 )
             for token in prompt:
-                _check_whole(f"prompt {at}", token, 0)
-        _check_whole("max_new_tokens", self.max_new_tokens, 1)
-        _check_whole("n", self.n, 1)
-        _check_whole("seed", self.seed, None)
+                check_whole(f"prompt {at}", token, 0)
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
+        check_whole("n", self.n, 1)
+        check_whole("seed", self.seed, None)
         if self.top_k is not None:
-            _check_whole("top_k", self.top_k, 1)
+            check_whole("top_k", self.top_k, 1)
         _check_real("temperature", self.temperature, 0.0, None)
         if self.top_p is not None:
             _check_real("top_p", self.top_p, 0.0, 1.0)
             if self.top_p == 0:
                 raise _invalid("top_p", "0", "no token would be left", "pass temperature=0 for the most probable token")
         for token in self.stop:
-            _check_whole("stop", token, 0)
+            check_whole("stop", token, 0)
 
     @property
     def rows(self) -> tuple[tuple[int, int], ...]:
         """The prompt and the sample of each row of the batch: the `n` samples of a prompt follow each other."""
         return tuple((prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.n))
 
-    def check_vocabulary(self, size: int) -> None:
-        """Raise GenerationError for a token that a vocabulary of this size does not have."""
-        named = [(f"prompt {at}", prompt) for at, prompt in enumerate(self.prompts)]
-        for name, tokens in (*named, ("stop", self.stop)):
-            for token in tokens:
-                if not 0 <= token < size:
-                    raise _invalid(
-                        name,
-                        f"the token {token}",
-                        f"the vocabulary of the model has the tokens 0 to {size - 1}",
-                        "pass ids of the model's own tokenizer",
-                    )
+    def check_prompts(self, vocabulary: int) -> None:
+        """Raise GenerationError for a token of a prompt that a vocabulary of this size does not have."""
+        for at, prompt in enumerate(self.prompts):
+            _check_tokens(f"prompt {at}", prompt, vocabulary)
 
-    def check_capacity(self, positions: int, decoder_start: int | None = None) -> None:
+    def check_stop(self, vocabulary: int) -> None:
+        """Raise GenerationError for a token of `stop` that a vocabulary of this size does not have."""
+        _check_tokens("stop", self.stop, vocabulary)
+
+    def check_capacity(self, positions: int, has_encoder: bool) -> None:
         """Raise GenerationError if a row gets more tokens than the model has positions.
 
-        The decoder of an encoder and decoder holds one start token, and no prompt.
+        With an encoder, the prompt takes positions of the encoder, and the decoder has one start token before new ones.
         """
         longest = max(map(len, self.prompts))
-        needed = (longest if decoder_start is None else 1) + self.max_new_tokens
-        if max(needed, longest) > positions:
+        most = positions - (1 if has_encoder else longest)
+        if longest > positions or self.max_new_tokens > most:
+            fits_in_part = longest <= positions and most > 0
             raise _invalid(
                 "prompts and max_new_tokens",
                 f"a prompt of {longest} tokens and {self.max_new_tokens} new ones",
                 f"the model has {positions} positions",
-                f"pass max_new_tokens={max(0, positions - longest)} or less"
-                if longest < positions
-                else "shorten the prompt",
+                f"pass max_new_tokens={most} or less" if fits_in_part else "shorten the prompt",
             )
 
 
@@ -111,7 +106,7 @@ def request_of(
     return GenerationRequest(prompts=_token_ids(prompts, mask), stop=_stop_ids(stop), **options)
 
 
-def _token_ids(prompts: Any, mask: Tensor | None) -> tuple[tuple[int, ...], ...]:
+def _token_ids(prompts: Any, mask: Any) -> tuple[tuple[int, ...], ...]:
     if isinstance(prompts, str) or not isinstance(prompts, (Sequence, Tensor)):
         raise _no_ids(type(prompts).__name__)
     if isinstance(prompts, Tensor) and prompts.dim() != 2:
@@ -119,10 +114,12 @@ def _token_ids(prompts: Any, mask: Tensor | None) -> tuple[tuple[int, ...], ...]
     rows = [_one_prompt(p) for p in (unshard_dtensor(prompts) if isinstance(prompts, Tensor) else prompts)]
     if mask is None:
         return tuple(rows)
-    seen = unshard_dtensor(mask).bool().tolist()
+    is_table = isinstance(mask, Tensor) and mask.dim() == 2
+    seen = unshard_dtensor(mask).bool().tolist() if is_table else []
     if [len(row) for row in rows] != [len(row) for row in seen]:
-        shape = f"shape {tuple(mask.shape)}"
-        raise _invalid("mask", shape, "it differs from the shape of the prompts", "pass one flag for each token")
+        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        fix = "pass a tensor with one flag for each token"
+        raise _invalid("mask", found, "it differs from the shape of the prompts", fix)
     return tuple(_unpadded(row, flags) for row, flags in zip(rows, seen, strict=True))
 
 
@@ -165,11 +162,23 @@ def _is_whole(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
-def _check_whole(name: str, value: Any, least: int | None) -> None:
+def check_whole(name: str, value: Any, least: int | None) -> None:
+    """Raise GenerationError if the argument is no whole number, or one below `least`."""
     if not _is_whole(value) or (least is not None and value < least):
         above = "a whole number" if least is None else f"a whole number of at least {least}"
-        fix = f"pass {name}=1" if name.isidentifier() and name != "stop" else "pass ids of the model's own tokenizer"
+        fix = f"pass {name}=8" if name.isidentifier() and name != "stop" else "pass ids of the model's own tokenizer"
         raise _invalid(name, repr(value), f"{name} must be {above}", fix)
+
+
+def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
+    for token in tokens:
+        if token >= vocabulary:
+            raise _invalid(
+                name,
+                f"the token {token}",
+                f"the vocabulary of the model has the tokens 0 to {vocabulary - 1}",
+                "pass ids of the model's own tokenizer",
+            )
 
 
 def _check_real(name: str, value: object, least: float, most: float | None) -> None:

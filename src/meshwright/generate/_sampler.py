@@ -19,10 +19,10 @@ from meshwright.engine import check_equal_options, unshard_dtensor
 from meshwright.tensor import DistTensor
 
 from ._cache import write_in_place
-from ._calls import TokenCalls, decoder_start, token_calls
+from ._calls import TokenCalls, has_encoder, token_calls
 from ._choice import choose_tokens
 from ._errors import GenerationError
-from ._request import GenerationRequest, Prompts, request_of
+from ._request import GenerationRequest, Prompts, check_whole, request_of
 from ._uniform import uniform
 
 
@@ -65,7 +65,8 @@ class Sampler:
     ) -> Generated:
         """Return `n` continuations of each prompt; every rank makes the call with the same arguments.
 
-        The same seed gives the same tokens on every mesh and with any other prompts in the batch. Dropout is off.
+        The same seed gives prompt `p` the same tokens on every mesh and with any other prompts in the batch. Dropout is
+        off.
 
         Args:
             prompts: Token ids: a sequence for each prompt, of any lengths, or one tensor [prompts, length].
@@ -80,7 +81,8 @@ class Sampler:
 
         Raises:
             GenerationError: there is no prompt, an empty one, one with an unknown token, one that is longer than the
-                model's positions, or an option with an invalid value.
+                model's positions, or an option with an invalid value; or the model returns no logits, no cache, or
+                logits with NaN or infinity.
             DisagreementError: the arguments differ between ranks.
 
         >>> import meshwright as mw
@@ -114,8 +116,9 @@ class Sampler:
         `capacity` is the number of positions for which memory is taken; a longer sequence is copied for each token.
 
         Raises:
-            GenerationError: the model is not one of transformers.
+            GenerationError: the model is not one of transformers, or `capacity` is no positive whole number.
         """
+        check_whole("capacity", capacity, 1)
         config: Any = getattr(self.model, "config", None)
         if not hasattr(config, "get_text_config"):
             raise GenerationError(
@@ -124,7 +127,10 @@ class Sampler:
                 "the cache is one of transformers, whose layers follow the configuration",
                 "call sampler.generate, which needs no cache",
             )
-        made = import_module("transformers").DynamicCache(config=config)
+        library = import_module("transformers")
+        made = library.DynamicCache(config=config)
+        if has_encoder(self.model):
+            made = library.EncoderDecoderCache(made, library.DynamicCache(config=config))
         write_in_place(made, capacity)
         return made
 
@@ -132,16 +138,18 @@ class Sampler:
         """Raise an error for a request that differs between ranks, or that the model cannot carry out."""
         if any(isinstance(p, DistTensor) for p in self.model.parameters()):
             options = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
+            options["ask_every"] = self.ask_every
             check_equal_options("tokens of a model on several ranks", options, current_world())
+        is_pair = has_encoder(self.model)
         config: Any = getattr(self.model, "config", None)
-        text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-        words = getattr(text, "vocab_size", None)
+        if hasattr(config, "get_text_config") and not is_pair:  # of a pair, this would be the decoder's
+            config = config.get_text_config()
+        words = getattr(config, "vocab_size", None)
         if isinstance(words, int):
-            request.check_vocabulary(words)
-        positions = getattr(text, "max_position_embeddings", None)
+            request.check_prompts(words)
+        positions = getattr(config, "max_position_embeddings", None)
         if isinstance(positions, int) and positions > 0:
-            is_pair = getattr(config, "is_encoder_decoder", False)
-            request.check_capacity(positions, decoder_start(self.model) if is_pair else None)
+            request.check_capacity(positions, is_pair)
 
 
 def sampler(model: nn.Module, *, ask_every: int = 8) -> Sampler:
@@ -151,7 +159,7 @@ def sampler(model: nn.Module, *, ask_every: int = 8) -> Sampler:
     any causal model. `ask_every` is the number of tokens after which the ranks ask if all rows have ended.
 
     Raises:
-        GenerationError: `model` is no module, or `ask_every` no positive number.
+        GenerationError: `model` is no module, or `ask_every` no positive whole number.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - the caller may be untyped
         raise GenerationError(
@@ -160,10 +168,7 @@ def sampler(model: nn.Module, *, ask_every: int = 8) -> Sampler:
             "a sampler calls the forward of a torch.nn.Module",
             "pass the model itself",
         )
-    if ask_every < 1:
-        raise GenerationError(
-            "a sampler", f"ask_every={ask_every}", "the ranks ask after whole tokens", "pass ask_every=8"
-        )
+    check_whole("ask_every", ask_every, 1)
     return Sampler(model, ask_every)
 
 
@@ -182,16 +187,13 @@ class _Loop:
     def run(self) -> Generated:
         request = self.request
         logits_rv = self.calls.first()
-        request.check_vocabulary(logits_rv.shape[-1])
+        request.check_stop(logits_rv.shape[-1])
         stop = torch.tensor(request.stop, dtype=torch.int64, device=logits_rv.device)
         rows = self.calls.rows
         self.numbered = request.rows[rows.first : rows.first + rows.held]
         ended_r = torch.zeros(rows.held, dtype=torch.bool, device=logits_rv.device)
-        broken_r = ended_r.clone()
         for step in range(request.max_new_tokens):
-            here_rv = rows.logits_here(logits_rv)
-            broken_r = broken_r | (here_rv.isnan().any(-1) & ~ended_r)
-            chosen_r, log_probs_r = self._chosen(here_rv, step)
+            chosen_r, log_probs_r = self._chosen(rows.logits_here(logits_rv), step)
             chosen_r = chosen_r.masked_fill(ended_r, 0)
             self.tokens.append(chosen_r)
             self.log_probs.append(log_probs_r.masked_fill(ended_r, 0.0))
@@ -199,7 +201,7 @@ class _Loop:
             if step + 1 == request.max_new_tokens or self._all_ended(step, ended_r):
                 break
             logits_rv = self.calls.after(rows.joined(chosen_r[:, None]))
-        return self._result(broken_r)
+        return self._result()
 
     def _chosen(self, logits_rv: Tensor, step: int) -> tuple[Tensor, Tensor]:
         request = self.request
@@ -213,22 +215,20 @@ class _Loop:
             return False
         return bool(unshard_dtensor(self.calls.rows.joined(ended_r)).all())
 
-    def _result(self, broken_r: Tensor) -> Generated:
+    def _result(self) -> Generated:
         """Return the tokens of all rows, up to the end of the longest one."""
-        rows = self.calls.rows
-        tokens_rt = torch.stack(self.tokens, -1)
-        log_probs_rt = torch.stack(self.log_probs, -1)
-        packed_rt = torch.cat([tokens_rt.double(), log_probs_rt.double(), broken_r[:, None].double()], -1)
-        whole_rt = unshard_dtensor(rows.joined(packed_rt))
-        steps = len(self.tokens)
-        if bool(whole_rt[:, -1].any()):
+        tokens_rt, log_probs_rt = torch.stack(self.tokens, -1), torch.stack(self.log_probs, -1)
+        packed_r2t = torch.stack([tokens_rt.double(), log_probs_rt.double()], 1)  # one collective for both
+        tokens_rt, log_probs_rt = unshard_dtensor(self.calls.rows.joined(packed_r2t)).unbind(1)
+        tokens_rt, log_probs_rt = tokens_rt.long(), log_probs_rt.float()
+        broken_r = log_probs_rt.isnan().any(-1)
+        if bool(broken_r.any()):
             raise GenerationError(
                 "tokens of a model",
-                f"NaN among the logits of row {int(whole_rt[:, -1].argmax())}",
-                "no token can be chosen by them",
+                f"NaN or infinity among the logits of row {int(broken_r.int().argmax())}, divided by the temperature",
+                "they give no probabilities",
                 "look for NaN in the model's parameters: mw.verify compares the model with one device",
             )
-        tokens_rt, log_probs_rt = whole_rt[:, :steps].long(), whole_rt[:, steps:-1].float()
         lengths_r = self._lengths(tokens_rt)
         longest = int(lengths_r.max())
         return Generated(tokens_rt[:, :longest], lengths_r, log_probs_rt[:, :longest])

@@ -19,7 +19,7 @@ def uniform(seed: int, prompt: int, sample: int, step: int) -> float:
     """
     state = 0
     for number in (seed, prompt, sample, step):
-        state = _mixed((state ^ (number & _MASK)) + _GOLDEN & _MASK)
+        state = _mixed((state ^ (int(number) & _MASK)) + _GOLDEN & _MASK)
     return (state >> 11) * 2.0**-53
 
 
