@@ -112,8 +112,11 @@ def _token_ids(prompts: Any, mask: Any) -> tuple[tuple[int, ...], ...]:
     if isinstance(prompts, Tensor) and prompts.dim() != 2:
         raise _no_ids(f"a tensor of {prompts.dim()} dims")
     rows = [_one_prompt(p) for p in (unshard_dtensor(prompts) if isinstance(prompts, Tensor) else prompts)]
-    if mask is None:
-        return tuple(rows)
+    return tuple(rows) if mask is None else _without_padding(rows, mask)
+
+
+def _without_padding(rows: Sequence[tuple[int, ...]], mask: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of prompts that a mask shows. Raises GenerationError for a mask of another shape."""
     is_table = isinstance(mask, Tensor) and mask.dim() == 2
     seen = unshard_dtensor(mask).bool().tolist() if is_table else []
     if [len(row) for row in rows] != [len(row) for row in seen]:

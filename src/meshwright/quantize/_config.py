@@ -36,12 +36,11 @@ def config_of(model: nn.Module) -> dict[str, Any]:
         )
     groups = _names_by_numbers(layers)
     forms = {stored_form(scheme) for scheme in groups}
-    targets = {scheme: ["Linear"] for scheme in groups} if len(groups) == 1 else groups
     return {
         "quant_method": METHOD,
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": _group_json(*group) for i, group in enumerate(targets.items())},
+        "config_groups": _groups_json(groups),
         "ignore": [name for name, module in model.named_modules() if is_linear(module)],
         "kv_cache_scheme": None,
     }
@@ -69,6 +68,12 @@ def _check_known(name: str, scheme: Scheme) -> None:
 def _numbers_of(scheme: Scheme) -> Scheme:
     """Return the scheme without the method: the part that a checkpoint describes."""
     return Scheme(scheme.weights, scheme.input_activations, act_order=scheme.act_order)
+
+
+def _groups_json(groups: Mapping[Scheme, Sequence[str]]) -> dict[str, Any]:
+    """Return the groups of layers; a single one is that of all linear layers."""
+    all_linear = ["Linear"] if len(groups) == 1 else None
+    return {f"group_{i}": _group_json(scheme, all_linear or names) for i, (scheme, names) in enumerate(groups.items())}
 
 
 def _group_json(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:

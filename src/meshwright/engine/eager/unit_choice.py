@@ -34,6 +34,16 @@ def units_of(
         StrategyError: a pattern matches no module.
     """
     chosen = list(_blocks(model)) if names is None else _named(model, names)
+    found, rest = _places_by_unit(model, chosen, slots)
+    is_small = _bytes(rest) <= max([_BUCKET_BYTES, *map(_bytes, found.values())])
+    groups = {(model,): rest} if is_small else _by_module(rest)
+    return [ParameterUnit(modules, own, order) for modules, own in (*groups.items(), *found.items()) if own]
+
+
+def _places_by_unit(
+    model: nn.Module, chosen: Sequence[_Modules], slots: Iterable[Slot]
+) -> tuple[dict[_Modules, list[Slot]], list[Slot]]:
+    """Return the places of the parameters of each unit, and those of the rest."""
     units_of_module: dict[nn.Module, set[_Modules | None]] = {}
     _add_units(model, None, {module: unit for unit in chosen for module in unit}, units_of_module)
     found: dict[_Modules, list[Slot]] = {unit: [] for unit in chosen}
@@ -42,9 +52,7 @@ def units_of(
         unit, *others = set[_Modules | None]().union(*(units_of_module[place.module] for place in places))
         target = rest if others or unit is None else found[unit]
         target += places
-    is_small = _bytes(rest) <= max([_BUCKET_BYTES, *map(_bytes, found.values())])
-    groups = {(model,): rest} if is_small else _by_module(rest)
-    return [ParameterUnit(modules, own, order) for modules, own in (*groups.items(), *found.items()) if own]
+    return found, rest
 
 
 def _add_units(
