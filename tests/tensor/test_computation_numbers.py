@@ -47,6 +47,7 @@ DRAWS: dict[str, Call] = {
     "rand_like": torch.rand_like,
     "rrelu": lambda x: F.rrelu(x, training=True),
     "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
+    "scaled_dot_product_attention without dropout": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
 }
 
 

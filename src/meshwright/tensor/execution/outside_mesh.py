@@ -25,7 +25,15 @@ from ..core.computation_numbers import note_drawing
 from ..core.dist_tensor import DistTensor
 from ..core.function_names import name_of
 from ..core.tree import map_tensors, tensors_in
-from ..planning.call_plan import NestedCalls, OneByOne, OperatorPlan, is_constant, is_view_of_plain, is_written
+from ..planning.call_plan import (
+    NestedCalls,
+    OneByOne,
+    OperatorPlan,
+    RandomWhole,
+    is_constant,
+    is_view_of_plain,
+    is_written,
+)
 from ..torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
 from .captured_call import CapturedCall, capture_call, plan_captured, result_specs
 from .run_plan import CallPlan, ConstantResult, OperatorSequence, PlainMemory, SmallerParts, real_inputs
@@ -75,9 +83,8 @@ def _plan_for_settings(func: TorchFunction, args: TorchValue, kwargs: TorchValue
         return SmallerParts(plan, captured)
     if isinstance(plan, OneByOne):
         return OperatorSequence(captured)
-    return _ResultWithoutElements(
-        captured, _planned_specs(call, captured, plan, mesh), gradient_paths(func, args, kwargs)
-    )
+    specs, paths = _planned_specs(call, captured, plan, mesh), gradient_paths(func, args, kwargs)
+    return _ResultWithoutElements(captured, specs, paths, isinstance(plan, RandomWhole))
 
 
 def _mesh_of(args: TorchValue, kwargs: TorchValue) -> ProcessMesh:
@@ -212,14 +219,20 @@ def _without_elements(out: TorchValue, tensors: Sequence[Tensor], mesh: ProcessM
 
 @dataclass(frozen=True, slots=True)
 class _ResultWithoutElements(CallPlan):
-    """A planned call: its results have these specs and no elements, and are behind their operands for autograd."""
+    """A planned call: its results have these specs and no elements, and are behind their operands for autograd.
+
+    With `draws`, the ranks of the mesh draw whole results.
+    """
 
     captured: Captured
     outs: tuple[Spec, ...]
     paths: Paths | None
+    draws: bool
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         tensors = list(tensors_in((args, kwargs)))
+        if self.draws:
+            note_drawing(tensors[0].device, None)
         _draw_along(self.captured, tensors[0].device)
         results = list(tensors_in(self.captured.out))
         real = real_inputs(self.captured, args, kwargs)
@@ -258,13 +271,11 @@ def _with_gradients(tensors: Sequence[Tensor], path: frozenset[int]) -> list[Ten
 
 def _draw_along(captured: Captured, device: torch.device) -> None:
     """Run random operators on this rank too, so that the generators of all ranks have the same state."""
-    drawing = [node for node in captured.nodes if seeded_tag in node.op.tags]
-    if drawing:
-        note_drawing(device, None)
-    for node in drawing:
-        with no_interception(), torch.no_grad():
-            args, kwargs = map_tensors(lambda meta: _filled_with_halves(meta, device), (node.args, node.kwargs))
-            node.op(*args, **kwargs)
+    for node in captured.nodes:
+        if seeded_tag in node.op.tags:
+            with no_interception(), torch.no_grad():
+                args, kwargs = map_tensors(lambda meta: _filled_with_halves(meta, device), (node.args, node.kwargs))
+                node.op(*args, **kwargs)
 
 
 def _filled_with_halves(meta: Tensor, device: torch.device) -> Tensor:
