@@ -47,6 +47,7 @@ class StaticChecks:
     def __init__(self, tensors: Callable[[], Mapping[str, Any]]) -> None:
         self.tensors = tensors
         self.rhythm = Rhythm()
+        self._last: tuple[StepLike, bool] | None = None
 
     def run(self, step: StepLike, given: Sequence[Any]) -> tuple[Any, list[Any] | None]:
         """Return the outputs of a training step, and the values that it writes (None if the update is skipped).
@@ -63,11 +64,14 @@ class StaticChecks:
             compare_replicas(self.rhythm, checks, self._named, name, group)
         if checks.replay and number % checks.replay == 0:
             _replay(step.run, given, name)
-        if step.apart is None:
+        if not self._is_apart_on_all_ranks(step, group):
             with current_communicator().comparing_first():
                 # a pipeline may update parameters before its own first collective
                 current_communicator().any_true(False, group)
                 return step.run(*given)
+
+        apart = step.apart
+        assert apart is not None
 
         def look_at(gradients: Mapping[str, Tensor]) -> bool:
             with collectives_of_call("the check of a step"):
@@ -75,7 +79,15 @@ class StaticChecks:
                     {f"the gradient of {n}": x for n, x in gradients.items()}, checks, name, group
                 )
 
-        return step.apart(given, look_at)
+        return apart(given, look_at)
+
+    def _is_apart_on_all_ranks(self, step: StepLike, group: tuple[int, ...]) -> bool:
+        """True if every rank can look at gradients before the update; asked if the step is another than before."""
+        if self._last is None or self._last[0] is not step:
+            with current_communicator().comparing_first():
+                is_whole_somewhere = current_communicator().any_true(step.apart is None, group)
+            self._last = step, not is_whole_somewhere
+        return self._last[1]
 
     def _named(self) -> list[NamedTensor]:
         return [NamedTensor(name, x) for name, x in self.tensors().items() if isinstance(x, DistTensor)]

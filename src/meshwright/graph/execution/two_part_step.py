@@ -47,14 +47,14 @@ class TwoPartStep:
 
 
 def split_before_update(program: Program) -> TwoPartStep | None:
-    """Return the step in two parts; None if it has no update, or if it cannot be split.
+    """Return the step in two parts; None if it cannot be split. Without an update, the second part does nothing.
 
     The first part has to be able to run before the whole update: nothing in it writes over what the update reads, and
     the output "out" does not come from the update.
     """
     update = _update_nodes(program)
     early, late = _divided_outputs(program, update)
-    if not update or not _may_come_first(program, update) or "out" not in early:
+    if not _may_come_first(program, update) or "out" not in early:
         return None
     crossing = _crossing_values(program, update)
     op_of = _overwriting_functions(program, update, crossing)

@@ -204,7 +204,9 @@ def _resharded(x: DistTensor, dst: Spec) -> DistTensor:
     x._read_again()
     rank, mesh = current_communicator().rank, dst.mesh
     if rank not in x._spec.mesh and rank not in mesh:
-        return make_absent([dst], [x])[0]
+        outside = make_absent([dst], [x])[0]
+        pass_number(x, outside)
+        return outside
     with collectives_of_call("reshard", [x]):
         local = convert_local(x, x._spec, dst)
     with no_interception():
