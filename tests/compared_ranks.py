@@ -20,15 +20,15 @@ _check_form = simulated_ranks._World._check_agreement
 
 
 def _check_values(
-    world: simulated_ranks._World, meeting: simulated_ranks._PendingCollective, rank: int, call: CommCall
+    self: simulated_ranks._World, meeting: simulated_ranks._PendingCollective, rank: int, call: CommCall
 ) -> None:
     """Raise DisagreementError if a rank makes the call for other values than the ranks before it."""
-    _check_form(world, meeting, rank, call)
+    _check_form(self, meeting, rank, call)
     seen: dict[int, tuple[int, str]] = vars(meeting).setdefault("purposes", {})
     number, name = call_purpose.what
     for peer, (other, other_name) in seen.items():
         if other != number:
-            mine, theirs = f"{call} for {name}{world._line_of(rank)}", f"{call} for {other_name}{world._line_of(peer)}"
+            mine, theirs = f"{call} for {name}{self._line_of(rank)}", f"{call} for {other_name}{self._line_of(peer)}"
             raise disagreement_error(rank, mine, peer, theirs, "the calls are for different values")
     seen[rank] = call_purpose.what
 
