@@ -371,7 +371,7 @@ def init_process(
         place: rank, size and addresses; by default those of the environment.
 
     Raises:
-        LaunchError: this host has fewer devices than processes.
+        LaunchError: the process can see several devices, and its local rank is none of them.
     """
     there = installed_communicator()
     if there is not None:
