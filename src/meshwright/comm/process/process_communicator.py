@@ -204,9 +204,8 @@ class ProcessCommunicator(Communicator):
             self._watchdog.begin(call)
             try:
                 found = carry()
-                if self._guard.is_behind:
-                    self._guard.moved()
-                    noted.agreed = time.time()
+                self._guard.moved(call)
+                noted.agreed = noted.agreed or time.time()
                 return found
             except MeshwrightError:
                 raise
