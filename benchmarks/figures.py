@@ -24,7 +24,7 @@ ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products", "context"),
     *("aliases", "mutations", "optimizers", "escapes", "plans", "experts", "generate"),
     *("capture_paths", "static_equals_eager", "stale", "first_static_step", "one_program", "communications"),
-    *("static_speed", "same_transport", "compile_scale"),
+    *("static_speed", "same_transport", "overlap", "races", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
     *("races", "overlap"),

@@ -29,6 +29,7 @@ from meshwright.graph import Conversion, LiveMemory, Node, live_memory
 from meshwright.models import Llama, LlamaConfig
 from meshwright.reshard import AllReduce
 from meshwright.search import hold
+from meshwright.tensor import local_parts
 
 from ._published import Run, runs
 from ._static_models import OPTIMIZERS, STYLES, SUBJECTS, Style, Subject, mark
@@ -83,8 +84,9 @@ def small_plans(count: int) -> Iterator[tuple[str, int, int]]:
         for ranks in sizes:
             path = Path(directory) / f"{ranks}.json"
             own = [f"{width},{at}" for width, at in cases if STYLES[at].ranks == ranks]
-            if launch(["-m", "benchmarks.memory", str(path), *own], ranks, timeout=600) == 0:
-                yield from json.loads(path.read_text())
+            if launch(["-m", "benchmarks.memory", str(path), *own], ranks, timeout=600) != 0:
+                raise RuntimeError(f"the processes of the plans {' '.join(own)} failed")
+            yield from json.loads(path.read_text())
 
 
 def process(path: str, cases: Sequence[str]) -> None:
@@ -118,9 +120,12 @@ def counted_and_measured(subject: Subject, style: Style) -> tuple[int, int]:
     step = mw.to_static(model, None, subject.loss, OPTIMIZERS["Adam"](model.parameters()))
     for seed in range(2):
         step(*subject.batch(seed))
-    memory, batch = live_memory(step.program), subject.batch(2)
-    with Allocations() as seen:
-        step(*batch)
+    memory, batch = live_memory(step.program), list(subject.batch(2))
+    found = step._latest  # pyright: ignore[reportPrivateUsage] - the function of a program has no public name
+    assert found is not None
+    given = [fetch(batch) for fetch in found.fetch]
+    with local_parts(), torch.no_grad(), Allocations() as seen:
+        found.run(*given)
     return counted(memory), memory.held + seen.peak
 
 

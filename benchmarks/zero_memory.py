@@ -49,12 +49,12 @@ class Chain:
     @property
     def parameters(self) -> int:
         """Return the bytes of all weights."""
-        return self.blocks * 2 * self.weight
+        return self.blocks * self.block
 
     @property
-    def weight(self) -> int:
-        """Return the bytes of one weight."""
-        return 4 * 4 * self.width**2
+    def block(self) -> int:
+        """Return the bytes of the two weights of a block."""
+        return 2 * 4 * 4 * self.width**2
 
     @property
     def stream(self) -> int:
@@ -112,8 +112,8 @@ CASES = {
         "weights / n and states / n, beside the weights that are gathered when the backward pass begins",
     ),
     "ZeRO-3": Case(
-        STATES, "dp", mw.Parallelism(zero=3), lambda c: 4 / RANKS * c.parameters + 2 * c.weight,
-        "weights / n, gradients / n, states / n, beside one gathered weight and its gradient",
+        STATES, "dp", mw.Parallelism(zero=3), lambda c: 4 / RANKS * c.parameters + 4 * c.block,
+        "weights / n, gradients / n, states / n, beside two whole blocks, the gradients of one, and one in reduction",
     ),
     "tp": Case(
         ACTIVATIONS, "tp", mw.Parallelism(TENSOR_PLAN), lambda c: (c.blocks * (2 + 8 / RANKS) + 4) * c.stream,

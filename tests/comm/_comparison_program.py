@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from meshwright.comm import Check, CommError, Communicator, ProcessCommunicator, call_purpose, init_process
-from meshwright.comm.checking import comparison_order
 from meshwright.comm.checking.call_guard import Guard
 
 STEPS = 12
@@ -83,6 +82,35 @@ def flag_or_sum(here: Communicator) -> object:
     return here.any_true(True, PAIR) if here.rank == 0 else here.all_reduce(torch.ones(1), "sum", PAIR)
 
 
+def story_of_slowness(here: ProcessCommunicator) -> list[int]:
+    """Return the ranks that a rank reports as slow; rank 1 is slow in every call that is compared behind."""
+    for number in range(100):
+        if here.rank == 1 and number >= 30:
+            time.sleep(0.05)
+        here.all_reduce(torch.ones(4), "sum", PAIR)
+    found = [each.rank for each in here.stragglers()]
+    here.barrier(PAIR)
+    return found
+
+
+def story_of_repeated_mistakes(here: ProcessCommunicator) -> list[str]:
+    """Return the errors of different calls that follow the same calls several times."""
+    told: list[str] = []
+    for _ in range(4):
+        for size in range(5, 30):
+            here.all_reduce(torch.ones(size), "sum", PAIR)
+        x, op = (torch.ones(4), "max") if here.rank == 0 else (torch.ones(2), "sum")
+        told.append(error_of(lambda x=x, op=op: here.all_reduce(x, op, PAIR)))
+    return told
+
+
+STORIES: dict[str, Callable[[ProcessCommunicator], object]] = {
+    "agreement": story_of_agreement,
+    "slowness": story_of_slowness,
+    "repeated mistakes": story_of_repeated_mistakes,
+}
+
+
 def other_call(here: ProcessCommunicator) -> object:
     """Make another call than rank 0, which repeats the step."""
     return step(here, STEPS) if here.rank == 0 else here.all_reduce(torch.arange(4.0), "max", PAIR)
@@ -119,11 +147,10 @@ FAULTS: tuple[Callable[[ProcessCommunicator], object], ...] = (other_call, other
 
 def main() -> None:
     folder, story = Path(sys.argv[1]), sys.argv[2]
-    comparison_order._LONGER = 1e3  # otherwise a busy machine measures waits
     here = init_process(check=Check(limit=1.0))
     assert isinstance(here, ProcessCommunicator)
-    if story == "agreement":
-        (folder / f"{here.rank}.json").write_text(json.dumps(story_of_agreement(here)))
+    if story in STORIES:
+        (folder / f"{here.rank}.json").write_text(json.dumps(STORIES[story](here)))
         return
     warm(here)
     fault = next(each for each in FAULTS if each.__name__ == story)

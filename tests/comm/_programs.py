@@ -195,6 +195,23 @@ def warnings_of_a_slow_rank() -> list[str]:
     return [str(warning.message) for warning in heard]
 
 
+def order_of_ends() -> list[str]:
+    """Return the order in which background work, and a call of this rank that it has made before, end."""
+    ranks = current_communicator()
+    assert isinstance(ranks, ProcessCommunicator)
+    x, ends = torch.ones(5), list[str]()
+    ranks.all_reduce(x, "sum", (0, 1, 2))
+
+    def work() -> Tensor:
+        time.sleep(0.2)
+        ends.append("work")
+        return x
+
+    ranks._side.begin(work)
+    ranks.all_reduce(x, "sum", (0, 1, 2))
+    return [*ends, "call"]
+
+
 def deadlock() -> str:
     """Return the error of each rank if all wait in a ring."""
     pair = {0: (0, 1), 1: (1, 2), 2: (0, 2)}[current_communicator().rank]
@@ -216,6 +233,7 @@ def story_of_three(directory: Path) -> dict[str, object]:
         "disagreements": disagreements(),
         "late": warnings_of_a_slow_rank(),
         "calls": [str(call) for call in calls()],
+        "ends": order_of_ends(),
     }
     last = deadlock()
     wait_for_all(directory)

@@ -18,7 +18,7 @@ import _comparison_program as program
 from meshwright.comm import CommCall, current_communicator, launch, simulate
 from meshwright.comm.checking import call_forecast
 from meshwright.comm.checking.call_forecast import CallForecast
-from meshwright.comm.checking.comparison_order import ComparisonOrder
+from meshwright.comm.checking.comparison_order import ComparisonOrder, Order
 from meshwright.comm.transport.control_links import ControlLinks
 
 SCRIPT = str(Path(program.__file__))
@@ -61,33 +61,42 @@ class Links:
         return peer != 0
 
 
-def test_waits_are_measured_after_a_long_transfer() -> None:
-    """They could not be told from the transfer otherwise."""
-    order = ComparisonOrder(cast(ControlLinks, Links()))
-    call = CommCall("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, 1))
-    behind = [order.is_behind(call, 1) for _ in range(30)]
-    assert behind[-1]
-    order.note(1, 0.001)
-    order.note(1, 0.002)
-    assert order.is_behind(call, 1)
-    order.note(1, 0.030)
-    later = [order.is_behind(call, 1) for _ in range(20)]
-    assert not any(later[:16])
-    assert all(later[16:])
-
-
 def test_pieces_are_compared_first() -> None:
     """Ranks know the sizes of their own pieces only, so these cannot be predicted."""
     order = ComparisonOrder(cast(ControlLinks, Links()))
     call = CommCall("all_to_all", "", torch.float32, ((1,), (3,)), ((1,), (1,)), (0, 1))
-    assert not any(order.is_behind(call, 1) for _ in range(40))
+    assert {order.of_call(call, 1) for _ in range(40)} == {Order.FIRST}
+
+
+def test_a_call_that_only_other_ranks_can_predict_is_compared_first() -> None:
+    """Its transfer is measured, because the others compare it behind."""
+    order = ComparisonOrder(cast(ControlLinks, Links()))
+    call, elsewhere = (CommCall("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, peer)) for peer in (1, 2))
+    for kind in range(40):
+        found = order.of_call(call, 1)
+        order.of_call(elsewhere, kind)
+    assert found is Order.FIRST_HERE
+
+
+def results_of(folder: Path, story: str) -> list[Any]:
+    """Return the results of a story by rank."""
+    assert launch([SCRIPT, str(folder), story], 2, OVER_GLOO, timeout=60) == 0
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in program.PAIR]
 
 
 @pytest.fixture(scope="module")
 def agreement(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("agreement")
-    assert launch([SCRIPT, str(folder), "agreement"], 2, OVER_GLOO, timeout=60) == 0
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in program.PAIR]
+    return results_of(tmp_path_factory.mktemp("agreement"), "agreement")
+
+
+def test_a_rank_that_is_slow_before_its_transfers_is_named(tmp_path: Path) -> None:
+    assert results_of(tmp_path, "slowness") == [[1], []]
+
+
+def test_ranks_that_repeat_their_mistakes_compare_them_first(tmp_path: Path) -> None:
+    """Their pasts differ, so both could predict their own calls."""
+    for told in results_of(tmp_path, "repeated mistakes"):
+        assert [error.partition(":")[0] for error in told] == ["DisagreementError"] * 4
 
 
 def test_a_repeated_step_gives_the_results_of_simulated_ranks(agreement: list[dict[str, Any]]) -> None:

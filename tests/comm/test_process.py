@@ -69,6 +69,11 @@ def test_calls_that_differ_are_named_on_both_ranks(
     assert three[0]["disagreements"]["after"] == "[2.0, 2.0, 2.0, 2.0]"
 
 
+def test_a_call_waits_for_the_work_that_was_begun_before(three: list[dict[str, Any]]) -> None:
+    """The two would make their collectives in different orders on different ranks otherwise."""
+    assert [found["ends"] for found in three] == [["work", "call"]] * 3
+
+
 def test_a_slow_rank_gives_a_warning(three: list[dict[str, Any]]) -> None:
     (told,) = three[0]["late"]
     assert "rank 1 is in no collective" in told

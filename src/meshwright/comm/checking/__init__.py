@@ -7,6 +7,7 @@ peer_examiner     Examiner: an error if the awaited peers cannot come, a warning
 call_frames       PendingCallFrames: frames of this rank's calls and those of its peers
 call_forecast     CallForecast: prediction of the next call from past calls
 comparison_order  ComparisonOrder: choice of the calls that are compared behind their transfer
+transfer_waits    TransferWaits: waits for peers in transfers that are not preceded by a comparison
 call_guard        Guard: comparison of calls before a collective moves data
 watchdog          Watchdog: thread that detects a peer that ended or stopped while data moves
 """

@@ -42,8 +42,8 @@ class CallFrames:
 class PendingCallFrames:
     """The calls of this rank with unread frames, the oldest first.
 
-    `compare(meeting, peer)` raises if the frame of a peer differs, and `balance(meeting)` if the frames of all peers do
-    not match together.
+    `compare(meeting, peer)` raises if the frame of a peer differs. `finish(meeting)` is called once all frames are
+    read, and raises if they do not match together.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class PendingCallFrames:
         examiner: Examiner,
         waits: Waits,
         compare: Callable[[CallFrames, int], None],
-        balance: Callable[[CallFrames], None],
+        finish: Callable[[CallFrames], None],
     ) -> None:
         self._links, self._examiner, self._waits = links, examiner, waits
-        self._compare, self._balance = compare, balance
+        self._compare, self._finish = compare, finish
         self._open = deque[CallFrames]()
         self._lock = threading.RLock()
         self._given_up: tuple[int, ...] = ()
@@ -163,7 +163,7 @@ class PendingCallFrames:
                 if waits:
                     self._examine(meeting)
                 return False
-            self._balance(meeting)
+            self._finish(meeting)
         except CommError:
             self._given_up = tuple(meeting.waits_for)
             self._open.clear()

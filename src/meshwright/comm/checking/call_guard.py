@@ -35,9 +35,10 @@ from ..transport.messages import Message, Messages
 from ..transport.rank_state import RankState
 from .call_frames import CallFrames, PendingCallFrames
 from .check_settings import Check
-from .comparison_order import ComparisonOrder
+from .comparison_order import ComparisonOrder, Order
 from .peer_examiner import Examiner
 from .rank_facts import RankFacts
+from .transfer_waits import TransferWaits
 from .wait_timer import WaitTimer
 
 _MASK = (1 << 64) - 1
@@ -83,15 +84,16 @@ class Guard:
         self._receive_call: CommCall | None = None
         self._last: CommCall | None = None
         self._calls = 0
-        self._behind: tuple[int, float] | None = None
-        """Kind and start of the transfer of the present call, if the call is compared behind it."""
+        self._present = Order.FIRST
+        """Order of the present call."""
         self.waits = Waits()
+        self._transfer_waits = TransferWaits(self.waits)
 
     def connect(self, links: ControlLinks) -> None:
         """Set the links to use from now on."""
         self._links = links
         self.examiner = Examiner(self.rank, links, self._messages, self.state)
-        self.meetings = PendingCallFrames(links, self.examiner, self.waits, self._compare, self._balance)
+        self.meetings = PendingCallFrames(links, self.examiner, self.waits, self._compare, self._finish)
         self._order = ComparisonOrder(links)
 
     def state(self) -> RankState:
@@ -115,20 +117,21 @@ class Guard:
         A predicted call is compared by `moved`, after its data has moved.
         If a peer did not come, the rank still counts as waiting in this call, so that its peers reach the same result.
         """
-        self._call, self._is_aside = call, self._side.is_here()
+        self._call, self._is_aside, self._present = call, self._side.is_here(), Order.FIRST
         self._calls += 1
         if self.check.every == 0:
             return
         frame = self._frame_of(call)
         if frame is None:
             return
-        behind = self.check.every == 1 and self._order.is_behind(call, frame.common) and not lags
+        order = self._order.of_call(call, frame.common) if self.check.every == 1 else Order.FIRST
+        if order is not Order.FIRST and not lags:
+            self._present = order
+            frame = frame._replace(took=self._transfer_waits.begin(call.group))
+        limits = (self.check.limit, self.check.patience)
         try:
-            limits = (self.check.limit, self.check.patience)
-            self.meetings.begin(call, frame, limits, waits=not lags, reads=not behind)
-            if behind:
-                self._behind = frame.common, time.perf_counter()
-            else:
+            self.meetings.begin(call, frame, limits, waits=not lags, reads=not self.is_behind)
+            if not self.is_behind:
                 self.meetings.look() if lags else self.meetings.settle()
         except DisagreementError:
             self.after()
@@ -137,14 +140,15 @@ class Guard:
     @property
     def is_behind(self) -> bool:
         """True if the present call is compared behind its transfer."""
-        return self._behind is not None
+        return self._present is Order.BEHIND
 
-    def moved(self) -> None:
-        """Compare the present call, whose data has moved and which `is_behind`."""
-        assert self._behind is not None
-        kind, began = self._behind
-        self._order.note(kind, time.perf_counter() - began)
-        self.meetings.settle()
+    def moved(self, call: CommCall) -> None:
+        """Mark that the data of the present call has moved. If the call `is_behind`, compare it now."""
+        if self._present is Order.FIRST:
+            return
+        self._transfer_waits.end(call.group, self.is_behind)
+        if self.is_behind:
+            self.meetings.settle()
 
     def any_true(self, call: CommCall, flag: bool) -> bool:
         """True if `flag` is True on some rank of the call. The flags are part of the frames, so no data moves."""
@@ -164,7 +168,7 @@ class Guard:
 
     def after(self) -> None:
         """Mark the call as finished."""
-        self._last, self._call, self._behind = self._call, None, None
+        self._last, self._call, self._present = self._call, None, Order.FIRST
 
     def wait_for_message(self, call: CommCall, limit: float) -> Message:
         """Return the message of a receive, within `limit` seconds."""
@@ -208,6 +212,7 @@ class Guard:
         mine, other = meeting.frame, meeting.frames[peer]
         if mine[:4] == other[:4]:
             return
+        self._order.forget(meeting.call.group)
         text = other.text.decode(errors="replace")
         if mine[:3] == other[:3]:
             raise self._other_values(meeting, peer, text)
@@ -233,11 +238,18 @@ class Guard:
         found = f"{error.found}; {rows}" if rows else error.found
         return DisagreementError(error.asked, found, _OTHER_VALUES, _WRITE_FOR_VALUES)
 
-    def _balance(self, meeting: CallFrames) -> None:
+    def _finish(self, meeting: CallFrames) -> None:
+        """Count the waits in the transfer before this call, and compare the pieces that ranks send and expect."""
+        call, frames = meeting.call, meeting.frames
+        if is_pairwise(call):
+            self._check_balance(meeting)
+            return
+        took = {peer: frames[peer].took for peer in call.group if peer in frames}
+        self._transfer_waits.note(call.group, meeting.frame.took, took)
+
+    def _check_balance(self, meeting: CallFrames) -> None:
         """Raise DisagreementError if a rank sends something else than its peer expects."""
         call, frames = meeting.call, meeting.frames
-        if not is_pairwise(call):
-            return
         if not (meeting.frame.balance + sum(other.balance for other in frames.values())) & _MASK:
             return
         sides = {peer: frame.text.decode(errors="replace") for peer, frame in frames.items()}

@@ -11,29 +11,34 @@ Ranks that share several groups could mix up the groups. So the call must also b
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 from ..communicators.call import CommCall, Group, is_pairwise
 from ..transport.control_links import ControlLinks
 from .call_forecast import CallForecast
 
-_MEASURED = 16
-"""Number of calls of a kind that are compared first once a transfer has taken long, to measure the waits for peers."""
-_FACTOR, _LONGER = 1.5, 1e-3
-"""A transfer is long if it takes more than this multiple of the quickest one of its kind, and these seconds more."""
-_MOST_KINDS = 8192
+
+class Order(Enum):
+    """Order of the comparison and the transfer of a call."""
+
+    FIRST = auto()
+    """The comparison is first."""
+    FIRST_HERE = auto()
+    """The comparison is first on this rank; other ranks of the group may compare behind the transfer."""
+    BEHIND = auto()
+    """The comparison is behind the transfer."""
 
 
 class ComparisonOrder:
-    """The past calls of a rank, and the times of their transfers."""
+    """The past calls of a rank, from which the order of its next call follows."""
 
     def __init__(self, links: ControlLinks) -> None:
         self._links = links
         self._own = CallForecast()
         self._of_groups: dict[Group, CallForecast] = {}
-        self._quickest: dict[int, float] = {}
-        self._measured: dict[int, int] = {}
 
-    def is_behind(self, call: CommCall, kind: int) -> bool:
-        """Add a call to the past; True if it may be compared behind its transfer.
+    def of_call(self, call: CommCall, kind: int) -> Order:
+        """Add a call to the past, and return its order.
 
         `kind` is a hash of the part of the call that all ranks of the group have in common.
         """
@@ -41,25 +46,13 @@ class ComparisonOrder:
         if group is None:
             group = self._of_groups[call.group] = CallForecast()
         in_group, in_all = group.expects(kind), self._own.expects(hash((call.group, kind)))
-        if not (in_group and in_all) or is_pairwise(call) or self._is_measured(kind):
-            return False
-        return any(self._links.needs_round_trip(peer) for peer in call.group if peer != self._links.rank)
+        if not in_group or is_pairwise(call) or not self._needs_round_trip(call.group):
+            return Order.FIRST
+        return Order.BEHIND if in_all else Order.FIRST_HERE
 
-    def note(self, kind: int, seconds: float) -> None:
-        """Store the time of a transfer that was compared behind it. It includes the waits for late peers."""
-        if len(self._quickest) >= _MOST_KINDS:
-            self._quickest.clear()
-        quickest = self._quickest[kind] = min(seconds, self._quickest.get(kind, seconds))
-        if seconds > _FACTOR * quickest + _LONGER:
-            self._measured[kind] = _MEASURED
+    def forget(self, group: Group) -> None:
+        """Forget the past of a group whose ranks have made different calls, because their pasts differ."""
+        self._of_groups.pop(group, None)
 
-    def _is_measured(self, kind: int) -> bool:
-        """True if the waits for peers before this call are measured."""
-        left = self._measured.get(kind)
-        if left is None:
-            return False
-        if left > 1:
-            self._measured[kind] = left - 1
-        else:
-            del self._measured[kind]
-        return True
+    def _needs_round_trip(self, group: Group) -> bool:
+        return any(self._links.needs_round_trip(peer) for peer in group if peer != self._links.rank)

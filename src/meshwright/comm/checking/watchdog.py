@@ -23,8 +23,10 @@ from .call_guard import Guard
 _BETWEEN_LOOKS = 0.5
 _BETWEEN_PUBLISHED = 2.0
 _OWN_PAUSE = 5.0
-_GRACE, _TIME_TO_RAISE = 1.5, 1.0
-"""Seconds for the transport to detect an ended process itself, and seconds for it to raise an error."""
+_GRACE = 1.5
+"""Seconds for the transport to detect an ended process itself."""
+_TIME_TO_RAISE, _TIME_OF_BLOCKED = 1.0, 0.25
+"""Seconds for a thread to raise an error, and seconds for a thread that waits in a transport of torch."""
 
 
 class Watchdog:
@@ -34,6 +36,8 @@ class Watchdog:
         self._guard, self._links, self._kill = guard, links, kill
         self._moving: dict[int, tuple[CommCall, float]] = {}
         self._seen: dict[int, float] = {}
+        self._asking: set[int] = set()
+        """Threads whose transport has asked for errors while it waits."""
         self._errors: dict[int, CommError] = {}
         self._closed = threading.Event()
         self._store = another_connection(store)
@@ -47,9 +51,11 @@ class Watchdog:
     def end(self) -> None:
         """Mark that the data of this thread's call has moved."""
         self._moving.pop(threading.get_ident(), None)
+        self._asking.discard(threading.get_ident())
 
     def check(self) -> None:
         """Raise the error that was found about the peers of this thread's call, if any."""
+        self._asking.add(threading.get_ident())
         found = self._errors.get(threading.get_ident())
         if found is not None:
             raise found
@@ -84,17 +90,22 @@ class Watchdog:
         meetings = self._guard.meetings
         error = meetings.tend()
         if error is not None:
-            self._closed.wait(_TIME_TO_RAISE)
+            self._closed.wait(self._time_to_raise())
             if meetings.failed is error:
                 self._kill(error)
 
     def _tell(self, thread: int, moving: tuple[CommCall, float], error: CommError) -> None:
         """Let the thread raise the error; if it cannot, end the process."""
         self._errors[thread] = error
-        self._closed.wait(_TIME_TO_RAISE)
+        self._closed.wait(self._time_to_raise())
         del self._errors[thread]
         if self._moving.get(thread) == moving:
             self._kill(error)
+
+    def _time_to_raise(self) -> float:
+        """Return the seconds for this rank to raise an error: fewer if a thread waits where no error reaches it."""
+        is_blocked = any(thread not in self._asking for thread in list(self._moving))
+        return _TIME_OF_BLOCKED if is_blocked else _TIME_TO_RAISE
 
     def _error_of_peers(self, call: CommCall, began: float) -> CommError | None:
         for peer in call.group:

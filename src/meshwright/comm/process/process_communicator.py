@@ -204,9 +204,8 @@ class ProcessCommunicator(Communicator):
             self._watchdog.begin(call)
             try:
                 found = carry()
-                if self._guard.is_behind:
-                    self._guard.moved()
-                    noted.agreed = time.time()
+                self._guard.moved(call)
+                noted.agreed = noted.agreed or time.time()
                 return found
             except MeshwrightError:
                 raise
@@ -371,7 +370,7 @@ def init_process(
         place: rank, size and addresses; by default those of the environment.
 
     Raises:
-        LaunchError: this host has fewer devices than processes.
+        LaunchError: the process can see several devices, and its local rank is none of them.
     """
     there = installed_communicator()
     if there is not None:

@@ -30,7 +30,7 @@ from .rank_state import RankState, read_state, silent
 from .ring_buffer import RING, ConnectionClosedError, Ring, readable
 from .shared_region import attach_region, create_region, host_identity, unlink_region
 
-_HEADER = struct.Struct("<IQQQQQ")
+_HEADER = struct.Struct("<IQQQQQQ")
 _LINK, _QUESTION, _MESSAGES, _ABOUT = b"L", b"?", b"M", b"P"
 """Purposes of a connection: a link, a question about the rank, messages, a question about a process of its host."""
 _YES, _NO = b"+", b"-"
@@ -43,7 +43,10 @@ _NO_HOST = "its host does not respond"
 
 
 class Frame(NamedTuple):
-    """Description of a call that a rank sends to its peers before the call."""
+    """Description of a call that a rank sends to its peers before the call.
+
+    `took` is the microseconds of the rank's latest transfer of the group, 0 if they were not measured.
+    """
 
     group: int
     number: int
@@ -51,10 +54,11 @@ class Frame(NamedTuple):
     identity: int
     balance: int
     text: bytes
+    took: int = 0
 
     def packed(self) -> bytes:
         """Return the frame as bytes."""
-        return _HEADER.pack(len(self.text), *self[:5]) + self.text
+        return _HEADER.pack(len(self.text), *self[:5], self.took) + self.text
 
 
 class _Link:
@@ -123,12 +127,12 @@ class _Link:
     def _parse(self) -> Frame | None:
         if len(self._rest) < _HEADER.size:
             return None
-        length, group, number, common, what, balance = _HEADER.unpack_from(self._rest)
+        length, group, number, common, what, balance, took = _HEADER.unpack_from(self._rest)
         end = _HEADER.size + length
         if len(self._rest) < end:
             return None
         text, self._rest = self._rest[_HEADER.size : end], self._rest[end:]
-        return Frame(group, number, common, what, balance, text)
+        return Frame(group, number, common, what, balance, text, took)
 
 
 class _Opening(NamedTuple):
