@@ -36,9 +36,11 @@ def call_methods() -> dict[str, Call]:
     return {name: methodcaller(name) for name in names if name not in NOT_CALLED and not PLAIN.search(name)}
 
 
-DRAWS: dict[str, Call] = {
+FUNCTIONS: dict[str, Call] = {
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
     "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout of nothing": lambda x: F.dropout2d(x[None], 0.0),
+    "histogramdd": lambda x: [bins := torch.histogramdd(x, [2, 2]), *bins[1]],
     "dropout2d": lambda x: F.dropout2d(x[None], 0.5),
     "gumbel_softmax": F.gumbel_softmax,
     "multinomial": lambda x: torch.multinomial(x, 2),
@@ -68,7 +70,7 @@ def numbers_of(calls: Mapping[str, Call]) -> dict[str, tuple[list[int], float]]:
 
 @pytest.mark.usefixtures("numbering")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("calls", "at_least"), [(call_methods(), 240), (DRAWS, len(DRAWS))])
+@pytest.mark.parametrize(("calls", "at_least"), [(call_methods(), 240), (FUNCTIONS, len(FUNCTIONS))])
 def test_calls_have_equal_numbers_on_all_ranks(calls: Mapping[str, Call], at_least: int) -> None:
     member, outside = mw.simulate(lambda: numbers_of(calls), 2)
     both = member.keys() & outside.keys()

@@ -134,9 +134,18 @@ def _captured(
     with no_modes(), imagining(sizes_of(args, kwargs, spec_of)), torch.no_grad():
         meta_args, meta_kwargs = map_tensors(stand_in, args), map_tensors(stand_in, kwargs)
         device = next((x.device for x in tensors_in((args, kwargs))), None)
+        meta_kwargs = _with_meta_device(meta_kwargs, device)
         with operators_recorded(lambda *node: nodes.append(CapturedNode(*node)), _run_on(device)):
             out = func(*meta_args, **meta_kwargs)
         return _canonical(inputs, nodes, out)
+
+
+def _with_meta_device(kwargs: NamedArguments, device: torch.device | None) -> NamedArguments:
+    """Return the named arguments with the meta device in place of `device`, where the result would be allocated."""
+    named: TorchValue = (kwargs or {}).get("device")
+    if named is None or device is None or torch.empty(0, device=named).device != device:
+        return kwargs
+    return {**kwargs, "device": torch.device("meta")}
 
 
 def _run_on(device: torch.device | None) -> TorchFunction:

@@ -262,13 +262,12 @@ def _collect(values: Iterable[TorchValue], parts: list[float]) -> None:
 
 
 def _number_all(out: object, number: int) -> None:
-    """Give numbers to a result that is a tensor of a derived class, or several tensors."""
+    """Give numbers to a result that is a tensor of a derived class, or several tensors, perhaps in nested lists."""
     if isinstance(out, DistTensor):
         out._number = number
     elif isinstance(out, (tuple, list)):
         for at, each in enumerate(cast("Sequence[object]", out)):
-            if isinstance(each, DistTensor):
-                each._number = hash((number, at))
+            _number_all(each, hash((number, at)))
 
 
 def _register_function(func: TorchFunction) -> tuple[int, str, bool]:

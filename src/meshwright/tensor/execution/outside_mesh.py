@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ..planning.call_plan import (
     is_constant,
     is_view_of_plain,
     is_written,
+    returns_arguments,
 )
 from ..torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
 from .captured_call import CapturedCall, capture_call, plan_captured, result_specs
@@ -73,6 +74,8 @@ def _plan_for_settings(func: TorchFunction, args: TorchValue, kwargs: TorchValue
         shown = _result_of_zeros(func, args, kwargs)
         return _ResultOfStage(mesh, error) if shown is None else _ResultLike(shown, mesh)
     captured = call.captured
+    if returns_arguments(captured, args, kwargs):
+        captured = replace(captured, nodes=())
     if is_constant(captured):
         check_meta_result(func, args, kwargs, captured.out)
         return ConstantResult(captured.out)

@@ -82,6 +82,8 @@ def _fill(value: TorchValue, tensors: Sequence[Tensor]) -> TorchValue:
         return tensors[value.at]
     if type(value) is list or type(value) is tuple:
         return type(value)(_fill(v, tensors) for v in value)
+    if isinstance(value, torch.device) and value.type == "meta":  # the call was captured there
+        return tensors[0].device
     return value
 
 
