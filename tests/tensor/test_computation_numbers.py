@@ -1,4 +1,4 @@
-"""Numbers of computations: a call has the same number on ranks inside and outside the mesh of its operand."""
+"""Results of calls on ranks inside and outside the mesh of the operand: equal numbers of computations and strides."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.tensor.core.computation_numbers import follow
 from meshwright.tensor.core.dist_tensor import DistTensor
+from meshwright.tensor.core.function_names import name_of
 
 Call = Callable[[Tensor], Any]
 
@@ -36,7 +37,12 @@ def call_methods() -> dict[str, Call]:
     return {name: methodcaller(name) for name in names if name not in NOT_CALLED and not PLAIN.search(name)}
 
 
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
 FUNCTIONS: dict[str, Call] = {
+    "a size that is a tensor": lambda x: x.t().view(2, torch.tensor(1), 2),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
     "dropout": lambda x: F.dropout(x, 0.5),
     "dropout of nothing": lambda x: F.dropout2d(x[None], 0.0),
@@ -53,9 +59,13 @@ FUNCTIONS: dict[str, Call] = {
 }
 
 
-def numbers_of(calls: Mapping[str, Call]) -> dict[str, tuple[list[int], float]]:
-    """Return the numbers of the results of calls with a tensor on a mesh of rank 0, and the next random number."""
-    found: dict[str, tuple[list[int], float]] = {}
+Result = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""The number of a tensor, its dtype, shape and strides."""
+
+
+def results_of(calls: Mapping[str, Call]) -> dict[str, tuple[list[Result], float]]:
+    """Return the results of calls with a tensor on a mesh of rank 0, and the next random number."""
+    found: dict[str, tuple[list[Result], float]] = {}
     for name, call in calls.items():
         torch.manual_seed(0)
         x = mw.shard_tensor(torch.ones(2, 2), mw.ProcessMesh([0], ["x"]), [mw.Replicate()])
@@ -64,16 +74,28 @@ def numbers_of(calls: Mapping[str, Call]) -> dict[str, tuple[list[int], float]]:
         except Exception:  # a method that needs arguments
             continue
         outs: Any = out if isinstance(out, (tuple, list)) else [out]
-        found[name] = [each._number for each in outs if isinstance(each, DistTensor)], torch.rand(()).item()
+        tensors = [each for each in outs if isinstance(each, DistTensor)]
+        found[name] = [(x._number, x.dtype, (*x.shape,), x.stride()) for x in tensors], torch.rand(()).item()
     return found
 
 
 @pytest.mark.usefixtures("numbering")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("calls", "at_least"), [(call_methods(), 240), (FUNCTIONS, len(FUNCTIONS))])
-def test_calls_have_equal_numbers_on_all_ranks(calls: Mapping[str, Call], at_least: int) -> None:
-    member, outside = mw.simulate(lambda: numbers_of(calls), 2)
+def test_results_are_alike_on_all_ranks(calls: Mapping[str, Call], at_least: int) -> None:
+    member, outside = mw.simulate(lambda: results_of(calls), 2)
     both = member.keys() & outside.keys()
     assert len(both) >= at_least
     assert {name for name in both if member[name] != outside[name]} == set()
-    assert {name for name in both if 0 in member[name][0]} == set()
+    assert {name for name in both if any(number == 0 for number, *_ in member[name][0])} == set()
+
+
+@pytest.mark.usefixtures("numbering")
+def test_the_name_of_a_scripted_function_has_no_address() -> None:
+    """An address differs between processes."""
+
+    def name() -> str:
+        return name_of(torch.jit.script(doubled))
+
+    assert "0x" not in name()
+    assert len(set(mw.simulate(name, 2))) == 1

@@ -22,6 +22,8 @@ class Absent(DistTensor):
     """A distributed tensor on a rank outside its mesh."""
 
     _away = True
+    base: Tensor | None = None
+    """The tensor that this one is a view of."""
 
 
 class FakeAbsent(Absent, FakeTensor):  # pyright: ignore[reportIncompatibleVariableOverride] - as FakeDistTensor
@@ -71,8 +73,10 @@ def make_absent(specs: Sequence[Spec], inputs: Sequence[Tensor]) -> list[Absent]
 
 
 def link(target: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Record in the autograd graph that `target`, which is written to, depends on `inputs`."""
+    """Record in the autograd graph that `target`, which is written to, depends on `inputs`; its base does so too."""
     with no_interception():
         if torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and target.is_floating_point():
             outs: TorchValue = _Through.apply([(target.shape, target.dtype)], *inputs)
             target.copy_(outs[0])
+    if isinstance(target, Absent) and target.base is not None:
+        link(target.base, inputs)

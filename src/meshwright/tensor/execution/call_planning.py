@@ -23,6 +23,7 @@ from ..core.function_names import name_of
 from ..core.tree import leaves_in, tensors_in
 from ..planning.attention_algorithm import Context, attention_algorithm
 from ..planning.call_plan import (
+    SETTING,
     NestedCalls,
     OneByOne,
     OperatorPlan,
@@ -64,17 +65,6 @@ from .run_plan import (
 
 _FIXED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType, Operator, OperatorPacket)
 """Kinds of functions that call one operator for all values of floats; a Python function may branch on them."""
-
-
-_SETTING = frozenset(
-    {
-        torch.ops.aten.zero_.default,
-        torch.ops.aten.fill_.Scalar,
-        torch.ops.aten.fill_.Tensor,
-        torch.ops.aten.copy_.default,
-    }
-)
-"""Operators that write without reading the old value."""
 
 
 def make_plan(func: TorchFunction, args: TorchValue, kwargs: TorchValue, mesh: ProcessMesh) -> tuple[CallPlan, bool]:
@@ -165,7 +155,7 @@ def plan_of_lists(
 def _check_written(captured: Captured, tensors: Sequence[Tensor]) -> None:
     """Raise OperationError if the call writes to a view that cannot be written to."""
     written = {id(m) for m in written_inputs(captured)}
-    reads = any(node.op not in _SETTING for node in captured.nodes)
+    reads = any(node.op not in SETTING for node in captured.nodes)
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     for m, t in zip(captured.inputs, tensors, strict=True):
         if id(m) in written:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from ..capture.trial_calls import dtypes_given
 from ..conversion.local_parts import spec_of_whole
 from ..conversion.python_values import gather_everywhere
 from ..conversion.stage_order import stages_of, written_by
-from ..core.absent_tensor import link, make_absent
+from ..core.absent_tensor import Absent, link, make_absent
 from ..core.computation_numbers import note_drawing
 from ..core.dist_tensor import DistTensor
 from ..core.function_names import name_of
@@ -34,8 +34,9 @@ from ..planning.call_plan import (
     is_view_of_plain,
     is_written,
     returns_arguments,
+    written_inputs,
 )
-from ..torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag
+from ..torch_hooks import no_interception, no_modes, operators_recorded, seeded_tag, shares_storage
 from .captured_call import CapturedCall, capture_call, plan_captured, result_specs
 from .run_plan import CallPlan, ConstantResult, OperatorSequence, PlainMemory, SmallerParts, real_inputs
 
@@ -87,7 +88,17 @@ def _plan_for_settings(func: TorchFunction, args: TorchValue, kwargs: TorchValue
     if isinstance(plan, OneByOne):
         return OperatorSequence(captured)
     specs, paths = _planned_specs(call, captured, plan, mesh), gradient_paths(func, args, kwargs)
-    return _ResultWithoutElements(captured, specs, paths, isinstance(plan, RandomWhole))
+    return _ResultWithoutElements(
+        captured, specs, paths, isinstance(plan, RandomWhole), written_inputs(captured), _bases(captured)
+    )
+
+
+def _bases(captured: Captured) -> list[int | None]:
+    """Return for each result the place of the operand that it is a view of; None for other results."""
+    return [
+        next((at for at, x in enumerate(captured.inputs) if shares_storage(x, result)), None)
+        for result in tensors_in(captured.out)
+    ]
 
 
 def _mesh_of(args: TorchValue, kwargs: TorchValue) -> ProcessMesh:
@@ -184,9 +195,14 @@ def _result_of_filled(
 ) -> TorchValue:
     """Return the result of `func` if `fill` makes its distributed operands; None if it fails, draws or writes."""
     nodes: list[CapturedNode] = []
+    plain: list[Tensor] = []
 
     def filled(x: Tensor) -> Tensor:
-        return fill(x._spec.shape, dtype=x._spec.dtype) if isinstance(x, DistTensor) else x.detach().clone()
+        if not isinstance(x, DistTensor):
+            plain.append(x.detach().clone())
+            return plain[-1]
+        spec = x._spec
+        return torch.empty_strided(spec.shape, spec.full_strides, dtype=spec.dtype).copy_(fill(()))
 
     with no_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
@@ -195,8 +211,15 @@ def _result_of_filled(
                 out = func(*given[0], **given[1])
         except Exception:  # torch refuses zeros, in many ways
             return None
-    unknown = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, seeded_tag}
-    return None if any(is_written(n.op) or unknown.intersection(n.op.tags) for n in nodes) else out
+    known = {id(x) for x in plain}
+    return None if any(is_written(node.op) or _depends_on_values(node, known) for node in nodes) else out
+
+
+def _depends_on_values(node: CapturedNode, known: Set[int]) -> bool:
+    """True if the form of the result depends on values of other tensors than those with these ids, or on draws."""
+    if not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, seeded_tag}.intersection(node.op.tags):
+        return False
+    return seeded_tag in node.op.tags or any(id(x) not in known for x in tensors_in((node.args, node.kwargs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +247,16 @@ def _without_elements(out: TorchValue, tensors: Sequence[Tensor], mesh: ProcessM
 class _ResultWithoutElements(CallPlan):
     """A planned call: its results have these specs and no elements, and are behind their operands for autograd.
 
-    With `draws`, the ranks of the mesh draw whole results.
+    With `draws`, the ranks of the mesh draw whole results. `written` are the operands that the call writes to, and
+    `bases` has the place of the operand that each result is a view of.
     """
 
     captured: Captured
     outs: tuple[Spec, ...]
     paths: Paths | None
     draws: bool
+    written: Sequence[Tensor]
+    bases: Sequence[int | None]
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         tensors = list(tensors_in((args, kwargs)))
@@ -239,19 +265,19 @@ class _ResultWithoutElements(CallPlan):
         _draw_along(self.captured, tensors[0].device)
         results = list(tensors_in(self.captured.out))
         real = real_inputs(self.captured, args, kwargs)
-        if any(is_written(node.op) for node in self.captured.nodes):  # not x.to(x.dtype)
-            for meta in results:
-                if id(meta) in real:
-                    link(real[id(meta)], tensors)
+        for meta in self.written:
+            link(real[id(meta)], tensors)
         new = [at for at, meta in enumerate(results) if id(meta) not in real]
         for at, result in _results_behind(new, self.outs, tensors, self.paths):
+            base = self.bases[at]
+            result.base = None if base is None else tensors[base]
             real[id(results[at])] = result
         return map_tensors(lambda meta: real[id(meta)], self.captured.out)
 
 
 def _results_behind(
     places: Sequence[int], specs: Sequence[Spec], tensors: Sequence[Tensor], paths: Paths | None
-) -> list[tuple[int, Tensor]]:
+) -> list[tuple[int, Absent]]:
     """Return the results at `places` without elements, each computed from the operands that it has a gradient for.
 
     Results with the same operands have one node of the autograd graph. Without `paths`, all results depend on all
@@ -260,7 +286,7 @@ def _results_behind(
     groups: dict[frozenset[int] | None, list[int]] = {}
     for at in places:
         groups.setdefault(None if paths is None else paths[at], []).append(at)
-    found: list[tuple[int, Tensor]] = []
+    found: list[tuple[int, Absent]] = []
     for path, group in groups.items():
         inputs = tensors if path is None else _with_gradients(tensors, path)
         found += zip(group, make_absent([specs[at] for at in group], inputs), strict=True)

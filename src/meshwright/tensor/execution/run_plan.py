@@ -23,7 +23,7 @@ from ..conversion.local_parts import shared_move, write_into
 from ..core.computation_numbers import note_drawing
 from ..core.dist_tensor import DistTensor, as_part, plain_view, wants_grad
 from ..core.tree import map_leaves, map_tensors, tensors_in
-from ..planning.call_plan import NestedCalls, Step
+from ..planning.call_plan import SETTING, NestedCalls, Step
 from ..planning.result_checks import ResultRequirements, with_argument_views
 from ..torch_hooks import (
     Operator,
@@ -598,7 +598,7 @@ class FunctionalTwin(CallPlan):
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
         real, node = _real_tensors(self.captured, args, kwargs), self.node
         target = real(node.args[0])
-        if isinstance(target, DistTensor):
+        if isinstance(target, DistTensor) and node.op not in SETTING:
             check_own_elements(target)
         before = target.clone() if torch.is_grad_enabled() else target
         new = self.twin(before, *real(node.args[1:]), **real(node.kwargs))

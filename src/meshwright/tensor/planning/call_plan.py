@@ -424,6 +424,17 @@ def _writes_argument(
     )
 
 
+SETTING = frozenset(
+    {
+        torch.ops.aten.zero_.default,
+        torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.fill_.Tensor,
+        torch.ops.aten.copy_.default,
+    }
+)
+"""Operators that write without reading the old value."""
+
+
 def is_written(op: Operator) -> bool:
     """True for an operator that writes to one of its operands."""
     return bool(written_arguments(op))
