@@ -17,7 +17,7 @@ also right up to 4 d.
 
 * "tp" shards weights by one rule for all models. "cp" shards batches along the sequence. "ep" shards weights of experts
   along their first dim. "pp" divides the layers over two stages. "auto" is the plan of the search.
-* e is eager mode, and s is a static program.
+* e is eager mode, and s is a static program. In eager mode, the calls of all ranks are compared as between processes.
 * "refused" is an error of four parts that says what to write instead. "bug" is any other error. "slow" is a cell that
   took more than 150 s. "–" is a setting that does not apply to the model. An empty cell was not measured.
 

@@ -6,8 +6,9 @@
     python -m benchmarks.matrix --kept cells.json --model Llama   in addition to the cells in that file
 
 A cell is three steps of AdamW on simulated ranks. Losses and the gradients of each step are compared with those of one
-device. The verdict of a cell is right, not applicable for a reason, a named bug, or wrong. Each model runs in a process
-of its own. A cell that takes too long is ended and reported.
+device. In eager mode, calls are also compared as between processes. The verdict of a cell is right, not applicable for
+a reason, a named bug, or wrong. Each model runs in a process of its own. A cell that takes too long is ended and
+reported.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, Queue
@@ -34,6 +36,8 @@ import meshwright as mw
 from benchmarks._matrix_models import MODELS, Subject
 from benchmarks._matrix_page import page
 from benchmarks._matrix_settings import EAGER, MODES, SETTINGS, STATIC, Setting, follow, mark, shard_states
+from meshwright.errors import CommError
+from tests.compared_ranks import compared
 
 GOAL = 1e-5
 STEPS = 3
@@ -181,8 +185,10 @@ def check(subject: Subject, wanted: Outcome, close: float, cell: Cell) -> Found:
     if unfit:
         return Found("n/a", unfit)
     start = time.perf_counter()
+    is_compared = mode == EAGER and not setting.chosen  # ranks that share a capture run other code than processes
     try:
-        gaps = mw.simulate(lambda: difference(train(subject, setting, mode), wanted), setting.ranks)
+        with compared() if is_compared else nullcontext():
+            gaps = mw.simulate(lambda: difference(train(subject, setting, mode), wanted), setting.ranks)
     except Exception as error:
         verdict, why = _refusal(error)
         return Found(verdict, why, seconds=time.perf_counter() - start)
@@ -195,7 +201,8 @@ def _refusal(error: Exception) -> tuple[str, str]:
     """Return the verdict of a cell that raised an error, and the reason."""
     if WITHOUT_NUMBERS in str(error):
         return "n/a", "the forward pass asks a tensor's numbers"
-    return "refused" if isinstance(error, mw.MeshwrightError) else "bug", _first_line(error)
+    is_refusal = isinstance(error, mw.MeshwrightError) and not isinstance(error, CommError)
+    return "refused" if is_refusal else "bug", _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

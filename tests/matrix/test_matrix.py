@@ -22,6 +22,16 @@ def test_a_library_model_has_the_numbers_of_one_device(model: str) -> None:
     assert {cell: f.verdict for cell, f in found.items()} == dict.fromkeys(CELLS, "ok"), found
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model", ["RWKV", "Longformer"])
+def test_calls_of_stages_are_those_of_processes(model: str) -> None:
+    """RWKV writes to slices of a tensor, and Longformer reads the strides of views."""
+    pytest.importorskip("transformers")
+    subject = MODELS[model]
+    wanted, close = on_one_device(subject)
+    assert check(subject, wanted, close, ("pp", "eager")).verdict == "ok"
+
+
 def test_the_cells_of_a_model_run_in_a_process_of_their_own() -> None:
     pytest.importorskip("transformers")
     found = dict(measured("GPT-2", CELLS[:1], patience=100))
