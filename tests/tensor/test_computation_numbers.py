@@ -41,8 +41,10 @@ def doubled(x: Tensor) -> Tensor:
     return x * 2
 
 
+ONE: Any = torch.tensor(1)
+
 FUNCTIONS: dict[str, Call] = {
-    "a size that is a tensor": lambda x: x.t().view(2, torch.tensor(1), 2),
+    "a size that is a tensor": lambda x: x.t().view(2, ONE, 2),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, True),
     "dropout": lambda x: F.dropout(x, 0.5),
     "dropout of nothing": lambda x: F.dropout2d(x[None], 0.0),
