@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
 from meshwright.layout import Spec
 
 from . import gradient_buckets
-from .gradient_buckets import PendingTerms, Reduction, bucket_key, buckets, start_reduction
+from .gradient_buckets import PendingTerms, Reduction, start_reduction
 
 _MOST_UNFINISHED = 2
 """Reductions that hold their terms at once. The start of a further one waits for the oldest."""
@@ -45,11 +46,13 @@ class CountedTerms(PendingTerms):
     @property
     def is_complete(self) -> bool:
         """True if the gradient now has as many terms as its sum had in the step before."""
-        return self.leaf.__dict__.get("_terms_before", _NOTHING).get(self.spec) == self.count
+        held: Any = self.leaf.__dict__
+        return held.get("_terms_before", _NOTHING).get(self.spec) == self.count
 
     def keep_count(self) -> None:
         """Store the number of terms for the next step."""
-        self.leaf.__dict__.setdefault("_terms_before", {})[self.spec] = self.count
+        held: Any = self.leaf.__dict__
+        held.setdefault("_terms_before", {})[self.spec] = self.count
 
 
 _NOTHING: dict[Spec, int] = {}
@@ -72,9 +75,12 @@ class EarlyBuckets:
 
     def note_terms(self, item: CountedTerms) -> None:
         """Put a gradient that is now complete into a bucket, and start the bucket if it is full."""
-        if not item.is_complete:
-            return
-        key = bucket_key(item)
+        if item.is_complete:
+            self._put(item)
+
+    def _put(self, item: CountedTerms) -> None:
+        """Put a gradient into a bucket, and start the bucket if it is full."""
+        key = (item.spec.mesh, item.spec.dtype, item.spec.layout.partial)
         bucket = self._filling.setdefault(key, _Filling())
         bucket.items.append(item)
         bucket.nbytes += _largest_part(item.spec)
@@ -88,8 +94,7 @@ class EarlyBuckets:
         for item in counted:
             item.keep_count()
         self._leave_out(counted)
-        for bucket in buckets([item for item in counted if item.terms is not None]):
-            self._start(bucket)
+        self._start_all([item for item in counted if item.terms is not None])
         leaves = {id(item.leaf) for item in counted}
         finished = [each for each in self._reductions if any(id(leaf) in leaves for leaf in each.leaves)]
         self._reductions = [each for each in self._reductions if each not in finished]
@@ -112,6 +117,15 @@ class EarlyBuckets:
             kept = [item for item in bucket.items if id(item) not in left]
             if kept:
                 self._filling[key] = _Filling(kept, sum(_largest_part(item.spec) for item in kept))
+
+    def _start_all(self, items: Sequence[CountedTerms]) -> None:
+        """Start the buckets of these items, also of those that are not full; other items stay where they are."""
+        others, self._filling = self._filling, {}
+        for item in items:
+            self._put(item)
+        for bucket in self._filling.values():
+            self._start(bucket.items)
+        self._filling = others
 
     def _start(self, bucket: Sequence[CountedTerms]) -> None:
         unfinished = [each for each in self._reductions if each.is_unfinished]

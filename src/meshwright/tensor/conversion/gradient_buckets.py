@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -71,20 +70,12 @@ class Reduction:
         self.leaves = [None if each is leaf else each for each in self.leaves]
 
 
-Terms = TypeVar("Terms", bound=PendingTerms)
-
-
-def bucket_key(item: PendingTerms) -> Hashable:
-    """Return what is equal for all gradients of one bucket: mesh, dtype and pending axes."""
-    return item.spec.mesh, item.spec.dtype, item.spec.layout.partial
-
-
-def buckets(waiting: Sequence[Terms]) -> Iterator[list[Terms]]:
+def _buckets(waiting: Sequence[PendingTerms]) -> Iterator[list[PendingTerms]]:
     """Yield items with the same mesh, dtype and pending axes, in order, up to BUCKET_BYTES together."""
-    groups: dict[Hashable, list[Terms]] = {}
+    groups: dict[Hashable, list[PendingTerms]] = {}
     filled: dict[Hashable, int] = {}
     for item in waiting:
-        key = bucket_key(item)
+        key = (item.spec.mesh, item.spec.dtype, item.spec.layout.partial)
         groups.setdefault(key, []).append(item)
         filled[key] = filled.get(key, 0) + (0 if item.terms is None else item.terms.nbytes)
         if filled[key] >= BUCKET_BYTES:
@@ -96,7 +87,7 @@ def buckets(waiting: Sequence[Terms]) -> Iterator[list[Terms]]:
 def add_up(waiting: Sequence[PendingTerms]) -> None:
     """Reduce the terms in buckets, and add the sums to the gradients; the terms are released."""
     with no_interception(), torch.no_grad():
-        for bucket in buckets(waiting):
+        for bucket in _buckets(waiting):
             with _collectives_of(bucket):
                 sums = _reduced(bucket)
             for item, grad in zip(bucket, sums, strict=True):
