@@ -177,7 +177,7 @@ def _shard_weights(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
     place, by_rows = mw.Shard(0), int(name.split(".")[-1]) % 2 == 0
     layer.weight = mw.shard_tensor(layer.weight, mesh, [place if by_rows else mw.Shard(1)])
     if by_rows:
-        layer.bias = mw.shard_tensor(layer.bias, mesh, [place])
+        setattr(layer, "bias", mw.shard_tensor(layer.bias, mesh, [place]))  # noqa: B010 - stubs: an nn.Parameter
 
 
 class _Chain(nn.Module):

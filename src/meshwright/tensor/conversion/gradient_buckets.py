@@ -18,6 +18,7 @@ from ..torch_hooks import modes_active, no_interception, no_modes
 from .convert import convert_local, move
 
 BUCKET_BYTES = 25 * 2**20
+_CALL = "the gradients of parameters"
 
 
 @dataclass(slots=True)
@@ -88,7 +89,8 @@ def add_up(waiting: Sequence[PendingTerms]) -> None:
     """Reduce the terms in buckets, and add the sums to the gradients; the terms are released."""
     with no_interception(), torch.no_grad():
         for bucket in _buckets(waiting):
-            with _collectives_of(bucket):
+            leaves, numbers = [item.leaf for item in bucket], [item.number for item in bucket]
+            with collectives_of_call(_CALL, leaves, numbers):
                 sums = _reduced(bucket)
             for item, grad in zip(bucket, sums, strict=True):
                 item.leaf.grad = grad if item.leaf.grad is None else item.leaf.grad.add_(grad)
@@ -96,8 +98,9 @@ def add_up(waiting: Sequence[PendingTerms]) -> None:
 
 def start_reduction(bucket: Sequence[PendingTerms]) -> Reduction:
     """Start to reduce the terms of a bucket by one all-reduce."""
-    with hidden_conversion(), _collectives_of(bucket):
-        return Reduction([item.leaf for item in bucket], _started(bucket))
+    leaves, numbers = [item.leaf for item in bucket], [item.number for item in bucket]
+    with hidden_conversion(), collectives_of_call(_CALL, leaves, numbers):
+        return Reduction(leaves, _started(bucket))
 
 
 def bucket_of(frame: FrameType | None) -> Spec | None:
@@ -120,19 +123,15 @@ def hidden_conversion() -> Generator[None]:
         yield
 
 
-def _collectives_of(bucket: Sequence[PendingTerms]) -> collectives_of_call:
-    leaves, numbers = [item.leaf for item in bucket], [item.number for item in bucket]
-    return collectives_of_call("the gradients of parameters", leaves, numbers)
-
-
 def _reduced(bucket: Sequence[PendingTerms]) -> list[Tensor]:
     """Return the sums of a bucket's terms, by one all-reduce; the terms are released."""
     first = bucket[0].spec
     found = [item.take() for item in bucket]
     if current_communicator().rank not in first.mesh:
         return found
-    shapes, flat = _joined(found)
-    return _divided(convert_local(flat, *_specs_of(first, flat)), shapes)
+    shapes, flat, terms, sums = _joined(found, first)
+    whole = convert_local(flat, terms, sums)
+    return [part.view(shape) for part, shape in zip(whole.split([s.numel() for s in shapes]), shapes, strict=True)]
 
 
 def _started(bucket: Sequence[PendingTerms]) -> Callable[[], list[Tensor]]:
@@ -141,29 +140,28 @@ def _started(bucket: Sequence[PendingTerms]) -> Callable[[], list[Tensor]]:
     found = [item.take() for item in bucket]
     if here.rank not in first.mesh:
         return lambda: found
-    shapes, flat = _joined(found)
+    shapes, flat, terms, sums = _joined(found, first)
     flat = flat.resolve_conj().resolve_neg()
-    pending = here.start(move(*_specs_of(first, flat)).plan, flat)
-    return lambda: _divided(pending.wait(), shapes)
+    pending = here.start(move(terms, sums).plan, flat)
+
+    def finish() -> list[Tensor]:
+        parts = pending.wait().split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return finish
 
 
 _CODES = {_reduced.__code__, _started.__code__}
 
 
-def _joined(terms: list[Tensor]) -> tuple[list[torch.Size], Tensor]:
-    """Return the shapes of the terms, and all of them in one dim; the list is empty afterwards."""
-    shapes = [each.shape for each in terms]
-    flat = torch.cat([each.reshape(-1) for each in terms]) if len(terms) > 1 else terms[0].reshape(-1)
-    terms.clear()
-    return shapes, flat
+def _joined(found: list[Tensor], first: Spec) -> tuple[list[torch.Size], Tensor, Spec, Spec]:
+    """Return the shapes of terms, all of them in one dim, its spec, and that of the sums.
 
-
-def _specs_of(first: Spec, flat: Tensor) -> tuple[Spec, Spec]:
-    """Return the specs of the joined terms of a bucket, and of their sums."""
+    The list is empty afterwards.
+    """
+    shapes = [each.shape for each in found]
+    flat = torch.cat([each.reshape(-1) for each in found]) if len(found) > 1 else found[0].reshape(-1)
+    found.clear()
     axes = tuple((axis, "sum") for axis in first.layout.partial_axes)
     terms = Spec(first.mesh, Layout(((),), axes), flat.shape, flat.dtype)
-    return terms, terms.with_layout(Layout(((),)))
-
-
-def _divided(whole: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    return [part.view(shape) for part, shape in zip(whole.split([s.numel() for s in shapes]), shapes, strict=True)]
+    return shapes, flat, terms, terms.with_layout(Layout(((),)))

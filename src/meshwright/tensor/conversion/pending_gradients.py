@@ -172,7 +172,7 @@ def flush() -> None:
     finish_in_flight()
     if _state.waiting:
         waiting, _state.waiting = list(_state.waiting.values()), {}
-        _add_up(waiting)
+        add_up(waiting if _state.early is None else _state.early.reduce(waiting))
 
 
 def flush_read() -> None:
@@ -185,7 +185,8 @@ def flush_read() -> None:
         read = {key: item for key, item in _state.waiting.items() if item.leaf.grad is not None}
     if read:
         _state.waiting = {key: item for key, item in _state.waiting.items() if key not in read}
-        _add_up(list(read.values()))
+        items = list(read.values())
+        add_up(items if _state.early is None else _state.early.reduce(items))
 
 
 def _finish_read() -> None:
@@ -195,7 +196,3 @@ def _finish_read() -> None:
     for reduction in read:
         _state.in_flight.remove(reduction)
         reduction.finish()
-
-
-def _add_up(waiting: Sequence[PendingTerms]) -> None:
-    add_up(waiting if _state.early is None else _state.early.reduce(waiting))
