@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 import meshwright as mw
 from benchmarks._left_out_waits import RANKS, left_out_waits
-from meshwright.comm import current_communicator
+from meshwright.comm import call_purpose, current_communicator
 from meshwright.tensor.conversion import gradient_buckets
+from tests.compared_ranks import compared
 from tests.device.communicator import run_on_devices
 from tests.device.inspection import Devices
 from tests.device.waits import recording_waits
@@ -53,7 +54,7 @@ class Run:
     """Calls during the backward passes of each step, before the program reads a gradient."""
     total: list[int] = field(default_factory=list[int])
     order: list[str] = field(default_factory=list[str])
-    """Texts of all calls of backward passes and optimizers."""
+    """Texts of all calls of backward passes and optimizers, with the numbers of their values (`call_purpose`)."""
 
     def __post_init__(self) -> None:
         self.net = Net().to(self.device)
@@ -67,7 +68,8 @@ class Run:
 
     def step(self, passes: int = 1, clip: bool = False, zero: bool = True) -> None:
         losses = [self.loss(k) for k in range(passes)]
-        with current_communicator().seen.record_calls() as calls:
+        calls: list[str] = []
+        with current_communicator().seen.telling(lambda call, _: calls.append(f"{call} for {call_purpose.what[0]}")):
             for loss in losses:
                 loss.backward()
             self.early.append(len(calls))
@@ -75,7 +77,7 @@ class Run:
                 nn.utils.clip_grad_norm_(self.net.parameters(), 0.01)
             self.optimizer.step()
             self.total.append(len(calls))
-        self.order += map(str, calls)
+        self.order += calls
         self.optimizer.zero_grad(set_to_none=zero)
 
     def parameters(self) -> list[Tensor]:
@@ -159,6 +161,12 @@ def _dropped_gradients(run: Run) -> None:
     run.step()
 
 
+def _never_read(run: Run) -> None:
+    """The program ends while reductions are in flight."""
+    run.step()
+    run.loss().backward()
+
+
 def _read_between_passes(run: Run) -> None:
     """A gradient that the program reads between passes is complete, and the next pass adds to it."""
     for _ in range(3):
@@ -187,6 +195,7 @@ CASES = {
     "unused parameters": Case(_unused, [0, 2, 2, 3], [3, 3, 3, 3]),
     "frozen parameters": Case(_frozen, [0, 2, 3], [3, 3, 3]),
     "dropped gradients": Case(_dropped_gradients, [0, 2, 2], [3, 3, 3]),
+    "never read": Case(_never_read, [0], [3]),
     "read between passes": Case(_read_between_passes, [3, 3, 3], [3, 3, 3]),
 }
 
@@ -213,6 +222,32 @@ def test_more_passes_than_before_are_a_second_sum(mesh_device: Devices) -> None:
         torch.testing.assert_close(mine.parameters, theirs.parameters)
         assert (mine.early, mine.total) == ([0, 3, 3, 3], [3, 3, 6, 3])
         assert mine.order == ours[0].order
+
+
+def test_calls_have_equal_numbers_on_all_ranks(mesh_device: Devices) -> None:
+    """Processes compare the numbers of the values that a call is for."""
+
+    def program(run: Run) -> None:
+        for passes in (1, 2, 2, 3):
+            run.step(passes)
+
+    with compared():
+        ours = _on_ranks(program, True)
+    assert len(set(ours[0].order)) > 9
+    for mine in ours:
+        assert mine.order == ours[0].order
+
+
+def test_a_trace_names_the_purpose_of_each_bucket(mesh_device: Devices) -> None:
+    def run(device: torch.device) -> list[tuple[str, tuple[str, ...]]]:
+        made = Run(device)
+        made.step()
+        loss = made.loss()
+        with mw.trace_comm() as trace:
+            loss.backward()
+        return [(call.stage, call.axes) for call in trace.calls]
+
+    assert mw.simulate(run_on_devices(run), RANKS) == [[("gradients", ("dp",))] * 3] * RANKS
 
 
 def test_a_hook_that_reads_gradients_gets_sums(mesh_device: Devices) -> None:
