@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -12,7 +13,6 @@ import meshwright as mw
 from meshwright.comm import current_communicator
 from tests.device.communicator import run_on_devices
 from tests.device.inspection import Devices
-from tests.device.training import Training
 from tests.device.waits import leaving_out_at, recording_waits
 
 RANKS = 4
@@ -30,6 +30,14 @@ class LeftOut:
     where: str
     found: bool
     covered: bool
+
+
+class Training(Protocol):
+    """A training run of one rank."""
+
+    def step(self) -> object:
+        """Make a step."""
+        ...
 
 
 def left_out_waits(devices: Devices, training: Callable[[torch.device], Training]) -> list[LeftOut]:

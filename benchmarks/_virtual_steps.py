@@ -1,10 +1,12 @@
-"""Static training steps of four ranks on the test device (`tests/device`), in virtual time.
+"""Training steps of four ranks, static and eager, on the test device (`tests/device`), in virtual time.
 
 The times are exact: they are the same on every machine, and in every run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,10 @@ import meshwright as mw
 from meshwright.cost import Cluster, Device, Link
 from meshwright.graph import Program
 from meshwright.passes.communication.overlap_schedule import OverlapSchedule, _Tasks
+from meshwright.tensor.conversion import gradient_buckets
 from tests.device.communicator import run_on_devices
 from tests.device.inspection import Devices, Timing
+from tests.device.training import eager_step
 
 RANKS, STEPS = 4, 3
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange"}
@@ -61,13 +65,21 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class VirtualStep:
-    """Virtual seconds of a step: of all of it, of its operators and of its collectives; and its program and loss."""
+    """Virtual seconds of a step: of all of it, of its operators and of each collective; and its program and losses.
+
+    An eager step has no program.
+    """
 
     seconds: float
     compute: float
-    link: float
-    program: Program
+    collectives: tuple[float, ...]
+    program: Program | None
     losses: tuple[float, ...]
+
+    @property
+    def link(self) -> float:
+        """Seconds of all collectives."""
+        return sum(self.collectives)
 
     @property
     def exposed(self) -> float:
@@ -80,8 +92,24 @@ class VirtualStep:
         return self.link - self.exposed
 
 
+@contextmanager
+def buckets_of(nbytes: int) -> Generator[None]:
+    """Give buckets of eager data parallelism another size inside the block."""
+    before = gradient_buckets.BUCKET_BYTES
+    gradient_buckets.BUCKET_BYTES = nbytes
+    try:
+        yield
+    finally:
+        gradient_buckets.BUCKET_BYTES = before
+
+
 def lower_bound(step: VirtualStep, machine: Machine) -> float:
-    """Return the longest of operators, collectives and critical path of an unscheduled step, in virtual seconds."""
+    """Return the longest of operators, collectives and critical path of an unscheduled step, in virtual seconds.
+
+    The last reduction of an eager step runs alone, since the optimizer needs all gradients.
+    """
+    if step.program is None:
+        return max(step.link, step.compute + step.collectives[-1])
     return max(step.compute, step.link, _critical_path(_Tasks(step.program, machine.cluster)))
 
 
@@ -93,8 +121,8 @@ def _critical_path(tasks: _Tasks) -> float:
     return max(ends)
 
 
-def virtual_step(devices: Devices, machine: Machine, chain: Chain, strategy: mw.Strategy) -> VirtualStep:
-    """Return the slowest rank's last step of a few steps."""
+def virtual_step(devices: Devices, machine: Machine, chain: Chain, strategy: mw.Strategy | None) -> VirtualStep:
+    """Return the slowest rank's last step of a few steps, which are eager without a strategy."""
     with devices.priced(machine.kernel, FREE, machine.flops), devices.recording_timeline() as timeline:
         program = run_on_devices(
             lambda device: _train(devices, chain, strategy, device), machine.latency, machine.bandwidth
@@ -110,32 +138,33 @@ class _Trained:
 
     begin: float
     end: float
-    program: Program
+    program: Program | None
     losses: tuple[float, ...]
 
 
 def _of_rank(rank: int, found: _Trained, timeline: list[Timing]) -> VirtualStep:
     own = [t for t in timeline if t.device == rank and t.start >= found.begin and t.end <= found.end]
     compute = sum(t.end - t.start for t in own if t.name not in COLLECTIVES)
-    link = sum(t.end - t.start for t in own if t.name in COLLECTIVES)
-    return VirtualStep(found.end - found.begin, compute, link, found.program, found.losses)
+    collectives = tuple(t.end - t.start for t in own if t.name in COLLECTIVES)
+    return VirtualStep(found.end - found.begin, compute, collectives, found.program, found.losses)
 
 
-def _train(devices: Devices, chain: Chain, strategy: mw.Strategy, device: torch.device) -> _Trained:
+def _train(devices: Devices, chain: Chain, strategy: mw.Strategy | None, device: torch.device) -> _Trained:
     mesh = mw.ProcessMesh(range(RANKS), [chain.axis])
     torch.manual_seed(0)
     model: Any = _Chain(chain).to(device)
     mw.shard_layer(model, mesh, _shard_weights if chain.axis == "tp" else _leave_whole)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    step_of = mw.to_static(model, None, F.mse_loss, optimizer, strategy)
+    static = None if strategy is None else mw.to_static(model, None, F.mse_loss, optimizer, strategy)
+    step = static or eager_step(model, optimizer)
     x, y = (_batch(chain, mesh, device, seed) for seed in range(2))
     losses: list[Tensor] = []
     begin = end = 0.0
     for _ in range(STEPS):
         begin = _time(devices)
-        losses.append(step_of(x, y))
+        losses.append(step(x, y))
         end = _time(devices)
-    return _Trained(begin, end, step_of.program, tuple(map(float, losses)))
+    return _Trained(begin, end, static.program if static else None, tuple(map(float, losses)))
 
 
 def _leave_whole(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
@@ -148,7 +177,7 @@ def _shard_weights(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
     place, by_rows = mw.Shard(0), int(name.split(".")[-1]) % 2 == 0
     layer.weight = mw.shard_tensor(layer.weight, mesh, [place if by_rows else mw.Shard(1)])
     if by_rows:
-        layer.bias = mw.shard_tensor(layer.bias, mesh, [place])
+        setattr(layer, "bias", mw.shard_tensor(layer.bias, mesh, [place]))  # noqa: B010 - stubs: an nn.Parameter
 
 
 class _Chain(nn.Module):

@@ -19,22 +19,30 @@ import meshwright as mw
 from meshwright.comm import Communicator
 from meshwright.comm.communicators.queued_communicator import QueuedCommunicator
 from meshwright.passes import OverlapSchedule
+from meshwright.tensor.conversion import gradient_buckets
 from tests.device.communicator import run_on_devices
 from tests.device.inspection import Devices
 from tests.device.training import KINDS, Training, train
 
 from ._left_out_waits import RANKS, LeftOut, left_out_waits
+from ._virtual_steps import buckets_of
 
 PROGRAMS_GOAL, WAITS_GOAL = 40, 30
+SMALL = 1024
+"""Bytes of a small bucket: a step has more than one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One training program: a kind of parallelism, eager or static, and the options of a static step."""
+    """One training program: a kind of parallelism, eager or static, and the options of a static step.
+
+    `bucket` is the size of buckets of eager data parallelism in bytes, which start during the backward pass.
+    """
 
     kind: str
     static: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    bucket: int = gradient_buckets.BUCKET_BYTES
 
     @property
     def strategy(self) -> mw.Strategy | None:
@@ -47,14 +55,17 @@ class Case:
         return Training(self.kind, self.static, device, strategy=self.strategy)
 
     def __str__(self) -> str:
-        names = ", ".join(["overlapped" if name == "passes" else name for name, _ in self.options])
-        return f"{self.kind}, {'static' if self.static else 'eager'}" + (f", {names}" if names else "")
+        names = ["overlapped" if name == "passes" else name for name, _ in self.options]
+        if self.bucket == SMALL:
+            names.append("small buckets")
+        return ", ".join([self.kind, "static" if self.static else "eager", *names])
 
 
 OVERLAPPED = (("passes", (OverlapSchedule(),)), ("dp_optimization", {"fuse_grad_size_in_MB": 0}))
 RELEASED = (*OVERLAPPED, ("release", True))
 CASES = (
     *(Case(kind) for kind in KINDS),
+    *(Case(kind, bucket=SMALL) for kind in ("dp", "dp x tp", "ZeRO-1")),
     *(Case(kind, True) for kind in KINDS),
     *(Case(kind, True, OVERLAPPED) for kind in KINDS),
     *(Case(kind, True, RELEASED) for kind in ("dp", "ZeRO-3")),
@@ -88,6 +99,11 @@ class Result:
 
 def result_of(devices: Devices, case: Case) -> Result:
     """Run a program in each way."""
+    with buckets_of(case.bucket):
+        return _result_of(devices, case)
+
+
+def _result_of(devices: Devices, case: Case) -> Result:
     expected = mw.simulate(lambda: case.train("cpu"), RANKS)
     queued = mw.simulate(run_on_devices(case.train), RANKS)
     with finished_conversions():

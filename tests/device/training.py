@@ -73,7 +73,7 @@ class Training:
             mw.shard_tensor(torch.linspace(-1, 2, 128).view(8, 16).add(k).sin().to(device), mesh, placements)
             for k in range(2)
         ]
-        self._step: Callable[[Tensor, Tensor], Tensor] = _eager_step(self.model, optimizer)
+        self._step: Callable[[Tensor, Tensor], Tensor] = eager_step(self.model, optimizer)
         if static:
             self._step = mw.to_static(self.model, None, F.mse_loss, optimizer, strategy)
 
@@ -101,7 +101,9 @@ def train(
     return losses + training.parameters(), calls
 
 
-def _eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that makes an eager training step with a batch, and returns its loss."""
+
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = F.mse_loss(model(x), y)
         loss.backward()

@@ -39,9 +39,10 @@ from .conversion.distribute import (
     pipe_split,
     redistribute,
 )
+from .conversion.gradient_buckets import bucket_of
 from .conversion.joint_gather import JointGather, can_gather_jointly
 from .conversion.joint_plan import gathered_axes
-from .conversion.pending_gradients import bucket_of, flush
+from .conversion.pending_gradients import flush
 from .conversion.python_values import largest_anywhere, not_finite_anywhere
 from .conversion.stage_order import StageOrder, returns_to, stages_of
 from .conversion.whole_call import RAN_WHOLE

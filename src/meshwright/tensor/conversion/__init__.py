@@ -4,6 +4,8 @@ torch_hooks         private names of torch: the hooks of torch.utils.checkpoint
 convert             Move: a differentiable conversion of a local part from one layout to another
 checkpointed_moves  values from other pipeline stages, kept for the second run of a checkpointed call
 saved_operands      converted operands that autograd saves, kept up to date with writes to their sources
+gradient_buckets    buckets of gradients that one all-reduce adds up
+early_buckets       EarlyBuckets: buckets whose reductions start during a backward pass, on devices with streams
 pending_gradients   gradients that are pending sums, stored separately and reduced in buckets
 joint_plan          packing of the parts of several tensors into one buffer
 joint_gather        JointGather: parameters that one call gathers, and whose gradients one call reduces

@@ -6,8 +6,7 @@ there. A tensor without a gradient is left out of the reduction, on every rank a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +21,9 @@ from ..core.capture_marks import in_capture
 from ..core.computation_numbers import collectives_of_call, collectives_of_gradient, keep_number, pass_number
 from ..core.dist_tensor import DistTensor, as_part, is_leaf, wants_grad
 from ..core.write_counts import writes_to
-from ..torch_hooks import bare_apply, forward_mode, jit_tracing, modes_active, no_interception, no_modes, transforming
+from ..torch_hooks import bare_apply, forward_mode, jit_tracing, no_interception, transforming
 from .convert import dense_gradient, move, on_same_memory
+from .gradient_buckets import hidden_conversion
 from .joint_plan import JointPlan, joint_plan
 from .pending_gradients import add_later, finish_in_flight, may_come_later
 
@@ -48,14 +48,14 @@ class JointGather:
     def start(self) -> None:
         """Begin to gather, unless the whole tensors are there or on their way."""
         if self._memory is None and self._started is None:
-            with _unseen(), collectives_of_call(_CALL, self.parts):
+            with hidden_conversion(), collectives_of_call(_CALL, self.parts):
                 buffer = self._packed()
                 self._started = buffer, current_communicator().start(self._plan.gather, buffer)
 
     def memory(self) -> list[Tensor]:
         """Return this rank's part of each whole tensor, gathered now if it is not there."""
         if self._memory is None:
-            with _unseen(), collectives_of_call(_CALL, self.parts):
+            with hidden_conversion(), collectives_of_call(_CALL, self.parts):
                 self._memory = self._plan.unpack(self._buffers())
         return self._memory
 
@@ -137,7 +137,7 @@ class _Terms:
             return [way(x) for way, x in zip(ways, self.terms, strict=True)]
         here = current_communicator()
         packing = joint_plan(tuple(self.parts), tuple(self.wholes), here.rank)
-        with _unseen():
+        with hidden_conversion():
             if not may_come_later(self.leaves):
                 return packing.unpack_sums(here.convert(packing.reduce, packing.pack_terms(self.terms)))
             finish_in_flight()
@@ -164,19 +164,6 @@ def can_gather_jointly(parts: Sequence[Tensor]) -> bool:
         return False
     with no_interception():
         return all(type(part) in (DistTensor, Absent) and is_leaf(part) for part in parts)
-
-
-@contextmanager
-def _unseen() -> Generator[None]:
-    """Context of a gather or a reduction: no gradients, no interception, no dispatch modes, no inference tensors."""
-    is_inference = torch.is_inference_mode_enabled()
-    with (
-        no_interception(),
-        torch.inference_mode(False) if is_inference else nullcontext(),
-        torch.no_grad(),
-        no_modes() if modes_active() else nullcontext(),
-    ):
-        yield
 
 
 class _Gather(torch.autograd.Function):

@@ -3,69 +3,39 @@
 A parameter that is replicated over an axis but used differently on each rank gets its gradient as terms. Immediate
 reduction costs one collective per parameter and per backward pass. Inside `Tensor.backward` the terms are stored here
 instead. They are reduced in buckets when the optimizer, clipping or the user first reads any `.grad`. Gradient
-accumulation over several passes is then one reduction.
+accumulation over several passes is then one reduction. On devices with streams, full buckets start during the last
+pass (`early_buckets`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from types import FrameType
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from meshwright.comm import call_purpose, current_communicator
-from meshwright.layout import Layout, Spec, TorchValue
+from meshwright.comm import call_purpose, platform_of
+from meshwright.layout import Spec, TorchValue
 
 from ..core.call_sites import is_backward, keep_call_site
-from ..core.computation_numbers import collectives_of_call, collectives_of_gradient, keep_number
-from ..torch_hooks import bare_apply, no_interception
-from .convert import Move, convert_local
+from ..core.computation_numbers import collectives_of_gradient, keep_number
+from ..torch_hooks import FakeTensor, bare_apply, no_interception
+from .convert import Move
+from .early_buckets import CountedTerms, EarlyBuckets
+from .gradient_buckets import PendingTerms, Reduction, add_up
 
-BUCKET_BYTES = 25 * 2**20
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Terms of one parameter's gradient: the parameter, the terms' spec, and their local sum so far.
-
-    `number` identifies the backward passes that made them (`computation_numbers`).
-    """
-
-    leaf: Tensor
-    spec: Spec
-    terms: Tensor | None
-    number: int
-
-    def take(self) -> Tensor:
-        """Return the terms and drop the reference to them."""
-        terms, self.terms = self.terms, None
-        assert terms is not None
-        return terms
-
-
-@dataclass(slots=True)
-class _Reduction:
-    """A reduction in flight: the parameters, None for one whose gradient was replaced, and a function that waits."""
-
-    leaves: list[Tensor | None]
-    sums: Callable[[], Sequence[Tensor]]
-
-    def finish(self) -> None:
-        """Wait for the gradients, and add them to those of the parameters."""
-        with no_interception(), torch.no_grad():
-            for leaf, grad in zip(self.leaves, self.sums(), strict=True):
-                if leaf is not None:
-                    leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+Keep = Callable[[Tensor, Spec, Tensor], None]
+"""Function that stores the terms of a parameter's gradient."""
 
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.deferring = False
-        self.waiting: dict[tuple[int, Spec], _Pending] = {}
-        self.in_flight: list[_Reduction] = []
+        self.keep: Keep | None = None
+        self.waiting: dict[tuple[int, Spec], PendingTerms] = {}
+        self.in_flight: list[Reduction] = []
+        self.early: EarlyBuckets | None = None
 
 
 _state = _State()
@@ -93,9 +63,10 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def _back(ctx: TorchValue, back: Move, grad: Tensor) -> tuple[Tensor | None, None]:
-        if not _state.deferring or torch.is_grad_enabled() or _is_watched(ctx.leaf):
+        keep = _state.keep
+        if keep is None or torch.is_grad_enabled() or _is_watched(ctx.leaf):
             return back(grad), None
-        _keep(ctx.leaf, back.src, grad)
+        keep(ctx.leaf, back.src, grad)
         return None, None
 
 
@@ -110,7 +81,7 @@ def defer_reduction(x: Tensor, how: Move) -> Tensor:
 
 def may_come_later(leaves: Sequence[Tensor]) -> bool:
     """True if the gradients of these parameters may be added after the backward pass that is running."""
-    return _state.deferring and not torch.is_grad_enabled() and not any(map(_is_watched, leaves))
+    return _state.keep is not None and not torch.is_grad_enabled() and not any(map(_is_watched, leaves))
 
 
 def add_later(leaves: Sequence[Tensor], sums: Callable[[], Sequence[Tensor]]) -> None:
@@ -118,7 +89,7 @@ def add_later(leaves: Sequence[Tensor], sums: Callable[[], Sequence[Tensor]]) ->
 
     Each reduction in flight holds the terms of its gradients. Call `finish_in_flight` first to limit that memory.
     """
-    _state.in_flight.append(_Reduction([*leaves], sums))
+    _state.in_flight.append(Reduction(leaves, sums))
 
 
 def finish_in_flight() -> None:
@@ -136,10 +107,35 @@ def _is_watched(leaf: Tensor) -> bool:
 def _keep(leaf: Tensor, spec: Spec, grad: Tensor) -> None:
     found = _state.waiting.get((id(leaf), spec))
     if found is None:
-        _state.waiting[id(leaf), spec] = _Pending(leaf, spec, grad.detach(), call_purpose.what[0])
+        _state.waiting[id(leaf), spec] = PendingTerms(leaf, spec, grad.detach(), call_purpose.what[0])
     else:
         found.terms = found.take() + grad
         found.number = hash((found.number, call_purpose.what[0]))
+
+
+def _keep_and_start(leaf: Tensor, spec: Spec, grad: Tensor) -> None:
+    """Store terms, and start the reduction of a bucket that they fill, if they are on a device with streams."""
+    found = _state.waiting.get((id(leaf), spec))
+    is_other = found is not None and not isinstance(found, CountedTerms)
+    if is_other or isinstance(grad, FakeTensor) or not platform_of(grad.device).has_streams:
+        _keep(leaf, spec, grad)
+        return
+    if isinstance(found, CountedTerms):
+        found.add(grad, call_purpose.what[0])
+    else:
+        found = CountedTerms(leaf, spec, grad.detach(), call_purpose.what[0])
+        _state.waiting[id(leaf), spec] = found
+    if _state.early is None:
+        _state.early = EarlyBuckets()
+    _state.early.note_terms(found)
+
+
+@cache
+def _keep_here() -> Keep:
+    """Return the function that stores terms in this process; on the CPU it does nothing else."""
+    accelerator = torch.accelerator.current_accelerator()
+    has_streams = accelerator is not None and platform_of(accelerator).has_streams
+    return _keep_and_start if has_streams else _keep
 
 
 class deferring:  # entered in every step: a class is faster than a generator
@@ -152,22 +148,23 @@ class deferring:  # entered in every step: a class is faster than a generator
         self._wanted = wanted
 
     def __enter__(self) -> None:
-        self._before, _state.deferring = _state.deferring, self._wanted
+        self._before, _state.keep = _state.keep, _keep_here() if self._wanted else None
         self._threads = torch.autograd.set_multithreading_enabled(False)
 
     def __exit__(self, *error: object) -> None:
         self._threads.__exit__(*error)
-        _state.deferring = self._before
+        _state.keep = self._before
 
 
 def forget(leaf: Tensor) -> None:
     """Drop the terms of `leaf`, whose gradient is replaced."""
     for reduction in _state.in_flight:
-        reduction.leaves = [None if each is leaf else each for each in reduction.leaves]
+        reduction.forget(leaf)
     if not _state.waiting:
         return
-    for key in [k for k in _state.waiting if k[0] == id(leaf)]:
-        del _state.waiting[key]
+    dropped = [_state.waiting.pop(key) for key in [k for k in _state.waiting if k[0] == id(leaf)]]
+    if _state.early is not None:
+        _state.early.forget(leaf, dropped)
 
 
 def flush() -> None:
@@ -175,7 +172,7 @@ def flush() -> None:
     finish_in_flight()
     if _state.waiting:
         waiting, _state.waiting = list(_state.waiting.values()), {}
-        _add_up(waiting)
+        add_up(waiting if _state.early is None else _state.early.reduce(waiting))
 
 
 def flush_read() -> None:
@@ -188,7 +185,8 @@ def flush_read() -> None:
         read = {key: item for key, item in _state.waiting.items() if item.leaf.grad is not None}
     if read:
         _state.waiting = {key: item for key, item in _state.waiting.items() if key not in read}
-        _add_up(list(read.values()))
+        items = list(read.values())
+        add_up(items if _state.early is None else _state.early.reduce(items))
 
 
 def _finish_read() -> None:
@@ -198,49 +196,3 @@ def _finish_read() -> None:
     for reduction in read:
         _state.in_flight.remove(reduction)
         reduction.finish()
-
-
-def _add_up(waiting: Sequence[_Pending]) -> None:
-    with no_interception(), torch.no_grad():
-        for bucket in _buckets(waiting):
-            leaves, numbers = [item.leaf for item in bucket], [item.number for item in bucket]
-            with collectives_of_call("the gradients of parameters", leaves, numbers):
-                sums = _reduced(bucket)
-            for item, grad in zip(bucket, sums, strict=True):
-                item.leaf.grad = grad if item.leaf.grad is None else item.leaf.grad.add_(grad)
-
-
-def _buckets(waiting: Sequence[_Pending]) -> Iterator[list[_Pending]]:
-    """Yield items with the same mesh, dtype and pending axes, in order, up to BUCKET_BYTES together."""
-    groups: dict[Hashable, list[_Pending]] = {}
-    filled: dict[Hashable, int] = {}
-    for item in waiting:
-        key = (item.spec.mesh, item.spec.dtype, item.spec.layout.partial)
-        groups.setdefault(key, []).append(item)
-        filled[key] = filled.get(key, 0) + (0 if item.terms is None else item.terms.nbytes)
-        if filled[key] >= BUCKET_BYTES:
-            del filled[key]
-            yield groups.pop(key)
-    yield from groups.values()
-
-
-def bucket_of(frame: FrameType | None) -> Spec | None:
-    """Return the spec of the first gradient in the bucket that the frame reduces; None if it reduces none."""
-    while frame is not None and frame.f_code is not _reduced.__code__:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["first"]
-
-
-def _reduced(bucket: Sequence[_Pending]) -> list[Tensor]:
-    """Return the sums of a bucket's terms, by one all-reduce; the terms are released."""
-    first = bucket[0].spec
-    axes = first.layout.partial_axes
-    found = [item.take() for item in bucket]
-    if current_communicator().rank not in first.mesh:
-        return found
-    shapes = [terms.shape for terms in found]
-    flat = torch.cat([terms.reshape(-1) for terms in found]) if len(found) > 1 else found[0].reshape(-1)
-    found.clear()
-    terms = Spec(first.mesh, Layout(((),), tuple((a, "sum") for a in axes)), flat.shape, flat.dtype)
-    whole = convert_local(flat, terms, terms.with_layout(Layout(((),))))
-    return [part.view(shape) for part, shape in zip(whole.split([s.numel() for s in shapes]), shapes, strict=True)]
