@@ -1,6 +1,6 @@
 """The checks: a table of named functions for each level.
 
-comparison          comparison with what is right
+comparison          comparison with the right results
 device              level 0: copies, streams, random generators, memory
 operators           level 1: every operator that has a rule, against the CPU
 transport           level 3: collectives and messages between two ranks

@@ -1,4 +1,4 @@
-"""Comparison of what a device has computed with what is right."""
+"""Comparison of the results of a device with the right ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..results.check import WrongResult
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest difference by dtype, relative to the largest number."""
 _MORE_THAN_CPU = 8
-"""How much larger than the error of the CPU in the same dtype an error may be."""
+"""Largest error, relative to the error of the CPU in the same dtype."""
 
 
 def expect(is_right: bool, text: str) -> None:

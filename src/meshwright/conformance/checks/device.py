@@ -108,7 +108,7 @@ def mixed_devices_are_refused(target: Target) -> None:
         raise NotRun("the CPU is the only device")
     x = numbers(3)
     try:
-        x + x.to(target.device)
+        torch.add(x, x.to(target.device))
     except RuntimeError:
         expect_equal(x.to(target.device) + torch.tensor(1.0), x + 1, "a sum with a number on the CPU")
         return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -227,7 +227,8 @@ def _results(name: str, call: OperatorCall, device: torch.device, has_gradients:
     losses = [_weighted(x) for x in values if x.requires_grad]
     if not losses:
         return results
-    gradients = torch.autograd.grad(sum(losses[1:], losses[0]), operands, allow_unused=True)
+    found = torch.autograd.grad(sum(losses[1:], losses[0]), operands, allow_unused=True)
+    gradients = cast(Sequence[Tensor | None], found)
     return [*results, *(x.cpu() for x in gradients if x is not None)]
 
 

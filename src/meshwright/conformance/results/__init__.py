@@ -2,5 +2,5 @@
 
 check    a check, the device that it is given, and the exceptions that it raises
 result   results, facts of the machine, and the report of a run
-uses     what a machine may be used for, from its results
+uses     the uses of a machine, from its results
 """

@@ -36,7 +36,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a worker reports of its machine: device type, number of devices, dtypes, name and versions."""
+    """The machine of a worker: device type, number of devices, dtypes, name and versions."""
 
     device: str
     count: int

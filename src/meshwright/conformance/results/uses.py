@@ -1,4 +1,4 @@
-"""What a machine may be used for, from the results of its checks."""
+"""The uses of a machine, from the results of its checks."""
 
 from __future__ import annotations
 

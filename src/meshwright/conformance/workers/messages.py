@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from meshwright.layout import read_json, read_text_file
 
@@ -31,8 +31,10 @@ class Request:
 
 def read_request(folder: Path) -> Request:
     """Return the request that the command wrote into the folder."""
-    found: Any = read_json(read_text_file(folder / REQUEST))
-    return Request(**{**found, "imports": tuple(found["imports"]), "checks": tuple(found["checks"])})
+    found = cast(dict[str, Any], read_json(read_text_file(folder / REQUEST)))
+    for name in ("imports", "checks"):
+        found[name] = tuple(found[name])
+    return Request(**found)
 
 
 def record_path(folder: Path, rank: int) -> Path:

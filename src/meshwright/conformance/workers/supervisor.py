@@ -144,7 +144,9 @@ class _Worker:
         for rank, reader in enumerate(self._readers):
             for line in reader.lines():
                 if "facts" in line:
-                    self.facts = Facts(**{**line["facts"], "dtypes": tuple(line["facts"]["dtypes"])})
+                    facts: dict[str, Any] = line["facts"]
+                    facts["dtypes"] = tuple(facts["dtypes"])
+                    self.facts = Facts(**facts)
                 elif "begun" in line:
                     self._begun.add(line["begun"])
                 elif "failed" in line:
