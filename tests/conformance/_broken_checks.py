@@ -51,6 +51,6 @@ CHECKS = (
     Check(1, "dies", dies),
     Check(1, "does not apply", does_not_apply),
     Check(1, "right after all", right),
-    Check(3, "fails on rank 1", fails_on_rank_1, 2),
     Check(3, "right on two ranks", right, 2),
+    Check(3, "fails on rank 1", fails_on_rank_1, 2),
 )

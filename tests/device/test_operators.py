@@ -162,7 +162,7 @@ def test_fused_cells_have_the_numbers_of_the_cpu(mesh_device: Devices, kind: typ
     model, x = kind(8, 4, 2, bidirectional=True), _X.view(1, 5, 8)
     results = []
     for device in ("cpu", "mesh:0"):
-        here, given = copy.deepcopy(model).to(device), x.to(device).requires_grad_()
+        here, given = copy.deepcopy(model).to(device), x.to(device, copy=True).requires_grad_()
         out, _ = here(given)
         out.square().sum().backward()
         results.append([out, given.grad, *(p.grad for p in here.parameters())])
