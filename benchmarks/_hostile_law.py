@@ -22,6 +22,7 @@ EXEMPT = {
     "cli.commands.run": "the user's own script, which is run",
     "cli.commands.main": "the null device",
     "cli.commands.checkpoint": "prints what the readers of checkpoints return",
+    "conformance": "files of the package and of the command's own processes",
     "comm": "peers that have the token of the job, and files of the system; SECURITY.md says so",
     "engine.static.program_cache:_sum": "source files of the package",
     "engine.training.log_file": "the log, which is appended to",

@@ -89,6 +89,12 @@ TYPED = [
     Line("checkpoint inspect {f} --jso", 2, "checkpoint --json"),
     Line("doctor --no-chek", 2, "doctor --no-check"),
     Line("doctor now", 2, "no argument now"),
+    Line("conformance --levl 0", 2, "conformance --level"),
+    Line("conformance --level 7", 2, "not a level from 0 to 5"),
+    Line("conformance --level 3-1", 2, "not a level from 0 to 5"),
+    Line("conformance --only nothing-like-this", 2, "no check of these levels contains"),
+    Line("conformance --import no.such.module", 2, "there is no module no.such.module"),
+    Line("conformance --html {f}/none/a.html", 2, "No such folder"),
     Line("profile --dry-rn", 2, "profile --dry-run"),
     Line("parallelize {f}/mine.py:build --ranks 2 --clustr 4xH100", 2, "parallelize --cluster"),
     # values of a wrong kind

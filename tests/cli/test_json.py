@@ -31,6 +31,7 @@ GOOD_COMMANDS = (
     "parallelize {f}/model.py:build --ranks 2",
     "profile --dry-run",
     "doctor --no-check",
+    "conformance --device cpu --level 0 --only float32",
 )  # fmt: skip
 """The order matters: the second command writes the checkpoint."""
 WITH_JSON = [name for name, parser in PARSERS.items() if "--json" in parser().options]

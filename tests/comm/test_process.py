@@ -15,6 +15,7 @@ import _programs as programs
 
 from meshwright.comm import NoCommunicatorError, current_communicator, init_process, launch, simulate
 from meshwright.comm.process.process_communicator import flat_joined
+from meshwright.comm.torch_hooks import _real
 
 SCRIPT = str(Path(programs.__file__))
 
@@ -127,3 +128,13 @@ def test_parts_that_follow_each_other_in_memory_are_not_copied() -> None:
     assert flat_joined(rows).data_ptr() == rows[0].data_ptr()
     for parts in (rows, rows[::-1], [rows[0]] * 2, [x.t().reshape(-1)], [torch.empty(0)] * 2):
         assert torch.equal(flat_joined(parts), torch.cat(parts))
+
+
+def test_complex_numbers_travel_as_pairs_of_reals() -> None:
+    """Also a single number; the pairs are in the memory of the complex numbers, into which a backend reduces."""
+    for shape in ((), (3,), (2, 3), (0,)):
+        x = torch.zeros(shape, dtype=torch.complex64)
+        pairs = _real(x)
+        assert pairs.dtype == torch.float32
+        pairs.add_(1)
+        assert torch.equal(x, torch.full(shape, 1 + 1j, dtype=torch.complex64))

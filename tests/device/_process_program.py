@@ -35,11 +35,12 @@ def main(folder: Path) -> None:
     register_backend()
     here = mw.init_process()
     found: dict[str, list[Any]] = {}
+    devices = ("cpu", f"mesh:{here.rank}")
     for kind, static in CASES:
-        (on_cpu, cpu_calls), (on_device, calls) = (train(kind, static, device) for device in ("cpu", "mesh:0"))
+        (on_cpu, cpu_calls), (on_device, calls) = (train(kind, static, device) for device in devices)
         found[f"{kind} {static}"] = [all(map(torch.equal, on_cpu, on_device)), cpu_calls, calls]
     for schedule, stages in PIPELINES.items():
-        (on_cpu, cpu_calls), (on_device, calls) = (pipelined(schedule, stages, device) for device in ("cpu", "mesh:0"))
+        (on_cpu, cpu_calls), (on_device, calls) = (pipelined(schedule, stages, device) for device in devices)
         found[schedule] = [on_cpu == on_device, cpu_calls, calls]
     (folder / f"{here.rank}.json").write_text(json.dumps(found))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device.inspection import Devices
 
@@ -73,6 +75,7 @@ CASES: dict[str, Callable[[str], Tensor | list[Tensor]]] = {
     "out of a view": lambda d: torch.mul(_X.to(d), 2, out=torch.zeros(8, 5, device=d).t()),
     "sort": lambda d: list(_X.to(d).sort(1, descending=True)),
     "strided": lambda d: _X.to(d).t().clone(memory_format=torch.preserve_format),
+    "two results without memory of their own": lambda d: [*_X.to(d).median(1), *_X.to(d).kthvalue(2)],
     "storage": lambda d: torch.empty(0, device=d).set_(_X.to(d).untyped_storage(), 3, (2, 2), (8, 1)),
     "resized": lambda d: _X.to(d).clone().resize_(2, 3),
     "no elements": lambda d: torch.cat([_X.to(d)[:0], _X.to(d)]),
@@ -151,3 +154,33 @@ def test_copies_between_devices(mesh_device: Devices) -> None:
     x = _X.to("mesh:0").to("mesh:3")
     assert x.device == torch.device("mesh:3")
     assert torch.equal(x.to("mesh:1", torch.float64).cpu(), _X.double())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_fused_cells_have_the_numbers_of_the_cpu(mesh_device: Devices, kind: type[nn.Module]) -> None:
+    torch.manual_seed(2)
+    model, x = kind(8, 4, 2, bidirectional=True), _X.view(1, 5, 8)
+    results = []
+    for device in ("cpu", "mesh:0"):
+        here, given = copy.deepcopy(model).to(device), x.to(device, copy=True).requires_grad_()
+        out, _ = here(given)
+        out.square().sum().backward()
+        results.append([out, given.grad, *(p.grad for p in here.parameters())])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_the_choice_of_attention_is_no_call_of_an_operator(mesh_device: Devices) -> None:
+    """A recorder would take its operands, which are on the CPU, for constants."""
+    names: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1, 2, 4, 8, device="mesh:0", requires_grad=True)
+    with Names():
+        F.scaled_dot_product_attention(x, x, x)
+    assert names
+    assert not [name for name in names if "choice" in name]

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.engine.eager.master_weights import HostStorage
+from meshwright.engine.recording.digest import common_part
 from meshwright.layout import generator_states, set_generator_states
 from tests.device.inspection import Devices
+from tests.device.training import Training
 
 
 def test_a_checkpoint_restores_the_generator_of_the_device(mesh_device: Devices, tmp_path: Path) -> None:
@@ -59,3 +61,17 @@ def test_the_host_storage_pins_its_memory(mesh_device: Devices) -> None:
     storage.wait()
     assert torch.equal(kept, torch.arange(4.0))
     assert torch.equal(storage.bring(kept, x.device).cpu(), torch.arange(4.0))
+
+
+def test_programs_of_two_devices_differ_and_have_one_number(mesh_device: Devices) -> None:
+    """Processes compare the numbers of their programs; each process has a device of its own."""
+
+    def trained(device: str) -> str | None:
+        training = Training("dp", True, device)
+        training.step()
+        (variant,) = (each for variants in training._step._variants.known.values() for each in variants)
+        return variant.digest
+
+    first, second, on_cpu = (mw.simulate(trained, 1, device)[0] for device in ("mesh:0", "mesh:1", "cpu"))
+    assert first != second
+    assert common_part(first) == common_part(second) != common_part(on_cpu)

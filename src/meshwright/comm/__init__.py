@@ -69,6 +69,7 @@ __all__ = [
     "NoCommunicatorError",
     "PeerlessCommunicator",
     "PendingConversion",
+    "Platform",
     "PostedCommunicator",
     "ProcessCommunicator",
     "Receive",

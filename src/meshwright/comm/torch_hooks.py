@@ -159,7 +159,10 @@ class Backend:
 
 def _real(x: Tensor) -> Tensor:
     """Return complex numbers as pairs of reals; a sum of pairs is the pair of the sums."""
-    return torch.view_as_real(x).flatten(-2) if x.is_complex() else x
+    if not x.is_complex():
+        return x
+    pairs = torch.view_as_real(x)
+    return pairs.flatten(-2) if x.dim() else pairs
 
 
 _FLOATS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}

@@ -3,8 +3,22 @@
 from meshwright.search import account_text as text
 
 from ._data import data
+from ._html import Markup, element, table
 from ._model import account_of
-from ._page import page
+from ._page import document, page
 from ._show import Listing, Picture, ShowError, show
 
-__all__ = ["Listing", "Picture", "ShowError", "account_of", "data", "page", "show", "text"]
+__all__ = [
+    "Listing",
+    "Markup",
+    "Picture",
+    "ShowError",
+    "account_of",
+    "data",
+    "document",
+    "element",
+    "page",
+    "show",
+    "table",
+    "text",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.pipeline import Timeline, timeline_svg
@@ -27,21 +27,26 @@ FORBIDDEN = dict.fromkeys([*range(9), 11, 12, *range(14, 32), 127])
 def page(account: Account, measured: Mapping[str, float] | None = None) -> str:
     """Return the account as HTML; `measured` maps names to seconds and bytes, shown beside the predicted numbers."""
     parts = [(title, body) for title, body in _parts(account, measured) if body]
-    links = [element("li", element("a", title, href=f"#part-{n}")) for n, (title, _) in enumerate(parts)]
+    return document(account.what, list(_header(account)), parts)
+
+
+def document(title: str, header: Sequence[str], parts: Sequence[tuple[str, Markup]]) -> str:
+    """Return a page with a header and titled parts, and links to them."""
+    links = [element("li", element("a", name, href=f"#part-{n}")) for n, (name, _) in enumerate(parts)]
     sections = [
-        element("section", element("h2", title, id=f"part-{n}"), body, aria_labelledby=f"part-{n}")
-        for n, (title, body) in enumerate(parts)
+        element("section", element("h2", name, id=f"part-{n}"), body, aria_labelledby=f"part-{n}")
+        for n, (name, body) in enumerate(parts)
     ]
     head = element(
         "head",
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
-        element("title", f"Meshwright: {account.what}"),
+        element("title", f"Meshwright: {title}"),
         element("style", Markup(STYLE)),
     )
     body = element(
         "body",
-        element("header", *_header(account), element("nav", element("ul", *links), aria_label="parts of this page")),
+        element("header", *header, element("nav", element("ul", *links), aria_label="parts of this page")),
         element("main", *sections),
         element("footer", "Written by Meshwright. This page needs no network."),
     )

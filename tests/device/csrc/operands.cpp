@@ -29,14 +29,20 @@ Range Operand::range() const {
 }
 
 at::Tensor Mirror::tensor(const Operand& operand) {
-  auto [found, is_new] = storages_.try_emplace(operand.block.get(), operand.block, c10::Storage{});
-  if (is_new) found->second.second = make_storage(operand.block);
-  auto x = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(found->second.second), keys(), operand.dtype);
+  auto x = at::detail::make_tensor<c10::TensorImpl>(storage_of(operand.block), keys(), operand.dtype);
   set_shape(x, operand.sizes, operand.strides, operand.offset);
   if (operand.conj) x._set_conj(true);
   if (operand.neg) x._set_neg(true);
   if (operand.number) x.unsafeGetTensorImpl()->set_wrapped_number(true);
   return x;
+}
+
+// Operands without memory have storages of their own: a kernel may resize each of them.
+c10::Storage Mirror::storage_of(const BlockRef& block) {
+  if (!block) return make_storage(block);
+  auto [found, is_new] = storages_.try_emplace(block.get(), block, c10::Storage{});
+  if (is_new) found->second.second = make_storage(block);
+  return found->second.second;
 }
 
 BlockRef Mirror::block_of(const at::Tensor& x) const {

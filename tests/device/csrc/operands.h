@@ -41,6 +41,8 @@ class Mirror {
   virtual c10::DispatchKeySet keys() const = 0;
 
  private:
+  c10::Storage storage_of(const BlockRef& block);
+
   std::unordered_map<const Block*, std::pair<BlockRef, c10::Storage>> storages_;
 };
 

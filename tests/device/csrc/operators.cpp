@@ -218,6 +218,7 @@ Tensor counterpart(HostMirror& mirror, const Tensor& x) {
 int64_t choose_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout,
     bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  OnlyKernels only;  // a mode of Python must not see this call, which other devices do not make
   HostMirror mirror;
   std::optional<Tensor> mask_here;
   if (mask && mask->defined()) mask_here = counterpart(mirror, *mask);

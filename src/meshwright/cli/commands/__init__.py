@@ -11,4 +11,5 @@ profile             measure this machine, and write a cluster file
 schedule            check and draw a pipeline schedule
 checkpoint          inspect, verify, compare or convert checkpoints
 doctor              check this machine for missing parts
+conformance         check a device
 """

@@ -22,6 +22,7 @@ COMMANDS = {
     "parallelize": "find the best plan for a model, and print the lines that make the model parallel",
     "profile": "measure this machine, and write a cluster file for plan, predict and explain",
     "doctor": "show what this machine has and lacks, and compare two ranks with one device",
+    "conformance": "check a device: operators, simulated ranks, transport and training; say what it may be used for",
 }
 FAILS = {
     "train": "the run failed, or the losses of the two runs differ by more than --tolerance",
@@ -34,6 +35,7 @@ FAILS = {
     "parallelize": "no plan fits, or the model's file or function fails",
     "profile": "the measuring ranks failed",
     "doctor": "a required part is missing, or two ranks differ from one device",
+    "conformance": "a check failed, or no check was run",
 }
 """The meaning of exit code 1, by command."""
 CONFIG = "--config"
@@ -300,6 +302,24 @@ def doctor_parser() -> Parser:
     return parser
 
 
+def conformance_parser() -> Parser:
+    parser = Parser("meshwright conformance", f"{COMMANDS['conformance'].capitalize()}.", exit_codes("conformance"))
+    parser.add_argument("--device", metavar="TYPE", help="type of device, such as cuda (the accelerator, or else cpu)")
+    parser.add_argument("--level", type=levels, default=levels("0-5"), metavar="N-M", help="levels to check (0-5)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only checks whose names contain this text")
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="MODULE",
+        help="module that registers the device; each worker imports it",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a self-contained HTML page")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def parallelize_parser() -> Parser:
     parser = Parser("meshwright parallelize", f"{COMMANDS['parallelize'].capitalize()}.", exit_codes("parallelize"))
     parser.add_argument(
@@ -361,7 +381,7 @@ PARSERS = {
     "train": train_parser, "run": run_parser, "schedule": schedule_parser, "plan": plan_parser,
     "predict": predict_parser, "explain": explain_parser,
     "checkpoint": checkpoint_parser, "doctor": doctor_parser,
-    "parallelize": parallelize_parser, "profile": profile_parser,
+    "parallelize": parallelize_parser, "profile": profile_parser, "conformance": conformance_parser,
 }  # fmt: skip
 
 
@@ -381,6 +401,19 @@ def plan_decisions(text: str) -> dict[str, object]:
         known = {"true": True, "false": False}
         found[name.strip()] = known.get(value, int(value) if value.isdecimal() else value)
     return found
+
+
+def levels(text: str) -> range:
+    """Return the levels of conformance: one, or the first and the last.
+
+    >>> list(levels("2")), list(levels("0-3"))
+    ([2], [0, 1, 2, 3])
+    """
+    first, dash, last = text.partition("-")
+    digits = set("012345")
+    if not {first, last if dash else first} <= digits or (dash and last < first):
+        raise argparse.ArgumentTypeError(f"{text} is not a level from 0 to 5, or two such as 0-3")
+    return range(int(first), int(last or first) + 1)
 
 
 def times(text: str) -> tuple[float, float, float, float]:

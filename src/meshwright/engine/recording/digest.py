@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from meshwright.graph import Capture, canonical_text_or_none, runs_users_code, writes_external_tensors
+from meshwright.layout import device_types
 
 from .recorded_model import RecordedModel
 from .setting import torch_state
@@ -24,7 +25,11 @@ def checksums(captured: Sequence[Capture]) -> tuple[str, ...]:
 
 
 def digest_of(captured: Sequence[Capture], how: object, model: RecordedModel) -> str | None:
-    """Return the checksum, or None if a recording runs code that no checksum covers."""
+    """Return the checksum, or None if a recording runs code that no checksum covers.
+
+    The programs of ranks on different devices of a type differ in the index of the device only. Their checksums have
+    the same `common_part`.
+    """
     optimizer, slots = model.optimizer, captured[0].slots
     hooked = any(slot.tensor._backward_hooks for slot in slots)
     meanings = [canonical_text_or_none(each.program) for each in captured]
@@ -33,4 +38,23 @@ def digest_of(captured: Sequence[Capture], how: object, model: RecordedModel) ->
         return None
     facts = [facts_text(model.network, optimizer), [*torch_state()], how, model.text()]
     text = re.sub(r" at 0x\w+", "", repr(facts))
-    return sha256("\n".join([*map(str, meanings), text]).encode()).hexdigest()
+    whole = "\n".join([*map(str, meanings), text])
+    common = _without_device_indices(whole)
+    found = sha256(common.encode()).hexdigest()
+    return found if common == whole else f"{found} {sha256(whole.encode()).hexdigest()}"
+
+
+def common_part(digest: str | None) -> str | None:
+    """Return the part of a checksum that is equal on all ranks that run the same program, each on its own device.
+
+    >>> common_part("12ab 34cd"), common_part("12ab"), common_part(None)
+    ('12ab', '12ab', None)
+    """
+    return None if digest is None else digest.partition(" ")[0]
+
+
+def _without_device_indices(text: str) -> str:
+    """Return the text with `cuda` in place of `cuda:1`, and of the same device as Python writes it."""
+    for kind in device_types()[1:]:
+        text = re.sub(rf"\b{kind}(:\d+|', index=\d+)", kind, text)
+    return text

@@ -28,6 +28,7 @@ from meshwright.tensor import (
 
 from .._errors import StaticError
 from ..checks import StaticChecks
+from ..recording.digest import common_part
 from ..recording.loss_scale import LossScale
 from ..recording.recorded_model import Mode, RecordedModel
 from ..recording.refuse_call import refuse_call, refuse_shared
@@ -299,7 +300,8 @@ class DistModel:
         alike = values_equal_on_ranks(self.optimizer if self.mode == "train" else None)
         inputs = input_numbers(leaves, self._runs) if is_compared() else ()
         what = collectives_of_call(
-            f"{self.mode} of {type(self.network).__name__}", numbers=(found.digest, self._runs, *alike, *inputs)
+            f"{self.mode} of {type(self.network).__name__}",
+            numbers=(common_part(found.digest), self._runs, *alike, *inputs),
         )
         with local_parts(), torch.no_grad(), step, what:
             given = [fetch(leaves) for fetch in found.fetch]

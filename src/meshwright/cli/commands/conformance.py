@@ -1,0 +1,59 @@
+"""`meshwright conformance`: check a device, and say what it may be used for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from meshwright.cli.console.exit_codes import FAILED, OK
+from meshwright.cli.console.files import check_folder, write_text
+from meshwright.cli.console.output import print_json, print_text
+from meshwright.cli.console.parser import UsageError
+
+
+def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
+    """Run the checks of the chosen levels; return 1 if one of them fails."""
+    check_folder(settings.html)
+    _check_imports(settings.imports)
+    from meshwright.conformance import CHECKS, Options, Result, counted, run_checks, uses_of
+
+    chosen = [check for check in CHECKS if check.level in settings.level and settings.only in check.name]
+    if not chosen:
+        fix = "write a part of a name that the command prints, such as --only linear"
+        raise UsageError(f"meshwright conformance: no check of these levels contains {settings.only}\n  fix: {fix}")
+    file = sys.stderr if settings.json else sys.stdout
+
+    def show(result: Result) -> None:
+        print_text(result, file=file)
+        file.flush()
+
+    report = run_checks(chosen, Options(settings.device, tuple(settings.imports)), show)
+    uses = uses_of(report.results)
+    if settings.html:
+        from meshwright.cli.console.conformance_page import page
+
+        write_text(settings.html, page(report, uses))
+    if settings.json:
+        print_json(report.data(uses))
+    else:
+        print_text(
+            "\n".join(["", str(report.facts or "no worker started"), "", *map(str, uses), "", counted(report.results)])
+        )
+    return OK if report.ok else FAILED
+
+
+def _check_imports(names: Sequence[str]) -> None:
+    """Raise UsageError for a module that a worker could not find; workers also look in the current folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for name in names:
+        try:
+            found = find_spec(name) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            fix = "install the module, or start the command in the folder that contains it"
+            raise UsageError(f"meshwright conformance: there is no module {name}\n  fix: {fix}")
