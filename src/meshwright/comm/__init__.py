@@ -45,7 +45,7 @@ from .launcher.rank_console import KeptLines, first_rank_prints, prefix_prints
 from .process.process_communicator import ProcessCommunicator, init_process, stragglers
 from .simulation.shared_values import WATCHED_TYPES, WatchedType
 from .simulation.simulated_ranks import SimulatedCommunicator, simulate
-from .streams.platform import platform_of
+from .streams.platform import Platform, platform_of
 
 __all__ = [
     "WATCHED_TYPES",

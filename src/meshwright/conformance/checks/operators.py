@@ -224,12 +224,17 @@ def _results(name: str, call: OperatorCall, device: torch.device, has_gradients:
         return [torch.zeros_like(x) for x in results]
     if name in UP_TO_SIGN:
         return [x.abs().sort().values if name == "linalg_eigvals" else x.abs() for x in results]
+    return [*results, *_gradients(values, operands)]
+
+
+def _gradients(values: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of all operands that have one, on the CPU."""
     losses = [_weighted(x) for x in values if x.requires_grad]
     if not losses:
-        return results
+        return []
     found = torch.autograd.grad(sum(losses[1:], losses[0]), operands, allow_unused=True)
     gradients = cast(Sequence[Tensor | None], found)
-    return [*results, *(x.cpu() for x in gradients if x is not None)]
+    return [x.cpu() for x in gradients if x is not None]
 
 
 def _can_have_gradient(x: Tensor) -> bool:

@@ -268,6 +268,10 @@ def _checks() -> Iterator[tuple[str, Callable[[Target], str | None]]]:
     for name, source in product(SHARDED_DRAWS, sources):
         yield f'sharded draws by "{source}": {name}', partial(sharded_draws, SHARDED_DRAWS[name], source)
     yield "backward pass of dropout", backward_of_dropout
+    yield from _checks_of_ranks()
+
+
+def _checks_of_ranks() -> Iterator[tuple[str, Callable[[Target], str | None]]]:
     different = {name for name, program in PROGRAMS.items() if program is other_calls}
     for name, program in programs():
         if name not in different:

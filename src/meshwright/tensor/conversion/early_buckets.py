@@ -11,7 +11,7 @@ in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -95,12 +95,17 @@ class EarlyBuckets:
             item.keep_count()
         self._leave_out(counted)
         self._start_all([item for item in counted if item.terms is not None])
-        leaves = {id(item.leaf) for item in counted}
-        finished = [each for each in self._reductions if any(id(leaf) in leaves for leaf in each.leaves)]
-        self._reductions = [each for each in self._reductions if each not in finished]
-        for reduction in finished:
-            reduction.finish()
+        self._finish({id(item.leaf) for item in counted})
         return [item for item in items if not isinstance(item, CountedTerms)]
+
+    def _finish(self, leaves: Set[int]) -> None:
+        """Finish the reductions of parameters with these ids."""
+        started, self._reductions = self._reductions, []
+        for reduction in started:
+            if leaves.isdisjoint(map(id, reduction.leaves)):
+                self._reductions.append(reduction)
+            else:
+                reduction.finish()
 
     def forget(self, leaf: Tensor, items: Sequence[PendingTerms]) -> None:
         """Drop the gradient of `leaf`, whose terms are these items."""
