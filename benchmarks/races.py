@@ -28,13 +28,16 @@ from ._left_out_waits import RANKS, LeftOut, left_out_waits
 PROGRAMS_GOAL, WAITS_GOAL = 40, 30
 
 
+Options = tuple[tuple[str, Any], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One training program: a kind of parallelism, eager or static, and the options of a static step."""
 
     kind: str
     static: bool = False
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Options = ()
 
     @property
     def strategy(self) -> mw.Strategy | None:
@@ -53,6 +56,7 @@ class Case:
 
 OVERLAPPED = (("passes", (OverlapSchedule(),)), ("dp_optimization", {"fuse_grad_size_in_MB": 0}))
 RELEASED = (*OVERLAPPED, ("release", True))
+COMPILED = (*OVERLAPPED, ("compiler", "inductor"))
 CASES = (
     *(Case(kind) for kind in KINDS),
     *(Case(kind, True) for kind in KINDS),

@@ -9,9 +9,10 @@ import meshwright as mw
 from benchmarks._left_out_waits import RANKS, left_out_waits
 from benchmarks._virtual_steps import Chain, Machine
 from benchmarks.overlap import CASES, overlapped
-from benchmarks.races import OVERLAPPED, RELEASED, Case
+from benchmarks.races import COMPILED, OVERLAPPED, RELEASED, Case, Options
 from tests.device.communicator import run_on_devices
 from tests.device.inspection import Devices
+from tests.device.kernels import register_kernels
 
 CHAIN = Chain(layers=4)
 
@@ -24,14 +25,18 @@ def test_the_predicted_seconds_are_hidden(mesh_device: Devices, name: str) -> No
     assert found.slowdown <= 1.2, found.details
 
 
-def test_bits_are_those_on_the_cpu(mesh_device: Devices) -> None:
-    case = Case("ZeRO-3", True, OVERLAPPED)
+@pytest.mark.parametrize("options", [OVERLAPPED, COMPILED], ids=["node by node", "kernels"])
+def test_bits_are_those_on_the_cpu(mesh_device: Devices, options: Options) -> None:
+    register_kernels()
+    case = Case("ZeRO-3", True, options)
     expected = mw.simulate(lambda: case.train("cpu"), RANKS)
     for ours, theirs in zip(mw.simulate(run_on_devices(case.train), RANKS), expected, strict=True):
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_step_without_one_of_its_waits_has_a_race(mesh_device: Devices) -> None:
-    waits = left_out_waits(mesh_device, Case("dp", True, RELEASED).training)
+@pytest.mark.parametrize("options", [RELEASED, COMPILED], ids=["node by node", "kernels"])
+def test_a_step_without_one_of_its_waits_has_a_race(mesh_device: Devices, options: Options) -> None:
+    register_kernels()
+    waits = left_out_waits(mesh_device, Case("dp", True, options).training)
     assert {wait.where for wait in waits} == {f"{what} of a started all_reduce" for what in ("operands", "results")}
     assert all(wait.found or wait.covered for wait in waits)

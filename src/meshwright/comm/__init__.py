@@ -45,6 +45,7 @@ from .launcher.rank_console import KeptLines, first_rank_prints, prefix_prints
 from .process.process_communicator import ProcessCommunicator, init_process, stragglers
 from .simulation.shared_values import WATCHED_TYPES, WatchedType
 from .simulation.simulated_ranks import SimulatedCommunicator, simulate
+from .streams.platform import platform_of
 
 __all__ = [
     "WATCHED_TYPES",
@@ -86,6 +87,7 @@ __all__ = [
     "is_compared",
     "launch",
     "note_fact",
+    "platform_of",
     "prefix_prints",
     "reduce_terms",
     "simulate",
