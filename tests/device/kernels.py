@@ -1,26 +1,19 @@
-"""Inductor's kernels for the test devices: those of the CPU, which a custom operator runs on the memory of a device.
+"""Compiled kernels of the CPU, which a custom operator runs on the memory of a test device.
 
-So a compiled program has the kernels, the memory plan and the bits that it has on the CPU. An operator of the device
-opens the pages of its operands, and records which of them it reads and writes.
+An operator of the device opens the pages of its operands, and records which of them it reads and writes.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from .backend import NAME
 
 _LIBRARY = torch.library.Library("test_device", "FRAGMENT")
 _LIBRARY.define("run_kernel(Tensor[] read, Tensor(a!)[] written, int number) -> ()")
 _KERNELS: list[tuple[Callable[..., None], tuple[int, ...]]] = []
 """Kernels, each with the places of its arguments among those that it reads and those that it writes."""
-_GPU_OPTIONS = ("loop_ordering_after_fusion", "loop_reindexing_after_fusion", "loop_index_inversion_in_fusion")
-"""Options that Inductor ignores for the CPU, because its kernels for the CPU do not support them."""
 _NUMBERS: dict[tuple[int, tuple[bool, ...]], int] = {}
 
 
@@ -59,95 +52,11 @@ _LIBRARY.impl("run_kernel", _run, "CPU")
 _LIBRARY.impl("run_kernel", _run_without_data, "Meta")
 
 
-@functools.cache
 def register_kernels() -> None:
     """Make Inductor compile programs for the test devices, in this thread and in threads that it starts.
 
     Inductor is imported here, because the import takes seconds.
     """
-    from torch._inductor import config
-    from torch._dynamo.device_interface import CpuInterface, register_interface_for_device
-    from torch._inductor.codegen.common import (
-        DeviceOpOverrides,
-        register_backend_for_device,
-        register_device_op_overrides,
-    )
-    from torch._inductor.codegen.cpp import CppScheduling
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from .inductor_backend import register
 
-    class Interface(CpuInterface):
-        """The functions of the device that compiled programs use."""
-
-        @staticmethod
-        def current_device() -> int:
-            return torch.accelerator.current_device_index()
-
-        @staticmethod
-        def device_count() -> int:
-            return torch.accelerator.device_count()
-
-        @staticmethod
-        def synchronize(device: Any = None) -> None:
-            torch.accelerator.synchronize()
-
-    class Lines(DeviceOpOverrides):
-        """Lines of generated code that concern the device."""
-
-        def set_device(self, device_idx: int) -> str:
-            return f"torch.accelerator.set_device_index({device_idx})"
-
-        def device_guard(self, device_idx: int) -> str:
-            return f"torch.accelerator.device_index({device_idx})"
-
-        def synchronize(self) -> str:
-            return "torch.accelerator.synchronize()"
-
-        def import_get_raw_stream_as(self, name: str) -> str:
-            return f"def {name}(_):\n    return 0\n"
-
-    class Wrapper(PythonWrapperCodegen):
-        """Generated code that calls kernels by `call_kernel`."""
-
-        @staticmethod
-        def create(*args: Any, **kwargs: Any) -> Any:
-            is_subgraph = args[0] if args else kwargs["is_subgraph"]
-            return PythonWrapperCodegen.create(*args, **kwargs) if is_subgraph else Wrapper()
-
-        def write_header(self) -> None:
-            super().write_header()
-            self.imports.splice(f"from {__name__} import call_kernel")
-
-        def _generate_kernel_call_helper(
-            self, kernel_name: str, call_args: Any, *, arg_types: Any = None, **options: Any
-        ) -> None:
-            writes = tuple(not str(kind).startswith("const ") for kind in arg_types)
-            self.writeline(f"call_kernel({kernel_name}, {writes!r}, {', '.join(map(str, call_args))})")
-
-    config.cuda_backend = "cpp"  # Inductor reads it for each device that it does not know
-    for option in _GPU_OPTIONS:
-        if hasattr(config, option):
-            setattr(config, option, False)
-    _decide_as_for_the_cpu()
-    register_interface_for_device(NAME, Interface)
-    register_device_op_overrides(NAME, Lines())
-    register_backend_for_device(NAME, CppScheduling, Wrapper)
-
-
-def _decide_as_for_the_cpu() -> None:
-    """Make Inductor lower operators for the test devices as for the CPU, so that results have the same bits."""
-    from torch._inductor import config, ir, lowering
-    from torch._inductor.virtualized import ops
-
-    ir.is_cpu = lambda x: ir.get_device_type(x) in ("cpu", NAME)  # which values are computed once
-    two_steps = lowering.use_two_step_variance
-
-    def with_limit_of_the_cpu(*args: Any, **options: Any) -> bool:
-        with config.patch(unroll_reductions_threshold=config.cpp.use_two_step_variance_threshold):
-            return two_steps(*args, **options)
-
-    lowering.use_two_step_variance = with_limit_of_the_cpu
-
-    @lowering.register_lowering([torch.ops.prims.div], broadcast=True)
-    def quotient(x: Any, y: Any) -> Any:  # for other devices, Inductor multiplies by 1 / constant
-        integral = all(lowering.is_boolean_type(each) or lowering.is_integer_type(each) for each in (x, y))
-        return lowering.truncdiv(x, y) if integral else lowering.make_pointwise(ops.truediv)(x, y)
+    register()
