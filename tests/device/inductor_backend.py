@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch._dynamo.device_interface import CpuInterface, register_interface_for_device
-from torch._inductor import config, ir, lowering
+from torch._inductor import config, ir, lowering, virtualized
 from torch._inductor.codegen.common import DeviceOpOverrides, register_backend_for_device, register_device_op_overrides
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.virtualized import ops
 
 from .backend import NAME
 from .kernels import call_kernel
@@ -98,4 +97,4 @@ def _with_limit_of_the_cpu(uses_two_steps: Any) -> Any:
 def _quotient(x: Any, y: Any) -> Any:
     """Return the quotient. For devices other than the CPU, Inductor would multiply by the reciprocal of a constant."""
     integral = all(lowering.is_boolean_type(each) or lowering.is_integer_type(each) for each in (x, y))
-    return lowering.truncdiv(x, y) if integral else lowering.make_pointwise(ops.truediv)(x, y)
+    return lowering.truncdiv(x, y) if integral else lowering.make_pointwise(virtualized.ops.truediv)(x, y)
