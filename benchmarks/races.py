@@ -15,54 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import meshwright as mw
 from meshwright.comm import Communicator
 from meshwright.comm.communicators.queued_communicator import QueuedCommunicator
-from meshwright.passes import OverlapSchedule
-from tests.device.communicator import run_on_devices
+from tests.device.backend import register_kernels
 from tests.device.inspection import Devices
-from tests.device.training import KINDS, Training, train
 
-from ._left_out_waits import RANKS, LeftOut, left_out_waits
+from ._left_out_waits import LeftOut, left_out_waits
+from ._race_programs import CASES, QUICK, Case
 
 PROGRAMS_GOAL, WAITS_GOAL = 40, 30
-
-
-Options = tuple[tuple[str, Any], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One training program: a kind of parallelism, eager or static, and the options of a static step."""
-
-    kind: str
-    static: bool = False
-    options: Options = ()
-
-    @property
-    def strategy(self) -> mw.Strategy | None:
-        return mw.Strategy.of(**dict(self.options)) if self.options else None
-
-    def train(self, device: torch.device | str) -> list[Tensor]:
-        return train(self.kind, self.static, device, strategy=self.strategy)[0]
-
-    def training(self, device: torch.device) -> Training:
-        return Training(self.kind, self.static, device, strategy=self.strategy)
-
-    def __str__(self) -> str:
-        names = ", ".join(["overlapped" if name == "passes" else name for name, _ in self.options])
-        return f"{self.kind}, {'static' if self.static else 'eager'}" + (f", {names}" if names else "")
-
-
-OVERLAPPED = (("passes", (OverlapSchedule(),)), ("dp_optimization", {"fuse_grad_size_in_MB": 0}))
-RELEASED = (*OVERLAPPED, ("release", True))
-COMPILED = (*OVERLAPPED, ("compiler", "inductor"))
-CASES = (
-    *(Case(kind) for kind in KINDS),
-    *(Case(kind, True) for kind in KINDS),
-    *(Case(kind, True, OVERLAPPED) for kind in KINDS),
-    *(Case(kind, True, RELEASED) for kind in ("dp", "ZeRO-3")),
-)
 
 
 @contextmanager
@@ -92,10 +53,9 @@ class Result:
 
 def result_of(devices: Devices, case: Case) -> Result:
     """Run a program in each way."""
-    expected = mw.simulate(lambda: case.train("cpu"), RANKS)
-    queued = mw.simulate(run_on_devices(case.train), RANKS)
+    expected, queued = case.run(on_devices=False), case.run(on_devices=True)
     with finished_conversions():
-        finished = mw.simulate(run_on_devices(case.train), RANKS)
+        finished = case.run(on_devices=True)
     same = _are_equal(queued, expected) and _are_equal(finished, expected)
     races = len(devices.take_races())
     return Result(same, races, left_out_waits(devices, case.training))
@@ -106,8 +66,10 @@ def _are_equal(found: Iterable[list[Tensor]], expected: Iterable[list[Tensor]]) 
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    devices = Devices()
-    found = {str(case): result_of(devices, case) for case in (CASES[::4] if quick else CASES)}
+    devices, cases = Devices(), QUICK if quick else CASES
+    if any(case.is_compiled for case in cases):
+        register_kernels()
+    found = {str(case): result_of(devices, case) for case in cases}
     different = [name for name, each in found.items() if not each.same_bits]
     races = sum(each.races for each in found.values())
     unneeded = {name: each.unneeded for name, each in found.items() if each.unneeded}

@@ -1,11 +1,17 @@
-"""A backend of Inductor for the test devices: the kernels, the memory plan and the bits of programs for the CPU."""
+"""A backend of Inductor for the test devices: the kernels, the memory plan and the bits of programs for the CPU.
+
+A custom operator runs a kernel of the CPU on the memory of a device. As for each operator, the device opens the pages
+of the operands, and records which of them are read and written.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._dynamo.device_interface import CpuInterface, register_interface_for_device
 from torch._inductor import config, ir, lowering, virtualized
 from torch._inductor.codegen.common import DeviceOpOverrides, register_backend_for_device, register_device_op_overrides
@@ -13,10 +19,51 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
 from .backend import NAME
-from .kernels import call_kernel
 
 _GPU_OPTIONS = ("loop_ordering_after_fusion", "loop_reindexing_after_fusion", "loop_index_inversion_in_fusion")
 """Options that Inductor ignores for the CPU, because its kernels for the CPU do not support them."""
+
+
+_LIBRARY = torch.library.Library("test_device", "FRAGMENT")
+_LIBRARY.define("run_kernel(Tensor[] read, Tensor(a!)[] written, int number) -> ()")
+_KERNELS: list[tuple[Callable[..., None], tuple[int, ...]]] = []
+"""Kernels, each with the places of its arguments among those that it reads and those that it writes."""
+_NUMBERS: dict[tuple[int, tuple[bool, ...]], int] = {}
+
+
+def call_kernel(kernel: Callable[..., None], writes: tuple[bool, ...], *args: Tensor) -> None:
+    """Run a compiled kernel of the CPU on tensors of a device; `writes` says which of them it writes to.
+
+    As in kernels of a GPU, a tensor without dims may be on the CPU: its value goes to the device.
+    """
+    read = [x for x, is_written in zip(args, writes, strict=True) if not is_written]
+    written = [x for x, is_written in zip(args, writes, strict=True) if is_written]
+    device = written[0].device
+    read = [x.to(device) if x.dim() == 0 else x for x in read]
+    torch.ops.test_device.run_kernel(read, written, _number(kernel, writes))
+
+
+def _number(kernel: Callable[..., None], writes: tuple[bool, ...]) -> int:
+    key = id(kernel), writes
+    if key not in _NUMBERS:
+        order = sorted(range(len(writes)), key=lambda at: writes[at])
+        _NUMBERS[key] = len(_KERNELS)
+        _KERNELS.append((kernel, tuple(order.index(at) for at in range(len(order)))))
+    return _NUMBERS[key]
+
+
+def _run(read: Sequence[Tensor], written: Sequence[Tensor], number: int) -> None:
+    kernel, places = _KERNELS[number]
+    given = (*read, *written)
+    kernel(*(given[place] for place in places))
+
+
+def _run_without_data(read: Sequence[Tensor], written: Sequence[Tensor], number: int) -> None:
+    return None
+
+
+_LIBRARY.impl("run_kernel", _run, "CPU")
+_LIBRARY.impl("run_kernel", _run_without_data, "Meta")
 
 
 class Interface(CpuInterface):

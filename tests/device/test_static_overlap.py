@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import meshwright as mw
-from benchmarks._left_out_waits import RANKS, left_out_waits
+from benchmarks._left_out_waits import left_out_waits
+from benchmarks._race_programs import COMPILED, OVERLAPPED, RELEASED, Case, Options
 from benchmarks._virtual_steps import Chain, Machine
 from benchmarks.overlap import CASES, overlapped
-from benchmarks.races import COMPILED, OVERLAPPED, RELEASED, Case, Options
-from tests.device.communicator import run_on_devices
+from tests.device.backend import register_kernels
 from tests.device.inspection import Devices
-from tests.device.kernels import register_kernels
 
 CHAIN = Chain(layers=4)
 
@@ -29,8 +27,7 @@ def test_the_predicted_seconds_are_hidden(mesh_device: Devices, name: str) -> No
 def test_bits_are_those_on_the_cpu(mesh_device: Devices, options: Options) -> None:
     register_kernels()
     case = Case("ZeRO-3", True, options)
-    expected = mw.simulate(lambda: case.train("cpu"), RANKS)
-    for ours, theirs in zip(mw.simulate(run_on_devices(case.train), RANKS), expected, strict=True):
+    for ours, theirs in zip(case.run(on_devices=True), case.run(on_devices=False), strict=True):
         assert all(map(torch.equal, ours, theirs))
 
 
