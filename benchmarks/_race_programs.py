@@ -71,10 +71,10 @@ class Case:
         return Training(self.kind, self.static, device, strategy=self.strategy)
 
     def __str__(self) -> str:
-        way = "static" if self.static else "eager"
-        passes = {OVERLAPPED: ", overlapped", RELEASED: ", early updates", COMPILED: ", Inductor"}
-        options = passes.get(self.options, ", all passes" if self.options else "")
-        return f"{self.kind}, {way}{options}" + (f", {self.between}" if self.between else "")
+        named = ((OVERLAPPED, "overlapped"), (RELEASED, "early updates"), (COMPILED, "Inductor"), ((), ""))
+        options = next((name for each, name in named if each == self.options), "all passes")
+        parts = [self.kind, "static" if self.static else "eager", options, self.between]
+        return ", ".join(part for part in parts if part)
 
 
 def _between(name: str, folder: Path) -> Callable[[Training], list[Tensor]]:
