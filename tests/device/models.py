@@ -102,7 +102,8 @@ def with_experts(device: torch.device | str, *axes: str) -> Marked:
     """Return experts that the last axis shards, and tokens that all axes shard."""
     model, mesh = Mixture().to(device), mesh_of(*axes)
     placements = [*[mw.Replicate()] * (len(axes) - 1), mw.Shard(0)]
-    model.up, model.down = (mw.shard_tensor(p, mesh, placements) for p in (model.up, model.down))
+    for name in ("up", "down"):
+        setattr(model, name, mw.shard_tensor(getattr(model, name), mesh, placements))
     return _on_mesh(model, [_numbers(k, 16, WIDTH).to(device) for k in range(2)], mesh, [0] * len(axes))
 
 
