@@ -144,7 +144,7 @@ def _drop_queued_work() -> None:
 
 def test_a_message_leaves_while_the_sender_waits_in_a_collective(mesh_device: Devices) -> None:
     def program(device: torch.device) -> list[float]:
-        here, x = current_communicator(), torch.full((2,), float(device.index), device=device)
+        here, x = _here(), torch.full((2,), float(device.index), device=device)
         if device.index == 1:
             here.send(x, 0, tag=1)
         else:
