@@ -57,7 +57,7 @@ class Case:
     def is_compiled(self) -> bool:
         return ("compiler", "inductor") in self.options
 
-    def run(self, on_devices: bool) -> list[list[Tensor]]:
+    def run(self, on_devices: bool, ranks: int = RANKS) -> list[list[Tensor]]:
         """Return the numbers of each rank, on the CPU or on a test device for each rank."""
         with TemporaryDirectory() as folder:
             between = _between(self.between, Path(folder))
@@ -65,7 +65,7 @@ class Case:
             def numbers(device: torch.device | str) -> list[Tensor]:
                 return train(self.kind, self.static, device, strategy=self.strategy, between=between)[0]
 
-            return mw.simulate(run_on_devices(numbers) if on_devices else lambda: numbers("cpu"), RANKS)
+            return mw.simulate(run_on_devices(numbers) if on_devices else lambda: numbers("cpu"), ranks)
 
     def training(self, device: torch.device) -> Training:
         return Training(self.kind, self.static, device, strategy=self.strategy)
@@ -93,7 +93,7 @@ def _saved(training: Training, folder: Path) -> list[Tensor]:
     saving = mw.save_checkpoint(place, 1, training.model, training.optimizer, async_save=True)
     training.step()
     saving.wait()
-    after = training.parameters()
+    after = [x.clone() for x in training.parameters()]
     mw.load_checkpoint(place, training.model, training.optimizer)
     return after
 
