@@ -119,4 +119,4 @@ CASES = (
     Case("dp x ep"),
     Case("pp x dp", True),
 )
-QUICK = (Case("ZeRO-3"), Case("cp"), Case("dp", True, OVERLAPPED), Case("words, tp", between="generation"))
+QUICK = (Case("ZeRO-3"), Case("pp"), Case("ep"), Case("dp", True, OVERLAPPED), Case("words, tp", between="generation"))
