@@ -156,7 +156,7 @@ def _train(devices: Devices, chain: Chain, strategy: mw.Strategy | None, device:
     mw.shard_layer(model, mesh, _shard_weights if chain.axis == "tp" else _leave_whole)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     static = None if strategy is None else mw.to_static(model, None, F.mse_loss, optimizer, strategy)
-    step = static or eager_step(model, optimizer)
+    step = static or eager_step(model, F.mse_loss, optimizer)
     x, y = (_batch(chain, mesh, device, seed) for seed in range(2))
     losses: list[Tensor] = []
     begin = end = 0.0

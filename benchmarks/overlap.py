@@ -1,7 +1,7 @@
 """Communication that runs beside computation on the test device, divided by the seconds that the schedule calls hidden.
 
-Static training steps of four ranks run in virtual time, with data and tensor parallelism and ZeRO-3. Each runs as it is
-recorded, and once more with `OverlapSchedule`. The pass predicts the hidden seconds from the prices of the device.
+Static training steps of four ranks run in virtual time, with data and tensor parallelism and ZeRO-3. Each runs without
+overlap, and once more with `OverlapSchedule`. The pass predicts the hidden seconds from the prices of the device.
 
 Eager steps with data parallelism run with each reduction finished at its start, and once more beside the backward pass.
 All buckets but the last one should be hidden.
@@ -14,7 +14,7 @@ from typing import Any
 
 import meshwright as mw
 from meshwright.graph import Pass
-from meshwright.passes import SplitProducts
+from meshwright.passes import OverlapSchedule, SplitProducts
 from tests.device.inspection import Devices
 
 from ._virtual_steps import Chain, Machine, VirtualStep, buckets_of, lower_bound, virtual_step
@@ -23,6 +23,7 @@ from .races import finished_conversions
 HIDDEN_GOAL, TIME_GOAL = 0.9, 1.1
 WITHOUT_BUCKETS = {"fuse_grad_size_in_MB": 0}
 IN_BUCKETS = {"fuse_grad_size_in_MB": 1}
+WITHOUT_OVERLAP = OverlapSchedule(memory=0)
 EAGER_BUCKET = 2**19
 """Bytes of a bucket of the eager step: it has more than one."""
 STAGE_3 = {"enable": True, "stage": 3}
@@ -97,7 +98,7 @@ def overlapped(devices: Devices, machine: Machine, chain: Chain, case: Case) -> 
         strategy = mw.Strategy.of(**case.options, passes=(*case.passes, *passes))
         return virtual_step(devices, machine, sizes, strategy)
 
-    return _overlapped(machine, step(), step(machine.schedule))
+    return _overlapped(machine, step(WITHOUT_OVERLAP), step(machine.schedule))
 
 
 def eager_overlapped(devices: Devices, machine: Machine, chain: Chain) -> Overlapped:

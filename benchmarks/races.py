@@ -15,61 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import meshwright as mw
 from meshwright.comm import Communicator
 from meshwright.comm.communicators.queued_communicator import QueuedCommunicator
-from meshwright.passes import OverlapSchedule
-from meshwright.tensor.conversion import gradient_buckets
-from tests.device.communicator import run_on_devices
+from tests.device.backend import register_kernels
 from tests.device.inspection import Devices
-from tests.device.training import KINDS, Training, train
 
-from ._left_out_waits import RANKS, LeftOut, left_out_waits
+from ._left_out_waits import LeftOut, left_out_waits
+from ._race_programs import CASES, QUICK, Case
 from ._virtual_steps import buckets_of
 
 PROGRAMS_GOAL, WAITS_GOAL = 40, 30
-SMALL = 1024
-"""Bytes of a small bucket: a step has more than one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One training program: a kind of parallelism, eager or static, and the options of a static step.
-
-    `bucket` is the size of buckets of eager data parallelism in bytes, which start during the backward pass.
-    """
-
-    kind: str
-    static: bool = False
-    options: tuple[tuple[str, Any], ...] = ()
-    bucket: int = gradient_buckets.BUCKET_BYTES
-
-    @property
-    def strategy(self) -> mw.Strategy | None:
-        return mw.Strategy.of(**dict(self.options)) if self.options else None
-
-    def train(self, device: torch.device | str) -> list[Tensor]:
-        return train(self.kind, self.static, device, strategy=self.strategy)[0]
-
-    def training(self, device: torch.device) -> Training:
-        return Training(self.kind, self.static, device, strategy=self.strategy)
-
-    def __str__(self) -> str:
-        names = ["overlapped" if name == "passes" else name for name, _ in self.options]
-        if self.bucket == SMALL:
-            names.append("small buckets")
-        return ", ".join([self.kind, "static" if self.static else "eager", *names])
-
-
-OVERLAPPED = (("passes", (OverlapSchedule(),)), ("dp_optimization", {"fuse_grad_size_in_MB": 0}))
-RELEASED = (*OVERLAPPED, ("release", True))
-CASES = (
-    *(Case(kind) for kind in KINDS),
-    *(Case(kind, bucket=SMALL) for kind in ("dp", "dp x tp", "ZeRO-1")),
-    *(Case(kind, True) for kind in KINDS),
-    *(Case(kind, True, OVERLAPPED) for kind in KINDS),
-    *(Case(kind, True, RELEASED) for kind in ("dp", "ZeRO-3")),
-)
 
 
 @contextmanager
@@ -104,10 +59,9 @@ def result_of(devices: Devices, case: Case) -> Result:
 
 
 def _result_of(devices: Devices, case: Case) -> Result:
-    expected = mw.simulate(lambda: case.train("cpu"), RANKS)
-    queued = mw.simulate(run_on_devices(case.train), RANKS)
+    expected, queued = case.run(on_devices=False), case.run(on_devices=True)
     with finished_conversions():
-        finished = mw.simulate(run_on_devices(case.train), RANKS)
+        finished = case.run(on_devices=True)
     same = _are_equal(queued, expected) and _are_equal(finished, expected)
     races = len(devices.take_races())
     return Result(same, races, left_out_waits(devices, case.training))
@@ -118,8 +72,10 @@ def _are_equal(found: Iterable[list[Tensor]], expected: Iterable[list[Tensor]]) 
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    devices = Devices()
-    found = {str(case): result_of(devices, case) for case in (CASES[::4] if quick else CASES)}
+    devices, cases = Devices(), QUICK if quick else CASES
+    if any(case.is_compiled for case in cases):
+        register_kernels()
+    found = {str(case): result_of(devices, case) for case in cases}
     different = [name for name, each in found.items() if not each.same_bits]
     races = sum(each.races for each in found.values())
     unneeded = {name: each.unneeded for name, each in found.items() if each.unneeded}

@@ -27,7 +27,6 @@ UNBOUNDED = {
     "comm.simulation.rank_globals._found": "a module's globals, one entry a module",
     "engine.marks.default_mesh._everywhere": "one entry, which is replaced",
     "engine.training.stop_signals._stop_requests": "signals of one run; cleared at its end",
-    "graph.execution.inductor._BEGUN": "tickets in flight; each is taken",
     "graph.execution.inductor._CALLS": "steps of compiled programs, which name them by number",
     "graph.execution.inductor._CARRIED": "steps of compiled programs, which name them by number",
     "graph.execution.inductor._NUMBER_OF": "steps of compiled programs, which name them by number",

@@ -28,6 +28,16 @@ def register() -> ModuleType:
     return core
 
 
+def register_kernels() -> None:
+    """Make Inductor compile programs for the test devices, in this thread and in threads that it starts.
+
+    Inductor is imported here, because the import takes seconds.
+    """
+    from .inductor_backend import register as register_compiler
+
+    register_compiler()
+
+
 class DeviceModule(ModuleType):
     """The functions that torch expects of the module of a device, such as `torch.cuda`."""
 

@@ -140,3 +140,15 @@ def _drop_queued_work() -> None:
     for device in ALL * 4:
         with suppress(RuntimeError, mw.MeshwrightError):
             torch.accelerator.synchronize(device)
+
+
+def test_a_message_leaves_while_the_sender_waits_in_a_collective(mesh_device: Devices) -> None:
+    def program(device: torch.device) -> list[float]:
+        here, x = _here(), torch.full((2,), float(device.index), device=device)
+        if device.index == 1:
+            here.send(x, 0, tag=1)
+        else:
+            x = here.receive(1, 1, (2,), torch.float32, device)
+        return here.all_reduce(x, "sum", (0, 1)).tolist()
+
+    assert mw.simulate(run_on_devices(program), 2) == [[2.0, 2.0]] * 2

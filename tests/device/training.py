@@ -1,4 +1,4 @@
-"""Training programs with data, tensor and ZeRO parallelism, for ranks on any device."""
+"""Training programs with each kind of parallelism, for ranks on any device."""
 
 from __future__ import annotations
 
@@ -7,32 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import meshwright as mw
 from meshwright.comm import current_communicator
 
+from .models import Loss, Marked, mesh_of, with_experts, with_ring, with_stages, with_words
+
 STEPS = 2
 KINDS = ("dp", "tp", "dp x tp", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+"""Kinds of parallelism for a model of linear layers; `Training` knows more."""
 
 
 class Net(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.drop(self.norm(torch.relu(self.up(x)))))
-
-
-def _mesh(kind: str) -> mw.ProcessMesh:
-    ranks = list(range(current_communicator().size))
-    if kind == "dp x tp":
-        half = len(ranks) // 2
-        return mw.ProcessMesh([ranks[:half], ranks[half:]], ["dp", "tp"])
-    return mw.ProcessMesh(ranks, ["tp" if kind == "tp" else "dp"])
 
 
 def _shard(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
@@ -42,6 +35,32 @@ def _shard(name: str, layer: nn.Module, mesh: mw.ProcessMesh) -> None:
     for parameter, dim in dims.items():
         placements = [mw.Shard(dim) if axis == "tp" else mw.Replicate() for axis in mesh.dim_names]
         setattr(layer, parameter, mw.shard_tensor(getattr(layer, parameter), mesh, placements))
+
+
+def _of_linear_layers(kind: str, device: torch.device | str, dropout: float) -> Marked:
+    mesh = mesh_of(*(kind.split(" x ") if kind in ("tp", "dp x tp") else ["dp"]))
+    model = Net(dropout).to(device)
+    torch.manual_seed(1)
+    mw.shard_layer(model, mesh, _shard)
+    placements = [mw.Shard(0) if axis == "dp" else mw.Replicate() for axis in mesh.dim_names]
+    x, y = (
+        mw.shard_tensor(torch.linspace(-1, 2, 128).view(8, 16).add(k).sin().to(device), mesh, placements)
+        for k in range(2)
+    )
+    return Marked(model, (x, y))
+
+
+_OTHERS: dict[str, Callable[[torch.device | str], Marked]] = {
+    "cp": lambda device: with_ring(device, "cp"),
+    "dp x cp": lambda device: with_ring(device, "dp", "cp"),
+    "ep": lambda device: with_experts(device, "ep"),
+    "dp x ep": lambda device: with_experts(device, "dp", "ep"),
+    "pp": lambda device: with_stages(device, "pp"),
+    "pp x dp": lambda device: with_stages(device, "pp", "dp"),
+    "words, tp": lambda device: with_words(device, _shard, "tp"),
+    "words, ZeRO-3": lambda device: with_words(device, _shard, "dp"),
+}
+"""Kind of parallelism → the marked model, for models of other layers."""
 
 
 def _stage(kind: str, model: nn.Module) -> Any:
@@ -61,21 +80,16 @@ class Training:
         dropout: float = 0.0,
         strategy: mw.Strategy | None = None,
     ) -> None:
-        mesh = _mesh(kind)
-        self.model = Net(dropout).to(device)
-        torch.manual_seed(1)
-        mw.shard_layer(self.model, mesh, _shard)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-3)
-        if kind.startswith("ZeRO"):
-            mw.shard_optimizer(optimizer, _stage(kind, self.model))
-        placements = [mw.Shard(0) if axis == "dp" else mw.Replicate() for axis in mesh.dim_names]
-        self._batch = [
-            mw.shard_tensor(torch.linspace(-1, 2, 128).view(8, 16).add(k).sin().to(device), mesh, placements)
-            for k in range(2)
-        ]
-        self._step: Callable[[Tensor, Tensor], Tensor] = eager_step(self.model, optimizer)
+        torch.manual_seed(0)
+        marked = _OTHERS[kind](device) if kind in _OTHERS else _of_linear_layers(kind, device, dropout)
+        self.model, self._batch = marked.model, marked.batch
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-3)
+        stage = kind.removeprefix("words, ")
+        if stage.startswith("ZeRO"):
+            mw.shard_optimizer(self.optimizer, _stage(stage, self.model))
+        self._step: Loss = eager_step(self.model, marked.loss, self.optimizer)
         if static:
-            self._step = mw.to_static(self.model, None, F.mse_loss, optimizer, strategy)
+            self._step = mw.to_static(self.model, None, marked.loss, self.optimizer, strategy)
 
     def step(self) -> Tensor:
         """Make a training step and return its loss, which may not be computed yet."""
@@ -86,26 +100,33 @@ class Training:
         return [mw.unshard_dtensor(p.detach()).cpu() for p in self.model.parameters()]
 
 
+def _nothing(training: Training) -> list[Tensor]:
+    return []
+
+
 def train(
     kind: str,
     static: bool,
     device: torch.device | str,
     dropout: float = 0.0,
     strategy: mw.Strategy | None = None,
+    between: Callable[[Training], list[Tensor]] = _nothing,
 ) -> tuple[list[Tensor], str]:
-    """Return the losses and the parameters after some steps, on the CPU, and the calls of this rank in these steps."""
+    """Return the losses, what `between` returns after each step, and the parameters, all on the CPU; and the calls."""
     current_communicator().seen.reset()
     training = Training(kind, static, device, dropout, strategy)
-    losses = [torch.tensor(float(training.step()), device="cpu") for _ in range(STEPS)]
+    found: list[Tensor] = []
+    for _ in range(STEPS):
+        found += [torch.tensor(float(training.step()), device="cpu"), *between(training)]
     calls = str(current_communicator().seen)
-    return losses + training.parameters(), calls
+    return found + training.parameters(), calls
 
 
-def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
+def eager_step(model: nn.Module, loss_of: Loss, optimizer: torch.optim.Optimizer) -> Loss:
     """Return a function that makes an eager training step with a batch, and returns its loss."""
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
+        loss = loss_of(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -189,7 +189,7 @@ class Transport:
 
     def _run_before(self, transfer: _Transfer, member: int, more: int) -> None:
         """Run what `member` has queued before its call, and the call itself if `more` is 1."""
-        while member not in transfer.started and (member not in transfer.parts or member in self._inside):
+        while member not in transfer.started and self._is_waited_for(transfer, member, more):
             if self._inside.get(member) == threading.get_ident():
                 raise RuntimeError(
                     f"{transfer.name} of ranks {transfer.members}: the stream of rank {member} waits in another call "
@@ -202,3 +202,12 @@ class Transport:
         self._core.run_to(part.stream, part.position - 1 + more)
         if not more:
             transfer.started.setdefault(member, max(part.issued, self._core.stream_time(part.stream)))
+
+    def _is_waited_for(self, transfer: _Transfer, member: int, more: int) -> bool:
+        """True until `member` has made the call and no collective keeps its streams, except for that of a message.
+
+        The copy that a message sends is complete, so the message leaves also while a collective waits for other ranks.
+        """
+        if member not in transfer.parts:
+            return True
+        return member in self._inside and not more

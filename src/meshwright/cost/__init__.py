@@ -2,7 +2,7 @@
 
 from ._cluster import Cluster, cluster_of
 from ._describe import cluster
-from ._device import DEVICES, NARROWEST, Device, device_of
+from ._device import DEVICES, NARROWEST, Device, device_of, name_of_device
 from ._errors import CostError
 from ._kernels import Flags, Habits, KernelTimes, Numbers
 from ._link import LINKS, Link, link_of
@@ -23,4 +23,5 @@ __all__ = [
     "cluster_of",
     "device_of",
     "link_of",
+    "name_of_device",
 ]

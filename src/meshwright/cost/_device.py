@@ -194,3 +194,13 @@ def device_of(name: str) -> Device:
         CostError: the name is unknown.
     """
     return known_by(name, DEVICES, "device", "Device(name, flops, bandwidth, memory)")
+
+
+def name_of_device(reported: str) -> str | None:
+    """Return the known device that is a word of the name that a driver reports; None if there is none.
+
+    >>> name_of_device("NVIDIA A100-SXM4-80GB")
+    'A100'
+    """
+    words = reported.replace("-", " ").split()
+    return next((name for name in DEVICES if name in words), None)

@@ -78,6 +78,8 @@ class Communicator(ABC):
         self._known_groups: set[Group] = set()
         self._reductions = Cache[tuple[str, torch.dtype, Shape, Group], tuple[CommCall, int]](1024)
         self._to_self: dict[int, deque[tuple[str, Tensor]]] = {}
+        self.tickets: dict[int, PendingConversion] = {}
+        """Conversions that a compiled program has started and not waited for, by numbers that are constants in it."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"

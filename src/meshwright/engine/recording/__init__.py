@@ -1,6 +1,7 @@
 """Inputs of a recording, and the conditions under which a recorded program may run again.
 
 strategy             `Strategy`: the typed options of static programs, and the passes that they select
+default_overlap      the schedule of collectives that programs of devices with streams have by default
 strategy_toml        read and write strategies as TOML
 recorded_model       the network, loss, optimizer and strategy of a recording
 setting              compare the state that a program was recorded in with the present state

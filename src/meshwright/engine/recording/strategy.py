@@ -41,7 +41,9 @@ from meshwright.passes import (
 )
 
 from .._errors import StrategyError
+from .default_overlap import with_overlap
 
+CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Names in `amp.dtype` → dtypes."""
 
@@ -355,17 +357,20 @@ class Strategy:
         passes = tuple(p if isinstance(p, Pass) else _pass(p) for p in options.pop("passes", ()))
         return _built(cls, {**options, "passes": passes}, "")
 
-    def passes_on(self, program: Literal["captured", "step", "recorded"]) -> tuple[Pass, ...]:
+    def passes_on(
+        self, program: Literal["captured", "step", "recorded"], device: torch.device = CPU
+    ) -> tuple[Pass, ...]:
         """Return all passes for the captured or the recorded program, in their order.
 
-        In a pipeline, the passes for the "step" of one microbatch run before the step is taken apart; the others run
-        after.
+        A recorded program of a device with streams also has `OverlapSchedule`, with the numbers of that device. In a
+        pipeline, the passes for the "step" of one microbatch run before the step is taken apart; the others run after.
         """
         if program == "step":
             return tuple(self._recomputing())
         own = [p for p in self.passes if p.on == program]
         if program == "captured":
             return (*self._captured(), *own)
+        own = with_overlap(own, device)
         return (*self._recorded(), *own, *([InPlace()] if self.inplace and self.compiler == "none" else []))
 
     def autocast(self, batch: Iterable[Any]) -> AbstractContextManager[Any]:

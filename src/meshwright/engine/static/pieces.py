@@ -255,7 +255,7 @@ class ModelPieces:
 
     def _passed(self, captured: Capture, piece: ModelPiece) -> ModelPiece:
         """Return the piece after all passes, with the changes that passes made to the captured program."""
-        passes = self.strategy.passes_on("recorded")
+        passes = self.strategy.passes_on("recorded", piece.forward.device)
         with local_parts():
             apart = share_no_memory(s.tensor for s in captured.slots)
         forward = piece.forward.with_changes(*captured.program.changes)

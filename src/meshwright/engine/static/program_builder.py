@@ -313,9 +313,8 @@ class Builder:
             found = pipeline_step([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
         fits = captured.fits()
         self._apply_layouts(captured, layouts)
-        passes = self._last_passes()
         with self.phases.phase("passes"):
-            found = found.after(lambda part: apply_passes(part, passes))
+            found = found.after(lambda part: apply_passes(part, self._last_passes(part)))
         ready = self._ready_pipeline(found)
         check_stages(ready.program)
         return self._with_facts(ready, [captured, *others], digest), fits, captured
@@ -382,11 +381,11 @@ class Builder:
         with self.phases.phase("record"):
             program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
         with self.phases.phase("passes"):
-            return apply_passes(program, self._last_passes())
+            return apply_passes(program, self._last_passes(program))
 
-    def _last_passes(self) -> Sequence[Pass]:
-        """Return the passes on recorded programs; without writes in place if inputs share memory."""
-        passes = self.model.strategy.passes_on("recorded")
+    def _last_passes(self, program: Program) -> Sequence[Pass]:
+        """Return the passes on a recorded program; without writes in place if inputs share memory."""
+        passes = self.model.strategy.passes_on("recorded", program.device)
         return passes if self.model.lies_apart() else without_inputs(passes)
 
     def _states_lie(self) -> object:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint import current_world, hold_folder
-from meshwright.cost import DEVICES, device_of
+from meshwright.cost import device_of, name_of_device
 from meshwright.layout import TorchValue
 from meshwright.search import MeshPlan
 from meshwright.tensor import DistTensor, tensors_in
@@ -458,8 +458,7 @@ def _peak(device: str | None, on: str) -> Callable[[torch.dtype], float] | None:
     """Return the peak operations per second by dtype of a device, given by name or found, if known."""
     name_of = getattr(torch.get_device_module(on), "get_device_name", None) if device is None else None
     if name_of is not None:
-        words = name_of().replace("-", " ").split()
-        device = next((name for name in DEVICES if name in words), None)
+        device = name_of_device(name_of())
     return None if device is None else device_of(device).peak
 
 

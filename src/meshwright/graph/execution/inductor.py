@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.comm import Communicator, PendingConversion, current_communicator
+from meshwright.comm import Communicator, current_communicator, platform_of
 from meshwright.layout import TorchValue
 
 from ..program.node import Conversion, Node, Start, Value, Wait, tensor_dtype, values_in
@@ -50,8 +49,8 @@ _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 """Library of the communication operators; its calls have less overhead than those of `torch.library.custom_op`."""
 _LIBRARY.define("carry(Tensor x, Tensor(a!) order, int number) -> Tensor")
 _LIBRARY.define("reduce_over(Tensor(a!) x, Tensor(b!) order, int number) -> ()")
-_LIBRARY.define("start(Tensor x, Tensor(a!) order, int number) -> Tensor")
-_LIBRARY.define("wait(Tensor ticket, Tensor x, Tensor(a!) order, int number) -> Tensor")
+_LIBRARY.define("start(Tensor x, Tensor(a!) order, int number, int ticket) -> ()")
+_LIBRARY.define("wait(Tensor x, Tensor(a!) order, int number, int ticket) -> Tensor")
 
 
 def _carry(x: Tensor, order: Tensor, number: int) -> Tensor:
@@ -74,35 +73,29 @@ def _shape_of_nothing(x: Tensor, order: Tensor, number: int) -> None:
     return None
 
 
-_TICKETS = count(1)
-_BEGUN: dict[int, PendingConversion] = {}
-"""Steps in flight, by ticket number."""
+def _start(x: Tensor, order: Tensor, number: int, ticket: int) -> None:
+    """Start a conversion step. `ticket` is the number by which `wait` finds it on the caller's communicator."""
+    here = current_communicator()
+    here.tickets[ticket] = start_function(_CARRIED[number])(x)
 
 
-def _start(x: Tensor, order: Tensor, number: int) -> Tensor:
-    """Start a conversion step and return its ticket, which `wait` takes."""
-    ticket = next(_TICKETS)
-    _BEGUN[ticket] = start_function(_CARRIED[number])(x)
-    return torch.tensor(ticket, device="cpu")
+def _shape_of_started(x: Tensor, order: Tensor, number: int, ticket: int) -> None:
+    return None
 
 
-def _shape_of_ticket(x: Tensor, order: Tensor, number: int) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="meta")
-
-
-def _wait(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
+def _wait(x: Tensor, order: Tensor, number: int, ticket: int) -> Tensor:
     """Wait for the step and return its result. The argument `x` keeps the operand alive until then."""
-    return _BEGUN.pop(int(ticket)).wait()
+    return current_communicator().tickets.pop(ticket).wait()
 
 
-def _shape_of_waited(ticket: Tensor, x: Tensor, order: Tensor, number: int) -> Tensor:
+def _shape_of_waited(x: Tensor, order: Tensor, number: int, ticket: int) -> Tensor:
     return _shape_of_result(x, order, number)
 
 
 for _name, _real, _meta in (
     ("carry", _carry, _shape_of_result),
     ("reduce_over", _reduce_over, _shape_of_nothing),
-    ("start", _start, _shape_of_ticket),
+    ("start", _start, _shape_of_started),
     ("wait", _wait, _shape_of_waited),
 ):
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
@@ -142,7 +135,8 @@ def compiled(
     write inputs in place if `writes` is True; it must be False if two inputs share memory. `make` supplies other
     kernels instead of compiling; these write to no input.
     """
-    program = replace(program, nodes=group_all_reduces(program.nodes))
+    if not platform_of(program.device).has_streams:
+        program = replace(program, nodes=group_all_reduces(program.nodes))
     rank_numbers = {i.value: i.source(here) for i in program.inputs if i.role == "number"}
     parts = regions(program, rank_numbers)
     if not parts.kernels:
@@ -157,7 +151,9 @@ def compiled(
         call = _compile(part, rank_numbers, _overwriting(program, ordered), options or {}, len(written))
     if ordered:
         call = partial(call, torch.zeros((), dtype=torch.float32, device="cpu"))
-    kernels = CompiledKernels(_packing(call, len(reads)) if parts.numbers else call, parts.kernels)
+    if parts.numbers:
+        call = _packing(call, len(reads), torch.device(parts.packed.device))
+    kernels = CompiledKernels(call, parts.kernels)
     node = Node(kernels, (*reads, *parts.numbers), {}, gives, parts.kernels[0].origin)
     return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
 
@@ -210,11 +206,16 @@ def _carried(node: Node) -> Conversion | None:
     return step if isinstance(step, Conversion) and step.communicates else None
 
 
-def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """Return a function that packs the numbers after the first `tensors` arguments into one tensor for `call`."""
+def _packing(call: Callable[..., Any], tensors: int, device: torch.device) -> Callable[..., Any]:
+    """Return a function that packs the numbers after the first `tensors` arguments into one tensor for `call`.
+
+    Kernels of a device cannot read memory of the host. The copy from pinned memory does not make the host wait.
+    """
+    pinned = platform_of(device).has_streams
 
     def packing(*args: TorchValue) -> TorchValue:
-        return call(*args[:tensors], torch.tensor(args[tensors:], dtype=torch.float64, device="cpu"))
+        packed = torch.tensor(args[tensors:], dtype=torch.float64, device="cpu", pin_memory=pinned)
+        return call(*args[:tensors], packed.to(device, non_blocking=True))
 
     return packing
 
@@ -222,7 +223,8 @@ def _packing(call: Callable[..., Any], tensors: int) -> Callable[..., Any]:
 def _compile(
     part: Program, rank_numbers: dict[Value, int], over: set[Node], options: dict[str, Any], written: int
 ) -> Callable[..., Any]:
-    module = to_fx(part, lambda node: _as_operator(node, node in over), rank_numbers, part.outputs)
+    tickets = _ticket_numbers(part)
+    module = to_fx(part, lambda node: _as_operator(node, node in over, tickets), rank_numbers, part.outputs)
     with FakeMode():
         examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value), device=i.value.device) for i in part.inputs]
     at = {i.value: n for n, i in enumerate(part.inputs)}
@@ -230,7 +232,12 @@ def _compile(
     return compile_graph(module, examples, options, [at[n.args[0]] for n in part.nodes[len(part.nodes) - written :]])
 
 
-def _as_operator(node: Node, over: bool) -> Callable[..., Any] | None:
+def _ticket_numbers(part: Program) -> Mapping[Value, int]:
+    """Return a number for each value in flight. Programs of a rank run one after the other, and may use the same."""
+    return {node.out: at for at, node in enumerate(n for n in part.nodes if isinstance(n.op, Start))}
+
+
+def _as_operator(node: Node, over: bool, tickets: Mapping[Value, int]) -> Callable[..., Any] | None:
     if node.op is aten.mm.default:
         return matmul
     step = _carried(node)
@@ -238,9 +245,11 @@ def _as_operator(node: Node, over: bool) -> Callable[..., Any] | None:
         return None
     ours, number = torch.ops.meshwright, step_number(step)
     if isinstance(node.op, Start):
-        return lambda x, order: ours.start(x, order, number)
+        ticket = tickets[node.out]
+        return lambda x, order: ours.start(x, order, number, ticket)
     if isinstance(node.op, Wait):
-        return lambda ticket, x, order: ours.wait(ticket, x, order, number)
+        ticket = tickets[node.args[0]]
+        return lambda started, x, order: ours.wait(x, order, number, ticket)
     if not over:
         return lambda x, order: ours.carry(x, order, number)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshwright.comm import platform_of
 from meshwright.layout import TorchValue
 
 from ..program.effects import is_assertion, is_random_call
@@ -49,7 +50,8 @@ def regions(program: Program, known: Container[Value]) -> Regions:
     split.early.update(i.value for i in program.inputs if i.role == "scalar")
     for node in program.nodes:
         split.place(node)
-    packed = Value("numbers", (len(split.packed),), torch.float64)
+    device = str(program.device) if platform_of(program.device).has_streams else "cpu"
+    packed = Value("numbers", (len(split.packed),), torch.float64, device)
     taken = [Node(aten.select.int, (packed, 0, at), {}, out) for at, out in enumerate(split.packed.values())]
     behind = _without_unread(split.behind, program.results)
     return Regions(tuple(split.before), (*taken, *split.kernels), behind, tuple(split.packed), packed)

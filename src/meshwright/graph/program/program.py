@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
+
 from meshwright.layout import Spec, TorchValue
 
 from .backward_reads import BackwardReads, backward_reads_of
@@ -100,6 +102,12 @@ class Program:
     def reads_back(self) -> Mapping[Node, BackwardReads]:
         """Node of a forward pass → operands and results that its backward pass reads."""
         return backward_reads_of(self.nodes, self.trained)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of the first tensor that is not on the CPU; the CPU if there is none."""
+        names = (v.device for v in self.all_values() if v.is_tensor)
+        return torch.device(next((name for name in names if name != "cpu"), "cpu"))
 
     @property
     def results(self) -> tuple[Value, ...]:
