@@ -135,8 +135,7 @@ def compiled(
     write inputs in place if `writes` is True; it must be False if two inputs share memory. `make` supplies other
     kernels instead of compiling; these write to no input.
     """
-    if not platform_of(program.device).has_streams:
-        program = replace(program, nodes=group_all_reduces(program.nodes))
+    program = _with_late_sums(program)
     rank_numbers = {i.value: i.source(here) for i in program.inputs if i.role == "number"}
     parts = regions(program, rank_numbers)
     if not parts.kernels:
@@ -156,6 +155,12 @@ def compiled(
     kernels = CompiledKernels(call, parts.kernels)
     node = Node(kernels, (*reads, *parts.numbers), {}, gives, parts.kernels[0].origin)
     return replace(program, nodes=(*parts.before, node, *parts.behind), writes=outside)
+
+
+def _with_late_sums(program: Program) -> Program:
+    """Return the program with its sums as late as possible, unless they run beside other work."""
+    has_streams = platform_of(program.device).has_streams
+    return program if has_streams else replace(program, nodes=group_all_reduces(program.nodes))
 
 
 def _written_inside(program: Program, parts: Regions) -> tuple[Write, ...]:
