@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,7 @@ __all__ = [
     "mesh_device",
     "pytest_collection_finish",
     "pytest_collection_modifyitems",
+    "pytest_ignore_collect",
     "pytest_runtest_protocol",
     "pytest_unconfigure",
 ]
@@ -40,6 +42,11 @@ torch.set_num_threads(1)
 os.environ["MESHWRIGHT_PROGRAMS"] = "off"  # tests do not share recorded programs
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles this package: 0.7 s
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out a module whose import registers the test devices in this process."""
+    return True if collection_path.parts[-2:] == ("device", "registered.py") else None
 
 
 def pytest_collection_modifyitems() -> None:

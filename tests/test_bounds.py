@@ -67,6 +67,7 @@ CALLS = frozenset(
         "tensor.capture.call_capture._captured.nodes",
         "tensor.capture.call_capture.taken_apart.nodes",
         "tensor.execution.outside_mesh._result_of_filled.nodes",
+        "tensor.execution.outside_mesh._result_of_filled.plain",
     }
 )
 """Containers of one call, filled by functions inside it."""

@@ -168,7 +168,6 @@ def wrong(communicator: ProcessCommunicator, directory: Path) -> dict[str, Any]:
         limit, communicator._limit = communicator._limit, timedelta(seconds=1)
         told["limit"] = error_of(lambda: communicator.receive(2, 13, (1,), torch.float32, "cpu"))
         communicator._limit = limit
-        told["cuda"] = error_of(lambda: communicator.receive(1, 1, (1,), torch.float32, "cuda"))
     wait_for_all(directory, "limit")
     return told
 
