@@ -116,10 +116,10 @@ class Communicator(ABC):
 
         With `over` the caller gives up `x`: the result may share its memory. With `out`, the result is written there.
         """
-        self._check_group(group)
         key = op, x.dtype, x.shape, group
         found = self._reductions.get(key)
         if found is None:
+            self._check_group(group)
             found = self._reductions[key] = _reduction(*key)
         call, received = found
         if len(group) == 1:

@@ -164,16 +164,12 @@ class ProcessCommunicator(Communicator):
     def _barrier(self, call: CommCall) -> None:
         self._carried(call, lambda: self._open("gloo", call.group).barrier())
 
-    def _check_group(self, group: Group) -> None:
-        """Check the group, the first step of every call, after the conversions in the background have finished."""
-        self._side.drain()
-        super()._check_group(group)
-
     def any_true(self, flag: bool, group: Group) -> bool:
         self._check_group(group)
         if len(group) == 1 or self._guard.check.every != 1:
             return super().any_true(flag, group)
         call = CommCall("any_true", "", None, (), (), group)
+        self._side.drain()
         with self.seen.note(call, 0), self._noted(call):
             return self._guard.any_true(call, flag)
 
@@ -197,7 +193,11 @@ class ProcessCommunicator(Communicator):
         return x.device.type != "cpu"
 
     def _carried(self, call: CommCall, carry: Callable[[], T], x: Tensor | None = None) -> T:
-        """Run `carry()` once all ranks of the call are about to make it; at once if the call of `x` is queued."""
+        """Run `carry()` once all ranks of the call are about to make it; at once if the call of `x` is queued.
+
+        Conversions in the background finish before.
+        """
+        self._side.drain()
         with self._noted(call) as noted:
             self._guard.before(call, lags=self._lags and x is not None and self._is_queued(x))
             noted.agreed = None if self._guard.is_behind else time.time()
