@@ -20,36 +20,10 @@ from meshwright.engine import StrategyError
 from meshwright.tensor.conversion.joint_gather import JointGather
 from meshwright.tensor.conversion.joint_plan import JointPlan
 
-WIDTH, INNER, CLASSES, ROWS = 9, 13, 7, 12
+from .block_net import INNER, WIDTH, Block, Net
+
+ROWS = 12
 BLOCK_BYTES = 4 * (2 * WIDTH + 2 * WIDTH * INNER + WIDTH + INNER)
-
-
-class Block(nn.Module):
-    """x + down(relu(up(norm(x)))), with sizes that no mesh divides evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Blocks between two layers."""
-
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.last = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
 
 
 def chain(blocks: int) -> nn.Module:

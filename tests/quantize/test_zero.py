@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.quantize import Scheme
+from tests.engine.block_net import Net
 
 from .models import INT4, batches, differences, state_of
 
@@ -20,31 +21,8 @@ SCHEMES = {"nearest": Scheme(INT4), "gptq": Scheme(INT4, method="gptq"), "awq": 
 MESH = mw.ProcessMesh([0, 1], ["dp"])
 
 
-class Block(nn.Module):
-    """x + down(relu(up(norm(x))))."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Blocks between two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+def net() -> Net:
+    return Net(3, WIDTH, INNER, 32)
 
 
 def shard(model: nn.Module, units: Any = None) -> None:
@@ -74,11 +52,11 @@ def result(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("units", [None, ["blocks.*", ("first", "last")], [("first", "blocks.0"), "blocks.0.*"]])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_codes_values_and_gradients_are_those_of_one_device(scheme: str, units: Any) -> None:
-    one = mw.quantize(Net(), SCHEMES[scheme], batches())
+    one = mw.quantize(net(), SCHEMES[scheme], batches())
     expected = [result(one, rows(seed)) for seed in range(2)]
 
     def program() -> tuple[list[str], list[list[Tensor]]]:
-        model = Net()
+        model = net()
         shard(model, units)
         result(model, sharded_rows(9))
         mw.quantize(model, SCHEMES[scheme], batches())
@@ -94,7 +72,7 @@ def test_units_gather_the_parameters_that_are_left(units: Any) -> None:
     """The weights are freed, and one call gathers the biases and the norm of a block: four gathers become one."""
 
     def program() -> tuple[int, int]:
-        model = Net()
+        model = net()
         shard(model, units)
         result(model, sharded_rows(0))
         weights = [weakref.ref(m.weight) for m in model.modules() if isinstance(m, nn.Linear)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshwright.conformance import Report, Result, Use, counted
 from meshwright.report import Markup, document, element, table
 
-LEVELS = {
+LEVEL_NAMES = {
     0: "device",
     1: "operators",
     2: "simulated ranks",
@@ -29,7 +29,7 @@ def page(report: Report, uses: Sequence[Use]) -> str:
     failed = [each for each in report.results if each.failed]
     if failed:
         parts.append(("Failed", _results("checks that failed", failed)))
-    for level, name in LEVELS.items():
+    for level, name in LEVEL_NAMES.items():
         found = [each for each in report.results if each.level == level]
         if found:
             parts.append((f"Level {level}: {name}", _results(f"checks of level {level}", found)))

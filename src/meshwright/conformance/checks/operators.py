@@ -79,7 +79,7 @@ def sample_lines() -> list[tuple[str, str]]:
 def build_call(name: str, arguments: str) -> OperatorCall:
     """Return the call of a sample; equal samples have equal numbers."""
     torch.manual_seed(sum(map(ord, name + arguments)))
-    args, kwargs = eval(f"call({arguments})", dict(_NAMES))
+    args, kwargs = eval(f"call({arguments})", dict(_NAMES))  # the table is code of this package, and never input
     return OperatorCall(operator_named(name), args, kwargs)
 
 

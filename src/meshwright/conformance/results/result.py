@@ -62,7 +62,7 @@ class Report:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return the number of results of each state that occurs."""
+        """Number of results of each state that occurs."""
         return Counter(each.state for each in self.results)
 
     @property

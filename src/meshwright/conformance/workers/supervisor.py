@@ -27,7 +27,7 @@ _SPARE = 30.0
 _OF_A_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 START = "start of a worker"
 
-Lines = Mapping[str, Any]
+Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class _Worker:
         self.failure: tuple[str, str] | None = None
         """State and detail, if the worker did not start."""
         self._readers = [RecordReader(folder, rank) for rank in range(processes)]
-        self._found: dict[str, dict[int, Lines]] = {}
+        self._found: dict[str, dict[int, Line]] = {}
         self._begun: set[str] = set()
         self._failed_start = ""
 
@@ -135,7 +135,7 @@ class _Worker:
         if self.facts is None:
             self.failure = self._failure_at_start(process.returncode, killed)
         elif at < len(self._checks) and (self._begun - self._done() or process.returncode):
-            yield self._culprit(self._checks[at], process.returncode, killed)
+            yield self._result_at_end(self._checks[at], process.returncode, killed)
 
     def _done(self) -> set[str]:
         return {key for key, ranks in self._found.items() if len(ranks) == self._processes}
@@ -163,7 +163,7 @@ class _Worker:
         who = f"rank {rank}: " if failed and self._processes > 1 else ""
         return Result(check.level, check.name, line["state"], f"{who}{line['detail']}", round(line["seconds"], 4))
 
-    def _culprit(self, check: Check, code: int, killed: bool) -> Result:
+    def _result_at_end(self, check: Check, code: int, killed: bool) -> Result:
         """Return the result of the check that ended the worker."""
         if any(line["state"] in FAULTS for line in self._found.get(check.key, {}).values()):
             return self._combined(check)

@@ -22,7 +22,7 @@ class Absent(DistTensor):
     """A distributed tensor on a rank outside its mesh."""
 
     _away = True
-    base: Tensor | None = None
+    _view_of: Tensor | None = None
     """The tensor that this one is a view of."""
 
 
@@ -78,5 +78,5 @@ def link(target: Tensor, inputs: Sequence[Tensor]) -> None:
         if torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and target.is_floating_point():
             outs: TorchValue = _Through.apply([(target.shape, target.dtype)], *inputs)
             target.copy_(outs[0])
-    if isinstance(target, Absent) and target.base is not None:
-        link(target.base, inputs)
+    if isinstance(target, Absent) and target._view_of is not None:
+        link(target._view_of, inputs)

@@ -270,7 +270,7 @@ class _ResultWithoutElements(CallPlan):
         new = [at for at, meta in enumerate(results) if id(meta) not in real]
         for at, result in _results_behind(new, self.outs, tensors, self.paths):
             base = self.bases[at]
-            result.base = None if base is None else tensors[base]
+            result._view_of = None if base is None else tensors[base]
             real[id(results[at])] = result
         return map_tensors(lambda meta: real[id(meta)], self.captured.out)
 
