@@ -73,24 +73,27 @@ def weight_cuts(block: Block) -> dict[str, int]:
 # --- the candidates ----------------------------------------------------------------------------------------------
 
 
-def ours_block() -> tuple[Block, Tensor]:
+Candidate = tuple[Block, Tensor]
+
+
+def ours_block(device: str = "cpu") -> Candidate:
     import meshwright as mw
 
     mesh = mw.ProcessMesh(np.arange(RANKS), dim_names=["tp"])
-    block = Block()
+    block = Block().to(device)
     for name, dim in weight_cuts(block).items():
         linear = getattr(block, name)
         linear.weight = mw.shard_tensor(linear.weight, mesh, [mw.Shard(dim)])
     for norm in (block.norm1, block.norm2):
         norm.weight, norm.bias = (mw.shard_tensor(p, mesh, [mw.Replicate()]) for p in (norm.weight, norm.bias))
-    return block, mw.shard_tensor(torch.randn(*TOKENS, HIDDEN), mesh, [mw.Replicate()])
+    return block, mw.shard_tensor(torch.randn(*TOKENS, HIDDEN, device=device), mesh, [mw.Replicate()])
 
 
-def dtensor_block(fused: bool) -> tuple[Block, Tensor]:
+def dtensor_block(fused: bool, device: str = "cpu") -> Candidate:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = _device_mesh((RANKS,))
-    block = Block(fused=fused)
+    mesh = device_mesh((RANKS,), device)
+    block = Block(fused=fused).to(device)
     for name, dim in weight_cuts(block).items():
         linear = getattr(block, name)
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(dim)]))
@@ -98,14 +101,14 @@ def dtensor_block(fused: bool) -> tuple[Block, Tensor]:
         for name in ("weight", "bias"):
             whole = getattr(norm, name).detach()
             setattr(norm, name, nn.Parameter(distribute_tensor(whole, mesh, [Replicate()])))
-    return block, distribute_tensor(torch.randn(*TOKENS, HIDDEN), mesh, [Replicate()])
+    return block, distribute_tensor(torch.randn(*TOKENS, HIDDEN, device=device), mesh, [Replicate()])
 
 
-def plain_block(share: int = 1, fused: bool = True) -> tuple[Block, Tensor]:
-    return Block(share, fused), torch.randn(*TOKENS, HIDDEN)
+def plain_block(share: int = 1, fused: bool = True, device: str = "cpu") -> Candidate:
+    return Block(share, fused).to(device), torch.randn(*TOKENS, HIDDEN, device=device)
 
 
-def step(made: tuple[Block, Tensor]) -> Callable[[], None]:
+def step(made: Candidate) -> Callable[[], None]:
     """Return a function that runs one forward and backward pass."""
     block, x = made
     parameters = list(block.parameters())
@@ -118,10 +121,10 @@ def step(made: tuple[Block, Tensor]) -> Callable[[], None]:
     return once
 
 
-def _device_mesh(shape: Sequence[int]) -> Any:
+def device_mesh(shape: Sequence[int], device: str = "cpu") -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
-    return DeviceMesh("cpu", torch.arange(int(np.prod(shape))).reshape(tuple(shape)))
+    return DeviceMesh(device, torch.arange(int(np.prod(shape))).reshape(tuple(shape)))
 
 
 @contextmanager
@@ -210,7 +213,7 @@ def add_times(quick: bool) -> dict[str, list[float]]:
     whole = torch.randn(4 * RANKS, 4)
     mesh = mw.ProcessMesh(np.arange(RANKS), dim_names=["tp"])
     ours = mw.shard_tensor(whole, mesh, [mw.Shard(0)])
-    theirs = tensor.distribute_tensor(whole, _device_mesh((RANKS,)), [tensor.Shard(0)])
+    theirs = tensor.distribute_tensor(whole, device_mesh((RANKS,)), [tensor.Shard(0)])
     local = whole[:4].clone()
     candidates = {"plain": lambda: local + local, "ours": lambda: ours + ours, "dtensor": lambda: theirs + theirs}
     return in_turns(candidates, *((10, 500) if quick else (60, 2000)))
@@ -227,7 +230,7 @@ def question_ratios(quick: bool) -> dict[str, dict[str, float]]:
     tensors = {
         "plain": whole[:4].clone(),
         "ours": mw.shard_tensor(whole, mesh, [mw.Shard(0)]),
-        "dtensor": tensor.distribute_tensor(whole, _device_mesh((RANKS,)), [tensor.Shard(0)]),
+        "dtensor": tensor.distribute_tensor(whole, device_mesh((RANKS,)), [tensor.Shard(0)]),
     }
     found: dict[str, dict[str, float]] = {"ours": {}, "dtensor": {}}
     for question in QUESTIONS:
@@ -287,7 +290,7 @@ def first_by_axes(quick: bool) -> dict[str, dict[int, float]]:
         first_calls(axes, 3, ours, mesh)
         found["ours"][axes] = first_calls(axes, count, ours, mesh)
         few = min(count, {1: 60, 2: 30, 3: 12, 4: 4}[axes])
-        found["dtensor"][axes] = first_calls(axes, few, theirs, _device_mesh(shape))
+        found["dtensor"][axes] = first_calls(axes, few, theirs, device_mesh(shape))
     return found
 
 

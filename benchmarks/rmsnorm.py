@@ -73,19 +73,21 @@ def case(rows: int, width: int, dtype: torch.dtype, blocks: int) -> dict[str, An
     by_hand, ready = Norm(rows, width, dtype, composed), Norm(rows, width, dtype, own)
     ready.load_state_dict(by_hand.state_dict())
     g = torch.randn(rows, width).to(dtype)
-    calls = {"composed": _eager(by_hand, g), "rms_norm": _eager(ready, g), "ours": _ours(by_hand, g)}
-    _check(calls["composed"](), calls["ours"](), dtype)
+    calls = {"composed": eager_call(by_hand, g), "rms_norm": eager_call(ready, g), "ours": our_call(by_hand, g)}
+    check_gradients(calls["composed"](), calls["ours"](), dtype)
     best = best_ms(calls, blocks)
     ratios = {name: round(best[name] / best["ours"], 3) for name in GOALS}
     ms = {f"{name}_ms": round(t, 3) for name, t in best.items()}
     return {"shape": [rows, width], "dtype": "f32" if dtype is torch.float32 else "bf16", **ratios, **ms}
 
 
-def _eager(model: Norm, g: Tensor) -> Callable[[], list[Tensor]]:
+def eager_call(model: Norm, g: Tensor) -> Callable[[], list[Tensor]]:
+    """Return a function that computes both gradients."""
     return lambda: list(torch.autograd.grad(model(g), [model.x, model.weight]))
 
 
-def _ours(model: Norm, g: Tensor) -> Callable[[], list[Tensor]]:
+def our_call(model: Norm, g: Tensor) -> Callable[[], list[Tensor]]:
+    """Return our compiled program that computes both gradients."""
     captured = capture(model, model, [g])
     program = record_gradients(captured, 0, 1)
     call = runner(compiled(program, current_communicator()))
@@ -98,7 +100,7 @@ def _ours(model: Norm, g: Tensor) -> Callable[[], list[Tensor]]:
     return step
 
 
-def _check(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) -> None:
+def check_gradients(ours: list[Tensor], theirs: list[Tensor], dtype: torch.dtype) -> None:
     """Check that both gradients agree up to a few roundings."""
     tolerance = 1e-4 if dtype is torch.float32 else 5e-2
     for a, b in zip(ours, theirs, strict=True):

@@ -30,10 +30,10 @@ def pipelined(schedule: str, stages: Sequence[int], device: str) -> tuple[list[A
     return [losses, {name: x.tolist() for name, x in state.items()}], str(seen)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, backend: str | None = None) -> None:
     register()
     register_backend()
-    here = mw.init_process()
+    here = mw.init_process(backend)
     found: dict[str, list[Any]] = {}
     devices = ("cpu", f"mesh:{here.rank}")
     for kind, static in CASES:
@@ -46,4 +46,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

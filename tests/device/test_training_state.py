@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.engine.eager.master_weights import HostStorage
 from meshwright.engine.recording.digest import common_part
+from meshwright.engine.training.clip_grad_norm import gradient_norm
 from meshwright.layout import generator_states, set_generator_states
 from tests.device.inspection import Devices
 from tests.device.training import Training
@@ -75,3 +76,32 @@ def test_programs_of_two_devices_differ_and_have_one_number(mesh_device: Devices
     first, second, on_cpu = (mw.simulate(trained, 1, device)[0] for device in ("mesh:0", "mesh:1", "cpu"))
     assert first != second
     assert common_part(first) == common_part(second) != common_part(on_cpu)
+
+
+def test_states_that_are_loaded_are_where_the_optimizer_makes_them(mesh_device: Devices, tmp_path: Path) -> None:
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(6)
+        model = nn.Linear(4, 4).to("mesh:0")
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        model(torch.linspace(-1, 1, 8).view(2, 4).to("mesh:0")).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    first, again = built(), built()
+    step(*first)
+    mw.save_checkpoint(tmp_path, 1, *first)
+    mw.load_checkpoint(tmp_path, *again)
+    devices, expected = (
+        [(key, x.device) for state in optimizer.state.values() for key, x in state.items()]
+        for _, optimizer in (again, first)
+    )
+    assert devices == expected
+    assert all(map(torch.equal, step(*again), step(*first)))
+
+
+def test_the_norm_of_no_gradient_is_on_the_device(mesh_device: Devices) -> None:
+    model = nn.Linear(2, 2).to("mesh:0")
+    assert gradient_norm(model.parameters()).device == torch.device("mesh:0")

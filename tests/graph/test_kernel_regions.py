@@ -171,3 +171,33 @@ def test_only_computed_indices_need_plain_tensors() -> None:
         return [bool(options_for(program)) for program in (words, bias)]
 
     assert mw.simulate(rank, 1) == [[False, True]]
+
+
+LIBRARY = torch.library.Library("kernel_regions", "FRAGMENT")
+LIBRARY.define("halves(Tensor x) -> (Tensor, SymInt)")
+LIBRARY.impl("halves", lambda x: (x / 2, x.shape[0]), "CompositeExplicitAutograd")
+
+
+class WithNumber(nn.Module):
+    """A result between two layers has a number beside it, as fused attention on CUDA has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = torch.ops.kernel_regions.halves(self.first(x))
+        return self.last(y).sin()
+
+
+def test_a_number_that_nothing_reads_does_not_end_the_kernels() -> None:
+    model = WithNumber().requires_grad_(False)
+    x = torch.randn(3, 4)
+
+    def run() -> tuple[Tensor, int]:
+        step = mw.to_static(model).eval()
+        return step(x), len(regions(step.program, {}).behind)
+
+    out, behind = mw.simulate(run, 1)[0]
+    torch.testing.assert_close(out, model(x))
+    assert behind == 0

@@ -28,7 +28,7 @@ def autocast_modes() -> tuple[tuple[str, torch.dtype], ...]:
 def can_pin_memory() -> bool:
     """True if the accelerator can pin memory of the host, so that copies need no wait."""
     try:
-        torch.empty(1, pin_memory=True)
+        torch.empty(1, pin_memory=True, device="cpu")
     except (NotImplementedError, RuntimeError):  # the kind depends on the device
         return False
     return True

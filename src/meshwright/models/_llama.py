@@ -159,17 +159,18 @@ class Llama(nn.Module):
 
 def rotate(x_bhse: Tensor) -> Tensor:
     """Rotate the pairs (channel i, channel i + e / 2) by an angle that grows with the position."""
-    cos_se, sin_se = rope_table(*x_bhse.shape[-2:])
+    length, head_size = x_bhse.shape[-2:]
+    cos_se, sin_se = rope_table(length, head_size, x_bhse.device, x_bhse.dtype)
     left, right = x_bhse.chunk(2, dim=-1)
     return torch.cat([left * cos_se - right * sin_se, right * cos_se + left * sin_se], dim=-1)
 
 
 @lru_cache(maxsize=64)
-def rope_table(length: int, head_size: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+def rope_table(length: int, head_size: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the cosine and sine of position times frequency, both [s, e / 2] (Su et al. 2021, RoFormer)."""
-    frequency = base ** (-torch.arange(0, head_size, 2) / head_size)
-    angle = torch.outer(torch.arange(length), frequency)
-    return angle.cos(), angle.sin()
+    frequency = 10000.0 ** (-torch.arange(0, head_size, 2, device="cpu") / head_size)
+    angle = torch.outer(torch.arange(length, device="cpu"), frequency)
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
 def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:

@@ -104,7 +104,7 @@ class Ranks:
             return x
         target = Spec(self._world.mesh, replicated(len(shape)), shape, dtype)
         source = self._on(owner, target)
-        part = torch.empty(source.local_shape(self.rank), dtype=dtype) if x is None else x
+        part = torch.empty(source.local_shape(self.rank), dtype=dtype, device="cpu") if x is None else x
         return self._world.communicator.convert(plan(source, target), part)
 
     def _on(self, owner: int, like: Spec) -> Spec:

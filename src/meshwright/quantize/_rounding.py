@@ -21,7 +21,7 @@ NORMAL_FLOAT4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The numbers of nf4: quantiles of the normal distribution, scaled to [-1, 1] (Dettmers et al. 2023, QLoRA)."""
-_NUMBERS = torch.tensor(NORMAL_FLOAT4)
+_NUMBERS = torch.tensor(NORMAL_FLOAT4, device="cpu")
 _BOUNDS = (_NUMBERS[1:] + _NUMBERS[:-1]) / 2
 """The bounds between neighbours."""
 

@@ -39,7 +39,7 @@ class World:
             return [value]
         group = tuple(range(self.size))
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self.communicator.all_gather(torch.tensor([data.numel()]), group, [(1,)] * self.size)
+        lengths = self.communicator.all_gather(torch.tensor([data.numel()], device="cpu"), group, [(1,)] * self.size)
         texts = self.communicator.all_gather(data, group, [(int(n),) for n in lengths])
         return [json.loads(text.numpy().tobytes()) for text in texts]
 

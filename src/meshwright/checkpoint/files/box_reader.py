@@ -20,7 +20,7 @@ LONG_RUN = 1 << 16
 
 def read_box(file: OpenBytes, at: int, shape: Sequence[int], dtype: torch.dtype, box: Sequence[slice]) -> Tensor:
     """Return a box of the tensor whose first element is at byte `at`."""
-    out = torch.empty([s.stop - s.start for s in box], dtype=dtype)
+    out = torch.empty([s.stop - s.start for s in box], dtype=dtype, device="cpu")
     if out.numel():
         _read(file, at, tuple(shape), tuple(box), out)
     return out
@@ -53,7 +53,7 @@ def _read_rows(file: OpenBytes, at: int, shape: tuple[int, ...], box: tuple[slic
     step = max(CHUNK // row, 1)
     for start in range(box[0].start, box[0].stop, step):
         stop = min(start + step, box[0].stop)
-        rows = torch.empty((stop - start, *shape[1:]), dtype=out.dtype)
+        rows = torch.empty((stop - start, *shape[1:]), dtype=out.dtype, device="cpu")
         file.read_into(at + start * row, memory_of(rows))
         out[start - box[0].start : stop - box[0].start] = rows[(slice(None), *box[1:])]
 

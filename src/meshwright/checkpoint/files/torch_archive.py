@@ -78,7 +78,7 @@ class SavedTensor:
         at = self.storage.at + self.offset * self.dtype.itemsize
         if self.strides == _row_major(self.shape):
             return read_box(file, at, self.shape, self.dtype, box)
-        memory = torch.empty(self.extent, dtype=self.dtype)
+        memory = torch.empty(self.extent, dtype=self.dtype, device="cpu")
         file.read_into(at, memory_of(memory))
         return memory.as_strided(self.shape, self.strides)[tuple(box)]
 

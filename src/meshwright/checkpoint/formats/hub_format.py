@@ -173,7 +173,7 @@ def _whole_on(rank: int, name: str, job: SaveJob) -> Tensor:
     if ranks.communicator is None:
         return job.parts[name]()
     mine = held is not None and ranks.rank in spec.mesh
-    part = held.part.detach().contiguous() if held is not None else torch.empty(0, dtype=spec.dtype)
+    part = held.part.detach().contiguous() if held is not None else torch.empty(0, dtype=spec.dtype, device="cpu")
     if spec.layout.is_replicated and rank in spec.mesh:
         return part.cpu()
     target = Spec(ProcessMesh([rank], ["owner"]), replicated(spec.ndim), spec.shape, spec.dtype)

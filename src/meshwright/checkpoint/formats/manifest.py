@@ -19,11 +19,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from meshwright import __version__
 from meshwright.layout import JsonValue, MeshwrightError, ProcessMesh, Product, Spec, parse_spec
 
 from .._errors import CheckpointError, CheckpointFileError, NewerFormatError, file_error
@@ -65,7 +67,7 @@ def manifest_text(
     content: dict[str, Any] = {
         "kind": KIND,
         "format": FORMAT,
-        "versions": {"meshwright": version("meshwright"), "torch": version("torch")},
+        "versions": {"meshwright": __version__, "torch": str(torch.__version__)},
         "world": world,
         "meshes": [mesh_json(mesh) for mesh in meshes],
         "files": {name: {"bytes": facts.nbytes, "sha256": facts.sha256} for name, facts in sorted(files.items())},
@@ -145,7 +147,7 @@ def _other_format(path: Path, content: Mapping[str, Any]) -> CheckpointFileError
     return NewerFormatError(
         f"to read {path}",
         f"format {found}" + (f", written by Meshwright {writer[:80]}" if isinstance(writer, str) else ""),
-        f"this version, {version('meshwright')}, reads format {FORMAT}",
+        f"this version, {__version__}, reads format {FORMAT}",
         "use the version of Meshwright that wrote it, or a newer one",
     )
 

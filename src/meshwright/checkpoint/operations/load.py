@@ -138,6 +138,6 @@ def read_whole(catalogue: Catalogue, name: str) -> Tensor:
 def _read_whole(catalogue: Catalogue, name: str) -> Tensor:
     entry = catalogue.entries[name]
     check_pieces(catalogue, [(name, piece) for piece in entry.pieces])
-    held = {name: HeldTensor(torch.empty(entry.shape, dtype=entry.dtype))}
+    held = {name: HeldTensor(torch.empty(entry.shape, dtype=entry.dtype, device="cpu"))}
     _fill(held, _boxes(catalogue, _reads(catalogue, held, 0)))
     return held[name].part

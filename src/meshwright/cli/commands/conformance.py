@@ -30,7 +30,8 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
         print_text(result, file=file)
         file.flush()
 
-    report = run_checks(chosen, Options(settings.device, tuple(settings.imports)), show)
+    options = Options(settings.device, tuple(settings.imports), through_host=settings.through_host)
+    report = run_checks(chosen, options, show)
     uses = uses_of(report.results)
     if settings.html:
         from meshwright.cli.console.conformance_page import page

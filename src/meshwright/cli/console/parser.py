@@ -315,6 +315,8 @@ def conformance_parser() -> Parser:
         metavar="MODULE",
         help="module that registers the device; each worker imports it",
     )
+    shared = "let processes share devices, and communicate through the host's memory"
+    parser.add_argument("--through-host", action="store_true", help=shared)
     parser.add_argument("--html", metavar="FILE", help="write a self-contained HTML page")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

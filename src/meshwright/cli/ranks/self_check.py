@@ -27,7 +27,7 @@ def check_simulated() -> str:
 def check_on_rank() -> str:
     """Return, on each rank, what differs from one device; "" if nothing. Five rows on two ranks are uneven."""
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(5, 7, generator=generator), torch.randn(7, 3, generator=generator))
+    x, w = (torch.randn(5, 7, generator=generator, device="cpu"), torch.randn(7, 3, generator=generator, device="cpu"))
     expected = _step(x.clone().requires_grad_(), w.clone().requires_grad_())
     mesh = ProcessMesh(list(range(RANKS)), ["x"])
     for of_x, of_w in LAYOUTS:

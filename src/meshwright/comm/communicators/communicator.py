@@ -269,7 +269,7 @@ class Communicator(ABC):
 
     def any_true(self, flag: bool, group: Group) -> bool:
         """True if `flag` is True on some rank of the group; every rank of the group makes the call."""
-        return bool(self.all_reduce(torch.tensor([flag]), "any", group).item())
+        return bool(self.all_reduce(torch.tensor([flag], device="cpu"), "any", group).item())
 
     def settle(self) -> None:  # noqa: B027 - nothing lags where ranks are simulated
         """Wait until all calls of this rank have been compared with those of its peers.

@@ -17,16 +17,17 @@ def default_backend() -> str:
     return backend_for(device_types()[-1]) or CPU_BACKEND
 
 
-def use_device(local_rank: int) -> None:
+def use_device(local_rank: int, may_share: bool = False) -> None:
     """Make the device of this process the current one: that of its local rank, or the only one that it can see.
 
-    Raises LaunchError if the process can see several devices, and its local rank is none of them.
+    Raises LaunchError if the process can see several devices, and its local rank is none of them. If processes
+    `may_share` a device, the local ranks go around the devices.
     """
     count = torch.accelerator.device_count()
     if count <= 1:
         return
-    if local_rank < count:
-        torch.accelerator.set_device_index(local_rank)
+    if local_rank < count or may_share:
+        torch.accelerator.set_device_index(local_rank % count)
         return
     kind = device_types()[-1]
     raise LaunchError(

@@ -2,7 +2,7 @@
 
 Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. Messages use their
 own connections, between the memories of the hosts, and are copied from and to other devices: NCCL has no tags, and its
-senders wait for their receivers.
+senders wait for their receivers. With Gloo as backend, collectives of tensors on a device are copied in the same way.
 
 If a backend does not reduce a dtype exactly, the data is moved as bytes and reduced here, in the order of the group.
 Gloo loses NaN in max and min, and does not support int16, float8, or the product of complex numbers.
@@ -44,6 +44,7 @@ from ..torch_hooks import Backend, PrefixStore, Store, another_connection, open_
 from ..transport.background_thread import BackgroundThread
 from ..transport.control_links import ConnectionClosedError, ControlLinks
 from ..transport.direct_exchange import DirectExchange
+from ..transport.host_transport import HostTransport
 from ..transport.messages import Message, Messages
 from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
 from .device_choice import CPU_BACKEND, default_backend, use_device
@@ -51,7 +52,7 @@ from .flight_record import Noted, Record
 from .retained_memory import keep_memory
 
 T = TypeVar("T")
-Transport = Backend | DirectExchange | SharedMemoryTransport
+Transport = Backend | DirectExchange | SharedMemoryTransport | HostTransport
 
 _AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
 _TIME_FOR_LAST_MESSAGES = 60.0
@@ -68,7 +69,6 @@ class ProcessCommunicator(Communicator):
         self.local_rank = place.local_rank
         self._place = place
         self._backend = backend
-        self._shares = backend != "gloo" or not torch.accelerator.is_available()
         self._limit = limit
         self._store: Store = open_store(place, limit)
         self._opened: dict[tuple[str, Group], Transport] = {}
@@ -162,7 +162,7 @@ class ProcessCommunicator(Communicator):
         return data.view(dtype).view(shape).to(device)
 
     def _barrier(self, call: CommCall) -> None:
-        self._carried(call, lambda: self._open("gloo", call.group).barrier())
+        self._carried(call, lambda: self._open(CPU_BACKEND, call.group).barrier())
 
     def any_true(self, flag: bool, group: Group) -> bool:
         self._check_group(group)
@@ -190,7 +190,7 @@ class ProcessCommunicator(Communicator):
 
     def _is_queued(self, x: Tensor) -> bool:
         """True if a call with `x` is only queued on its device."""
-        return x.device.type != "cpu"
+        return x.device.type != "cpu" and self._backend != CPU_BACKEND
 
     def _carried(self, call: CommCall, carry: Callable[[], T], x: Tensor | None = None) -> T:
         """Run `carry()` once all ranks of the call are about to make it; at once if the call of `x` is queued.
@@ -333,7 +333,11 @@ class ProcessCommunicator(Communicator):
         return Peers(self._watchdog.check, lambda place: self._links.life(group[place]) is ProcessState.GONE)
 
     def _open_for(self, x: Tensor, group: Group) -> Transport:
-        return self._open("gloo" if x.device.type == "cpu" else self._backend, group)
+        if x.device.type == "cpu":
+            return self._open(CPU_BACKEND, group)
+        if self._backend == CPU_BACKEND:
+            return HostTransport(self._open(CPU_BACKEND, group))
+        return self._open(self._backend, group)
 
     def _open(self, name: str, group: Group) -> Transport:
         """Return the group's transport; its members open it on their first call."""
@@ -343,11 +347,11 @@ class ProcessCommunicator(Communicator):
             # the transport blocks the connection to the store: other threads use another one
             store = PrefixStore(f"{name}/{key}", another_connection(self._store))
             place, size = group.index(self.rank), len(group)
-            if name == "gloo" and self._shares:
+            if name == CPU_BACKEND:
                 found = open_shared(store, place, size, self._limit, self._peers_of(group))
             if found is None:
                 backend = open_backend(name, store, place, size, self._limit, self._place.loopback)
-                found = DirectExchange(backend, place, size) if name == "gloo" else backend
+                found = DirectExchange(backend, place, size) if name == CPU_BACKEND else backend
             self._opened[(name, group)] = found
         return found
 
@@ -378,8 +382,7 @@ def init_process(
     check = Check.from_environment() if check is None else _check_of(check)
     backend = backend or default_backend()
     place = place or read_rank_address()
-    if backend != CPU_BACKEND:
-        use_device(place.local_rank)
+    use_device(place.local_rank, may_share=backend == CPU_BACKEND)
     keep_memory()
     communicator = ProcessCommunicator(place, backend, check, timedelta(seconds=transfer_limit))
     install_communicator(communicator)

@@ -8,5 +8,6 @@ control_links       ControlLinks: connections for frames of calls and for questi
 messages            Messages: messages between processes, buffered at the receiver
 shared_memory       SharedMemoryTransport: collectives of the processes of one host through shared memory
 direct_exchange     DirectExchange: collectives of small tensors over Gloo by one message to each rank
+host_transport      HostTransport: collectives of tensors on devices through the memory of the host
 background_thread   BackgroundThread: one thread that runs the work begun by the rank, in order
 """

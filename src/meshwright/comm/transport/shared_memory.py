@@ -76,7 +76,7 @@ class SharedMemoryTransport:
         zeros.
         """
         rows = contiguous_values(x)
-        out = rows if over else torch.empty(x.shape, dtype=x.dtype)
+        out = rows if over else torch.empty(x.shape, dtype=x.dtype, device="cpu")
         flat, given = out.view(-1), rows.view(-1)
         combined = self._combine_in_parts if self._size > 2 and x.nbytes > _SHARED else self._combine
         for low, high in _ranges(given.numel(), SLOT // x.dtype.itemsize):
@@ -121,7 +121,7 @@ class SharedMemoryTransport:
         """Exchange all (place in the group, tag, bytes); messages for one rank are in the order of their tags."""
         leaving, arriving = sorted(sends, key=_place_of), sorted(receives, key=_place_of)
         lengths = self._lengths(arriving)
-        out = torch.empty(sum(lengths), dtype=torch.uint8)
+        out = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
         packed = torch.cat([x for _, _, x in leaving]) if leaving else out[:0]
         self.all_to_all(out, packed, lengths, self._lengths(leaving))
         parts = out.split([x.numel() for _, _, x in arriving])

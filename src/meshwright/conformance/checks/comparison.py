@@ -40,10 +40,17 @@ def expect_equal(found: Tensor, expected: Tensor, what: str) -> None:
         raise WrongResult(f"{what}: {_some(x)} instead of {_some(goal)}")
 
 
-def expect_close(found: Tensor, expected: Tensor, what: str, exact: Tensor | None = None) -> None:
+def expect_close(
+    found: Tensor,
+    expected: Tensor,
+    what: str,
+    exact: Tensor | None = None,
+    tolerance: float = 0.0,
+) -> None:
     """Raise WrongResult unless the numbers are close to those expected, or about as close to the exact ones.
 
-    `expected` are the numbers of the CPU in the same dtype, and `exact` those of the CPU in double precision.
+    `expected` are the numbers of the CPU in the same dtype, and `exact` those of the CPU in double precision. A
+    `tolerance` above that of the dtype replaces it, for numbers that were computed in a narrower dtype.
     """
     x, goal = on_cpu(found), on_cpu(expected)
     if x.dtype != goal.dtype or x.shape != goal.shape:
@@ -51,7 +58,7 @@ def expect_close(found: Tensor, expected: Tensor, what: str, exact: Tensor | Non
     if not (x.dtype.is_floating_point or x.dtype.is_complex):
         expect_equal(x, goal, what)
         return
-    limit = TOLERANCE.get(_real(x.dtype), 2e-5)
+    limit = max(TOLERANCE.get(_real(x.dtype), 2e-5), tolerance)
     error = _error(x, goal)
     if error <= limit:
         return

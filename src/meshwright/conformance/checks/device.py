@@ -74,7 +74,7 @@ def copy_without_wait(target: Target) -> None:
         raise NotRun("no pinned memory")
     source = numbers(1024).pin_memory()
     there = source.to(target.device, non_blocking=True)
-    back = torch.empty(1024, pin_memory=True).copy_(there * 2, non_blocking=True)
+    back = torch.empty(1024, pin_memory=True, device="cpu").copy_(there * 2, non_blocking=True)
     torch.Event(target.device).record()
     there.sum().item()
     expect_equal(back, source * 2, "a copy to and from pinned memory")
@@ -108,7 +108,7 @@ def mixed_devices_are_refused(target: Target) -> None:
     try:
         torch.add(x, x.to(target.device))
     except RuntimeError:
-        expect_equal(x.to(target.device) + torch.tensor(1.0), x + 1, "a sum with a number on the CPU")
+        expect_equal(x.to(target.device) + torch.tensor(1.0, device="cpu"), x + 1, "a sum with a number on the CPU")
         return
     expect(False, "a sum of tensors on two devices raised no error")
 

@@ -167,7 +167,9 @@ def pending_sums(after: str, target: Target) -> None:
             return on_cpu(reshard(pending, line(me.size), [LAYOUTS[after]]))
 
         for found in simulate(go, ranks):
-            expect_equal(found, torch.full(shape, float(sum(range(1, ranks + 1)))), f"{shape} on {ranks} ranks")
+            expect_equal(
+                found, torch.full(shape, float(sum(range(1, ranks + 1))), device="cpu"), f"{shape} on {ranks} ranks"
+            )
 
 
 # ---- random numbers ----

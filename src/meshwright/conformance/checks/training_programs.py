@@ -64,7 +64,10 @@ class Experts(nn.Module):
     def __init__(self, dispatches: bool) -> None:
         super().__init__()
         self.router = nn.Linear(16, 4, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(4, 16, 32) / 4), nn.Parameter(torch.randn(4, 32, 16) / 4)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(4, 16, 32, device="cpu") / 4),
+            nn.Parameter(torch.randn(4, 32, 16, device="cpu") / 4),
+        )
         self.dispatches = dispatches
 
     def forward(self, x: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def messages_of_one_tag(target: Target) -> None:
         ranks.send(x, peer, 3)
     for at in range(20):
         found = ranks.receive(peer, 3, (64,), torch.float32, d)
-        expect_equal(found, torch.full((64,), float(at)), f"message {at}")
+        expect_equal(found, torch.full((64,), float(at), device="cpu"), f"message {at}")
 
 
 def exchange(target: Target) -> None:
@@ -166,11 +166,15 @@ def large_tensors(target: Target) -> None:
 def not_a_number(target: Target) -> None:
     """NaN on one rank reaches every rank."""
     ranks = current_communicator()
-    x = torch.tensor([float("nan"), 1.0, 2.0]).roll(ranks.rank).to(target.device)
+    x = torch.tensor([float("nan"), 1.0, 2.0], device="cpu").roll(ranks.rank).to(target.device)
     for op in ("max", "min", "sum"):
-        expect_equal(ranks.all_reduce(x, op, GROUP).isnan(), torch.tensor([True, True, False]), f"NaN in {op}")
         expect_equal(
-            ranks.reduce_scatter([x, x], op, GROUP).isnan(), torch.tensor([True, True, False]), f"NaN in {op} of pieces"
+            ranks.all_reduce(x, op, GROUP).isnan(), torch.tensor([True, True, False], device="cpu"), f"NaN in {op}"
+        )
+        expect_equal(
+            ranks.reduce_scatter([x, x], op, GROUP).isnan(),
+            torch.tensor([True, True, False], device="cpu"),
+            f"NaN in {op} of pieces",
         )
 
 
@@ -184,7 +188,7 @@ def many_calls(target: Target) -> None:
         total = total + first.sum() * 0
         if at % 25 == 0:
             ranks.barrier(GROUP)
-    expect_equal(total, torch.full((8,), float(sum(range(150)) + 150)), "the result of 150 calls")
+    expect_equal(total, torch.full((8,), float(sum(range(150)) + 150), device="cpu"), "the result of 150 calls")
 
 
 def work_after_calls(target: Target) -> None:
@@ -194,7 +198,7 @@ def work_after_calls(target: Target) -> None:
     for at in range(10):
         y = ranks.all_reduce(x, "sum", GROUP)
         x.mul_(2)
-        expect_equal((y + 0)[:4], torch.full((4,), 3.0 * 2**at), f"call {at}")
+        expect_equal((y + 0)[:4], torch.full((4,), 3.0 * 2**at, device="cpu"), f"call {at}")
 
 
 def conversions(target: Target) -> None:
@@ -244,7 +248,9 @@ def other_calls(target: Target) -> None:
         _raises(lambda: ranks.all_reduce(x, "max" if me else "sum", GROUP), "another reduction")
         _raises(lambda: ranks.all_reduce(x[me:], "sum", GROUP), "another shape")
         _raises(lambda: ranks.barrier(GROUP) if me else ranks.all_reduce(x, "sum", GROUP), "another call")
-    expect_equal(ranks.all_reduce(x, "sum", GROUP), torch.full((4,), 2.0), "an all-reduce after the errors")
+    expect_equal(
+        ranks.all_reduce(x, "sum", GROUP), torch.full((4,), 2.0, device="cpu"), "an all-reduce after the errors"
+    )
 
 
 def invalid_calls(target: Target) -> None:
@@ -256,7 +262,9 @@ def invalid_calls(target: Target) -> None:
     _raises(lambda: ranks.all_gather(x, GROUP, [(4,)]), "a missing shape")
     _raises(lambda: ranks.send(x, 7, 0), "an unknown peer")
     _raises(lambda: ranks.receive(ranks.rank, 5, (4,), torch.float32, target.device), "a message that was not sent")
-    expect_equal(ranks.all_reduce(x, "sum", GROUP), torch.full((4,), 2.0), "an all-reduce after the errors")
+    expect_equal(
+        ranks.all_reduce(x, "sum", GROUP), torch.full((4,), 2.0, device="cpu"), "an all-reduce after the errors"
+    )
 
 
 PROGRAMS: dict[str, Callable[[Target], None]] = {

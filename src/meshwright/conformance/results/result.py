@@ -45,10 +45,14 @@ class Facts:
     torch: str
     python: str
     system: str
+    through_host: bool = False
+    """True if processes shared the devices and communicated through the memory of the host."""
 
     def __str__(self) -> str:
         devices = f"{self.count} x {self.device} ({self.name})"
-        return f"{devices}; {', '.join(self.dtypes)}; torch {self.torch}, Python {self.python}, {self.system}"
+        transport = "; processes communicate through the host" if self.through_host else ""
+        versions = f"torch {self.torch}, Python {self.python}, {self.system}"
+        return f"{devices}; {', '.join(self.dtypes)}; {versions}{transport}"
 
 
 @dataclass(frozen=True, slots=True)

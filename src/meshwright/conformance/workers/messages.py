@@ -16,7 +16,10 @@ REQUEST = "request.json"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The checks that a worker runs: their keys, and the table in which they are, as "module:name"."""
+    """The checks that a worker runs: their keys, and the table in which they are, as "module:name".
+
+    `through_host`: processes share the devices and communicate through the memory of the host.
+    """
 
     device: str | None
     imports: tuple[str, ...]
@@ -24,6 +27,7 @@ class Request:
     processes: int
     checks: tuple[str, ...]
     folder: str
+    through_host: bool = False
 
     def write(self) -> None:
         (Path(self.folder) / REQUEST).write_text(json.dumps(asdict(self)))

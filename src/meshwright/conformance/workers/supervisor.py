@@ -32,11 +32,15 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The device (None: the accelerator, or else the CPU), the modules that workers import, the table of checks."""
+    """The device (None: the accelerator, or else the CPU), the modules that workers import, the table of checks.
+
+    `through_host`: processes may share devices, and communicate through the memory of the host.
+    """
 
     device: str | None = None
     imports: tuple[str, ...] = ()
     table: str = TABLE
+    through_host: bool = False
 
 
 def run_checks(checks: Sequence[Check], options: Options, on_result: Callable[[Result], None]) -> Report:
@@ -64,7 +68,7 @@ class _Run:
         """Return why checks on several processes cannot run; "" if they can."""
         if self.facts is None:
             return "no worker started"
-        if self.facts.device != "cpu" and self.facts.count < processes:
+        if self.facts.device != "cpu" and self.facts.count < processes and not self.options.through_host:
             return f"needs {processes} devices, found {self.facts.count}"
         return ""
 
@@ -99,8 +103,9 @@ class _Worker:
 
     def __init__(self, folder: Path, options: Options, checks: Sequence[Check], processes: int) -> None:
         self._folder, self._checks, self._processes = folder, list(checks), processes
+        keys = tuple(check.key for check in checks)
         Request(
-            options.device, options.imports, options.table, processes, tuple(c.key for c in checks), str(folder)
+            options.device, options.imports, options.table, processes, keys, str(folder), options.through_host
         ).write()
         self.facts: Facts | None = None
         self.failure: tuple[str, str] | None = None

@@ -48,7 +48,7 @@ def main(folder: Path) -> int:
     except Exception as error:
         record.append({"failed": error_text(error)})
         return 1
-    record.append({"facts": _facts(target)})
+    record.append({"facts": _facts(target, request.through_host)})
     for key in request.checks:
         if not _run(checks[key], target, record, trace):
             os._exit(0)  # other ranks may be inside the check, or the device is in an unknown state
@@ -73,7 +73,8 @@ def _start(request: Request) -> tuple[Mapping[str, Check], Target]:
     for name in request.imports:
         import_module(name)
     if request.processes > 1:
-        init_process(check=CallCheck(limit=DEADLOCK_LIMIT))
+        init_process("gloo" if request.through_host else None, check=CallCheck(limit=DEADLOCK_LIMIT))
+    torch.backends.cudnn.allow_tf32 = False  # the checks compare with the CPU, which has no such products
     module, _, name = request.table.partition(":")
     checks: tuple[Check, ...] = getattr(import_module(module), name)
     return {check.key: check for check in checks}, _target(request)
@@ -86,7 +87,7 @@ def _target(request: Request) -> Target:
     count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 1
     device = torch.device(kind)
     if kind != "cpu":
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % count)
     float(torch.ones(2, device=device).sum().cpu())
     dtypes = tuple(each for each in FLOATING if _has(device, each))
     return Target(device, count, dtypes, Path(request.folder))
@@ -101,7 +102,7 @@ def _has(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _facts(target: Target) -> dict[str, object]:
+def _facts(target: Target, through_host: bool) -> dict[str, object]:
     device = target.device
     module = torch.get_device_module(device.type)
     name = getattr(module, "get_device_name", None)
@@ -113,6 +114,7 @@ def _facts(target: Target) -> dict[str, object]:
         torch=torch.__version__,
         python=platform.python_version(),
         system=platform.system(),
+        through_host=through_host,
     )
     return {key: getattr(found, key) for key in Facts.__slots__}
 

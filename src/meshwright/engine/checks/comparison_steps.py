@@ -79,7 +79,9 @@ def compare_replicas(
         rhythm.took = time.perf_counter() - begin
     if is_due or not rhythm.every:
         differs, least = (
-            current_communicator().all_reduce(torch.tensor([-(found is not None), -wish]), "min", group).tolist()
+            current_communicator()
+            .all_reduce(torch.tensor([-(found is not None), -wish], device="cpu"), "min", group)
+            .tolist()
         )
         if differs:
             raise replicas.replica_error(step, *found) if found is not None else replicas.error_elsewhere(step)

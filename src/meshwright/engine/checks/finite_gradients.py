@@ -91,8 +91,8 @@ def non_finite_error(step: str, bad: str, group: Group) -> NonFiniteGradientErro
 
 def _names_of_all(name: str, group: Group) -> list[str]:
     """Return the names of all ranks of a group."""
-    mine = torch.zeros(_LONGEST, dtype=torch.uint8)
+    mine = torch.zeros(_LONGEST, dtype=torch.uint8, device="cpu")
     data = name.encode()[:_LONGEST]
-    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
     rows = current_communicator().all_gather(mine, group, [(_LONGEST,)] * len(group))
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]

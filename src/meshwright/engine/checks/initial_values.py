@@ -47,13 +47,13 @@ def _differing(checksums: Sequence[int | None], group: Group) -> list[int]:
 
 
 def _most(values: Sequence[int], group: Group) -> list[int]:
-    found = current_communicator().all_reduce(torch.tensor(values), "max", group)
+    found = current_communicator().all_reduce(torch.tensor(values, device="cpu"), "max", group)
     return [int(value) for value in found.tolist()]
 
 
 def _initial_value_error(step: str, group: Group, names: Sequence[str], own: Sequence[int | None]) -> ReplicaError:
     """Return the error that names the tensors and their checksums; every rank of the group makes the call."""
-    mine = torch.tensor([_NONE if value is None else value for value in own])
+    mine = torch.tensor([_NONE if value is None else value for value in own], device="cpu")
     rows = [x.tolist() for x in current_communicator().all_gather(mine, group, [(len(own),)] * len(group))]
     told: list[str] = []
     for at, name in enumerate(names):

@@ -26,13 +26,13 @@ def diagnosis(group: Group) -> str:
 
 def _sum_is_right(group: Group) -> bool:
     here = current_communicator()
-    mine = torch.arange(_SIZE, dtype=torch.float32) + here.rank
-    right = torch.arange(_SIZE, dtype=torch.float32) * len(group) + sum(group)
+    mine = torch.arange(_SIZE, dtype=torch.float32, device="cpu") + here.rank
+    right = torch.arange(_SIZE, dtype=torch.float32, device="cpu") * len(group) + sum(group)
     return all(torch.equal(here.all_reduce(mine, "sum", group), right) for _ in range(_TIMES))
 
 
 def _product_is_right(group: Group) -> bool:
-    n = torch.arange(_SIZE, dtype=torch.float32)
+    n = torch.arange(_SIZE, dtype=torch.float32, device="cpu")
     a, b = (n.unsqueeze(1) + n) % 7, (n.unsqueeze(1) * 3 + n) % 5
     right = (a.long().unsqueeze(2) * b.long()).sum(1).float()
     return all(torch.equal(a @ b, right) for _ in range(_TIMES))
@@ -45,6 +45,6 @@ _TESTS: dict[str, Callable[[Group], bool]] = {
 
 
 def _wrong_ranks(test: Callable[[Group], bool], group: Group) -> list[int]:
-    right = torch.tensor([int(test(group))])
+    right = torch.tensor([int(test(group))], device="cpu")
     told: list[Tensor] = current_communicator().all_gather(right, group, [(1,)] * len(group))
     return [rank for rank, x in zip(group, told, strict=True) if not int(x)]

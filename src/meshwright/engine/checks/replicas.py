@@ -43,7 +43,7 @@ def sums(tensors: Sequence[NamedTensor]) -> list[int]:
     """Return a number for each local part that another bit would change."""
     with local_parts():
         parts = [bits(each.tensor) for each in tensors]
-        found = torch.stack([x.sum(dtype=torch.int64) for x in parts]) if parts else torch.zeros(0)
+        found = torch.stack([x.sum(dtype=torch.int64) for x in parts]) if parts else torch.zeros(0, device="cpu")
         return [int(n) for n in found.tolist()]
 
 
@@ -62,7 +62,7 @@ def difference(tensors: Sequence[NamedTensor]) -> tuple[Group, list[NamedTensor]
     here, found = current_communicator(), None
     for group, shared in by_group(tensors).items():
         own = sums(shared)
-        total = (torch.tensor(own) * torch.arange(1, 2 * len(own), 2)).sum()
+        total = (torch.tensor(own, device="cpu") * torch.arange(1, 2 * len(own), 2, device="cpu")).sum()
         highest, lowest = here.all_reduce(torch.stack([total, ~total]), "max", group).tolist()
         if highest != ~lowest and found is None:
             found = group, shared, own
@@ -72,7 +72,7 @@ def difference(tensors: Sequence[NamedTensor]) -> tuple[Group, list[NamedTensor]
 def replica_error(step: str, group: Group, shared: Sequence[NamedTensor], own: Sequence[int]) -> ReplicaError:
     """Return the error that names tensors and ranks; every rank of the group makes the call."""
     here, shape = current_communicator(), (len(own),)
-    rows = [x.tolist() for x in here.all_gather(torch.tensor(own), group, [shape] * len(group))]
+    rows = [x.tolist() for x in here.all_gather(torch.tensor(own, device="cpu"), group, [shape] * len(group))]
     told: list[str] = []
     for at, each in enumerate(shared):
         values = [row[at] for row in rows]

@@ -97,7 +97,7 @@ def _replay(program: Callable[..., Result], given: Sequence[Any], name: str) -> 
     """Run a step twice on copies of its inputs. Raises ReplicaError on all ranks if the results differ on a rank."""
     state, group = generator_states(), tuple(range(current_communicator().size))
     runs = [_once(program, given, state) for _ in range(2)]
-    told = torch.tensor([float(_differ(*runs))])
+    told = torch.tensor([float(_differ(*runs))], device="cpu")
     if current_communicator().all_reduce(told, "max", group).item():
         runs.append(_once(program, given, state))
         raise _replay_error(name, runs)
@@ -121,7 +121,7 @@ def _replay_error(name: str, runs: Sequence[Result]) -> ReplicaError:
     a, b, c = runs
     kind = _SAME if not _differ(a, b) else _TRANSIENT if not (_differ(a, c) and _differ(b, c)) else _LASTING
     here, group = current_communicator(), tuple(range(current_communicator().size))
-    kinds = [int(x) for x in here.all_gather(torch.tensor([kind]), group, [(1,)] * len(group))]
+    kinds = [int(x) for x in here.all_gather(torch.tensor([kind], device="cpu"), group, [(1,)] * len(group))]
     ranks = ", ".join(str(rank) for rank, kind in zip(group, kinds, strict=True) if kind != _SAME)
     return ReplicaError(
         f"the replay of {name}",

@@ -24,6 +24,7 @@ from meshwright.layout import TorchValue, can_pin_memory
 from meshwright.tensor import DistTensor, as_part, distribute_as, local_parts
 
 from .._errors import StrategyError
+from .zero import UpdatedParts
 
 MASTER = "master_weight"
 """Key of the float32 copy among a parameter's states."""
@@ -73,13 +74,13 @@ class HostStorage:
 class MasterWeightsAndOffload:
     """An optimizer's step with master weights (if `master` is set) and with states in `memory` (if it is given).
 
-    The two functions of `stage` run before and after all of it. A bucket holds parameters of about `bucket` bytes in
+    The work of `stage` is done before and after all of it. A bucket holds parameters of about `bucket` bytes in
     float32.
     """
 
     master: bool = False
     memory: StateStorage | None = None
-    stage: tuple[Callable[[], None], Callable[[], None]] | None = None
+    stage: UpdatedParts | None = None
     bucket: int = 64 * 2**20
     _params: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
     _open: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
@@ -89,7 +90,7 @@ class MasterWeightsAndOffload:
 
     def before(self, of: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.stage is not None:
-            self.stage[0]()
+            self.stage.before()
         if not (self.master or self.memory):
             return
         if any(callable(a) for a in (*args, *kwargs.values())):
@@ -124,10 +125,14 @@ class MasterWeightsAndOffload:
         if self.memory is not None:
             self.memory.wait()
         if self.stage is not None:
-            self.stage[1]()
+            self.stage.behind()
 
     def lay(self, parameter: Tensor, state: State) -> None:
-        """Move states that were loaded or made elsewhere to the memory."""
+        """Give states that were loaded or made elsewhere their layouts, and move them to the memory."""
+        if MASTER in state:
+            state[MASTER] = _in_parameter_layout(state[MASTER], parameter)
+        if self.stage is not None:
+            self.stage.shard_states(parameter, state)
         if self.memory is not None:
             self._keep(parameter, state)
             self.memory.wait()

@@ -6,7 +6,7 @@ step. In stages 2 and 3 it is always sharded, and the modules that own it comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from .swapped_parameters import is_swapped, swap_parameters
 from .unit_choice import UnitNames, units_of
 
 Axes = str | tuple[str, ...]
-Around = Callable[[], None]
 Cut = Mapping[Tensor, Spec]
 """Parameter → its sharded layout."""
 
@@ -40,28 +39,38 @@ class ShardingStage1:
     axes: Axes
     least: int = 1024
 
-    def around(self, optimizer: Optimizer) -> tuple[Around, Around]:
-        """Return the functions to call before and after each step.
+    def around(self, optimizer: Optimizer) -> UpdatedParts:
+        """Return the work around each step. Raises MeshError if a parameter's mesh lacks an axis."""
+        return UpdatedParts(_cut(optimizer, self.axes, self.least, self))
 
-        Raises:
-            MeshError: a parameter's mesh lacks an axis.
-        """
-        cut = _cut(optimizer, self.axes, self.least, self)
-        wholes: dict[Tensor, tuple[Spec, Any]] = {}
 
-        def before() -> None:
-            for p, spec in cut.items():
-                wholes[p] = (_spec(p), p.grad)
-                _relayout_with_gradient(p, spec)
+@dataclass(frozen=True, slots=True)
+class UpdatedParts:
+    """The parts of parameters that each rank updates in stage 1; states have their layouts."""
 
-        def behind() -> None:
-            for p, (spec, grad) in wholes.items():
-                p.grad = None
-                keep_own_part(p, spec)
-                p.grad = grad
-            wholes.clear()
+    cut: Cut
+    _wholes: dict[Tensor, tuple[Spec, Any]] = field(default_factory=dict[Tensor, "tuple[Spec, Any]"], repr=False)
 
-        return before, behind
+    def before(self) -> None:
+        """Shard the parameters and their gradients for a step."""
+        for p, spec in self.cut.items():
+            self._wholes[p] = (_spec(p), p.grad)
+            _relayout_with_gradient(p, spec)
+
+    def behind(self) -> None:
+        """Gather the updated parameters."""
+        for p, (spec, grad) in self._wholes.items():
+            p.grad = None
+            keep_own_part(p, spec)
+            p.grad = grad
+        self._wholes.clear()
+
+    def shard_states(self, parameter: Tensor, states: dict[str, Any]) -> None:
+        """Shard states that were loaded, such as whole ones, in the layout in which the parameter is updated."""
+        spec = self.cut.get(parameter)
+        for key, value in states.items():
+            if spec is not None and isinstance(value, Tensor) and value.shape == parameter.shape:
+                states[key] = distribute_as(value, spec.mesh, spec.layout)
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def _row_counts(routed: Routed, roles: Roles, mine: list[int]) -> _RowCounts:
         return _RowCounts((here.rank,), mine, mine, [0], [0], [[]])
     group = roles.mesh.group(here.rank, roles.experts)
     tellers = group if routed.capacity is None else roles.mesh.group(here.rank, roles.tokens)
-    counts = here.all_gather(torch.tensor(mine), tellers, [(routed.count,)] * len(tellers))
+    counts = here.all_gather(torch.tensor(mine, device="cpu"), tellers, [(routed.count,)] * len(tellers))
     told = dict(zip(tellers, counts, strict=True))
     taken = told if routed.capacity is None else _rows_within_capacity(told, routed.capacity)
     spans = [_span(roles, routed.count, rank) for rank in group]

@@ -49,7 +49,7 @@ def shard_tensor(
     [torch.Size([2, 3]), torch.Size([2, 3])]
     """
     mesh = resolve_mesh(mesh)
-    x = data if isinstance(data, Tensor) else torch.as_tensor(data)
+    x = data if isinstance(data, Tensor) else torch.as_tensor(data, device=None)
     if (dtype is not None and dtype != x.dtype) or device is not None:
         x = x.to(device=device, dtype=dtype)
     out = _redistributed(x, mesh, placements) if isinstance(x, DistTensor) else distribute(x, mesh, check(placements))

@@ -77,7 +77,7 @@ def states_of(optimizer: Optimizer | None) -> float:
     """
     if optimizer is None:
         return ADAM
-    kind, weight = type(optimizer), torch.zeros(SMALL, SMALL, requires_grad=True)
+    kind, weight = type(optimizer), torch.zeros(SMALL, SMALL, requires_grad=True, device="cpu")
     weight.grad = torch.zeros_like(weight)
     try:
         twin: Optimizer = kind([weight], **optimizer.defaults)

@@ -44,7 +44,7 @@ def clip_to(owners: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the total norm of all gradients, a plain tensor that is equal on every rank; every rank makes the call."""
     norms = [_norm(each, norm_type) for each in _by_mesh(parameters)]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0, device="cpu")
 
 
 def _by_mesh(owners: Iterable[Tensor]) -> Iterable[list[Tensor]]:
@@ -56,4 +56,6 @@ def _by_mesh(owners: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 def _norm(owners: list[Tensor], norm_type: float) -> Tensor:
     grads = [p.grad for p in owners if p.grad is not None]
-    return unshard_dtensor(get_total_norm(grads, norm_type)).detach().float() if grads else torch.tensor(0.0)
+    if not grads:
+        return torch.zeros((), device=owners[0].device)
+    return unshard_dtensor(get_total_norm(grads, norm_type)).detach().float()

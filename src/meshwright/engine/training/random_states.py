@@ -58,12 +58,12 @@ def place_for_random(catalogue: Catalogue, ranks: World, same: bool) -> dict[str
             "pass a checkpoint that mw.save_checkpoint wrote",
         )
     if len(shape) == 1:
-        return {NAME: HeldTensor(torch.empty(shape, dtype=torch.uint8))}
+        return {NAME: HeldTensor(torch.empty(shape, dtype=torch.uint8, device="cpu"))}
     row = ranks.rank if _has_own(shape, ranks, same) else 0
     others = iter(range(ranks.rank + 1, ranks.rank + 1 + shape[0]))
     mesh = ProcessMesh([ranks.rank if at == row else next(others) for at in range(shape[0])], ["world"])
     spec = Spec(mesh, Layout((("world",), ())), shape, torch.uint8)  # as if this were the rank of that row
-    return {NAME: HeldTensor(torch.empty(1, shape[1], dtype=torch.uint8), spec)}
+    return {NAME: HeldTensor(torch.empty(1, shape[1], dtype=torch.uint8, device="cpu"), spec)}
 
 
 def check_random(found: Mapping[str, HeldTensor]) -> None:

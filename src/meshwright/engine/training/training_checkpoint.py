@@ -264,7 +264,11 @@ def _states_for(catalogue: Catalogue, network: nn.Module, optimizer: Optimizer |
         there = optimizer.state.get(p, {})
         entries = {key: catalogue.entries[f"{STATE}{name}.{key}"] for key in keys.get(name, ())}
         kept = {key: there[key] for key, entry in entries.items() if _fits_entry(entry, there.get(key))}
-        new = {key: _new_state(entry, p) for key, entry in entries.items() if key not in kept}
+        new = {
+            key: _new_state(entry, p, _state_device(key, p, optimizer))
+            for key, entry in entries.items()
+            if key not in kept
+        }
         distribute_states(optimizer, p, new)
         found.append((name, p, {**new, **kept}))
     return found
@@ -284,14 +288,21 @@ def _fits_entry(entry: TensorEntry, there: object) -> bool:
     return isinstance(there, Tensor) and tuple(there.shape) == entry.shape and there.dtype is entry.dtype
 
 
-def _new_state(entry: TensorEntry, p: Tensor) -> Tensor:
+def _state_device(key: str, p: Tensor, optimizer: Optimizer) -> torch.device:
+    """Return where optimizers of torch keep a state: on the device of the parameter; most counters on the CPU."""
+    group = next(group for group in optimizer.param_groups if any(p is each for each in group["params"]))
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return p.device if on_device else torch.device("cpu")
+
+
+def _new_state(entry: TensorEntry, p: Tensor, device: torch.device) -> Tensor:
     """Return a new state in the layout of its parameter."""
     if not isinstance(p, DistTensor) or tuple(p.shape) != entry.shape:
-        return torch.zeros(entry.shape, dtype=entry.dtype)
+        return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
     spec = Spec(p.mesh, p.spec.layout.with_varying(()), p.shape, entry.dtype)
     rank = current_world().rank
     with local_parts():
-        local = torch.zeros(spec.local_shape(rank), dtype=entry.dtype, device=p.device)
+        local = torch.zeros(spec.local_shape(rank), dtype=entry.dtype, device=device)
     return as_part(local, spec) if rank in spec.mesh else absent(local, spec)
 
 

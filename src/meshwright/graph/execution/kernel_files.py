@@ -52,7 +52,9 @@ def save_kernels(program: Program, here: Communicator, path: str | os.PathLike[s
     def package(part: Program, numbers: dict[Value, int]) -> Callable[..., NoReturn]:
         made.append(not written_inputs(part) and all(i.value.is_tensor for i in part.inputs))
         if made[0]:
-            examples = [torch.empty(i.value.shape, dtype=tensor_dtype(i.value)) for i in part.inputs]
+            examples = [
+                torch.empty(i.value.shape, dtype=tensor_dtype(i.value), device=i.value.device) for i in part.inputs
+            ]
             module = to_fx(part, numbers=numbers, results=part.outputs)
             package_graph(module, examples, str(beside), options_for(part))
         return _no_call

@@ -2,7 +2,8 @@
 
 Numbers that depend on learning rates and step counters alone are computed first by Python in double precision. Kernels
 read them from one tensor. Numbers that kernels compute, such as `.item()` of a norm, are float64 tensors in kernels. An
-operator that needs a Python number runs after the kernels, node by node, and so do all readers of its results.
+operator that needs a Python number runs after the kernels, node by node, and so do all readers of its results. Numbers
+that nothing reads do not count, such as the lengths that fused attention returns on CUDA beside its tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Regions:
 
 def regions(program: Program, known: Container[Value]) -> Regions:
     """Split the program into three parts; `known` are numbers that are constants in kernels."""
-    split = _Split(known, _scalar_nodes(program))
+    split = _Split(known, _scalar_nodes(program), _read_values(program))
     split.early.update(i.value for i in program.inputs if i.role == "scalar")
     for node in program.nodes:
         split.place(node)
@@ -55,6 +56,11 @@ def regions(program: Program, known: Container[Value]) -> Regions:
     taken = [Node(aten.select.int, (packed, 0, at), {}, out) for at, out in enumerate(split.packed.values())]
     behind = _without_unread(split.behind, program.results)
     return Regions(tuple(split.before), (*taken, *split.kernels), behind, tuple(split.packed), packed)
+
+
+def _read_values(program: Program) -> set[Value]:
+    """Return the values that a node, an output or a write reads."""
+    return {*program.results, *(v for node in program.nodes for v in node.ins)}
 
 
 # --- nodes before the kernels ----------------------------------------------------------------------------------
@@ -101,6 +107,7 @@ def _without_unread(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[No
 class _Split:
     known: Container[Value]
     first: Container[Node]
+    read: Container[Value]
     before: list[Node] = field(default_factory=list[Node])
     kernels: list[Node] = field(default_factory=list[Node])
     behind: list[Node] = field(default_factory=list[Node])
@@ -118,7 +125,7 @@ class _Split:
         if node in self.first:
             self.before.append(node)
             self.early.update(v for v in node.outs if not v.is_tensor)
-        elif any(not v.is_tensor for v in node.outs):
+        elif any(not v.is_tensor and v in self.read for v in node.outs) or not any(v.is_tensor for v in node.outs):
             self._place_number(node)
         else:
             self._place_tensors(node)
@@ -126,6 +133,7 @@ class _Split:
     def _place_number(self, node: Node) -> None:
         """Place a node on numbers after the kernels, and as a tensor operation also in the kernels if possible."""
         self.behind.append(node)
+        self.late.update(v for v in node.outs if v.is_tensor)
         function = DOUBLES.get(node.op)
         if function is None or node.out.dtype is not float or any(v in self.late for v in node.ins):
             return
@@ -177,11 +185,11 @@ def double_of(x: Tensor) -> Tensor:
 
 
 def least(*numbers: Scalar) -> Tensor:
-    return torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in numbers]).amin()
+    return torch.stack([torch.as_tensor(n, dtype=torch.float64, device="cpu") for n in numbers]).amin()
 
 
 def largest(*numbers: Scalar) -> Tensor:
-    return torch.stack([torch.as_tensor(n, dtype=torch.float64) for n in numbers]).amax()
+    return torch.stack([torch.as_tensor(n, dtype=torch.float64, device="cpu") for n in numbers]).amax()
 
 
 def _identity(x: Tensor) -> Tensor:

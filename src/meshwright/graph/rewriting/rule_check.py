@@ -98,11 +98,11 @@ def _tensors(
         shape = shapes.get(name, Shape(("4", "4")))
         dims = shape.sized(sizes)
         if shape.kind == "float":
-            found[name] = torch.randn(dims, dtype=torch.float64).to(dtype)
+            found[name] = torch.randn(dims, dtype=torch.float64, device="cpu").to(dtype)
         elif shape.kind == "bool":
-            found[name] = torch.randint(0, 2, dims).to(torch.bool)
+            found[name] = torch.randint(0, 2, dims, device="cpu").to(torch.bool)
         else:
-            found[name] = torch.randint(0, sizes[shape.below] if shape.below else 4, dims)
+            found[name] = torch.randint(0, sizes[shape.below] if shape.below else 4, dims, device="cpu")
     return found
 
 
@@ -137,7 +137,7 @@ def _run(fn: Callable[..., TorchValue], given: Mapping[str, Any], dtype: torch.d
     wanted = [v for v in args.values() if _is_real(v)]
     sources = [v for v in outs if v.requires_grad]
     drawn = torch.Generator().manual_seed(1)
-    seeds = [torch.randn(v.shape, generator=drawn, dtype=torch.float64).to(v.dtype) for v in sources]
+    seeds = [torch.randn(v.shape, generator=drawn, dtype=torch.float64, device="cpu").to(v.dtype) for v in sources]
     grads = (
         torch.autograd.grad(sources, wanted, seeds, allow_unused=True) if sources and wanted else (None,) * len(wanted)
     )

@@ -115,7 +115,7 @@ def _use_is_causal(edit: Edit, spot: Spot) -> str | None:
 def _is_causal(mask: Tensor) -> bool:
     if any(n != 1 for n in mask.shape[:-2]) or mask.shape[-1] != mask.shape[-2]:
         return False
-    past = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+    past = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
     if mask.dtype == torch.bool:
         return torch.equal(mask.reshape(past.shape), past)
     flat = mask.reshape(past.shape)

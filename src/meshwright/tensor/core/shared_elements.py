@@ -18,7 +18,7 @@ def share_elements(a: Tensor, b: Tensor) -> bool:
     if high_a < low_b or high_b < low_a:
         return False
     low, high = min(low_a, low_b), max(high_a, high_b)
-    places = torch.arange(low, high + 1)
+    places = torch.arange(low, high + 1, device="cpu")
     return bool(torch.isin(_seen(places, a, low), _seen(places, b, low)).any())
 
 

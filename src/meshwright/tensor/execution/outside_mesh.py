@@ -202,7 +202,7 @@ def _result_of_filled(
             plain.append(x.detach().clone())
             return plain[-1]
         spec = x._spec
-        return torch.empty_strided(spec.shape, spec.full_strides, dtype=spec.dtype).copy_(fill(()))
+        return torch.empty_strided(spec.shape, spec.full_strides, dtype=spec.dtype, device="cpu").copy_(fill(()))
 
     with no_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:

@@ -143,7 +143,7 @@ def counted(name: str, values: Sequence[float], key: Key, spec: Spec, rank: int,
     kind = DISTRIBUTIONS[name]
     per = 4 // (kind.uniforms * (2 if spec.dtype is torch.float64 else 1))
     last = spec.shape[-1] if spec.shape else 1
-    *dims, columns = _indices(spec, rank) or [torch.zeros(1, dtype=torch.int64)]
+    *dims, columns = _indices(spec, rank) or [torch.zeros(1, dtype=torch.int64, device="cpu")]
     rows = _linear_indices([(n, at.to(device)) for n, at in zip(spec.shape, dims, strict=False)], device)
     blocks, places = torch.unique(columns // per, return_inverse=True)
     counters = _linear_indices([(1, rows), (-(-last // per), blocks.to(device))], device)
@@ -186,7 +186,9 @@ def _indices(spec: Spec, rank: int) -> list[Tensor]:
     for n, dim in zip(spec.shape, spec.layout.dims, strict=True):
         sizes = [size for size, _ in dim.factors] if isinstance(dim, Product) else [n]
         starts = [next(ranges) for _ in sizes]
-        held = [(size, torch.arange(at, at + many)) for size, (at, many) in zip(sizes, starts, strict=True)]
+        held = [
+            (size, torch.arange(at, at + many, device="cpu")) for size, (at, many) in zip(sizes, starts, strict=True)
+        ]
         found.append(_linear_indices(held, torch.device("cpu")))
     return found
 

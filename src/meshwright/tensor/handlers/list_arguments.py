@@ -35,7 +35,9 @@ def _listed_index(func: TorchFunction, types: Sequence[type], args: TorchValue, 
         return NotImplemented
     given = all(isinstance(t, DistTensor) for t in tensors_in(args))
     with plain_are_whole() if given else nullcontext():  # a list is whole in a backward pass too
-        return func(args[0], tuple(torch.tensor(i) if _is_whole_numbers(i) else i for i in index), *args[2:])
+        return func(
+            args[0], tuple(torch.tensor(i, device="cpu") if _is_whole_numbers(i) else i for i in index), *args[2:]
+        )
 
 
 def _is_whole_numbers(x: TorchValue) -> bool:

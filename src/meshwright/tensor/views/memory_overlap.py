@@ -97,7 +97,7 @@ def _sharing_pairs(cluster: Sequence[tuple[_Memory, int]], count: int) -> Iterat
     if units > MOST_UNITS:
         numbers = sorted(at for _, at in cluster)  # count as shared, without a comparison of elements
         return (pair for pair in pairwise(numbers) if pair[0] < count)
-    return _compared_pairs(cluster, count, torch.full((units,), -1), unit)
+    return _compared_pairs(cluster, count, torch.full((units,), -1, device="cpu"), unit)
 
 
 def _compared_pairs(

@@ -83,19 +83,22 @@ def is_elementwise(func: TorchFunction) -> bool:
 def _is_elementwise_in_trial(name: str) -> bool:
     """Return the same from a trial of a method with one operand, because in-place operators may have no tags."""
     method = getattr(Tensor, name, None)
-    operand = torch.tensor([0.25, 0.5, 0.75])
-    others = operand + torch.eye(3) / 8  # each row differs from the operand in one element
+    operand = torch.tensor([0.25, 0.5, 0.75], device="cpu")
+    others = operand + torch.eye(3, device="cpu") / 8  # each row differs from the operand in one element
     try:
         with torch.random.fork_rng(devices=[]), no_modes():
             expected = _trial(method, operand)
-            return all(_trial(method, row).eq(expected)[torch.arange(3) != k].all() for k, row in enumerate(others))
+            return all(
+                _trial(method, row).eq(expected)[torch.arange(3, device="cpu") != k].all()
+                for k, row in enumerate(others)
+            )
     except (RuntimeError, TypeError, IndexError):
         return False
 
 
 def _trial(method: TorchValue, operand: Tensor) -> Tensor:
     torch.default_generator.manual_seed(0)
-    return method(torch.tensor([0.5, 0.25, 1.0]), operand)
+    return method(torch.tensor([0.5, 0.25, 1.0], device="cpu"), operand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,7 @@ def _end_of(x: DistTensor, start: int) -> int:
 
 def _in_memory(x: DistTensor, start: int, memory: Tensor) -> Tensor:
     spec = x._spec
-    new = torch.empty(0, dtype=spec.dtype)
+    new = torch.empty(0, dtype=spec.dtype, device="cpu")
     return new.set_(memory.untyped_storage(), start // spec.dtype.itemsize, spec.shape, spec.full_strides)
 
 
@@ -302,8 +305,8 @@ def _keeps_read_elements(target: Tensor, other: Tensor, copies: bool) -> bool:
     size = (max(_range(target)[1], _range(other)[1]) - start) // target.element_size()
     if target.dtype != other.dtype or size > MOST_UNITS:
         return False
-    places = torch.full((size,), -1)
-    own = torch.arange(target.numel()).view(target.shape)
+    places = torch.full((size,), -1, device="cpu")
+    own = torch.arange(target.numel(), device="cpu").view(target.shape)
     places.as_strided(target.shape, target.stride(), (target.data_ptr() - start) // target.element_size()).copy_(own)
     at = (other.data_ptr() - start) // target.element_size()
     read = places.as_strided(other.shape, other.stride(), at).expand(target.shape)
