@@ -16,8 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from meshwright.comm import call_purpose, platform_of
-from meshwright.layout import Spec, TorchValue
+from meshwright.comm import call_purpose
+from meshwright.layout import Spec, TorchValue, platform_of
 
 from ..core.call_sites import is_backward, keep_call_site
 from ..core.computation_numbers import collectives_of_gradient, keep_number
