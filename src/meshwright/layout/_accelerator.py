@@ -48,7 +48,8 @@ def platform_of(device: str | torch.device) -> Platform:
     >>> platform_of("cpu").has_streams
     False
     """
-    return _platform(torch.device(device).type, device_types())
+    kind = device.partition(":")[0] if isinstance(device, str) else device.type
+    return _platform(kind, device_types())
 
 
 @lru_cache(16)
