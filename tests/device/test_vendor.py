@@ -22,6 +22,11 @@ def test_the_platform_is_short() -> None:
     assert count_code_lines(Source(path.name, path.read_text())) <= MOST_LINES
 
 
+def test_the_page_shows_the_platform() -> None:
+    page = (VENDOR.parents[2] / "docs" / "how-to" / "bring-your-device.md").read_text()
+    assert (VENDOR / "made_up_vendor.py").read_text() in page
+
+
 def test_its_transport_passes_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m benchmarks conformance` runs all checks of levels 0 to 4."""
     build()
