@@ -110,6 +110,8 @@ class Platform:
         pins_memory: True if memory of the host can be pinned, so that copies need no wait.
         autocast_dtypes: dtypes of `torch.autocast`.
         product_dtypes: dtypes of matrix products that `meshwright profile` measures.
+        asserts: True if torch always has the kernel of `torch.ops.aten._assert_async` for the type. Programs that are
+            recorded without such a device then check indices, too.
         nondeterministic: names of operators, such as "aten.index_add", that may give other bits when repeated.
     """
 
@@ -123,6 +125,7 @@ class Platform:
     pins_memory: bool = True
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     product_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+    asserts: bool = False
     nondeterministic: frozenset[str] = frozenset()
 
 
@@ -144,9 +147,10 @@ BUILT_IN = (
         set_generator_state=lambda state, _: torch.default_generator.set_state(state),
         counts_memory=False,
         pins_memory=False,
+        asserts=True,
         product_dtypes=(torch.float32, torch.float64, torch.bfloat16),
     ),
-    Platform("cuda", transport="nccl", nondeterministic=_ATOMIC),  # ROCm too: torch gives it these names
+    Platform("cuda", transport="nccl", asserts=True, nondeterministic=_ATOMIC),  # ROCm too, by torch's names
     Platform("xpu", transport="xccl", nondeterministic=_ATOMIC),
     Platform("npu", transport="hccl", counts_memory=False, nondeterministic=_ATOMIC),  # from `torch_npu`
     Platform(
