@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,9 +146,10 @@ def _link(found: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
 
 
 def _memory(device: torch.device, ranks: int) -> float:
-    """Return the bytes of memory of a rank: those of its device if that counts them, or its share of the host's."""
-    if platform_of(device).counts_memory:
-        return float(torch.accelerator.get_memory_info(device)[1])
+    """Return the bytes of memory of a rank: those of its device if torch knows them, or its share of the host's."""
+    if device.type != CPU:
+        with suppress(NotImplementedError):  # allocators of some devices do not say it
+            return float(torch.accelerator.get_memory_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
 
