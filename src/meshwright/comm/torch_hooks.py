@@ -166,9 +166,12 @@ def open_backend(name: str, store: Store, place: int, size: int, limit: timedelt
     """Return the transport of one group; only its members take part. Raises ValueError for an unknown name."""
     if name == "gloo":
         return Backend(name, _gloo(store, place, size, limit, loopback))
+    kind: TorchValue = getattr(c10d, f"ProcessGroup{name.upper()}", None)
+    if hasattr(kind, "Options"):
+        return Backend(name, _on_devices(kind, store, place, size, limit))
     plugin = cast(dict[str, Any], dist.Backend._plugins).get(name.upper())
     if plugin is None:
-        return Backend(name, _on_devices(name, store, place, size, limit))
+        raise ValueError(name)
     if plugin.extended_api:
         options: TorchValue = c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size, options.timeout = store, place, size, limit
@@ -206,11 +209,8 @@ def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool)
     return kind(store, place, size, options)
 
 
-def _on_devices(name: str, store: Store, place: int, size: int, limit: timedelta) -> TorchValue:
-    """Return a transport between devices. Raises ValueError with its name if torch was built without it."""
-    kind: TorchValue = getattr(c10d, f"ProcessGroup{name.upper()}", None)
-    if kind is None or not hasattr(kind, "Options"):
-        raise ValueError(name)
+def _on_devices(kind: TorchValue, store: Store, place: int, size: int, limit: timedelta) -> TorchValue:
+    """Return a transport between devices, of one of torch's own classes."""
     options = kind.Options()
     options._timeout = limit
     return kind(store, place, size, options)

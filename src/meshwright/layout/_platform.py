@@ -117,10 +117,10 @@ class Platform:
 
     device_type: str
     transport: str | Callable[[TransportGroup], Transport] | None = None
-    reductions: Mapping[str, Collection[torch.dtype]] = field(default_factory=lambda: USUAL_REDUCTIONS)
+    reductions: Mapping[str, Collection[torch.dtype]] = field(default_factory=lambda: USUAL_REDUCTIONS, repr=False)
     has_streams: bool = True
-    generator_state: Callable[[torch.device], Tensor] = module_state
-    set_generator_state: Callable[[Tensor, torch.device], object] = set_module_state
+    generator_state: Callable[[torch.device], Tensor] = field(default=module_state, repr=False)
+    set_generator_state: Callable[[Tensor, torch.device], object] = field(default=set_module_state, repr=False)
     counts_memory: bool = True
     pins_memory: bool = True
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -136,7 +136,7 @@ _ATOMIC = frozenset(
         *("kthvalue", "put", "scatter_add", "scatter_reduce"),
     )
 )
-"""Operators that add with atomics or choose algorithms by time, of `torch.use_deterministic_algorithms`' list."""
+"""Operators of CUDA that add with atomics or choose algorithms by time (`torch.use_deterministic_algorithms`)."""
 
 BUILT_IN = (
     Platform(
@@ -151,8 +151,8 @@ BUILT_IN = (
         product_dtypes=(torch.float32, torch.float64, torch.bfloat16),
     ),
     Platform("cuda", transport="nccl", asserts=True, nondeterministic=_ATOMIC),  # ROCm too, by torch's names
-    Platform("xpu", transport="xccl", nondeterministic=_ATOMIC),
-    Platform("npu", transport="hccl", counts_memory=False, nondeterministic=_ATOMIC),  # from `torch_npu`
+    Platform("xpu", transport="xccl"),
+    Platform("npu", transport="hccl", counts_memory=False),  # `torch_npu` registers the type and HCCL
     Platform(
         "mps",  # one device, so there is no transport to name
         has_streams=False,
