@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,22 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 GOAL = 300
-DEVICES = {"cpu": [], "mesh": ["--import", "tests.device.registered"]}
-"""Type of device → options that register it."""
+DEVICES = {"cpu": [], "mesh": [ROOT, ROOT / "tests" / "device" / "vendor"]}
+"""Type of device → folders with the package of its vendor, whose entry point names the platform."""
 QUICK = ["--level", "0"]
 
 
 def report_of(device: str, quick: bool) -> dict[str, Any]:
     """Return the object that the command prints."""
-    command = [sys.executable, "-m", "meshwright", "conformance", "--json", "--device", device, *DEVICES[device]]
+    command = [sys.executable, "-m", "meshwright", "conformance", "--json", "--device", device]
+    folders = [*map(str, DEVICES[device]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        command + (QUICK if quick else []), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
+        command + (QUICK if quick else []),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=False,
     )
     return json.loads(done.stdout)
 

@@ -31,7 +31,7 @@ NAV = {
     "how-to/from-megatron how-to/from-deepspeed how-to/from-paddle",
     "Understand": "concepts/layout concepts/rule concepts/reshard concepts/comm concepts/transforms concepts/escapes",
     "Extend": "architecture questions how-to/add-a-rule how-to/add-a-pass concepts/rewrite how-to/add-a-schedule "
-    "how-to/bring-a-backend",
+    "how-to/bring-your-device",
     "Status": "figures matrix",
 }
 """The navigation: a section for each task, with its pages in order."""

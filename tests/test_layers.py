@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ HOST_WAITS = {"cli/ranks/measure.py", "engine/eager/master_weights.py"}
 """Files in which the host waits for a device: for a measured time, and before it reads copies in pinned memory."""
 CHECKS_OF_WAITS = "conformance/checks/device.py"
 """File that checks whether waits of streams and events work."""
+PLATFORMS = "layout/_platform.py"
+"""File with the built-in platforms; all other code asks a platform."""
+DEVICE_NAMES = re.compile(r"\b(cuda|nccl)\b")
 # What a package must not know of torch (DESIGN: the table of packages).
 BLIND_TO = {"layout": "torch.distributed", "spmd": "torch.distributed", "reshard": "torch.distributed"}
 
@@ -221,6 +225,22 @@ def waits_in_one_place(source: Source) -> Iterator[str]:
             yield f"{node.lineno}: {ast.unparse(node)} belongs in comm/streams"
 
 
+def names_devices_in_one_file(source: Source) -> Iterator[str]:
+    """Yield uses of `torch.cuda`, and texts with the names of CUDA or NCCL in torch that are no docstrings."""
+    if source.path == PLATFORMS:
+        return
+    docstrings = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            if DEVICE_NAMES.search(node.value):
+                yield f"{node.lineno}: {node.value!r} belongs in {PLATFORMS}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+            yield f"{node.lineno}: torch.cuda belongs in {PLATFORMS}"
+    for item in source.imports:
+        if "torch.cuda" in item.modules:
+            yield f"{item.line}: torch.cuda belongs in {PLATFORMS}"
+
+
 LAWS: list[Law] = [
     imports_downwards,
     imports_downwards_inside,
@@ -231,6 +251,7 @@ LAWS: list[Law] = [
     hides_private_torch,
     knows_no_more_of_torch,
     waits_in_one_place,
+    names_devices_in_one_file,
 ]
 
 
@@ -322,6 +343,11 @@ def test_the_docstring_of_a_package_lists_its_parts(folder: Path) -> None:
         (knows_no_more_of_torch, "layout/_mesh.py", "from torch import distributed"),
         (waits_in_one_place, "comm/process/x.py", "stream.wait_event(event)"),
         (waits_in_one_place, "tensor/x.py", "torch.accelerator.synchronize()"),
+        (names_devices_in_one_file, "tensor/x.py", "torch.cuda.synchronize()"),
+        (names_devices_in_one_file, "tensor/x.py", "from torch import cuda"),
+        (names_devices_in_one_file, "tensor/x.py", "from torch.cuda import Stream"),
+        (names_devices_in_one_file, "tensor/x.py", "device = 'cuda'"),
+        (names_devices_in_one_file, "tensor/x.py", "backend = f'nccl:{rank}'"),
     ],
 )
 def test_a_law_finds_an_offence(law: Law, path: str, text: str) -> None:
@@ -339,6 +365,8 @@ def test_a_law_finds_an_offence(law: Law, path: str, text: str) -> None:
         ("cli/commands/main.py", "def f():\n    from meshwright.models import train"),
         ("comm/torch_hooks.py", "from torch._C import Graph"),
         ("tensor/_dist.py", "import torch\ntorch.ops.aten._softmax\ntorch.Tensor.__add__"),
+        ("layout/_platform.py", "cuda = Platform('cuda', transport='nccl')"),
+        ("tensor/_dist.py", 'def f(x):\n    """Return if `x` is on `cuda`."""\n    return x.is_cuda'),
         ("tensor/_dist.py", '"""Text."""\n' + "# note\n\n" * 600 + "x = 1"),
     ],
 )

@@ -77,9 +77,11 @@ if TYPE_CHECKING:
     from meshwright.layout import MeshwrightError as MeshwrightError
     from meshwright.layout import Partial as Partial
     from meshwright.layout import Placement as Placement
+    from meshwright.layout import Platform as Platform
     from meshwright.layout import ProcessMesh as ProcessMesh
     from meshwright.layout import Replicate as Replicate
     from meshwright.layout import Shard as Shard
+    from meshwright.layout import register_platform as register_platform
     from meshwright.quantize import load_quantized as load_quantized
     from meshwright.quantize import quantize as quantize
     from meshwright.quantize import save_quantized as save_quantized
@@ -100,6 +102,7 @@ __all__ = [
     "Parallelism",
     "Partial",
     "Placement",
+    "Platform",
     "PrepareLayerInput",
     "PrepareLayerOutput",
     "ProcessMesh",
@@ -146,6 +149,7 @@ __all__ = [
     "prefix_prints",
     "quantize",
     "random_source",
+    "register_platform",
     "register_rule",
     "reshard",
     "sampler",

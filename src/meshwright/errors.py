@@ -41,7 +41,7 @@ from meshwright.engine import (
 )
 from meshwright.generate import GenerationError
 from meshwright.graph import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
-from meshwright.layout import InputError, LayoutError, MeshError, MeshwrightError, PlacementError
+from meshwright.layout import InputError, LayoutError, MeshError, MeshwrightError, PlacementError, PlatformError
 from meshwright.models import ModelError
 from meshwright.pipeline import ScheduleError, StageError
 from meshwright.quantize import CalibrationError, QuantizeError
@@ -106,6 +106,7 @@ __all__ = [
     "PickleError",
     "PlacementError",
     "PlainInBackwardError",
+    "PlatformError",
     "ProgramError",
     "ProgramFileError",
     "QuantizeError",

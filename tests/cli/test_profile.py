@@ -28,9 +28,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(profile, "launch", launch)
-    monkeypatch.setattr(profile.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(measure.PRODUCTS, "cpu", (16, 32))
-    monkeypatch.setitem(measure.COPIED, "cpu", 4096)
+    monkeypatch.setattr(profile, "device_types", lambda: ("cpu",))
+    monkeypatch.setattr(measure, "ON_CPU", measure.Sizes((16, 32), 4096))
     monkeypatch.setattr(measure, "MESSAGES", (4, 1024))
 
 

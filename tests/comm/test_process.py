@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _programs as programs
 
 from meshwright.comm import NoCommunicatorError, current_communicator, init_process, launch, simulate
-from meshwright.comm.process.process_communicator import flat_joined
-from meshwright.comm.torch_hooks import _real
+from meshwright.comm.process.process_communicator import flat, flat_joined
 
 SCRIPT = str(Path(programs.__file__))
 
@@ -134,7 +133,8 @@ def test_complex_numbers_travel_as_pairs_of_reals() -> None:
     """Also a single number; the pairs are in the memory of the complex numbers, into which a backend reduces."""
     for shape in ((), (3,), (2, 3), (0,)):
         x = torch.zeros(shape, dtype=torch.complex64)
-        pairs = _real(x)
+        pairs = flat(x, "sum")
         assert pairs.dtype == torch.float32
+        assert pairs.dim() == flat(x, "prod").dim() == 1
         pairs.add_(1)
         assert torch.equal(x, torch.full(shape, 1 + 1j, dtype=torch.complex64))

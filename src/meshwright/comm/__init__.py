@@ -45,7 +45,6 @@ from .launcher.rank_console import KeptLines, first_rank_prints, prefix_prints
 from .process.process_communicator import ProcessCommunicator, init_process, stragglers
 from .simulation.shared_values import WATCHED_TYPES, WatchedType
 from .simulation.simulated_ranks import SimulatedCommunicator, simulate
-from .streams.platform import Platform, platform_of
 
 __all__ = [
     "WATCHED_TYPES",
@@ -69,7 +68,6 @@ __all__ = [
     "NoCommunicatorError",
     "PeerlessCommunicator",
     "PendingConversion",
-    "Platform",
     "PostedCommunicator",
     "ProcessCommunicator",
     "Receive",
@@ -88,7 +86,6 @@ __all__ = [
     "is_compared",
     "launch",
     "note_fact",
-    "platform_of",
     "prefix_prints",
     "reduce_terms",
     "simulate",

@@ -6,7 +6,7 @@
 | `Store`, `PrefixStore`, `TCPStore` of it | public in `torch.distributed`, but not exported to type checkers |
 | `ProcessGroupGloo._Options`, `._devices`, `._timeout` | Gloo on the loopback interface only |
 | `Backend._allgather_base`, `_reduce_scatter_base` | the one-tensor forms of all-gather and reduce-scatter |
-| `Backend._start_coalescing`, `_end_coalescing` | NCCL posts several messages at once only inside these |
+| `Backend._start_coalescing`, `_end_coalescing` | NCCL, for example, posts several messages at once only inside these |
 | `Backend._plugins` | the creators of backends that others registered |
 | `distributed_c10d._get_default_store` | the store of a program that has called `init_process_group` itself |
 | `autograd.profiler._prepare_profiler`, `._enable_profiler`, `._disable_profiler` | a process has one profiler, and two threads that use it crash the process |
@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from torch.autograd import forward_ad, graph, profiler
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module
 
-from meshwright.layout import TorchValue
+from meshwright.layout import PlacedMessage, TorchValue
 
 __all__ = [
     "EXPORTER",
@@ -106,28 +105,20 @@ class PendingWork(Protocol):
 
 
 class Backend:
-    """Transport of one group: torch's own object behind the few calls that a communicator makes."""
+    """Transport of one group over a backend of `torch.distributed`."""
 
     def __init__(self, name: str, raw: TorchValue) -> None:
         self.name = name
         self._raw = raw
         self._coalesces = name != "gloo" and bool(raw.supports_coalescing)
 
-    def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """True if the backend's own reduction is exact."""
-        return dtype in _EXACT.get(op, ()) or (dtype.is_complex and op == "sum")
-
-    def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor:
-        """Return the sum, prod, max or min of every rank's `x`, row by row.
-
-        With `over`, in the memory of `x` if possible.
-        """
-        plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
-        out = x if over and plain else x.clone(memory_format=torch.contiguous_format)
+    def all_reduce(self, out: Tensor, x: Tensor, op: str) -> None:
+        """Write the reduction of every rank's `x` to `out`, which is `x` itself or has other memory."""
+        if out is not x:
+            out.copy_(x)
         options: TorchValue = c10d.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
-        self._raw.allreduce([_real(out)], options).wait()
-        return out
+        self._raw.allreduce([out], options).wait()
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Write every rank's flat `x` to `out`, one after the other."""
@@ -135,13 +126,19 @@ class Backend:
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         """Write the sum over the group of the caller's part of the flat `x` to `out`."""
-        self._raw._reduce_scatter_base(_real(out), _real(x), c10d.ReduceScatterOptions()).wait()
+        self._raw._reduce_scatter_base(out, x, c10d.ReduceScatterOptions()).wait()
 
     def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Write every rank's piece for the caller to `out`, flat, with the given lengths."""
         self._raw.alltoall_base(out, x, arriving, leaving, c10d.AllToAllOptions()).wait()
 
-    def messages(self, sends: Sequence[tuple[int, int, Tensor]], receives: Sequence[tuple[int, int, Tensor]]) -> None:
+    def broadcast(self, x: Tensor, place: int) -> None:
+        """Write the `x` of the rank at this place to every rank's `x`."""
+        options: TorchValue = c10d.BroadcastOptions()
+        options.rootRank = place
+        self._raw.broadcast([x], options).wait()
+
+    def exchange(self, sends: Sequence[PlacedMessage], receives: Sequence[PlacedMessage]) -> None:
         """Post all (place in the group, tag, tensor) together, and wait for them."""
         if self._coalesces:
             self._raw._start_coalescing()
@@ -157,17 +154,6 @@ class Backend:
         self._raw.barrier(c10d.BarrierOptions()).wait()
 
 
-def _real(x: Tensor) -> Tensor:
-    """Return complex numbers as pairs of reals; a sum of pairs is the pair of the sums."""
-    if not x.is_complex():
-        return x
-    pairs = torch.view_as_real(x)
-    return pairs.flatten(-2) if x.dim() else pairs
-
-
-_FLOATS = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
-_INTEGERS = {torch.int8, torch.uint8, torch.int32, torch.int64}
-_EXACT = {"sum": _FLOATS | _INTEGERS, "prod": _FLOATS | _INTEGERS, "max": _INTEGERS, "min": _INTEGERS}
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "prod": dist.ReduceOp.PRODUCT,
@@ -178,9 +164,11 @@ _REDUCE_OPS = {
 
 def open_backend(name: str, store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Backend:
     """Return the transport of one group; only its members take part. Raises ValueError for an unknown name."""
-    create = {"gloo": _gloo, "nccl": _nccl, "xccl": _xccl}.get(name)
-    if create is not None:
-        return Backend(name, create(store, place, size, limit, loopback))
+    if name == "gloo":
+        return Backend(name, _gloo(store, place, size, limit, loopback))
+    kind: TorchValue = getattr(c10d, f"ProcessGroup{name.upper()}", None)
+    if hasattr(kind, "Options"):
+        return Backend(name, _on_devices(kind, store, place, size, limit))
     plugin = cast(dict[str, Any], dist.Backend._plugins).get(name.upper())
     if plugin is None:
         raise ValueError(name)
@@ -221,19 +209,8 @@ def _gloo(store: Store, place: int, size: int, limit: timedelta, loopback: bool)
     return kind(store, place, size, options)
 
 
-def _nccl(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> TorchValue:
-    return _on_devices("nccl", store, place, size, limit)
-
-
-def _xccl(store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> TorchValue:
-    return _on_devices("xccl", store, place, size, limit)
-
-
-def _on_devices(name: str, store: Store, place: int, size: int, limit: timedelta) -> TorchValue:
-    """Return a transport between devices. Raises ValueError with its name if torch was built without it."""
-    kind: TorchValue = getattr(c10d, f"ProcessGroup{name.upper()}", None)
-    if kind is None:
-        raise ValueError(name)
+def _on_devices(kind: TorchValue, store: Store, place: int, size: int, limit: timedelta) -> TorchValue:
+    """Return a transport between devices, of one of torch's own classes."""
     options = kind.Options()
     options._timeout = limit
     return kind(store, place, size, options)

@@ -1,6 +1,6 @@
 """Links between devices: start, latency per hop, and bytes per second.
 
-Bandwidths are those of one device in one direction. Sources: "ml-engineering" as in `_device.py`. Latencies of "nccl"
+Bandwidths are those of one device in one direction. Sources: "ml-engineering" as in `_device.py`. Latencies of "NCCL"
 are the constants of NCCL's tuning. A ring takes 8.4 µs per call and 3.4, 5.7 or 14 µs per hop with whole messages. With
 lines that carry flags it takes 14 µs per call and 1.9 or 4 µs per hop. The rates of rings of few and of many ranks and
 of switches were measured by the named sources. The rate of PCIe is what "simumax" (MooreThreads/SimuMax,
@@ -96,15 +96,15 @@ def _nvlink(
 
 
 def _inside(name: str, bandwidth: float, latency: float = 3.4, reach: float = 0.8, mesh: int = 0) -> Link:
-    return Link(name, bandwidth * GIGA, latency * MICRO, reach=reach, source="ml-engineering, nccl", mesh=mesh)
+    return Link(name, bandwidth * GIGA, latency * MICRO, reach=reach, source="ml-engineering, NCCL", mesh=mesh)
 
 
 def _network(name: str, gigabits: float, reach: float = 0.77) -> Link:
     lines = (14 * MICRO, 4 * MICRO)
-    return Link(name, gigabits / 8 * GIGA, 14 * MICRO, reach=reach, source="ml-engineering, nccl", lines=lines)
+    return Link(name, gigabits / 8 * GIGA, 14 * MICRO, reach=reach, source="ml-engineering, NCCL", lines=lines)
 
 
-NVLINK = "ml-engineering, nccl; vtrain (V100, A100), galvatron (A800)"
+NVLINK = "ml-engineering, NCCL; vtrain (V100, A100), galvatron (A800)"
 LINKS: Mapping[str, Link] = {
     link.name: link
     for link in (

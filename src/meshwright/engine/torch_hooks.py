@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _foreach_utils  # holds the types of devices below
 
 top_saved_hooks: Callable[[bool], tuple[Any, Any] | None]
 top_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue] - not in its stubs
@@ -13,3 +14,6 @@ top_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright
 
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """Call a function at the end of the backward pass that this thread is in."""
+
+foreach_devices: Callable[[], list[str]] = _foreach_utils._get_foreach_kernels_supported_devices
+"""Return the types of devices for which torch's optimizers use lists of tensors by default."""

@@ -1,4 +1,4 @@
-"""Meshes, placements and layouts: the distribution of a tensor's elements over ranks. No communication."""
+"""Meshes, placements, layouts: the distribution of a tensor's elements over ranks; platforms. No communication."""
 
 from typing import TYPE_CHECKING
 
@@ -8,17 +8,19 @@ if TYPE_CHECKING:
     from ._accelerator import (
         accelerators_in_use,
         autocast_modes,
-        can_pin_memory,
+        device_name,
         device_types,
         generator_state,
         generator_states,
+        platform_of,
+        register_platform,
         set_generator_state,
         set_generator_states,
     )
     from ._bounded_file import MOST_TEXT, decoded_text, inside, read_file, read_text_file
     from ._bounded_text import check_length, check_values, read_json, read_toml
     from ._cache import Cache
-    from ._errors import InputError, LayoutError, MeshError, MeshwrightError, PlacementError
+    from ._errors import InputError, LayoutError, MeshError, MeshwrightError, PlacementError, PlatformError
     from ._escape import escaped
     from ._layout import (
         Dim,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ._local import Range, chunk, cut, expand_products, local_length, local_ranges, local_shape
     from ._mesh import ProcessMesh, evenly
     from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
+    from ._platform import CPU, PlacedMessage, Platform, Transport, TransportGroup
     from ._size import hint, identity
     from ._spec import Spec, parse_spec
     from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, strides_like, whole_of
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from ._whole_file import write_whole
 
 __all__ = [
+    "CPU",
     "MOST_TEXT",
     "PARTIAL_OPS",
     "Cache",
@@ -57,8 +61,11 @@ __all__ = [
     "MeshError",
     "MeshwrightError",
     "Partial",
+    "PlacedMessage",
     "Placement",
     "PlacementError",
+    "Platform",
+    "PlatformError",
     "ProcessMesh",
     "Product",
     "Range",
@@ -67,10 +74,11 @@ __all__ = [
     "Spec",
     "Strides",
     "TorchValue",
+    "Transport",
+    "TransportGroup",
     "accelerators_in_use",
     "autocast_modes",
     "axes_of",
-    "can_pin_memory",
     "check_length",
     "check_values",
     "chunk",
@@ -78,6 +86,7 @@ __all__ = [
     "cut",
     "decoded_text",
     "dense_strides",
+    "device_name",
     "device_types",
     "escaped",
     "evenly",
@@ -98,11 +107,13 @@ __all__ = [
     "parse_layout",
     "parse_spec",
     "placements_of",
+    "platform_of",
     "read_dtype",
     "read_file",
     "read_json",
     "read_text_file",
     "read_toml",
+    "register_platform",
     "replicated",
     "set_generator_state",
     "set_generator_states",

@@ -8,6 +8,7 @@ Each package derives one class per cause; `docs/troubleshooting.md` has a paragr
     ├── PlacementError      a placement that the tensor or the mesh cannot have
     ├── LayoutError         a layout that contradicts itself, or text that is not one
     ├── InputError          a file or a text that a reader refuses: too large, too deep, not of its kind
+    ├── PlatformError       a platform that cannot be registered
     └── (one subtree per package, named after its cause)
 """
 
@@ -65,3 +66,7 @@ class LayoutError(MeshwrightError, ValueError):
 
 class InputError(MeshwrightError, ValueError):
     """A file or a text that a reader refuses: too large, nested too deep, not a regular file, or not of its kind."""
+
+
+class PlatformError(MeshwrightError, ValueError):
+    """A platform that cannot be registered: a second one for a type, or an entry point that gives none."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from meshwright.layout import TorchValue
+from meshwright.layout import TorchValue, platform_of
 
 Operator = OpOverload
 """An ATen operator overload: `torch.ops.aten.add.Tensor`. Its class and `_schema` have no public name."""
@@ -33,9 +33,9 @@ def register_meta_kernel(op: str, shapes: Callable[..., Any]) -> None:
 def can_assert_on(device: torch.device) -> bool:
     """True if a device has the kernel of `torch.ops.aten._assert_async`, which torch has for few devices.
 
-    Programs for CUDA devices are also recorded by a torch that was built without CUDA.
+    Programs are also recorded for devices that this process does not have. The platform tells about those.
     """
-    if device.type in ("cpu", "cuda", "meta"):
+    if device.type == "meta" or platform_of(device).asserts:
         return True
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_assert_async.msg", key)

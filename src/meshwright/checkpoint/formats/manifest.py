@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright import __version__
 from meshwright.layout import JsonValue, MeshwrightError, ProcessMesh, Product, Spec, parse_spec
 
 from .._errors import CheckpointError, CheckpointFileError, NewerFormatError, file_error
@@ -59,6 +59,14 @@ class MeshwrightCheckpoint(Catalogue):
         return open_file(self.folder / file)
 
 
+def own_version() -> str:
+    """Return the version of this package; "unknown" if it runs from a folder in which it is not installed."""
+    try:
+        return version("meshwright")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 def manifest_text(
     tensors: Mapping[str, TensorEntry], values: Mapping[str, Any], files: Mapping[str, FileFacts], world: int
 ) -> bytes:
@@ -67,7 +75,7 @@ def manifest_text(
     content: dict[str, Any] = {
         "kind": KIND,
         "format": FORMAT,
-        "versions": {"meshwright": __version__, "torch": str(torch.__version__)},
+        "versions": {"meshwright": own_version(), "torch": str(torch.__version__)},
         "world": world,
         "meshes": [mesh_json(mesh) for mesh in meshes],
         "files": {name: {"bytes": facts.nbytes, "sha256": facts.sha256} for name, facts in sorted(files.items())},
@@ -147,7 +155,7 @@ def _other_format(path: Path, content: Mapping[str, Any]) -> CheckpointFileError
     return NewerFormatError(
         f"to read {path}",
         f"format {found}" + (f", written by Meshwright {writer[:80]}" if isinstance(writer, str) else ""),
-        f"this version, {__version__}, reads format {FORMAT}",
+        f"this version, {own_version()}, reads format {FORMAT}",
         "use the version of Meshwright that wrote it, or a newer one",
     )
 

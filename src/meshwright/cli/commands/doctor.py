@@ -144,20 +144,31 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _installed_torch() -> Iterator[Finding]:
     """Yield the findings for torch, the devices it sees, and the means of communication between processes."""
     try:
-        import torch
         from torch import distributed
     except ImportError as error:
         yield Finding("import torch", str(error).splitlines()[0], False, write="pip install --force-reinstall torch")
         return
     yield _devices()
     there = distributed.is_available()
-    gloo, nccl = there and distributed.is_gloo_available(), there and distributed.is_nccl_available()
+    gloo = there and distributed.is_gloo_available()
     yield Finding("gloo", _availability(gloo), gloo, write="install a build of torch with Gloo: pip install torch")
-    yield Finding(
-        "nccl", _availability(nccl), nccl or not torch.cuda.is_available(), write="install a build of torch with CUDA"
-    )
+    yield from _transport(there)
     yield from _between_processes()
     yield _compiler_finding()
+
+
+def _transport(has_distributed: bool) -> Iterator[Finding]:
+    """Yield the finding for the transport between accelerators, if there is an accelerator."""
+    from torch import distributed
+
+    from meshwright.layout import device_types, platform_of
+
+    accelerator = device_types()[1:]
+    name = platform_of(accelerator[0]).transport if accelerator else None
+    if isinstance(name, str):
+        good = has_distributed and distributed.is_backend_available(name)
+        write = f"install a build of torch with {name.upper()}, or the package that registers it"
+        yield Finding(name, _availability(good), good, write=write)
 
 
 def _availability(there: bool) -> str:
@@ -167,21 +178,25 @@ def _availability(there: bool) -> str:
 def _devices() -> Finding:
     import torch
 
+    from meshwright.layout import device_name, device_types
+
     names = [f"{os.cpu_count() or 1} CPU cores, torch uses {torch.get_num_threads()}"]
-    if torch.cuda.is_available():
-        names += [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
-        names += [f"{_peer_links_text()} GPU pairs with peer access"] if torch.cuda.device_count() > 1 else []
-    elif torch.accelerator.is_available():
-        names += [f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"]
+    for kind in device_types()[1:]:
+        count = torch.accelerator.device_count()
+        names += [device_name(f"{kind}:{at}") or f"{kind}:{at}" for at in range(count)]
+        names += _peer_links(kind, count)
     return Finding("devices", "; ".join(names))
 
 
-def _peer_links_text() -> str:
+def _peer_links(kind: str, count: int) -> list[str]:
+    """Return the text about pairs of devices that reach each other's memory, if there are pairs and torch says it."""
     import torch
 
-    count = torch.cuda.device_count()
+    can_reach = getattr(torch.get_device_module(kind), "can_device_access_peer", None)
     pairs = [(a, b) for a in range(count) for b in range(a)]
-    return f"{sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)} of {len(pairs)}"
+    if can_reach is None or not pairs:
+        return []
+    return [f"{sum(can_reach(a, b) for a, b in pairs)} of {len(pairs)} pairs of devices with peer access"]
 
 
 def _between_processes() -> Iterator[Finding]:

@@ -16,10 +16,19 @@ from meshwright.cli.console.exit_codes import FAILED, OK
 from meshwright.cli.console.files import check_folder, write_text
 from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
-from meshwright.cli.ranks.measure import DTYPES, MESSAGES, PRODUCTS, measurements
+from meshwright.cli.ranks.measure import MESSAGES, measurements, sizes_for
 from meshwright.comm import launch
 from meshwright.cost import DEVICES, cluster
-from meshwright.layout import MeshwrightError, read_json, read_text_file, write_dtype, write_toml
+from meshwright.layout import (
+    CPU,
+    MeshwrightError,
+    device_types,
+    platform_of,
+    read_json,
+    read_text_file,
+    write_dtype,
+    write_toml,
+)
 
 START = 10.0
 """Seconds until processes have imported torch and are connected."""
@@ -28,13 +37,12 @@ START = 10.0
 def profile(settings: argparse.Namespace, argv: list[str]) -> int:
     """Print or write the cluster. Returns 1 if the ranks fail."""
     check_folder(settings.out)
-    cuda = torch.cuda.is_available()
-    there = torch.cuda.device_count() if cuda else os.cpu_count() or 1
+    device = device_types()[-1]
+    there = (os.cpu_count() or 1) if device == CPU else torch.accelerator.device_count()
     ranks = settings.ranks or there
-    if cuda and ranks > there:
-        raise UsageError(f"meshwright profile: {ranks} ranks on {there} GPUs\n  fix: pass --ranks {there}")
+    if device != CPU and ranks > there:
+        raise UsageError(f"meshwright profile: {ranks} ranks on {there} devices\n  fix: pass --ranks {there}")
     if settings.dry_run:
-        device = "cuda" if cuda else "cpu"
         if settings.json:
             what = [{"what": w, "dtype": dtype, "size": size} for w, dtype, size in measurements(ranks, device)]
             print_json({"ranks": ranks, "device": device, "measurements": what})
@@ -73,9 +81,9 @@ def _answer(settings: argparse.Namespace, measured: Mapping[str, Any], toml: str
 def _measurement_plan(ranks: int, device: str, seconds: float) -> str:
     """Return the description of the measurements that would be made."""
     what = measurements(ranks, device)
-    sizes = f"matrix products of {', '.join(map(str, PRODUCTS[device]))}"
-    sizes += f" in {', '.join(map(write_dtype, DTYPES[device]))}"
-    rows = [f"{ranks} concurrent processes, each with {'a GPU' if device == 'cuda' else 'one thread'}", f"  {sizes}"]
+    sizes = f"matrix products of {', '.join(map(str, sizes_for(device).products))}"
+    sizes += f" in {', '.join(map(write_dtype, platform_of(device).product_dtypes))}"
+    rows = [f"{ranks} concurrent processes, each with {'one thread' if device == CPU else 'a device'}", f"  {sizes}"]
     rows += ["  memory bandwidth, and the launch overhead of an operator"]
     if ranks > 1:
         rows.append(f"  all-reduces of {', '.join(f'{n:,}' for n in MESSAGES)} bytes")

@@ -11,23 +11,27 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import Communicator, init_process
-from meshwright.layout import write_dtype
+from meshwright.layout import CPU, device_name, device_types, platform_of, write_dtype
 from meshwright.search import progress_bar
 
-PRODUCTS = {"cpu": (256, 512, 1024), "cuda": (1024, 4096, 8192)}
-DTYPES = {
-    "cpu": (torch.float32, torch.float64, torch.bfloat16),
-    "cuda": (torch.float32, torch.float16, torch.bfloat16),
-}
+
+class Sizes(NamedTuple):
+    """The sizes of matrix products, and the bytes of a copy."""
+
+    products: tuple[int, ...]
+    copied: int
+
+
+ON_CPU, ON_ACCELERATORS = Sizes((256, 512, 1024), 2**26), Sizes((1024, 4096, 8192), 2**30)
 MESSAGES = (4, 2**12, 2**16, 2**20, 2**24)
-COPIED = {"cpu": 2**26, "cuda": 2**30}
 FEWEST = 3
 _TIMES = 20
 
@@ -35,11 +39,17 @@ Measurement = tuple[str, str, int]
 """The kind of a measurement, its dtype, and its size."""
 
 
+def sizes_for(device: str) -> Sizes:
+    """Return the sizes that are measured on a type of device."""
+    return ON_CPU if device == CPU else ON_ACCELERATORS
+
+
 def measurements(ranks: int, device: str) -> list[Measurement]:
     """Return the measurements in order; equal on every rank."""
-    products = [("product", write_dtype(dtype), size) for dtype in DTYPES[device] for size in PRODUCTS[device]]
+    dtypes = map(write_dtype, platform_of(device).product_dtypes)
+    products = [("product", dtype, size) for dtype in dtypes for size in sizes_for(device).products]
     messages = [("all-reduce", "f32", nbytes) for nbytes in MESSAGES] if ranks > 1 else []
-    return [*products, ("copy", "f32", COPIED[device]), ("overhead", "f32", 1), *messages]
+    return [*products, ("copy", "f32", sizes_for(device).copied), ("overhead", "f32", 1), *messages]
 
 
 def measure(here: Communicator, seconds: float, device: torch.device) -> dict[str, Any]:
@@ -66,7 +76,7 @@ def measure(here: Communicator, seconds: float, device: torch.device) -> dict[st
 def _action(what: str, dtype: str, size: int, here: Communicator, device: torch.device) -> Callable[[], object]:
     """Return the function that is timed."""
     if what == "product":
-        kind = next(d for d in DTYPES[device.type] if write_dtype(d) == dtype)
+        kind = next(d for d in platform_of(device).product_dtypes if write_dtype(d) == dtype)
         a, b = (torch.randn(size, size, device=device).to(kind) for _ in range(2))
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
@@ -99,8 +109,8 @@ def _timed(act: Callable[[], object], runs: int, device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if device.type != CPU:
+        torch.accelerator.synchronize(device)
 
 
 def rates(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -136,15 +146,16 @@ def _link(found: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
 
 
 def _memory(device: torch.device, ranks: int) -> float:
-    """Return the bytes of memory of a rank: those of its GPU, or its share of the host's."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+    """Return the bytes of memory of a rank: those of its device if torch knows them, or its share of the host's."""
+    if device.type != CPU:
+        with suppress(NotImplementedError):  # allocators of some devices do not say it
+            return float(torch.accelerator.get_memory_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
 
 def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != CPU:
+        return device_name(device) or device.type
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -152,11 +163,8 @@ def _name(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    communicator = init_process()
-    told = measure(
-        communicator,
-        float(sys.argv[2]),
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
-    )
+    communicator, kind = init_process(), device_types()[-1]
+    here = torch.device(kind) if kind == CPU else torch.device(kind, torch.accelerator.current_device_index())
+    told = measure(communicator, float(sys.argv[2]), here)
     if communicator.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(told))

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from meshwright.layout import platform_of
 from meshwright.reshard import ConversionPlan, prepare
 
 from ..streams.communication_streams import COLLECTIVES, CommunicationStreams
-from ..streams.platform import platform_of
 from ..streams.ticket import Ticket
 from .call import CommCall
 from .communicator import Communicator, PendingConversion, Receive

@@ -1,7 +1,7 @@
 """The communicator with one process per rank.
 
-process_communicator   init_process, ProcessCommunicator: collectives over shared memory, Gloo or NCCL
-device_choice          default_backend, use_device: the transport and the device of a process
+process_communicator   init_process, ProcessCommunicator: collectives over the transports of the platforms
+device_choice          default_transport, use_device: the transport and the device of a process
 flight_record          Record: the last 200 calls of a rank, written as JSON when a call fails
 retained_memory        keep_memory: freed memory stays in the process for the next training step
 """

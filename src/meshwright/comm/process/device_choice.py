@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from meshwright.layout import device_types
+from meshwright.layout import Transport, TransportGroup, device_types, platform_of
 
 from .._errors import LaunchError
 from ..torch_hooks import backend_for
@@ -12,9 +14,14 @@ from ..torch_hooks import backend_for
 CPU_BACKEND = "gloo"
 
 
-def default_backend() -> str:
-    """Return the name of the transport that torch has for the accelerator; "gloo" if there is no accelerator."""
-    return backend_for(device_types()[-1]) or CPU_BACKEND
+Opener = Callable[[TransportGroup], Transport]
+"""Function of a platform that opens a transport between the devices of a group."""
+
+
+def default_transport() -> str | Opener:
+    """Return the transport of the accelerator's platform: its function, or the name of a backend of torch."""
+    kind = device_types()[-1]
+    return platform_of(kind).transport or backend_for(kind) or CPU_BACKEND
 
 
 def use_device(local_rank: int, may_share: bool = False) -> None:

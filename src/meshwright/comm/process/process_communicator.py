@@ -1,10 +1,10 @@
-"""Communicator with one process per rank, over torch.distributed's backends: Gloo on CPU, NCCL on CUDA, or others.
+"""Communicator with one process per rank, over shared memory or Gloo on the CPU, or the platform's transport.
 
 Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. Messages use their
 own connections, between the memories of the hosts, and are copied from and to other devices: NCCL has no tags, and its
 senders wait for their receivers. With Gloo as backend, collectives of tensors on a device are copied in the same way.
 
-If a backend does not reduce a dtype exactly, the data is moved as bytes and reduced here, in the order of the group.
+If a transport does not reduce a dtype exactly, the data is moved as bytes and reduced here, in the order of the group.
 Gloo loses NaN in max and min, and does not support int16, float8, or the product of complex numbers.
 """
 
@@ -24,7 +24,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.layout import MeshwrightError, user_place, warn_user
+from meshwright.layout import (
+    CPU,
+    MeshwrightError,
+    PlacedMessage,
+    Transport,
+    TransportGroup,
+    platform_of,
+    user_place,
+    warn_user,
+)
 from meshwright.reshard import ConversionPlan
 
 from .._errors import CommError, StragglerWarning
@@ -40,19 +49,18 @@ from ..communicators.reductions import reduce_terms
 from ..communicators.stragglers import Straggler, is_slow
 from ..launcher.process_state import ProcessState
 from ..launcher.rendezvous import RankAddress, open_store, read_rank_address
-from ..torch_hooks import Backend, PrefixStore, Store, another_connection, open_backend
+from ..torch_hooks import PrefixStore, Store, another_connection, open_backend
 from ..transport.background_thread import BackgroundThread
 from ..transport.control_links import ConnectionClosedError, ControlLinks
 from ..transport.direct_exchange import DirectExchange
 from ..transport.host_transport import HostTransport
 from ..transport.messages import Message, Messages
 from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
-from .device_choice import CPU_BACKEND, default_backend, use_device
+from .device_choice import CPU_BACKEND, Opener, default_transport, use_device
 from .flight_record import Noted, Record
 from .retained_memory import keep_memory
 
 T = TypeVar("T")
-Transport = Backend | DirectExchange | SharedMemoryTransport | HostTransport
 
 _AS_SUM, _AS_BYTES = "avg", {"any": "max", "all": "min"}
 _TIME_FOR_LAST_MESSAGES = 60.0
@@ -64,14 +72,14 @@ class ProcessCommunicator(Communicator):
 
     kind = "process"
 
-    def __init__(self, place: RankAddress, backend: str, check: Check, limit: timedelta) -> None:
+    def __init__(self, place: RankAddress, backend: str | Opener, check: Check, limit: timedelta) -> None:
         super().__init__(place.rank, place.size)
         self.local_rank = place.local_rank
         self._place = place
         self._backend = backend
         self._limit = limit
         self._store: Store = open_store(place, limit)
-        self._opened: dict[tuple[str, Group], Transport] = {}
+        self._opened: dict[tuple[str | Opener, Group], Transport] = {}
         self._side = BackgroundThread()
         self._messages = Messages()
         self._guard = Guard(place.rank, check, self._messages, self._side, RankFacts(place.rank, self._store))
@@ -257,35 +265,63 @@ class ProcessCommunicator(Communicator):
 
     def _reduce_all(self, x: Tensor, call: CommCall, over: bool) -> Tensor:
         op = "sum" if call.op == _AS_SUM else call.op
-        transport = self._open_for(x, call.group)
-        if op in _AS_BYTES:
-            return transport.all_reduce((x != 0).to(torch.uint8), _AS_BYTES[op]).to(x.dtype)
-        if not transport.reduces(op, x.dtype):
+        if op in _AS_BYTES and self._is_exact(_AS_BYTES[op], torch.uint8, x.device, call.group):
+            return self._total((x != 0).to(torch.uint8), _AS_BYTES[op], call.group, over=True).to(x.dtype)
+        if not self._is_exact(op, x.dtype, x.device, call.group):
             shapes = (tuple(x.shape),) * len(call.group)
             return reduce_terms(self._gather(x, shapes, call.group), call.op)
-        total = transport.all_reduce(x, op, over)
+        total = self._total(x, op, call.group, over)
         return total.div_(len(call.group)) if call.op == _AS_SUM else total
+
+    def _is_exact(self, op: str, dtype: torch.dtype, device: torch.device, group: Group) -> bool:
+        """True if the transport's own reduction is exact. Complex numbers are summed as pairs of reals."""
+        backend = self._backend_for(device)
+        if isinstance(self._open(backend, group), SharedMemoryTransport):
+            return True
+        carried = dtype.to_real() if dtype.is_complex and op == "sum" else dtype
+        reducing = torch.device(CPU) if backend == CPU_BACKEND else device
+        return carried in platform_of(reducing).reductions.get(op, ())
+
+    def _total(self, x: Tensor, op: str, group: Group, over: bool) -> Tensor:
+        """Return the transport's reduction of every rank's `x`; with `over`, in the memory of `x` if possible."""
+        data = contiguous_values(x)
+        out = data if over or data is not x else torch.empty_like(data)
+        sent = flat(data, op)
+        received = sent if out is data else flat(out, op)
+        self._open_for(x.device, group).all_reduce(received, sent, op)
+        return out
 
     def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
         data = _bytes(x)
         if all(shape == shapes[0] for shape in shapes):
             out = data.new_empty(len(group) * data.numel())
-            self._open_for(x, group).all_gather(out, data)
+            self._open_for(x.device, group).all_gather(out, data)
             return [part.view(shape) for part, shape in zip(out.view(x.dtype).chunk(len(group)), shapes, strict=True)]
+        owners = [place for place, shape in enumerate(shapes) if _numel(shape)]
+        if len(owners) == 1:
+            return self._gather_from_one(x, shapes, group, owners[0])
         sends = [(peer, x) for peer in group if peer != self.rank]
         receives = [(peer, s, x.dtype, x.device) for peer, s in zip(group, shapes, strict=True) if peer != self.rank]
         arrived = iter(self._post(sends, receives, group))
         return [contiguous_copy(x) if peer == self.rank else next(arrived) for peer in group]
 
+    def _gather_from_one(self, x: Tensor, shapes: Sequence[Shape], group: Group, owner: int) -> list[Tensor]:
+        """Return every rank's part, where all parts are empty but that of the rank at place `owner`."""
+        parts = [x.new_empty(shape) for shape in shapes]
+        if group[owner] == self.rank:
+            parts[owner] = contiguous_copy(x)
+        self._open_for(x.device, group).broadcast(parts[owner].view(-1).view(torch.uint8), owner)
+        return parts
+
     def _scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
         shape, dtype = call.receives[0], pieces[0].dtype
         even = all(sent == shape for sent in call.sends)
-        transport = self._open_for(pieces[0], call.group)
-        if not (even and call.op in ("sum", _AS_SUM) and transport.reduces("sum", dtype)):
+        device, is_sum = pieces[0].device, call.op in ("sum", _AS_SUM)
+        if not (even and is_sum and self._is_exact("sum", dtype, device, call.group)):
             return reduce_terms(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
         packed = flat_joined([contiguous_values(piece).view(-1) for piece in pieces])
         out = packed.new_empty(shape)
-        transport.reduce_scatter(out.view(-1), packed)
+        self._open_for(device, call.group).reduce_scatter(flat(out, "sum"), flat(packed, "sum"))
         return out.div_(len(call.group)) if call.op == _AS_SUM else out
 
     def _swap(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]:
@@ -293,8 +329,7 @@ class ProcessCommunicator(Communicator):
         dtype = pieces[0].dtype
         arriving = [_numel(shape) * dtype.itemsize for shape in shapes]
         out = flat[0].new_empty(sum(arriving))
-        backend = self._open_for(out, group)
-        backend.all_to_all(out, torch.cat(flat), arriving, [data.numel() for data in flat])
+        self._open_for(out.device, group).all_to_all(out, torch.cat(flat), arriving, [data.numel() for data in flat])
         return _unpacked(out, arriving, shapes, dtype)
 
     def _post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
@@ -308,20 +343,20 @@ class ProcessCommunicator(Communicator):
             target.copy_(source)
         leaving, awaited = self._tagged(sends, group), self._tagged(expected, group)
         if len(group) > 1:
-            # a member without messages opens the backend too, because the others wait for it
+            # a member without messages opens the transport too, because the others wait for it
             like = next((x for *_, x in leaving + awaited), None)
-            backend = self._open(self._backend, group) if like is None else self._open_for(like, group)
-            backend.messages(leaving, awaited)
+            transport = self._open(self._backend, group) if like is None else self._open_for(like.device, group)
+            transport.exchange(leaving, awaited)
         return out
 
     def _to_itself(self, messages: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         """Return the messages of this rank to itself."""
         return [x for peer, x in messages if peer == self.rank]
 
-    def _tagged(self, messages: Sequence[tuple[int, Tensor]], group: Group) -> list[tuple[int, int, Tensor]]:
+    def _tagged(self, messages: Sequence[tuple[int, Tensor]], group: Group) -> list[PlacedMessage]:
         """Return (place in the group, number of earlier messages with that peer, bytes) of the messages that travel."""
         counts: dict[int, int] = {}
-        found: list[tuple[int, int, Tensor]] = []
+        found: list[PlacedMessage] = []
         for peer, x in messages:
             if peer == self.rank or x.numel() == 0:
                 continue
@@ -332,28 +367,36 @@ class ProcessCommunicator(Communicator):
     def _peers_of(self, group: Group) -> Peers:
         return Peers(self._watchdog.check, lambda place: self._links.life(group[place]) is ProcessState.GONE)
 
-    def _open_for(self, x: Tensor, group: Group) -> Transport:
-        if x.device.type == "cpu":
-            return self._open(CPU_BACKEND, group)
-        if self._backend == CPU_BACKEND:
-            return HostTransport(self._open(CPU_BACKEND, group))
-        return self._open(self._backend, group)
+    def _open_for(self, device: torch.device, group: Group) -> Transport:
+        backend = self._backend_for(device)
+        found = self._open(backend, group)
+        return HostTransport(found) if device.type != CPU and backend == CPU_BACKEND else found
 
-    def _open(self, name: str, group: Group) -> Transport:
+    def _backend_for(self, device: torch.device) -> str | Opener:
+        return CPU_BACKEND if device.type == CPU else self._backend
+
+    def _open(self, backend: str | Opener, group: Group) -> Transport:
         """Return the group's transport; its members open it on their first call."""
-        found = self._opened.get((name, group))
+        found = self._opened.get((backend, group))
         if found is None:
-            key = sha1(repr(group).encode(), usedforsecurity=False).hexdigest()
-            # the transport blocks the connection to the store: other threads use another one
-            store = PrefixStore(f"{name}/{key}", another_connection(self._store))
-            place, size = group.index(self.rank), len(group)
-            if name == CPU_BACKEND:
-                found = open_shared(store, place, size, self._limit, self._peers_of(group))
-            if found is None:
-                backend = open_backend(name, store, place, size, self._limit, self._place.loopback)
-                found = DirectExchange(backend, place, size) if name == CPU_BACKEND else backend
-            self._opened[(name, group)] = found
+            found = self._opened[backend, group] = self._new_transport(backend, group)
         return found
+
+    def _new_transport(self, backend: str | Opener, group: Group) -> Transport:
+        key = sha1(repr(group).encode(), usedforsecurity=False).hexdigest()
+        name = backend if isinstance(backend, str) else "devices"
+        # the transport blocks the connection to the store: other threads use another one
+        store = PrefixStore(f"{name}/{key}", another_connection(self._store))
+        place, size = group.index(self.rank), len(group)
+        if not isinstance(backend, str):
+            return backend(TransportGroup(place, size, store, self._limit))
+        is_for_cpu = backend == CPU_BACKEND
+        if is_for_cpu:
+            shared = open_shared(store, place, size, self._limit, self._peers_of(group))
+            if shared is not None:
+                return shared
+        opened = open_backend(backend, store, place, size, self._limit, self._place.loopback)
+        return DirectExchange(opened, place, size) if is_for_cpu else opened
 
 
 def init_process(
@@ -368,7 +411,8 @@ def init_process(
     was started alone, as by `python script.py`, is the only rank.
 
     Args:
-        backend: backend for tensors that are not on the CPU; by default torch's for the accelerator ("nccl" for CUDA).
+        backend: name of a backend of `torch.distributed` for tensors that are not on the CPU; by default the transport
+            of the accelerator's platform.
         check: "every", "off", a number N (every N-th call of a group) or a `Check`; by default MESHWRIGHT_CHECK.
         transfer_limit: seconds that one transfer may take once all its ranks have agreed on it.
         place: rank, size and addresses; by default those of the environment.
@@ -380,11 +424,11 @@ def init_process(
     if there is not None:
         return there
     check = Check.from_environment() if check is None else _check_of(check)
-    backend = backend or default_backend()
+    transport = backend or default_transport()
     place = place or read_rank_address()
-    use_device(place.local_rank, may_share=backend == CPU_BACKEND)
+    use_device(place.local_rank, may_share=transport == CPU_BACKEND)
     keep_memory()
-    communicator = ProcessCommunicator(place, backend, check, timedelta(seconds=transfer_limit))
+    communicator = ProcessCommunicator(place, transport, check, timedelta(seconds=transfer_limit))
     install_communicator(communicator)
     atexit.register(communicator.close)
     if place.size > 1 and check.every:
@@ -415,6 +459,11 @@ def _check_of(check: Check | str | int) -> Check:
 
 def _bytes(x: Tensor) -> Tensor:
     return contiguous_values(x).view(-1).view(torch.uint8)
+
+
+def flat(x: Tensor, op: str) -> Tensor:
+    """Return a contiguous tensor as one row; complex numbers as pairs of reals, if the pairs can be summed."""
+    return (torch.view_as_real(x) if x.is_complex() and op == "sum" else x).view(-1)
 
 
 def flat_joined(parts: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,5 @@
 """Streams of devices on which communication runs beside computation, and the events that order them.
 
-platform               Platform: what differs between types of devices
 communication_streams  CommunicationStreams: the communication streams of a rank; wait: the only wait of a stream
 ticket                 Ticket: a conversion that is queued on a communication stream
 """

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..communicators.reductions import reduce_into
 from ..torch_hooks import Backend
-from .shared_memory import contiguous_values
 
 _MOST = 2**20
 """Upper bound on the bytes that a rank sends directly. In a ring a rank sends fewer bytes of a larger tensor."""
@@ -27,24 +26,21 @@ class DirectExchange:
         self._backend, self._place = backend, place
         self._all = range(size)
         self._others = [other for other in self._all if other != place]
-        self.all_to_all, self.messages, self.barrier = backend.all_to_all, backend.messages, backend.barrier
+        self.all_to_all, self.broadcast = backend.all_to_all, backend.broadcast
+        self.exchange, self.barrier = backend.exchange, backend.barrier
 
-    def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """True if reductions of large tensors are exact, too."""
-        return self._backend.reduces(op, dtype)
-
-    def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor:
-        """Return the sum, prod, max or min of every rank's `x`; with `over`, in the memory of `x` if possible."""
+    def all_reduce(self, out: Tensor, x: Tensor, op: str) -> None:
+        """Write the reduction of every rank's `x` to `out`, which is `x` itself or has other memory."""
         if not self._is_direct(x):
-            return self._backend.all_reduce(x, op, over)
-        mine = contiguous_values(x)
-        terms = [mine if at == self._place else torch.empty_like(mine) for at in self._all]
-        self._swap([mine] * len(terms), terms)
-        first = terms[0]
-        if self._place == 0 and not over:
-            first = torch.empty_like(mine)
-        reduce_into(first, terms, op)
-        return first
+            self._backend.all_reduce(out, x, op)
+            return
+        terms = [x if at == self._place else torch.empty_like(x) for at in self._all]
+        self._swap([x] * len(terms), terms)
+        if out is not x or self._place == 0:
+            reduce_into(out, terms, op)
+            return
+        reduce_into(terms[0], terms, op)  # not to `out`, which is a later term
+        out.copy_(terms[0])
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Write every rank's flat `x` to `out`, one after the other."""
@@ -71,4 +67,4 @@ class DirectExchange:
     def _swap(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
         """Send `sends[i]` to rank i, and receive `receives[i]` from it."""
         leaving = [(other, 0, sends[other]) for other in self._others]
-        self._backend.messages(leaving, [(other, 0, receives[other]) for other in self._others])
+        self._backend.exchange(leaving, [(other, 0, receives[other]) for other in self._others])

@@ -6,40 +6,27 @@ It also serves several processes that share one device, which NCCL refuses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from meshwright.layout import PlacedMessage, Transport
+
 from .shared_memory import contiguous_values
-
-Messages = Sequence[tuple[int, int, Tensor]]
-"""(place in the group, tag, tensor) of each message."""
-
-
-class CpuTransport(Protocol):
-    """Collectives of tensors on the CPU."""
-
-    def reduces(self, op: str, dtype: torch.dtype) -> bool: ...
-    def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor: ...
-    def all_gather(self, out: Tensor, x: Tensor) -> None: ...
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> None: ...
-    def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None: ...
-    def messages(self, sends: Messages, receives: Messages) -> None: ...
-    def barrier(self) -> None: ...
 
 
 class HostTransport:
     """Transport of one group of ranks: copies operands to the host and results back; complete when a call returns."""
 
-    def __init__(self, transport: CpuTransport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.reduces, self.barrier = transport.reduces, transport.barrier
+        self.barrier = transport.barrier
 
-    def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor:
-        """Return the sum, prod, max or min of every rank's `x`; with `over`, in the memory of `x`."""
-        found = self._transport.all_reduce(x.cpu(), op, over=True)
-        return x.copy_(found) if over else found.to(x.device)
+    def all_reduce(self, out: Tensor, x: Tensor, op: str) -> None:
+        """Write the reduction of every rank's `x` to `out`."""
+        host = x.cpu()
+        self._transport.all_reduce(host, host, op)
+        out.copy_(host)
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Write every rank's flat `x` to `out`, one after the other."""
@@ -59,10 +46,16 @@ class HostTransport:
         self._transport.all_to_all(host, x.cpu(), arriving, leaving)
         out.copy_(host)
 
-    def messages(self, sends: Messages, receives: Messages) -> None:
-        """Post all messages together, and wait for them."""
+    def broadcast(self, x: Tensor, place: int) -> None:
+        """Write the `x` of the rank at this place to every rank's `x`."""
+        host = x.cpu()
+        self._transport.broadcast(host, place)
+        x.copy_(host)
+
+    def exchange(self, sends: Sequence[PlacedMessage], receives: Sequence[PlacedMessage]) -> None:
+        """Send and receive all messages together, and wait for them."""
         arriving = [(place, tag, _host_memory(out)) for place, tag, out in receives]
-        self._transport.messages([(place, tag, contiguous_values(x.cpu())) for place, tag, x in sends], arriving)
+        self._transport.exchange([(place, tag, contiguous_values(x.cpu())) for place, tag, x in sends], arriving)
         for (*_, out), (*_, host) in zip(receives, arriving, strict=True):
             out.copy_(host)
 

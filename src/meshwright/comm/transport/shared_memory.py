@@ -20,6 +20,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from meshwright.layout import PlacedMessage
+
 from ..communicators.reductions import reduce_into
 from ..torch_hooks import PrefixStore, Store
 from .shared_region import attach_region, create_region, host_identity, is_running, unlink_region, wait_for
@@ -65,23 +67,12 @@ class SharedMemoryTransport:
         self._typed: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._flags[self._mine + _PROCESS] = os.getpid()
 
-    def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """True: all reductions are exact."""
-        return True
-
-    def all_reduce(self, x: Tensor, op: str, over: bool = False) -> Tensor:
-        """Return the reduction of every rank's `x`, row by row; with `over`, in the memory of `x` if possible.
-
-        New memory is expensive in a process that keeps none: the system provides it page by page, each filled with
-        zeros.
-        """
-        rows = contiguous_values(x)
-        out = rows if over else torch.empty(x.shape, dtype=x.dtype, device="cpu")
-        flat, given = out.view(-1), rows.view(-1)
+    def all_reduce(self, out: Tensor, x: Tensor, op: str) -> None:
+        """Write the reduction of every rank's `x` to `out`, which is `x` itself or has other memory; any dtype."""
+        flat, given = out.view(-1), x.view(-1)
         combined = self._combine_in_parts if self._size > 2 and x.nbytes > _SHARED else self._combine
         for low, high in _ranges(given.numel(), SLOT // x.dtype.itemsize):
             combined(flat[low:high], given[low:high], op)
-        return out
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Write every rank's flat `x` to `out`, one after the other."""
@@ -117,7 +108,16 @@ class SharedMemoryTransport:
                 part.copy_(slot[self._place * lane : self._place * lane + part.numel()])
             low += lane
 
-    def messages(self, sends: Sequence[tuple[int, int, Tensor]], receives: Sequence[tuple[int, int, Tensor]]) -> None:
+    def broadcast(self, x: Tensor, place: int) -> None:
+        """Write the flat `x` of the rank at this place to every rank's `x`."""
+        for low, high in _ranges(x.numel(), SLOT // x.dtype.itemsize):
+            if place == self._place:
+                self._slot(x.dtype)[: high - low].copy_(x[low:high])
+            slots = self._meet(x.dtype, high - low)
+            if place != self._place:
+                x[low:high].copy_(slots[place][: high - low])
+
+    def exchange(self, sends: Sequence[PlacedMessage], receives: Sequence[PlacedMessage]) -> None:
         """Exchange all (place in the group, tag, bytes); messages for one rank are in the order of their tags."""
         leaving, arriving = sorted(sends, key=_place_of), sorted(receives, key=_place_of)
         lengths = self._lengths(arriving)
@@ -128,7 +128,7 @@ class SharedMemoryTransport:
         for (_, _, x), part in zip(arriving, parts, strict=True):
             x.copy_(part)
 
-    def _lengths(self, messages: Sequence[tuple[int, int, Tensor]]) -> list[int]:
+    def _lengths(self, messages: Sequence[PlacedMessage]) -> list[int]:
         """Return the number of bytes of all messages with each place in the group."""
         found = [0] * self._size
         for place, _, x in messages:
@@ -201,7 +201,7 @@ class SharedMemoryTransport:
             raise RuntimeError(f"the rank at index {other // _LINE} did not join the call within {self._limit:g} s")
 
 
-def _place_of(message: tuple[int, int, Tensor]) -> int:
+def _place_of(message: PlacedMessage) -> int:
     return message[0]
 
 

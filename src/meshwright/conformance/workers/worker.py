@@ -20,6 +20,7 @@ import torch
 
 from meshwright.comm import Check as CallCheck
 from meshwright.comm import init_process, launch
+from meshwright.layout import CPU, device_name, device_types
 
 from ..results.check import Check, NotRun, Target, WrongResult
 from ..results.result import NOT_RUN, OK, RAISED, WRONG, Facts
@@ -82,11 +83,11 @@ def _start(request: Request) -> tuple[Mapping[str, Check], Target]:
 
 def _target(request: Request) -> Target:
     """Return the device of this rank. Raises RuntimeError if torch cannot use it."""
-    accelerator = torch.accelerator.current_accelerator()
-    kind = request.device or ("cpu" if accelerator is None else accelerator.type)
-    count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == kind else 1
+    here = device_types()
+    kind = request.device or here[-1]
+    count = torch.accelerator.device_count() if kind in here[1:] else 1
     device = torch.device(kind)
-    if kind != "cpu":
+    if kind != CPU:
         device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % count)
     float(torch.ones(2, device=device).sum().cpu())
     dtypes = tuple(each for each in FLOATING if _has(device, each))
@@ -104,13 +105,11 @@ def _has(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _facts(target: Target, through_host: bool) -> dict[str, object]:
     device = target.device
-    module = torch.get_device_module(device.type)
-    name = getattr(module, "get_device_name", None)
     found = Facts(
         device=device.type,
         count=target.count,
         dtypes=tuple(str(each).removeprefix("torch.") for each in target.dtypes),
-        name=platform.machine() if device.type == "cpu" or name is None else str(name(device)),
+        name=device_name(device) or platform.machine(),
         torch=torch.__version__,
         python=platform.python_version(),
         system=platform.system(),

@@ -33,6 +33,7 @@ from meshwright.tensor import (
 )
 
 from ..checks import before_step
+from ..torch_hooks import foreach_devices
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset({
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
@@ -172,9 +173,10 @@ def _has_layout_of(spec: Spec | None, state: object) -> bool:
 
 @contextmanager
 def _as_lists(optimizer: Optimizer) -> Generator[None]:
-    """Set `foreach` where torch would choose it for plain parameters: on CUDA, if the user has not set it."""
+    """Set `foreach` where torch would choose it for plain parameters: on some devices, if the user has not set it."""
     groups = [g for g in optimizer.param_groups if g.get("foreach", False) is None]
-    groups = [g for g in groups if all(p.is_cuda and p.is_floating_point() for p in g["params"])]
+    fast = foreach_devices()
+    groups = [g for g in groups if all(p.device.type in fast and p.is_floating_point() for p in g["params"])]
     for group in groups:
         group["foreach"] = True
     try:

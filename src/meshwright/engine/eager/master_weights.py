@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.layout import TorchValue, can_pin_memory
+from meshwright.layout import TorchValue, platform_of
 from meshwright.tensor import DistTensor, as_part, distribute_as, local_parts
 
 from .._errors import StrategyError
@@ -59,7 +59,8 @@ class HostStorage:
         if x.device.type == "cpu":
             return x
         self._written.add(x.device)
-        there = torch.empty_like(x, device="cpu", pin_memory=can_pin_memory()) if old is None else old
+        pinned = platform_of(x.device).pins_memory
+        there = torch.empty_like(x, device="cpu", pin_memory=pinned) if old is None else old
         return there.copy_(x, non_blocking=there.is_pinned())
 
     def bring(self, x: Tensor, device: torch.device) -> Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.comm import platform_of
 from meshwright.cost import cluster_of, name_of_device
 from meshwright.graph import Pass
+from meshwright.layout import device_name, platform_of
 from meshwright.passes import InPlace, OverlapSchedule
 
 UNKNOWN = "H100"
@@ -29,6 +29,5 @@ def with_overlap(passes: Sequence[Pass], device: torch.device) -> tuple[Pass, ..
 
 def _hardware(device: torch.device) -> str:
     """Return the name of the device in the hardware table."""
-    reported = getattr(torch.get_device_module(device), "get_device_name", None)
-    found = None if reported is None else name_of_device(reported(device))
-    return found or UNKNOWN
+    reported = device_name(device)
+    return (reported and name_of_device(reported)) or UNKNOWN

@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint import current_world, hold_folder
 from meshwright.cost import device_of, name_of_device
-from meshwright.layout import TorchValue
+from meshwright.layout import TorchValue, device_name, platform_of
 from meshwright.search import MeshPlan
 from meshwright.tensor import DistTensor, tensors_in
 
@@ -449,18 +449,17 @@ def _largest(*numbers: float) -> list[float]:
 
 def _peak_memory(on: str) -> int:
     """Return the peak memory of this rank in bytes: of its device if that counts it, else of its process."""
-    if on != "cpu":
-        with suppress(NotImplementedError, RuntimeError):  # torch counts memory of some devices only
-            return torch.accelerator.max_memory_allocated()
+    if platform_of(on).counts_memory:
+        return torch.accelerator.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _peak(device: str | None, on: str) -> Callable[[torch.dtype], float] | None:
     """Return the peak operations per second by dtype of a device, given by name or found, if known."""
-    name_of = getattr(torch.get_device_module(on), "get_device_name", None) if device is None else None
-    if name_of is not None:
-        device = name_of_device(name_of())
+    reported = device_name(on) if device is None else None
+    if reported is not None:
+        device = name_of_device(reported)
     return None if device is None else device_of(device).peak
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Communicator, current_communicator, platform_of
-from meshwright.layout import TorchValue
+from meshwright.comm import Communicator, current_communicator
+from meshwright.layout import TorchValue, platform_of
 
 from ..program.node import Conversion, Node, Start, Value, Wait, tensor_dtype, values_in
 from ..program.program import Input, Program
@@ -216,7 +216,7 @@ def _packing(call: Callable[..., Any], tensors: int, device: torch.device) -> Ca
 
     Kernels of a device cannot read memory of the host. The copy from pinned memory does not make the host wait.
     """
-    pinned = platform_of(device).has_streams
+    pinned = platform_of(device).pins_memory
 
     def packing(*args: TorchValue) -> TorchValue:
         packed = torch.tensor(args[tensors:], dtype=torch.float64, device="cpu", pin_memory=pinned)

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from meshwright.comm import platform_of
-from meshwright.layout import TorchValue
+from meshwright.layout import TorchValue, platform_of
 
 from ..program.effects import is_assertion, is_random_call
 from ..program.node import Conversion, Node, Op, Start, Value, Wait, map_values

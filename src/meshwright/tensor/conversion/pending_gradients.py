@@ -16,8 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from meshwright.comm import call_purpose, platform_of
-from meshwright.layout import Spec, TorchValue
+from meshwright.comm import call_purpose
+from meshwright.layout import Spec, TorchValue, device_types, platform_of
 
 from ..core.call_sites import is_backward, keep_call_site
 from ..core.computation_numbers import collectives_of_gradient, keep_number
@@ -133,9 +133,7 @@ def _keep_and_start(leaf: Tensor, spec: Spec, grad: Tensor) -> None:
 @cache
 def _keep_here() -> Keep:
     """Return the function that stores terms in this process; on the CPU it does nothing else."""
-    accelerator = torch.accelerator.current_accelerator()
-    has_streams = accelerator is not None and platform_of(accelerator).has_streams
-    return _keep_and_start if has_streams else _keep
+    return _keep_and_start if platform_of(device_types()[-1]).has_streams else _keep
 
 
 class deferring:  # entered in every step: a class is faster than a generator

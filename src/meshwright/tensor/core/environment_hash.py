@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import note_fact
+from meshwright.layout import generator_state
 
 from .dist_tensor import DistTensor
 
@@ -41,15 +42,10 @@ def environment_hash() -> int:
 def random_state(device: torch.device, generator: torch.Generator | None) -> int:
     """Return a checksum of the state of a generator; of the device's default one if `generator` is None."""
     note_fact("torch.initial_seed()", torch.initial_seed())
-    held = generator.get_state() if generator is not None else _default_state(device)
+    held = generator.get_state() if generator is not None else generator_state(device)
     found = crc32(held.numpy().data)
     note_fact(f"state of the random generator of {device.type} before its last use", found)
     return found
-
-
-def _default_state(device: torch.device) -> Tensor:
-    own = getattr(torch, device.type, None)
-    return torch.get_rng_state() if device.type == "cpu" or own is None else own.get_rng_state(device)
 
 
 def input_numbers(inputs: Iterable[object], run: int) -> list[int]:

@@ -1,0 +1,164 @@
+"""Platforms: what differs between types of devices, and the platforms that Meshwright knows.
+
+This is the only file that names CUDA and NCCL as torch does. All other code asks a `Platform` or `torch.accelerator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ._untyped import TorchValue
+
+CPU = "cpu"
+PlacedMessage = tuple[int, int, Tensor]
+"""The other rank's place in the group, the tag, and the tensor of a message."""
+
+
+class Transport(Protocol):
+    """Communication between the ranks of one group; a platform opens one for each group.
+
+    Ranks are named by their place in the group. All ranks make the same calls in the same order. Tensors are
+    contiguous, and of equal sizes on all ranks unless lengths are given. When a method returns, its results are
+    complete or queued on the current stream.
+    """
+
+    def all_reduce(self, out: Tensor, x: Tensor, op: str) -> None:
+        """Write the reduction of every rank's `x` to `out`, which is `x` itself or has other memory."""
+        ...
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        """Write every rank's flat `x` to `out`, one after the other."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
+        """Write the sum over the group of the caller's part of the flat `x` to `out`."""
+        ...
+
+    def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
+        """Write every rank's piece for the caller to `out`; the lengths are those of the pieces in `out` and `x`."""
+        ...
+
+    def broadcast(self, x: Tensor, place: int) -> None:
+        """Write the `x` of the rank at this place to every rank's `x`."""
+        ...
+
+    def exchange(self, sends: Sequence[PlacedMessage], receives: Sequence[PlacedMessage]) -> None:
+        """Send and receive all messages together, in the order of their tags; either list may be empty."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every rank of the group has called it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransportGroup:
+    """A group of ranks that opens a transport: the caller's place, the number of ranks, and the limit of a call.
+
+    `store` is a `torch.distributed.Store` of this group alone: `set(key, value)`, and `get(key)`, which waits for it.
+    """
+
+    place: int
+    size: int
+    store: TorchValue
+    limit: timedelta
+
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+USUAL_REDUCTIONS: Mapping[str, Collection[torch.dtype]] = {
+    "sum": (*_FLOATS, *_INTEGERS),
+    "prod": (*_FLOATS, *_INTEGERS),
+    "max": _INTEGERS,
+    "min": _INTEGERS,
+}
+"""The reductions that Gloo and NCCL compute exactly; they lose NaN in a maximum or minimum of floats."""
+
+
+def module_state(device: torch.device) -> Tensor:
+    """Return the state of the device's default generator, by the function of torch's module for the type."""
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def set_module_state(state: Tensor, device: torch.device) -> None:
+    """Set the state of the device's default generator, by the function of torch's module for the type."""
+    torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """One type of device: all that Meshwright has to know beside `torch.accelerator`.
+
+    The defaults are those of a usual accelerator, so a platform states only what is different.
+
+    Args:
+        device_type: name of the type in torch, such as "xpu".
+        transport: function that opens the `Transport` of a group, or the name of a backend of `torch.distributed`; by
+            default the backend that torch has for the type.
+        reductions: name of a reduction ("sum", "prod", "max", "min") → dtypes for which the transport is exact. Others
+            are gathered and reduced here.
+        has_streams: True if calls are queued on streams. Otherwise, work is complete when a call returns.
+        generator_state: function that returns the state of the default generator of a device.
+        set_generator_state: function that sets this state.
+        counts_memory: True if `torch.accelerator` has the statistics of allocated memory.
+        pins_memory: True if memory of the host can be pinned, so that copies need no wait.
+        autocast_dtypes: dtypes of `torch.autocast`.
+        product_dtypes: dtypes of matrix products that `meshwright profile` measures.
+        asserts: True if torch always has the kernel of `torch.ops.aten._assert_async` for the type. Programs that are
+            recorded without such a device then check indices, too.
+        nondeterministic: names of operators, such as "aten.index_add", that may give other bits when repeated.
+    """
+
+    device_type: str
+    transport: str | Callable[[TransportGroup], Transport] | None = None
+    reductions: Mapping[str, Collection[torch.dtype]] = field(default_factory=lambda: USUAL_REDUCTIONS, repr=False)
+    has_streams: bool = True
+    generator_state: Callable[[torch.device], Tensor] = field(default=module_state, repr=False)
+    set_generator_state: Callable[[Tensor, torch.device], object] = field(default=set_module_state, repr=False)
+    counts_memory: bool = True
+    pins_memory: bool = True
+    autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    product_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+    asserts: bool = False
+    nondeterministic: frozenset[str] = frozenset()
+
+
+_ATOMIC = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("bincount", "convolution_backward", "cumsum", "embedding_bag", "histc", "index_add", "index_put"),
+        *("kthvalue", "put", "scatter_add", "scatter_reduce"),
+    )
+)
+"""Operators of CUDA that add with atomics or choose algorithms by time (`torch.use_deterministic_algorithms`)."""
+
+BUILT_IN = (
+    Platform(
+        CPU,
+        transport="gloo",
+        has_streams=False,
+        generator_state=lambda _: torch.default_generator.get_state(),
+        set_generator_state=lambda state, _: torch.default_generator.set_state(state),
+        counts_memory=False,
+        pins_memory=False,
+        asserts=True,
+        product_dtypes=(torch.float32, torch.float64, torch.bfloat16),
+    ),
+    Platform("cuda", transport="nccl", asserts=True, nondeterministic=_ATOMIC),  # ROCm too, by torch's names
+    Platform("xpu", transport="xccl"),
+    Platform("npu", transport="hccl", counts_memory=False),  # `torch_npu` registers the type and HCCL
+    Platform(
+        "mps",  # one device, so there is no transport to name
+        has_streams=False,
+        generator_state=lambda _: torch.mps.get_rng_state(),
+        set_generator_state=lambda state, _: torch.mps.set_rng_state(state),
+        counts_memory=False,
+        pins_memory=False,
+    ),
+)
