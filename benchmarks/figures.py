@@ -27,7 +27,7 @@ ORDER = (
     *("static_speed", "same_transport", "overlap", "races", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
-    *("races", "overlap", "conformance"),
+    *("races", "overlap", "conformance", "gpu"),
     *("collectives", "predict", "rank_plans", "memory", "plan_speed", "plan_models", "plan_quality"),
     *("plan_cases", "laws"),
     *("code_lines", "mutation", "matrix_processes", "zero_memory", "checkpoint_faults", "versus_torch"),

@@ -25,7 +25,7 @@ NAV = {
     "Train and resume": "how-to/train-and-resume concepts/precision concepts/checkpoint concepts/randomness",
     "Generate and quantize": "how-to/generate how-to/quantize",
     "Train fast": "concepts/static how-to/save-a-program concepts/passes how-to/trace",
-    "Run on machines": "how-to/launch how-to/command-line",
+    "Run on machines": "how-to/launch how-to/run-on-gpus how-to/command-line",
     "Find and handle errors": "troubleshooting how-to/debug concepts/checks how-to/faults",
     "Move from another library": "conventions how-to/from-ddp how-to/from-fsdp how-to/from-dtensor "
     "how-to/from-megatron how-to/from-deepspeed how-to/from-paddle",

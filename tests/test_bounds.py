@@ -32,6 +32,7 @@ UNBOUNDED = {
     "graph.execution.inductor._NUMBER_OF": "steps of compiled programs, which name them by number",
     "graph.execution.inductor._OVER": "steps of compiled programs, which name them by number",
     "graph.rewriting.program_pass._PASSES": "a registry that code fills",
+    "layout._accelerator._registered": "a registry that code fills",
     "graph.rewriting.program_pass._RULES": "a registry that code fills",
     "graph.rewriting.node_reader.SPELLINGS": "a registry that code fills",
     "graph.rewriting.node_reader._KNOWN": "operators of torch",
