@@ -56,7 +56,6 @@ CALLS = frozenset(
         "comm.simulation.profiler_guard.one_profiler.running",
         "engine.marks.materialize._children_first.seen",
         "engine.eager.regather.before.pairs",
-        "engine.eager.zero.around.wholes",
         "engine.eager.split_pipeline._layers.found",
         "engine.diagnostics.traced_work.of_modules.updates",
         "graph.execution.fx_runner.step_function.plans",
