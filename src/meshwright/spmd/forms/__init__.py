@@ -6,6 +6,7 @@ In reading order:
     reductions         reductions, norms, softmax and running sums along sharded dims
     layers             embedding with a sharded table, attention over sharded keys
     class_losses       cross entropy and negative log likelihood over sharded classes
+    attention_tiles    attention of some rows to some keys by fused kernels, and the merge of such tiles
     ring_attention     context parallelism: ring and Ulysses attention along a sharded sequence
     grouped_products   grouped matrix products, with rows ordered by group
     convolutions       convolutions and normalizations: groups, rows of neighbours, sums over ranks
