@@ -7,7 +7,9 @@ In reading order:
     layers             embedding with a sharded table, attention over sharded keys
     class_losses       cross entropy and negative log likelihood over sharded classes
     attention_tiles    attention of some rows to some keys by fused kernels, and the merge of such tiles
+    document_tiles     tiles of rows that see only the keys of their own document
     ring_attention     context parallelism: ring and Ulysses attention along a sharded sequence
+    document_attention attention in packed sequences, on one device and along a sharded sequence
     grouped_products   grouped matrix products, with rows ordered by group
     convolutions       convolutions and normalizations: groups, rows of neighbours, sums over ranks
     indexing           lookups and writes along a sharded dim: each rank handles the indices that it holds

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +27,19 @@ from meshwright.layout import TorchValue
 
 from ..notation.local_call import LocalCall
 from .attention_tiles import UNSEEN, Merged, Rows, Tile
+from .document_tiles import Documents, DocumentTile
 from .layers import scale_of
+
+
+class RingCall(Protocol):
+    """The part of a `LocalCall` that a ring needs."""
+
+    def ranks(self, operand: int, dim: int) -> int: ...
+
+    def index(self, operand: int, dim: int) -> int: ...
+
+    def permute(self, x: Tensor, operand: int, dim: int, sources: Sequence[int]) -> Tensor: ...
+
 
 Which = int | Tensor | None
 """One of two chunks: its number, or a bool tensor that depends on the rank (True: the first chunk); None: both."""
@@ -83,17 +96,38 @@ def ring(
     if attn_mask is not None and attn_mask.requires_grad:
         key, value = (torch.cat(call.gather(x, 1, s).unbind(), s) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
+    return attend_in_rounds(call, query, key, value, attn_mask, None, is_causal, scale, enable_gqa)
+
+
+def attend_in_rounds(
+    call: RingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    documents: Documents | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Return the attention of the local rows to the keys of all ranks along the sequence."""
+    s = query.dim() - 2
     query, pair = query.view_as(query), torch.cat((key, value), -1)  # the function below saves no DistTensor
-    if is_causal:
+    is_moved = is_causal and call.ranks(0, s) > 1
+    if is_moved:
         query, pair = _zigzag(call, query, s), _zigzag(call, pair, s)
+        if documents is not None:
+            of_rows, of_keys = (_zigzag(call, x, s) for x in (documents.rows, documents.keys))
+            documents = Documents(of_rows, of_keys, documents.offset)
     heads = query.shape[:-2]
-    attn_mask = None if attn_mask is None else attn_mask.detach()
+    mask = None if mask is None else mask.detach()
     if enable_gqa:
-        query, pair, attn_mask = _by_shared_key(query, pair, attn_mask)
-    tour = _RingRound(call, s, key.shape[-1], is_causal, scale_of(query, scale))
-    out, _ = _ring(tour, query, pair, attn_mask)
+        query, pair, mask = _by_shared_key(query, pair, mask)
+    offset = documents.offset if documents is not None else None
+    tour = _RingRound(call, s, key.shape[-1], is_causal, scale_of(query, scale), offset)
+    out, _ = _ring(tour, query, pair, mask, documents)
     out = out.reshape(*heads, *out.shape[-2:])
-    return _zagzig(call, out, s) if is_causal else out
+    return _zagzig(call, out, s) if is_moved else out
 
 
 def _by_shared_key(query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -108,24 +142,24 @@ def _by_shared_key(query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Te
     return query.unflatten(-3, (shared, -1)), pair.unsqueeze(-3), mask
 
 
-def _zigzag(call: LocalCall, x: Tensor, s: int) -> Tensor:
+def _zigzag(call: RingCall, x: Tensor, s: int) -> Tensor:
     """Return the chunks i and 2p - 1 - i on rank i, for its chunks 2i and 2i + 1."""
-    halves = zip(x.chunk(2, s), _chunk_sources(call, s), strict=True)
+    halves = zip(x.chunk(2, -2), _chunk_sources(call, s), strict=True)
     even, odd = (call.permute(half, 0, s, sources) for half, sources in halves)
     is_even = _ring_index(call, x, s) % 2 == 0
-    return torch.cat((torch.where(is_even, even, odd), torch.where(is_even, odd, even)), s)
+    return torch.cat((torch.where(is_even, even, odd), torch.where(is_even, odd, even)), -2)
 
 
-def _zagzig(call: LocalCall, x: Tensor, s: int) -> Tensor:
+def _zagzig(call: RingCall, x: Tensor, s: int) -> Tensor:
     """Return the chunks 2i and 2i + 1 on rank i, for its chunks i and 2p - 1 - i."""
-    first, last = x.chunk(2, s)
+    first, last = x.chunk(2, -2)
     is_even = _ring_index(call, x, s) % 2 == 0
     halves = torch.where(is_even, first, last), torch.where(is_even, last, first)
     targets = map(_inverse, _chunk_sources(call, s))
-    return torch.cat([call.permute(half, 0, s, to) for half, to in zip(halves, targets, strict=True)], s)
+    return torch.cat([call.permute(half, 0, s, to) for half, to in zip(halves, targets, strict=True)], -2)
 
 
-def _chunk_sources(call: LocalCall, s: int) -> tuple[list[int], list[int]]:
+def _chunk_sources(call: RingCall, s: int) -> tuple[list[int], list[int]]:
     """Return, for each rank, the source rank of its even chunk, and the source rank of its odd chunk."""
     last = 2 * call.ranks(0, s) - 1
     evens = [last - i if i % 2 else i for i in range(call.ranks(0, s))]
@@ -136,7 +170,7 @@ def _inverse(sources: Sequence[int]) -> list[int]:
     return sorted(range(len(sources)), key=sources.__getitem__)
 
 
-def _ring_index(call: LocalCall, like: Tensor, s: int) -> Tensor:
+def _ring_index(call: RingCall, like: Tensor, s: int) -> Tensor:
     """Return this rank's index on the ring, as a tensor, since it differs between ranks."""
     return torch.arange(1, device=like.device) + call.index(0, s)
 
@@ -145,14 +179,16 @@ def _ring_index(call: LocalCall, like: Tensor, s: int) -> Tensor:
 class _RingRound:
     """One round of keys and values on the ring: sequence dim `s`, number of `features` of a key, causality and scale.
 
-    Keys and values are sent in one concatenated tensor, the pair.
+    Keys and values are sent in one concatenated tensor, the pair. At the first stop, `offset` is the place of the first
+    row among the keys.
     """
 
-    call: LocalCall
+    call: RingCall
     s: int
     features: int
     is_causal: bool
     scale: float
+    offset: int | None
 
     @property
     def stops(self) -> range:
@@ -161,7 +197,7 @@ class _RingRound:
     def onward(self, x: Tensor) -> Tensor:
         """Return the `x` of the next rank on the ring."""
         p = len(self.stops)
-        return self.call.permute(x, 0, self.s, [(i + 1) % p for i in range(p)])
+        return x if p == 1 else self.call.permute(x, 0, self.s, [(i + 1) % p for i in range(p)])
 
     def chunk_pairs(self, stop: int, place: Tensor) -> list[tuple[Which, Which]]:
         """Return the tiles at this stop: a chunk of rows, and a chunk of keys."""
@@ -170,10 +206,14 @@ class _RingRound:
         is_before = place + stop >= len(self.stops)
         return [(1, 0), (is_before, is_before)]
 
-    def tile(self, pair: Tensor, of: Which, mask: Tensor | None, stop: int) -> Tile:
-        """Return the attention to one chunk of the keys of this stop."""
-        key, value = self.split(_pick(pair, of))
-        return Tile(key, value, mask, self.is_causal and stop == 0, self.scale)
+    def tile(self, stop: int, here: _Keys, of: Which, seen: _Seen, at: Which) -> Tile | DocumentTile:
+        """Return the attention of a chunk of rows to a chunk of the keys of this stop."""
+        key, value = self.split(_pick(here.pair, of))
+        if seen.documents is None or here.documents is None:
+            return Tile(key, value, seen.mask, self.is_causal and stop == 0, self.scale)
+        offset = self.offset if self.is_causal and stop == 0 else None
+        documents = Documents(_pick(seen.documents, at), _pick(here.documents, of), offset)
+        return DocumentTile(key, value, documents, self.scale)
 
     def columns(self, mask: Tensor | None, stop: int, place: Tensor) -> Tensor | None:
         """Return the columns of a mask for the keys of this stop."""
@@ -187,6 +227,23 @@ class _RingRound:
         return pair.narrow(-1, 0, self.features), pair.narrow(-1, self.features, pair.shape[-1] - self.features)
 
 
+class _Keys(NamedTuple):
+    """Keys and values that travel on the ring, and the documents of the keys, if any."""
+
+    pair: Tensor
+    documents: Tensor | None
+
+    def onward(self, tour: _RingRound) -> _Keys:
+        return _Keys(tour.onward(self.pair), None if self.documents is None else tour.onward(self.documents))
+
+
+class _Seen(NamedTuple):
+    """The keys of a stop that local rows see: the columns of a mask, or the documents of the rows."""
+
+    mask: Tensor | None
+    documents: Tensor | None
+
+
 class _Ring(torch.autograd.Function):
     """Ring attention; returns the result and the log of the softmax denominators.
 
@@ -195,45 +252,55 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: TorchValue, tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None
+        ctx: TorchValue,
+        tour: _RingRound,
+        query: Tensor,
+        pair: Tensor,
+        mask: Tensor | None,
+        of_rows: Tensor | None,
+        of_keys: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.tour = tour
         ctx.set_materialize_grads(False)
         place = _ring_index(tour.call, query, tour.s)
         found = Merged.empty(query, pair.shape[-1] - tour.features)
-        here = pair
+        here = _Keys(pair, of_keys)
         for stop in tour.stops:
-            here = tour.onward(here) if stop else here
-            columns = tour.columns(mask, stop, place)
+            here = here.onward(tour) if stop else here
+            seen = _Seen(tour.columns(mask, stop, place), of_rows)
             for at, of in tour.chunk_pairs(stop, place):
-                out, total = tour.tile(here, of, columns, stop).attend(_pick(query, at))
+                out, total = tour.tile(stop, here, of, seen, at).attend(_pick(query, at))
                 found.merge(_spread(out, at, 0), _spread(total, at, UNSEEN))
         out = found.out.to(query.dtype)
-        ctx.save_for_backward(query, pair, mask, out, found.total)
+        ctx.save_for_backward(query, pair, mask, of_rows, of_keys, out, found.total)
         return out, found.total
 
     @staticmethod
     def backward(ctx: TorchValue, *grads: TorchValue) -> TorchValue:
         tour: _RingRound = ctx.tour
-        query, pair, mask, out, total = ctx.saved_tensors
+        query, pair, mask, of_rows, of_keys, out, total = ctx.saved_tensors
         grad = grads[0] if grads[0] is not None else torch.zeros_like(out)
         place = _ring_index(tour.call, query, tour.s)
         rows = Rows(query, grad, out, total, grads[1])
         grad_query, grad_pair = torch.zeros_like(query), torch.zeros_like(pair)
+        here = _Keys(pair, of_keys)
         for stop in tour.stops:
             if stop:
-                pair, grad_pair = tour.onward(pair), tour.onward(grad_pair)
-            columns = tour.columns(mask, stop, place)
+                here, grad_pair = here.onward(tour), tour.onward(grad_pair)
+            seen = _Seen(tour.columns(mask, stop, place), of_rows)
             for at, of in tour.chunk_pairs(stop, place):
-                asked = rows.mapped(partial(_pick, which=at))
-                of_query, *of_pair = tour.tile(pair, of, columns, stop).gradients(asked)
+                tile, asked = tour.tile(stop, here, of, seen, at), rows.mapped(partial(_pick, which=at))
+                of_query, *of_pair = tile.gradients(asked)
                 grad_query = grad_query + _spread(of_query, at, 0)
                 grad_pair = grad_pair + _spread(torch.cat(of_pair, -1), of, 0)
-        return None, grad_query, tour.onward(grad_pair), None
+        return None, grad_query, tour.onward(grad_pair), None, None, None
 
 
-def _ring(tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    found: TorchValue = _Ring.apply(tour, query, pair, mask)
+def _ring(
+    tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    of_rows, of_keys = (documents.rows, documents.keys) if documents is not None else (None, None)
+    found: TorchValue = _Ring.apply(tour, query, pair, mask, of_rows, of_keys)
     return found
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from ..forms import layers as forms
+from ..forms.document_attention import local_document_attention, ring_document_attention
 from ..forms.ring_attention import fits_ring, fits_ulysses, ring, ulysses
 from ..notation.dim_names import dim_names, operand_text, sized_name
 from ..notation.rule import Alternative, Entry, Rule
@@ -79,6 +80,32 @@ def dropping_attention_rule(
     return Rule(text.replace(" t d!", " t! d!"))
 
 
+def document_attention_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    keys: Tensor,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Rule | None:
+    """Return the rule of attention in packed sequences: that of attention, with the documents of rows and of keys."""
+    heads, shared = "b h", "b h"
+    if enable_gqa and query.shape[-3] != key.shape[-3] and key.shape[-3]:
+        outer, inner = sized_name("g", key.shape[-3]), sized_name("r", query.shape[-3] // key.shape[-3])
+        heads, shared = f"b ({outer} {inner})", f"b {outer}"
+    text = f"{heads} s d!, {shared} t! d!, {shared} t! e, b s, b t! -> {heads} s e"
+    forms = {"s": local_document_attention} if is_causal else {}
+    if query.shape[-2] != key.shape[-2]:
+        return Rule(text, forms=forms)
+    ring_rule = Rule(text.replace(" t!", " s"), forms={"s": ring_document_attention})
+    return Rule(
+        text, forms=forms, alternatives={"ring": Alternative(ring_rule, partial(fits_ring, is_causal=is_causal))}
+    )
+
+
 def _attention_text(query: Tensor, key: Tensor, mask: Tensor | None, enable_gqa: bool) -> tuple[str, list[str]]:
     """Return the rule as text, and the names of its head factors with grouped queries."""
     heads, shared = "...", "..."
@@ -113,6 +140,7 @@ LAYERS: dict[str, Entry] = {
     "aten.embedding": embedding_rule,
     "aten.embedding_dense_backward": embedding_back_rule,
     "aten.scaled_dot_product_attention": attention_rule,
+    "meshwright.document_attention": document_attention_rule,
 }
 
 RANDOM_RULES: dict[str, Entry] = {
