@@ -26,6 +26,7 @@ MASKS: dict[str, Callable[[int, int], Tensor | None]] = {
     "terms": lambda s, t: torch.arange(s * t).view(s, t) % 5 - 2.0,
     "one row": lambda s, t: torch.arange(t)[None] % 3 > 0,
 }
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -45,19 +46,24 @@ def tiles(dtype: torch.dtype) -> Iterator[tuple[Tensor, Tile]]:
         yield query, Tile(key, value, given, mask == "none" and s == t, 0.4)
 
 
-def everything(query: Tensor, tile: Tile) -> list[Tensor]:
+def everything(query: Tensor, tile: Tile, device: str = "cpu") -> list[Tensor]:
     """Return the result, the log-sums, and the gradients of queries, keys and values."""
+    key, value, mask = tile.key.to(device), tile.value.to(device), None if tile.mask is None else tile.mask.to(device)
+    there = Tile(key, value, mask, tile.is_causal, tile.scale)
     with torch.no_grad():
-        out, total = tile.attend(query)
-        grad = random_tensor(*out.shape, dtype=query.dtype)
-        return [out, total, *tile.gradients(Rows(query, grad, out.to(query.dtype), total))]
+        out, total = there.attend(query.to(device))
+        grad = random_tensor(*out.shape, dtype=query.dtype).to(device)
+        found = there.gradients(Rows(query.to(device), grad, out.to(query.dtype), total))
+        return [x.cpu() for x in (out, total, *found)]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_kernels_give_the_numbers_of_plain_operators(dtype: torch.dtype) -> None:
+def test_kernels_give_the_numbers_of_plain_operators(dtype: torch.dtype, device: str) -> None:
     for query, tile in tiles(dtype):
-        found = everything(query, tile)
-        assert attention_kernel(query, tile.mask) is not None
+        mask = None if tile.mask is None else tile.mask.to(device)
+        assert (attention_kernel(query.to(device), mask) is None) == (device == "cuda" and dtype == torch.float64)
+        found = everything(query, tile, device)
         with sdpa_kernel(SDPBackend.MATH):
             assert attention_kernel(query, tile.mask) is None
             mask = tile.mask.double() if tile.mask is not None and tile.mask.is_floating_point() else tile.mask

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
-from meshwright.spmd.forms import document_tiles
+from meshwright.spmd.forms import block_tiles
 
 from .test_attention_tiles import Largest
 
@@ -22,7 +22,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 12 + [2] * 7, [3] * 11 + [1] * 2 + [3]
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_tiles, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(block_tiles, "ROWS_AT_ONCE", 4)
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -150,7 +150,7 @@ def test_training_has_the_losses_of_one_device(name: Any, static: bool) -> None:
 
 def test_only_masks_of_some_rows_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor grows with the length, not with its square."""
-    monkeypatch.setattr(document_tiles, "ROWS_AT_ONCE", 32)
+    monkeypatch.setattr(block_tiles, "ROWS_AT_ONCE", 32)
 
     def largest(length: int) -> int:
         x = random_tensor(1, 1, length, 4).requires_grad_()

@@ -113,7 +113,7 @@ def _flash_backward(
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # only dropout reads it
     lengths = (None, None, q.shape[-2], k.shape[-2])
     op = _ATEN._scaled_dot_product_flash_attention_backward
-    return op(grad, q, k, v, out, total, *lengths, 0.0, is_causal, seed, seed, scale=scale)
+    return op(grad, q, k, v, out, total.contiguous(), *lengths, 0.0, is_causal, seed, seed, scale=scale)
 
 
 def _efficient(
@@ -130,7 +130,7 @@ def _efficient_backward(
     """The kernel of NVIDIA reads log-sums in groups of 32, and rows beyond the last one have infinite log-sums."""
     is_causal, scale = call
     bias, beyond = _aligned(mask, q, k), 0 if torch.version.hip else -q.shape[-2] % 32
-    total = F.pad(total, (0, beyond), value=float("inf"))
+    total = F.pad(total.contiguous(), (0, beyond), value=float("inf"))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # only dropout reads it
     wanted = [True, True, True, False]
     op = _ATEN._scaled_dot_product_efficient_attention_backward

@@ -5,7 +5,7 @@ other keys are merged by their log-sums (online softmax, Milakov and Gimelshein,
 from the merged result and its log-sums, so a tile saves nothing.
 
 A tile is computed by the fused kernel of its device, which never holds the scores. Plain operators compute it if there
-is no such kernel, and wherever gradients must be differentiable. They hold the scores of one tile.
+is no such kernel, for dropout, and wherever gradients must be differentiable. They hold the scores of one tile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Tile:
     """Attention of queries (..., heads, s, d) to keys (..., heads, t, d) with values (..., heads, t, e).
 
     The dim of the heads may have size one in keys and values, for queries that share them. `mask` is added to the
-    scores, or is False where a row does not see a key. With `is_causal`, row i sees the keys up to i.
+    scores, or is False where a row does not see a key. With `is_causal`, row i sees the keys up to i. `factors` are
+    those by which dropout multiplies the weights.
     """
 
     key: Tensor
@@ -56,6 +57,7 @@ class Tile:
     mask: Tensor | None
     is_causal: bool
     scale: float
+    factors: Tensor | None = None
 
     def attend(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return the result and the log-sums (..., s, 1), in at least float32 precision."""
@@ -87,7 +89,7 @@ class Tile:
 
     def _kernel(self, query: Tensor) -> AttentionKernel | None:
         is_empty = 0 in (*query.shape, *self.key.shape, *self.value.shape)
-        return None if is_empty else attention_kernel(query, self.mask)
+        return None if is_empty or self.factors is not None else attention_kernel(query, self.mask)
 
     def _given(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return query, self.key, self.value
@@ -112,17 +114,21 @@ class Tile:
             return scores
         return scores.masked_fill(~mask, UNSEEN) if mask.dtype == torch.bool else scores + mask
 
+    def _dropped(self, weights: Tensor) -> Tensor:
+        return weights if self.factors is None else weights * self.factors
+
     def _attend_by_operators(self, query: Tensor) -> tuple[Tensor, Tensor]:
         scores = self._scores(query)
         total = scores.logsumexp(-1, keepdim=True)
-        return wide((scores - _finite(total)).exp().to(self.value.dtype) @ self.value), total
+        weights = self._dropped((scores - _finite(total)).exp())
+        return wide(weights.to(self.value.dtype) @ self.value), total
 
     def _gradients_by_operators(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         drift = wide(rows.grad * rows.out).sum(-1, keepdim=True)
         drift = drift if rows.total_grad is None else drift - rows.total_grad
         weights = (self._scores(rows.query) - _finite(rows.total)).exp()
-        scores = (weights * (wide(rows.grad @ self.value.mT) - drift) * self.scale).to(rows.query.dtype)
-        grad_key, grad_value = scores.mT @ rows.query, weights.to(rows.grad.dtype).mT @ rows.grad
+        scores = (weights * (self._dropped(wide(rows.grad @ self.value.mT)) - drift) * self.scale).to(rows.query.dtype)
+        grad_key, grad_value = scores.mT @ rows.query, self._dropped(weights).to(rows.grad.dtype).mT @ rows.grad
         return scores @ self.key, grad_key.sum_to_size(self.key.shape), grad_value.sum_to_size(self.value.shape)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..notation.local_call import LocalCall
-from .document_tiles import Documents
-from .ring_attention import RingCall, attend_in_rounds
+from .ring_attention import Numbers, attend_in_rounds
+from .zigzag import RingCall
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define(
@@ -34,7 +34,7 @@ def _by_one_rank(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    return _by_rounds(_OneRank(), (query, key, value), (rows, keys), is_causal, scale, enable_gqa)
+    return _by_rounds(OneRank(), (query, key, value), (rows, keys), is_causal, scale, enable_gqa)
 
 
 _LIBRARY.impl("document_attention", _by_one_rank, "CompositeImplicitAutograd")
@@ -54,7 +54,7 @@ def local_document_attention(
 ) -> Tensor:
     """Compute the attention of the local rows to all keys."""
     start = call.start(0, query.dim() - 2)
-    return _by_rounds(_OneRank(), (query, key, value), (rows, keys), is_causal, scale, enable_gqa, start)
+    return _by_rounds(OneRank(), (query, key, value), (rows, keys), is_causal, scale, enable_gqa, start)
 
 
 def ring_document_attention(
@@ -83,12 +83,12 @@ def _by_rounds(
     start: int = 0,
 ) -> Tensor:
     of_rows, of_keys = (x.unsqueeze(-1) for x in documents)
-    seen = Documents(of_rows, of_keys, start if is_causal else None)
-    return attend_in_rounds(call, *qkv, None, seen, is_causal, scale, enable_gqa)
+    numbers = Numbers(of_rows, of_keys, start if is_causal else None)
+    return attend_in_rounds(call, *qkv, None, numbers, is_causal, scale, enable_gqa)
 
 
 @dataclass(frozen=True, slots=True)
-class _OneRank:
+class OneRank:
     """The part of a `LocalCall` that a ring of one rank needs."""
 
     def ranks(self, operand: int, dim: int) -> int:

@@ -5,19 +5,18 @@
             backward pass keys and values are sent again, with their gradients, so they are not saved.
 `ulysses`   the shards are moved from the sequence to the heads by an all-to-all, and back (Jacobs et al., 2023).
 
-With causal attention, rows of later ranks would have more work. So the sequence is split into two chunks per rank, and
-during the call rank i of p has the chunks i and 2p - 1 - i (zigzag). At the first stop, a rank attends to its own keys,
-which is one causal tile. At every other stop, it computes two whole tiles of the four that its two chunks form with the
-two chunks of the sending rank. Its later rows always see the earlier keys. In addition, its earlier rows see the
-earlier keys if the sending rank is before it; otherwise its later rows see the later keys.
+With causal attention, the rows of a rank are two chunks of the sequence (see `zigzag`). At the first stop, a rank
+attends to its own keys, which is one causal tile. At every other stop, it computes two whole tiles of the four that its
+two chunks form with the two chunks of the sending rank. Its later rows always see the earlier keys. In addition, its
+earlier rows see the earlier keys if the sending rank is before it; otherwise its later rows see the later keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,18 +26,22 @@ from meshwright.layout import TorchValue
 
 from ..notation.local_call import LocalCall
 from .attention_tiles import UNSEEN, Merged, Rows, Tile
-from .document_tiles import Documents, DocumentTile
+from .block_tiles import BlockTile, Drops, Seen
 from .layers import scale_of
+from .zigzag import RingCall, ring_index, zagzig, zigzag
 
 
-class RingCall(Protocol):
-    """The part of a `LocalCall` that a ring needs."""
+class Numbers(NamedTuple):
+    """The numbers of rows and keys, and what follows from them, as `Seen` takes them for the first stop."""
 
-    def ranks(self, operand: int, dim: int) -> int: ...
+    rows: Tensor
+    keys: Tensor
+    offset: int | None
+    drops: Drops | None = None
 
-    def index(self, operand: int, dim: int) -> int: ...
-
-    def permute(self, x: Tensor, operand: int, dim: int, sources: Sequence[int]) -> Tensor: ...
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Numbers:
+        """Return the numbers of rows and keys that other ranks had."""
+        return self._replace(rows=move(self.rows), keys=move(self.keys))
 
 
 Which = int | Tensor | None
@@ -105,7 +108,7 @@ def attend_in_rounds(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    documents: Documents | None,
+    numbers: Numbers | None,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
@@ -115,19 +118,16 @@ def attend_in_rounds(
     query, pair = query.view_as(query), torch.cat((key, value), -1)  # the function below saves no DistTensor
     is_moved = is_causal and call.ranks(0, s) > 1
     if is_moved:
-        query, pair = _zigzag(call, query, s), _zigzag(call, pair, s)
-        if documents is not None:
-            of_rows, of_keys = (_zigzag(call, x, s) for x in (documents.rows, documents.keys))
-            documents = Documents(of_rows, of_keys, documents.offset)
+        query, pair = zigzag(call, query, s), zigzag(call, pair, s)
+        numbers = None if numbers is None else numbers.moved(partial(zigzag, call, s=s))
     heads = query.shape[:-2]
     mask = None if mask is None else mask.detach()
     if enable_gqa:
         query, pair, mask = _by_shared_key(query, pair, mask)
-    offset = documents.offset if documents is not None else None
-    tour = _RingRound(call, s, key.shape[-1], is_causal, scale_of(query, scale), offset)
-    out, _ = _ring(tour, query, pair, mask, documents)
+    tour = _RingRound(call, s, key.shape[-1], is_causal, scale_of(query, scale), numbers)
+    out, _ = _ring(tour, query, pair, mask)
     out = out.reshape(*heads, *out.shape[-2:])
-    return _zagzig(call, out, s) if is_moved else out
+    return zagzig(call, out, s) if is_moved else out
 
 
 def _by_shared_key(query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -142,45 +142,11 @@ def _by_shared_key(query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Te
     return query.unflatten(-3, (shared, -1)), pair.unsqueeze(-3), mask
 
 
-def _zigzag(call: RingCall, x: Tensor, s: int) -> Tensor:
-    """Return the chunks i and 2p - 1 - i on rank i, for its chunks 2i and 2i + 1."""
-    halves = zip(x.chunk(2, -2), _chunk_sources(call, s), strict=True)
-    even, odd = (call.permute(half, 0, s, sources) for half, sources in halves)
-    is_even = _ring_index(call, x, s) % 2 == 0
-    return torch.cat((torch.where(is_even, even, odd), torch.where(is_even, odd, even)), -2)
-
-
-def _zagzig(call: RingCall, x: Tensor, s: int) -> Tensor:
-    """Return the chunks 2i and 2i + 1 on rank i, for its chunks i and 2p - 1 - i."""
-    first, last = x.chunk(2, -2)
-    is_even = _ring_index(call, x, s) % 2 == 0
-    halves = torch.where(is_even, first, last), torch.where(is_even, last, first)
-    targets = map(_inverse, _chunk_sources(call, s))
-    return torch.cat([call.permute(half, 0, s, to) for half, to in zip(halves, targets, strict=True)], -2)
-
-
-def _chunk_sources(call: RingCall, s: int) -> tuple[list[int], list[int]]:
-    """Return, for each rank, the source rank of its even chunk, and the source rank of its odd chunk."""
-    last = 2 * call.ranks(0, s) - 1
-    evens = [last - i if i % 2 else i for i in range(call.ranks(0, s))]
-    return [even // 2 for even in evens], [(last - even) // 2 for even in evens]
-
-
-def _inverse(sources: Sequence[int]) -> list[int]:
-    return sorted(range(len(sources)), key=sources.__getitem__)
-
-
-def _ring_index(call: RingCall, like: Tensor, s: int) -> Tensor:
-    """Return this rank's index on the ring, as a tensor, since it differs between ranks."""
-    return torch.arange(1, device=like.device) + call.index(0, s)
-
-
 @dataclass(frozen=True, slots=True)
 class _RingRound:
     """One round of keys and values on the ring: sequence dim `s`, number of `features` of a key, causality and scale.
 
-    Keys and values are sent in one concatenated tensor, the pair. At the first stop, `offset` is the place of the first
-    row among the keys.
+    Keys and values are sent in one concatenated tensor, the pair. The tensors of `numbers` are arguments of their own.
     """
 
     call: RingCall
@@ -188,7 +154,7 @@ class _RingRound:
     features: int
     is_causal: bool
     scale: float
-    offset: int | None
+    numbers: Numbers | None
 
     @property
     def stops(self) -> range:
@@ -206,14 +172,17 @@ class _RingRound:
         is_before = place + stop >= len(self.stops)
         return [(1, 0), (is_before, is_before)]
 
-    def tile(self, stop: int, here: _Keys, of: Which, seen: _Seen, at: Which) -> Tile | DocumentTile:
+    def tile(
+        self, stop: int, here: _Keys, of: Which, mask: Tensor | None, of_rows: Tensor | None, at: Which
+    ) -> Tile | BlockTile:
         """Return the attention of a chunk of rows to a chunk of the keys of this stop."""
         key, value = self.split(_pick(here.pair, of))
-        if seen.documents is None or here.documents is None:
-            return Tile(key, value, seen.mask, self.is_causal and stop == 0, self.scale)
-        offset = self.offset if self.is_causal and stop == 0 else None
-        documents = Documents(_pick(seen.documents, at), _pick(here.documents, of), offset)
-        return DocumentTile(key, value, documents, self.scale)
+        is_causal = self.is_causal and stop == 0
+        if self.numbers is None or of_rows is None or here.numbers is None:
+            return Tile(key, value, mask, is_causal, self.scale)
+        offset = self.numbers.offset if is_causal else None
+        rows, keys = _pick(of_rows, at), _pick(here.numbers, of)
+        return BlockTile(key, value, Seen(rows, keys, offset, mask, self.numbers.drops), self.scale)
 
     def columns(self, mask: Tensor | None, stop: int, place: Tensor) -> Tensor | None:
         """Return the columns of a mask for the keys of this stop."""
@@ -228,20 +197,13 @@ class _RingRound:
 
 
 class _Keys(NamedTuple):
-    """Keys and values that travel on the ring, and the documents of the keys, if any."""
+    """Keys and values that travel on the ring, and the numbers of the keys, if any."""
 
     pair: Tensor
-    documents: Tensor | None
+    numbers: Tensor | None
 
     def onward(self, tour: _RingRound) -> _Keys:
-        return _Keys(tour.onward(self.pair), None if self.documents is None else tour.onward(self.documents))
-
-
-class _Seen(NamedTuple):
-    """The keys of a stop that local rows see: the columns of a mask, or the documents of the rows."""
-
-    mask: Tensor | None
-    documents: Tensor | None
+        return _Keys(tour.onward(self.pair), None if self.numbers is None else tour.onward(self.numbers))
 
 
 class _Ring(torch.autograd.Function):
@@ -262,14 +224,14 @@ class _Ring(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.tour = tour
         ctx.set_materialize_grads(False)
-        place = _ring_index(tour.call, query, tour.s)
+        place = ring_index(tour.call, query, tour.s)
         found = Merged.empty(query, pair.shape[-1] - tour.features)
         here = _Keys(pair, of_keys)
         for stop in tour.stops:
             here = here.onward(tour) if stop else here
-            seen = _Seen(tour.columns(mask, stop, place), of_rows)
+            columns = tour.columns(mask, stop, place)
             for at, of in tour.chunk_pairs(stop, place):
-                out, total = tour.tile(stop, here, of, seen, at).attend(_pick(query, at))
+                out, total = tour.tile(stop, here, of, columns, of_rows, at).attend(_pick(query, at))
                 found.merge(_spread(out, at, 0), _spread(total, at, UNSEEN))
         out = found.out.to(query.dtype)
         ctx.save_for_backward(query, pair, mask, of_rows, of_keys, out, found.total)
@@ -280,26 +242,24 @@ class _Ring(torch.autograd.Function):
         tour: _RingRound = ctx.tour
         query, pair, mask, of_rows, of_keys, out, total = ctx.saved_tensors
         grad = grads[0] if grads[0] is not None else torch.zeros_like(out)
-        place = _ring_index(tour.call, query, tour.s)
+        place = ring_index(tour.call, query, tour.s)
         rows = Rows(query, grad, out, total, grads[1])
         grad_query, grad_pair = torch.zeros_like(query), torch.zeros_like(pair)
         here = _Keys(pair, of_keys)
         for stop in tour.stops:
             if stop:
                 here, grad_pair = here.onward(tour), tour.onward(grad_pair)
-            seen = _Seen(tour.columns(mask, stop, place), of_rows)
+            columns = tour.columns(mask, stop, place)
             for at, of in tour.chunk_pairs(stop, place):
-                tile, asked = tour.tile(stop, here, of, seen, at), rows.mapped(partial(_pick, which=at))
+                tile, asked = tour.tile(stop, here, of, columns, of_rows, at), rows.mapped(partial(_pick, which=at))
                 of_query, *of_pair = tile.gradients(asked)
                 grad_query = grad_query + _spread(of_query, at, 0)
                 grad_pair = grad_pair + _spread(torch.cat(of_pair, -1), of, 0)
         return None, grad_query, tour.onward(grad_pair), None, None, None
 
 
-def _ring(
-    tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None, documents: Documents | None
-) -> tuple[Tensor, Tensor]:
-    of_rows, of_keys = (documents.rows, documents.keys) if documents is not None else (None, None)
+def _ring(tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    of_rows, of_keys = (None, None) if tour.numbers is None else (tour.numbers.rows, tour.numbers.keys)
     found: TorchValue = _Ring.apply(tour, query, pair, mask, of_rows, of_keys)
     return found
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..forms import layers as forms
 from ..forms.document_attention import local_document_attention, ring_document_attention
+from ..forms.dropped_attention import local_dropped_attention, ring_dropped_attention
 from ..forms.ring_attention import fits_ring, fits_ulysses, ring, ulysses
 from ..notation.dim_names import dim_names, operand_text, sized_name
 from ..notation.rule import Alternative, Entry, Rule
@@ -101,9 +102,23 @@ def document_attention_rule(
     if query.shape[-2] != key.shape[-2]:
         return Rule(text, forms=forms)
     ring_rule = Rule(text.replace(" t!", " s"), forms={"s": ring_document_attention})
-    return Rule(
-        text, forms=forms, alternatives={"ring": Alternative(ring_rule, partial(fits_ring, is_causal=is_causal))}
-    )
+    fits = partial(fits_ring, is_causal=is_causal)
+    return Rule(text, forms=forms, alternatives={"ring": Alternative(ring_rule, fits)})
+
+
+def dropped_attention_rule(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bits: Tensor, *rest: object
+) -> Rule:
+    """Return the rule of attention with dropout in blocks. Each local form draws the factors of its own weights."""
+    masked = "" if mask is None else f", {' '.join(('b', 'h', 's', 't!')[4 - mask.dim() :])}"
+    text = f"b h s d!, b h t! d!, b h t! e{masked}, ... -> b h s e"
+    forms = dict.fromkeys("bhs", local_dropped_attention)
+    if query.shape[-2] != key.shape[-2]:
+        return Rule(text, forms=forms)
+    ring_text = text.replace(" t! d!", " s d!").replace(" t! e", " s e")
+    ring_rule = Rule(ring_text, forms={**forms, "s": ring_dropped_attention})
+    fits = partial(fits_ring, is_causal=bool(rest[1]))
+    return Rule(text, forms=forms, alternatives={"ring": Alternative(ring_rule, fits)})
 
 
 def _attention_text(query: Tensor, key: Tensor, mask: Tensor | None, enable_gqa: bool) -> tuple[str, list[str]]:
@@ -141,6 +156,7 @@ LAYERS: dict[str, Entry] = {
     "aten.embedding_dense_backward": embedding_back_rule,
     "aten.scaled_dot_product_attention": attention_rule,
     "meshwright.document_attention": document_attention_rule,
+    "meshwright.attention_with_dropout": dropped_attention_rule,
 }
 
 RANDOM_RULES: dict[str, Entry] = {

@@ -1,47 +1,62 @@
-"""Attention of some rows to some keys, where a row sees only the keys of its own document."""
+"""Tiles that are computed in blocks of rows, since they need a mask or dropout that no tile may hold at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .attention_tiles import Rows, Tile, wide
 
 ROWS_AT_ONCE = 512
 """The number of rows whose mask is held at once."""
 
+Drops = Callable[[Tensor, Tensor], Tensor]
+"""Function from the places of rows (s, 1) and of keys (t, 1) to factors (batch, heads, s, t) of their weights."""
 
-class Documents(NamedTuple):
-    """The numbers of the documents of rows (batch, s, 1) and of keys (batch, t, 1).
 
-    With an `offset`, row i sees no key after key i + offset either.
+class Seen(NamedTuple):
+    """The keys that rows see, and the factors of their weights.
+
+    `rows` and `keys` are numbers of documents, (batch, s, 1) and (batch, t, 1), and a row sees the keys of its own
+    document. If `drops` is given, they are places in the sequence, (s, 1) and (t, 1), and `mask` is the mask. With an
+    `offset`, row i sees no key after key i + offset either.
     """
 
     rows: Tensor
     keys: Tensor
     offset: int | None = None
+    mask: Tensor | None = None
+    drops: Drops | None = None
 
-    def mask(self, start: int, rows: int, keys: int) -> Tensor:
-        """Return the mask (batch, rows, keys) of some rows from `start` on, and of the first keys."""
-        seen = self.rows.narrow(-2, start, rows) == self.keys.narrow(-2, 0, keys).mT
+    def block(self, start: int, rows: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the mask (..., rows, keys) of some rows from `start` on and of the first keys, and the factors."""
+        of_rows, of_keys = _rows(self.rows, start, rows), _rows(self.keys, 0, keys)
+        if self.drops is None:
+            return self._causal(of_rows == of_keys.mT, start, rows, keys), None
+        mask = self.mask if self.mask is None or self.mask.shape[-2] == 1 else _rows(self.mask, start, rows)
+        return self._causal(mask, start, rows, keys), self.drops(of_rows, of_keys)
+
+    def _causal(self, seen: Tensor | None, start: int, rows: int, keys: int) -> Tensor | None:
         if self.offset is None:
             return seen
-        place = torch.arange(rows, device=seen.device) + (start + self.offset)
-        return seen & (place.unsqueeze(-1) >= torch.arange(keys, device=seen.device))
+        place = torch.arange(rows, device=self.rows.device) + (start + self.offset)
+        earlier = place.unsqueeze(-1) >= torch.arange(keys, device=self.rows.device)
+        return earlier if seen is None else seen & earlier
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentTile:
-    """A tile whose mask follows from documents. It is computed in blocks of rows, so only one block's mask is held."""
+class BlockTile:
+    """A tile whose mask and factors are those of `seen`. Only those of one block of rows are held at once."""
 
     key: Tensor
     value: Tensor
-    documents: Documents
+    seen: Seen
     scale: float
 
     def attend(self, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,13 +77,13 @@ class DocumentTile:
         return torch.cat(of_rows, -2), of_key.to(self.key.dtype), of_value.to(self.value.dtype)
 
     def _tile(self, query: Tensor, start: int, rows: int) -> Tile:
-        keys = self.key.shape[-2]
-        offset = self.documents.offset
+        keys, offset = self.key.shape[-2], self.seen.offset
         if type(offset) is int and offset == 0:  # a symbolic offset differs between ranks
             keys = min(keys, start + rows)
-        mask = self.documents.mask(start, rows, keys)
-        mask = mask.reshape(*mask.shape[:-2], *[1] * (query.dim() - mask.dim()), rows, keys)
-        return Tile(_rows(self.key, 0, keys), _rows(self.value, 0, keys), mask, False, self.scale)
+        mask, factors = self.seen.block(start, rows, keys)
+        if mask is not None and self.seen.drops is None:
+            mask = mask.reshape(*mask.shape[:-2], *[1] * (query.dim() - mask.dim()), rows, keys)
+        return Tile(_rows(self.key, 0, keys), _rows(self.value, 0, keys), mask, False, self.scale, factors)
 
 
 def _blocks(query: Tensor) -> Iterator[tuple[int, int]]:
@@ -85,4 +100,4 @@ def _rows(x: Tensor, start: int, rows: int) -> Tensor:
 def _add(total: Tensor, x: Tensor) -> Tensor:
     """Return the sum of `total` and of `x`, which has the first rows of it."""
     missing = total.shape[-2] - x.shape[-2]
-    return total + (torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x)
+    return total + (F.pad(x, (0, 0, 0, missing)) if missing else x)
