@@ -32,12 +32,16 @@ from .zigzag import RingCall, ring_index, zagzig, zigzag
 
 
 class Numbers(NamedTuple):
-    """The numbers of rows and keys, and what follows from them, as `Seen` takes them for the first stop."""
+    """The numbers of rows and keys, and what follows from them, as `Seen` takes them for the first stop.
+
+    With `is_padding`, they are 1, or 0 for rows and keys that were added to make chunks of equal size.
+    """
 
     rows: Tensor
     keys: Tensor
     offset: int | None
     drops: Drops | None = None
+    is_padding: bool = False
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Numbers:
         """Return the numbers of rows and keys that other ranks had."""
@@ -51,6 +55,11 @@ Which = int | Tensor | None
 def fits_ring(call: LocalCall, is_causal: bool) -> bool:
     """True if all ranks have equally many rows, and with causal attention two chunks of equal size."""
     return call.total(0, -2) % (call.ranks(0, -2) * (2 if is_causal else 1)) == 0
+
+
+def fits_padded_ring(call: LocalCall, is_causal: bool, has_mask: bool) -> bool:
+    """True unless a mask would need padding: other calls are padded to chunks of equal size."""
+    return not has_mask or fits_ring(call, is_causal)
 
 
 def fits_ulysses(call: LocalCall, has_heads: bool) -> bool:
@@ -99,7 +108,23 @@ def ring(
     if attn_mask is not None and attn_mask.requires_grad:
         key, value = (torch.cat(call.gather(x, 1, s).unbind(), s) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
-    return attend_in_rounds(call, query, key, value, attn_mask, None, is_causal, scale, enable_gqa)
+    if fits_ring(call, is_causal):
+        return attend_in_rounds(call, query, key, value, attn_mask, None, is_causal, scale, enable_gqa)
+    padded, rows = partial(_padded, rows=_rows_with_padding(call, s, is_causal)), query.shape[s]
+    held = padded(torch.ones(rows, 1, device=query.device))
+    numbers = Numbers(held, held, None, is_padding=True)
+    out = attend_in_rounds(call, padded(query), padded(key), padded(value), None, numbers, is_causal, scale, enable_gqa)
+    return out.narrow(s, 0, rows)
+
+
+def _rows_with_padding(call: LocalCall, s: int, is_causal: bool) -> int:
+    """Return the number of rows of the largest part, or the next even number."""
+    rows = -(-call.total(0, s) // call.ranks(0, s))
+    return rows + rows % 2 if is_causal else rows
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, rows - x.shape[-2]))
 
 
 def attend_in_rounds(
@@ -157,6 +182,10 @@ class _RingRound:
     numbers: Numbers | None
 
     @property
+    def is_padded(self) -> bool:
+        return self.numbers is not None and self.numbers.is_padding
+
+    @property
     def stops(self) -> range:
         return range(self.call.ranks(0, self.s))
 
@@ -167,6 +196,8 @@ class _RingRound:
 
     def chunk_pairs(self, stop: int, place: Tensor) -> list[tuple[Which, Which]]:
         """Return the tiles at this stop: a chunk of rows, and a chunk of keys."""
+        if self.is_causal and stop == 0 and self.is_padded:
+            return [(0, 0), (1, 0), (1, 1)]
         if stop == 0 or not self.is_causal:
             return [(None, None)]
         is_before = place + stop >= len(self.stops)
@@ -180,6 +211,10 @@ class _RingRound:
         is_causal = self.is_causal and stop == 0
         if self.numbers is None or of_rows is None or here.numbers is None:
             return Tile(key, value, mask, is_causal, self.scale)
+        if self.numbers.is_padding:
+            is_diagonal = is_causal and (at, of) != (1, 0)  # all rows that are kept come before the padding there
+            held = _pick(here.numbers, of).mT > 0
+            return Tile(key, value, None if is_diagonal else held, is_diagonal, self.scale)
         offset = self.numbers.offset if is_causal else None
         rows, keys = _pick(of_rows, at), _pick(here.numbers, of)
         return BlockTile(key, value, Seen(rows, keys, offset, mask, self.numbers.drops), self.scale)

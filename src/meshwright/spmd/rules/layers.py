@@ -10,7 +10,7 @@ from torch import Tensor
 from ..forms import layers as forms
 from ..forms.document_attention import local_document_attention, ring_document_attention
 from ..forms.dropped_attention import local_dropped_attention, ring_dropped_attention
-from ..forms.ring_attention import fits_ring, fits_ulysses, ring, ulysses
+from ..forms.ring_attention import fits_padded_ring, fits_ring, fits_ulysses, ring, ulysses
 from ..notation.dim_names import dim_names, operand_text, sized_name
 from ..notation.rule import Alternative, Entry, Rule
 
@@ -146,7 +146,9 @@ def _along_one_sequence(
     heads = text.replace(" s t ->", " u! t! ->").replace(" t ", " s ")
     has_heads = query.dim() > 2 and (mask is None or mask.dim() < 3 or mask.shape[-3] == 1)
     return {
-        "ring": Alternative(Rule(rows, forms={"s": ring}), partial(fits_ring, is_causal=is_causal)),
+        "ring": Alternative(
+            Rule(rows, forms={"s": ring}), partial(fits_padded_ring, is_causal=is_causal, has_mask=mask is not None)
+        ),
         "ulysses": Alternative(Rule(heads, forms={"s": ulysses}), partial(fits_ulysses, has_heads=has_heads)),
     }
 
