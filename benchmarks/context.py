@@ -2,7 +2,7 @@
 
 A training step of one causal attention is recorded for the last rank, and run there without any other rank. The peak is
 that of the recorded program. Received bytes are those of the step, gradients and loss included. The workspace of
-kernels does not count: the tiles of "ring" are values of the program, torch's fused attention in "ulysses" holds none.
+kernels does not count.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ README = HERE.parent / "README.md"
 PAGE = HERE.parent / "docs" / "figures.md"
 RESULTS = HERE / "results.json"
 ORDER = (
-    *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products", "context"),
+    *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products"),
+    *("context", "attention_memory"),
     *("aliases", "mutations", "optimizers", "escapes", "plans", "experts", "generate"),
     *("capture_paths", "static_equals_eager", "stale", "first_static_step", "one_program", "communications"),
     *("static_speed", "same_transport", "overlap", "races", "compile_scale"),

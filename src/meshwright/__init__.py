@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshwright.engine import clip_grad_norm_ as clip_grad_norm_
     from meshwright.engine import context_parallel as context_parallel
     from meshwright.engine import dispatch_experts as dispatch_experts
+    from meshwright.engine import document_attention as document_attention
     from meshwright.engine import dtensor_from_fn as dtensor_from_fn
     from meshwright.engine import dtensor_from_local as dtensor_from_local
     from meshwright.engine import explain as explain
@@ -127,6 +128,7 @@ __all__ = [
     "clip_grad_norm_",
     "context_parallel",
     "dispatch_experts",
+    "document_attention",
     "dtensor_from_fn",
     "dtensor_from_local",
     "errors",

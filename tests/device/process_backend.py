@@ -48,6 +48,9 @@ class StagedBackend:
 
         return self._staged([x], [out], call)
 
+    def broadcast(self, tensors: list[Tensor], options: Any) -> _Done:
+        return self._staged([], tensors, lambda _, outs: self._gloo.broadcast(outs, options))
+
     def send(self, tensors: list[Tensor], place: int, tag: int) -> Any:
         return self._gloo.send([x.cpu() for x in tensors], place, tag)
 

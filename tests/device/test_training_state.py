@@ -105,3 +105,8 @@ def test_states_that_are_loaded_are_where_the_optimizer_makes_them(mesh_device: 
 def test_the_norm_of_no_gradient_is_on_the_device(mesh_device: Devices) -> None:
     model = nn.Linear(2, 2).to("mesh:0")
     assert gradient_norm(model.parameters()).device == torch.device("mesh:0")
+
+
+def test_a_mesh_takes_ranks_on_a_device(mesh_device: Devices) -> None:
+    ranks = torch.arange(4, device="mesh:0").view(2, 2)
+    assert mw.ProcessMesh(ranks, ["a", "b"]) is mw.ProcessMesh([[0, 1], [2, 3]], ["a", "b"])

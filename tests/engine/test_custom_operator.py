@@ -48,6 +48,55 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+class Cube(torch.autograd.Function):
+    """A function with its own backward pass, in the kernel of an operator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grads[0]
+
+
+LIBRARY = torch.library.Library("meshwright_own", "FRAGMENT")
+LIBRARY.define("cube(Tensor x) -> Tensor")
+
+
+def _cube(x: Tensor) -> Tensor:
+    found: Any = Cube.apply(x + 0)
+    return found
+
+
+LIBRARY.impl("cube", _cube, "CompositeImplicitAutograd")
+
+
+class Cubes(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.meshwright_own.cube(x * self.gain).sum()
+
+
+def test_a_function_inside_an_operator_is_part_of_its_node() -> None:
+    """In a program too: the tensors between the operator and the function are unknown there."""
+    x = torch.arange(3.0)
+
+    def go() -> tuple[float, Tensor]:
+        net = Cubes()
+        step = mw.to_static(net, None, None, torch.optim.SGD(net.parameters(), lr=0.1))
+        return step(x).item(), net.gain.detach()
+
+    ((loss, gain),) = mw.simulate(go, 1)
+    assert loss == 9
+    torch.testing.assert_close(gain, 1 - 0.1 * 3 * x**3)
+
+
 @pytest.fixture
 def ruled() -> Iterator[None]:
     from meshwright.spmd.rules.rule_table import RULES

@@ -72,6 +72,14 @@ def test_a_ring(ranks: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_ring_of_uneven_parts(ranks: int, causal: bool) -> None:
+    """Parts are padded; a rank may have no rows at all."""
+    for n in (5, 7, 10):
+        same(ranks, "ring", qkv((2, 4), (2, 2), n), is_causal=causal, enable_gqa=True)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_heads_in_the_place_of_the_sequence(ranks: int, causal: bool) -> None:
     same(ranks, "ulysses", qkv((2, 6), (2, 6), 7), is_causal=causal)

@@ -27,7 +27,7 @@ def random_tensor(*shape: int) -> Tensor:
 )
 def test_attention_takes_the_named_form_if_it_fits(name: str, length: int, heads: int, causal: bool) -> None:
     q, k, v, weight = (random_tensor(2, heads, length, 4) for _ in range(4))
-    fits = {"ring": length % 4 == 0, "ulysses": heads % 2 == 0, "gather": False}[name]
+    fits = {"ring": True, "ulysses": heads % 2 == 0, "gather": False}[name]
 
     def attended(given: list[Tensor]) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in given]

@@ -52,6 +52,7 @@ from .eager.styles import (
 from .eager.zero import ShardingStage1, ShardingStage2, ShardingStage3
 from .marks.context_parallel import context_parallel
 from .marks.default_mesh import get_mesh, init_mesh, set_mesh
+from .marks.document_attention import document_attention
 from .marks.experts import dispatch_experts
 from .marks.layers import shard_layer
 from .marks.local_map import LocalLayer, local_map
@@ -124,6 +125,7 @@ __all__ = [
     "clip_grad_norm_",
     "context_parallel",
     "dispatch_experts",
+    "document_attention",
     "dtensor_from_fn",
     "dtensor_from_local",
     "explain",

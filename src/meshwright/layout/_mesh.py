@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from ._errors import MeshError
 
@@ -211,7 +212,7 @@ def evenly(first: int, steps: Sequence[int], shape: Sequence[int]) -> RankArray:
 
 def _rank_array(mesh: ArrayLike) -> RankArray:
     try:
-        ranks = np.asarray(mesh, dtype=np.int64)
+        ranks = np.asarray(mesh.tolist() if isinstance(mesh, Tensor) else mesh, dtype=np.int64)
     except (ValueError, TypeError, OverflowError) as error:
         raise MeshError(
             f"ProcessMesh({mesh!r})", "rows that do not form an array", str(error), "use rows such as [[0, 1], [2, 3]]"

@@ -7,6 +7,7 @@ module_memory      keep memory that tensors of a module share when the module is
 stale_parameters   refuse steps of optimizers that hold parameters from before distribution
 materialize        allocate and initialise a model that was built on the meta device
 context_parallel   select the attention algorithm for a sharded sequence
+document_attention  `document_attention`: attention in packed sequences
 local_map          run functions and modules on one rank's local parts
 local_call         the operator that a captured program has for a call of a `local_map` function
 experts            `dispatch_experts`: mixture of experts on one device or on a mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from traceback import walk_tb
 from typing import Any
 
@@ -210,10 +210,18 @@ class CaptureEnvironment:
             return self.outside.lifted(args[0])
         if is_random_operator(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # its content is unknown before the program runs
-        if not is_random_operator(op) and not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
+        is_sized = not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves))
+        with self._in_one_node(), nullcontext() if is_sized and not is_random_operator(op) else self.mode:
             return unobserved_if_torchs(op)(*args, **kwargs)
-        with self.mode:
-            return unobserved_if_torchs(op)(*args, **kwargs)
+
+    @contextmanager
+    def _in_one_node(self) -> Generator[None]:
+        """Record no autograd functions inside the context: they are parts of the node that is recorded there."""
+        before, self.in_node = self.in_node, True
+        try:
+            yield
+        finally:
+            self.in_node = before
 
     def note(self, op: Operator, args: TorchValue, kwargs: TorchValue, out: TorchValue) -> None:
         if transforming():
@@ -276,12 +284,8 @@ class CaptureEnvironment:
         """
         if self.in_node:
             return shown()
-        self.in_node = True
-        try:
-            with unrecorded(), self.mode:
-                out = shown()
-        finally:
-            self.in_node = False
+        with self._in_one_node(), unrecorded(), self.mode:
+            out = shown()
         with unrecorded(), self.mode:
             if isinstance(op, ReshardMark) and not isinstance(op, StageArrival):
                 note_spec(out, Spec(op.mesh, op.layout, out.shape, out.dtype))

@@ -1,21 +1,22 @@
 """Context parallelism: attention with queries, keys and values sharded along one sequence; no rank holds all keys.
 
 `ring`      keys and values are sent around the ring of ranks (Liu et al., 2023). At every stop a rank attends to the
-            keys it has, and merges the result with earlier ones by the log of their sums (online softmax). In the
+            keys it has by fused kernels, and merges the result with earlier ones (see `attention_tiles`). In the
             backward pass keys and values are sent again, with their gradients, so they are not saved.
 `ulysses`   the shards are moved from the sequence to the heads by an all-to-all, and back (Jacobs et al., 2023).
 
-With causal attention, rows of later ranks would have more work. So the sequence is split into two chunks per rank, and
-during the call rank i of p has the chunks i and 2p - 1 - i (zigzag). At every stop except the first, a rank then
-computes two whole tiles of the four that its two chunks form with the two chunks of the sending rank. Its later rows
-always see the earlier keys. In addition, its earlier rows see the earlier keys if the sending rank is before it;
-otherwise its later rows see the later keys.
+With causal attention, the rows of a rank are two chunks of the sequence (see `zigzag`). At the first stop, a rank
+attends to its own keys, which is one causal tile. At every other stop, it computes two whole tiles of the four that its
+two chunks form with the two chunks of the sending rank. Its later rows always see the earlier keys. In addition, its
+earlier rows see the earlier keys if the sending rank is before it; otherwise its later rows see the later keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +25,41 @@ from torch.nn import functional as F
 from meshwright.layout import TorchValue
 
 from ..notation.local_call import LocalCall
+from .attention_tiles import UNSEEN, Merged, Rows, Tile
+from .block_tiles import BlockTile, Drops, Seen
 from .layers import scale_of
+from .zigzag import RingCall, ring_index, zagzig, zigzag
 
-Which = int | Tensor
-"""One of two chunks: its number, or a bool tensor that depends on the rank (True: the first chunk)."""
+
+class Numbers(NamedTuple):
+    """The numbers of rows and keys, and what follows from them, as `Seen` takes them for the first stop.
+
+    With `is_padding`, they are 1, or 0 for rows and keys that were added to make chunks of equal size.
+    """
+
+    rows: Tensor
+    keys: Tensor
+    offset: int | None
+    drops: Drops | None = None
+    is_padding: bool = False
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Numbers:
+        """Return the numbers of rows and keys that other ranks had."""
+        return self._replace(rows=move(self.rows), keys=move(self.keys))
+
+
+Which = int | Tensor | None
+"""One of two chunks: its number, or a bool tensor that depends on the rank (True: the first chunk); None: both."""
 
 
 def fits_ring(call: LocalCall, is_causal: bool) -> bool:
     """True if all ranks have equally many rows, and with causal attention two chunks of equal size."""
     return call.total(0, -2) % (call.ranks(0, -2) * (2 if is_causal else 1)) == 0
+
+
+def fits_padded_ring(call: LocalCall, is_causal: bool, has_mask: bool) -> bool:
+    """True unless a mask would need padding: other calls are padded to chunks of equal size."""
+    return not has_mask or fits_ring(call, is_causal)
 
 
 def fits_ulysses(call: LocalCall, has_heads: bool) -> bool:
@@ -81,18 +108,51 @@ def ring(
     if attn_mask is not None and attn_mask.requires_grad:
         key, value = (torch.cat(call.gather(x, 1, s).unbind(), s) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
-    query = query * scale_of(query, scale)
-    pair = torch.cat((key, value), -1)
-    if is_causal:
-        query, pair = _zigzag(call, query, s), _zigzag(call, pair, s)
+    if fits_ring(call, is_causal):
+        return attend_in_rounds(call, query, key, value, attn_mask, None, is_causal, scale, enable_gqa)
+    padded, rows = partial(_padded, rows=_rows_with_padding(call, s, is_causal)), query.shape[s]
+    held = padded(torch.ones(rows, 1, device=query.device))
+    numbers = Numbers(held, held, None, is_padding=True)
+    out = attend_in_rounds(call, padded(query), padded(key), padded(value), None, numbers, is_causal, scale, enable_gqa)
+    return out.narrow(s, 0, rows)
+
+
+def _rows_with_padding(call: LocalCall, s: int, is_causal: bool) -> int:
+    """Return the number of rows of the largest part, or the next even number."""
+    rows = -(-call.total(0, s) // call.ranks(0, s))
+    return rows + rows % 2 if is_causal else rows
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, rows - x.shape[-2]))
+
+
+def attend_in_rounds(
+    call: RingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    numbers: Numbers | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Return the attention of the local rows to the keys of all ranks along the sequence."""
+    s = query.dim() - 2
+    query, pair = query.view_as(query), torch.cat((key, value), -1)  # the function below saves no DistTensor
+    is_moved = is_causal and call.ranks(0, s) > 1
+    if is_moved:
+        query, pair = zigzag(call, query, s), zigzag(call, pair, s)
+        numbers = None if numbers is None else numbers.moved(partial(zigzag, call, s=s))
     heads = query.shape[:-2]
-    attn_mask = None if attn_mask is None else attn_mask.detach()
+    mask = None if mask is None else mask.detach()
     if enable_gqa:
-        query, pair, attn_mask = _by_shared_key(query, pair, attn_mask)
-    tour = _RingRound(call, s, key.shape[-1], is_causal)
-    out, _ = _ring(tour, query, pair, attn_mask)
+        query, pair, mask = _by_shared_key(query, pair, mask)
+    tour = _RingRound(call, s, key.shape[-1], is_causal, scale_of(query, scale), numbers)
+    out, _ = _ring(tour, query, pair, mask)
     out = out.reshape(*heads, *out.shape[-2:])
-    return _zagzig(call, out, s) if is_causal else out
+    return zagzig(call, out, s) if is_moved else out
 
 
 def _by_shared_key(query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -107,50 +167,23 @@ def _by_shared_key(query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Te
     return query.unflatten(-3, (shared, -1)), pair.unsqueeze(-3), mask
 
 
-def _zigzag(call: LocalCall, x: Tensor, s: int) -> Tensor:
-    """Return the chunks i and 2p - 1 - i on rank i, for its chunks 2i and 2i + 1."""
-    halves = zip(x.chunk(2, s), _chunk_sources(call, s), strict=True)
-    even, odd = (call.permute(half, 0, s, sources) for half, sources in halves)
-    is_even = _ring_index(call, x, s) % 2 == 0
-    return torch.cat((torch.where(is_even, even, odd), torch.where(is_even, odd, even)), s)
-
-
-def _zagzig(call: LocalCall, x: Tensor, s: int) -> Tensor:
-    """Return the chunks 2i and 2i + 1 on rank i, for its chunks i and 2p - 1 - i."""
-    first, last = x.chunk(2, s)
-    is_even = _ring_index(call, x, s) % 2 == 0
-    halves = torch.where(is_even, first, last), torch.where(is_even, last, first)
-    targets = map(_inverse, _chunk_sources(call, s))
-    return torch.cat([call.permute(half, 0, s, to) for half, to in zip(halves, targets, strict=True)], s)
-
-
-def _chunk_sources(call: LocalCall, s: int) -> tuple[list[int], list[int]]:
-    """Return, for each rank, the source rank of its even chunk, and the source rank of its odd chunk."""
-    last = 2 * call.ranks(0, s) - 1
-    evens = [last - i if i % 2 else i for i in range(call.ranks(0, s))]
-    return [even // 2 for even in evens], [(last - even) // 2 for even in evens]
-
-
-def _inverse(sources: Sequence[int]) -> list[int]:
-    return sorted(range(len(sources)), key=sources.__getitem__)
-
-
-def _ring_index(call: LocalCall, like: Tensor, s: int) -> Tensor:
-    """Return this rank's index on the ring, as a tensor, since it differs between ranks."""
-    return torch.arange(1, device=like.device) + call.index(0, s)
-
-
 @dataclass(frozen=True, slots=True)
 class _RingRound:
-    """One round of keys and values on the ring: sequence dim `s`, number of `features` of a key, and causality.
+    """One round of keys and values on the ring: sequence dim `s`, number of `features` of a key, causality and scale.
 
-    Queries are already scaled. Keys and values are sent in one concatenated tensor, the pair.
+    Keys and values are sent in one concatenated tensor, the pair. The tensors of `numbers` are arguments of their own.
     """
 
-    call: LocalCall
+    call: RingCall
     s: int
     features: int
     is_causal: bool
+    scale: float
+    numbers: Numbers | None
+
+    @property
+    def is_padded(self) -> bool:
+        return self.numbers is not None and self.numbers.is_padding
 
     @property
     def stops(self) -> range:
@@ -159,19 +192,32 @@ class _RingRound:
     def onward(self, x: Tensor) -> Tensor:
         """Return the `x` of the next rank on the ring."""
         p = len(self.stops)
-        return self.call.permute(x, 0, self.s, [(i + 1) % p for i in range(p)])
+        return x if p == 1 else self.call.permute(x, 0, self.s, [(i + 1) % p for i in range(p)])
 
-    def chunks(self, x: Tensor) -> list[Tensor]:
-        return list(x.chunk(2, -2)) if self.is_causal else [x]
-
-    def tiles(self, stop: int, place: Tensor) -> list[tuple[Which, Which, bool]]:
-        """Return the tiles at this stop: chunk of rows, chunk of keys, and True if the tile is causal."""
-        if not self.is_causal:
-            return [(0, 0, False)]
-        if stop == 0:
-            return [(0, 0, True), (1, 0, False), (1, 1, True)]
+    def chunk_pairs(self, stop: int, place: Tensor) -> list[tuple[Which, Which]]:
+        """Return the tiles at this stop: a chunk of rows, and a chunk of keys."""
+        if self.is_causal and stop == 0 and self.is_padded:
+            return [(0, 0), (1, 0), (1, 1)]
+        if stop == 0 or not self.is_causal:
+            return [(None, None)]
         is_before = place + stop >= len(self.stops)
-        return [(1, 0, False), (is_before, is_before, False)]
+        return [(1, 0), (is_before, is_before)]
+
+    def tile(
+        self, stop: int, here: _Keys, of: Which, mask: Tensor | None, of_rows: Tensor | None, at: Which
+    ) -> Tile | BlockTile:
+        """Return the attention of a chunk of rows to a chunk of the keys of this stop."""
+        key, value = self.split(_pick(here.pair, of))
+        is_causal = self.is_causal and stop == 0
+        if self.numbers is None or of_rows is None or here.numbers is None:
+            return Tile(key, value, mask, is_causal, self.scale)
+        if self.numbers.is_padding:
+            is_diagonal = is_causal and (at, of) != (1, 0)  # all rows that are kept come before the padding there
+            held = _pick(here.numbers, of).mT > 0
+            return Tile(key, value, None if is_diagonal else held, is_diagonal, self.scale)
+        offset = self.numbers.offset if is_causal else None
+        rows, keys = _pick(of_rows, at), _pick(here.numbers, of)
+        return BlockTile(key, value, Seen(rows, keys, offset, mask, self.numbers.drops), self.scale)
 
     def columns(self, mask: Tensor | None, stop: int, place: Tensor) -> Tensor | None:
         """Return the columns of a mask for the keys of this stop."""
@@ -181,116 +227,91 @@ class _RingRound:
         n = mask.shape[-1] // p
         return mask.index_select(-1, torch.arange(n, device=mask.device) + (place + stop) % p * n)
 
-    def scores(self, query: Tensor, key: Tensor, mask: Tensor | None, diagonal: bool) -> Tensor:
-        scores = _wide(query @ key.mT)
-        if diagonal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if mask is None:
-            return scores
-        return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    def split(self, pair: Tensor) -> tuple[Tensor, Tensor]:
+        return pair.narrow(-1, 0, self.features), pair.narrow(-1, self.features, pair.shape[-1] - self.features)
+
+
+class _Keys(NamedTuple):
+    """Keys and values that travel on the ring, and the numbers of the keys, if any."""
+
+    pair: Tensor
+    numbers: Tensor | None
+
+    def onward(self, tour: _RingRound) -> _Keys:
+        return _Keys(tour.onward(self.pair), None if self.numbers is None else tour.onward(self.numbers))
 
 
 class _Ring(torch.autograd.Function):
     """Ring attention; returns the result and the log of the softmax denominators.
 
-    The backward pass consists of differentiable operators on these and the inputs, so it can be differentiated again.
+    If the backward pass is to be differentiated again, it consists of differentiable operators on these and the inputs.
     """
 
     @staticmethod
     def forward(
-        ctx: TorchValue, tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None
+        ctx: TorchValue,
+        tour: _RingRound,
+        query: Tensor,
+        pair: Tensor,
+        mask: Tensor | None,
+        of_rows: Tensor | None,
+        of_keys: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.tour = tour
-        place = _ring_index(tour.call, query, tour.s)
-        rows = tour.chunks(query)
-        sums = [_wide(x.new_full((*x.shape[:-1], 1), float("-inf"))) for x in rows]
-        outs = [_wide(x.new_zeros((*x.shape[:-1], pair.shape[-1] - tour.features))) for x in rows]
-        here = pair
+        ctx.set_materialize_grads(False)
+        place = ring_index(tour.call, query, tour.s)
+        found = Merged.empty(query, pair.shape[-1] - tour.features)
+        here = _Keys(pair, of_keys)
         for stop in tour.stops:
-            here = tour.onward(here) if stop else here
-            columns, keys = tour.columns(mask, stop, place), tour.chunks(here)
-            for at, of, diagonal in tour.tiles(stop, place):
-                key, value = _split(_pick(keys, of), tour.features)
-                scores = tour.scores(_pick(rows, at), key, columns, diagonal)
-                _join(outs, sums, at, value, scores)
-        out, total = torch.cat(outs, -2).to(query.dtype), torch.cat(sums, -2)
-        ctx.save_for_backward(query, pair, mask, out, total)
-        return out, total
+            here = here.onward(tour) if stop else here
+            columns = tour.columns(mask, stop, place)
+            for at, of in tour.chunk_pairs(stop, place):
+                out, total = tour.tile(stop, here, of, columns, of_rows, at).attend(_pick(query, at))
+                found.merge(_spread(out, at, 0), _spread(total, at, UNSEEN))
+        out = found.out.to(query.dtype)
+        ctx.save_for_backward(query, pair, mask, of_rows, of_keys, out, found.total)
+        return out, found.total
 
     @staticmethod
     def backward(ctx: TorchValue, *grads: TorchValue) -> TorchValue:
         tour: _RingRound = ctx.tour
-        query, pair, mask, out, total = ctx.saved_tensors
-        grad, grad_total = grads
-        place = _ring_index(tour.call, query, tour.s)
-        drift = _wide(grad * out).sum(-1, keepdim=True) - grad_total
-        asked = [tour.chunks(x) for x in (query, grad, total, drift)]
-        grad_query = [torch.zeros_like(x) for x in asked[0]]
-        grad_pair = torch.zeros_like(pair)
+        query, pair, mask, of_rows, of_keys, out, total = ctx.saved_tensors
+        grad = grads[0] if grads[0] is not None else torch.zeros_like(out)
+        place = ring_index(tour.call, query, tour.s)
+        rows = Rows(query, grad, out, total, grads[1])
+        grad_query, grad_pair = torch.zeros_like(query), torch.zeros_like(pair)
+        here = _Keys(pair, of_keys)
         for stop in tour.stops:
             if stop:
-                pair, grad_pair = tour.onward(pair), tour.onward(grad_pair)
-            columns, keys, grad_keys = tour.columns(mask, stop, place), tour.chunks(pair), tour.chunks(grad_pair)
-            for at, of, diagonal in tour.tiles(stop, place):
-                found = _gradients(tour, [_pick(x, at) for x in asked], _pick(keys, of), columns, diagonal)
-                _add(grad_query, at, found[0])
-                _add(grad_keys, of, found[1])
-            grad_pair = torch.cat(grad_keys, -2)
-        return None, torch.cat(grad_query, -2), tour.onward(grad_pair), None
+                here, grad_pair = here.onward(tour), tour.onward(grad_pair)
+            columns = tour.columns(mask, stop, place)
+            for at, of in tour.chunk_pairs(stop, place):
+                tile, asked = tour.tile(stop, here, of, columns, of_rows, at), rows.mapped(partial(_pick, which=at))
+                of_query, *of_pair = tile.gradients(asked)
+                grad_query = grad_query + _spread(of_query, at, 0)
+                grad_pair = grad_pair + _spread(torch.cat(of_pair, -1), of, 0)
+        return None, grad_query, tour.onward(grad_pair), None, None, None
 
 
 def _ring(tour: _RingRound, query: Tensor, pair: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    found: TorchValue = _Ring.apply(tour, query, pair, mask)
+    of_rows, of_keys = (None, None) if tour.numbers is None else (tour.numbers.rows, tour.numbers.keys)
+    found: TorchValue = _Ring.apply(tour, query, pair, mask, of_rows, of_keys)
     return found
 
 
-def _join(outs: list[Tensor], sums: list[Tensor], at: Which, value: Tensor, scores: Tensor) -> None:
-    """Merge the attention of some rows to these keys into their earlier results `outs` and `sums`."""
-    total = scores.logsumexp(-1, keepdim=True)
-    out = _wide((scores - _finite(total)).exp().to(value.dtype) @ value)
-    for n in range(len(sums)):
-        if isinstance(at, int) and at != n:
-            continue
-        new = total if isinstance(at, int) else torch.where(at if n == 0 else ~at, total, float("-inf"))
-        both = torch.logaddexp(sums[n], new)
-        shift = _finite(both)
-        outs[n] = outs[n] * (sums[n] - shift).exp() + out * (new - shift).exp()
-        sums[n] = both
+def _pick(x: Tensor, which: Which) -> Tensor:
+    """Return one of the two chunks of a sequence, or the whole sequence."""
+    if which is None:
+        return x
+    first, last = x.chunk(2, -2)
+    return (first, last)[which] if isinstance(which, int) else torch.where(which, first, last)
 
 
-def _gradients(
-    tour: _RingRound, asked: Sequence[Tensor], pair: Tensor, mask: Tensor | None, diagonal: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the terms of a tile in the gradients of its queries, and of its keys and values."""
-    query, grad, total, drift = asked
-    key, value = _split(pair, tour.features)
-    weights = (tour.scores(query, key, mask, diagonal) - _finite(total)).exp()
-    scores = (weights * (_wide(grad @ value.mT) - drift)).to(query.dtype)
-    back = torch.cat((scores.mT @ query, weights.to(grad.dtype).mT @ grad), -1)
-    return scores @ key, back.sum_to_size(pair.shape)
-
-
-def _pick(chunks: Sequence[Tensor], which: Which) -> Tensor:
-    return chunks[which] if isinstance(which, int) else torch.where(which, chunks[0], chunks[1])
-
-
-def _add(totals: list[Tensor], which: Which, x: Tensor) -> None:
-    """Add `x` to one of the chunks."""
+def _spread(x: Tensor, which: Which, fill: float) -> Tensor:
+    """Return the sequence that has `x` as one of its two chunks, and `fill` as the other."""
+    if which is None:
+        return x
     if isinstance(which, int):
-        totals[which] = totals[which] + x
-        return
-    totals[0], totals[1] = totals[0] + torch.where(which, x, 0), totals[1] + torch.where(which, 0, x)
-
-
-def _split(pair: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    return pair[..., :features], pair[..., features:]
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return `x` in at least float32, for sums of many terms."""
-    return x.float() if x.dtype.itemsize < 4 else x
-
-
-def _finite(x: Tensor) -> Tensor:
-    """Return `x` with zero for rows that have seen no key yet, so that their weights are zero."""
-    return torch.where(x == float("-inf"), 0, x)
+        other = torch.full_like(x, fill)
+        return torch.cat((x, other) if which == 0 else (other, x), -2)
+    return torch.cat((torch.where(which, x, fill), torch.where(which, fill, x)), -2)

@@ -8,7 +8,9 @@ from functools import partial
 from torch import Tensor
 
 from ..forms import layers as forms
-from ..forms.ring_attention import fits_ring, fits_ulysses, ring, ulysses
+from ..forms.document_attention import local_document_attention, ring_document_attention
+from ..forms.dropped_attention import local_dropped_attention, ring_dropped_attention
+from ..forms.ring_attention import fits_padded_ring, fits_ring, fits_ulysses, ring, ulysses
 from ..notation.dim_names import dim_names, operand_text, sized_name
 from ..notation.rule import Alternative, Entry, Rule
 
@@ -79,6 +81,46 @@ def dropping_attention_rule(
     return Rule(text.replace(" t d!", " t! d!"))
 
 
+def document_attention_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    keys: Tensor,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Rule | None:
+    """Return the rule of attention in packed sequences: that of attention, with the documents of rows and of keys."""
+    heads, shared = "b h", "b h"
+    if enable_gqa and query.shape[-3] != key.shape[-3] and key.shape[-3]:
+        outer, inner = sized_name("g", key.shape[-3]), sized_name("r", query.shape[-3] // key.shape[-3])
+        heads, shared = f"b ({outer} {inner})", f"b {outer}"
+    text = f"{heads} s d!, {shared} t! d!, {shared} t! e, b s, b t! -> {heads} s e"
+    forms = {"s": local_document_attention} if is_causal else {}
+    if query.shape[-2] != key.shape[-2]:
+        return Rule(text, forms=forms)
+    ring_rule = Rule(text.replace(" t!", " s"), forms={"s": ring_document_attention})
+    fits = partial(fits_ring, is_causal=is_causal)
+    return Rule(text, forms=forms, alternatives={"ring": Alternative(ring_rule, fits)})
+
+
+def dropped_attention_rule(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bits: Tensor, *rest: object
+) -> Rule:
+    """Return the rule of attention with dropout in blocks. Each local form draws the factors of its own weights."""
+    masked = "" if mask is None else f", {' '.join(('b', 'h', 's', 't!')[4 - mask.dim() :])}"
+    text = f"b h s d!, b h t! d!, b h t! e{masked}, ... -> b h s e"
+    forms = dict.fromkeys("bhs", local_dropped_attention)
+    if query.shape[-2] != key.shape[-2]:
+        return Rule(text, forms=forms)
+    ring_text = text.replace(" t! d!", " s d!").replace(" t! e", " s e")
+    ring_rule = Rule(ring_text, forms={**forms, "s": ring_dropped_attention})
+    fits = partial(fits_ring, is_causal=bool(rest[1]))
+    return Rule(text, forms=forms, alternatives={"ring": Alternative(ring_rule, fits)})
+
+
 def _attention_text(query: Tensor, key: Tensor, mask: Tensor | None, enable_gqa: bool) -> tuple[str, list[str]]:
     """Return the rule as text, and the names of its head factors with grouped queries."""
     heads, shared = "...", "..."
@@ -104,7 +146,9 @@ def _along_one_sequence(
     heads = text.replace(" s t ->", " u! t! ->").replace(" t ", " s ")
     has_heads = query.dim() > 2 and (mask is None or mask.dim() < 3 or mask.shape[-3] == 1)
     return {
-        "ring": Alternative(Rule(rows, forms={"s": ring}), partial(fits_ring, is_causal=is_causal)),
+        "ring": Alternative(
+            Rule(rows, forms={"s": ring}), partial(fits_padded_ring, is_causal=is_causal, has_mask=mask is not None)
+        ),
         "ulysses": Alternative(Rule(heads, forms={"s": ulysses}), partial(fits_ulysses, has_heads=has_heads)),
     }
 
@@ -113,6 +157,8 @@ LAYERS: dict[str, Entry] = {
     "aten.embedding": embedding_rule,
     "aten.embedding_dense_backward": embedding_back_rule,
     "aten.scaled_dot_product_attention": attention_rule,
+    "meshwright.document_attention": document_attention_rule,
+    "meshwright.attention_with_dropout": dropped_attention_rule,
 }
 
 RANDOM_RULES: dict[str, Entry] = {

@@ -140,19 +140,56 @@ def counted(name: str, values: Sequence[float], key: Key, spec: Spec, rank: int,
     shape = spec.local_shape(rank)
     if not math.prod(shape):
         return torch.empty(shape, dtype=spec.dtype, device=device)
+    places = _indices(spec, rank)
+    return counted_at(name, values, key, spec.shape, places, spec.dtype, device).reshape(shape)
+
+
+def counted_at(
+    name: str,
+    values: Sequence[float],
+    key: Key,
+    whole: Sequence[int],
+    places: Sequence[Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return the elements of a tensor of shape `whole` drawn from a distribution, with these indices in each dim.
+
+    Indices of the last dim are in ascending order. The result is flat.
+    """
     kind = DISTRIBUTIONS[name]
-    per = 4 // (kind.uniforms * (2 if spec.dtype is torch.float64 else 1))
-    last = spec.shape[-1] if spec.shape else 1
-    *dims, columns = _indices(spec, rank) or [torch.zeros(1, dtype=torch.int64, device="cpu")]
-    rows = _linear_indices([(n, at.to(device)) for n, at in zip(spec.shape, dims, strict=False)], device)
-    blocks, places = torch.unique(columns // per, return_inverse=True)
+    per = 4 // (kind.uniforms * (2 if dtype is torch.float64 else 1))
+    last = whole[-1] if whole else 1
+    *dims, columns = places or [torch.zeros(1, dtype=torch.int64, device="cpu")]
+    rows = _linear_indices([(n, at.to(device)) for n, at in zip(whole, dims, strict=False)], device)
+    blocks, within = torch.unique(columns // per, return_inverse=True)
     counters = _linear_indices([(1, rows), (-(-last // per), blocks.to(device))], device)
-    out = torch.empty(counters.numel() * per, dtype=spec.dtype, device=device)
+    out = torch.empty(counters.numel() * per, dtype=dtype, device=device)
     step = AT_ONCE.get(device.type, AT_ONCE_ELSEWHERE)
     for start, part in zip(range(0, out.numel(), step * per), counters.split(step), strict=True):
-        numbers = kind.transform(*_uniforms(part, key, kind, spec.dtype), *values)
+        numbers = kind.transform(*_uniforms(part, key, kind, dtype), *values)
         out[start : start + part.numel() * per] = numbers.flatten()
-    return _columns_at(out.view(rows.numel(), -1), places * per + columns % per).reshape(shape)
+    return _columns_at(out.view(rows.numel(), -1), within * per + columns % per).flatten()
+
+
+def _dropout_factors(
+    bits: Tensor,
+    batch: Tensor,
+    heads: Tensor,
+    rows: Tensor,
+    keys: Tensor,
+    shape: list[int],
+    p: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the factors by which dropout multiplies the weights of attention at these places."""
+    places = batch, heads, rows, keys
+    found = counted_at("dropout", (p,), key_of(bits), shape, places, dtype, rows.device)
+    return found.reshape([x.numel() for x in places])
+
+
+_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+_LIBRARY.impl("dropout_factors", _dropout_factors, "CompositeExplicitAutograd")
 
 
 @dataclass(frozen=True, slots=True)

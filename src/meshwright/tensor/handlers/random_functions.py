@@ -15,9 +15,11 @@ from .._torch_call import TorchFunction
 from ..autograd.intercepted_call import argument_at, named_arguments
 from ..capture.call_capture import autocast_dtype
 from ..conversion.local_parts import is_empty
+from ..core.computation_numbers import note_drawing
 from ..core.handler_registry import handles
 from ..torch_hooks import OperatorPacket
-from .random_draws import LIKE, dropout, dropout_arguments, fill_random, like_random
+from .counter_draws import draw_bits
+from .random_draws import LIKE, current_random_source, dropout, dropout_arguments, fill_random, like_random
 
 _FILLS = ["uniform_", "normal_", "exponential_", "geometric_", "cauchy_", "log_normal_", "random_", "bernoulli_"]
 _FILLING: list[OperatorPacket] = [getattr(torch.ops.aten, n) for n in _FILLS]
@@ -82,7 +84,8 @@ def _attention_with_dropout(
 ) -> TorchValue:
     """Compute attention with dropout by single operators, as torch does on a CPU.
 
-    Each operator is then sharded by its own rule.
+    Each operator is then sharded by its own rule. Random numbers from counters need no tensor of all weights: an
+    operator of its own then computes blocks of rows.
     """
     given = named_arguments(_ATTENTION, args, kwargs)
     if not (given.get("dropout_p") or 0) > 0:
@@ -98,9 +101,28 @@ def _attention_with_dropout(
         if given.get("enable_gqa"):
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
         scale = max(q.shape[-1], 1) ** -0.5 if given.get("scale") is None else given["scale"]
+        if _runs_in_blocks(q, k, given):
+            return _attention_in_blocks(q, k, v, given, scale).to(dtype)
         scores = (q * scale**0.5) @ (k * scale**0.5).mT
         weights = torch.ops.aten._safe_softmax.default(_masked(scores, given), -1)
         return (F.dropout(weights, given["dropout_p"]) @ v).to(dtype)
+
+
+def _runs_in_blocks(q: Tensor, k: Tensor, given: dict[str, TorchValue]) -> bool:
+    """True if the numbers come from counters, and the operator that draws them in blocks accepts the operands."""
+    mask = given.get("attn_mask")
+    trains_mask = mask is not None and (mask.requires_grad or mask.dim() > 4)
+    is_empty_call = 0 in (*q.shape, *k.shape)
+    fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2]
+    return current_random_source() == "counter" and fits and not trains_mask and not is_empty_call
+
+
+def _attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, given: dict[str, TorchValue], scale: float) -> Tensor:
+    p, is_causal = float(given["dropout_p"]), bool(given.get("is_causal"))
+    note_drawing(q.device, None)
+    bits = draw_bits()
+    op = torch.ops.meshwright.attention_with_dropout.default
+    return op(q, k, v, given.get("attn_mask"), bits, p, is_causal, scale)
 
 
 def _masked(scores: Tensor, given: dict[str, TorchValue]) -> Tensor:
