@@ -70,6 +70,21 @@ class TransportGroup:
     limit: timedelta
 
 
+FLASH, EFFICIENT, FLASH_ON_CPU = "flash", "efficient", "flash on the CPU"
+"""Fused kernels of attention that torch has for some devices."""
+
+
+def no_attention(_: torch.device) -> frozenset[str]:
+    """Return the fused kernels of attention of a device for which torch has none."""
+    return frozenset()
+
+
+def _attention_of_cuda(device: torch.device) -> frozenset[str]:
+    """Return the kernels of a GPU. A torch without CUDA records programs for devices that have all of them."""
+    has_flash = not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+    return frozenset({EFFICIENT, FLASH} if has_flash else {EFFICIENT})
+
+
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 USUAL_REDUCTIONS: Mapping[str, Collection[torch.dtype]] = {
@@ -112,6 +127,8 @@ class Platform:
         product_dtypes: dtypes of matrix products that `meshwright profile` measures.
         asserts: True if torch always has the kernel of `torch.ops.aten._assert_async` for the type. Programs that are
             recorded without such a device then check indices, too.
+        attention: function that returns which fused kernels of attention a device has: `FLASH`, `EFFICIENT`. Ring
+            attention merges their results. Without one it uses plain operators.
         nondeterministic: names of operators, such as "aten.index_add", that may give other bits when repeated.
     """
 
@@ -126,6 +143,7 @@ class Platform:
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     product_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
     asserts: bool = False
+    attention: Callable[[torch.device], frozenset[str]] = field(default=no_attention, repr=False)
     nondeterministic: frozenset[str] = frozenset()
 
 
@@ -148,9 +166,16 @@ BUILT_IN = (
         counts_memory=False,
         pins_memory=False,
         asserts=True,
+        attention=lambda _: frozenset({FLASH_ON_CPU}),
         product_dtypes=(torch.float32, torch.float64, torch.bfloat16),
     ),
-    Platform("cuda", transport="nccl", asserts=True, nondeterministic=_ATOMIC),  # ROCm too, by torch's names
+    Platform(
+        "cuda",  # ROCm too, by torch's names
+        transport="nccl",
+        asserts=True,
+        attention=_attention_of_cuda,
+        nondeterministic=_ATOMIC,
+    ),
     Platform("xpu", transport="xccl"),
     Platform("npu", transport="hccl", counts_memory=False),  # `torch_npu` registers the type and HCCL
     Platform(

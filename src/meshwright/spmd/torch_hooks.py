@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
-from meshwright.layout import TorchValue, platform_of
+from meshwright.layout import EFFICIENT, FLASH, FLASH_ON_CPU, TorchValue, platform_of
 
 Operator = OpOverload
 """An ATen operator overload: `torch.ops.aten.add.Tensor`. Its class and `_schema` have no public name."""
@@ -70,19 +70,13 @@ def attention_kernel(query: Tensor, mask: Tensor | None) -> AttentionKernel | No
     half = query.dtype in (torch.float16, torch.bfloat16)
     if mask is not None and mask.dtype not in (torch.bool, query.dtype):
         return None
-    if device.type in ("cpu", "meta"):
+    kernels = platform_of("cpu" if device.type == "meta" else device).attention(device)
+    if FLASH_ON_CPU in kernels:
         return _FLASH_ON_CPU if flags.flash_sdp_enabled() else None
-    if device.type != "cuda":
-        return None
-    if mask is None and half and flags.flash_sdp_enabled() and query.shape[-1] <= 256 and _runs_flash(device):
+    if FLASH in kernels and mask is None and half and flags.flash_sdp_enabled() and query.shape[-1] <= 256:
         return _FLASH
-    is_supported = half or query.dtype == torch.float32
+    is_supported = EFFICIENT in kernels and (half or query.dtype == torch.float32)
     return _EFFICIENT if is_supported and flags.mem_efficient_sdp_enabled() else None
-
-
-def _runs_flash(device: torch.device) -> bool:
-    """True if a CUDA device has the kernel. A torch without CUDA records programs for devices that have it."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _flash_on_cpu(
