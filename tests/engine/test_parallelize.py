@@ -197,3 +197,11 @@ def gradient_of_input(zero: int | None) -> list[Tensor]:
 def test_a_plain_input_gets_its_gradient(zero: int) -> None:
     for found in mw.simulate(lambda: gradient_of_input(zero), 2):
         torch.testing.assert_close(found, gradient_of_input(None))
+
+
+@pytest.mark.parametrize(
+    "options", [{"units": ("blocks.*",)}, {"units": ("blocks.*",), "zero": 2}, {"zero_axes": ("dp",)}]
+)
+def test_an_option_that_nothing_reads_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(mw.StrategyError, match=r"(?s)Parallelism\((units|zero_axes)=.*fix: +pass zero="):
+        mw.Parallelism(**options)

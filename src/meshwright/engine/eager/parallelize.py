@@ -48,7 +48,7 @@ class Parallelism:
     (`context_parallel`). `units` are those of `ShardingStage3`.
 
     Raises:
-        StrategyError: `zero` or `context` is none of these.
+        StrategyError: `zero` or `context` is none of these, or an option has no effect at this stage of ZeRO.
     """
 
     plan: Mapping[str, Style] = field(default_factory=dict[str, Style])
@@ -72,6 +72,17 @@ class Parallelism:
                 "no such stage",
                 "ZeRO has the stages 1, 2 and 3; 0 switches it off",
                 "write zero=3",
+            )
+        self._refuse_option_without_effect("units", self.units is not None and self.zero != 3, "zero=3")
+        self._refuse_option_without_effect("zero_axes", self.zero_axes is not None and not self.zero, "zero=1, 2 or 3")
+
+    def _refuse_option_without_effect(self, name: str, has_none: bool, needed: str) -> None:
+        if has_none:
+            raise StrategyError(
+                f"Parallelism({name}={getattr(self, name)!r}, zero={self.zero})",
+                f"an option that only {needed} reads",
+                "the run would shard the parameters in another way than the option says",
+                f"pass {needed}, or leave {name} out",
             )
 
 
