@@ -140,12 +140,12 @@ class Calibration:
         """Choose the numbers of weights by GPTQ: a rank factors the Hessian of a group, and all ranks round rows."""
         groups = self._groups(layers, seen)
         owners = self.ranks.owners([float(self._features(group)) ** 3 for group in groups])
-        totals = [self._total(seen, group, owner) for group, owner in zip(groups, owners, strict=True)]
+        totals = [self._total(seen, g, owner, weights[g[0]]) for g, owner in zip(groups, owners, strict=True)]
         made = self.ranks.agreed(lambda: [self._factor(g, total) for g, total in zip(groups, totals, strict=True)])
         for group, owner, pair in zip(groups, owners, made, strict=True):
-            k = self._features(group)
-            upper = self.ranks.broadcast(None if pair is None else pair[0], (k, k), torch.float32, owner)
-            diagonal = self.ranks.broadcast(None if pair is None else pair[1], (k,), torch.float32, owner)
+            k, weight = self._features(group), weights[group[0]]
+            upper = self.ranks.broadcast(None if pair is None else pair[0], (k, k), weight, owner)
+            diagonal = self.ranks.broadcast(None if pair is None else pair[1], (k,), weight, owner)
             for name in group:
                 self._round(name, weights[name], upper, diagonal)
 
@@ -168,11 +168,10 @@ class Calibration:
     def _features(self, group: Group) -> int:
         return self.layers[group[0]].in_features
 
-    def _total(self, seen: Observed, group: Group, owner: int) -> Tensor | None:
-        """Return the Hessian of a group on its owner; None on other ranks."""
-        device = next((x.device for out in seen.outputs.values() for x in tensors_in(out)), torch.device("cpu"))
+    def _total(self, seen: Observed, group: Group, owner: int, weight: Tensor) -> Tensor | None:
+        """Return the Hessian of a group on its owner, on the device of the weight; None on other ranks."""
         k = self._features(group)
-        return self.ranks.tree_sum(seen.sums.get(group, TreeSum()), (k, k), owner, device)
+        return self.ranks.tree_sum(seen.sums.get(group, TreeSum()), (k, k), owner, weight.device)
 
     def _groups(self, layers: Mapping[str, str], seen: Observed) -> list[Group]:
         """Return the groups of all ranks. Raises CalibrationError if they differ, or a layer has no input."""
@@ -217,7 +216,7 @@ class Calibration:
             return smoothquant_factors(weights, largest, self.scheme.smoothing)
         k = self._features(group)
         (owner,) = self.ranks.owners([float(k)])
-        hessian = self.ranks.broadcast(self._total(seen, group, owner), (k, k), torch.float32, owner)
+        hessian = self.ranks.broadcast(self._total(seen, group, owner, weights[0]), (k, k), weights[0], owner)
         diagonal = hessian.diagonal()
         mine = range(self.ranks.rank, GRID, self.ranks.size)
         losses = {i: awq_loss(weights, hessian, awq_factors(diagonal, i), self.scheme) for i in mine}

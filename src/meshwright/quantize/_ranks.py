@@ -97,14 +97,14 @@ class Ranks:
             return x
         return self._world.communicator.all_reduce(x, "max", tuple(range(self.size)))
 
-    def broadcast(self, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: int) -> Tensor:
-        """Return the tensor of the owner on every rank; other ranks pass None."""
+    def broadcast(self, x: Tensor | None, shape: tuple[int, ...], like: Tensor, owner: int) -> Tensor:
+        """Return the float32 tensor of the owner on every rank, on the device of `like`; other ranks pass None."""
         if self._world.communicator is None or self.size == 1:
             assert x is not None
             return x
-        target = Spec(self._world.mesh, replicated(len(shape)), shape, dtype)
+        target = Spec(self._world.mesh, replicated(len(shape)), shape, torch.float32)
         source = self._on(owner, target)
-        part = torch.empty(source.local_shape(self.rank), dtype=dtype, device="cpu") if x is None else x
+        part = like.new_empty(source.local_shape(self.rank), dtype=torch.float32) if x is None else x.to(like.device)
         return self._world.communicator.convert(plan(source, target), part)
 
     def _on(self, owner: int, like: Spec) -> Spec:
