@@ -157,7 +157,7 @@ class DistModel:
             check(leaves)
         refuse_shared(self.network)
         if self.pieces is None:
-            refuse_call(self._now.optimizer)
+            refuse_call(self.optimizer if self.mode == "train" else None)
             try:
                 found = self._program_for(batch, leaves)
             except CaptureError as error:
