@@ -25,6 +25,7 @@ from .setting_text import layout_text
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,12 @@ def first_marks(network: nn.Module) -> dict[str, str]:
 
 def torch_state() -> tuple[Any, ...]:
     """Return the state of torch and of this library that operators and layers depend on."""
+    modes = modes_on()
+    device = torch.get_default_device() if modes else _CPU  # a mode creates tensors on another default device
     return (
-        (current_random_source(), attention_algorithm(), torch.get_default_dtype(), torch.get_default_device()),
+        (current_random_source(), attention_algorithm(), torch.get_default_dtype(), device),
         (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()),
-        (torch.get_float32_matmul_precision(), modes_on(), backend_flags()),
+        (torch.get_float32_matmul_precision(), modes, backend_flags()),
         *(autocast_modes() if is_autocast_on() else ()),
     )
 

@@ -303,7 +303,7 @@ class DistModel:
             f"{self.mode} of {type(self.network).__name__}",
             numbers=(common_part(found.digest), self._runs, *alike, *inputs),
         )
-        with local_parts(), torch.no_grad(), step, what:
+        with local_parts(), torch.set_grad_enabled(False), step, what:
             given = [fetch(leaves) for fetch in found.fetch]
             found.check_apart(given, leaves)
             trains = self.mode == "train"

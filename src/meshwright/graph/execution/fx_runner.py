@@ -143,7 +143,7 @@ def runner(program: Program) -> Run:
     ).forward  # faster than the call of a module, which looks for hooks
 
     def run(*inputs: TorchValue) -> tuple[TorchValue, list[TorchValue]]:
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):  # `no_grad` takes three times as long
             out, written = call(*inputs)
             for at in both:
                 written[at] = written[at].clone()
