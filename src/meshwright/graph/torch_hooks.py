@@ -87,9 +87,9 @@ def tensor_comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """
     if not tensors:
         return lambda *others: not others
-    sizes, strides = [list(x.shape) for x in tensors], [[None] * x.dim() for x in tensors]
-    guards: TorchValue = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    return guards.check
+    sizes: TorchValue = [list(x.shape) for x in tensors]
+    strides: TorchValue = [[None] * x.dim() for x in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 _autograd: TorchValue = getattr(torch._C, "_autograd")  # noqa: B009 - not in torch's stubs

@@ -383,7 +383,8 @@ class Builder:
             runner_once(current_communicator(), lowered),
             program.inputs,
             tuple(fetch_of(given, slots, model.optimizer, self.loss_scale, merge) for given in program.inputs),
-            *(tuple(writes[x] for x, _ in each.writes) for each in (lowered, program)),
+            tuple(writes[x] for x, _ in lowered.writes),
+            tuple(writes[x] for x, _ in program.writes),
             apart=split_before_update(lowered) if self.mode == "train" and is_compared() else None,
         )
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from .slots import ContainerSlot, GetterSlot, NamespaceSlot, Slot, content, same_content
 
+_CALL: Any = call  # its stub has no form that `map` can take
+
 
 class FastComparison:
     """Comparison by identity with the values that slots and containers hold at construction, in the same order."""
@@ -97,7 +99,7 @@ class FastComparison:
 
     def _same_entries(self) -> bool:
         getters, owners, values = self._entries
-        if not all(map(is_, chain.from_iterable(map(call, getters, owners)), values)) or any(
+        if not all(map(is_, chain.from_iterable(map(_CALL, getters, owners)), values)) or any(
             map(contains, *self._absent)
         ):
             return False
