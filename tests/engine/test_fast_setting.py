@@ -28,7 +28,7 @@ CHANGES: dict[str, Change] = {
     "gradients": lambda layer, _: layer.weight.requires_grad_(False),
     "sizes": lambda layer, _: _set_data(layer.weight, torch.zeros(2, 8)),
     "dtype": lambda layer, _: _set_data(layer.weight, torch.zeros(4, 4, dtype=torch.float64)),
-    "sizes of a buffer": lambda layer, _: _set_data(layer.table, torch.zeros(2, 3)),
+    "sizes of a buffer": lambda layer, _: _set_data(layer.get_buffer("table"), torch.zeros(2, 3)),
     "parameter": lambda layer, _: setattr(layer, "weight", nn.Parameter(torch.zeros(4, 4))),
     "no parameter": lambda layer, _: setattr(layer, "bias", None),
     "order of parameters": _reorder,
