@@ -131,11 +131,13 @@ def test_other_shared_memory_has_the_numbers_of_one_device(kind: type[Net], batc
     torch.testing.assert_close(mw.simulate(_trained, 1, kind, True, batch), [wanted], rtol=1e-5, atol=1e-6)
 
 
-def test_a_tie_between_steps_is_refused() -> None:
+@pytest.mark.parametrize("compiler", ["none", "inductor"])
+def test_a_tie_between_steps_is_refused(compiler: Any) -> None:
     def go() -> None:
         net, x, y = TiedByData(), torch.randn(4, 4), torch.randn(4, 4)
         net.second.weight.data = net.second.weight.data.clone()
-        step = mw.to_static(net, None, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
+        optimizer, strategy = torch.optim.SGD(net.parameters(), lr=0.1), mw.Strategy(compiler=compiler)
+        step = mw.to_static(net, None, F.mse_loss, optimizer, strategy)
         step(x, y)
         net.second.weight.data = net.layer.weight.data
         step(x, y)

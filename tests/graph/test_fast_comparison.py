@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from meshwright.graph.guards.fast_comparison import Fast
+from meshwright.graph.guards.fast_comparison import FastComparison
 from meshwright.graph.guards.slots import GetterSlot
 
 
@@ -15,7 +15,7 @@ def test_a_getter_that_makes_an_object_at_each_reading_does_not_fail_the_compari
     def computed(x: Any) -> int:
         return x.number + 1
 
-    fast = Fast([GetterSlot("computed", owner, computed), GetterSlot("held", owner, lambda x: x.held)])
+    fast = FastComparison([GetterSlot("computed", owner, computed), GetterSlot("held", owner, lambda x: x.held)])
     assert fast.holds()
     owner.number += 1
     assert not fast.holds()

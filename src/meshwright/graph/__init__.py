@@ -47,6 +47,7 @@ from .files.program_file import convert_file_errors, load_program, program_file_
 from .guards import (
     OWN,
     Executed,
+    FastComparison,
     Guards,
     class_text,
     described,
@@ -107,7 +108,16 @@ from .rewriting.program_pass import (
 from .rewriting.rewrite_driver import Edit, rewrite
 from .rewriting.rewrite_rule import AnyRewrite, Rewrite, Rewriter
 from .rewriting.rule_check import check_rule
-from .torch_hooks import Operator, backend_flags, dispatch_modes, modes_on, note_step, saving_is_hooked
+from .torch_hooks import (
+    Operator,
+    backend_flags,
+    dispatch_modes,
+    is_autocast_on,
+    modes_on,
+    note_step,
+    saving_is_hooked,
+    tensor_comparison,
+)
 from .update import StateKey, made_states, new_state, record_update, runs_users_code, unsharded_state_spec
 
 __all__ = [
@@ -129,6 +139,7 @@ __all__ = [
     "Draft",
     "Edit",
     "Executed",
+    "FastComparison",
     "FreshNames",
     "GradientInspector",
     "Guards",
@@ -192,6 +203,7 @@ __all__ = [
     "first_alike",
     "is_admitted",
     "is_assertion",
+    "is_autocast_on",
     "is_cross_mesh",
     "is_lifted",
     "is_plain",
@@ -241,6 +253,7 @@ __all__ = [
     "specs_in",
     "split_before_update",
     "strides_of",
+    "tensor_comparison",
     "tensor_dtype",
     "to_fx",
     "type_text",

@@ -7,14 +7,15 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import partial
 from importlib import import_module
 from itertools import count
+from operator import call
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import fx, nn
+from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.source import ConstantSource
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls, fake_tensor
@@ -78,6 +79,19 @@ def dispatch_modes() -> tuple[Any, ...]:
     return tuple(_get_current_dispatch_mode_stack())
 
 
+def tensor_comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return a function that is True for tensors like these, given in the same order.
+
+    It compares classes, dtypes, devices, sizes, and whether a tensor requires a gradient, in C++: 50 ns for a tensor.
+    It is False if a tensor occurs twice.
+    """
+    if not tensors:
+        return lambda *others: not others
+    sizes: TorchValue = [list(x.shape) for x in tensors]
+    strides: TorchValue = [[None] * x.dim() for x in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
 _autograd: TorchValue = getattr(torch._C, "_autograd")  # noqa: B009 - not in torch's stubs
 
 
@@ -108,7 +122,7 @@ def _flags_of_backends() -> list[Callable[[], Any]]:
     """Return functions that read the flags of torch.backends."""
     found: list[Callable[[], Any]] = []
     for module in vars(torch.backends).values():
-        found += [partial(getattr, module, name) for name, flag in vars(type(module)).items() if type(flag) is _Flag]
+        found += [flag.getter for flag in vars(type(module)).values() if type(flag) is _Flag]
     sdp = torch.backends.cuda
     kinds = (sdp.flash_sdp_enabled, sdp.mem_efficient_sdp_enabled, sdp.math_sdp_enabled, sdp.cudnn_sdp_enabled)
     return [*found, *kinds]
@@ -120,7 +134,7 @@ _FLAGS: list[Callable[[], Any]] = _flags_of_backends()
 
 def backend_flags() -> tuple[Any, ...]:
     """Return the values of all flags of torch.backends."""
-    return tuple(flag() for flag in _FLAGS)
+    return tuple(map(call, _FLAGS))
 
 
 _FAILURES_TOLD: ContextVar[bool] = ContextVar("failures_told", default=False)
@@ -318,6 +332,8 @@ def _as_kernels_take_it(call: Callable[..., Any], written: Sequence[int]) -> Cal
     pending = [True]
 
     def run(*args: torch.Tensor) -> TorchValue:
+        if not pending and all(map(torch.Tensor.is_contiguous, args)):
+            return call(*args)
         rows = [x if x.is_contiguous() else x.contiguous() for x in args]
         if pending:
             pending.clear()

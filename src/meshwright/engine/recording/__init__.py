@@ -5,6 +5,7 @@ default_overlap      the schedule of collectives that programs of devices with s
 strategy_toml        read and write strategies as TOML
 recorded_model       the network, loss, optimizer and strategy of a recording
 setting              compare the state that a program was recorded in with the present state
+fast_setting         compare the objects of a setting by identity, in C code
 setting_text         describe layouts, hooks and torch's state as text, for other processes
 digest               checksum of everything that determines a program
 variants             find the program for a batch, and choose the sizes that the next program leaves open

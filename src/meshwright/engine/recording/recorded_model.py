@@ -19,6 +19,7 @@ from .setting_text import code_of
 from .strategy import Strategy
 
 Mode = Literal["train", "eval", "predict"]
+_PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class RecordedModel:
     def constants(self) -> tuple[Any, ...]:
         """Return the constants of a training step: the optimizer's options other than learning rates."""
         return tuple(
-            (at, key, key_of_tree(value, _option_key))
+            (at, key, value if type(value) in _PLAIN else key_of_tree(value, _option_key))
             for at, group in enumerate(self.optimizer.param_groups if self.optimizer else ())
             for key, value in group.items()
             if key not in ("lr", "initial_lr", "params") and not isinstance(value, Tensor)
@@ -79,4 +80,4 @@ class RecordedModel:
 
 def _option_key(value: object) -> Hashable:
     """Return a value that can be compared and hashed for a part of an option; of objects, their type."""
-    return value if isinstance(value, (int, float, bool, str, type(None))) else type(value).__qualname__
+    return value if isinstance(value, _PLAIN) else type(value).__qualname__

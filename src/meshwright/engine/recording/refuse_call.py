@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+from operator import attrgetter, is_
+
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -10,7 +13,7 @@ from meshwright.tensor import DistTensor, flush, local_parts, shared_memory, sha
 
 from .._errors import StaticError
 
-_GRADIENT = getattr(Tensor.grad, "__get__")  # noqa: B009 - stubs: a Tensor
+_GRADIENT = attrgetter("grad")
 
 
 def refuse_call(optimizer: Optimizer | None) -> None:
@@ -37,7 +40,8 @@ def refuse_call(optimizer: Optimizer | None) -> None:
         )
     flush()
     with local_parts():
-        left = any(_GRADIENT(p) is not None for group in optimizer.param_groups for p in group["params"])
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        left = not all(map(is_, map(_GRADIENT, parameters), repeat(None)))
     if left:
         raise StaticError(
             "dist_model(...)",

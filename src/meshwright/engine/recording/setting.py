@@ -7,23 +7,25 @@ attributes and globals, switched layers, frozen or replaced parameters, loaded s
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.graph import Capture, Guards, backend_flags, model_tensors, modes_on
+from meshwright.graph import Capture, Guards, backend_flags, is_autocast_on, model_tensors, modes_on
 from meshwright.layout import TorchValue, autocast_modes
 from meshwright.tensor import DistTensor, attention_algorithm, current_random_source, key_of_tree, local_parts
 
 from .._errors import StaticError
 from ..eager.local_step import own_hook
+from .fast_setting import FastSetting
 from .setting_text import layout_text
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,16 @@ class Roots:
         return {} if self.optimizer is None else {"optimizer": self.optimizer}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Setting:
     """The setting that one program was recorded in."""
 
     roots: Roots
     guards: Guards
-    facts: tuple[Any, ...]
+    state: tuple[Any, ...]
+    layouts: tuple[Any, ...]
+    _fast: FastSetting | None = field(default=None, init=False)
+    """The present objects, if they were equal to those of the setting."""
 
     @classmethod
     def of(cls, roots: Roots, captured: Capture) -> Setting:
@@ -61,11 +66,20 @@ class Setting:
         places = captured.places
         known = places is not None and places.are_of(captured.ran) and places.guards.holds()
         guards = places.guards if places is not None and known else Guards.of(roots.named(), captured.ran)
-        return cls(roots, guards, facts_of(roots))
+        with local_parts():
+            return cls(roots, guards, _state_of(roots), _layouts_of(roots))
 
     def holds(self) -> bool:
         """True if nothing changed that the program depends on."""
-        return self.guards.holds() and facts_of(self.roots) == self.facts
+        with local_parts():
+            if _state_of(self.roots) != self.state:
+                return False
+            if self._fast is not None and self._fast.holds():
+                return True
+            if not self.guards.holds() or _layouts_of(self.roots) != self.layouts:
+                return False
+            self._fast = FastSetting(self.guards, self.roots.network, self.roots.optimizer)
+            return True
 
     def changed(self) -> str | None:
         """Return the name of a place that changed, and its values, for people."""
@@ -78,18 +92,33 @@ def first_marks(network: nn.Module) -> dict[str, str]:
     return {slot.name: layout_text(slot.tensor) for slot in model_tensors(network)}
 
 
-def facts_of(roots: Roots) -> tuple[Any, ...]:
-    """Return the facts about torch's state and tensors that a program depends on; tensors count by layout."""
-    with local_parts():
-        return (*torch_state(), *_of_network(roots.network), *_of_optimizer(roots.optimizer))
+def torch_state() -> tuple[Any, ...]:
+    """Return the state of torch and of this library that operators and layers depend on."""
+    modes = modes_on()
+    device = torch.get_default_device() if modes else _CPU  # a mode creates tensors on another default device
+    return (
+        (current_random_source(), attention_algorithm(), torch.get_default_dtype(), device),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()),
+        (torch.get_float32_matmul_precision(), modes, backend_flags()),
+        *(autocast_modes() if is_autocast_on() else ()),
+    )
 
 
-def torch_state() -> Iterator[Any]:
-    """Yield the state of torch and of this library that operators and layers depend on."""
-    yield current_random_source(), attention_algorithm(), torch.get_default_dtype(), torch.get_default_device()
-    yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
-    yield torch.get_float32_matmul_precision(), modes_on(), backend_flags()
-    yield from autocast_modes()
+def _state_of(roots: Roots) -> tuple[Any, ...]:
+    """Return the state of torch, the hooks of the optimizer, and the parameters and tensors of its groups."""
+    optimizer = roots.optimizer
+    if optimizer is None:
+        return torch_state()
+    groups = [
+        (list(map(id, group["params"])), [id(x) for x in group.values() if isinstance(x, Tensor)])
+        for group in optimizer.param_groups
+    ]
+    return (*torch_state(), _hooks(optimizer, STEP_HOOKS, own_hook(optimizer)), groups)
+
+
+def _layouts_of(roots: Roots) -> tuple[Any, ...]:
+    """Return the layouts of parameters, buffers and the optimizer's states, with the hooks of parameters."""
+    return (*_of_network(roots.network), *_of_states(roots.optimizer))
 
 
 def _of_network(network: nn.Module) -> Iterator[Any]:
@@ -99,13 +128,8 @@ def _of_network(network: nn.Module) -> Iterator[Any]:
         yield from (None if x is None else _layout_of(x) for x in part._buffers.values())
 
 
-def _of_optimizer(optimizer: Optimizer | None) -> Iterator[Any]:
-    if optimizer is None:
-        return
-    yield _hooks(optimizer, STEP_HOOKS, own_hook(optimizer))
-    for group in optimizer.param_groups:
-        yield [id(p) for p in group["params"]], [id(x) for x in group.values() if isinstance(x, Tensor)]
-    for p, state in optimizer.state.items():
+def _of_states(optimizer: Optimizer | None) -> Iterator[Any]:
+    for p, state in optimizer.state.items() if optimizer is not None else ():
         yield id(p), [(key, _layout_of(v) if isinstance(v, Tensor) else type(v)) for key, v in state.items()]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 from torch import Tensor
@@ -85,6 +85,9 @@ class CompiledProgram:
     inputs: tuple[Input, ...]
     fetch: tuple[Fetch, ...]
     writes: tuple[int, ...]
+    """The inputs that get the values which `run` returns beside its outputs."""
+    changes: tuple[int, ...]
+    """The inputs that the program changes, `writes` and those that compiled kernels change in place."""
     table: Mapping[str, Any] | None = None
     whole: bool = True
     shared: bool = True
@@ -98,28 +101,32 @@ class CompiledProgram:
     apart: InspectedStep | None = None
     """The step with the update as a part of its own, if gradients are looked at before it."""
     addresses: list[int] = field(default_factory=list[int])
-    """The addresses of the tensors that the last check showed to share no memory with what the program writes."""
+    """The addresses of the tensors that the last check showed to share no memory with what the program changes."""
+    _batch: tuple[tuple[int, int], ...] = field(init=False)
+    """The inputs that are leaves of the batch, with the numbers of the leaves."""
+    _checked: tuple[bool, ...] = field(init=False)
+    """For each input, True if its memory is checked. The batch counts if the program changes it."""
+
+    def __post_init__(self) -> None:
+        self._batch = tuple((at, i.source) for at, i in enumerate(self.inputs) if i.role == "batch")
+        with_batch = any(self.inputs[at].role == "batch" for at in self.changes)
+        self._checked = tuple(i.value.is_tensor and (i.role != "batch" or with_batch) for i in self.inputs)
 
     def check_apart(self, given: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Raise StaticError if an input that the program writes shares memory with another input.
+        """Raise StaticError if an input that the program changes shares memory with another input.
 
-        `given` are the tensors and numbers for the inputs; some of them are copies of the `leaves` of the batch. The
-        batch counts if the program writes to it.
+        `given` are the tensors and numbers for the inputs; some of them are copies of the `leaves` of the batch.
         """
-        held = list(self._held(given, leaves))
-        addresses = [x.data_ptr() for x in held if isinstance(x, Tensor)]
+        if not self.changes:
+            return
+        held = list(given)
+        for at, leaf in self._batch:
+            held[at] = leaves[leaf]
+        addresses = list(map(Tensor.data_ptr, compress(held, self._checked)))
         if addresses != self.addresses:
-            check_no_overlap(self.inputs, held, self.writes)
+            checked = [x if is_checked else None for x, is_checked in zip(held, self._checked, strict=True)]
+            check_no_overlap(self.inputs, checked, self.changes)
             self.addresses = addresses
-
-    def _held(self, given: Sequence[Any], leaves: Sequence[Any]) -> Iterator[Any]:
-        """Yield the inputs; None for a tensor of the batch, or the caller's own tensor if the program writes any."""
-        writes_batch = any(self.inputs[at].role == "batch" for at in self.writes)
-        for i, x in zip(self.inputs, given, strict=True):
-            if i.role != "batch":
-                yield x
-            else:
-                yield leaves[i.source] if writes_batch else None
 
 
 @dataclass(slots=True)
@@ -340,7 +347,10 @@ class Builder:
         """Return a pipeline's step with each part as a function, compiled if the strategy asks for it."""
         model = self.model
 
+        changed: list[Value] = []
+
         def make(part: Program) -> tuple[Run, tuple[Value, ...]]:
+            changed.extend(x for x, _ in part.writes)
             if model.strategy.compiler == "inductor":
                 with self.phases.phase("compile"):
                     part = compiled(part, current_communicator(), writes=model.writes())
@@ -354,8 +364,9 @@ class Builder:
         fetch = tuple(fetch_of(given, slots, model.optimizer, self.loss_scale, merge) for given in run.inputs)
         program, table = found.end_to_end()
         writes = tuple(at[x] for x in run.writes)
-        apart = run.looking if run.looks else None
-        return CompiledProgram(program, run, tuple(run.inputs), fetch, writes, table, found.again is None, apart=apart)
+        changes = tuple({at[x]: None for x in changed if x in at})
+        apart, whole = run.looking if run.looks else None, found.again is None
+        return CompiledProgram(program, run, tuple(run.inputs), fetch, writes, changes, table, whole, apart=apart)
 
     def _ready(self, program: Program, lowered: Program | None = None) -> CompiledProgram:
         """Return the program as a function, compiled if the strategy asks for it; `lowered` is compiled already."""
@@ -373,6 +384,7 @@ class Builder:
             program.inputs,
             tuple(fetch_of(given, slots, model.optimizer, self.loss_scale, merge) for given in program.inputs),
             tuple(writes[x] for x, _ in lowered.writes),
+            tuple(writes[x] for x, _ in program.writes),
             apart=split_before_update(lowered) if self.mode == "train" and is_compared() else None,
         )
 

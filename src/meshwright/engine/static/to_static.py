@@ -157,7 +157,7 @@ class DistModel:
             check(leaves)
         refuse_shared(self.network)
         if self.pieces is None:
-            refuse_call(self._now.optimizer)
+            refuse_call(self.optimizer if self.mode == "train" else None)
             try:
                 found = self._program_for(batch, leaves)
             except CaptureError as error:
@@ -303,7 +303,7 @@ class DistModel:
             f"{self.mode} of {type(self.network).__name__}",
             numbers=(common_part(found.digest), self._runs, *alike, *inputs),
         )
-        with local_parts(), torch.no_grad(), step, what:
+        with local_parts(), torch.set_grad_enabled(False), step, what:
             given = [fetch(leaves) for fetch in found.fetch]
             found.check_apart(given, leaves)
             trains = self.mode == "train"

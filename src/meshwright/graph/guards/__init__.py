@@ -14,6 +14,7 @@ In reading order:
 """
 
 from .executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
+from .fast_comparison import FastComparison
 from .guards import Guards, PassComparison, ReadSlots, check_repeatable, side_effect
 from .object_kinds import global_hooks
 from .reachable_slots import OPTIMIZER, OWN, STEP_HOOKS
@@ -26,6 +27,7 @@ __all__ = [
     "OWN",
     "STEP_HOOKS",
     "Executed",
+    "FastComparison",
     "Guards",
     "PassComparison",
     "ReadSlots",

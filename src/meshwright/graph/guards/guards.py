@@ -21,7 +21,6 @@ from meshwright.tensor import map_tensors, tensors_in
 from .._errors import SideEffectError
 from ..torch_hooks import FakeTensor
 from .executed import Executed, executed_code, writes
-from .fast_comparison import Fast
 from .object_equivalence import are_twins
 from .reachable_slots import LAYER_HOOKS, Reach, any_name
 from .slots import Change, ContainerSlot, NamespaceSlot, Slot
@@ -35,7 +34,6 @@ class Guards:
 
     def __init__(self, slots: Iterable[Slot], names: Collection[str] = (), parts: Collection[str] = ()) -> None:
         self.slots, self.names, self.parts = tuple(slots), names, parts
-        self._fast: Fast | None = None
 
     @classmethod
     def of(cls, roots: Mapping[str, Any], ran: Executed | None = None) -> Guards:
@@ -53,12 +51,7 @@ class Guards:
 
     def holds(self) -> bool:
         """True if nothing changed: all values are the same objects, or equal plain values."""
-        if self._fast is not None and self._fast.holds():
-            return True
-        if next(self.changes(), None) is not None:
-            return False
-        self._fast = Fast(self.slots)  # of the objects that are there now
-        return True
+        return next(self.changes(), None) is None
 
     def changes(self) -> Iterator[Change]:
         """Yield the label of each changed slot, with its value before and now."""

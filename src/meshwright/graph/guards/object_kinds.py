@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial, partialmethod
+from itertools import chain
 from operator import attrgetter, methodcaller
 from threading import Thread
 from types import (
@@ -117,8 +118,8 @@ def _torch_generator_state(value: torch.Generator) -> bytes:
 
 def cached_results(value: object) -> tuple[Any, ...]:
     """Return the keys and values of an `lru_cache`."""
-    links = [x for x in gc.get_referents(value) if isinstance(x, dict)]
-    return tuple(item for table in links for pair in cast("dict[Any, Any]", table).items() for item in pair)
+    tables = [cast("dict[Any, Any]", x).items() for x in gc.get_referents(value) if isinstance(x, dict)]
+    return tuple(chain.from_iterable(chain.from_iterable(tables)))
 
 
 def decimal_context(_: object) -> str:

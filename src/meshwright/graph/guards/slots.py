@@ -68,7 +68,7 @@ def same(a: object, b: object) -> bool:
     if kind in PLAIN or issubclass(kind, np.generic):
         return repr(a) == repr(b) if isinstance(a, (float, complex, np.generic)) else a == b
     if isinstance(a, tuple) and isinstance(b, tuple) and (kind is tuple or hasattr(kind, "_fields")):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and (all(map(is_, a, b)) or all(map(same, a, b)))
     if kind is frozenset:
         return a == b
     if isinstance(a, _METHODS) and isinstance(b, _METHODS):
