@@ -113,7 +113,7 @@ def dropped_attention_rule(
     masked = "" if mask is None else f", {' '.join(('b', 'h', 's', 't!')[4 - mask.dim() :])}"
     text = f"b h s d!, b h t! d!, b h t! e{masked}, ... -> b h s e"
     forms = dict.fromkeys("bhs", local_dropped_attention)
-    if query.shape[-2] != key.shape[-2]:
+    if query.shape[-2] != key.shape[-2] or (mask is not None and mask.shape[-1] != key.shape[-2]):
         return Rule(text, forms=forms)
     ring_text = text.replace(" t! d!", " s d!").replace(" t! e", " s e")
     ring_rule = Rule(ring_text, forms={**forms, "s": ring_dropped_attention})
