@@ -89,7 +89,9 @@ class Tile:
 
     def _kernel(self, query: Tensor) -> AttentionKernel | None:
         is_empty = 0 in (*query.shape, *self.key.shape, *self.value.shape)
-        return None if is_empty or self.factors is not None else attention_kernel(query, self.mask)
+        if is_empty or self.factors is not None:
+            return None
+        return attention_kernel(query, self.mask, self.value.shape[-1])
 
     def _given(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return query, self.key, self.value
