@@ -111,9 +111,29 @@ def test_masks_scales_and_few_dims(name: str) -> None:
 
 
 def test_a_fully_masked_row_gives_zeros() -> None:
+    """By a ring, and by gathered queries with sharded keys."""
     seen = torch.ones(12, 12, dtype=torch.bool)
     seen[3] = False
     assert forms_of_all_ranks(2, "ring", tensors(12), attn_mask=seen) == {"ring"}
+    for mask in (seen, seen[:, :1], torch.where(seen, 0.0, float("-inf"))):
+        assert forms_of_all_ranks(3, "gather", tensors(12), attn_mask=mask) == {"local"}
+    assert forms_of_all_ranks(2, "ring", tensors(12), attn_mask=seen[:, :1]) == {"local"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_row_of_large_negative_masks_gives_the_mean(ranks: int) -> None:
+    """A log-sum has no digits for the number of keys there."""
+    terms = torch.zeros(12, 12)
+    terms[3], terms[7] = -1e9, torch.finfo(torch.float32).min
+    assert forms_of_all_ranks(ranks, "ring", tensors(12), attn_mask=terms) == {"ring"}
+
+
+@pytest.mark.parametrize("name", ["gather", "ring"])
+@pytest.mark.parametrize(("shape", "at"), [((1, HEADS), 0), ((1, HEADS), 2), ((BATCH, 1), 2)], ids=str)
+def test_broadcast_batches_and_heads(name: str, shape: tuple[int, int], at: int) -> None:
+    given = tensors(12)
+    given[at] = given[at][: shape[0], : shape[1]].contiguous()
+    assert forms_of_all_ranks(2, name, given) == {"local"}
 
 
 @pytest.mark.parametrize("name", ["ring", "ulysses"])

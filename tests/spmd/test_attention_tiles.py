@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright.graph.torch_hooks import FakeMode
+from meshwright.spmd.forms import attention_tiles
 from meshwright.spmd.forms.attention_tiles import Merged, Rows, Tile
-from meshwright.spmd.torch_hooks import attention_kernel
+from meshwright.spmd.torch_hooks import AttentionKernel, attention_kernel
 
 HEADS = {"none": ((), ()), "some": ((3,), (3,)), "batch": ((2, 3), (2, 3)), "shared": ((2, 2, 3), (2, 2, 1))}
 MASKS: dict[str, Callable[[int, int], Tensor | None]] = {
@@ -141,3 +142,24 @@ def test_kernels_of_cuda_accept_the_arguments(dtype: torch.dtype, mask: torch.dt
         assert (out.shape, total.shape) == (grad.shape, (2, 3, 7, 1))
         found = tile.gradients(Rows(query, grad, out.to(dtype), total))
         assert [(x.shape, x.dtype) for x in found] == [(x.shape, dtype) for x in (query, key, value)]
+
+
+def test_flash_attention_of_cuda_has_at_most_256_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries and of values, since kernels get as many channels of both."""
+    chosen: list[AttentionKernel | None] = []
+
+    def noting(*args: Any) -> AttentionKernel | None:
+        chosen.append(attention_kernel(*args))
+        return chosen[-1]
+
+    monkeypatch.setattr(attention_tiles, "attention_kernel", noting)
+    with FakeMode(), torch.device("cuda"), torch.no_grad():
+        for size in (250, 264):
+            query, value = (
+                torch.ones(1, 1, 8, 64, dtype=torch.bfloat16),
+                torch.ones(1, 1, 8, size, dtype=torch.bfloat16),
+            )
+            Tile(query, value, None, False, 1.0).attend(query)
+        efficient = attention_kernel(query.float(), None)
+    assert chosen[0] is not efficient
+    assert chosen[1] is efficient

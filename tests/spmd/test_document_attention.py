@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, jacrev, vmap
 from torch.nn import functional as F
 
 import meshwright as mw
@@ -178,7 +180,60 @@ def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
         assert (x.double() - wanted).abs().max() <= limit * wanted.abs().max()
 
 
-def test_documents_that_do_not_fit_are_refused() -> None:
-    x = torch.ones(1, 1, 3, 2)
+@pytest.mark.parametrize("way", ["grad", "vmap of grad", "grad of vmap", "jacrev", "grad of grad"])
+def test_reverse_mode_of_torch_func(way: str) -> None:
+    """On one device, and on a mesh, where the arguments are gathered."""
+    ways: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+        "grad": grad,
+        "vmap of grad": lambda f: lambda x: vmap(grad(f))(torch.stack([x, x + 1])),
+        "grad of vmap": lambda f: grad(lambda x: vmap(f)(torch.stack([x, x + 1])).sum()),
+        "jacrev": jacrev,
+        "grad of grad": lambda f: grad(lambda x: grad(f)(x).square().sum()),
+    }
+    x, documents = random_tensor(2, 1, 6, 2), torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+
+    def by_operators(x: Tensor) -> Tensor:
+        seen = documents[:, None, :, None] == documents[:, None, None, :]
+        scores = (x @ x.mT * 2**-0.5).masked_fill(~(seen & torch.ones(6, 6, dtype=torch.bool).tril()), float("-inf"))
+        return (scores.softmax(-1) @ x).square().sum()
+
+    def attend(x: Tensor) -> Tensor:
+        return mw.document_attention(x, x, x, documents).square().sum()
+
+    def go() -> Tensor:
+        part = mw.shard_tensor(x, mw.ProcessMesh([0, 1], ["cp"]), [mw.Shard(2)])
+        with mw.context_parallel("ring"):
+            return ways[way](attend)(part)
+
+    goal = ways[way](by_operators)(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of slow batching rules
+        for found in (ways[way](attend)(x), *mw.simulate(go, 2)):
+            torch.testing.assert_close(found, goal)
+
+
+def test_tensors_without_memory() -> None:
+    x = torch.empty(1, 2, 6, 3, device="meta")
+    assert mw.document_attention(x, x, x, torch.empty(1, 6, device="meta")).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "documents", "gqa"),
+    [
+        ((2, 4, 6, 3), (2, 4, 6, 3), (1, 6), False),
+        ((2, 4, 6, 2), (2, 4, 6, 3), (2, 6), False),
+        ((2, 4, 6, 3), (2, 4, 5, 3), (2, 6), False),
+        ((4, 6, 3), (4, 6, 3), (2, 6), False),
+        ((6, 3), (6, 3), (2, 6), False),
+        ((2, 2, 6, 3), (2, 2, 6, 3), (2, 6), False),
+        ((2, 3, 6, 3), (2, 3, 6, 3), (2, 6), True),
+        ((2, 2, 6, 3), (2, 1, 6, 3), (2, 6), True),
+    ],
+    ids=str,
+)
+def test_operands_that_do_not_fit_are_refused(
+    key: tuple[int, ...], value: tuple[int, ...], documents: tuple[int, ...], gqa: bool
+) -> None:
+    x = torch.ones(2, 4, 6, 3)
     with pytest.raises(mw.tensor.OperationError, match="documents"):
-        mw.document_attention(x, x, x, torch.zeros(1, 4))
+        mw.document_attention(x, torch.ones(key), torch.ones(value), torch.zeros(documents), enable_gqa=gqa)

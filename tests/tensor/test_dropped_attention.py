@@ -22,6 +22,7 @@ CASES = {
     "bool mask": {"attn_mask": torch.arange(144).view(12, 12) % 5 > 0},
     "float mask": {"attn_mask": torch.arange(288.0).view(2, 1, 12, 12) % 7 / 4},
     "one row": {"attn_mask": torch.arange(24).view(2, 1, 1, 12) % 3 > 0},
+    "one column": {"attn_mask": torch.arange(12).view(12, 1) % 3 > 0},
     "scale": {"scale": 0.3},
     "shared": {"enable_gqa": True, "is_causal": True},
 }
@@ -88,6 +89,37 @@ def test_no_rank_holds_all_weights(name: Any, monkeypatch: pytest.MonkeyPatch) -
 
     for short, long in zip(mw.simulate(largest, 2, 256), mw.simulate(largest, 2, 512), strict=True):
         assert long <= 2 * short
+
+
+def dropped(shapes: Sequence[tuple[int, ...]], ranks: int, name: Any = "ring", **options: Any) -> list[Tensor]:
+    """Return the result and the gradients of sharded sequences, whole."""
+    torch.manual_seed(0)
+    mesh = mw.ProcessMesh(range(ranks), ["cp"])
+    qkv = [mw.shard_tensor(torch.randn(s), mesh, [mw.Shard(2)]).requires_grad_() for s in shapes]
+    with mw.random_source("counter"), mw.context_parallel(name):
+        out = F.scaled_dot_product_attention(*qkv, **options)
+        (out * 3).sum().backward()
+    return [mw.unshard_dtensor(x).detach() for x in (out, *(x.grad for x in qkv)) if x is not None]
+
+
+@pytest.mark.parametrize("shapes", [[(1, 2, 2, 4)] * 3, [(2, 2, 4, 4), (2, 2, 4, 4), (1, 2, 4, 4)]], ids=str)
+@pytest.mark.parametrize("name", ["gather", "ring"])
+def test_ranks_without_rows_and_broadcast_values(shapes: Any, name: Any) -> None:
+    goal = mw.simulate(dropped, 1, shapes, 1, name, dropout_p=0.3)[0]
+    for found in mw.simulate(dropped, 3, shapes, 3, name, dropout_p=0.3):
+        torch.testing.assert_close(found, goal)
+
+
+def test_all_weights_may_be_dropped() -> None:
+    for found in mw.simulate(dropped, 2, [(1, 2, 4, 4)] * 3, 2, dropout_p=1.0):
+        assert not any(x.count_nonzero() for x in found)
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 1.5}, {"dropout_p": 0.5, "is_causal": True}], ids=str)
+def test_calls_that_torch_refuses_are_refused(options: dict[str, Any]) -> None:
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    with pytest.raises((ValueError, mw.tensor.OperationError), match=r"between 0 and 1|attn_mask should not be set"):
+        mw.simulate(dropped, 2, [(1, 2, 4, 4)] * 3, 2, attn_mask=mask, **options)
 
 
 class Attend(nn.Module):

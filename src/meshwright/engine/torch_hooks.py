@@ -17,3 +17,6 @@ call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Varia
 
 foreach_devices: Callable[[], list[str]] = _foreach_utils._get_foreach_kernels_supported_devices
 """Return the types of devices for which torch's optimizers use lists of tensors by default."""
+
+is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""True inside a transform of `torch.func`."""

@@ -26,6 +26,7 @@ from .derivation.sharding_choices import (
     pending_sum_choices,
     split_sharded_products,
 )
+from .forms.document_attention import document_attention_of_one_device
 from .notation.equation import parse_rule
 from .notation.local_call import LocalCall
 from .notation.rule import Alternative, Rule
@@ -57,6 +58,7 @@ __all__ = [
     "depends_on_arguments",
     "describe",
     "describe_for_propagation",
+    "document_attention_of_one_device",
     "factor_axes",
     "factor_choices",
     "find_rule",

@@ -60,8 +60,8 @@ class AttentionKernel:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def attention_kernel(query: Tensor, mask: Tensor | None) -> AttentionKernel | None:
-    """Return the fused kernel that returns log-sums for such operands, or None.
+def attention_kernel(query: Tensor, mask: Tensor | None, channels: int = 0) -> AttentionKernel | None:
+    """Return the fused kernel that returns log-sums for such operands, or None. `channels` are those of values.
 
     It follows the device and the flags of `torch.nn.attention.sdpa_kernel`. torch's public function returns no
     log-sums, and only its private operators take those of a merged result.
@@ -73,7 +73,8 @@ def attention_kernel(query: Tensor, mask: Tensor | None) -> AttentionKernel | No
     kernels = platform_of("cpu" if device.type == "meta" else device).attention(device)
     if FLASH_ON_CPU in kernels:
         return _FLASH_ON_CPU if flags.flash_sdp_enabled() else None
-    if FLASH in kernels and mask is None and half and flags.flash_sdp_enabled() and query.shape[-1] <= 256:
+    fits_flash = half and mask is None and max(query.shape[-1], channels) <= 256
+    if FLASH in kernels and fits_flash and flags.flash_sdp_enabled():
         return _FLASH
     is_supported = EFFICIENT in kernels and (half or query.dtype == torch.float32)
     return _EFFICIENT if is_supported and flags.mem_efficient_sdp_enabled() else None

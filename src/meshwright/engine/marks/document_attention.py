@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.spmd import document_attention_of_one_device
 from meshwright.tensor import OperationError
+
+from ..torch_hooks import is_transforming
 
 
 def document_attention(
@@ -41,15 +44,31 @@ def document_attention(
     >>> mw.document_attention(x * 0, x * 0, x, torch.tensor([[7, 8, 8]])).flatten()
     tensor([1.0000, 2.0000, 2.5000])
     """
-    if query.dim() != 4 or documents.shape != (query.shape[0], query.shape[2]) or key.shape[2] != query.shape[2]:
-        raise OperationError(
-            "document_attention",
-            f"queries {tuple(query.shape)}, keys {tuple(key.shape)}, documents {tuple(documents.shape)}",
-            "each position of queries and keys needs the number of its document",
-            "pass queries and keys (batch, heads, length, channels), and documents (batch, length)",
-        )
-    lower = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else None
-    if lower is not None:
+    _check_shapes(query, key, value, documents, enable_gqa)
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # torch has no autocast on meta
+        lower = torch.get_autocast_dtype(device)
         query, key, value = (x.to(lower) if x.dtype != torch.float64 else x for x in (query, key, value))
-    op = torch.ops.meshwright.document_attention.default
+    # torch.func sees the autograd function of the operator only if Python calls it
+    op = document_attention_of_one_device if is_transforming() else torch.ops.meshwright.document_attention.default
     return op(query, key, value, documents, documents, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, enable_gqa: bool) -> None:
+    """Raise OperationError unless queries, keys, values and documents fit."""
+    shapes = [tuple(x.shape) for x in (query, key, value, documents)]
+    found = "queries {}, keys {}, values {}, documents {}".format(*shapes)
+    if query.dim() != 4 or key.dim() != 4 or documents.shape != (query.shape[0], query.shape[2]):
+        raise _unfit(found, "each position needs the number of its document")
+    batch, heads, length, channels = query.shape
+    shared = key.shape[1]
+    if key.shape != (batch, shared, length, channels) or value.shape[:-1] != key.shape[:-1]:
+        why = "keys have the batch, length and channels of queries; values have the batch, heads and length of keys"
+        raise _unfit(found, why)
+    if shared not in (1, heads) and not (enable_gqa and shared and heads % shared == 0):
+        raise _unfit(found, f"{heads} heads of queries cannot share {shared} heads of keys, enable_gqa={enable_gqa}")
+
+
+def _unfit(found: str, why: str) -> OperationError:
+    fix = "pass queries, keys and values (batch, heads, length, channels), and documents (batch, length)"
+    return OperationError("document_attention", found, why, fix)

@@ -89,7 +89,9 @@ class Tile:
 
     def _kernel(self, query: Tensor) -> AttentionKernel | None:
         is_empty = 0 in (*query.shape, *self.key.shape, *self.value.shape)
-        return None if is_empty or self.factors is not None else attention_kernel(query, self.mask)
+        if is_empty or self.factors is not None:
+            return None
+        return attention_kernel(query, self.mask, self.value.shape[-1])
 
     def _given(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return query, self.key, self.value
@@ -134,24 +136,42 @@ class Tile:
 
 @dataclass(slots=True)
 class Merged:
-    """The merged result of some rows, and the log-sums (..., s, 1) of the keys that the rows have seen so far."""
+    """The merged results of some rows for the keys that the rows have seen so far.
 
-    out: Tensor
-    total: Tensor
+    The weight of a tile is exp(its log-sum - `top`), where `top` (..., s, 1) is the largest log-sum of a tile.
+    `weighted` is the sum of results times weights, and `weight` is the sum of weights. If a row has -1e9 in its mask
+    for all keys, no digit of a log-sum is left for the number of keys. The division by `weight` at the end then gives
+    the mean of the tiles.
+    """
+
+    weighted: Tensor
+    weight: Tensor
+    top: Tensor
 
     @staticmethod
     def empty(query: Tensor, features: int) -> Merged:
         """Return the result of rows that have seen no key."""
         shape = query.shape[:-1]
         out = wide(query.new_zeros((*shape, features)))
-        return Merged(out, out.new_full((*shape, 1), UNSEEN))
+        return Merged(out, out.new_zeros((*shape, 1)), out.new_full((*shape, 1), UNSEEN))
 
     def merge(self, out: Tensor, total: Tensor) -> None:
         """Add the result for other keys."""
-        both = torch.logaddexp(self.total, total)
-        shift = _finite(both)
-        self.out = self.out * (self.total - shift).exp() + out * (total - shift).exp()
-        self.total = both
+        top = torch.maximum(self.top, total)
+        before, added = (self.top - _finite(top)).exp(), (total - _finite(top)).exp()
+        self.weighted = self.weighted * before + out * added
+        self.weight = self.weight * before + added
+        self.top = top
+
+    @property
+    def out(self) -> Tensor:
+        """The result; zero for rows that have seen no key."""
+        return self.weighted / torch.where(self.top == UNSEEN, 1, self.weight)
+
+    @property
+    def total(self) -> Tensor:
+        """The log-sums (..., s, 1)."""
+        return self.top + self.weight.log()
 
 
 def wide(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ _LIBRARY.define(
 )
 
 
-def _by_one_rank(
+def document_attention_of_one_device(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -34,10 +34,11 @@ def _by_one_rank(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Compute the attention of all rows to all keys."""
     return _by_rounds(OneRank(), (query, key, value), (rows, keys), is_causal, scale, enable_gqa)
 
 
-_LIBRARY.impl("document_attention", _by_one_rank, "CompositeImplicitAutograd")
+_LIBRARY.impl("document_attention", document_attention_of_one_device, "CompositeImplicitAutograd")
 
 
 def local_document_attention(

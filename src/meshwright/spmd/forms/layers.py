@@ -62,7 +62,8 @@ def attention(
     last = (scores.dim() - 1,)
     top = max_over(call, max_or_lowest(scores.detach(), last), 1, (t,))
     weights = (scores - torch.where(top.isinf(), 0, top)).exp()
-    return weights @ value / sum_over(call, weights.sum(-1, keepdim=True), 1, (t,))
+    total = sum_over(call, weights.sum(-1, keepdim=True), 1, (t,))
+    return weights @ value / torch.where(total == 0, 1, total)  # a row that sees no key has no weights
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:

@@ -247,9 +247,11 @@ class _Ring(torch.autograd.Function):
     If the backward pass is to be differentiated again, it consists of differentiable operators on these and the inputs.
     """
 
+    generate_vmap_rule = True
+    """torch.func needs this, and a `setup_context`, for the attention of one device."""
+
     @staticmethod
     def forward(
-        ctx: TorchValue,
         tour: _RingRound,
         query: Tensor,
         pair: Tensor,
@@ -257,8 +259,6 @@ class _Ring(torch.autograd.Function):
         of_rows: Tensor | None,
         of_keys: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.tour = tour
-        ctx.set_materialize_grads(False)
         place = ring_index(tour.call, query, tour.s)
         found = Merged.empty(query, pair.shape[-1] - tour.features)
         here = _Keys(pair, of_keys)
@@ -268,9 +268,13 @@ class _Ring(torch.autograd.Function):
             for at, of in tour.chunk_pairs(stop, place):
                 out, total = tour.tile(stop, here, of, columns, of_rows, at).attend(_pick(query, at))
                 found.merge(_spread(out, at, 0), _spread(total, at, UNSEEN))
-        out = found.out.to(query.dtype)
-        ctx.save_for_backward(query, pair, mask, of_rows, of_keys, out, found.total)
-        return out, found.total
+        return found.out.to(query.dtype), found.total
+
+    @staticmethod
+    def setup_context(ctx: TorchValue, inputs: tuple[TorchValue, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.tour = inputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[1:], *output)
 
     @staticmethod
     def backward(ctx: TorchValue, *grads: TorchValue) -> TorchValue:

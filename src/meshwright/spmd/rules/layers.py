@@ -59,7 +59,7 @@ def attention_rule(
         return None
     text, shared = _attention_text(query, key, attn_mask, enable_gqa)
     needs = ["s", "t"] if is_causal else ["t"]
-    others = _along_one_sequence(text, query, key, attn_mask, is_causal)
+    others = _along_one_sequence(text, query, key, attn_mask, is_causal) if _is_batch_alike(query, key, value) else {}
     return Rule(text, over="sum", forms=dict.fromkeys((*needs, *shared), forms.attention), alternatives=others)
 
 
@@ -113,7 +113,7 @@ def dropped_attention_rule(
     masked = "" if mask is None else f", {' '.join(('b', 'h', 's', 't!')[4 - mask.dim() :])}"
     text = f"b h s d!, b h t! d!, b h t! e{masked}, ... -> b h s e"
     forms = dict.fromkeys("bhs", local_dropped_attention)
-    if query.shape[-2] != key.shape[-2]:
+    if query.shape[-2] != key.shape[-2] or (mask is not None and mask.shape[-1] != key.shape[-2]):
         return Rule(text, forms=forms)
     ring_text = text.replace(" t! d!", " s d!").replace(" t! e", " s e")
     ring_rule = Rule(ring_text, forms={**forms, "s": ring_dropped_attention})
@@ -134,6 +134,12 @@ def _attention_text(query: Tensor, key: Tensor, mask: Tensor | None, enable_gqa:
     joint = "," if masked else " ?"
     text = f"{heads} s d!, {shared} t d!{joint} {shared} t e{masked} -> {heads} s e"
     return text, [n for n in heads.strip("()").replace("... (", "").split() if n.startswith(("g_", "r_"))]
+
+
+def _is_batch_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True if values have the dims of keys, and no dim of queries is broadcast to that of the keys."""
+    is_wider = any(m not in (n, 1) for n, m in zip(query.shape[:-3], key.shape[:-3], strict=False))
+    return query.dim() == key.dim() and key.shape[:-1] == value.shape[:-1] and not is_wider
 
 
 def _along_one_sequence(

@@ -157,6 +157,8 @@ def counted_at(
 
     Indices of the last dim are in ascending order. The result is flat.
     """
+    if not all(x.numel() for x in places):
+        return torch.empty(0, dtype=dtype, device=device)
     kind = DISTRIBUTIONS[name]
     per = 4 // (kind.uniforms * (2 if dtype is torch.float64 else 1))
     last = whole[-1] if whole else 1

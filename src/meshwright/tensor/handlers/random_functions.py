@@ -90,6 +90,8 @@ def _attention_with_dropout(
     given = named_arguments(_ATTENTION, args, kwargs)
     if not (given.get("dropout_p") or 0) > 0:
         return NotImplemented
+    if given.get("is_causal") and given.get("attn_mask") is not None:
+        return NotImplemented  # torch refuses both
     q, k, v = (given[name] for name in _ATTENTION[:3])
     lower = autocast_dtype((q, k, v))
     with torch.autocast(device_type=q.device.type, enabled=False):
@@ -101,20 +103,22 @@ def _attention_with_dropout(
         if given.get("enable_gqa"):
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
         scale = max(q.shape[-1], 1) ** -0.5 if given.get("scale") is None else given["scale"]
-        if _runs_in_blocks(q, k, given):
+        if _runs_in_blocks(q, k, v, given):
             return _attention_in_blocks(q, k, v, given, scale).to(dtype)
         scores = (q * scale**0.5) @ (k * scale**0.5).mT
         weights = torch.ops.aten._safe_softmax.default(_masked(scores, given), -1)
         return (F.dropout(weights, given["dropout_p"]) @ v).to(dtype)
 
 
-def _runs_in_blocks(q: Tensor, k: Tensor, given: dict[str, TorchValue]) -> bool:
+def _runs_in_blocks(q: Tensor, k: Tensor, v: Tensor, given: dict[str, TorchValue]) -> bool:
     """True if the numbers come from counters, and the operator that draws them in blocks accepts the operands."""
+    if current_random_source() != "counter" or not given["dropout_p"] < 1:
+        return False
     mask = given.get("attn_mask")
     trains_mask = mask is not None and (mask.requires_grad or mask.dim() > 4)
     is_empty_call = 0 in (*q.shape, *k.shape)
-    fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2]
-    return current_random_source() == "counter" and fits and not trains_mask and not is_empty_call
+    fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] and k.shape[:-1] == v.shape[:-1]
+    return fits and not trains_mask and not is_empty_call
 
 
 def _attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, given: dict[str, TorchValue], scale: float) -> Tensor:
