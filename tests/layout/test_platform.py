@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.comm.process.device_choice import default_transport
 from meshwright.layout import (
     PlatformError,
     Transport,
@@ -117,3 +118,15 @@ def test_a_platform_gives_and_sets_the_state_of_a_generator() -> None:
     mw.register_platform(mine)
     set_generator_state(torch.tensor([2]), "mtia:1")
     assert generator_state("mtia:1").tolist() == [2]
+
+
+def test_an_accelerator_without_a_device_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA build of torch names CUDA on a machine without a GPU, too."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_types() == ("cpu",)
+    assert not platform_of("cuda").has_streams
+    assert default_transport() == "gloo"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_types() == ("cpu", "cuda")
+    assert default_transport() == "nccl"

@@ -107,7 +107,12 @@ def device_types() -> tuple[str, ...]:
     """Return "cpu", and the type of the accelerator if there is one; registers the platforms of entry points."""
     _entry_points.read()
     accelerator = torch.accelerator.current_accelerator()
-    return (CPU,) if accelerator is None else (CPU, accelerator.type)
+    return (CPU,) if accelerator is None or not _is_available(accelerator.type) else (CPU, accelerator.type)
+
+
+def _is_available(kind: str) -> bool:
+    """True if this machine has a device: torch also names the accelerator that it was only compiled for."""
+    return bool(getattr(torch.get_device_module(kind), "is_available", _true)())
 
 
 def autocast_modes() -> tuple[tuple[str, torch.dtype], ...]:
