@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -111,6 +112,7 @@ class Backend:
         self.name = name
         self._raw = raw
         self._coalesces = name != "gloo" and bool(raw.supports_coalescing)
+        self._is_connected = False
 
     def all_reduce(self, out: Tensor, x: Tensor, op: str) -> None:
         """Write the reduction of every rank's `x` to `out`, which is `x` itself or has other memory."""
@@ -141,6 +143,9 @@ class Backend:
     def exchange(self, sends: Sequence[PlacedMessage], receives: Sequence[PlacedMessage]) -> None:
         """Post all (place in the group, tag, tensor) together, and wait for them."""
         if self._coalesces:
+            self._connect()
+            if not (sends or receives):
+                return  # torch returns no work to wait for
             self._raw._start_coalescing()
         works = [self._raw.send([x], place, tag) for place, tag, x in sends]
         works += [self._raw.recv([x], place, tag) for place, tag, x in receives]
@@ -148,6 +153,17 @@ class Backend:
             works = [self._raw._end_coalescing()]
         for work in cast(list[PendingWork], works):
             work.wait()
+
+    def _connect(self) -> None:
+        """Make a collective before the first exchange.
+
+        The first call of a group connects all its members, so a member without messages has to take part (PyTorch
+        #74701).
+        """
+        if not self._is_connected:
+            self._is_connected = True
+            one = torch.zeros(1, device=torch.accelerator.current_accelerator() or "cpu")
+            self.all_reduce(one, one, "sum")
 
     def barrier(self) -> None:
         """Return once every rank of the group has called it."""
