@@ -94,7 +94,7 @@ def _loaded(entry: EntryPoint) -> object:
 
 
 def _entry_error(entry: EntryPoint, found: str, why: str) -> PlatformError:
-    package = "the package" if entry.dist is None else entry.dist.name
+    package = "the package" if entry.dist is None else f"the package {entry.dist.name!r}"
     return PlatformError(
         f"the platform {entry.name!r} from the entry point {entry.value!r}",
         found,
