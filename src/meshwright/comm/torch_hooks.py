@@ -34,6 +34,8 @@ from torch.nn.modules import module
 
 from meshwright.layout import PlacedMessage, TorchValue
 
+from ._errors import CallError
+
 __all__ = [
     "EXPORTER",
     "GLOBAL_HOOKS",
@@ -179,7 +181,7 @@ _REDUCE_OPS = {
 
 
 def open_backend(name: str, store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Backend:
-    """Return the transport of one group; only its members take part. Raises ValueError for an unknown name."""
+    """Return the transport of one group; only its members take part. Raises CallError for an unknown name."""
     if name == "gloo":
         return Backend(name, _gloo(store, place, size, limit, loopback))
     kind: TorchValue = getattr(c10d, f"ProcessGroup{name.upper()}", None)
@@ -187,7 +189,12 @@ def open_backend(name: str, store: Store, place: int, size: int, limit: timedelt
         return Backend(name, _on_devices(kind, store, place, size, limit))
     plugin = cast(dict[str, Any], dist.Backend._plugins).get(name.upper())
     if plugin is None:
-        raise ValueError(name)
+        raise CallError(
+            f"the backend {name!r} of torch.distributed",
+            "no backend of that name",
+            "this build of torch is without it, or the package that registers it is not imported",
+            'install such a build, import the package first, or call mw.init_process(backend="gloo")',
+        )
     if plugin.extended_api:
         options: TorchValue = c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size, options.timeout = store, place, size, limit

@@ -1,13 +1,16 @@
-"""Exchanges over a transport that coalesces messages as NCCL does, here replaced by a record of its calls."""
+"""Backends of torch: exchanges that coalesce messages as NCCL does, over a record of calls; unknown names."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from meshwright.comm.torch_hooks import Backend
+from meshwright.comm import CallError
+from meshwright.comm.torch_hooks import Backend, open_backend
 
 
 class Work:
@@ -54,3 +57,8 @@ def test_members_connect_once_before_their_messages() -> None:
     for _ in range(2):
         backend.exchange([(1, 0, torch.zeros(2))], [])
     assert raw.calls == ["allreduce", "send", "send"]
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(CallError, match="'no such backend'"):
+        open_backend("no such backend", torch.distributed.HashStore(), 0, 1, timedelta(seconds=1), loopback=True)
