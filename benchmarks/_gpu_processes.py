@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def processes(setting: Setting) -> dict[str, Any]:
 
 def _rank(kind: str, folder: str, amount: str) -> None:
     if kind == "mesh":
-        pass
+        import_module("tests.device.registered")
     here = init_process(backend=None if kind == "mesh" else "gloo")
     device = torch.device(kind, here.rank) if kind == "mesh" else torch.device(kind)
     found: dict[str, Any] = {}
