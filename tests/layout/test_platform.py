@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +131,9 @@ def test_an_accelerator_without_a_device_is_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_types() == ("cpu", "cuda")
     assert default_transport() == "nccl"
+
+
+def test_the_page_has_every_field_of_a_platform() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "bring-your-device.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [each.name for each in fields(mw.Platform) if not any(f"`{each.name}`" in row for row in rows)] == []
