@@ -31,9 +31,12 @@ METHODS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcas
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Registrations of a test end with it."""
     monkeypatch.setattr(_accelerator, "_registered", {})
-    _accelerator._platform.cache_clear()
+    caches = _accelerator._platform, _accelerator._is_available
+    for each in caches:
+        each.cache_clear()
     yield
-    _accelerator._platform.cache_clear()
+    for each in caches:
+        each.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def test_an_accelerator_without_a_device_is_none(monkeypatch: pytest.MonkeyPatch
     assert not platform_of("cuda").has_streams
     assert default_transport() == "gloo"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _accelerator._is_available.cache_clear()
     assert device_types() == ("cpu", "cuda")
     assert default_transport() == "nccl"
 

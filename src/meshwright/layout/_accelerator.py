@@ -110,6 +110,7 @@ def device_types() -> tuple[str, ...]:
     return (CPU,) if accelerator is None or not _is_available(accelerator.type) else (CPU, accelerator.type)
 
 
+@lru_cache(4)
 def _is_available(kind: str) -> bool:
     """True if this machine has a device: torch also names the accelerator that it was only compiled for."""
     return bool(getattr(torch.get_device_module(kind), "is_available", _true)())
