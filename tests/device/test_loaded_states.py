@@ -23,9 +23,10 @@ COUNTERS = {"mu_product", "step"}
 
 def optimizers() -> Iterator[tuple[str, Build]]:
     """Yield each optimizer of torch with each option that it has."""
-    for name, kind in sorted(vars(torch.optim).items()):
-        if not isinstance(kind, type) or not issubclass(kind, Optimizer) or name in LEFT_OUT:
+    for name, found in sorted(vars(torch.optim).items()):
+        if not isinstance(found, type) or not issubclass(found, Optimizer) or name in LEFT_OUT:
             continue
+        kind: Any = found
         defaults = kind([nn.Parameter(torch.zeros(1))], lr=0.1).defaults
         for options in OPTIONS:
             if options.keys() <= defaults.keys():
