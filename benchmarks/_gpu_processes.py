@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def processes(setting: Setting) -> dict[str, Any]:
 
 def _rank(kind: str, folder: str, amount: str) -> None:
     if kind == "mesh":
-        pass
+        import_module("tests.device.registered")
     here = init_process(backend=None if kind == "mesh" else "gloo")
     device = torch.device(kind, here.rank) if kind == "mesh" else torch.device(kind)
     found: dict[str, Any] = {}
@@ -63,11 +64,11 @@ def _alone(setting: Setting) -> dict[str, Any]:
     store = torch.distributed.HashStore()
     backend = open_backend("nccl", store, 0, 1, timedelta(seconds=60), loopback=True)
     calls = {
-        "all_reduce": lambda x, out: out.copy_(backend.all_reduce(x, "sum")),
+        "all_reduce": lambda x, out: backend.all_reduce(out, x, "sum"),
         "all_gather": lambda x, out: backend.all_gather(out, x),
         "reduce_scatter": lambda x, out: backend.reduce_scatter(out, x),
         "all_to_all": lambda x, out: backend.all_to_all(out, x, [x.numel()], [x.numel()]),
-        "messages": lambda x, out: backend.messages([(0, 0, x)], [(0, 0, out)]),
+        "exchange": lambda x, out: backend.exchange([(0, 0, x)], [(0, 0, out)]),
         "barrier": lambda x, out: (backend.barrier(), out.copy_(x)),
     }
     return {

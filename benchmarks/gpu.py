@@ -54,10 +54,9 @@ def figure(found: dict[str, Any], device: str, machine: dict[str, str], quick: b
 
 
 def _default_device() -> str:
-    import torch
+    from meshwright.layout import device_types
 
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None else accelerator.type
+    return device_types()[-1]
 
 
 def _machine(device: str) -> dict[str, str]:

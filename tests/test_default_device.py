@@ -14,11 +14,16 @@ FACTORIES = {
 
 
 def without_device(text: str) -> Iterator[int]:
-    """Yield the lines of calls of torch's factories that name no device."""
-    for call in ast.walk(ast.parse(text)):
-        if isinstance(call, ast.Call) and _is_factory(call.func):
-            if not any(word.arg in ("device", None) for word in call.keywords):
-                yield call.lineno
+    """Yield the lines of torch's factories that are called without a device, or passed as functions."""
+    tree = ast.parse(text)
+    with_device = {
+        call.func
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and any(word.arg in ("device", None) for word in call.keywords)
+    }
+    for each in ast.walk(tree):
+        if isinstance(each, ast.expr) and _is_factory(each) and each not in with_device:
+            yield each.lineno
 
 
 def _is_factory(called: ast.expr) -> bool:
@@ -27,7 +32,8 @@ def _is_factory(called: ast.expr) -> bool:
 
 
 def test_the_law_finds_a_call_without_a_device() -> None:
-    assert list(without_device("torch.zeros(3)\ntorch.zeros(3, device=d)\ntorch.zeros(3, **options)")) == [1]
+    calls = ["torch.zeros(3)", "torch.zeros(3, device=d)", "torch.zeros(3, **options)", "make = torch.zeros"]
+    assert sorted(without_device("\n".join(calls))) == [1, 4]
 
 
 def test_factories_name_their_device() -> None:

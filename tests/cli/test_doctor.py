@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from meshwright.cli import main
 from meshwright.cli.commands import doctor
 from meshwright.cli.ranks import self_check
+from meshwright.layout import _accelerator
 
 
 def findings_of(capsys: pytest.CaptureFixture[str]) -> Mapping[str, Any]:
@@ -36,6 +38,18 @@ def test_a_missing_requirement_is_an_error(monkeypatch: pytest.MonkeyPatch, caps
     assert "without  ortools (solver)" in out
     assert "pip install 'meshwright[solver]'  (optional)" in out
     assert "simulated" not in out
+
+
+def test_a_platform_that_cannot_be_imported_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = EntryPoint("vdev", "no_such_package:PLATFORM", _accelerator.ENTRY_POINTS)
+    monkeypatch.setattr(_accelerator, "entry_points", lambda group: (broken,))
+    monkeypatch.setattr(_accelerator, "_entry_points", _accelerator._EntryPoints())
+    assert main(["doctor", "--json"]) == 1
+    found = findings_of(capsys)["platforms"]
+    assert "no_such_package" in found["found"]
+    assert "uninstall" in found["write"]
 
 
 def test_two_ranks_are_tested(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

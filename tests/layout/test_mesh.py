@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 
 from meshwright.layout import MeshError, ProcessMesh, evenly
@@ -148,6 +149,9 @@ def test_the_array_is_read_only():
         ([], ["x"], "at least one rank"),
         ([[0, 1], [2]], ["x", "y"], "rows that do not form an array"),
         (["a"], ["x"], "rows that do not form an array"),
+        (torch.arange(2, device="meta"), ["x"], "rows that do not form an array"),
+        ([0.5, 1.0], ["x"], "ranks are whole numbers"),
+        ([float("nan")], ["x"], "ranks are whole numbers"),
         ([0, 1], ["x", "y"], "one name of its own"),
         ([[0], [1]], ["x", "x"], "one name of its own"),
         ([0, 1], ["a b"], "an identifier"),

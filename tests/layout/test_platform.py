@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import meshwright as mw
+from meshwright.comm.process.device_choice import default_transport
 from meshwright.layout import (
     PlatformError,
     Transport,
@@ -29,9 +31,12 @@ METHODS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcas
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Registrations of a test end with it."""
     monkeypatch.setattr(_accelerator, "_registered", {})
-    _accelerator._platform.cache_clear()
+    caches = _accelerator._platform, _accelerator._is_available
+    for each in caches:
+        each.cache_clear()
     yield
-    _accelerator._platform.cache_clear()
+    for each in caches:
+        each.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -117,3 +122,22 @@ def test_a_platform_gives_and_sets_the_state_of_a_generator() -> None:
     mw.register_platform(mine)
     set_generator_state(torch.tensor([2]), "mtia:1")
     assert generator_state("mtia:1").tolist() == [2]
+
+
+def test_an_accelerator_without_a_device_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA build of torch names CUDA on a machine without a GPU, too."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_types() == ("cpu",)
+    assert not platform_of("cuda").has_streams
+    assert default_transport() == "gloo"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _accelerator._is_available.cache_clear()
+    assert device_types() == ("cpu", "cuda")
+    assert default_transport() == "nccl"
+
+
+def test_the_page_has_every_field_of_a_platform() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "bring-your-device.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [each.name for each in fields(mw.Platform) if not any(f"`{each.name}`" in row for row in rows)] == []

@@ -277,3 +277,28 @@ def test_a_bound_without_common_factors_is_at_most_the_received_bytes(shape, ran
     src, dst = (parse_spec(side, mesh) for side in shape.format(6, 4).split(" -> "))
     made = plan(src, dst)
     assert all(0 <= lower_bound(src, dst, r) <= made.received(r) for r in made.ranks)
+
+
+def test_a_rank_without_messages_names_the_device_of_an_exchange():
+    """Processes choose the transport by the device; the rank that does not must not open another one."""
+    here, there = ProcessMesh([0, 1, 2], ["x"]), ProcessMesh([1, 0, 2], ["x"])
+    made = plan(parse_spec("f32[3@x]", here), parse_spec("f32[3@x]", there))
+    devices = {}
+
+    class Spy:
+        def __init__(self, communicator):
+            self.communicator, self.rank = communicator, communicator.rank
+
+        def exchange(self, sends, receives, group):
+            devices[self.rank] = [x.device for _, x in sends] + [device for *_, device in receives]
+            return self.communicator.exchange(sends, receives, group)
+
+        def __getattr__(self, name):
+            return getattr(self.communicator, name)
+
+    def program():
+        rank = current_communicator().rank
+        return execute(made, torch.tensor([float(rank)]), Spy(current_communicator())).item()
+
+    assert simulate(program, 3) == [1.0, 0.0, 2.0]
+    assert devices == {rank: [torch.device("cpu")] * 2 for rank in range(3)}

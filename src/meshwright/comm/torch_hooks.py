@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +33,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules import module
 
 from meshwright.layout import PlacedMessage, TorchValue
+
+from ._errors import CallError
 
 __all__ = [
     "EXPORTER",
@@ -111,6 +114,7 @@ class Backend:
         self.name = name
         self._raw = raw
         self._coalesces = name != "gloo" and bool(raw.supports_coalescing)
+        self._is_connected = False
 
     def all_reduce(self, out: Tensor, x: Tensor, op: str) -> None:
         """Write the reduction of every rank's `x` to `out`, which is `x` itself or has other memory."""
@@ -141,6 +145,9 @@ class Backend:
     def exchange(self, sends: Sequence[PlacedMessage], receives: Sequence[PlacedMessage]) -> None:
         """Post all (place in the group, tag, tensor) together, and wait for them."""
         if self._coalesces:
+            self._connect()
+            if not (sends or receives):
+                return  # torch returns no work to wait for
             self._raw._start_coalescing()
         works = [self._raw.send([x], place, tag) for place, tag, x in sends]
         works += [self._raw.recv([x], place, tag) for place, tag, x in receives]
@@ -148,6 +155,17 @@ class Backend:
             works = [self._raw._end_coalescing()]
         for work in cast(list[PendingWork], works):
             work.wait()
+
+    def _connect(self) -> None:
+        """Make a collective before the first exchange.
+
+        The first call of a group connects all its members, so a member without messages has to take part (PyTorch
+        #74701).
+        """
+        if not self._is_connected:
+            self._is_connected = True
+            one = torch.zeros(1, device=torch.accelerator.current_accelerator() or "cpu")
+            self.all_reduce(one, one, "sum")
 
     def barrier(self) -> None:
         """Return once every rank of the group has called it."""
@@ -163,7 +181,7 @@ _REDUCE_OPS = {
 
 
 def open_backend(name: str, store: Store, place: int, size: int, limit: timedelta, loopback: bool) -> Backend:
-    """Return the transport of one group; only its members take part. Raises ValueError for an unknown name."""
+    """Return the transport of one group; only its members take part. Raises CallError for an unknown name."""
     if name == "gloo":
         return Backend(name, _gloo(store, place, size, limit, loopback))
     kind: TorchValue = getattr(c10d, f"ProcessGroup{name.upper()}", None)
@@ -171,7 +189,12 @@ def open_backend(name: str, store: Store, place: int, size: int, limit: timedelt
         return Backend(name, _on_devices(kind, store, place, size, limit))
     plugin = cast(dict[str, Any], dist.Backend._plugins).get(name.upper())
     if plugin is None:
-        raise ValueError(name)
+        raise CallError(
+            f"the backend {name!r} of torch.distributed",
+            "no backend of that name",
+            "this build of torch is without it, or the package that registers it is not imported",
+            'install such a build, import the package first, or call mw.init_process(backend="gloo")',
+        )
     if plugin.extended_api:
         options: TorchValue = c10d._DistributedBackendOptions()
         options.store, options.group_rank, options.group_size, options.timeout = store, place, size, limit

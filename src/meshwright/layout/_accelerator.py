@@ -94,7 +94,7 @@ def _loaded(entry: EntryPoint) -> object:
 
 
 def _entry_error(entry: EntryPoint, found: str, why: str) -> PlatformError:
-    package = "the package" if entry.dist is None else entry.dist.name
+    package = "the package" if entry.dist is None else f"the package {entry.dist.name!r}"
     return PlatformError(
         f"the platform {entry.name!r} from the entry point {entry.value!r}",
         found,
@@ -107,7 +107,13 @@ def device_types() -> tuple[str, ...]:
     """Return "cpu", and the type of the accelerator if there is one; registers the platforms of entry points."""
     _entry_points.read()
     accelerator = torch.accelerator.current_accelerator()
-    return (CPU,) if accelerator is None else (CPU, accelerator.type)
+    return (CPU,) if accelerator is None or not _is_available(accelerator.type) else (CPU, accelerator.type)
+
+
+@lru_cache(4)
+def _is_available(kind: str) -> bool:
+    """True if this machine has a device: torch also names the accelerator that it was only compiled for."""
+    return bool(getattr(torch.get_device_module(kind), "is_available", _true)())
 
 
 def autocast_modes() -> tuple[tuple[str, torch.dtype], ...]:

@@ -212,11 +212,20 @@ def evenly(first: int, steps: Sequence[int], shape: Sequence[int]) -> RankArray:
 
 def _rank_array(mesh: ArrayLike) -> RankArray:
     try:
-        ranks = np.asarray(mesh.tolist() if isinstance(mesh, Tensor) else mesh, dtype=np.int64)
-    except (ValueError, TypeError, OverflowError) as error:
+        given = np.asarray(mesh.tolist() if isinstance(mesh, Tensor) else mesh)
+        with np.errstate(invalid="ignore"):  # NaN is refused below
+            ranks = given.astype(np.int64)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch refuses tensors without numbers
         raise MeshError(
             f"ProcessMesh({mesh!r})", "rows that do not form an array", str(error), "use rows such as [[0, 1], [2, 3]]"
         ) from None
+    if not np.array_equal(given, ranks):
+        raise MeshError(
+            f"ProcessMesh({mesh!r})",
+            f"numbers of type {given.dtype}",
+            "ranks are whole numbers below 2**63",
+            "use ranks such as 0",
+        )
     if ranks.ndim == 0:
         ranks = ranks.reshape(1)
     if ranks.size == 0:

@@ -1,4 +1,4 @@
-"""Platforms: what differs between types of devices, and the platforms that Meshwright knows.
+"""Platforms: the properties of types of devices, and the built-in platforms.
 
 This is the only file that names CUDA and NCCL as torch does. All other code asks a `Platform` or `torch.accelerator`.
 """
@@ -108,7 +108,7 @@ def set_module_state(state: Tensor, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One type of device: all that Meshwright has to know beside `torch.accelerator`.
+    """One type of device: its properties that `torch.accelerator` does not have.
 
     The defaults are those of a usual accelerator, so a platform states only what is different.
 

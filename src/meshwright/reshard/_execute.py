@@ -252,24 +252,27 @@ def _exchange(step: Exchange, x: Spec, rank: int) -> Act | None:
         return None
 
     def assemble(parts: list[Tensor], t: Tensor) -> Tensor:
-        return do.join([*parts, *[take(t) for take in do.kept]], t)
+        return do.join([*parts[: len(do.expected)], *[take(t) for take in do.kept]], t)
 
     if do.silent:
         return Act(lambda t, c: assemble([], t), fresh=len(do.kept) == 0)
-    peers = [r for r, _ in do.outgoing]
+    peers, expected = [r for r, _ in do.outgoing], list(do.expected)
+    is_idle = not (peers or expected)
+    if is_idle:  # an empty message to itself tells the communicator the device of the others' messages
+        peers, expected = [rank], [(rank, (0,))]
 
     def pack(t: Tensor) -> list[Tensor]:
-        return [take(t) for _, take in do.outgoing]
+        return [t.new_empty(0)] if is_idle else [take(t) for _, take in do.outgoing]
 
     def run(t: Tensor, c: Mover) -> Tensor:
-        receives = [(r, shape, t.dtype, t.device) for r, shape in do.expected]
+        receives = [(r, shape, t.dtype, t.device) for r, shape in expected]
         return assemble(c.exchange(list(zip(peers, pack(t), strict=True)), receives, do.group), t)
 
     def call(sent: list[Tensor], out: list[Tensor], c: OutMover) -> object:
-        receives = [(r, shape, x.dtype, x.device) for (r, shape), x in zip(do.expected, out, strict=True)]
+        receives = [(r, shape, x.dtype, x.device) for (r, shape), x in zip(expected, out, strict=True)]
         return c.exchange(list(zip(peers, sent, strict=True)), receives, do.group, out=out)
 
-    transfer = Transfer("exchange", pack, allocation([shape for _, shape in do.expected]), call, assemble)
+    transfer = Transfer("exchange", pack, allocation([shape for _, shape in expected]), call, assemble)
     return Act(run, len(do.kept) == 0 or len(do.expected) > 0, transfer)
 
 

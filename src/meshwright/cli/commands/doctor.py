@@ -148,7 +148,14 @@ def _installed_torch() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("import torch", str(error).splitlines()[0], False, write="pip install --force-reinstall torch")
         return
-    yield _devices()
+    from meshwright.layout import PlatformError
+
+    try:
+        devices = _devices()
+    except PlatformError as error:
+        yield Finding("platforms", f"{error.asked}: {error.found}", False, write=error.write)
+        return
+    yield devices
     there = distributed.is_available()
     gloo = there and distributed.is_gloo_available()
     yield Finding("gloo", _availability(gloo), gloo, write="install a build of torch with Gloo: pip install torch")

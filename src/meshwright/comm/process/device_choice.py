@@ -28,7 +28,7 @@ def use_device(local_rank: int, may_share: bool = False) -> None:
     """Make the device of this process the current one: that of its local rank, or the only one that it can see.
 
     Raises LaunchError if the process can see several devices, and its local rank is none of them. If processes
-    `may_share` a device, the local ranks go around the devices.
+    `may_share` a device, local ranks get the devices in turn.
     """
     count = torch.accelerator.device_count()
     if count <= 1:
@@ -41,5 +41,6 @@ def use_device(local_rank: int, may_share: bool = False) -> None:
         f"a device for local rank {local_rank}",
         f"{count} devices of type {kind} on this host",
         "each process of a host uses a device of its own",
-        f"start at most {count} processes on this host, or set LOCAL_RANK to a number below {count}",
+        f"start at most {count} processes on this host, set LOCAL_RANK to a number below {count}, or let processes "
+        'share devices: mw.init_process(backend="gloo")',
     )

@@ -343,9 +343,9 @@ class ProcessCommunicator(Communicator):
             target.copy_(source)
         leaving, awaited = self._tagged(sends, group), self._tagged(expected, group)
         if len(group) > 1:
-            # a member without messages opens the transport too, because the others wait for it
-            like = next((x for *_, x in leaving + awaited), None)
-            transport = self._open(self._backend, group) if like is None else self._open_for(like.device, group)
+            # a member whose messages are all empty opens the transport too, because the others wait for it
+            device = next((x.device for _, x in (*sends, *expected)), None)
+            transport = self._open(self._backend, group) if device is None else self._open_for(device, group)
             transport.exchange(leaving, awaited)
         return out
 

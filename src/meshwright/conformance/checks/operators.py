@@ -116,7 +116,7 @@ _NAMES: dict[str, Any] = {
     "p": lambda *s: torch.rand(s, dtype=torch.float64, device="cpu") * 0.8 + 0.1,
     "i": lambda n, *s: torch.randint(0, n, s, device="cpu"),
     "i8": lambda *s: torch.randint(-9, 9, s, dtype=torch.int8, device="cpu"),
-    "f": torch.randn,
+    "f": lambda *s: torch.randn(s, device="cpu"),
     "f8": lambda *s: torch.randint(-2, 3, s, device="cpu").to(torch.float8_e4m3fn),
     "one": lambda *s: torch.ones(s, device="cpu"),
     "ends": lambda *s: torch.tensor(s, dtype=torch.int32, device="cpu"),

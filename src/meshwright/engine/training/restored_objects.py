@@ -76,6 +76,10 @@ class ExtraStates:
         self._network.load_state_dict(state, strict=False)
 
 
+KERNEL_OPTIONS = frozenset({"capturable", "foreach", "fused"})
+"""Options of torch's optimizers that choose kernels; the optimizer that loads a checkpoint keeps its own."""
+
+
 class Options:
     """Options of an optimizer's parameter groups."""
 
@@ -92,9 +96,14 @@ class Options:
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Set the options of each group. Raises TypeError if a number is replaced by something else."""
+        """Set the options of each group, except the choice of kernels, which depends on the device.
+
+        Raises TypeError if a number is replaced by something else.
+        """
         for group, options in zip(self._optimizer.param_groups, state, strict=True):
             for key, value in options.items():
+                if key in KERNEL_OPTIONS and key in group:
+                    continue
                 now = group.get(key)
                 if isinstance(now, (int, float, Tensor)) and not isinstance(value, (int, float)):
                     raise TypeError(f"{key} is a number in the optimizer, and {type(value).__name__} in the checkpoint")

@@ -42,6 +42,8 @@ States = list[tuple[str, Tensor, dict[str, Tensor]]]
 """For each parameter its name, the parameter, and its states by key."""
 MODEL, STATE, GROUPS, SCALE = "model.", "optimizer.state.", "optimizer.groups", "loss_scale"
 KIND = "optimizer.kind"
+_COUNTERS = frozenset({"mu_product", "step"})
+"""States of one number that optimizers of torch keep on the CPU, unless an option moves them to the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +261,14 @@ def _states_for(catalogue: Catalogue, network: nn.Module, optimizer: Optimizer |
     if optimizer is None:
         return []
     keys = _saved_state_keys(catalogue)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found: States = []
     for name, p in _named(network, optimizer):
         there = optimizer.state.get(p, {})
         entries = {key: catalogue.entries[f"{STATE}{name}.{key}"] for key in keys.get(name, ())}
         kept = {key: there[key] for key, entry in entries.items() if _fits_entry(entry, there.get(key))}
         new = {
-            key: _new_state(entry, p, _state_device(key, p, optimizer))
+            key: _new_state(key, entry, p, _state_device(key, p, groups[id(p)], type(optimizer)))
             for key, entry in entries.items()
             if key not in kept
         }
@@ -288,16 +291,16 @@ def _fits_entry(entry: TensorEntry, there: object) -> bool:
     return isinstance(there, Tensor) and tuple(there.shape) == entry.shape and there.dtype is entry.dtype
 
 
-def _state_device(key: str, p: Tensor, optimizer: Optimizer) -> torch.device:
+def _state_device(key: str, p: Tensor, options: Mapping[str, Any], kind: type[Optimizer]) -> torch.device:
     """Return where optimizers of torch keep a state: on the device of the parameter; most counters on the CPU."""
-    group = next(group for group in optimizer.param_groups if any(p is each for each in group["params"]))
-    on_device = key != "step" or group.get("capturable") or group.get("fused")
-    return p.device if on_device else torch.device("cpu")
+    is_on_host = key in _COUNTERS and not issubclass(kind, torch.optim.ASGD)
+    needs_device = options.get("capturable") or options.get("fused")
+    return torch.device("cpu") if is_on_host and not needs_device else p.device
 
 
-def _new_state(entry: TensorEntry, p: Tensor, device: torch.device) -> Tensor:
-    """Return a new state in the layout of its parameter."""
-    if not isinstance(p, DistTensor) or tuple(p.shape) != entry.shape:
+def _new_state(key: str, entry: TensorEntry, p: Tensor, device: torch.device) -> Tensor:
+    """Return a new state in the layout of its parameter; counters are plain, beside a parameter of one number too."""
+    if not isinstance(p, DistTensor) or tuple(p.shape) != entry.shape or key in _COUNTERS:
         return torch.zeros(entry.shape, dtype=entry.dtype, device=device)
     spec = Spec(p.mesh, p.spec.layout.with_varying(()), p.shape, entry.dtype)
     rank = current_world().rank

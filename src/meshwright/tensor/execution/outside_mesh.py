@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -179,10 +179,10 @@ def _result_of_zeros(func: TorchFunction, args: TorchValue, kwargs: TorchValue) 
 
     None if that fails too, if shapes depend on numbers, and if the function draws or writes.
     """
-    zeros = _result_of_filled(torch.zeros, func, args, kwargs)
+    zeros = _result_of_filled(0, func, args, kwargs)
     if zeros is None:
         return None
-    ones = _result_of_filled(torch.ones, func, args, kwargs)
+    ones = _result_of_filled(1, func, args, kwargs)
     return zeros if ones is not None and _shapes_in(zeros) == _shapes_in(ones) else None
 
 
@@ -190,10 +190,8 @@ def _shapes_in(tree: TorchValue) -> list[torch.Size]:
     return [t.shape for t in tensors_in(tree)]
 
 
-def _result_of_filled(
-    fill: Callable[..., Tensor], func: TorchFunction, args: TorchValue, kwargs: TorchValue
-) -> TorchValue:
-    """Return the result of `func` if `fill` makes its distributed operands; None if it fails, draws or writes."""
+def _result_of_filled(number: int, func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> TorchValue:
+    """Return the result of `func` for distributed operands of one number; None if it fails, draws or writes."""
     nodes: list[CapturedNode] = []
     plain: list[Tensor] = []
 
@@ -202,7 +200,7 @@ def _result_of_filled(
             plain.append(x.detach().clone())
             return plain[-1]
         spec = x._spec
-        return torch.empty_strided(spec.shape, spec.full_strides, dtype=spec.dtype, device="cpu").copy_(fill(()))
+        return torch.empty_strided(spec.shape, spec.full_strides, dtype=spec.dtype, device="cpu").fill_(number)
 
     with no_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
