@@ -207,7 +207,7 @@ def dtensor_step(stage: Stage) -> Step:
 def rope(stage: Stage) -> tuple[Tensor, Tensor]:
     from meshwright.models._llama import rope_table
 
-    return rope_table(stage.size.sequence, stage.size.model.head_size)
+    return rope_table(stage.size.sequence, stage.size.model.head_size, torch.device("cpu"), torch.float32)
 
 
 RIVALS: dict[str, Callable[[Stage], Step]] = {"eager": eager_step, "by hand": by_hand_step, "DTensor": dtensor_step}

@@ -9,7 +9,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from ._errors import MeshError
 
@@ -210,9 +209,14 @@ def evenly(first: int, steps: Sequence[int], shape: Sequence[int]) -> RankArray:
     return first + np.tensordot(np.asarray(steps, dtype=np.int64), np.indices(shape), 1)
 
 
+def _as_rows(mesh: Any) -> Any:
+    """Return nested lists for a tensor, which NumPy cannot read from a device; this module does not import torch."""
+    return mesh.tolist() if hasattr(mesh, "tolist") else mesh
+
+
 def _rank_array(mesh: ArrayLike) -> RankArray:
     try:
-        given = np.asarray(mesh.tolist() if isinstance(mesh, Tensor) else mesh)
+        given = np.asarray(_as_rows(mesh))
         with np.errstate(invalid="ignore"):  # NaN is refused below
             ranks = given.astype(np.int64)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # torch refuses tensors without numbers
