@@ -24,6 +24,11 @@ def _set_data(x: Tensor | None, data: Tensor) -> None:
     x.data = data
 
 
+def _set_flag(value: bool) -> None:
+    """Set a flag of a backend as torch's own tests do; they forbid assignments to it."""
+    torch.backends.mkldnn.set_flags(_deterministic=value)
+
+
 CHANGES: dict[str, Change] = {
     "gradients": lambda layer, _: layer.weight.requires_grad_(False),
     "sizes": lambda layer, _: _set_data(layer.weight, torch.zeros(2, 8)),
@@ -49,7 +54,7 @@ CHANGES: dict[str, Change] = {
     "grad mode": lambda *_: torch.set_grad_enabled(False),
     "default dtype": lambda *_: torch.set_default_dtype(torch.float64),
     "default device": lambda *_: torch.set_default_device("meta"),
-    "flag": lambda *_: setattr(torch.backends.mkldnn, "deterministic", not torch.backends.mkldnn.deterministic),
+    "flag": lambda *_: _set_flag(not torch.backends.mkldnn.deterministic),
 }
 
 
@@ -61,7 +66,7 @@ def restored_state() -> Any:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
-    torch.backends.mkldnn.deterministic = flag
+    _set_flag(flag)
 
 
 @pytest.mark.parametrize("change", CHANGES)
