@@ -46,7 +46,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out a module whose import registers the test devices in this process."""
-    return True if collection_path.parts[-2:] == ("device", "registered.py") else None
+    registers = (("device", "registered.py"), ("vendor", "made_up_vendor.py"))
+    return True if collection_path.parts[-2:] in registers else None
 
 
 def pytest_collection_modifyitems() -> None:

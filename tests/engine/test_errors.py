@@ -368,6 +368,7 @@ ELSEWHERE = {
         "ModelError",
         "NewerFormatError",
         "NoAnswerError",
+        "PlatformError",
         "QuantizeError",
         "ReadTimeoutError",
     ),

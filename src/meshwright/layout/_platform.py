@@ -70,8 +70,12 @@ class TransportGroup:
     limit: timedelta
 
 
-FLASH, EFFICIENT, FLASH_ON_CPU = "flash", "efficient", "flash on the CPU"
-"""Fused kernels of attention that torch has for some devices."""
+FLASH = "flash"
+"""The fused kernel of attention for 16-bit numbers."""
+EFFICIENT = "efficient"
+"""The fused kernel of attention for masks and 32-bit numbers."""
+FLASH_ON_CPU = "flash on the CPU"
+"""The fused kernel of attention of the CPU."""
 
 
 def no_attention(_: torch.device) -> frozenset[str]:
