@@ -41,7 +41,7 @@ def document_attention_of_one_device(
 _LIBRARY.impl("document_attention", document_attention_of_one_device, "CompositeImplicitAutograd")
 
 
-def local_document_attention(
+def document_attention(
     call: LocalCall,
     query: Tensor,
     key: Tensor,
@@ -53,25 +53,10 @@ def local_document_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute the attention of the local rows to all keys."""
-    start = call.start(0, query.dim() - 2)
-    return _by_rounds(OneRank(), (query, key, value), (rows, keys), is_causal, scale, enable_gqa, start)
-
-
-def ring_document_attention(
-    call: LocalCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Tensor,
-    keys: Tensor,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute the attention of the local rows to all keys, which travel around the ring of ranks."""
-    return _by_rounds(call, (query, key, value), (rows, keys), is_causal, scale, enable_gqa)
+    """Compute the attention of the local rows to all keys. Sharded keys travel around the ring of ranks."""
+    s = query.dim() - 2
+    ring, start = (call, 0) if call.ranks(1, s) > 1 else (OneRank(), call.start(0, s))
+    return _by_rounds(ring, (query, key, value), (rows, keys), is_causal, scale, enable_gqa, start)
 
 
 def _by_rounds(

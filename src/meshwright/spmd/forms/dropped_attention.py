@@ -78,7 +78,7 @@ def _by_one_rank(
 _LIBRARY.impl("attention_with_dropout", _by_one_rank, "CompositeImplicitAutograd")
 
 
-def local_dropped_attention(
+def dropped_attention(
     call: LocalCall,
     query: Tensor,
     key: Tensor,
@@ -89,26 +89,11 @@ def local_dropped_attention(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    """Compute attention with dropout of the local rows to all keys."""
-    drops = _drops((call.start(0, 0), call.start(0, 1)), query, bits, _weights(call), dropout_p)
-    return _by_rounds(OneRank(), (query, key, value), mask, (call.start(0, 2), 0), drops, is_causal, scale)
-
-
-def ring_dropped_attention(
-    call: LocalCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bits: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
-    """Compute attention with dropout of the local rows to all keys, which travel around the ring of ranks."""
+    """Compute attention with dropout of the local rows to all keys. Sharded keys travel around the ring of ranks."""
     drops = _drops((call.start(0, 0), call.start(0, 1)), query, bits, _weights(call), dropout_p)
     starts = call.start(0, 2), call.start(1, 2)
-    return _by_rounds(call, (query, key, value), mask, starts, drops, is_causal, scale)
+    ring = call if call.ranks(1, 2) > 1 else OneRank()
+    return _by_rounds(ring, (query, key, value), mask, starts, drops, is_causal, scale)
 
 
 def _weights(call: LocalCall) -> tuple[int, ...]:

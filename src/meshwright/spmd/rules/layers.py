@@ -8,8 +8,8 @@ from functools import partial
 from torch import Tensor
 
 from ..forms import layers as forms
-from ..forms.document_attention import local_document_attention, ring_document_attention
-from ..forms.dropped_attention import local_dropped_attention, ring_dropped_attention
+from ..forms.document_attention import document_attention
+from ..forms.dropped_attention import dropped_attention
 from ..forms.ring_attention import fits_padded_ring, fits_ring, fits_ulysses, ring, ulysses
 from ..notation.dim_names import dim_names, operand_text, sized_name
 from ..notation.rule import Alternative, Entry, Rule
@@ -98,10 +98,10 @@ def document_attention_rule(
         outer, inner = sized_name("g", key.shape[-3]), sized_name("r", query.shape[-3] // key.shape[-3])
         heads, shared = f"b ({outer} {inner})", f"b {outer}"
     text = f"{heads} s d!, {shared} t! d!, {shared} t! e, b s, b t! -> {heads} s e"
-    forms = {"s": local_document_attention} if is_causal else {}
+    forms = {"s": document_attention} if is_causal else {}
     if query.shape[-2] != key.shape[-2]:
         return Rule(text, forms=forms)
-    ring_rule = Rule(text.replace(" t!", " s"), forms={"s": ring_document_attention})
+    ring_rule = Rule(text.replace(" t!", " s"), forms={"s": document_attention})
     fits = partial(fits_ring, is_causal=is_causal)
     return Rule(text, forms=forms, alternatives={"ring": Alternative(ring_rule, fits)})
 
@@ -112,11 +112,11 @@ def dropped_attention_rule(
     """Return the rule of attention with dropout in blocks. Each local form draws the factors of its own weights."""
     masked = "" if mask is None else f", {' '.join(('b', 'h', 's', 't!')[4 - mask.dim() :])}"
     text = f"b h s d!, b h t! d!, b h t! e{masked}, ... -> b h s e"
-    forms = dict.fromkeys("bhs", local_dropped_attention)
+    forms = dict.fromkeys("bhs", dropped_attention)
     if query.shape[-2] != key.shape[-2] or (mask is not None and mask.shape[-1] != key.shape[-2]):
         return Rule(text, forms=forms)
     ring_text = text.replace(" t! d!", " s d!").replace(" t! e", " s e")
-    ring_rule = Rule(ring_text, forms={**forms, "s": ring_dropped_attention})
+    ring_rule = Rule(ring_text, forms=forms)
     fits = partial(fits_ring, is_causal=bool(rest[1]))
     return Rule(text, forms=forms, alternatives={"ring": Alternative(ring_rule, fits)})
 
