@@ -48,7 +48,7 @@ def figure(found: dict[str, Any], device: str, machine: dict[str, str], quick: b
         "value": {**reached, CONFORMANCE: _counts(found)} if is_accelerator else "never run on an accelerator",
         "goal": "; ".join(f"{name} at least {goal}" for name, goal in GOALS.items())
         + "; no check of conformance failed",
-        "ok": _is_reached(reached) and not _failed(found) if is_accelerator else None,
+        "ok": _is_reached(reached) and not _failed(found) and not _broken(found) if is_accelerator else None,
         "details": {"machine": machine, "quick": quick, **found},
     }
 
@@ -121,6 +121,11 @@ def _conformance(device: str, quick: bool) -> dict[str, Any]:
 def _failed(found: dict[str, Any]) -> list[str]:
     told = found.get(CONFORMANCE)
     return told["failed"] if isinstance(told, dict) else []
+
+
+def _broken(found: dict[str, Any]) -> list[str]:
+    """Return the parts that died, hung or were not measured."""
+    return [name for name, result in found.items() if not isinstance(result, dict)]
 
 
 def _counts(found: dict[str, Any]) -> str:

@@ -148,7 +148,7 @@ def _link(found: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
 def _memory(device: torch.device, ranks: int) -> float:
     """Return the bytes of memory of a rank: those of its device if torch knows them, or its share of the host's."""
     if device.type != CPU:
-        with suppress(NotImplementedError):  # allocators of some devices do not say it
+        with suppress(NotImplementedError):  # some devices have no such function
             return float(torch.accelerator.get_memory_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
