@@ -300,6 +300,10 @@ class ProcessCommunicator(Communicator):
         owners = [place for place, shape in enumerate(shapes) if _numel(shape)]
         if len(owners) == 1:
             return self._gather_from_one(x, shapes, group, owners[0])
+        return self._gather_uneven(x, shapes, group)
+
+    def _gather_uneven(self, x: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+        """Return every rank's part; the parts are sent as messages."""
         sends = [(peer, x) for peer in group if peer != self.rank]
         receives = [(peer, s, x.dtype, x.device) for peer, s in zip(group, shapes, strict=True) if peer != self.rank]
         arrived = iter(self._post(sends, receives, group))

@@ -88,18 +88,12 @@ def _attention_with_dropout(
     operator of its own then computes blocks of rows.
     """
     given = named_arguments(_ATTENTION, args, kwargs)
-    if not (given.get("dropout_p") or 0) > 0:
+    if not _drops_weights(given):
         return NotImplemented
-    if given.get("is_causal") and given.get("attn_mask") is not None:
-        return NotImplemented  # torch refuses both
     q, k, v = (given[name] for name in _ATTENTION[:3])
     lower = autocast_dtype((q, k, v))
     with torch.autocast(device_type=q.device.type, enabled=False):
-        if lower is not None:
-            q, k, v = (x.to(lower) if x.dtype != torch.float64 else x for x in (q, k, v))
-        dtype = q.dtype
-        if dtype in (torch.float16, torch.bfloat16):
-            q, k, v = q.float(), k.float(), v.float()
+        q, k, v, dtype = _wide_operands(q, k, v, lower)
         if given.get("enable_gqa"):
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
         scale = max(q.shape[-1], 1) ** -0.5 if given.get("scale") is None else given["scale"]
@@ -110,15 +104,33 @@ def _attention_with_dropout(
         return (F.dropout(weights, given["dropout_p"]) @ v).to(dtype)
 
 
+def _drops_weights(given: dict[str, TorchValue]) -> bool:
+    """True for a call with dropout. torch refuses a mask together with `is_causal`."""
+    is_refused = given.get("is_causal") and given.get("attn_mask") is not None
+    return (given.get("dropout_p") or 0) > 0 and not is_refused
+
+
+def _wide_operands(
+    q: Tensor, k: Tensor, v: Tensor, lower: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, torch.dtype]:
+    """Return queries, keys and values in at least float32, and the dtype of the result under autocast to `lower`."""
+    if lower is not None:
+        q, k, v = (x.to(lower) if x.dtype != torch.float64 else x for x in (q, k, v))
+    dtype = q.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        q, k, v = q.float(), k.float(), v.float()
+    return q, k, v, dtype
+
+
 def _runs_in_blocks(q: Tensor, k: Tensor, v: Tensor, given: dict[str, TorchValue]) -> bool:
     """True if the numbers come from counters, and the operator that draws them in blocks accepts the operands."""
     if current_random_source() != "counter" or not given["dropout_p"] < 1:
         return False
     mask = given.get("attn_mask")
-    trains_mask = mask is not None and (mask.requires_grad or mask.dim() > 4)
+    mask_fits = mask is None or not (mask.requires_grad or mask.dim() > 4)
     is_empty_call = 0 in (*q.shape, *k.shape)
     fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] and k.shape[:-1] == v.shape[:-1]
-    return fits and not trains_mask and not is_empty_call
+    return fits and mask_fits and not is_empty_call
 
 
 def _attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, given: dict[str, TorchValue], scale: float) -> Tensor:
