@@ -6,7 +6,8 @@ gradients would differ.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._errors import CaptureError
@@ -25,10 +26,13 @@ class DetachedWrite:
     where: str
 
 
-def check_late_writes(program: Program, writes: Iterable[DetachedWrite]) -> None:
+def check_late_writes(program: Program, writes: Sequence[DetachedWrite]) -> None:
     """Raise CaptureError for a write that would change what a backward pass in eager mode reads."""
+    if not writes:
+        return
+    uses, trained = _uses_of(program), _with_gradients(program)
     for write in writes:
-        node = _saving_node(program, write)
+        node = _saving_node(program, write, uses, trained)
         if node is not None:
             raise CaptureError(
                 f"capturing {write.where or 'the forward pass'}",
@@ -38,12 +42,23 @@ def check_late_writes(program: Program, writes: Iterable[DetachedWrite]) -> None
             )
 
 
-def _saving_node(program: Program, write: DetachedWrite) -> Node | None:
-    """Return the node before the write whose backward pass reads the written memory."""
-    earlier, live = program.nodes[: write.nodes], _with_gradients(program)
-    shown = _views_of(earlier, write.before)
-    for node in earlier:
-        if live.isdisjoint(node.outs):
+def _uses_of(program: Program) -> dict[Value, list[int]]:
+    """Return, for each value, the positions of the nodes that read it or return it."""
+    uses: dict[Value, list[int]] = defaultdict(list)
+    for at, node in enumerate(program.nodes):
+        for value in dict.fromkeys([*node.ins, *node.outs]):
+            uses[value].append(at)
+    return uses
+
+
+def _saving_node(
+    program: Program, write: DetachedWrite, uses: Mapping[Value, Sequence[int]], trained: Collection[Value]
+) -> Node | None:
+    """Return the first node before the write whose backward pass reads the written memory."""
+    shown = _views_of(program, write, uses)
+    near = sorted({at for value in shown for at in uses.get(value, ()) if at < write.nodes})
+    for node in map(program.nodes.__getitem__, near):
+        if not any(out in trained for out in node.outs):
             continue
         read = program.reads_back[node]
         if not shown.isdisjoint([*_tensors_at(node.ins, read.ins), *_tensors_at(node.outs, read.outs)]):
@@ -56,12 +71,16 @@ def _tensors_at(values: Sequence[Value], places: Collection[int]) -> list[Value]
     return [v for place, v in enumerate(distinct_tensors(values)) if place in places]
 
 
-def _views_of(nodes: Sequence[Node], value: Value) -> set[Value]:
-    """Return the value and all views of it."""
-    found = {value}
-    for node in nodes:
-        if is_view(node.op) and node.ins and node.ins[0] in found:
-            found.update(node.outs)
+def _views_of(program: Program, write: DetachedWrite, uses: Mapping[Value, Sequence[int]]) -> set[Value]:
+    """Return the written value and all views of it that were taken before the write."""
+    found, todo = {write.before}, [write.before]
+    while todo:
+        value = todo.pop()
+        for at in uses.get(value, ()):
+            node = program.nodes[at]
+            if at < write.nodes and is_view(node.op) and node.ins and node.ins[0] is value:
+                todo += [out for out in node.outs if out not in found]
+                found.update(node.outs)
     return found
 
 
