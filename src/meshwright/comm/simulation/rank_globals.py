@@ -85,20 +85,21 @@ class _LoadedModules:
     """The modules of the last search. While the same ones are loaded, only the program's own are looked at again."""
 
     def __init__(self) -> None:
-        self._modules: list[tuple[str, ModuleType]] = []
+        self._names: list[str] = []
+        self._modules: list[ModuleType] = []
         self._own: list[tuple[str, ModuleType]] = []
         self._of_libraries: list[RankGlobal] = []
 
     def slots(self) -> list[RankGlobal]:
         """Return every slot of the modules that are loaded now."""
-        modules = list(sys.modules.items())
-        if modules != self._modules:  # thousands of modules: Python compares identical ones fast
+        names, modules = [*sys.modules], [*sys.modules.values()]
+        if names != self._names or modules != self._modules:  # thousands: Python compares identical ones fast
             own, libraries = list[tuple[str, ModuleType]](), list[tuple[str, ModuleType]]()
-            for each in modules:
+            for each in zip(names, modules, strict=True):
                 (libraries if _is_constant(*each) else own).append(each)
             self._own = own
             self._of_libraries = [slot for name, lib in libraries for slot in _slots_now(name, lib, id(lib))]
-            self._modules = modules  # last, since another simulation may search at the same time
+            self._names, self._modules = names, modules  # last, since another simulation may search at the same time
         of_program = [slot for name, module in self._own for slot in _slots_now(name, module, _members_of(module))]
         return self._of_libraries + of_program
 
@@ -121,7 +122,7 @@ def is_of_program(name: str) -> bool:
 
 def _members_of(module: ModuleType) -> object:
     """Return a fingerprint of the members of a module."""
-    return frozenset(map(id, vars(module).values()))
+    return tuple(map(id, vars(module).values()))
 
 
 def _is_constant(name: str, module: ModuleType) -> bool:
