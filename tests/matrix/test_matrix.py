@@ -13,7 +13,7 @@ CELLS = [("dp×tp", "eager"), ("tp", "static")]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model", ["GPT-2", "Bloom", "ViT", "Qwen3-MoE"])
+@pytest.mark.parametrize("model", ["GPT-2", "Qwen3-MoE"])
 def test_a_library_model_has_the_numbers_of_one_device(model: str) -> None:
     pytest.importorskip("transformers")
     subject = MODELS[model]
