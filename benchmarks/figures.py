@@ -25,7 +25,7 @@ ORDER = (
     *("context", "attention_memory"),
     *("aliases", "mutations", "optimizers", "escapes", "plans", "experts", "generate"),
     *("capture_paths", "static_equals_eager", "stale", "first_static_step", "one_program", "communications"),
-    *("static_speed", "same_transport", "overlap", "races", "compile_scale"),
+    *("static_speed", "same_transport", "overlap", "races", "collectives_per_step", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
     *("races", "overlap", "conformance", "gpu"),
