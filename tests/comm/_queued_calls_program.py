@@ -27,7 +27,7 @@ def _queued(self: ProcessCommunicator, x: Tensor) -> bool:
     return x.is_floating_point()
 
 
-def _moves_nothing(self: ProcessCommunicator, x: Tensor, call: CommCall, over: bool) -> Tensor:
+def _moves_nothing(self: ProcessCommunicator, x: Tensor, call: CommCall, into: Tensor | None) -> Tensor:
     return x.clone()
 
 
