@@ -31,7 +31,7 @@ def _moves_nothing(self: ProcessCommunicator, x: Tensor, call: CommCall, into: T
     return x.clone()
 
 
-def _stays(self: ProcessCommunicator, x: Tensor, shapes: Any, group: Any) -> list[Tensor]:
+def _stays(self: ProcessCommunicator, x: Tensor, shapes: Any, group: Any, into: Any = ()) -> list[Tensor]:
     return [torch.zeros(shape, dtype=x.dtype) for shape in shapes]
 
 

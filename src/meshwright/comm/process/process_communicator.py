@@ -339,9 +339,7 @@ class ProcessCommunicator(QueuedCommunicator):
         self._open_for(x.device, group).all_reduce(received, sent, op)
         return out
 
-    def _gather(
-        self, x: Tensor, shapes: Sequence[Shape], group: Group, into: Sequence[Tensor] = ()
-    ) -> Sequence[Tensor]:
+    def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group, into: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return every rank's part; the tensors `into` with the parts, if all are one after the other in memory."""
         data = _bytes(x)
         if all(shape == shapes[0] for shape in shapes):
@@ -349,7 +347,7 @@ class ProcessCommunicator(QueuedCommunicator):
             out = data.new_empty(len(group) * data.numel()) if joint is None else joint
             self._open_for(x.device, group).all_gather(out, data)
             if joint is not None:
-                return into
+                return list(into)
             return [part.view(shape) for part, shape in zip(out.view(x.dtype).chunk(len(group)), shapes, strict=True)]
         owners = [place for place, shape in enumerate(shapes) if _numel(shape)]
         if len(owners) == 1:
