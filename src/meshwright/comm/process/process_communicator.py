@@ -53,6 +53,7 @@ from ..communicators.reductions import reduce_terms
 from ..communicators.stragglers import Straggler, is_slow
 from ..launcher.process_state import ProcessState
 from ..launcher.rendezvous import RankAddress, open_store, read_rank_address
+from ..streams.host_copy import begin_host_copy
 from ..torch_hooks import PrefixStore, Store, another_connection, open_backend
 from ..transport.background_thread import BackgroundThread
 from ..transport.control_links import ConnectionClosedError, ControlLinks
@@ -200,19 +201,27 @@ class ProcessCommunicator(QueuedCommunicator):
         return self._post(sent, [(*each, x.device) for each, x in zip(call.messages[1], out, strict=True)], call.group)
 
     def _send(self, x: Tensor, call: CommCall) -> None:
-        message = Message(str(call), _bytes(x).cpu())
+        message = self._message_with(x, call)
         with self._noted(call):
             try:
                 self._messages.send(call.message[0], call.tag, message, self._limit.total_seconds())
             except ConnectionClosedError:
                 raise self._guard.examiner.gone(call, call.message[0]) from None
 
+    def _message_with(self, x: Tensor, call: CommCall) -> Message:
+        """Return the message with the values of `x`; on a device with streams, a thread waits for them."""
+        if not _has_streams(x.device):
+            return Message(str(call), _bytes(x).cpu())
+        return Message(str(call), *begin_host_copy(_bytes(x), self.streams, f"messages to {call.message[0]}"))
+
     def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         with self._noted(call):
-            sent, data = self._guard.wait_for_message(call, self._limit.total_seconds())
+            sent, data, _ = self._guard.wait_for_message(call, self._limit.total_seconds())
             check_message(call, self.rank, sent)
         _, shape, dtype = call.message
-        return data.view(dtype).view(shape).to(device)
+        if _has_streams(device) and platform_of(device).pins_memory:
+            data = data.pin_memory()
+        return data.view(dtype).view(shape).to(device, non_blocking=True)
 
     def _barrier(self, call: CommCall) -> None:
         self._carried(call, lambda: self._open(CPU_BACKEND, call.group).barrier())
