@@ -53,9 +53,10 @@ FORCE:
 fuzz opdb: setup
 	$(BIN)/python -m benchmarks $@
 
-# The page of all schedules, its pictures, and (by Chromium) those of the report.
+# The page of all schedules, its pictures, that of overlapped steps, and (by Chromium) those of the report.
 pictures: setup
 	$(BIN)/python docs/schedule_pages.py
+	PYTHONPATH=. $(BIN)/python docs/overlap_picture.py
 	PYTHONPATH=. $(BIN)/python docs/report_pictures.py
 
 # The site, in out/site; open out/site/index.html. (The variable silences an advertisement.)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshwright as mw
+from meshwright.comm import current_communicator
 from meshwright.cost import Cluster, Device, Link
 from meshwright.graph import Program
 from meshwright.passes.communication.overlap_schedule import OverlapSchedule, _Tasks
@@ -65,16 +66,29 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class VirtualStep:
-    """Virtual seconds of a step: of all of it, of its operators and of each collective; and its program and losses.
+    """Virtual time of a step, its work, its program and its losses. An eager step has no program."""
 
-    An eager step has no program.
-    """
-
-    seconds: float
-    compute: float
-    collectives: tuple[float, ...]
+    begin: float
+    end: float
+    work: tuple[Timing, ...]
+    """Operators and collectives of one rank."""
     program: Program | None
     losses: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.end - self.begin
+
+    @property
+    def compute(self) -> float:
+        """Seconds of all operators."""
+        return sum(t.end - t.start for t in self.work if t.name not in COLLECTIVES)
+
+    @property
+    def collectives(self) -> tuple[float, ...]:
+        """Seconds of each collective."""
+        return tuple(t.end - t.start for t in self.work if t.name in COLLECTIVES)
 
     @property
     def link(self) -> float:
@@ -121,15 +135,26 @@ def _critical_path(tasks: _Tasks) -> float:
     return max(ends)
 
 
-def virtual_step(devices: Devices, machine: Machine, chain: Chain, strategy: mw.Strategy | None) -> VirtualStep:
+def virtual_step(
+    devices: Devices, machine: Machine, chain: Chain, strategy: mw.Strategy | None, ranks: int = RANKS
+) -> VirtualStep:
     """Return the slowest rank's last step of a few steps, which are eager without a strategy."""
     with devices.priced(machine.kernel, FREE, machine.flops), devices.recording_timeline() as timeline:
         program = run_on_devices(
             lambda device: _train(devices, chain, strategy, device), machine.latency, machine.bandwidth
         )
-        ranks = mw.simulate(program, RANKS)
-    steps = [_of_rank(rank, found, timeline) for rank, found in enumerate(ranks)]
+        trained = mw.simulate(program, ranks)
+    steps = [_of_rank(rank, found, timeline) for rank, found in enumerate(trained)]
     return max(steps, key=lambda step: step.seconds)
+
+
+def process_step(
+    devices: Devices, machine: Machine, chain: Chain, strategy: mw.Strategy | None, device: torch.device
+) -> VirtualStep:
+    """Return the last step of the caller, which is a process whose transport has the prices of the machine."""
+    with devices.priced(machine.kernel, FREE, machine.flops), devices.recording_timeline() as timeline:
+        found = _train(devices, chain, strategy, device)
+    return _of_rank(device.index, found, timeline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +168,12 @@ class _Trained:
 
 
 def _of_rank(rank: int, found: _Trained, timeline: list[Timing]) -> VirtualStep:
-    own = [t for t in timeline if t.device == rank and t.start >= found.begin and t.end <= found.end]
-    compute = sum(t.end - t.start for t in own if t.name not in COLLECTIVES)
-    collectives = tuple(t.end - t.start for t in own if t.name in COLLECTIVES)
-    return VirtualStep(found.end - found.begin, compute, collectives, found.program, found.losses)
+    own = tuple(t for t in timeline if t.device == rank and t.start >= found.begin and t.end <= found.end)
+    return VirtualStep(found.begin, found.end, own, found.program, found.losses)
 
 
 def _train(devices: Devices, chain: Chain, strategy: mw.Strategy | None, device: torch.device) -> _Trained:
-    mesh = mw.ProcessMesh(range(RANKS), [chain.axis])
+    mesh = mw.ProcessMesh(range(current_communicator().size), [chain.axis])
     torch.manual_seed(0)
     model: Any = _Chain(chain).to(device)
     mw.shard_layer(model, mesh, _shard_weights if chain.axis == "tp" else _leave_whole)

@@ -24,7 +24,7 @@ NAV = {
     "concepts/context concepts/experts how-to/experts",
     "Train and resume": "how-to/train-and-resume concepts/precision concepts/checkpoint concepts/randomness",
     "Generate and quantize": "how-to/generate how-to/quantize",
-    "Train fast": "concepts/static how-to/save-a-program concepts/passes how-to/trace",
+    "Train fast": "concepts/static how-to/save-a-program concepts/passes concepts/overlap how-to/trace",
     "Run on machines": "how-to/launch how-to/run-on-gpus how-to/command-line",
     "Find and handle errors": "troubleshooting how-to/debug concepts/checks how-to/faults",
     "Move from another library": "conventions how-to/from-ddp how-to/from-fsdp how-to/from-dtensor "

@@ -27,11 +27,11 @@ def _queued(self: ProcessCommunicator, x: Tensor) -> bool:
     return x.is_floating_point()
 
 
-def _moves_nothing(self: ProcessCommunicator, x: Tensor, call: CommCall, over: bool) -> Tensor:
+def _moves_nothing(self: ProcessCommunicator, x: Tensor, call: CommCall, into: Tensor | None) -> Tensor:
     return x.clone()
 
 
-def _stays(self: ProcessCommunicator, x: Tensor, shapes: Any, group: Any) -> list[Tensor]:
+def _stays(self: ProcessCommunicator, x: Tensor, shapes: Any, group: Any, into: Any = ()) -> list[Tensor]:
     return [torch.zeros(shape, dtype=x.dtype) for shape in shapes]
 
 

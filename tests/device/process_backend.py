@@ -1,29 +1,39 @@
-"""Backend `mesh` of torch.distributed for processes: it copies to the host and back around the calls of Gloo.
+"""Backend `mesh` of torch.distributed for processes: calls are queued on the current stream, in virtual time.
 
-It has the calls that `meshwright.comm` makes. They run on the current stream. A call that receives is complete when it
-returns; a send and a barrier end in the background.
+It has the calls that `meshwright.comm` makes. Each call copies its operands to the host, uses Gloo there, and copies
+the results back. A thread runs the queued calls, as a device does: the host waits for none of them. A collective starts
+when the last process is ready, and ends `latency + bytes / bandwidth` later (`transport.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from .backend import register
 
-class _Done:
-    """A call that is complete."""
+LATENCY, BANDWIDTH = 1e-5, 1e11
+Call = Callable[[list[Tensor], list[Tensor]], Any]
+"""A call of Gloo with operands and results on the host; returns its work."""
+
+
+class _Queued:
+    """A call that is queued on its stream, behind which the stream's next work comes."""
 
     def wait(self) -> bool:
         return True
 
 
-class StagedBackend:
-    """Gloo between copies of tensors on the CPU."""
+class QueuedBackend:
+    """Gloo between copies of tensors on the CPU, by calls that are queued on the current stream."""
 
     supports_coalescing = False
 
@@ -32,45 +42,131 @@ class StagedBackend:
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = limit
         self._gloo = c10d.ProcessGroupGloo(store, place, size, options)
+        self._size = size
+        self._core: Any = register()
+        self._queue = _DeviceQueue(self._core)
+        self._leaving: list[Any] = []
+        """Messages that may not have left yet."""
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> _Done:
-        return self._staged([], tensors, lambda _, outs: self._gloo.allreduce(outs, options))
+    def allreduce(self, tensors: list[Tensor], options: Any) -> _Queued:
+        (x,) = tensors
+        nbytes = -(-2 * (self._size - 1) * x.nbytes // self._size)
+        return self._collective("all_reduce", [x], [x], nbytes, lambda _, outs: self._gloo.allreduce(outs, options))
 
-    def _allgather_base(self, out: Tensor, x: Tensor, options: Any) -> _Done:
-        return self._staged([x], [out], lambda ins, outs: self._gloo._allgather_base(outs[0], ins[0], options))
+    def _allgather_base(self, out: Tensor, x: Tensor, options: Any) -> _Queued:
+        def call(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return self._gloo._allgather_base(outs[0], ins[0], options)
 
-    def _reduce_scatter_base(self, out: Tensor, x: Tensor, options: Any) -> _Done:
-        return self._staged([x], [out], lambda ins, outs: self._gloo._reduce_scatter_base(outs[0], ins[0], options))
+        return self._collective("all_gather", [x], [out], out.nbytes - x.nbytes, call)
 
-    def alltoall_base(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int], options: Any) -> _Done:
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor, options: Any) -> _Queued:
+        def call(ins: list[Tensor], outs: list[Tensor]) -> Any:
+            return self._gloo._reduce_scatter_base(outs[0], ins[0], options)
+
+        return self._collective("reduce_scatter", [x], [out], x.nbytes - out.nbytes, call)
+
+    def alltoall_base(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int], options: Any) -> _Queued:
         def call(ins: list[Tensor], outs: list[Tensor]) -> Any:
             return self._gloo.alltoall_base(outs[0], ins[0], arriving, leaving, options)
 
-        return self._staged([x], [out], call)
+        return self._collective("all_to_all", [x], [out], out.nbytes, call)
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> _Done:
-        return self._staged([], tensors, lambda _, outs: self._gloo.broadcast(outs, options))
+    def broadcast(self, tensors: list[Tensor], options: Any) -> _Queued:
+        (x,) = tensors
+        return self._collective("broadcast", [x], [x], x.nbytes, lambda _, outs: self._gloo.broadcast(outs, options))
 
-    def send(self, tensors: list[Tensor], place: int, tag: int) -> Any:
-        return self._gloo.send([x.cpu() for x in tensors], place, tag)
+    def send(self, tensors: list[Tensor], place: int, tag: int) -> _Queued:
+        (x,) = tensors
+        nbytes = x.nbytes
 
-    def recv(self, tensors: list[Tensor], place: int, tag: int) -> _Done:
-        return self._staged([], tensors, lambda _, outs: self._gloo.recv(outs, place, tag))
+        def run(ins: list[Tensor], outs: list[Tensor], start: float) -> float:
+            arrives = _time(start + LATENCY + nbytes / BANDWIDTH)
+            self._leaving += [self._gloo.send([each], place, 2 * tag + at) for at, each in enumerate((*ins, arrives))]
+            return start + nbytes / BANDWIDTH
+
+        return self._queued("message", [x], [], run)
+
+    def recv(self, tensors: list[Tensor], place: int, tag: int) -> _Queued:
+        def run(ins: list[Tensor], outs: list[Tensor], start: float) -> float:
+            arrives = _time(0)
+            for at, each in enumerate((*outs, arrives)):
+                self._gloo.recv([each], place, 2 * tag + at).wait()
+            return max(start, arrives.item())
+
+        return self._queued("message", [], tensors, run)
 
     def barrier(self, options: Any) -> Any:
         return self._gloo.barrier(options)
 
-    def _staged(
-        self, sends: list[Tensor], receives: list[Tensor], call: Callable[[list[Tensor], list[Tensor]], Any]
-    ) -> _Done:
-        outs = [x.cpu() for x in receives]
-        call([x.cpu() for x in sends], outs).wait()
-        for target, values in zip(receives, outs, strict=True):
-            target.copy_(values)
-        return _Done()
+    def _collective(
+        self, name: str, sends: Sequence[Tensor], receives: Sequence[Tensor], nbytes: int, call: Call
+    ) -> _Queued:
+        """Queue a collective in which this rank receives `nbytes`."""
+
+        def run(ins: list[Tensor], outs: list[Tensor], start: float) -> float:
+            latest = c10d.AllreduceOptions()
+            latest.reduceOp = dist.ReduceOp.MAX
+            begin = torch.tensor([start, nbytes], dtype=torch.float64, device="cpu")
+            self._gloo.allreduce([begin], latest).wait()
+            call(ins, outs).wait()
+            started, most = begin.tolist()
+            return started + LATENCY + most / BANDWIDTH
+
+        return self._queued(name, sends, receives, run)
+
+    def _queued(
+        self,
+        name: str,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        run: Callable[[list[Tensor], list[Tensor], float], float],
+    ) -> _Queued:
+        core = self._core
+        reads, writes = [core.Operand(x) for x in sends], [core.Operand(x) for x in receives]
+        in_place = [*map(id, sends)] == [*map(id, receives)]
+
+        def timed(start: float) -> float:
+            ins = [x.read() for x in reads]
+            outs = ins if in_place else [x.read() for x in writes]
+            end = run(ins, outs, start)
+            for operand, values in zip(writes, outs, strict=True):
+                operand.write(values)
+            return end
+
+        self._queue.launch(name, reads, writes, timed)
+        return _Queued()
+
+
+class _DeviceQueue:
+    """A thread that runs what is queued on streams; the host's thread raises its errors."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._ahead: SimpleQueue[tuple[torch.Stream, int]] = SimpleQueue()
+        self._errors: list[Exception] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def launch(self, name: str, reads: Sequence[Any], writes: Sequence[Any], run: Callable[[float], float]) -> None:
+        if self._errors:
+            raise self._errors.pop()
+        stream = torch.accelerator.current_stream()
+        self._core.launch(stream, name, reads, writes, run)
+        self._ahead.put((stream, self._core.position(stream)))
+
+    def _run(self) -> None:
+        while True:
+            stream, position = self._ahead.get()
+            try:
+                self._core.run_to(stream, position)
+            except Exception as error:
+                self._errors.append(error)
+
+
+def _time(seconds: float) -> Tensor:
+    return torch.tensor(seconds, dtype=torch.float64, device="cpu")
 
 
 def register_backend() -> None:
     """Make the name `mesh` known to `torch.distributed`, and so to `meshwright.init_process`."""
     if "MESH" not in dist.Backend._plugins:
-        dist.Backend.register_backend("mesh", StagedBackend, devices=["mesh"])
+        dist.Backend.register_backend("mesh", QueuedBackend, devices=["mesh"])

@@ -12,6 +12,8 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.comm import current_communicator
 from meshwright.comm.communicators.communicator import Communicator
+from meshwright.comm.streams.communication_streams import CommunicationStreams
+from meshwright.comm.streams.host_copy import begin_host_copy
 from meshwright.layout import ProcessMesh, Spec, parse_spec
 from meshwright.reshard import ConversionPlan, plan
 from tests.device.communicator import run_on_devices
@@ -180,6 +182,17 @@ def _is_found(devices: Devices, name: str, where: str) -> bool:
     with leaving_out(where):
         _run(name)
     return bool(devices.take_races())
+
+
+def test_a_copy_to_the_host_leaves_the_host_free(mesh_device: Devices) -> None:
+    x = torch.arange(6.0, device="mesh:0")
+    with mesh_device.counting() as counted:
+        found, wait = begin_host_copy(x, CommunicationStreams(), "messages to 1")
+        x.zero_()
+        del x
+    assert counted.counts.host_waits == 0
+    wait()
+    assert found.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def _fail_after(x: Tensor) -> None:

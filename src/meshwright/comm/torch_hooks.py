@@ -120,25 +120,25 @@ class Backend:
         """Write the reduction of every rank's `x` to `out`, which is `x` itself or has other memory."""
         if out is not x:
             out.copy_(x)
-        options: TorchValue = c10d.AllreduceOptions()
+        options = _on_current_stream(c10d.AllreduceOptions())
         options.reduceOp = _REDUCE_OPS[op]
         self._raw.allreduce([out], options).wait()
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Write every rank's flat `x` to `out`, one after the other."""
-        self._raw._allgather_base(out, x, c10d.AllgatherOptions()).wait()
+        self._raw._allgather_base(out, x, _on_current_stream(c10d.AllgatherOptions())).wait()
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> None:
         """Write the sum over the group of the caller's part of the flat `x` to `out`."""
-        self._raw._reduce_scatter_base(out, x, c10d.ReduceScatterOptions()).wait()
+        self._raw._reduce_scatter_base(out, x, _on_current_stream(c10d.ReduceScatterOptions())).wait()
 
     def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Write every rank's piece for the caller to `out`, flat, with the given lengths."""
-        self._raw.alltoall_base(out, x, arriving, leaving, c10d.AllToAllOptions()).wait()
+        self._raw.alltoall_base(out, x, arriving, leaving, _on_current_stream(c10d.AllToAllOptions())).wait()
 
     def broadcast(self, x: Tensor, place: int) -> None:
         """Write the `x` of the rank at this place to every rank's `x`."""
-        options: TorchValue = c10d.BroadcastOptions()
+        options = _on_current_stream(c10d.BroadcastOptions())
         options.rootRank = place
         self._raw.broadcast([x], options).wait()
 
@@ -170,6 +170,15 @@ class Backend:
     def barrier(self) -> None:
         """Return once every rank of the group has called it."""
         self._raw.barrier(c10d.BarrierOptions()).wait()
+
+
+def _on_current_stream(options: TorchValue) -> TorchValue:
+    """Return the options of a call that runs on the current stream.
+
+    Otherwise NCCL runs each group on a stream of its own, which nobody can name.
+    """
+    options.asyncOp = False
+    return options
 
 
 _REDUCE_OPS = {

@@ -75,10 +75,10 @@ void run_now(StreamState& stream, const Work& work) {
 
 bool pop(StreamState& stream, uint64_t position, Work& work) {
   std::lock_guard guard(state().lock);
-  if (stream.done >= position || stream.queue.empty()) return false;
+  if (stream.begun >= position || stream.queue.empty()) return false;
   work = std::move(stream.queue.front());
   stream.queue.pop_front();
-  ++stream.done;
+  ++stream.begun;
   return true;
 }
 
@@ -171,7 +171,7 @@ void launch(StreamState& stream, Launch launch) {
 void after_queued_work(StreamState& stream, std::function<void()> run) {
   {
     std::lock_guard guard(state().lock);
-    if (!stream.queue.empty()) {
+    if (stream.done < stream.issued) {
       auto work = [run = std::move(run)](double start) {
         run();
         return start;
@@ -207,7 +207,14 @@ MarkRef mark(StreamState& stream) {
 void run_to(StreamState& stream, uint64_t position) {
   WithoutInterpreter released;
   std::lock_guard order(stream.running);
-  for (Work work; pop(stream, position, work); work = {}) run_now(stream, work);
+  for (Work work; pop(stream, position, work); work = {}) {
+    auto ended = [&](void*) {
+      std::lock_guard guard(state().lock);
+      ++stream.done;
+    };
+    std::unique_ptr<StreamState, decltype(ended)> end(&stream, ended);  // also if the work raises an error
+    run_now(stream, work);
+  }
 }
 
 void wait_on_stream(const MarkRef& mark, StreamState& waiting) {

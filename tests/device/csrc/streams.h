@@ -39,7 +39,8 @@ struct StreamState {
   const Actor actor;
   Clock clock;
   uint64_t issued = 0;  // position of the last work in the queue
-  uint64_t done = 0;
+  uint64_t begun = 0;
+  uint64_t done = 0;  // less than `begun` while a thread runs work
   double time = 0;  // virtual time at which the work that has run ends
   std::deque<Work> queue;
   uint64_t landed = 0;  // number of copies to pinned memory so far

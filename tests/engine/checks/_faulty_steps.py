@@ -132,8 +132,8 @@ def replayed() -> None:
     run.step()
     carry, left = ProcessCommunicator._reduce_all, [1]
 
-    def damaged(self: ProcessCommunicator, x: Tensor, call: object, over: bool) -> Tensor:
-        out = carry(self, x, call, over)  # pyright: ignore[reportArgumentType] - a stand-in
+    def damaged(self: ProcessCommunicator, x: Tensor, call: object, into: Tensor | None) -> Tensor:
+        out = carry(self, x, call, into)  # pyright: ignore[reportArgumentType] - a stand-in
         if is_other() and out.numel() > HIDDEN and left[0]:
             left[0] = 0
             out.view(-1).view(torch.int32)[0] ^= 1 << 12

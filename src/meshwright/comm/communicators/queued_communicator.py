@@ -48,7 +48,7 @@ class QueuedCommunicator(Communicator):
         """
 
     def _call_into(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> list[Tensor]:
-        device = next((x.device for x in (*sends, *out)), None) or _current_device()
+        device = next((x.device for x in (*sends, *out)), None) or current_device()
         if platform_of(device).has_streams:
             with self.streams.between_waits(device, COLLECTIVES, call.kind):
                 self._queue(call, sends, out)
@@ -67,7 +67,11 @@ class QueuedCommunicator(Communicator):
         return self._call_into(call, [x], [x])[0] if x.is_contiguous() else self._all_reduce(x, call)
 
     def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]:
-        return self._in_new_memory(call, [x])
+        shapes = set(call.receives)
+        if len(shapes) > 1:
+            return self._in_new_memory(call, [x])
+        rows = torch.empty((len(call.group), *shapes.pop()), dtype=call.dtype, device=x.device)  # one after the other
+        return self._call_into(call, [x], rows.unbind())
 
     def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
         return self._in_new_memory(call, pieces)[0]
@@ -82,7 +86,7 @@ class QueuedCommunicator(Communicator):
         return self._call_into(call, [x for _, x in sends], out)
 
 
-def _current_device() -> torch.device:
+def current_device() -> torch.device:
     """Return the device of a member of an exchange that sends and receives nothing."""
     device = torch.accelerator.current_accelerator()
     assert device is not None

@@ -1,5 +1,8 @@
 """Communicator with one process per rank, over shared memory or Gloo on the CPU, or the platform's transport.
 
+On a device with streams, collectives are queued on a communication stream (`QueuedCommunicator`), and the host waits
+for none of them.
+
 Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. Messages use their
 own connections, between the memories of the hosts, and are copied from and to other devices: NCCL has no tags, and its
 senders wait for their receivers. With Gloo as backend, collectives of tensors on a device are copied in the same way.
@@ -45,10 +48,12 @@ from ..communicators.call import CommCall, Group, Shape
 from ..communicators.call_purpose import call_purpose, calls_are_compared
 from ..communicators.communicator import Communicator, PendingConversion, Receive, check_message, contiguous_copy
 from ..communicators.current_communicator import current_communicator, install_communicator, installed_communicator
+from ..communicators.queued_communicator import QueuedCommunicator, current_device
 from ..communicators.reductions import reduce_terms
 from ..communicators.stragglers import Straggler, is_slow
 from ..launcher.process_state import ProcessState
 from ..launcher.rendezvous import RankAddress, open_store, read_rank_address
+from ..streams.host_copy import begin_host_copy
 from ..torch_hooks import PrefixStore, Store, another_connection, open_backend
 from ..transport.background_thread import BackgroundThread
 from ..transport.control_links import ConnectionClosedError, ControlLinks
@@ -67,7 +72,7 @@ _TIME_FOR_LAST_MESSAGES = 60.0
 _BETWEEN_WARNINGS, _BETWEEN_QUESTIONS = 60.0, 5.0
 
 
-class ProcessCommunicator(Communicator):
+class ProcessCommunicator(QueuedCommunicator):
     """Communicator of one process of a run; `init_process` creates it."""
 
     kind = "process"
@@ -101,8 +106,8 @@ class ProcessCommunicator(Communicator):
             self._guard.check = before
 
     def start(self, way: ConversionPlan, x: Tensor) -> PendingConversion:
-        """Begin a conversion in a separate thread; on devices with streams the caller converts."""
-        if x.device.type != "cpu" or not way.rounds:
+        """Begin a conversion: in a separate thread on the CPU, on a communication stream on other devices."""
+        if x.device.type != CPU or not way.rounds:
             return super().start(way, x)
         plain, what = x.as_subclass(Tensor), call_purpose.what
 
@@ -135,39 +140,88 @@ class ProcessCommunicator(Communicator):
             self._end_at_once(error)
 
     def _all_reduce(self, x: Tensor, call: CommCall) -> Tensor:
-        return self._carried(call, lambda: self._reduce_all(x, call, over=False), x)
+        if _has_streams(x.device):
+            return super()._all_reduce(x, call)
+        return self._carried(call, lambda: self._reduce_all(x, call, None), x)
 
     def _all_reduce_over(self, x: Tensor, call: CommCall) -> Tensor:
-        return self._carried(call, lambda: self._reduce_all(x, call, over=True), x)
+        if _has_streams(x.device):
+            return super()._all_reduce_over(x, call)
+        return self._carried(call, lambda: self._reduce_all(x, call, x), x)
 
     def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]:
+        if _has_streams(x.device):
+            return super()._all_gather(x, call)
         return self._carried(call, lambda: self._gather(x, call.receives, call.group), x)
 
     def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
+        if _has_streams(pieces[0].device):
+            return super()._reduce_scatter(pieces, call)
         return self._carried(call, lambda: self._scatter(pieces, call), pieces[0])
 
     def _all_to_all(self, pieces: Sequence[Tensor], call: CommCall) -> list[Tensor]:
+        if _has_streams(pieces[0].device):
+            return super()._all_to_all(pieces, call)
         return self._carried(call, lambda: self._swap(pieces, call.receives, call.group), pieces[0])
 
     def _exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], call: CommCall
     ) -> list[Tensor]:
+        if _has_streams(self._device_of_exchange([x.device for _, x in sends] + [each[-1] for each in receives])):
+            return super()._exchange(sends, receives, call)
         return self._carried(call, lambda: self._post(sends, receives, call.group))
 
+    def _device_of_exchange(self, devices: Sequence[torch.device]) -> torch.device:
+        """Return the device of an exchange. A member without messages takes part on the device of its transport."""
+        return devices[0] if devices else torch.device(CPU) if self._backend == CPU_BACKEND else current_device()
+
+    def _call_into(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> list[Tensor]:
+        if _has_streams(self._device_of_exchange([x.device for x in (*sends, *out)])):
+            return super()._call_into(call, sends, out)
+        return Communicator._call_into(self, call, sends, out)
+
+    def _queue(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Write the results of a collective to `out`, on the current stream; in place if the transport can do it."""
+        found = self._carried(call, lambda: self._results(call, sends, out), sends[0] if sends else None)
+        for target, result in zip(out, found, strict=True):
+            if result is not target:
+                target.copy_(result)
+
+    def _results(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the results of a collective, which are the tensors `out` themselves if they can be written to."""
+        if call.kind == "all_reduce":
+            return [self._reduce_all(sends[0], call, out[0] if out[0].is_contiguous() else None)]
+        if call.kind == "all_gather":
+            return self._gather(sends[0], call.receives, call.group, out)
+        if call.kind == "reduce_scatter":
+            return [self._scatter(sends, call, out[0] if out[0].is_contiguous() else None)]
+        if call.kind == "all_to_all":
+            return self._swap(sends, call.receives, call.group)
+        sent = [(peer, x) for (peer, *_), x in zip(call.messages[0], sends, strict=True)]
+        return self._post(sent, [(*each, x.device) for each, x in zip(call.messages[1], out, strict=True)], call.group)
+
     def _send(self, x: Tensor, call: CommCall) -> None:
-        message = Message(str(call), _bytes(x).cpu())
+        message = self._message_with(x, call)
         with self._noted(call):
             try:
                 self._messages.send(call.message[0], call.tag, message, self._limit.total_seconds())
             except ConnectionClosedError:
                 raise self._guard.examiner.gone(call, call.message[0]) from None
 
+    def _message_with(self, x: Tensor, call: CommCall) -> Message:
+        """Return the message with the values of `x`; on a device with streams, a thread waits for them."""
+        if not _has_streams(x.device):
+            return Message(str(call), _bytes(x).cpu())
+        return Message(str(call), *begin_host_copy(_bytes(x), self.streams, f"messages to {call.message[0]}"))
+
     def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         with self._noted(call):
-            sent, data = self._guard.wait_for_message(call, self._limit.total_seconds())
+            sent, data, _ = self._guard.wait_for_message(call, self._limit.total_seconds())
             check_message(call, self.rank, sent)
         _, shape, dtype = call.message
-        return data.view(dtype).view(shape).to(device)
+        if _has_streams(device) and platform_of(device).pins_memory:
+            data = data.pin_memory()
+        return data.view(dtype).view(shape).to(device, non_blocking=True)
 
     def _barrier(self, call: CommCall) -> None:
         self._carried(call, lambda: self._open(CPU_BACKEND, call.group).barrier())
@@ -263,14 +317,16 @@ class ProcessCommunicator(Communicator):
         self._links.say_farewell(f"{type(error).__name__}: {error.found}")
         os._exit(1)
 
-    def _reduce_all(self, x: Tensor, call: CommCall, over: bool) -> Tensor:
+    def _reduce_all(self, x: Tensor, call: CommCall, into: Tensor | None) -> Tensor:
+        """Return the reduction of every rank's `x`, in the memory of `into` if possible."""
         op = "sum" if call.op == _AS_SUM else call.op
         if op in _AS_BYTES and self._is_exact(_AS_BYTES[op], torch.uint8, x.device, call.group):
-            return self._total((x != 0).to(torch.uint8), _AS_BYTES[op], call.group, over=True).to(x.dtype)
+            flags = (x != 0).to(torch.uint8)
+            return self._total(flags, _AS_BYTES[op], call.group, into=flags).to(x.dtype)
         if not self._is_exact(op, x.dtype, x.device, call.group):
             shapes = (tuple(x.shape),) * len(call.group)
             return reduce_terms(self._gather(x, shapes, call.group), call.op)
-        total = self._total(x, op, call.group, over)
+        total = self._total(x, op, call.group, into)
         return total.div_(len(call.group)) if call.op == _AS_SUM else total
 
     def _is_exact(self, op: str, dtype: torch.dtype, device: torch.device, group: Group) -> bool:
@@ -282,20 +338,25 @@ class ProcessCommunicator(Communicator):
         reducing = torch.device(CPU) if backend == CPU_BACKEND else device
         return carried in platform_of(reducing).reductions.get(op, ())
 
-    def _total(self, x: Tensor, op: str, group: Group, over: bool) -> Tensor:
-        """Return the transport's reduction of every rank's `x`; with `over`, in the memory of `x` if possible."""
+    def _total(self, x: Tensor, op: str, group: Group, into: Tensor | None) -> Tensor:
+        """Return the transport's reduction of every rank's `x`, in the memory of `into` if `x` is contiguous."""
         data = contiguous_values(x)
-        out = data if over or data is not x else torch.empty_like(data)
+        new_memory = torch.empty_like(data) if data is x and into is None else into
+        out = new_memory if data is x and new_memory is not None else data
         sent = flat(data, op)
         received = sent if out is data else flat(out, op)
         self._open_for(x.device, group).all_reduce(received, sent, op)
         return out
 
-    def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group) -> list[Tensor]:
+    def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group, into: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return every rank's part; the tensors `into` with the parts, if all are one after the other in memory."""
         data = _bytes(x)
         if all(shape == shapes[0] for shape in shapes):
-            out = data.new_empty(len(group) * data.numel())
+            joint = _joint_bytes(into)
+            out = data.new_empty(len(group) * data.numel()) if joint is None else joint
             self._open_for(x.device, group).all_gather(out, data)
+            if joint is not None:
+                return list(into)
             return [part.view(shape) for part, shape in zip(out.view(x.dtype).chunk(len(group)), shapes, strict=True)]
         owners = [place for place, shape in enumerate(shapes) if _numel(shape)]
         if len(owners) == 1:
@@ -317,14 +378,14 @@ class ProcessCommunicator(Communicator):
         self._open_for(x.device, group).broadcast(parts[owner].view(-1).view(torch.uint8), owner)
         return parts
 
-    def _scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
+    def _scatter(self, pieces: Sequence[Tensor], call: CommCall, into: Tensor | None = None) -> Tensor:
         shape, dtype = call.receives[0], pieces[0].dtype
         even = all(sent == shape for sent in call.sends)
         device, is_sum = pieces[0].device, call.op in ("sum", _AS_SUM)
         if not (even and is_sum and self._is_exact("sum", dtype, device, call.group)):
             return reduce_terms(self._swap(pieces, (shape,) * len(call.group), call.group), call.op)
         packed = flat_joined([contiguous_values(piece).view(-1) for piece in pieces])
-        out = packed.new_empty(shape)
+        out = packed.new_empty(shape) if into is None else into
         self._open_for(device, call.group).reduce_scatter(flat(out, "sum"), flat(packed, "sum"))
         return out.div_(len(call.group)) if call.op == _AS_SUM else out
 
@@ -472,13 +533,31 @@ def flat(x: Tensor, op: str) -> Tensor:
 
 def flat_joined(parts: Sequence[Tensor]) -> Tensor:
     """Return flat tensors one after the other: a view, without a copy, if they are one after the other in memory."""
+    joint = _joint_view(parts)
+    return torch.cat(list(parts)) if joint is None else joint
+
+
+def _joint_view(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return a view of all flat tensors; None if they are not one after the other in memory."""
     first = parts[0]
     begins = accumulate([part.numel() for part in parts[:-1]], initial=first.storage_offset())
     memory = first.untyped_storage().data_ptr()
     for part, begin in zip(parts, begins, strict=True):
         if part.storage_offset() != begin or part.untyped_storage().data_ptr() != memory:
-            return torch.cat(list(parts))
+            return None
     return first.as_strided((sum(part.numel() for part in parts),), (1,))
+
+
+def _joint_bytes(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the bytes of all tensors as one view; None if they are not one after the other in memory."""
+    if not parts or not all(part.is_contiguous() for part in parts):
+        return None
+    joint = _joint_view([part.view(-1) for part in parts])
+    return None if joint is None else joint.view(torch.uint8)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type != CPU and platform_of(device).has_streams
 
 
 def _numel(shape: Shape) -> int:

@@ -1,5 +1,6 @@
 """Streams of devices on which communication runs beside computation, and the events that order them.
 
 communication_streams  CommunicationStreams: the communication streams of a rank; wait: the only wait of a stream
+host_copy              copies to the host, for messages that a thread sends
 ticket                 Ticket: a conversion that is queued on a communication stream
 """

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -34,10 +35,14 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class Message(NamedTuple):
-    """A message: the sender's description of it, and its data as bytes."""
+    """A message: the sender's description of it, and its data as bytes.
+
+    If the data is still being computed, `ready` waits for it. A thread calls `ready` before it sends the data.
+    """
 
     said: str
     data: Tensor
+    ready: Callable[[], None] | None = None
 
 
 class _Outbox:
@@ -46,7 +51,7 @@ class _Outbox:
     def __init__(self, wire: socket.socket, peer: int) -> None:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wire = wire
-        self._queue: SimpleQueue[tuple[bytes, Tensor] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[bytes, Tensor, Callable[[], None] | None] | None] = SimpleQueue()
         self._put = self._written = 0
         self._broken = False
         self._one_sender = threading.Lock()
@@ -58,18 +63,21 @@ class _Outbox:
         """True if unwritten messages can still be written."""
         return self._written < self._put and not self._broken
 
-    def put(self, head: bytes, data: Tensor) -> None:
+    def put(self, head: bytes, data: Tensor, ready: Callable[[], None] | None) -> None:
         """Send one more message.
 
-        `data` may be written to afterwards. Raises ConnectionClosedError if the peer has closed the connection.
+        `data` may be written to afterwards, unless there is a function `ready` that waits for it.
+
+        Raises ConnectionClosedError if the peer has closed the connection.
         """
         with self._one_sender:
-            done = 0 if self.is_busy else self._write_now(head, data)
+            done = 0 if self.is_busy or ready is not None else self._write_now(head, data)
             if self._broken:
                 raise ConnectionClosedError
             if done < len(head) + data.numel():
                 self._put += 1
-                self._queue.put((head[done:], data[max(0, done - len(head)) :].clone()))
+                rest = data[max(0, done - len(head)) :]
+                self._queue.put((head[done:], rest.clone() if ready is None else rest, ready))
 
     def finish(self, limit: float) -> None:
         """Wait, for at most `limit` seconds, until everything is written."""
@@ -94,14 +102,16 @@ class _Outbox:
         try:
             while self._write_one():
                 self._written += 1
-        except OSError:
+        except (OSError, RuntimeError):  # the peer has ended, or the device of `ready` has failed
             self._broken = True
 
     def _write_one(self) -> bool:
         waiting = self._queue.get()
         if waiting is None:
             return False
-        head, data = waiting
+        head, data, ready = waiting
+        if ready is not None:
+            ready()
         self._wire.sendall(head)
         self._wire.sendall(data.numpy().data)
         return True
@@ -144,7 +154,7 @@ class Messages:
         if outbox is None:
             outbox = self._outboxes[peer] = _Outbox(self._links.open_for_messages(peer, limit), peer)
         said = message.said.encode()
-        outbox.put(_HEADER.pack(tag, len(said), message.data.numel()) + said, message.data)
+        outbox.put(_HEADER.pack(tag, len(said), message.data.numel()) + said, message.data, message.ready)
 
     def receive(self, peer: int, tag: int, limit: float) -> Message | None:
         """Return the first message with the tag; None if none arrives within the limit.
@@ -175,7 +185,7 @@ class Messages:
     def not_received(self) -> list[str]:
         """Return descriptions of the messages that were sent to this rank and not received."""
         with self._changed:
-            return [f"rank {peer} calls {said}" for (peer, _), box in self._boxes.items() for said, _ in box]
+            return [f"rank {peer} calls {said}" for (peer, _), box in self._boxes.items() for said, *_ in box]
 
     def finish(self, limit: float) -> None:
         """Wait, for at most `limit` seconds, until all messages have left. Ranks that have ended are skipped."""
