@@ -69,8 +69,8 @@ def _damage_sums(lasting: bool) -> None:
 
     carry, left = ProcessCommunicator._reduce_all, [1]
 
-    def damaged(self: ProcessCommunicator, x: Tensor, call: object, over: bool) -> Tensor:
-        out = carry(self, x, call, over)  # pyright: ignore[reportArgumentType]
+    def damaged(self: ProcessCommunicator, x: Tensor, call: object, into: Tensor | None) -> Tensor:
+        out = carry(self, x, call, into)  # pyright: ignore[reportArgumentType]
         if out.is_floating_point() and out.numel() > HIDDEN and (left[0] or lasting):
             left[0] = 0
             out.view(-1).view(torch.int32)[0] ^= 1 << 12
