@@ -48,10 +48,9 @@ class ElementMoves:
 
     @cached_property
     def same_parts(self) -> bool:
-        """True if every rank holds the same elements before and after, so that the memory can be shared."""
-        if {*self.src.mesh.process_ids} != {*self.dst.mesh.process_ids}:
-            return False
-        return all(box_of(self.src, rank) == box_of(self.dst, rank) for rank in self.group)
+        """True if every rank of the target holds the same elements before and after, and so can share the memory."""
+        ranks = self.dst.mesh.process_ids
+        return all(rank in self.src.mesh and box_of(self.src, rank) == box_of(self.dst, rank) for rank in ranks)
 
     @cached_property
     def most_pieces(self) -> int:
