@@ -4,7 +4,7 @@
     python -m benchmarks.faults --row 3 --row 21      these rows, with their observations
     python -m benchmarks.faults --clean 5000          false alarms over 5,000 clean steps
 
-A row passes if its condition holds. The docstring of its function states the condition. Rows 25 and 26 are about
+A row passes if its condition holds. The docstring of its function states the condition. Row 25 is about
 generation.
 """
 

@@ -25,7 +25,7 @@ LAYERS = [
     {"tensor", "checkpoint"},
     {"graph"},
     {"passes", "pipeline", "quantize"},
-    {"search"},
+    {"search", "weights"},
     {"engine"},
     {"generate", "models", "report"},
     {"conformance"},

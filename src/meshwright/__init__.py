@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright import errors as errors
+    from meshwright import weights as weights
     from meshwright.comm import get_rank as get_rank
     from meshwright.comm import init_process as init_process
     from meshwright.comm import prefix_prints as prefix_prints
@@ -175,6 +176,7 @@ __all__ = [
     "train",
     "unshard_dtensor",
     "verify",
+    "weights",
 ]
 
 _NAMES = frozenset(__all__) - {"__version__"}
@@ -182,8 +184,8 @@ _import_name = import_module("meshwright.layout").lazy_names(__name__)  # no nam
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("meshwright.errors")
+    if name in ("errors", "weights"):
+        return import_module(f"meshwright.{name}")
     if name in _NAMES:
         return _import_name(name)
     found = getattr(import_module("meshwright.errors"), name, None) if name.endswith(("Error", "Warning")) else None

@@ -64,6 +64,7 @@ from meshwright.tensor import (
     SimulatedRankError,
     TraceError,
 )
+from meshwright.weights import StaleWeightsError, WeightError
 
 __all__ = [
     "AbsentError",
@@ -124,11 +125,13 @@ __all__ = [
     "SideEffectError",
     "SimulatedRankError",
     "StageError",
+    "StaleWeightsError",
     "StaticError",
     "StragglerWarning",
     "StrategyError",
     "TorchDTensorError",
     "TraceError",
     "TrainingError",
+    "WeightError",
     "WriteTimeoutError",
 ]

@@ -104,6 +104,7 @@ def test_gathers_and_scatters_give_every_rank_its_parts(size: int, dtype: torch.
 @given(data=st.data(), size=sizes)
 def test_all_to_all_exchanges_pieces_of_any_length(data: st.DataObject, size: int) -> None:
     table = [[data.draw(st.integers(0, 3000)) for _ in range(size)] for _ in range(size)]
+    messages = data.draw(st.integers(1, 2))
     pieces = [
         [random_tensor(table[a][b], dtype=torch.uint8, seed=a * size + b) for b in range(size)] for a in range(size)
     ]
@@ -113,9 +114,9 @@ def test_all_to_all_exchanges_pieces_of_any_length(data: st.DataObject, size: in
         out = torch.empty(sum(arriving), dtype=torch.uint8)
         rank.all_to_all(out, torch.cat(pieces[n]), arriving, table[n])
         found = [torch.empty(length, dtype=torch.uint8) for length in arriving]
-        halves = [(b, tag, x) for b in range(size) for tag, x in enumerate(pieces[n][b].tensor_split(2))]
-        awaited = [(a, tag, x) for a in range(size) for tag, x in enumerate(found[a].tensor_split(2))]
-        rank.exchange(halves, awaited)
+        sent = [(b, tag, x) for b in range(size) for tag, x in enumerate(pieces[n][b].tensor_split(messages))]
+        awaited = [(a, tag, x) for a in range(size) for tag, x in enumerate(found[a].tensor_split(messages))]
+        rank.exchange(sent, awaited)
         return out, found
 
     for n, (out, found) in enumerate(on_all(group_of(size), call)):

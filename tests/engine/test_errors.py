@@ -14,7 +14,21 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import meshwright as mw
-from meshwright import checkpoint, comm, cost, engine, generate, graph, layout, pipeline, report, search, spmd, tensor
+from meshwright import (
+    checkpoint,
+    comm,
+    cost,
+    engine,
+    generate,
+    graph,
+    layout,
+    pipeline,
+    report,
+    search,
+    spmd,
+    tensor,
+    weights,
+)
 from meshwright.layout import Layout, parse_layout, parse_spec
 from meshwright.reshard import ReshardError, plan
 
@@ -53,6 +67,14 @@ def saves_a_plain_tensor() -> None:
             return grads[0] * 2 * ctx.saved_tensors[0]
 
     Square.apply(x(at=ROWS, requires_grad=True)).sum().backward()
+
+
+def stale_tokens() -> None:
+    trainer, sampler = torch.nn.Linear(1, 1), mw.sampler(torch.nn.Linear(1, 1).bfloat16())
+    mw.weights.sync(trainer, sampler)
+    with torch.no_grad():
+        trainer.weight.zero_()
+    sampler.generate([[1]])
 
 
 def other_calls() -> None:
@@ -299,6 +321,13 @@ CASES: list[Case] = [
         generate.GenerationError,
         "begin the prompt",
     ),
+    (
+        "weights of another model",
+        lambda: mw.weights.sync(torch.nn.Linear(1, 1), torch.nn.Linear(1, 2)),
+        weights.WeightError,
+        "same configuration",
+    ),
+    ("tokens of stale weights", stale_tokens, weights.StaleWeightsError, 'when_stale="sync"'),
     # between ranks
     ("no ranks", lambda: x(at=ROWS), comm.NoCommunicatorError, r"mw\.simulate"),
     ("sizes of no mesh", on_ranks(lambda: mw.init_mesh(dp=3)), layout.MeshError, "--ranks 3"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint import current_world
 from meshwright.engine import check_equal_options, unshard_dtensor
 from meshwright.tensor import DistTensor
+from meshwright.weights import release, restore, version_to_sample
 
 from ._cache import write_in_place
 from ._calls import TokenCalls, has_encoder, token_calls
@@ -36,11 +37,13 @@ class Generated:
         tokens: New tokens [r, t], without the prompt; 0 after the end of a row. `t` is the largest length.
         lengths: Number of new tokens of each row [r], including the token that ended it.
         log_probs: Log-probability of each new token [r, t], in float32; 0 after the end of a row.
+        weight_version: Number of the weights that chose the tokens. It grows when a later call finds changed weights.
     """
 
     tokens: Tensor
     lengths: Tensor
     log_probs: Tensor
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class Sampler:
             GenerationError: there is no prompt, an empty one, one with an unknown token, one that is longer than the
                 model's positions, or an option with an invalid value; or the model returns no logits, no cache, or
                 logits with NaN or infinity.
+            StaleWeightsError: the trainer of `mw.weights.sync` has newer weights.
             DisagreementError: the arguments differ between ranks.
 
         >>> import meshwright as mw
@@ -105,10 +109,20 @@ class Sampler:
             seed=seed,
         )
         self._check(request)
+        version = version_to_sample(self.model)
         rows = [request.prompts[prompt] for prompt, _ in request.rows]
         with torch.no_grad(), _evaluating(self.model):
             calls = token_calls(self.model, rows, _device_of(self.model), max_new_tokens)
-            return _Loop(calls, request, self.ask_every).run()
+            found = _Loop(calls, request, self.ask_every).run()
+        return replace(found, weight_version=version)
+
+    def sleep(self) -> None:
+        """Free the weights that `mw.weights.sync` copied; weights that are the trainer's stay. No cache is kept."""
+        release(self.model)
+
+    def wake(self) -> None:
+        """Get the weights back that `sleep` freed, as the trainer has them now; every rank makes the call."""
+        restore(self.model)
 
     def cache(self, capacity: int) -> Any:
         """Return a cache for `generate(past_key_values=…)` of a model of transformers, which is written in place.

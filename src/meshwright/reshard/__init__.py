@@ -9,6 +9,7 @@ from ._axis_conversions import (
     received_share,
     transposed,
 )
+from ._element_moves import ElementMoves, Where, element_moves
 from ._errors import ReshardError
 from ._execute import Halves, halves_of
 from ._mover import Mover, OutMover
@@ -39,6 +40,7 @@ __all__ = [
     "CollectiveKind",
     "ConversionPlan",
     "ConversionStep",
+    "ElementMoves",
     "Exchange",
     "Fill",
     "Halves",
@@ -54,8 +56,10 @@ __all__ = [
     "Scale",
     "Slice",
     "View",
+    "Where",
     "away_part",
     "collective_between",
+    "element_moves",
     "execute",
     "halves_of",
     "parse_step",

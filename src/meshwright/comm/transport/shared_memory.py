@@ -94,14 +94,18 @@ class SharedMemoryTransport:
 
     def all_to_all(self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Write every rank's piece for the caller to `out`, flat; lengths are in bytes."""
-        lane, sends, receives = SLOT // self._size, x.split(leaving), out.split(arriving)
+        self._swap_pieces(out.split(arriving), x.split(leaving))
+
+    def _swap_pieces(self, receives: Sequence[Tensor], sends: Sequence[Tensor]) -> None:
+        """Write every rank's piece for the caller to `receives`; both have flat bytes for each place in the group."""
+        lane, longest = SLOT // self._size, max(piece.numel() for piece in sends)
         low, rounds = 0, 1
         while low < rounds * lane:
             own = self._slot(torch.uint8)
             for place, piece in enumerate(sends):
                 part = piece[low : low + lane]
                 own[place * lane : place * lane + part.numel()].copy_(part)
-            slots = self._meet(torch.uint8, max(leaving), equal=False)
+            slots = self._meet(torch.uint8, longest, equal=False)
             rounds = max(rounds, -(-max(self._words()) // lane))
             for slot, piece in zip(slots, receives, strict=True):
                 part = piece[low : low + lane]
@@ -118,21 +122,24 @@ class SharedMemoryTransport:
                 x[low:high].copy_(slots[place][: high - low])
 
     def exchange(self, sends: Sequence[PlacedMessage], receives: Sequence[PlacedMessage]) -> None:
-        """Exchange all (place in the group, tag, bytes); messages for one rank are in the order of their tags."""
-        leaving, arriving = sorted(sends, key=_place_of), sorted(receives, key=_place_of)
-        lengths = self._lengths(arriving)
-        out = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-        packed = torch.cat([x for _, _, x in leaving]) if leaving else out[:0]
-        self.all_to_all(out, packed, lengths, self._lengths(leaving))
-        parts = out.split([x.numel() for _, _, x in arriving])
-        for (_, _, x), part in zip(arriving, parts, strict=True):
-            x.copy_(part)
+        """Exchange all (place in the group, tag, bytes); messages for one rank are in the order of their tags.
 
-    def _lengths(self, messages: Sequence[PlacedMessage]) -> list[int]:
-        """Return the number of bytes of all messages with each place in the group."""
-        found = [0] * self._size
+        A single message for a rank is neither packed nor unpacked.
+        """
+        leaving, arriving = self._by_place(sends), self._by_place(receives)
+        into = [parts[0] if len(parts) == 1 else _memory_for(parts) for parts in arriving]
+        sent = [parts[0] if len(parts) == 1 else torch.cat([_memory_for(()), *parts]) for parts in leaving]
+        self._swap_pieces(into, sent)
+        for parts, piece in zip(arriving, into, strict=True):
+            if len(parts) > 1:
+                for part, arrived in zip(parts, piece.split([x.numel() for x in parts]), strict=True):
+                    part.copy_(arrived)
+
+    def _by_place(self, messages: Sequence[PlacedMessage]) -> list[list[Tensor]]:
+        """Return the messages with each place in the group, in their order."""
+        found: list[list[Tensor]] = [[] for _ in range(self._size)]
         for place, _, x in messages:
-            found[place] += x.numel()
+            found[place].append(x)
         return found
 
     def barrier(self) -> None:
@@ -201,8 +208,9 @@ class SharedMemoryTransport:
             raise RuntimeError(f"the rank at index {other // _LINE} did not join the call within {self._limit:g} s")
 
 
-def _place_of(message: PlacedMessage) -> int:
-    return message[0]
+def _memory_for(parts: Sequence[Tensor]) -> Tensor:
+    """Return memory for the bytes of all parts, one after the other."""
+    return torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8, device="cpu")
 
 
 def contiguous_values(x: Tensor) -> Tensor:
