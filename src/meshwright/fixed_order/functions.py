@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.layout import TorchValue
 
-from ._errors import SameNumbersError
+from ._errors import refusal
 from .derivatives import BatchedProduct, Embedding, Product, Spread, Total
 from .kernels import accurate
 from .operators import settled
@@ -40,11 +40,13 @@ def _scaled(x: Tensor, like: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() == 1:
         return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
-    out = Product.apply(settled(input), settled(weight), True)
+    _check_no_autocast("linear", input)
+    out = Product.apply(input, weight, True)
     return out if bias is None else out + spread(bias, out)
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
+    _check_no_autocast("matmul", x)
     if x.dim() == 1:
         return matmul(x.unsqueeze(0), y).squeeze(-1 if y.dim() == 1 else -2)
     if y.dim() == 1:
@@ -83,9 +85,7 @@ def embedding(
     return Embedding.apply(weight, input, padding)
 
 
-def sum_of(
-    input: Tensor, dim: TorchValue = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
+def sum_of(input: Tensor, dim: TorchValue = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     x = input if dtype is None else input.to(dtype)
     if not x.dtype.is_floating_point:
         return torch.sum(input, dim, keepdim, dtype=dtype)
@@ -165,8 +165,9 @@ def cross_entropy(
     )
     if target.dtype.is_floating_point:
         raise refusal("cross_entropy of probabilities", "only targets that are classes have a fixed order")
-    return nll_loss(log_softmax(accurate(input), min(input.dim() - 1, 1)), target, None, None, ignore_index, None,
-                    reduction).to(input.dtype)
+    return nll_loss(
+        log_softmax(accurate(input), min(input.dim() - 1, 1)), target, None, None, ignore_index, None, reduction
+    ).to(input.dtype)
 
 
 def nll_loss(
@@ -290,20 +291,16 @@ def rsqrt(input: Tensor) -> Tensor:
     return (1 / accurate(input).sqrt()).to(input.dtype)
 
 
+def _check_no_autocast(name: str, x: Tensor) -> None:
+    if torch.is_autocast_enabled(x.device.type):
+        raise refusal(f"{name} under autocast", "its replacement does not convert operands; convert the model instead")
+
+
 def _check_absent(name: str, **options: object) -> None:
     """Raise SameNumbersError for options that are set."""
     for option, value in options.items():
         if value:
             raise refusal(f"{name} with {option}", "it has no form with a fixed order")
-
-
-def refusal(asked: str, why: str) -> SameNumbersError:
-    return SameNumbersError(
-        f"{asked} inside same_numbers()",
-        "a call whose result may depend on the mesh, on the batch or on the phase",
-        why,
-        "call it outside the block, or write it with matmul, sum, mean, softmax and elementwise functions",
-    )
 
 
 REPLACED: dict[str, Callable[..., TorchValue]] = {

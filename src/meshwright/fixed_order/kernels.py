@@ -4,8 +4,8 @@ A sum over `n` elements has `pieces_of(n)` contiguous pieces. The sums of the pi
 elements of a piece are added as a tree of halves, which zeros at the end do not change. Additions of whole tensors are
 elementwise, so neither other dims nor the memory order affect a bit.
 
-A product calls torch's kernel for each piece of the contraction. Rows and columns are padded to multiples of 16, and the
-contraction to a multiple of 32. Then each element of the result of torch's CPU kernels depends on its own row and
+A product calls torch's kernel for each piece of the contraction. Rows and columns are padded to multiples of 16, and
+the contraction to a multiple of 32. Then each element of the result of torch's CPU kernels depends on its own row and
 column only (`kernel_check`).
 """
 

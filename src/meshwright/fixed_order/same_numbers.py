@@ -9,11 +9,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from meshwright.layout import TorchValue
-from meshwright.tensor import backward_running, interception_on
+from meshwright.tensor import DistTensor, backward_running, interception_on
 
 from . import calls
-from .functions import REPLACED, refusal
+from ._errors import refusal
+from .functions import REPLACED
 from .kernel_check import check_kernels
+from .operators import settled
 
 
 class SameNumbers(TorchFunctionMode):
@@ -35,10 +37,11 @@ class SameNumbers(TorchFunctionMode):
             return replacement(*args, **named)
         calls.check_exact(name, args, named)
         if name in calls.BROADCASTING:
-            return func(*calls.operands_that_broadcast(name, args), **named)
-        if name in calls.EXACT or not calls.is_of_numbers((args, tuple(named.values()))):
-            return func(*args, **named)
-        raise refusal(name, "it is not known to round in a fixed order")
+            args, named = calls.spread_operands(name, args, named)
+        elif name not in calls.EXACT and calls.is_of_numbers(args, named):
+            raise refusal(name, "it is not known to round in a fixed order")
+        out = func(*args, **named)
+        return settled(out) if type(out) is DistTensor and out.spec.layout.partial else out
 
 
 def _is_internal() -> bool:
