@@ -1,9 +1,10 @@
 """Bits of logits and of trained parameters inside `same_numbers`, on many meshes, and what the block costs.
 
-Four families from transformers with random weights. The reference is a plain model on one device, which reads all tokens in
-one pass. Compared with it are whole passes and decode steps with a cache, on simulated ranks and in batches of 1 to 16, and
-the parameters after steps of AdamW with clipping and dropout. The value is the number of token positions and of parameters
-with a different bit, and the goal is 0. "control" counts those outside the block. Costs are ratios of seconds on one device.
+Four families from transformers with random weights. The reference is a plain model on one device, which reads all tokens
+in one pass. Compared with it are whole passes and decode steps with a cache, on simulated ranks and in batches of 1 to 16.
+Trained parameters are compared after steps of AdamW with clipping and dropout. The value is the number of token positions
+and of parameters with a different bit, and the goal is 0. "control" counts parameters outside the block. Costs are ratios of
+seconds on one device.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
 }
+LARGE = SIZES | {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6}
+"""Sizes of the model whose seconds are measured."""
 FAMILIES = ("Llama", "Qwen3", "GPT-2", "GPT-NeoX")
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS = (slice(0, 1), slice(5, 8), slice(0, 16))
@@ -56,16 +59,16 @@ NOT_COVERED = (
 )
 
 
-def make(family: str, dtype: torch.dtype, drop: float = 0.0) -> nn.Module:
+def make(family: str, dtype: torch.dtype, drop: float = 0.0, sizes: dict[str, Any] = SIZES) -> nn.Module:
     """Return a model with random weights, whose logits are far from uniform."""
     import transformers as t
 
     torch.manual_seed(0)
     heads = {"num_key_value_heads": 4, "attention_dropout": drop}
     models: dict[str, Callable[[], Any]] = {
-        "Llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**SIZES, **heads)),
-        "Qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**SIZES, **heads, head_dim=16, tie_word_embeddings=True)),
-        "GPT-NeoX": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**SIZES, hidden_dropout=drop)),
+        "Llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes, **heads)),
+        "Qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, **heads, head_dim=16, tie_word_embeddings=True)),
+        "GPT-NeoX": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**sizes, hidden_dropout=drop)),
         "GPT-2": lambda: t.GPT2LMHeadModel(
             t.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=8, resid_pdrop=drop, attn_pdrop=drop)
         ),
@@ -177,7 +180,7 @@ def compare_training(count: Count, family: str, layouts: dict[str, Any], steps: 
 
 def costs(turns: int) -> dict[str, float]:
     """Return seconds inside the block divided by those outside, on one device, for decoding and a training step."""
-    model = make("Llama", torch.float32)
+    model = make("Llama", torch.float32, sizes=LARGE)
     optimizer = adamw(model)
     calls: dict[str, Callable[[], Any]] = {
         "decode": lambda: decoded(model, block=nullcontext),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -14,10 +15,24 @@ from meshwright.tensor import DistTensor, redistribute
 from . import operators
 
 
+class _Unsaved(SimpleNamespace):
+    """The context of a call without a gradient."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        pass
+
+
 class _OnWholeTensors(torch.autograd.Function):
     """A function whose two passes see distributed tensors, as those of a user's function do."""
 
     sees_whole_tensors = True
+
+    @classmethod
+    def of(cls, *args: TorchValue) -> Tensor:
+        """Return the result; without a node of autograd if no gradient is wanted."""
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            return cls.apply(*args)
+        return cls.forward(_Unsaved(), *args)
 
 
 class Product(_OnWholeTensors):

@@ -23,13 +23,13 @@ from .operators import settled
 
 def spread(x: Tensor, like: Tensor) -> Tensor:
     """Return `x` broadcast to the shape of `like`."""
-    return x if x.shape == like.shape else Spread.apply(x, like)
+    return x if x.shape == like.shape or not (x.requires_grad and torch.is_grad_enabled()) else Spread.apply(x, like)
 
 
 def total(x: Tensor, dims: Sequence[int] | None = None, pieces: int | None = None) -> Tensor:
     """Return the sum over the dims, all of them by default; the dims are kept."""
     for dim in reversed(range(x.dim())) if dims is None else sorted((d % x.dim() for d in dims), reverse=True):
-        x = Total.apply(x, dim, pieces)
+        x = Total.of(x, dim, pieces)
     return x
 
 
@@ -41,7 +41,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() == 1:
         return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
     _check_no_autocast("linear", input)
-    out = Product.apply(input, weight, True)
+    out = Product.of(input, weight, True)
     return out if bias is None else out + spread(bias, out)
 
 
@@ -52,9 +52,9 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     if y.dim() == 1:
         return matmul(x, y.unsqueeze(-1)).squeeze(-1)
     if y.dim() == 2:
-        return Product.apply(x, y, False)
+        return Product.of(x, y, False)
     lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    return BatchedProduct.apply(*(_with_lead(t, o, lead) for t, o in ((x, y), (y, x))))
+    return BatchedProduct.of(*(_with_lead(t, o, lead) for t, o in ((x, y), (y, x))))
 
 
 def _with_lead(x: Tensor, other: Tensor, lead: torch.Size) -> Tensor:
@@ -82,7 +82,7 @@ def embedding(
 ) -> Tensor:
     _check_absent("embedding", max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     padding = None if padding_idx is None or padding_idx == -1 else padding_idx % weight.shape[0]
-    return Embedding.apply(weight, input, padding)
+    return Embedding.of(weight, input, padding)
 
 
 def sum_of(input: Tensor, dim: TorchValue = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -47,8 +47,7 @@ def tree(term: Callable[[int], Tensor], first: int, count: int) -> Tensor:
 
 def sum_of_pieces(x: Tensor, dim: int, pieces: int) -> Tensor:
     """Return the sum of `x` along `dim`, which has `pieces` pieces here."""
-    size = x.shape[dim] // pieces
-    return tree(lambda p: _halves(x.narrow(dim, p * size, size), dim), 0, pieces)
+    return _adjacent(_halves(x.unflatten(dim, (pieces, -1)), dim + 1), dim)
 
 
 def _halves(x: Tensor, dim: int) -> Tensor:
@@ -75,14 +74,33 @@ def product_of_pieces(x: Tensor, w: Tensor, pieces: int) -> Tensor:
     (m, k), n = x.shape[-2:], w.shape[-1]
     size = k // pieces
     rest = -size % CONTRACTED
-    x, w = _padded(x, 0, -m % ROWS), _padded(w, -n % ROWS, 0)
+    x, w = padded(x, 0, -m % ROWS), padded(w, -n % ROWS, 0)
+    if x.dim() == 2 and m > FEW_ROWS:
+        out = tree(lambda p: _piece(x, w, p * size, size, rest), 0, pieces)
+    else:
+        left = padded(x.unflatten(-1, (pieces, size)).transpose(-2, -3), rest, 0).contiguous()
+        out = _adjacent(accurate(left @ padded(w.unflatten(-2, (pieces, size)), 0, rest)), x.dim() - 2)
+    return out[..., :m, :n]
 
-    def term(p: int) -> Tensor:
-        left = _padded(x.narrow(-1, p * size, size), rest, 0).contiguous()
-        return accurate(left @ _padded(w.narrow(-2, p * size, size), 0, rest))
 
-    return tree(term, 0, pieces)[..., :m, :n]
+FEW_ROWS = 64
+"""Rows up to which one batched call computes all pieces; it holds the products of all of them."""
 
 
-def _padded(x: Tensor, columns: int, rows: int) -> Tensor:
+def _piece(x: Tensor, w: Tensor, start: int, size: int, rest: int) -> Tensor:
+    left = padded(x.narrow(1, start, size), rest, 0).contiguous()
+    return accurate(left @ padded(w.narrow(0, start, size), 0, rest))
+
+
+def _adjacent(x: Tensor, dim: int) -> Tensor:
+    """Return the sum along `dim` in the order of `tree`: each level adds neighbours."""
+    while (n := x.shape[dim]) > 1:
+        low, high = x.narrow(dim, 0, n - n % 2).unflatten(dim, (-1, 2)).unbind(dim + 1)
+        pairs = low + high
+        x = torch.cat([pairs, x.narrow(dim, n - 1, 1)], dim) if n % 2 else pairs
+    return x.squeeze(dim)
+
+
+def padded(x: Tensor, columns: int, rows: int) -> Tensor:
+    """Return `x` with so many columns and rows of zeros behind its own."""
     return F.pad(x, (0, columns, 0, rows)) if columns or rows else x

@@ -15,7 +15,7 @@ from meshwright.layout import Dim, Layout, TorchValue, axes_of
 from meshwright.spmd import LocalCall, Rule, register_rule
 from meshwright.tensor import DistTensor, redistribute
 
-from .kernels import CONTRACTED, accurate, pieces_of, product_of_pieces, sum_of_pieces, tree
+from .kernels import CONTRACTED, accurate, padded, pieces_of, product_of_pieces, sum_of_pieces, tree
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("fixed_product(Tensor x, Tensor w, bool transposed, int pieces) -> Tensor")
@@ -111,8 +111,7 @@ def _product_rule(x: Tensor, w: Tensor, transposed: bool, pieces: int) -> Rule:
 def _batched_product(x: Tensor, y: Tensor) -> Tensor:
     blocks = -(-x.shape[-1] // CONTRACTED)
     rest = blocks * CONTRACTED - x.shape[-1]
-    x, y = torch.nn.functional.pad(x, (0, rest)), torch.nn.functional.pad(y, (0, 0, 0, rest))
-    return product_of_pieces(x, y, blocks).to(x.dtype)
+    return product_of_pieces(padded(x, rest, 0), padded(y, 0, rest), blocks).to(x.dtype)
 
 
 def _sum(x: Tensor, dim: int, pieces: int) -> Tensor:
