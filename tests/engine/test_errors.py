@@ -370,6 +370,7 @@ ELSEWHERE = {
         "NoAnswerError",
         "PlatformError",
         "QuantizeError",
+        "SameNumbersError",
         "ReadTimeoutError",
     ),
     "ReplicaError",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import TorchValue
-from meshwright.tensor import leaves_in
+from meshwright.tensor import DistTensor, leaves_in
 
 from ._errors import refusal
 from .functions import spread
@@ -34,7 +34,7 @@ EXACT = frozenset(
     amax amin argmax argmin any all topk sort argsort isin equal allclose isclose eq ne lt le gt ge
     view reshape flatten unflatten permute transpose t unsqueeze squeeze select narrow split chunk unbind cat concat
     concatenate stack hstack vstack roll flip tril triu diagonal movedim swapaxes swapdims view_as reshape_as pad
-    gather index_select take_along_dim tensor_split split_with_sizes getitem setitem index_copy_
+    cumsum gather index_select take_along_dim tensor_split split_with_sizes getitem setitem index_copy_
     requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward item tolist numpy cpu numel dim
     size stride storage_offset data_ptr is_contiguous element_size nelement is_floating_point is_complex is_same_size
     get_device len repr format bool int deepcopy reduce_ex iter array untyped_storage
@@ -86,6 +86,8 @@ def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
         raise refusal(f"{name} with this exponent", "kernels round it in several ways; 0.5, 1, 2 and 3 are exact")
     if kwargs.get("alpha", 1) != 1 and any(_is_half(x) for x in args):
         raise refusal(f"{name} with alpha in half precision", "kernels round it in several ways")
+    if name == "cumsum" and any(isinstance(x, DistTensor) or x.requires_grad for x in _tensors(args)):
+        raise refusal("cumsum of a distributed tensor, or with a gradient", "it is a sum without a fixed order")
     why = SUMMING.get(name)
     if why is not None and torch.is_grad_enabled() and _sums_gradient(name, args, kwargs):
         raise refusal(name, why)

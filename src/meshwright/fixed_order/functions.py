@@ -22,8 +22,9 @@ from .operators import settled
 
 
 def spread(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` broadcast to the shape of `like`."""
-    return x if x.shape == like.shape or not (x.requires_grad and torch.is_grad_enabled()) else Spread.apply(x, like)
+    """Return `x`, which broadcasts to `like`; with the shape of `like` if it has a gradient, which is a sum."""
+    is_graded = x.requires_grad and torch.is_grad_enabled()
+    return Spread.apply(x, like) if is_graded and x.shape != like.shape else x
 
 
 def total(x: Tensor, dims: Sequence[int] | None = None, pieces: int | None = None) -> Tensor:
@@ -253,7 +254,7 @@ def _repeated(x: Tensor, times: int) -> Tensor:
     if times == 1:
         return x
     x = x.unsqueeze(-3)
-    return spread(x, x.detach().expand(*x.shape[:-3], times, *x.shape[-2:])).flatten(-4, -3)
+    return expand(x, *x.shape[:-3], times, *x.shape[-2:]).flatten(-4, -3)
 
 
 def expand(x: Tensor, *sizes: TorchValue, size: TorchValue = None, implicit: bool = False) -> Tensor:

@@ -20,11 +20,11 @@ def check_kernels() -> None:
     Raises:
         SameNumbersError: an element of a product depends on other rows or columns.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         for m, k, n in SIZES:
-            x = torch.randn(m, k, generator=generator).to(dtype)
-            w = torch.randn(k, n, generator=generator).to(dtype)
+            x = torch.randn(m, k, generator=generator, device="cpu").to(dtype)
+            w = torch.randn(k, n, generator=generator, device="cpu").to(dtype)
             if not _is_separable(x, w):
                 raise SameNumbersError(
                     f"same_numbers() on {dtype}",
