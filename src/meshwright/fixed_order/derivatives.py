@@ -45,8 +45,8 @@ class Product(_OnWholeTensors):
         return operators.product(x, w, transposed)
 
     @staticmethod
-    def backward(ctx: TorchValue, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, w), (grad,) = ctx.saved_tensors, grads
         of_x = operators.product(grad, w, not ctx.transposed) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return of_x, None, None
@@ -65,8 +65,8 @@ class BatchedProduct(_OnWholeTensors):
         return operators.batched_product(x, y)
 
     @staticmethod
-    def backward(ctx: TorchValue, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, y = ctx.saved_tensors
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, y), (grad,) = ctx.saved_tensors, grads
         of_x = operators.batched_product(grad, y.mT) if ctx.needs_input_grad[0] else None
         return of_x, operators.batched_product(x.mT, grad) if ctx.needs_input_grad[1] else None
 
@@ -80,8 +80,8 @@ class Total(_OnWholeTensors):
         return operators.total(x, dim, pieces).unsqueeze(dim)
 
     @staticmethod
-    def backward(ctx: TorchValue, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.expand(ctx.shape), None, None
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].expand(ctx.shape), None, None
 
 
 class Spread(_OnWholeTensors):
@@ -96,8 +96,8 @@ class Spread(_OnWholeTensors):
         return redistribute(out, like.mesh, Layout(like.spec.layout.dims))
 
     @staticmethod
-    def backward(ctx: TorchValue, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return summed_to(grad, ctx.shape), None
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return summed_to(grads[0], ctx.shape), None
 
 
 class Embedding(_OnWholeTensors):
@@ -110,8 +110,8 @@ class Embedding(_OnWholeTensors):
         return operators.settled(F.embedding(ids, table))
 
     @staticmethod
-    def backward(ctx: TorchValue, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), (grad,) = ctx.saved_tensors, grads
         if ctx.padding is not None:
             grad = grad * (ids != ctx.padding).unsqueeze(-1)
         return operators.scatter(grad.reshape(-1, grad.shape[-1]), ids.reshape(-1), ctx.size), None, None
