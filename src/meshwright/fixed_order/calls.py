@@ -6,7 +6,7 @@ wherever it is in memory. Functions that are not known are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,10 +65,8 @@ def spread_operands(name: str, args: TorchValue, kwargs: TorchValue) -> tuple[To
     Raises SameNumbersError for a call that writes to such an operand, or to a tensor beside it.
     """
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if len(tensors) < 2 or not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-        return args, kwargs
-    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
-    if not any(x.requires_grad and x.shape != shape for x in tensors):
+    shape = _shape_with_sums(tensors)
+    if shape is None:
         return args, kwargs
     if name.endswith("_") or name in ("iadd", "isub", "imul", "itruediv"):
         raise refusal(f"{name} with an operand that broadcasts", "a write has no form with a gradient in a fixed order")
@@ -78,6 +76,14 @@ def spread_operands(name: str, args: TorchValue, kwargs: TorchValue) -> tuple[To
         return spread(x, like) if isinstance(x, Tensor) and x.requires_grad else x
 
     return tuple(map(spread_one, args)), {key: spread_one(x) for key, x in kwargs.items()}
+
+
+def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
+    """Return the shape to which the operands broadcast; None if no gradient is a sum."""
+    if len(tensors) < 2 or not torch.is_grad_enabled():
+        return None
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    return shape if any(x.requires_grad and x.shape != shape for x in tensors) else None
 
 
 def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
