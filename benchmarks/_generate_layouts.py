@@ -31,11 +31,14 @@ class GenerationLayout:
 
     def put_on(self, model: nn.Module) -> nn.Module:
         """Make the model parallel, and return it."""
+        return self.with_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0) if self.zero else None)[0]
+
+    def with_optimizer(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        """Make the model and its optimizer parallel, and return them."""
         ids = torch.arange(self.ranks).reshape(tuple(self.axes.values()))
         mesh = mw.ProcessMesh(ids.tolist(), list(self.axes))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0) if self.zero else None
         plan = _styles(model) if self.weights else {}
-        return mw.parallelize(model, optimizer, mesh, mw.Parallelism(plan, zero=self.zero))[0]
+        return mw.parallelize(model, optimizer, mesh, mw.Parallelism(plan, zero=self.zero))
 
 
 def _styles(model: nn.Module) -> dict[str, Any]:

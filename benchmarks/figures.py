@@ -23,7 +23,7 @@ RESULTS = HERE / "results.json"
 ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products"),
     *("context", "attention_memory"),
-    *("aliases", "mutations", "optimizers", "escapes", "plans", "experts", "generate"),
+    *("aliases", "mutations", "optimizers", "escapes", "plans", "experts", "generate", "same_numbers"),
     *("capture_paths", "static_equals_eager", "stale", "first_static_step", "one_program", "communications"),
     *("static_speed", "same_transport", "overlap", "races", "collectives_per_step", "replayable"),
     "compile_scale",

@@ -22,7 +22,8 @@ NAV = {
     "Start": "tour notebooks/tutorial glossary",
     "Make a model parallel": "concepts/parallelize concepts/plans concepts/pipeline concepts/schedules "
     "concepts/context concepts/experts how-to/experts",
-    "Train and resume": "how-to/train-and-resume concepts/precision concepts/checkpoint concepts/randomness",
+    "Train and resume": "how-to/train-and-resume concepts/precision concepts/checkpoint concepts/randomness "
+    "concepts/same_numbers",
     "Generate and quantize": "how-to/generate how-to/quantize",
     "Train fast": "concepts/static how-to/save-a-program concepts/passes concepts/overlap how-to/trace",
     "Run on machines": "how-to/launch how-to/run-on-gpus how-to/command-line",

@@ -23,7 +23,7 @@ LAYERS = [
     {"spmd", "reshard"},
     {"cost", "comm"},
     {"tensor", "checkpoint"},
-    {"graph"},
+    {"graph", "fixed_order"},
     {"passes", "pipeline", "quantize"},
     {"search", "weights"},
     {"engine"},

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from meshwright.engine import train as train
     from meshwright.engine import unshard_dtensor as unshard_dtensor
     from meshwright.engine import verify as verify
+    from meshwright.fixed_order import same_numbers as same_numbers
     from meshwright.generate import sampler as sampler
     from meshwright.layout import MeshwrightError as MeshwrightError
     from meshwright.layout import Partial as Partial
@@ -155,6 +156,7 @@ __all__ = [
     "register_platform",
     "register_rule",
     "reshard",
+    "same_numbers",
     "sampler",
     "save_checkpoint",
     "save_quantized",

@@ -39,6 +39,7 @@ from meshwright.engine import (
     TorchDTensorError,
     TrainingError,
 )
+from meshwright.fixed_order import SameNumbersError
 from meshwright.generate import GenerationError
 from meshwright.graph import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from meshwright.layout import InputError, LayoutError, MeshError, MeshwrightError, PlacementError, PlatformError
@@ -118,6 +119,7 @@ __all__ = [
     "ReshardError",
     "RewriteError",
     "RuleError",
+    "SameNumbersError",
     "ScheduleError",
     "SearchError",
     "SharedMemoryError",

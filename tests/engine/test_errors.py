@@ -399,6 +399,7 @@ ELSEWHERE = {
         "NoAnswerError",
         "PlatformError",
         "QuantizeError",
+        "SameNumbersError",
         "ReadTimeoutError",
     ),
     "ReplicaError",

@@ -81,7 +81,7 @@ from .handlers.random_draws import RandomSource, current_random_source, random_s
 from .planning.attention_algorithm import Context, attention_algorithm, using_attention
 from .planning.decision_record import CallRecord, decisions, recording
 from .planning.layout_decision import Decision, decide
-from .torch_hooks import grouped_product, operators_recorded, transforming
+from .torch_hooks import backward_running, grouped_product, interception_on, operators_recorded, transforming
 from .torch_hooks import no_interception as local_parts
 from .views.memory_overlap import shared_memory
 from .views.shared_data import sharing_views
@@ -116,6 +116,7 @@ __all__ = [
     "as_dist_tensor",
     "as_part",
     "attention_algorithm",
+    "backward_running",
     "bucket_of",
     "call_site_of_gradient",
     "call_sites_kept",
@@ -137,6 +138,7 @@ __all__ = [
     "in_backward",
     "initial_checksum_of",
     "input_numbers",
+    "interception_on",
     "keep_own_part",
     "key_of_tree",
     "largest_anywhere",

@@ -47,6 +47,8 @@ _WHOLE: WeakKeyDictionary[type[Function], type[Function]] = WeakKeyDictionary()
 _LIBRARIES = ("torch.", __name__.partition(".")[0] + ".")
 _OPERATING = "torch.distributions."
 """Package of torch whose functions compute gradients by operators, as users' functions do."""
+SEES_WHOLE = "sees_whole_tensors"
+"""Attribute of a function of this library that sees whole tensors, as users' functions do, if it is True."""
 
 
 class _Running(threading.local):
@@ -105,7 +107,8 @@ def _apply_to_distributed(
     module = f"{function.__module__}."
     views = [a for a in args if type(a) is DistView]
     nodes = before_function(views)
-    if module.startswith(_LIBRARIES) and not module.startswith(_OPERATING):
+    is_library = module.startswith(_LIBRARIES) and not module.startswith(_OPERATING)
+    if is_library and not getattr(function, SEES_WHOLE, False):
         out = call(*args, **kwargs)
     else:
         if function not in _WHOLE:

@@ -1,0 +1,18 @@
+"""The same numbers on every mesh: sums and products in a fixed order.
+
+In reading order:
+
+    kernels        sums and products of local tensors in an order that depends on global sizes only
+    operators      operators with such sums, their sharding rules and local forms
+    derivatives    functions whose gradients are such sums
+    functions      replacements of torch's functions by such functions
+    calls          functions that need no replacement, and gradients of operands that broadcast
+    kernel_check   check of the property of torch's kernels that the order depends on
+    same_numbers   the context in which the replacements are used
+    _errors        the errors of the package
+"""
+
+from ._errors import SameNumbersError
+from .same_numbers import SameNumbers, same_numbers
+
+__all__ = ["SameNumbers", "SameNumbersError", "same_numbers"]

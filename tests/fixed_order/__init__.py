@@ -1,0 +1,1 @@
+"""Tests of sums in a fixed order."""
