@@ -84,18 +84,28 @@ class CachedCalls:
     ) -> None:
         self.model, self.cache_name, self.names = model, cache, _parameters(model)
         self.ids_rs, self.mask_rs = _padded(prompts, device, left=True)
-        self.capacity = self.ids_rs.shape[1] + new_tokens
+        self.new_tokens, self.capacity = new_tokens, self.ids_rs.shape[1] + new_tokens
         self.is_even = bool(self.mask_rs.all())
         self.cache: Any = None
+
+    @property
+    def takes_steps(self) -> bool:
+        """True if the model is called with all that a decode step passes."""
+        return self.cache_name == "past_key_values" and {"attention_mask", "position_ids"} <= self.names.keys()
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The layers of the cache of transformers; () for another cache."""
+        return getattr(self.cache, "layers", None) or ()
 
     def first(self) -> Tensor:
         positions_rs = (self.mask_rs.cumsum(-1) - 1).clamp(min=0)
         logits_rv = self._call(self.ids_rs, self.mask_rs, positions_rs)
-        write_in_place(self.cache, self.capacity)
         self.rows = rows_of(logits_rv)
         return logits_rv
 
     def after(self, tokens_r1: Tensor) -> Tensor:
+        write_in_place(self.cache, self.capacity)  # layers that are written in place stay
         self.mask_rs = torch.cat([self.mask_rs, self.mask_rs.new_ones(len(self.mask_rs), 1)], -1)
         positions_r1 = self.mask_rs.sum(-1, keepdim=True) - 1
         # a mask that is sharded over rows would take two collectives in each step, to ask if anything is masked

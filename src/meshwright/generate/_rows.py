@@ -48,6 +48,21 @@ class Rows:
         """Return a tensor that every rank has whole with its rows distributed."""
         return whole if self.mesh is None else shard_tensor(whole, self.mesh, self.placements)
 
+    def zeros(self, like: Tensor, width: int) -> Tensor:
+        """Return zeros [rows, width] with the dtype of a tensor, distributed as the rows are."""
+        part = (like.to_local() if isinstance(like, DistTensor) else like).new_zeros(self.held, width)
+        return self.joined(part)
+
+    def holds(self, x: Tensor) -> bool:
+        """True if the parts of a tensor have the rows of their ranks."""
+        if not isinstance(x, DistTensor):
+            return self.mesh is None
+        if self.mesh is None:
+            return Shard(0) not in x.placements
+        return x.mesh == self.mesh and all(
+            (mine == Shard(0)) == (its == Shard(0)) for mine, its in zip(self.placements, x.placements, strict=True)
+        )
+
     def replicated(self, whole: Tensor) -> Tensor:
         """Return a tensor that every rank has whole as a replicated one, which no hook shards."""
         return whole if self.mesh is None else shard_tensor(whole, self.mesh, [Replicate()] * self.mesh.ndim)

@@ -23,7 +23,12 @@ from ._calls import TokenCalls, has_encoder, token_calls
 from ._choice import choose_tokens
 from ._errors import GenerationError
 from ._request import GenerationRequest, Prompts, check_whole, request_of
+from ._step_calls import with_steps
+from ._step_runs import StepRuns
 from ._uniform import uniform
+
+STATIC_AFTER = 32
+"""Number of eager steps whose time recording takes, in order of magnitude."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +50,19 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A model that generates tokens; `sampler` makes it. The ranks ask every `ask_every` tokens if all rows ended."""
+    """A model that generates tokens; `sampler` makes it.
+
+    The ranks ask every `ask_every` tokens if all rows ended. A decode step becomes a program after `static_after`
+    tokens.
+    """
 
     model: nn.Module
     ask_every: int = 8
+    static_after: int | None = STATIC_AFTER
+    _runs: StepRuns = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_runs", StepRuns(self.static_after))
 
     def generate(
         self,
@@ -108,6 +122,8 @@ class Sampler:
         rows = [request.prompts[prompt] for prompt, _ in request.rows]
         with torch.no_grad(), _evaluating(self.model):
             calls = token_calls(self.model, rows, _device_of(self.model), max_new_tokens)
+            if self.static_after is not None and self._is_distributed:
+                calls = with_steps(calls, self._runs, max_new_tokens)
             return _Loop(calls, request, self.ask_every).run()
 
     def cache(self, capacity: int) -> Any:
@@ -134,11 +150,15 @@ class Sampler:
         write_in_place(made, capacity)
         return made
 
+    @property
+    def _is_distributed(self) -> bool:
+        return any(isinstance(p, DistTensor) for p in self.model.parameters())
+
     def _check(self, request: GenerationRequest) -> None:
         """Raise an error for a request that differs between ranks, or that the model cannot carry out."""
-        if any(isinstance(p, DistTensor) for p in self.model.parameters()):
+        if self._is_distributed:
             options = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
-            options["ask_every"] = self.ask_every
+            options |= {"ask_every": self.ask_every, "static_after": self.static_after}
             check_equal_options("tokens of a model on several ranks", options, current_world())
         is_pair = has_encoder(self.model)
         config: Any = getattr(self.model, "config", None)
@@ -152,14 +172,21 @@ class Sampler:
             request.check_capacity(positions, is_pair)
 
 
-def sampler(model: nn.Module, *, ask_every: int = 8) -> Sampler:
+def sampler(model: nn.Module, *, ask_every: int = 8, static_after: int | None = STATIC_AFTER) -> Sampler:
     """Return a sampler of a language model that is marked, planned or plain.
 
     The model is called as it is: `forward` of a model of transformers with its cache, or `forward(tokens) -> logits` of
     any causal model. `ask_every` is the number of tokens after which the ranks ask if all rows have ended.
 
+    With a decoder of transformers on several ranks, the step for one token becomes a program. It is recorded after
+    `static_after` tokens with one number of rows and one length of the cache, since recording takes the time of many
+    eager steps. Later calls of the sampler use the program again. With None, all steps run eagerly.
+
     Raises:
-        GenerationError: `model` is no module, or `ask_every` no positive whole number.
+        GenerationError: `model` is no module, `ask_every` no positive whole number, or `static_after` a negative one.
+
+    Warns:
+        EagerStepWarning: the step of a long generation cannot become a program, and runs eagerly. Told once.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - the caller may be untyped
         raise GenerationError(
@@ -169,7 +196,9 @@ def sampler(model: nn.Module, *, ask_every: int = 8) -> Sampler:
             "pass the model itself",
         )
     check_whole("ask_every", ask_every, 1)
-    return Sampler(model, ask_every)
+    if static_after is not None:
+        check_whole("static_after", static_after, 0)
+    return Sampler(model, ask_every, static_after)
 
 
 @dataclass(slots=True)
