@@ -120,7 +120,7 @@ class Sampler:
         )
         self._check(request)
         rows = [request.prompts[prompt] for prompt, _ in request.rows]
-        with torch.no_grad(), _evaluating(self.model):
+        with torch.no_grad(), _evaluating(self.model), self._runs.unchanged():
             calls = token_calls(self.model, rows, _device_of(self.model), max_new_tokens)
             if self.static_after is not None and self._is_distributed:
                 calls = with_steps(calls, self._runs, max_new_tokens)

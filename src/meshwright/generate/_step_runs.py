@@ -5,7 +5,8 @@ Shapes: r rows, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import current_communicator
-from meshwright.engine import DistModel, to_static, unshard_dtensor
+from meshwright.engine import DistModel, Strategy, to_static, unshard_dtensor
 from meshwright.layout import warn_user
+from meshwright.passes import OneRowProducts
 
 from ._decode_step import DecodeStep
 from ._errors import EagerStepWarning
@@ -24,6 +26,8 @@ BLOCK = 64
 """Memory is taken for a multiple of so many positions, so that calls of similar lengths use one program."""
 MOST_STEPS = 2
 """Most decode steps that a sampler keeps, each with its memory and its program; the oldest is dropped first."""
+
+STRATEGY = Strategy.of(fused_passes={"enable": True}, passes=(OneRowProducts(),))
 
 
 @dataclass(slots=True)
@@ -48,8 +52,18 @@ class StepRuns:
     known: list[StepRun] = field(default_factory=list[StepRun])
     eager_because: str = ""
     """Why no step is recorded, if none is."""
+    _inside: ExitStack = field(default_factory=ExitStack)
     is_off: bool = False
     """True if a step gave other logits than the model with a cache of transformers."""
+
+    @contextmanager
+    def unchanged(self) -> Generator[None]:
+        """Compare what the programs depend on once inside, not for each token: nothing but tensors changes there."""
+        with ExitStack() as self._inside:
+            for run in self.known:
+                if run.program is not None:
+                    self._inside.enter_context(run.program.unchanged())
+            yield
 
     def take(self, model: nn.Module, layers: Sequence[Any], rows: Rows, positions: int, logits_rv: Tensor) -> StepRun:
         """Return the step for a cache of these rows and at least these positions; its memory is zero."""
@@ -85,7 +99,7 @@ class StepRuns:
 
     def _recorded(self, step: DecodeStep, tokens_r1: Tensor, places_r1: Tensor) -> DistModel | None:
         """Return the program of a step, or None if it cannot be recorded or gives other logits on any rank."""
-        program = to_static(step)
+        program = to_static(step, strategy=STRATEGY)
         try:
             program.compile(tokens_r1, places_r1)
         except Exception as error:
@@ -95,6 +109,7 @@ class StepRuns:
         wanted_rv = step.rows.logits_here(step.logits).clone()
         program(tokens_r1, places_r1)  # writes the same keys and values again
         if same_logits(step.rows, step.rows.logits_here(step.logits), wanted_rv):
+            self._inside.enter_context(program.unchanged())
             return program
         self.stay_eager("its program gives other logits")
         return None
