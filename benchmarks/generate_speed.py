@@ -1,8 +1,8 @@
 """Seconds of generation on two processes over Gloo, beside `generate()` of transformers with `tp_plan="auto"`.
 
-A Llama with 6 layers of width 512 in float32, sharded with tensor parallelism. All contenders run in the same processes with
-one thread each, start with the same weights, and take turns. A ratio is the median, over the turns, of the ratio of two times
-of one turn. The cases:
+A Llama with 6 layers of width 512 in float32, sharded with tensor parallelism. All contenders run in the same
+processes with one thread each, start with the same weights, and take turns. A ratio is the median, over the turns, of
+the ratio of two times of one turn. The cases:
 
 call      batch 8, prompts of 32 tokens, 32 new tokens; also the collectives of a token
 long      a token behind 2,040 others: a program beside an eager step that writes its cache in place

@@ -9,7 +9,8 @@ _cache        caches of transformers that are written in place
 _calls        calls of a model: with a cache, as encoder and decoder, or on whole sequences
 _decode_step  the step for one token as a module, with memory for all positions
 _step_runs    runs of decode steps: eager at first, then as a program
-_step_calls   calls of a decoder by decode steps
+_slots        slots for rows, which prompts enter and leave
+_slot_loop    the loop over tokens of rows in slots
 _sampler      Sampler: the loop over tokens
 """
 

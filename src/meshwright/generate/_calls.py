@@ -54,6 +54,13 @@ def token_calls(
     return CachedCalls(model, prompts, device, cache, new_tokens)
 
 
+def decoder_cache(model: nn.Module) -> str | None:
+    """Return the name of the cache of a decoder of transformers that takes a mask and positions, or None."""
+    needed = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
+    is_decoder = hasattr(getattr(model, "config", None), "get_text_config") and not has_encoder(model)
+    return "past_key_values" if is_decoder and needed <= _parameters(model).keys() else None
+
+
 def _takes_padding(names: Mapping[str, object]) -> bool:
     """True if padding on the left changes no token: the model is told positions, or it is a recurrence without them."""
     return "attention_mask" in names and ("position_ids" in names or "cache_params" in names)
@@ -84,14 +91,9 @@ class CachedCalls:
     ) -> None:
         self.model, self.cache_name, self.names = model, cache, _parameters(model)
         self.ids_rs, self.mask_rs = _padded(prompts, device, left=True)
-        self.new_tokens, self.capacity = new_tokens, self.ids_rs.shape[1] + new_tokens
+        self.capacity = self.ids_rs.shape[1] + new_tokens
         self.is_even = bool(self.mask_rs.all())
         self.cache: Any = None
-
-    @property
-    def takes_steps(self) -> bool:
-        """True if the model is called with all that a decode step passes."""
-        return self.cache_name == "past_key_values" and {"attention_mask", "position_ids"} <= self.names.keys()
 
     @property
     def layers(self) -> Sequence[Any]:
@@ -103,6 +105,10 @@ class CachedCalls:
         logits_rv = self._call(self.ids_rs, self.mask_rs, positions_rs)
         self.rows = rows_of(logits_rv)
         return logits_rv
+
+    def rows_after(self, logits_rv: Tensor) -> Tensor:
+        """Return the logits of this rank's rows, with the whole vocabulary."""
+        return self.rows.logits_here(logits_rv)
 
     def after(self, tokens_r1: Tensor) -> Tensor:
         write_in_place(self.cache, self.capacity)  # layers that are written in place stay

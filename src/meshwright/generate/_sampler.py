@@ -20,12 +20,12 @@ from meshwright.tensor import DistTensor
 
 from ._cache import write_in_place
 from ._calls import TokenCalls, has_encoder, token_calls
-from ._choice import choose_tokens
+from ._choice import choose_rows
 from ._errors import GenerationError
 from ._request import GenerationRequest, Prompts, check_whole, request_of
-from ._step_calls import with_steps
+from ._slot_loop import SlotLoop
+from ._slots import slots_for
 from ._step_runs import StepRuns
-from ._uniform import uniform
 
 STATIC_AFTER = 32
 """Number of eager steps whose time recording takes, in order of magnitude."""
@@ -76,6 +76,7 @@ class Sampler:
         n: int = 1,
         seed: int = 0,
         mask: Tensor | None = None,
+        batch_size: int | None = None,
     ) -> Generated:
         """Return `n` continuations of each prompt; every rank makes the call with the same arguments.
 
@@ -92,6 +93,8 @@ class Sampler:
             n: Number of samples of each prompt.
             seed: Seed of the random numbers.
             mask: 0 or False for each token of `prompts` that is padding, on the left or on the right.
+            batch_size: Upper bound of the rows that are computed at a time, rounded up to a multiple of the ranks with
+                rows of their own. A row that ends makes place for one that waits. None computes all rows at once.
 
         Raises:
             GenerationError: there is no prompt, an empty one, one with an unknown token, one that is longer than the
@@ -118,13 +121,35 @@ class Sampler:
             n=n,
             seed=seed,
         )
-        self._check(request)
-        rows = [request.prompts[prompt] for prompt, _ in request.rows]
-        with torch.no_grad(), _evaluating(self.model), self._runs.unchanged():
-            calls = token_calls(self.model, rows, _device_of(self.model), max_new_tokens)
-            if self.static_after is not None and self._is_distributed:
-                calls = with_steps(calls, self._runs, max_new_tokens)
-            return _Loop(calls, request, self.ask_every).run()
+        if batch_size is not None:
+            check_whole("batch_size", batch_size, 1)
+        self._check(request, batch_size)
+        count = min(batch_size or len(request.rows), len(request.rows))
+        with torch.no_grad(), _evaluating(self.model), self._runs.call(self._is_distributed):
+            found = self._in_slots(request, count)
+            return _generated(request, *(self._in_batches(request, count) if found is None else found))
+
+    def _in_slots(self, request: GenerationRequest, count: int) -> tuple[Tensor, Tensor] | None:
+        """Return tokens and log-probabilities by decode steps; None if these do not fit the model, or gain nothing."""
+        may_record = self._is_distributed and self.static_after is not None
+        if not may_record and request.n == 1 and count == len(request.rows):
+            return None
+        slots = slots_for(self.model, _device_of(self.model), self._runs, request, count)
+        return None if slots is None else SlotLoop(slots, request, self.ask_every).run()
+
+    def _in_batches(self, request: GenerationRequest, count: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probabilities of batches of at most `count` rows, one after the other."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for at in range(0, len(request.rows), count):
+            rows = request.rows[at : at + count]
+            prompts = [request.prompts[prompt] for prompt, _ in rows]
+            calls = token_calls(self.model, prompts, _device_of(self.model), request.max_new_tokens)
+            found.append(_Loop(calls, request, rows, self.ask_every).run())
+        tokens, log_probs = (
+            [nn.functional.pad(x, (0, request.max_new_tokens - x.shape[1])) for x in each]
+            for each in zip(*found, strict=True)
+        )
+        return torch.cat(tokens), torch.cat(log_probs)
 
     def cache(self, capacity: int) -> Any:
         """Return a cache for `generate(past_key_values=…)` of a model of transformers, which is written in place.
@@ -154,11 +179,11 @@ class Sampler:
     def _is_distributed(self) -> bool:
         return any(isinstance(p, DistTensor) for p in self.model.parameters())
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _check(self, request: GenerationRequest, batch_size: int | None) -> None:
         """Raise an error for a request that differs between ranks, or that the model cannot carry out."""
         if self._is_distributed:
             options = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
-            options |= {"ask_every": self.ask_every, "static_after": self.static_after}
+            options |= {"ask_every": self.ask_every, "static_after": self.static_after, "batch_size": batch_size}
             check_equal_options("tokens of a model on several ranks", options, current_world())
         is_pair = has_encoder(self.model)
         config: Any = getattr(self.model, "config", None)
@@ -207,22 +232,23 @@ class _Loop:
 
     calls: TokenCalls
     request: GenerationRequest
+    numbered: tuple[tuple[int, int], ...]
+    """The prompt and the sample of each row."""
     ask_every: int
     tokens: list[Tensor] = field(default_factory=list[Tensor])
     log_probs: list[Tensor] = field(default_factory=list[Tensor])
-    numbered: tuple[tuple[int, int], ...] = ()
-    """The prompt and the sample of each row of this rank."""
 
-    def run(self) -> Generated:
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens and log-probabilities [r, t] of all rows, on every rank."""
         request = self.request
         logits_rv = self.calls.first()
         request.check_stop(logits_rv.shape[-1])
         stop = torch.tensor(request.stop, dtype=torch.int64, device=logits_rv.device)
         rows = self.calls.rows
-        self.numbered = request.rows[rows.first : rows.first + rows.held]
+        mine = self.numbered[rows.first : rows.first + rows.held]
         ended_r = torch.zeros(rows.held, dtype=torch.bool, device=logits_rv.device)
         for step in range(request.max_new_tokens):
-            chosen_r, log_probs_r = self._chosen(rows.logits_here(logits_rv), step)
+            chosen_r, log_probs_r = choose_rows(rows.logits_here(logits_rv), request, mine, [step] * rows.held)
             chosen_r = chosen_r.masked_fill(ended_r, 0)
             self.tokens.append(chosen_r)
             self.log_probs.append(log_probs_r.masked_fill(ended_r, 0.0))
@@ -230,13 +256,10 @@ class _Loop:
             if step + 1 == request.max_new_tokens or self._all_ended(step, ended_r):
                 break
             logits_rv = self.calls.after(rows.joined(chosen_r[:, None]))
-        return self._result()
-
-    def _chosen(self, logits_rv: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        request = self.request
-        numbers = [uniform(request.seed, prompt, sample, step) for prompt, sample in self.numbered]
-        uniforms_r = torch.tensor(numbers, dtype=torch.float64, device=logits_rv.device)
-        return choose_tokens(logits_rv, uniforms_r, request.temperature, request.top_k, request.top_p)
+        tokens_rt, log_probs_rt = torch.stack(self.tokens, -1), torch.stack(self.log_probs, -1)
+        packed_r2t = torch.stack([tokens_rt.double(), log_probs_rt.double()], 1)  # one collective for both
+        tokens_rt, log_probs_rt = unshard_dtensor(rows.joined(packed_r2t)).unbind(1)
+        return tokens_rt.long(), log_probs_rt.float()
 
     def _all_ended(self, step: int, ended_r: Tensor) -> bool:
         """True if every row has ended; the ranks ask each other after every `ask_every` tokens."""
@@ -244,30 +267,23 @@ class _Loop:
             return False
         return bool(unshard_dtensor(self.calls.rows.joined(ended_r)).all())
 
-    def _result(self) -> Generated:
-        """Return the tokens of all rows, up to the end of the longest one."""
-        tokens_rt, log_probs_rt = torch.stack(self.tokens, -1), torch.stack(self.log_probs, -1)
-        packed_r2t = torch.stack([tokens_rt.double(), log_probs_rt.double()], 1)  # one collective for both
-        tokens_rt, log_probs_rt = unshard_dtensor(self.calls.rows.joined(packed_r2t)).unbind(1)
-        tokens_rt, log_probs_rt = tokens_rt.long(), log_probs_rt.float()
-        broken_r = log_probs_rt.isnan().any(-1)
-        if bool(broken_r.any()):
-            raise GenerationError(
-                "tokens of a model",
-                f"NaN or infinity among the logits of row {int(broken_r.int().argmax())}, divided by the temperature",
-                "they give no probabilities",
-                "look for NaN in the model's parameters: mw.verify compares the model with one device",
-            )
-        lengths_r = self._lengths(tokens_rt)
-        longest = int(lengths_r.max())
-        return Generated(tokens_rt[:, :longest], lengths_r, log_probs_rt[:, :longest])
 
-    def _lengths(self, tokens_rt: Tensor) -> Tensor:
-        """Return the number of tokens up to the first stop token of each row, including it."""
-        stop = torch.tensor(self.request.stop, dtype=torch.int64, device=tokens_rt.device)
-        is_stop_rt = torch.isin(tokens_rt, stop)
-        first_r = is_stop_rt.int().argmax(-1) + 1
-        return torch.where(is_stop_rt.any(-1), first_r, tokens_rt.shape[-1])
+def _generated(request: GenerationRequest, tokens_rt: Tensor, log_probs_rt: Tensor) -> Generated:
+    """Return the result, up to the end of the longest row. Raises GenerationError for logits without probabilities."""
+    broken_r = log_probs_rt.isnan().any(-1)
+    if bool(broken_r.any()):
+        raise GenerationError(
+            "tokens of a model",
+            f"NaN or infinity among the logits of row {int(broken_r.int().argmax())}, divided by the temperature",
+            "they give no probabilities",
+            "look for NaN in the model's parameters: mw.verify compares the model with one device",
+        )
+    stop = torch.tensor(request.stop, dtype=torch.int64, device=tokens_rt.device)
+    is_stop_rt = torch.isin(tokens_rt, stop)
+    first_r = is_stop_rt.int().argmax(-1) + 1
+    lengths_r = torch.where(is_stop_rt.any(-1), first_r, tokens_rt.shape[-1])
+    longest = int(lengths_r.max())
+    return Generated(tokens_rt[:, :longest], lengths_r, log_probs_rt[:, :longest])
 
 
 @contextmanager

@@ -52,13 +52,18 @@ class StepRuns:
     known: list[StepRun] = field(default_factory=list[StepRun])
     eager_because: str = ""
     """Why no step is recorded, if none is."""
+    _records: bool = False
     _inside: ExitStack = field(default_factory=ExitStack)
     is_off: bool = False
     """True if a step gave other logits than the model with a cache of transformers."""
 
     @contextmanager
-    def unchanged(self) -> Generator[None]:
-        """Compare what the programs depend on once inside, not for each token: nothing but tensors changes there."""
+    def call(self, is_distributed: bool) -> Generator[None]:
+        """Record steps inside if the model is distributed.
+
+        What the programs depend on is compared once inside, not for each token: nothing but tensors changes there.
+        """
+        self._records = is_distributed and self.static_after is not None
         with ExitStack() as self._inside:
             for run in self.known:
                 if run.program is not None:
@@ -78,8 +83,7 @@ class StepRuns:
 
     def logits(self, run: StepRun, tokens_r1: Tensor, places_r1: Tensor) -> Tensor:
         """Return the logits [r, v] after these tokens at these positions."""
-        is_due = self.static_after is not None and run.runs >= self.static_after
-        if is_due and run.program is None and not self.eager_because:
+        if run.program is None and not self.eager_because and self._is_due(run.runs):
             run.program = self._recorded(run.step, tokens_r1, places_r1)
         run.runs += 1
         (run.program or run.step)(tokens_r1, places_r1)
@@ -87,8 +91,12 @@ class StepRuns:
 
     def refuse(self, why: str, new_tokens: int) -> None:
         """Warn that calls for so many tokens take no steps, if a program was expected."""
-        if self.static_after is not None and new_tokens > self.static_after:
+        if self._is_due(new_tokens - 1):
             self.stay_eager(why)
+
+    def _is_due(self, runs: int) -> bool:
+        """True if a step is recorded after so many runs."""
+        return self._records and self.static_after is not None and runs >= self.static_after
 
     def stay_eager(self, why: str) -> None:
         """Record no step from now on, and warn with the reason."""
