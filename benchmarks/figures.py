@@ -23,7 +23,7 @@ RESULTS = HERE / "results.json"
 ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products"),
     *("context", "attention_memory"),
-    *("aliases", "mutations", "optimizers", "escapes", "plans", "experts", "generate"),
+    *("aliases", "mutations", "optimizers", "escapes", "plans", "experts", "generate", "generate_speed"),
     *("capture_paths", "static_equals_eager", "stale", "first_static_step", "one_program", "communications"),
     *("static_speed", "same_transport", "overlap", "races", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),

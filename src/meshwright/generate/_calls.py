@@ -62,8 +62,11 @@ def decoder_cache(model: nn.Module) -> str | None:
 
 
 def _takes_padding(names: Mapping[str, object]) -> bool:
-    """True if padding on the left changes no token: the model is told positions, or it is a recurrence without them."""
-    return "attention_mask" in names and ("position_ids" in names or "cache_params" in names)
+    """True if padding on the left changes no token: the model is told positions.
+
+    A recurrence is not: the logits of Mamba of transformers change by 0.06 if any row of the batch has padding.
+    """
+    return {"attention_mask", "position_ids"} <= names.keys()
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
