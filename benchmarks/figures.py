@@ -23,10 +23,10 @@ RESULTS = HERE / "results.json"
 ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products"),
     *("context", "attention_memory"),
-    *("aliases", "mutations", "optimizers", "escapes", "plans", "experts", "generate", "same_numbers"),
+    *("aliases", "mutations", "optimizers", "escapes", "plans", "experts"),
+    *("generate", "generate_speed", "same_numbers"),
     *("capture_paths", "static_equals_eager", "stale", "first_static_step", "one_program", "communications"),
-    *("static_speed", "same_transport", "overlap", "races", "collectives_per_step", "replayable"),
-    "compile_scale",
+    *("static_speed", "same_transport", "collectives_per_step", "replayable", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),
     *("closed_forms", "scheduler", "pipeline_gradients", "pipeline_overhead", "split_backward", "seed_pipeline"),
     *("races", "overlap", "conformance", "gpu"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshwright as mw
 from meshwright.engine.recording.setting import Roots, Setting
 
 Change = Callable[[nn.Linear, torch.optim.Optimizer], Any]
@@ -98,3 +99,25 @@ def test_equal_states_of_other_tensors_are_no_change() -> None:
     optimizer.param_groups[0]["lr"] = 0.5
     layer.weight.register_hook(lambda grad: grad).remove()
     assert setting.holds()
+
+
+def test_a_setting_is_compared_once_where_the_caller_says_that_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Setting] = []
+    holds = Setting.holds
+    monkeypatch.setattr(Setting, "holds", lambda setting: compared.append(setting) or holds(setting))
+
+    def go() -> list[int]:
+        layer, counts = nn.Linear(4, 4), []
+        model, x = mw.to_static(layer), torch.ones(2, 4)
+        model(x)
+        with model.unchanged():
+            for _ in range(3):
+                before = len(compared)
+                model(x)
+                counts.append(len(compared) - before)
+        layer.register_buffer("other", torch.zeros(1))
+        model(x)
+        assert model.recordings == 2
+        return counts
+
+    assert mw.simulate(go, 1) == [[1, 0, 0]]

@@ -54,6 +54,12 @@ def bart() -> Any:
     return transformers.BartForConditionalGeneration(config).eval()
 
 
+def mamba() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 48, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "use_cache": True}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, initializer_range=0.5)).eval()
+
+
 MODELS = {"Llama": llama, "T5": t5, "BART": bart}
 
 
@@ -95,6 +101,16 @@ def test_the_sampler_gives_the_tokens_of_one_device(name: str, mesh: str) -> Non
     found, _ = on_mesh(mesh, MODELS[name], sample)
     for tokens, wanted in zip(found, sample(MODELS[name]()), strict=True):
         assert torch.equal(tokens, wanted)
+
+
+@pytest.mark.parametrize("make", [llama, t5, bart, mamba])
+def test_other_prompts_change_no_log_probability(make: Any) -> None:
+    """Padding changed those of state-space models."""
+    sampler = mw.sampler(make())
+    together = sampler.generate(PROMPTS, NEW, temperature=0)
+    for row, prompt in enumerate(PROMPTS):
+        alone = sampler.generate([prompt], NEW, temperature=0)
+        torch.testing.assert_close(together.log_probs[row], alone.log_probs[0], atol=1e-5, rtol=1e-5)
 
 
 def each_token(mesh: str, call: Any) -> dict[str, float]:

@@ -23,7 +23,7 @@ from meshwright.graph import (
     registered_rewrites,
     runner,
 )
-from meshwright.passes import FuseActivation, FuseAttention, FuseLoss, FuseNorm, Tidy
+from meshwright.passes import FuseActivation, FuseAttention, FuseLoss, FuseNorm, OneRowProducts, Tidy
 from meshwright.passes.operators.fuse_activation import MERGE
 
 SETS = ("fuse_activation", "fuse_attention", "fuse_loss", "fuse_norm")
@@ -303,3 +303,16 @@ def test_gradients_are_those_of_the_block() -> None:
 def _given(p: Program, block: Block, x: Tensor) -> list[Tensor]:
     named = dict(block.named_parameters())
     return [named.get(i.name, x) for i in p.inputs]
+
+
+# products
+
+
+def test_rows_of_one_matrix_are_one_product() -> None:
+    """Only single rows: the matrix of several rows is read once anyway, and their product may not be a view."""
+
+    def products(x: Tensor, y: Tensor, w: Tensor, many: Tensor) -> tuple[Tensor, ...]:
+        return torch.bmm(x, w.expand(4, -1, -1)), torch.bmm(y, w.expand(4, -1, -1)), torch.bmm(x, many)
+
+    given = random_tensors((4, 1, 3), (4, 2, 3), (3, 5), (4, 3, 5))
+    assert fused(products, given, OneRowProducts()) == {"squeeze": 1, "mm": 1, "unsqueeze": 1, "expand": 1, "bmm": 2}

@@ -5,8 +5,22 @@ Shapes: r rows, v vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from ._request import GenerationRequest
+from ._uniform import uniform
+
+
+def choose_rows(
+    logits_rv: Tensor, request: GenerationRequest, rows: Sequence[tuple[int, int]], steps: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return a token for each row, which is a prompt and a sample at a step of its own, and its log-probability."""
+    numbers = [uniform(request.seed, *row, step) for row, step in zip(rows, steps, strict=True)]
+    uniforms_r = torch.tensor(numbers, dtype=torch.float64, device=logits_rv.device)
+    return choose_tokens(logits_rv, uniforms_r, request.temperature, request.top_k, request.top_p)
 
 
 def choose_tokens(

@@ -48,6 +48,25 @@ class Rows:
         """Return a tensor that every rank has whole with its rows distributed."""
         return whole if self.mesh is None else shard_tensor(whole, self.mesh, self.placements)
 
+    def resized(self, count: int) -> Rows:
+        """Return the distribution of another number of rows on the same ranks."""
+        return Rows(count, 0, count) if self.mesh is None else _rows(count, self.mesh, self.placements)
+
+    def zeros(self, like: Tensor, width: int) -> Tensor:
+        """Return zeros [rows, width] with the dtype of a tensor, distributed as the rows are."""
+        part = (like.to_local() if isinstance(like, DistTensor) else like).new_zeros(self.held, width)
+        return self.joined(part)
+
+    def holds(self, x: Tensor) -> bool:
+        """True if the parts of a tensor have the rows of their ranks."""
+        if not isinstance(x, DistTensor):
+            return self.mesh is None
+        if self.mesh is None:
+            return Shard(0) not in x.placements
+        return x.mesh == self.mesh and all(
+            (mine == Shard(0)) == (its == Shard(0)) for mine, its in zip(self.placements, x.placements, strict=True)
+        )
+
     def replicated(self, whole: Tensor) -> Tensor:
         """Return a tensor that every rank has whole as a replicated one, which no hook shards."""
         return whole if self.mesh is None else shard_tensor(whole, self.mesh, [Replicate()] * self.mesh.ndim)
@@ -58,7 +77,10 @@ def rows_of(logits_rv: Tensor) -> Rows:
     count = logits_rv.shape[0]
     if not isinstance(logits_rv, DistTensor) or logits_rv.mesh.size < current_communicator().size:
         return Rows(count, 0, count)
-    placements = tuple(p if p == Shard(0) else Replicate() for p in logits_rv.placements)
-    like = shard_tensor(torch.empty(count, 1, device="meta"), logits_rv.mesh, placements).spec
+    return _rows(count, logits_rv.mesh, tuple(p if p == Shard(0) else Replicate() for p in logits_rv.placements))
+
+
+def _rows(count: int, mesh: ProcessMesh, placements: tuple[Placement, ...]) -> Rows:
+    like = shard_tensor(torch.empty(count, 1, device="meta"), mesh, placements).spec
     rank = current_communicator().rank
-    return Rows(count, like.offset(rank, 0), like.local_shape(rank)[0], logits_rv.mesh, placements)
+    return Rows(count, like.offset(rank, 0), like.local_shape(rank)[0], mesh, placements)

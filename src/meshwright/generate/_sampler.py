@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -21,10 +21,15 @@ from meshwright.weights import release, restore, version_to_sample
 
 from ._cache import write_in_place
 from ._calls import TokenCalls, has_encoder, token_calls
-from ._choice import choose_tokens
+from ._choice import choose_rows
 from ._errors import GenerationError
 from ._request import GenerationRequest, Prompts, check_whole, request_of
-from ._uniform import uniform
+from ._slot_loop import SlotLoop
+from ._slots import slots_for
+from ._step_runs import StepRuns
+
+STATIC_AFTER = 32
+"""Number of eager steps whose time recording takes, in order of magnitude."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +48,24 @@ class Generated:
     tokens: Tensor
     lengths: Tensor
     log_probs: Tensor
-    weight_version: int = 0
+    weight_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """A model that generates tokens; `sampler` makes it. The ranks ask every `ask_every` tokens if all rows ended."""
+    """A model that generates tokens; `sampler` makes it.
+
+    The ranks ask every `ask_every` tokens if all rows ended. A decode step becomes a program after `static_after`
+    tokens.
+    """
 
     model: nn.Module
     ask_every: int = 8
+    static_after: int | None = STATIC_AFTER
+    _runs: StepRuns = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_runs", StepRuns(self.static_after))
 
     def generate(
         self,
@@ -65,6 +79,7 @@ class Sampler:
         n: int = 1,
         seed: int = 0,
         mask: Tensor | None = None,
+        batch_size: int | None = None,
     ) -> Generated:
         """Return `n` continuations of each prompt; every rank makes the call with the same arguments.
 
@@ -81,6 +96,8 @@ class Sampler:
             n: Number of samples of each prompt.
             seed: Seed of the random numbers.
             mask: 0 or False for each token of `prompts` that is padding, on the left or on the right.
+            batch_size: Upper bound of the rows that are computed at a time, rounded up to a multiple of the ranks with
+                rows of their own. A row that ends makes place for one that waits. None computes all rows at once.
 
         Raises:
             GenerationError: there is no prompt, an empty one, one with an unknown token, one that is longer than the
@@ -108,21 +125,46 @@ class Sampler:
             n=n,
             seed=seed,
         )
-        self._check(request)
+        if batch_size is not None:
+            check_whole("batch_size", batch_size, 1)
+        self._check(request, batch_size)
         version = version_to_sample(self.model)
-        rows = [request.prompts[prompt] for prompt, _ in request.rows]
-        with torch.no_grad(), _evaluating(self.model):
-            calls = token_calls(self.model, rows, _device_of(self.model), max_new_tokens)
-            found = _Loop(calls, request, self.ask_every).run()
-        return replace(found, weight_version=version)
+        count = min(batch_size or len(request.rows), len(request.rows))
+        with torch.no_grad(), _evaluating(self.model), self._runs.call(self._is_distributed):
+            found = self._in_slots(request, count)
+            found = self._in_batches(request, count) if found is None else found
+            return _generated(request, *found, version)
 
     def sleep(self) -> None:
-        """Free the weights that `mw.weights.sync` copied; weights that are the trainer's stay. No cache is kept."""
+        """Free the memory of decode steps, and the weights that `mw.weights.sync` copied; shared weights stay."""
+        self._runs.clear()
         release(self.model)
 
     def wake(self) -> None:
         """Get the weights back that `sleep` freed, as the trainer has them now; every rank makes the call."""
         restore(self.model)
+
+    def _in_slots(self, request: GenerationRequest, count: int) -> tuple[Tensor, Tensor] | None:
+        """Return tokens and log-probabilities by decode steps; None if these do not fit the model, or gain nothing."""
+        may_record = self._is_distributed and self.static_after is not None
+        if not may_record and request.n == 1 and count == len(request.rows):
+            return None
+        slots = slots_for(self.model, _device_of(self.model), self._runs, request, count)
+        return None if slots is None else SlotLoop(slots, request, self.ask_every).run()
+
+    def _in_batches(self, request: GenerationRequest, count: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and log-probabilities of batches of at most `count` rows, one after the other."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for at in range(0, len(request.rows), count):
+            rows = request.rows[at : at + count]
+            prompts = [request.prompts[prompt] for prompt, _ in rows]
+            calls = token_calls(self.model, prompts, _device_of(self.model), request.max_new_tokens)
+            found.append(_Loop(calls, request, rows, self.ask_every).run())
+        tokens, log_probs = (
+            [nn.functional.pad(x, (0, request.max_new_tokens - x.shape[1])) for x in each]
+            for each in zip(*found, strict=True)
+        )
+        return torch.cat(tokens), torch.cat(log_probs)
 
     def cache(self, capacity: int) -> Any:
         """Return a cache for `generate(past_key_values=…)` of a model of transformers, which is written in place.
@@ -148,11 +190,15 @@ class Sampler:
         write_in_place(made, capacity)
         return made
 
-    def _check(self, request: GenerationRequest) -> None:
+    @property
+    def _is_distributed(self) -> bool:
+        return any(isinstance(p, DistTensor) for p in self.model.parameters())
+
+    def _check(self, request: GenerationRequest, batch_size: int | None) -> None:
         """Raise an error for a request that differs between ranks, or that the model cannot carry out."""
-        if any(isinstance(p, DistTensor) for p in self.model.parameters()):
+        if self._is_distributed:
             options = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
-            options["ask_every"] = self.ask_every
+            options |= {"ask_every": self.ask_every, "static_after": self.static_after, "batch_size": batch_size}
             check_equal_options("tokens of a model on several ranks", options, current_world())
         is_pair = has_encoder(self.model)
         config: Any = getattr(self.model, "config", None)
@@ -166,14 +212,21 @@ class Sampler:
             request.check_capacity(positions, is_pair)
 
 
-def sampler(model: nn.Module, *, ask_every: int = 8) -> Sampler:
+def sampler(model: nn.Module, *, ask_every: int = 8, static_after: int | None = STATIC_AFTER) -> Sampler:
     """Return a sampler of a language model that is marked, planned or plain.
 
     The model is called as it is: `forward` of a model of transformers with its cache, or `forward(tokens) -> logits` of
     any causal model. `ask_every` is the number of tokens after which the ranks ask if all rows have ended.
 
+    With a decoder of transformers on several ranks, the step for one token becomes a program. It is recorded after
+    `static_after` tokens with one number of rows and one length of the cache, since recording takes the time of many
+    eager steps. Later calls of the sampler use the program again. With None, all steps run eagerly.
+
     Raises:
-        GenerationError: `model` is no module, or `ask_every` no positive whole number.
+        GenerationError: `model` is no module, `ask_every` no positive whole number, or `static_after` a negative one.
+
+    Warns:
+        EagerStepWarning: the step of a long generation cannot become a program, and runs eagerly. Told once.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - the caller may be untyped
         raise GenerationError(
@@ -183,7 +236,9 @@ def sampler(model: nn.Module, *, ask_every: int = 8) -> Sampler:
             "pass the model itself",
         )
     check_whole("ask_every", ask_every, 1)
-    return Sampler(model, ask_every)
+    if static_after is not None:
+        check_whole("static_after", static_after, 0)
+    return Sampler(model, ask_every, static_after)
 
 
 @dataclass(slots=True)
@@ -192,22 +247,23 @@ class _Loop:
 
     calls: TokenCalls
     request: GenerationRequest
+    numbered: tuple[tuple[int, int], ...]
+    """The prompt and the sample of each row."""
     ask_every: int
     tokens: list[Tensor] = field(default_factory=list[Tensor])
     log_probs: list[Tensor] = field(default_factory=list[Tensor])
-    numbered: tuple[tuple[int, int], ...] = ()
-    """The prompt and the sample of each row of this rank."""
 
-    def run(self) -> Generated:
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens and log-probabilities [r, t] of all rows, on every rank."""
         request = self.request
         logits_rv = self.calls.first()
         request.check_stop(logits_rv.shape[-1])
         stop = torch.tensor(request.stop, dtype=torch.int64, device=logits_rv.device)
         rows = self.calls.rows
-        self.numbered = request.rows[rows.first : rows.first + rows.held]
+        mine = self.numbered[rows.first : rows.first + rows.held]
         ended_r = torch.zeros(rows.held, dtype=torch.bool, device=logits_rv.device)
         for step in range(request.max_new_tokens):
-            chosen_r, log_probs_r = self._chosen(rows.logits_here(logits_rv), step)
+            chosen_r, log_probs_r = choose_rows(rows.logits_here(logits_rv), request, mine, [step] * rows.held)
             chosen_r = chosen_r.masked_fill(ended_r, 0)
             self.tokens.append(chosen_r)
             self.log_probs.append(log_probs_r.masked_fill(ended_r, 0.0))
@@ -215,13 +271,10 @@ class _Loop:
             if step + 1 == request.max_new_tokens or self._all_ended(step, ended_r):
                 break
             logits_rv = self.calls.after(rows.joined(chosen_r[:, None]))
-        return self._result()
-
-    def _chosen(self, logits_rv: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        request = self.request
-        numbers = [uniform(request.seed, prompt, sample, step) for prompt, sample in self.numbered]
-        uniforms_r = torch.tensor(numbers, dtype=torch.float64, device=logits_rv.device)
-        return choose_tokens(logits_rv, uniforms_r, request.temperature, request.top_k, request.top_p)
+        tokens_rt, log_probs_rt = torch.stack(self.tokens, -1), torch.stack(self.log_probs, -1)
+        packed_r2t = torch.stack([tokens_rt.double(), log_probs_rt.double()], 1)  # one collective for both
+        tokens_rt, log_probs_rt = unshard_dtensor(rows.joined(packed_r2t)).unbind(1)
+        return tokens_rt.long(), log_probs_rt.float()
 
     def _all_ended(self, step: int, ended_r: Tensor) -> bool:
         """True if every row has ended; the ranks ask each other after every `ask_every` tokens."""
@@ -229,30 +282,23 @@ class _Loop:
             return False
         return bool(unshard_dtensor(self.calls.rows.joined(ended_r)).all())
 
-    def _result(self) -> Generated:
-        """Return the tokens of all rows, up to the end of the longest one."""
-        tokens_rt, log_probs_rt = torch.stack(self.tokens, -1), torch.stack(self.log_probs, -1)
-        packed_r2t = torch.stack([tokens_rt.double(), log_probs_rt.double()], 1)  # one collective for both
-        tokens_rt, log_probs_rt = unshard_dtensor(self.calls.rows.joined(packed_r2t)).unbind(1)
-        tokens_rt, log_probs_rt = tokens_rt.long(), log_probs_rt.float()
-        broken_r = log_probs_rt.isnan().any(-1)
-        if bool(broken_r.any()):
-            raise GenerationError(
-                "tokens of a model",
-                f"NaN or infinity among the logits of row {int(broken_r.int().argmax())}, divided by the temperature",
-                "they give no probabilities",
-                "look for NaN in the model's parameters: mw.verify compares the model with one device",
-            )
-        lengths_r = self._lengths(tokens_rt)
-        longest = int(lengths_r.max())
-        return Generated(tokens_rt[:, :longest], lengths_r, log_probs_rt[:, :longest])
 
-    def _lengths(self, tokens_rt: Tensor) -> Tensor:
-        """Return the number of tokens up to the first stop token of each row, including it."""
-        stop = torch.tensor(self.request.stop, dtype=torch.int64, device=tokens_rt.device)
-        is_stop_rt = torch.isin(tokens_rt, stop)
-        first_r = is_stop_rt.int().argmax(-1) + 1
-        return torch.where(is_stop_rt.any(-1), first_r, tokens_rt.shape[-1])
+def _generated(request: GenerationRequest, tokens_rt: Tensor, log_probs_rt: Tensor, version: int) -> Generated:
+    """Return the result, up to the end of the longest row. Raises GenerationError for logits without probabilities."""
+    broken_r = log_probs_rt.isnan().any(-1)
+    if bool(broken_r.any()):
+        raise GenerationError(
+            "tokens of a model",
+            f"NaN or infinity among the logits of row {int(broken_r.int().argmax())}, divided by the temperature",
+            "they give no probabilities",
+            "look for NaN in the model's parameters: mw.verify compares the model with one device",
+        )
+    stop = torch.tensor(request.stop, dtype=torch.int64, device=tokens_rt.device)
+    is_stop_rt = torch.isin(tokens_rt, stop)
+    first_r = is_stop_rt.int().argmax(-1) + 1
+    lengths_r = torch.where(is_stop_rt.any(-1), first_r, tokens_rt.shape[-1])
+    longest = int(lengths_r.max())
+    return Generated(tokens_rt[:, :longest], lengths_r, log_probs_rt[:, :longest], version)
 
 
 @contextmanager

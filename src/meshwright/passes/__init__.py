@@ -27,6 +27,7 @@ from .operators.fuse_attention import FuseAttention
 from .operators.fuse_loss import FuseLoss
 from .operators.fuse_norm import FuseNorm
 from .operators.identity_removal import Tidy
+from .operators.one_row_products import OneRowProducts
 from .strategies.amp import Amp
 from .strategies.gradient_accumulation import Merge
 from .strategies.sequence_parallel import SequenceParallel
@@ -46,6 +47,7 @@ __all__ = [
     "InPlace",
     "Linear",
     "Merge",
+    "OneRowProducts",
     "OverlapSchedule",
     "Recompute",
     "Regather",

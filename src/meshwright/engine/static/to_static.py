@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ from ..recording.recorded_model import Mode, RecordedModel
 from ..recording.refuse_call import refuse_call, refuse_shared
 from ..recording.setting import Roots, Setting, first_marks, form_of
 from ..recording.strategy import Strategy
-from ..recording.variants import ProgramVariant, Variants, sizes_of
+from ..recording.variants import ProgramVariant, Variants, kind_of, sizes_of
 from .pieces import ModelPieces
 from .pipeline_step import ScheduleChoice, SeparateBatches
 from .program_builder import Builder, CompiledProgram
@@ -78,6 +79,7 @@ class DistModel:
         self._marks: dict[str, str] = {}
         self._latest: CompiledProgram | None = None
         self._runs = 0
+        self._unchanged: dict[object, CompiledProgram] | None = None
         self._checks = StaticChecks(self.state_dict)
         mode: Mode = "train" if optimizer is not None else "eval" if loss is not None else "predict"
         scaling = strategy.amp.scaling
@@ -205,11 +207,28 @@ class DistModel:
     def _program_for(self, batch: Sequence[Any], leaves: Sequence[Any]) -> CompiledProgram:
         """Return the program for the batch, recorded now if there is none."""
         key = self._key(batch)
-        found = self._variants.find(key, leaves)
+        known = self._unchanged
+        kind = None if known is None else (key, tuple(map(kind_of, leaves)), sizes_of(leaves))
+        found = None if known is None else known.get(kind)
         if found is None:
-            found = self._record_program(batch, key, leaves)
+            found = self._variants.find(key, leaves) or self._record_program(batch, key, leaves)
+        if known is not None:
+            known[kind] = found
         self._latest = found
         return found
+
+    @contextmanager
+    def unchanged(self) -> Generator[None]:
+        """Compare the setting of each program with the present one only once inside.
+
+        The caller promises that nothing changes there which the programs depend on: attributes, layouts, modes, hooks.
+        Values of parameters and buffers may change.
+        """
+        self._unchanged = {}
+        try:
+            yield
+        finally:
+            self._unchanged = None
 
     def _record_program(self, batch: Sequence[Any], key: object, leaves: Sequence[Any]) -> CompiledProgram:
         """Return a new program for the batch, from a file or recorded now."""

@@ -9,5 +9,6 @@ In reading order:
     fuse_attention         hand-written attention as `scaled_dot_product_attention`
     fuse_loss              hand-written cross entropy as one operator
     fuse_accumulation      `acc + a @ b` as one operator, for accumulated gradients
+    one_row_products       batched products of single rows with one matrix as one product
     foreach                the optimizer's operators on single parameters as operators on lists
 """

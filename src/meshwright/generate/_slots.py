@@ -1,0 +1,112 @@
+"""Slots for rows: a prompt enters a free slot, and each step gives the logits of one more token in all slots.
+
+A slot is a row of the memory of a decode step. The slots of a rank are filled from prompts that the same rank computed,
+so keys and values are never sent. Equal prompts that enter slots of one rank together are computed once.
+
+Shapes: r slots, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm import current_communicator
+from meshwright.tensor import DistTensor
+
+from ._calls import CachedCalls, decoder_cache
+from ._decode_step import why_no_steps
+from ._request import GenerationRequest
+from ._rows import Rows
+from ._step_runs import StepRun, StepRuns, rounded, same_logits
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Slots:
+    """The slots of a call. Every rank makes the same calls; logits are those of this rank's slots."""
+
+    model: nn.Module
+    device: torch.device
+    cache_name: str
+    runs: StepRuns
+    run: StepRun
+    rows: Rows
+    new_tokens: int
+    first_calls: tuple[CachedCalls, dict[int, int]] | None = None
+    """The first prompts in their own cache, and the slot of this rank for each of its rows there, for a comparison."""
+
+    def admit(self, prompts: Mapping[int, Prompt]) -> Tensor:
+        """Fill slots, by their numbers among all slots; return the logits after the prompts in this rank's slots."""
+        held, first = self.rows.held, self.rows.first
+        of_ranks = [
+            list(dict.fromkeys(prompt for slot, prompt in prompts.items() if slot // held == block))
+            for block in range(self.rows.count // held)
+        ]
+        most = max(map(len, of_ranks))
+        batch = [prompt for each in of_ranks for prompt in (*each, *[(0,)] * (most - len(each)))]
+        calls = CachedCalls(self.model, batch, self.device, self.cache_name, self.new_tokens)
+        logits_rv = calls.rows_after(calls.first())
+        mine = {slot - first: prompt for slot, prompt in prompts.items() if slot // held == first // held}
+        sources = [of_ranks[first // held].index(prompt) for prompt in mine.values()]
+        starts = [calls.ids_rs.shape[1] - len(prompt) for prompt in mine.values()]
+        self.run.step.fill(calls.layers, list(mine), sources, starts)
+        if not self.run.is_checked and self.first_calls is None:
+            self.first_calls = calls, dict(zip(sources, mine, strict=True))
+        return logits_rv[torch.tensor(sources, dtype=torch.int64, device=logits_rv.device)]
+
+    def step(self, tokens_r: Tensor, places: Sequence[int]) -> Tensor | None:
+        """Return the logits [r, v] after these tokens of this rank's slots; None if steps do not fit the model.
+
+        `places` are the positions of the tokens in all slots.
+        """
+        places_r1 = self.rows.spread(torch.tensor(places, device=self.device)[:, None])
+        logits_rv = self.runs.logits(self.run, self.rows.joined(tokens_r[:, None]), places_r1)
+        logits_rv = self.rows.logits_here(logits_rv)
+        if not self.run.is_checked and not self._is_equal(logits_rv, tokens_r):
+            self.runs.is_off = True
+            self.runs.refuse("a step with a mask of four dims gives other logits", self.new_tokens)
+            return None
+        return logits_rv
+
+    def _is_equal(self, logits_rv: Tensor, tokens_r: Tensor) -> bool:
+        """True if the model with its own cache gives the logits of the first step; all ranks agree."""
+        assert self.first_calls is not None
+        calls, slot_of = self.first_calls
+        slots = torch.tensor([slot_of.get(row, 0) for row in range(calls.rows.held)], device=self.device)
+        is_filler_r1 = torch.tensor([[row not in slot_of] for row in range(calls.rows.held)], device=self.device)
+        found_rv = logits_rv[slots]
+        wanted_rv = calls.rows_after(calls.after(calls.rows.joined(tokens_r[slots][:, None])))
+        self.run.is_checked = same_logits(calls.rows, found_rv, torch.where(is_filler_r1, found_rv, wanted_rv))
+        self.first_calls = None
+        return self.run.is_checked
+
+
+def slots_for(
+    model: nn.Module, device: torch.device, runs: StepRuns, request: GenerationRequest, count: int
+) -> Slots | None:
+    """Return at least `count` slots, the same number on each rank with rows of its own; None if no step fits the model.
+
+    A pass over one token for each rank finds the distribution of rows and the kind of the cache.
+    """
+    cache_name, new_tokens = decoder_cache(model), request.max_new_tokens
+    if cache_name is None or runs.is_off:
+        runs.refuse("the model is no decoder of transformers that takes a cache, a mask and positions", new_tokens)
+        return None
+    is_distributed = any(isinstance(p, DistTensor) for p in model.parameters())
+    ranks = current_communicator().size if is_distributed else 1
+    probe = CachedCalls(model, [[0]] * ranks, device, cache_name, new_tokens)
+    logits_rv, capacity = probe.first(), max(map(len, request.prompts)) + new_tokens
+    request.check_stop(logits_rv.shape[-1])
+    why = why_no_steps(probe.layers, probe.rows, rounded(capacity))
+    if why:
+        runs.refuse(why, new_tokens)
+        return None
+    blocks = ranks // probe.rows.held
+    rows = probe.rows.resized(-(-count // blocks) * blocks)
+    run = runs.take(model, probe.layers, rows, capacity, logits_rv)
+    return Slots(model, device, cache_name, runs, run, rows, new_tokens)
