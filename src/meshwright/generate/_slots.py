@@ -42,22 +42,26 @@ class Slots:
 
     def admit(self, prompts: Mapping[int, Prompt]) -> Tensor:
         """Fill slots, by their numbers among all slots; return the logits after the prompts in this rank's slots."""
-        held, first = self.rows.held, self.rows.first
-        of_ranks = [
-            list(dict.fromkeys(prompt for slot, prompt in prompts.items() if slot // held == block))
-            for block in range(self.rows.count // held)
-        ]
+        of_ranks = self._different(prompts)
         most = max(map(len, of_ranks))
         batch = [prompt for each in of_ranks for prompt in (*each, *[(0,)] * (most - len(each)))]
         calls = CachedCalls(self.model, batch, self.device, self.cache_name, self.new_tokens)
         logits_rv = calls.rows_after(calls.first())
-        mine = {slot - first: prompt for slot, prompt in prompts.items() if slot // held == first // held}
+        held, first = self.rows.held, self.rows.first
+        mine = {slot - first: prompt for slot, prompt in prompts.items() if first <= slot < first + held}
         sources = [of_ranks[first // held].index(prompt) for prompt in mine.values()]
         starts = [calls.ids_rs.shape[1] - len(prompt) for prompt in mine.values()]
         self.run.step.fill(calls.layers, list(mine), sources, starts)
         if not self.run.is_checked and self.first_calls is None:
             self.first_calls = calls, dict(zip(sources, mine, strict=True))
         return logits_rv[torch.tensor(sources, dtype=torch.int64, device=logits_rv.device)]
+
+    def _different(self, prompts: Mapping[int, Prompt]) -> list[list[Prompt]]:
+        """Return the different prompts of the slots of each rank with rows of its own."""
+        found: list[dict[Prompt, None]] = [{} for _ in range(self.rows.count // self.rows.held)]
+        for slot, prompt in prompts.items():
+            found[slot // self.rows.held][prompt] = None
+        return [list(each) for each in found]
 
     def step(self, tokens_r: Tensor, places: Sequence[int]) -> Tensor | None:
         """Return the logits [r, v] after these tokens of this rank's slots; None if steps do not fit the model.

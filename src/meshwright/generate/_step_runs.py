@@ -51,7 +51,7 @@ class StepRuns:
     static_after: int | None
     known: list[StepRun] = field(default_factory=list[StepRun])
     eager_because: str = ""
-    """Why no step is recorded, if none is."""
+    """The reason why no step is recorded; "" if steps are."""
     _records: bool = False
     _inside: ExitStack = field(default_factory=ExitStack)
     is_off: bool = False
