@@ -84,8 +84,14 @@ def test_the_latest_results_of_each_level_are_kept(asked: object, cache: Path) -
     ]
     assert {each.facts for each in latest} == {FACTS}
     assert latest[2].counts == {"not run": 1}
-    (cache / "meshwright" / "conformance" / "vdev" / "level-1.json").write_text("[1")
-    assert [each.level for each in package.latest_results("vdev")] == [0, 3]
+    for other in (
+        "[1",
+        "[]",
+        "{}",
+        '{"level": 1, "on": "", "facts": {"dtypes": []}, "failed": [], "counts": {"ok": "x"}}',
+    ):
+        (cache / "meshwright" / "conformance" / "vdev" / "level-1.json").write_text(other)
+        assert [each.level for each in package.latest_results("vdev")] == [0, 3]
 
 
 def test_some_checks_of_a_level_are_not_kept_as_its_result(asked: object) -> None:

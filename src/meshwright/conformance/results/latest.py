@@ -21,7 +21,7 @@ _LEVELS = range(6)
 
 @dataclass(frozen=True, slots=True)
 class LatestResult:
-    """The latest run of one level: its day, the machine, the numbers of results by state, and the checks that failed."""
+    """The latest run of one level: its day, the machine, the number of results by state, and the failed checks."""
 
     level: int
     on: str
@@ -62,7 +62,7 @@ def latest_results(device: str) -> list[LatestResult]:
     """Return the latest results of a type of device on this machine, by level; levels without a readable file lack."""
     found: list[LatestResult] = []
     for level in _LEVELS:
-        with suppress(InputError, TypeError, KeyError, AttributeError):  # the file is another program's
+        with suppress(InputError, TypeError, ValueError, KeyError, AttributeError):  # a file of another program
             found.append(_read(results_folder(device) / _NAME.format(level)))
     return found
 
