@@ -70,6 +70,11 @@ def test_calls_that_differ_are_named_on_both_ranks(
     assert three[0]["disagreements"]["after"] == "[2.0, 2.0, 2.0, 2.0]"
 
 
+def test_three_ranks_can_go_on_after_a_different_call(three: list[dict[str, Any]]) -> None:
+    """The rank that differs raises at the first frame of a peer. The frames of its other peers are skipped later."""
+    assert [found["after a different call"] for found in three] == [["DisagreementError", "[3.0, 3.0]"] * 3] * 3
+
+
 def test_a_call_waits_for_the_work_that_was_begun_before(three: list[dict[str, Any]]) -> None:
     """The two would make their collectives in different orders on different ranks otherwise."""
     assert [found["ends"] for found in three] == [["work", "call"]] * 3
