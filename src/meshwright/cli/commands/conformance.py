@@ -30,7 +30,9 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
         print_text(result, file=file)
         file.flush()
 
-    options = Options(settings.device, tuple(settings.imports), through_host=settings.through_host)
+    options = Options(
+        settings.device, tuple(settings.imports), through_host=settings.through_host, processes=settings.processes
+    )
     report = run_checks(chosen, options, show)
     if not settings.only:
         keep_results(report)
