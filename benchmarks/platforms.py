@@ -59,10 +59,9 @@ def main(reports: Sequence[str]) -> None:
 
 def page(figures: Mapping[str, Any] | None = None) -> str:
     """Return the text of the page with the table of all stored results."""
-    if figures is None:
-        figures = json.loads(RESULTS.read_text())["figures"]
+    known: Mapping[str, Any] = json.loads(RESULTS.read_text())["figures"] if figures is None else figures
     before, _, after = PAGE.read_text().split(MARK)
-    return f"{before}{MARK}\n{table(latest([*rows_of_figures(figures), *_stored()]))}\n{MARK}{after}"
+    return f"{before}{MARK}\n{table(latest([*rows_of_figures(known), *_stored()]))}\n{MARK}{after}"
 
 
 def row_of_report(report: Mapping[str, Any]) -> Row:

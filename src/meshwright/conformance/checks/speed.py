@@ -143,13 +143,13 @@ def overlap(target: Target) -> str:
     steps = plan(parse_spec(f"f32[{size}] +x", mesh), parse_spec(f"f32[{size}]", mesh))
     x, a = torch.ones(size, device=target.device), torch.ones(1024, 1024, device=target.device)
     alone = steady_seconds(lambda: ranks.start(steps, x).wait(), target)
-    product = steady_seconds(lambda: a @ a, target)
+    product = steady_seconds(lambda: torch.mm(a, a), target)
     wanted = torch.tensor(max(1.0, alone / product), device=target.device)
     count = int(ranks.all_reduce(wanted, "max", group).item())
 
     def products() -> None:
         for _ in range(count):
-            a @ a
+            torch.mm(a, a)
 
     def both() -> None:
         started = ranks.start(steps, x)
