@@ -86,13 +86,17 @@ def links_in(printed: str) -> str:
     '1 of 1 pairs of GPUs by NVLink (NV18)'
     """
     rows = [[cell.strip() for cell in line.split("\t")] for line in _ESCAPES.sub("", printed).splitlines()]
-    header = next((row for row in rows if "GPU0" in row and row[0] != "GPU0"), [])
+    header = next((row for row in rows if "GPU0" in row[1:]), [])
     columns = [at for at, name in enumerate(header) if _GPU.fullmatch(name)]
-    lines = [row for row in rows if _GPU.fullmatch(row[0]) and len(row) > max(columns, default=0)]
-    pairs = [row[column] for at, row in enumerate(lines) for column in columns[at + 1 :]]
-    return ", ".join(
-        f"{count} of {len(pairs)} pairs of GPUs by {_link(kind)}" for kind, count in Counter(pairs).items()
-    )
+    counts = Counter(_above_diagonal(rows, columns))
+    return ", ".join(f"{count} of {counts.total()} pairs of GPUs by {_link(kind)}" for kind, count in counts.items())
+
+
+def _above_diagonal(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> Iterator[str]:
+    """Yield the entry of each pair of GPUs once."""
+    lines = [row for row in rows if _GPU.fullmatch(row[0])]
+    for at, row in enumerate(lines):
+        yield from (row[column] for column in columns[at + 1 :] if column < len(row))
 
 
 def _link(kind: str) -> str:

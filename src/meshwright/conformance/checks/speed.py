@@ -27,7 +27,7 @@ LARGEST, ENOUGH = 8192, 2e-3
 """Largest matrix; and the seconds of a product after which no larger one is measured."""
 COPIED, COPIED_ON_CPU = 2**28, 2**24
 """Bytes of a copy: more than the caches of an accelerator hold."""
-TIMES = 20
+TIMES = 5
 """Calls of a measurement in which several ranks take part."""
 
 
@@ -131,8 +131,12 @@ def all_reduce(target: Target) -> str:
 
 
 def _long(target: Target) -> int:
-    """Return the number of elements of a long message."""
-    return 2**20 if target.device.type == CPU else 2**24
+    """Return the number of elements of a long message: 64 MiB, or 4 MiB if these take more than a millisecond."""
+    ranks, x = current_communicator(), torch.ones(2**20, device=target.device)
+    group = tuple(range(ranks.size))
+    seconds = steady_seconds(partial(ranks.all_reduce, x, "sum", group), target)
+    slowest = ranks.all_reduce(torch.tensor(seconds, device=target.device), "max", group).item()
+    return 2**24 if slowest < 1e-3 else 2**20
 
 
 def overlap(target: Target) -> str:
