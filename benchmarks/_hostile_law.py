@@ -18,6 +18,7 @@ EXEMPT = {
     "layout._bounded_file": "the bounded reader itself",
     "layout._bounded_text": "the bounded parsers themselves",
     "cli.ranks.measure": "files of /proc",
+    "cli.commands.doctor_devices": "files of /sys",
     "cli.commands.profile": "the file that the command's own processes wrote",
     "cli.commands.run": "the user's own script, which is run",
     "cli.commands.main": "the null device",

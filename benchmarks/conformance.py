@@ -18,7 +18,7 @@ QUICK = ["--level", "0"]
 
 def report_of(device: str, quick: bool) -> dict[str, Any]:
     """Return the object that the command prints."""
-    command = [sys.executable, "-m", "meshwright", "conformance", "--json", "--device", device]
+    command = [sys.executable, "-m", "meshwright", "conformance", "--json", "--processes", "4", "--device", device]
     folders = [*map(str, DEVICES[device]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         command + (QUICK if quick else []),

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from . import platforms
+
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 PAGE = HERE.parent / "docs" / "figures.md"
@@ -62,11 +64,12 @@ def stored() -> dict[str, Any]:
 
 
 def pages(figures: dict[str, Any]) -> dict[Path, str]:
-    """Return the text of the pages with a table: all figures on one page, those of `SHOWN` in the README."""
+    """Return the text of the pages with a table: all figures, those of `SHOWN`, and the results by platform."""
     shown_figures = {name: figures[name] for name in SHOWN if name in figures}
     return {
         PAGE: with_table(PAGE.read_text(), figures),
         README: with_table(README.read_text(), shown_figures),
+        platforms.PAGE: platforms.page(figures),
     }
 
 

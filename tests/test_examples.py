@@ -12,7 +12,6 @@ import pytest
 from meshwright.cli import main
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
-LAUNCH = EXAMPLES[0].parent / "launch"
 PARALLEL = [path for path in EXAMPLES if "import meshwright" in path.read_text()]
 PLAIN = "mlp_by_marks"
 LONGEST = 100
@@ -67,11 +66,3 @@ def test_torchrun_starts_it_too() -> None:
     losses = sorted(re.findall(r"\d\.\d{5}", done.stdout))  # lines of two processes may run into each other
     assert losses
     assert losses[::2] == losses[1::2]
-
-
-def test_files_for_clusters_can_be_read() -> None:
-    subprocess.run(["bash", "-n", LAUNCH / "slurm.sh"], check=True)
-    compile((LAUNCH / "on_ray.py").read_text(), "on_ray.py", "exec")
-    job = pytest.importorskip("yaml").safe_load((LAUNCH / "kubernetes.yaml").read_text())
-    assert job["kind"] == "TrainJob"
-    assert sorted(job["spec"]) == ["runtimeRef", "trainer"]

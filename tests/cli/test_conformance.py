@@ -19,6 +19,13 @@ RESULTS = (
 FACTS = Facts("vdev", 1, ("float32",), "V1", "2.13", "3.11", "Linux")
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder that takes the place of the user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Options]]:
     """Return the checks and the options of each run, which gives `RESULTS`."""
@@ -64,6 +71,34 @@ def test_the_page_shows_all_results(asked: object, tmp_path: Path) -> None:
     main(["conformance", "--html", str(tmp_path / "a.html")])
     text = (tmp_path / "a.html").read_text()
     assert all(word in text for word in ("Conformance of vdev", "[1 &lt; 2] instead of [3]", "Level 1: operators"))
+
+
+def test_the_latest_results_of_each_level_are_kept(asked: object, cache: Path) -> None:
+    assert package.latest_results("vdev") == []
+    main(["conformance"])
+    latest = package.latest_results("vdev")
+    assert [(each.level, each.on, each.failed) for each in latest] == [
+        (0, "2026-11-26", ()),
+        (1, "2026-11-26", ("mm",)),
+        (3, "2026-11-26", ()),
+    ]
+    assert {each.facts for each in latest} == {FACTS}
+    assert latest[2].counts == {"not run": 1}
+    facts = {"dtypes": []}
+    for other in ("[1", "[]", json.dumps({"level": 1, "on": "", "facts": facts, "failed": [], "counts": {"ok": "x"}})):
+        (cache / "meshwright" / "conformance" / "vdev" / "level-1.json").write_text(other)
+        assert [each.level for each in package.latest_results("vdev")] == [0, 3]
+
+
+def test_some_checks_of_a_level_are_not_kept_as_its_result(asked: object) -> None:
+    main(["conformance", "--only", "all-gather"])
+    assert package.latest_results("vdev") == []
+
+
+def test_a_cache_folder_that_cannot_be_written_is_no_error(asked: object, cache: Path) -> None:
+    cache.write_text("a file")
+    assert main(["conformance"]) == 1
+    assert package.latest_results("vdev") == []
 
 
 def test_options_choose_the_checks(asked: list[tuple[list[str], Options]]) -> None:

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from meshwright.cli import main
-from meshwright.cli.commands import doctor
+from meshwright.cli.commands import doctor, doctor_devices
 from meshwright.cli.ranks import self_check
+from meshwright.conformance import Facts, Report, Result, keep_results
 from meshwright.layout import _accelerator
+
+TOPOLOGY = """
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tNV18\tSYS\tPIX\t0-47\t0
+GPU1\tNV18\t X \tNV18\tSYS\tSYS\t0-47\t0
+GPU2\tNV18\tNV18\t X \tPHB\tSYS\t48-95\t1
+GPU3\tSYS\tSYS\tPHB\t X \tSYS\t48-95\t1
+NIC0\tPIX\tSYS\tSYS\tSYS\t X \t\t
+
+Legend:
+
+  X    = Self
+"""
 
 
 def findings_of(capsys: pytest.CaptureFixture[str]) -> Mapping[str, Any]:
     return {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def test_a_complete_installation_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,3 +94,67 @@ def test_a_wrong_matrix_product_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert self_check.check_simulated() == ""
     monkeypatch.setattr(self_check, "_step", wrong)
     assert "gradient of w" in self_check.check_simulated()
+
+
+def test_conformance_was_never_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-check", "--json"]) == 0
+    found = findings_of(capsys)["conformance"]
+    assert (found["found"], found["state"]) == ("cpu: never run", "without")
+    assert found["write"] == "run meshwright conformance --device cpu"
+
+
+def test_the_latest_conformance_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = Facts("cpu", 1, ("float32",), "x86_64", "2.13", "3.11", "Linux")
+    keep_results(Report(facts, (Result(0, "a", "ok"), Result(1, "b", "ok"), Result(1, "c", "HUNG")), "2026-11-25"))
+    keep_results(Report(facts, (Result(4, "d", "not run"),), "2026-11-26"))
+    assert main(["doctor", "--no-check", "--json"]) == 0
+    found = findings_of(capsys)["conformance"]
+    assert found["found"] == (
+        "cpu: levels 0, 1 on 2026-11-25: 2 ok, 1 HUNG (c); x86_64, torch 2.13; "
+        "level 4 on 2026-11-26: 1 not run; x86_64, torch 2.13"
+    )
+    assert (found["state"], found["write"]) == ("without", "look at meshwright conformance --device cpu --level 1")
+
+
+def test_links_are_those_that_the_driver_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor_devices.links_in(TOPOLOGY) == (
+        "3 of 6 pairs of GPUs by NVLink (NV18), "
+        "2 of 6 pairs of GPUs by PCIe, through the link between processors (SYS), "
+        "1 of 6 pairs of GPUs by PCIe, through the host bridge (PHB)"
+    )
+    for nothing in ("", "GPU0", "\tGPU0\tCPU Affinity\nGPU0\t X \t0-47", "Failed to initialize NVML"):
+        assert doctor_devices.links_in(nothing) == ""
+    monkeypatch.setattr(doctor_devices.shutil, "which", lambda name: None)
+    assert list(doctor_devices.topology_findings()) == []
+
+    def fail(*args: object, **options: object) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", 20)
+
+    monkeypatch.setattr(doctor_devices.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(doctor_devices.subprocess, "run", fail)
+    assert list(doctor_devices.topology_findings()) == []
+
+
+def test_a_driver_without_a_build_of_torch_for_it_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_devices, "MODULES", tmp_path)
+    assert list(doctor_devices.driver_findings(has_accelerator=False)) == []
+    (tmp_path / "nvidia").mkdir()
+    (tmp_path / "nvidia" / "version").write_text("570.86.15\n")
+    (with_device,) = doctor_devices.driver_findings(has_accelerator=True)
+    assert (with_device.found, with_device.state) == ("nvidia 570.86.15", "ok")
+    (without,) = doctor_devices.driver_findings(has_accelerator=False)
+    assert (without.found, without.state) == ("nvidia 570.86.15; torch sees no accelerator", "without")
+
+
+def test_the_version_of_a_transport_is_that_of_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        version = staticmethod(lambda: (2, 27, 3))
+
+    class Broken:
+        version = staticmethod(lambda: 1 / 0)
+
+    monkeypatch.setattr(torch.cpu, "transport", Library, raising=False)
+    assert doctor_devices.transport_version("cpu", "transport") == "2.27.3"
+    monkeypatch.setattr(torch.cpu, "transport", Broken)
+    assert doctor_devices.transport_version("cpu", "transport") == ""
+    assert doctor_devices.transport_version("cpu", "no_such_library") == ""

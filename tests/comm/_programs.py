@@ -184,6 +184,17 @@ def disagreements() -> dict[str, str]:
     return told | {"group": error_of(lambda: ranks.barrier((1, 0) if me else pair))}
 
 
+def calls_after_a_different_call() -> list[str]:
+    """Return the errors of three ranks, of which one calls something else, and the result of a call of all ranks."""
+    ranks = current_communicator()
+    group, x, told = (0, 1, 2), torch.ones(2), list[str]()
+    for other in group:
+        op = "max" if ranks.rank == other else "sum"
+        told += [error_of(lambda op=op: ranks.all_reduce(x, op, group)).partition(":")[0]]
+        told += [str(ranks.all_reduce(x, "sum", group).tolist())]
+    return told
+
+
 def warnings_of_a_slow_rank() -> list[str]:
     """Return the warnings of a rank that waits for a slow one."""
     ranks = current_communicator()
@@ -228,8 +239,10 @@ def wait_for_all(directory: Path) -> None:
 
 def story_of_three(directory: Path) -> dict[str, object]:
     """Return the results of three processes: all right programs, then all wrong ones."""
+    first = calls_after_a_different_call()  # before there is a link to every other rank
     results = {program.__name__: program() for program in RIGHT}
     errors = {
+        "after a different call": first,
         "disagreements": disagreements(),
         "late": warnings_of_a_slow_rank(),
         "calls": [str(call) for call in calls()],

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _programs as programs
 
 from meshwright.comm import NoCommunicatorError, current_communicator, init_process, launch, simulate
+from meshwright.comm.launcher.rendezvous import read_rank_address
 from meshwright.comm.process.process_communicator import flat, flat_joined
 
 SCRIPT = str(Path(programs.__file__))
@@ -69,6 +70,11 @@ def test_calls_that_differ_are_named_on_both_ranks(
     assert three[0]["disagreements"]["after"] == "[2.0, 2.0, 2.0, 2.0]"
 
 
+def test_three_ranks_can_go_on_after_a_different_call(three: list[dict[str, Any]]) -> None:
+    """The rank that differs raises at the first frame of a peer. The frames of its other peers are skipped later."""
+    assert [found["after a different call"] for found in three] == [["DisagreementError", "[3.0, 3.0]"] * 3] * 3
+
+
 def test_a_call_waits_for_the_work_that_was_begun_before(three: list[dict[str, Any]]) -> None:
     """The two would make their collectives in different orders on different ranks otherwise."""
     assert [found["ends"] for found in three] == [["work", "call"]] * 3
@@ -106,6 +112,24 @@ def test_a_process_without_the_address_of_its_peers_raises(
     monkeypatch.setenv(variable, "8")
     with pytest.raises(NoCommunicatorError, match=told):
         init_process()
+
+
+def test_tasks_of_slurm_have_their_place_without_other_variables() -> None:
+    task = {"SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
+    task |= {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "gpu[07,11]", "SLURM_RESTART_COUNT": "2"}
+    place = read_rank_address(task)
+    assert (place.rank, place.size, place.local_rank, place.host) == (9, 16, 1, "gpu07")
+    assert (place.port, place.attempt) == (read_rank_address({**task, "SLURM_PROCID": "0"}).port, "4242.1/2")
+    assert 60_999 < place.port < 65_536
+    assert read_rank_address({**task, "SLURM_STEP_NUM_NODES": "1"}).loopback
+    own = read_rank_address({**task, "MASTER_ADDR": "head", "MASTER_PORT": "7"})
+    assert (own.host, own.port, own.rank) == ("head", 7, 9)
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "7"}
+    assert read_rank_address({**task, **torchrun}) == read_rank_address(torchrun)
+
+
+def test_a_task_of_slurm_that_is_alone_is_the_only_rank() -> None:
+    assert read_rank_address({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).size == 1
 
 
 def test_a_process_started_alone_is_the_only_rank() -> None:

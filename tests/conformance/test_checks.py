@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from meshwright.comm import simulate
 from meshwright.conformance import CHECKS, LEVELS, Check, NotRun, Target, WrongResult
-from meshwright.conformance.checks import device, operators, simulated, training_programs, transport
+from meshwright.conformance.checks import device, operators, simulated, speed, training_programs, transport
 from meshwright.conformance.checks.comparison import expect_close, expect_equal
 from meshwright.spmd.rules.rule_table import RULES
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-FEWEST = {0: 40, 1: 500, 2: 150, 3: 60, 4: 80, 5: 4}
+FEWEST = {0: 40, 1: 500, 2: 150, 3: 120, 4: 110, 5: 8}
 
 
 @pytest.fixture
@@ -56,6 +57,8 @@ CHOSEN = (
     *("L2 conversion from rows to columns", "L2 calls: attention", "L2 index: a list", "L2 backward pass of dropout"),
     *('L2 sharded draws by "torch": dropout', "L2 ranks: different calls"),
     *("L3 reduction by sum of complex64", "L3 messages of float32", "L3 exchange", "L3 conversions in flight"),
+    *("L3 four processes: exchange", "L3 four processes: conversions in flight", "L3 four processes: NaN"),
+    *("L4 four processes: context parallel by ring, eager", "L4 four processes: pipeline 1F1B, static"),
     *("L4 simulated: tensor parallel, eager", "L4 simulated: ZeRO-3, static", "L4 simulated: pipeline 1F1B, static"),
     *("L4 simulated: resume ZeRO-1, eager", "L4 two processes: data parallel, eager", "L5 memory bandwidth"),
 )
@@ -72,6 +75,24 @@ def test_checks_that_need_an_accelerator_say_so(target: Target) -> None:
         (check,) = (each for each in LEVELS[0] if each.name == name)
         with pytest.raises(NotRun, match=r"no streams|counts no memory|needs 2 devices"):
             check.run(target)
+
+
+def test_speeds_of_a_known_device_are_shares_of_the_table(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "SECONDS", 0.001)
+    assert "%" not in speed.memory_bandwidth(target) + speed.products(torch.float32, target)
+    assert "%" not in simulate(lambda: speed.all_reduce(target), 2)[0]
+    monkeypatch.setattr(speed, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert re.search(r"GB/s, copies of 16 MiB: \d+ % of the bandwidth in the table$", speed.memory_bandwidth(target))
+    assert re.search(r"TFLOP/s, .*: \d+ % of the peak in the table$", speed.products(torch.float32, target))
+    assert simulate(lambda: speed.all_reduce(target), 2)[0].endswith("% of the bandwidth of NVLink4 in the table")
+    through_host = replace(target, through_host=True)
+    assert "%" not in simulate(lambda: speed.all_reduce(through_host), 2)[0]
+
+
+def test_overlap_is_a_share(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "TIMES", 2)
+    found = simulate(lambda: speed.overlap(target), 2)[0]
+    assert 0 <= int(found.partition(" % of the shorter part is hidden")[0]) <= 100
 
 
 # ---- defects are found ----

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from meshwright.conformance import Options, Report, Result, run_checks, uses_of
+from meshwright.conformance import Facts, Options, Report, Result, run_checks, uses_of
+from meshwright.conformance.workers import supervisor
 
 from ._broken_checks import CHECKS
 
@@ -70,3 +71,24 @@ def test_a_worker_that_does_not_start_is_reported() -> None:
     assert "no_such_module" in start.detail
     assert {each.state for each in others} == {"not run"}
     assert not report.ok
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "options", "reason"),
+    [
+        ("cpu", 1, Options(), "needs 4 cores, found 2"),
+        ("cpu", 1, Options(processes=4), ""),
+        ("cpu", 1, Options(processes=2), "needs 4 processes"),
+        ("vdev", 4, Options(), ""),
+        ("vdev", 2, Options(processes=4), "needs 4 devices, found 2"),
+        ("vdev", 1, Options(through_host=True), "needs 4 cores, found 2"),
+        ("vdev", 1, Options(through_host=True, processes=4), ""),
+    ],
+)
+def test_four_processes_need_devices_or_cores(
+    device: str, count: int, options: Options, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor.os, "cpu_count", lambda: 2)
+    run = supervisor._Run(options, print, Facts(device, count, (), "", "", "", ""))
+    assert run.why_not(4) == reason
+    assert run.why_not(2) == ""

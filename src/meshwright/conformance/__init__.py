@@ -12,6 +12,7 @@ from .checks.level_table import CHECKS, LEVELS
 from .checks.operators import GONE as GONE_OPERATORS
 from .checks.operators import OperatorCall, build_call, operator_named, sample_lines
 from .results.check import Check, NotRun, Target, WrongResult
+from .results.latest import LatestResult, keep_results, latest_results
 from .results.result import Facts, Report, Result
 from .results.uses import Use, uses_of
 from .workers.supervisor import Options, counted, run_checks
@@ -22,6 +23,7 @@ __all__ = [
     "LEVELS",
     "Check",
     "Facts",
+    "LatestResult",
     "NotRun",
     "OperatorCall",
     "Options",
@@ -32,6 +34,8 @@ __all__ = [
     "WrongResult",
     "build_call",
     "counted",
+    "keep_results",
+    "latest_results",
     "operator_named",
     "run_checks",
     "sample_lines",

@@ -11,5 +11,6 @@ profile             measure this machine, and write a cluster file
 schedule            check and draw a pipeline schedule
 checkpoint          inspect, verify, compare or convert checkpoints
 doctor              check this machine for missing parts
+doctor_devices      findings about devices: driver, links, the latest conformance
 conformance         check a device
 """

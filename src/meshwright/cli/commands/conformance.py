@@ -18,7 +18,7 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
     """Run the checks of the chosen levels; return 1 if one of them fails."""
     check_folder(settings.html)
     _check_imports(settings.imports)
-    from meshwright.conformance import CHECKS, Options, Result, counted, run_checks, uses_of
+    from meshwright.conformance import CHECKS, Options, Result, counted, keep_results, run_checks, uses_of
 
     chosen = [check for check in CHECKS if check.level in settings.level and settings.only in check.name]
     if not chosen:
@@ -30,8 +30,12 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
         print_text(result, file=file)
         file.flush()
 
-    options = Options(settings.device, tuple(settings.imports), through_host=settings.through_host)
+    options = Options(
+        settings.device, tuple(settings.imports), through_host=settings.through_host, processes=settings.processes
+    )
     report = run_checks(chosen, options, show)
+    if not settings.only:
+        keep_results(report)
     uses = uses_of(report.results)
     if settings.html:
         from meshwright.cli.console.conformance_page import page

@@ -11,12 +11,19 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from time import perf_counter
 
+from meshwright.cli.commands.doctor_devices import (
+    conformance_finding,
+    driver_findings,
+    topology_findings,
+    transport_version,
+)
 from meshwright.cli.console.exit_codes import FAILED, OK
+from meshwright.cli.console.finding import Finding
 from meshwright.cli.console.output import print_json, print_text
 
 PYTHON = (3, 11)
@@ -25,22 +32,6 @@ LEFT_OUT = {"dev"}
 ENOUGH_SHARED = 64 * 2**20
 _REQUIREMENT = re.compile(r'([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;\s*extra\s*==\s*"([\w-]+)")?')
 _BOUND = re.compile(r"(<=|>=|==|!=|<|>|~=)\s*([\d.]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding. The whole check fails if something `needed` is not `good`."""
-
-    name: str
-    found: str
-    good: bool = True
-    needed: bool = True
-    write: str = ""
-
-    @property
-    def state(self) -> str:
-        """Return the result in one word."""
-        return "ok" if self.good else "MISSING" if self.needed else "without"
 
 
 def doctor(settings: argparse.Namespace, argv: list[str]) -> int:
@@ -148,20 +139,23 @@ def _installed_torch() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("import torch", str(error).splitlines()[0], False, write="pip install --force-reinstall torch")
         return
-    from meshwright.layout import PlatformError
+    from meshwright.layout import PlatformError, device_types
 
     try:
-        devices = _devices()
+        yield _devices()
     except PlatformError as error:
         yield Finding("platforms", f"{error.asked}: {error.found}", False, write=error.write)
         return
-    yield devices
+    kinds = device_types()
+    yield from driver_findings(has_accelerator=len(kinds) > 1)
+    yield from topology_findings()
     there = distributed.is_available()
     gloo = there and distributed.is_gloo_available()
     yield Finding("gloo", _availability(gloo), gloo, write="install a build of torch with Gloo: pip install torch")
     yield from _transport(there)
     yield from _between_processes()
     yield _compiler_finding()
+    yield conformance_finding(kinds[-1])
 
 
 def _transport(has_distributed: bool) -> Iterator[Finding]:
@@ -175,7 +169,8 @@ def _transport(has_distributed: bool) -> Iterator[Finding]:
     if isinstance(name, str):
         good = has_distributed and distributed.is_backend_available(name)
         write = f"install a build of torch with {name.upper()}, or the package that registers it"
-        yield Finding(name, _availability(good), good, write=write)
+        version = transport_version(accelerator[0], name) if good else ""
+        yield Finding(name, f"{_availability(good)} {version}".rstrip(), good, write=write)
 
 
 def _availability(there: bool) -> str:

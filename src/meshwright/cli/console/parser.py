@@ -317,6 +317,8 @@ def conformance_parser() -> Parser:
     )
     shared = "let processes share devices, and communicate through the host's memory"
     parser.add_argument("--through-host", action="store_true", help=shared)
+    most = "most processes of a check (4 if there are as many devices or cores, else 2)"
+    parser.add_argument("--processes", type=positive, metavar="N", help=most)
     parser.add_argument("--html", metavar="FILE", help="write a self-contained HTML page")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

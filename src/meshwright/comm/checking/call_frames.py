@@ -59,6 +59,10 @@ class PendingCallFrames:
         self._open = deque[CallFrames]()
         self._lock = threading.RLock()
         self._given_up: tuple[int, ...] = ()
+        self._outdated: set[tuple[int, int, int]] = set()
+        """Peer, group and number of unread frames whose calls have failed; they are skipped when they arrive."""
+        self._unsent: dict[int, bytes] = {}
+        """Peer to which no link was open → frames of calls that have failed, which it still waits for."""
         self.failed: CommError | None = None
         """The error that the watchdog has found and this rank has not raised yet."""
 
@@ -165,11 +169,19 @@ class PendingCallFrames:
                 return False
             self._finish(meeting)
         except CommError:
-            self._given_up = tuple(meeting.waits_for)
-            self._open.clear()
+            self._give_up(meeting)
             raise
         self._open.popleft()
         return True
+
+    def _give_up(self, failed: CallFrames) -> None:
+        """Close all open calls. The frames of the one that failed are still sent to all its peers, and are not read."""
+        group, number = failed.frame.group, failed.frame.number
+        self._outdated |= {(peer, group, number) for peer in failed.waits_for if peer not in failed.frames}
+        for peer in failed.unsent:
+            self._unsent[peer] = self._unsent.get(peer, b"") + failed.frame.packed()
+        self._given_up = tuple(failed.waits_for)
+        self._open.clear()
 
     def _note(self, meeting: CallFrames, peer: int, found: Frame) -> None:
         self._waits.note(peer, meeting.waited[peer])
@@ -187,7 +199,10 @@ class PendingCallFrames:
 
     def _send(self, call: CommCall, peer: int, data: bytes) -> bool:
         try:
-            return self._links.send(peer, data)
+            is_sent = self._links.send(peer, self._unsent.get(peer, b"") + data)
+            if is_sent:
+                self._unsent.pop(peer, None)
+            return is_sent
         except ConnectionClosedError:
             if not self._links.is_open(peer):
                 raise self._examiner.gone(call, peer) from None
@@ -201,6 +216,11 @@ class PendingCallFrames:
                     return None
                 meeting.unsent.remove(peer)
                 self._send(call, peer, meeting.frame.packed())
-            return self._links.receive(peer, limit)
+            while (found := self._links.receive(peer, limit)) is not None:
+                key = peer, found.group, found.number
+                if key not in self._outdated:
+                    break
+                self._outdated.remove(key)
+            return found
         except ConnectionClosedError:
             raise self._examiner.gone(call, peer) from None

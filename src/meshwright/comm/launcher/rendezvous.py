@@ -10,16 +10,16 @@ from datetime import timedelta
 
 from .._errors import CommError, NoCommunicatorError
 from ..torch_hooks import PrefixStore, Store, TCPStore, default_store
+from .slurm import LOOPBACK, TASKS, variables_of_task
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+OTHER_LAUNCHERS = (TASKS, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables in which launchers without torchrun's variables give the number of processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankAddress:
-    """Rank and addresses of a process in its run, from torchrun's environment variables."""
+    """Rank and addresses of a process in its run, from the environment variables of torchrun or of Slurm."""
 
     rank: int
     size: int
@@ -36,12 +36,16 @@ class RankAddress:
 
 
 def read_rank_address(env: Mapping[str, str] | None = None) -> RankAddress:
-    """Return the place that torchrun or `meshwright run` gave this process; a process started alone is the only rank.
+    """Return the place that the launcher gave this process; a process started alone is the only rank.
+
+    The variables of torchrun come first: those of Slurm only count for a task without RANK and WORLD_SIZE.
 
     Raises:
         NoCommunicatorError: the environment shows that there are other processes, but not their address.
     """
     env = os.environ if env is None else env
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        env = {**variables_of_task(env), **env}
     lacking = [name for name in VARIABLES if name not in env]
     crowd = [f"{name} is {env[name]}" for name in OTHER_LAUNCHERS if env.get(name, "1") != "1"]
     if len(lacking) == len(VARIABLES) and not crowd:
@@ -51,7 +55,8 @@ def read_rank_address(env: Mapping[str, str] | None = None) -> RankAddress:
             "this process as one rank of a run",
             "; ".join([f"no {', '.join(lacking)} in its environment", *crowd]),
             "a rank must know its number and the address of rank 0",
-            "start the script with `meshwright run --ranks N script.py` or torchrun",
+            "start the script with `meshwright run --ranks N script.py`, torchrun or srun, or set "
+            f"{', '.join(VARIABLES)} in each process",
         )
     return RankAddress(
         rank=int(env["RANK"]),

@@ -470,7 +470,7 @@ def init_process(
     transfer_limit: float = 1800.0,
     place: RankAddress | None = None,
 ) -> Communicator:
-    """Return the communicator of this process, and install it for all its threads; reads torchrun's environment.
+    """Return the communicator of this process, and install it for all its threads; reads the launcher's variables.
 
     Under `simulate` or `meshwright run`, returns the existing communicator and ignores the arguments. A process that
     was started alone, as by `python script.py`, is the only rank.

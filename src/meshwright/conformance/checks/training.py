@@ -14,7 +14,7 @@ from meshwright.comm import simulate
 from meshwright.engine import load_checkpoint, save_checkpoint
 
 from ..results.check import Check, NotRun, Target
-from ..results.uses import PROCESSES, RESUME, SIMULATED
+from ..results.uses import FOUR_PROCESSES, PROCESSES, RESUME, SIMULATED
 from .comparison import expect, expect_all_close, expect_all_equal
 from .training_programs import (
     Attention,
@@ -71,6 +71,12 @@ STATIC: Mapping[str, Program] = {
     "recomputation": Program(strategy={"recompute": {"enable": True, "budget": 0.5}}),
 }
 EAGER: Mapping[str, Program] = {"pipeline without a schedule": PIPELINE}
+WIDE: Mapping[str, Program] = {
+    **FOUR,
+    **{name: replace(program, axes=dict.fromkeys(program.axes, 4)) for name, program in BOTH.items()},
+}
+"""Programs of four processes, eager and static: those of two ranks have twice as many on their axis."""
+WIDE_PIPELINE = replace(_pipeline("1F1B", 0, 1, 2, 3), axes={"pp": 4})
 MIXED = (torch.bfloat16, torch.float16)
 
 
@@ -175,6 +181,11 @@ def _programs() -> Iterator[tuple[str, bool, Program]]:
 
 
 def _checks() -> Iterator[Check]:
+    yield from _simulated_checks()
+    yield from _checks_of_processes()
+
+
+def _simulated_checks() -> Iterator[Check]:
     for name, static, program in _programs():
         yield _check(f"{SIMULATED}: {name}", partial(on_simulated_ranks, program, static))
     for name, program in FOUR.items():
@@ -186,12 +197,21 @@ def _checks() -> Iterator[Check]:
         for static in (False, True):
             yield _check(f"{SIMULATED}: {RESUME} {name}, {_modes(static)}", partial(resume_simulated, name, static))
     yield _check(f"{SIMULATED}: {RESUME} on other meshes", other_meshes)
+
+
+def _checks_of_processes() -> Iterator[Check]:
     for name, static, program in _programs():
         yield _check(f"{PROCESSES}: {name}", partial(on_processes, program, static), 2)
     for name in RESUMED:
         for static in (False, True):
             run = partial(resume_on_processes, name, static)
             yield _check(f"{PROCESSES}: {RESUME} {name}, {_modes(static)}", run, 2)
+    for name, program in WIDE.items():
+        for static in (False, True):
+            run = partial(on_processes, program, static)
+            yield _check(f"{FOUR_PROCESSES}: {name}, {_modes(static)}", run, 4)
+    run = partial(on_processes, WIDE_PIPELINE, True)
+    yield _check(f"{FOUR_PROCESSES}: pipeline 1F1B, {_modes(static=True)}", run, 4)
 
 
 def _check(name: str, run: Callable[[Target], None], processes: int = 1) -> Check:

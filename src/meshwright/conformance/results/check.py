@@ -24,13 +24,14 @@ class Target:
     """The device that is checked, as a worker sees it.
 
     `count` is the number of such devices, `dtypes` are the floating-point types that it has, and `folder` is an empty
-    folder that all ranks of a worker share.
+    folder that all ranks of a worker share. `through_host` is True if processes share devices.
     """
 
     device: torch.device
     count: int
     dtypes: tuple[torch.dtype, ...]
     folder: Path
+    through_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

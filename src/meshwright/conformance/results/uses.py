@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .result import NOT_RUN, OK, Result
 
-PROCESSES = "two processes"
+PROCESSES, FOUR_PROCESSES = "two processes", "four processes"
 SIMULATED = "simulated"
 RESUME = "resume"
 
@@ -32,7 +32,7 @@ _USES: tuple[tuple[str, Choice], ...] = (
     ("simulated ranks", lambda r: r.level == 2),
     ("communication between processes", lambda r: r.level == 3),
     ("training on simulated ranks", lambda r: r.level == 4 and SIMULATED in r.name),
-    ("training on several processes", lambda r: r.level == 4 and PROCESSES in r.name),
+    ("training on several processes", lambda r: r.level == 4 and "processes" in r.name),
     ("checkpoints and exact resumption", lambda r: r.level == 4 and RESUME in r.name),
 )
 """Each use, and the checks that it needs."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from meshwright.layout import CPU
+
 from ..results.check import Check
 from ..results.result import DIED, FAULTS, HUNG, NOT_RUN, OK, RAISED, Facts, Report, Result
 from .messages import TABLE, RecordReader, Request, trace_path
@@ -26,6 +28,8 @@ _SPARE = 30.0
 """Seconds after the limit of a check at which the command ends a worker that has not ended itself."""
 _OF_A_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 START = "start of a worker"
+ALWAYS = 2
+"""Processes that share the processors of any machine."""
 
 Line = Mapping[str, Any]
 
@@ -34,13 +38,15 @@ Line = Mapping[str, Any]
 class Options:
     """The device (None: the accelerator, or else the CPU), the modules that workers import, the table of checks.
 
-    `through_host`: processes may share devices, and communicate through the memory of the host.
+    `through_host`: processes may share devices, and communicate through the memory of the host. `processes` is the most
+    processes of a check; by default four processes share the processors if there are as many.
     """
 
     device: str | None = None
     imports: tuple[str, ...] = ()
     table: str = TABLE
     through_host: bool = False
+    processes: int | None = None
 
 
 def run_checks(checks: Sequence[Check], options: Options, on_result: Callable[[Result], None]) -> Report:
@@ -68,8 +74,14 @@ class _Run:
         """Return why checks on several processes cannot run; "" if they can."""
         if self.facts is None:
             return "no worker started"
-        if self.facts.device != "cpu" and self.facts.count < processes and not self.options.through_host:
+        most, cores = self.options.processes, os.cpu_count() or 1
+        if most is not None and processes > most:
+            return f"needs {processes} processes"
+        is_shared = self.facts.device == CPU or self.options.through_host
+        if not is_shared and self.facts.count < processes:
             return f"needs {processes} devices, found {self.facts.count}"
+        if is_shared and most is None and processes > max(cores, ALWAYS):
+            return f"needs {processes} cores, found {cores}"
         return ""
 
     def add(self, result: Result) -> None:

@@ -91,7 +91,7 @@ def _target(request: Request) -> Target:
         device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % count)
     float(torch.ones(2, device=device).sum().cpu())
     dtypes = tuple(each for each in FLOATING if _has(device, each))
-    return Target(device, count, dtypes, Path(request.folder))
+    return Target(device, count, dtypes, Path(request.folder), request.through_host)
 
 
 def _has(device: torch.device, dtype: torch.dtype) -> bool:
