@@ -30,8 +30,8 @@ SCHEMES: dict[str, Any] = {
 
 def llama(dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
     config = transformers.LlamaConfig(**sizes, **heads)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 

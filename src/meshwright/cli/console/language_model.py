@@ -105,7 +105,7 @@ def read_batches(settings: argparse.Namespace) -> list[Any]:
         return _enough(found, settings.data, "batches", "return at least two batches")
     import torch
 
-    tokens = torch.tensor(_tokens(settings.model, read_text(settings.data)), dtype=torch.long)
+    tokens = torch.tensor(_tokens(settings.model, read_text(settings.data)), dtype=torch.long, device="cpu")
     length = settings.sequence
     found = [tokens[at : at + length].unsqueeze(0) for at in range(0, len(tokens) - length + 1, length)]
     what = f"sequences of {length} tokens ({len(tokens)} tokens in all)"

@@ -93,11 +93,14 @@ def check_tokens(model: nn.Module, batches: Iterable[Any]) -> None:
 
 def _tokens_of(batch: Any) -> Tensor | None:
     """Return the tokens of a batch: its first tensor, if it holds integers."""
+    first: Any = batch
     if isinstance(batch, Mapping):
-        batch = batch.get("input_ids")  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch  # pyright: ignore[reportUnknownVariableType]
-    is_tokens = isinstance(first, Tensor) and first.dim() == 2 and first.dtype in (torch.int64, torch.int32)
-    return first if is_tokens else None
+        first = batch.get("input_ids")  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    elif isinstance(batch, (tuple, list)) and batch:
+        first = batch[0]  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(first, Tensor) or first.dim() != 2 or first.dtype not in (torch.int64, torch.int32):
+        return None
+    return first
 
 
 @torch.no_grad()
