@@ -22,6 +22,7 @@ EXEMPT = {
     "cli.commands.profile": "the file that the command's own processes wrote",
     "cli.commands.run": "the user's own script, which is run",
     "cli.commands.main": "the null device",
+    "cli.console.language_model:files_beside": "ordinary files, which are copied as they are",
     "cli.commands.checkpoint": "prints what the readers of checkpoints return",
     "conformance": "files of the package and of the command's own processes",
     "comm": "peers that have the token of the job, and files of the system; SECURITY.md says so",

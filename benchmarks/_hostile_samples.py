@@ -170,12 +170,18 @@ def _configured(path: Path) -> Any:
     return read_config(str(path)), parse(["train", "--config", str(path)])
 
 
-PLAN_READERS = ("cli.console.files:read_text", "cli.commands.explain:explain", "cli.commands.plan:predict_step")
+PLAN_READERS = (
+    "cli.console.files:read_text", "cli.commands.explain:explain", "cli.commands.plan:predict_step",
+    "cli.console.language_model:read_batches",
+)  # fmt: skip
 FILES: dict[str, Row] = {
     "cluster file": (lambda path: cluster(str(path)), ("cost._describe:_from_file", "cost._describe:cluster"), CLUSTER),
     "model": (
         lambda path: read_model(Namespace(model=str(path), imbalance=None)),
-        ("cli.commands.plan:read_model", "cli.console.files:read_object", "cli.commands.parallelize:_model"),
+        (
+            *("cli.commands.plan:read_model", "cli.console.files:read_object", "cli.commands.parallelize:_model"),
+            "cli.console.language_model:_classes",
+        ),
         json.dumps(CONFIG),
     ),
     "measured": (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HIDDEN, VOCAB, GROUP = 48, 32, 16
+HIDDEN, VOCAB, GROUP = 96, 32, 16
 COLUMNS, ROWS = ("q", "k", "v", "gate", "up", "inner"), ("o", "down", "outer")
 
 
@@ -147,6 +147,8 @@ def schemes() -> dict[str, Any]:
         "int3": Scheme(int3),
         "nf4": Scheme.preset("nf4", group_size=GROUP),
         "fp8-dynamic": Scheme.preset("fp8-dynamic"),
+        "mxfp4": Scheme.preset("mxfp4", ignore=("re:.*down", "re:.*outer")),
+        "nvfp4": Scheme.preset("nvfp4"),
         "gptq": Scheme(int4, method="gptq"),
         "gptq, act_order": Scheme(int4, method="gptq", act_order=True),
         "gptq, int3, asymmetric": Scheme(
@@ -240,7 +242,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     return {
         "name": "quantize_exact",
         "value": len(found),
-        "goal": "0 tensors differ, for 10 schemes, 12 layouts and 6 families",
+        "goal": "0 tensors differ, for 12 schemes, 12 layouts and 6 families",
         "ok": not found,
         "details": {
             "schemes": len(schemes()),

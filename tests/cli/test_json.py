@@ -29,6 +29,7 @@ GOOD_COMMANDS = (
     "checkpoint inspect {f}/run", "checkpoint verify {f}/run", "checkpoint diff {f}/run {f}/run",
     "checkpoint convert {f}/run {f}/new --to dcp",
     "parallelize {f}/model.py:build --ranks 2",
+    "quantize {f}/model.py:build --dry-run", "quantize {f}/model.py:build --out {f}/quantized_model",
     "profile --dry-run",
     "doctor --no-check",
     "conformance --device cpu --level 0 --only float32",

@@ -402,12 +402,24 @@ def test_a_plan_counts_the_states_of_the_optimizer(kind: Any, states: float) -> 
     assert held["parameters, gradients, optimizer"] / 2**22 == pytest.approx(3 + states, rel=0.01)
 
 
+class Bytes(torch.optim.Optimizer):
+    """An optimizer whose two states have a byte per parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {name: torch.zeros_like(p, dtype=torch.uint8) for name in ("mean", "square")}
+
+
 def test_an_unknown_optimizer_counts_as_adam() -> None:
     class Odd(torch.optim.Optimizer):
         def __init__(self, params: Any, needed: int) -> None:
             super().__init__(params, {})
 
     assert states_of(Odd([nn.Parameter(torch.ones(2))], 1)) == 2.0
+    assert states_of(Bytes([nn.Parameter(torch.ones(2))])) == pytest.approx(0.5)
     assert states_of(torch.optim.Adafactor([nn.Parameter(torch.ones(2))])) == pytest.approx(2 / 64)
 
 

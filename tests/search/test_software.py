@@ -28,6 +28,14 @@ def bytes_by_collective(plan: Plan, what: str, model: Transformer = LLAMA, **sof
     return {f"{row.kind}, {row.where}": row.nbytes for row in rows if what in row.what}
 
 
+def test_moments_of_8_bits_take_6_bytes_less_per_parameter() -> None:
+    for zero in (0, 1, 3):
+        plan = Plan(dp=8, zero=zero, batch=64)
+        full, small = (hold(LLAMA, plan, Software(moments=m)).parts["optimizer"] for m in (12.0, 6.0))
+        saved = float(np.asarray(full)) - float(np.asarray(small))
+        assert saved == pytest.approx(6.0 * LLAMA.parameters / (8 if zero else 1), rel=0.01)
+
+
 def test_an_all_reduce_of_gradients_takes_longer_than_a_reduce_scatter() -> None:
     plan = Plan(dp=64, zero=1, batch=64)
     assert seconds(plan, reduces_parts=False) > seconds(plan)

@@ -300,7 +300,7 @@ def _check_no_autocast(name: str, x: Tensor) -> None:
 def _check_absent(name: str, **options: object) -> None:
     """Raise SameNumbersError for options that are set."""
     for option, value in options.items():
-        if value:
+        if isinstance(value, Tensor) or value:
             raise refusal(f"{name} with {option}", "it has no form with a fixed order")
 
 

@@ -6,6 +6,7 @@ _packing            codes of few bits in int32 words
 _stored_weight      the tensors that hold a quantized weight, their shapes and layouts
 _quantized_linear   QuantizedLinear: the layer
 _layers             the layers that a scheme quantizes, and their conversion
+_outline            layers, layers that are left out, and bytes, before any number is computed
 _batches            calibration batches as calls of a model
 _one_device         run a distributed model's code with whole weights and plain tensors
 _ranks              work that ranks share: fixed trees of sums, owners, rows
@@ -22,6 +23,7 @@ _errors             the errors of quantization
 
 from ._errors import CalibrationError, QuantizeError
 from ._files import load_quantized, save_quantized
+from ._outline import Outline, outline
 from ._quantize import quantize
 from ._quantized_linear import QuantizedLinear
 from ._scheme import PRESETS, NumberFormat, Scheme
@@ -30,10 +32,12 @@ __all__ = [
     "PRESETS",
     "CalibrationError",
     "NumberFormat",
+    "Outline",
     "QuantizeError",
     "QuantizedLinear",
     "Scheme",
     "load_quantized",
+    "outline",
     "quantize",
     "save_quantized",
 ]

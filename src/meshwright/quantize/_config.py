@@ -17,7 +17,7 @@ from ._scheme import NumberFormat, Scheme
 from ._stored_weight import stored_form
 
 METHOD = "compressed-tensors"
-_STRATEGIES = ("tensor", "channel", "group", "token")
+_STRATEGIES = ("tensor", "channel", "group", "tensor_group", "token")
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
@@ -87,6 +87,8 @@ def _group_json(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
 
 
 def _numbers_json(numbers: NumberFormat) -> dict[str, Any]:
+    float4 = {"group": "torch.uint8", "tensor_group": "torch.float8_e4m3fn"}
+    scale_dtype = {"scale_dtype": float4[numbers.strategy]} if numbers.is_float4 else {}
     return {
         "num_bits": numbers.num_bits,
         "type": numbers.type,
@@ -94,6 +96,7 @@ def _numbers_json(numbers: NumberFormat) -> dict[str, Any]:
         "strategy": numbers.strategy,
         "group_size": numbers.group_size,
         "dynamic": numbers.dynamic,
+        **scale_dtype,
     }
 
 
@@ -150,7 +153,7 @@ def _read_numbers(told: Mapping[str, Any], where: str) -> NumberFormat:
         told.get("num_bits", 8),
         told.get("type", "int"),
         strategy,
-        size if strategy == "group" else None,
+        size if strategy in ("group", "tensor_group") else None,
         told.get("symmetric", True),
         bool(told.get("dynamic", False)),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,12 @@ from ._stored_weight import SCALE, stored_dtypes, stored_layout, stored_shapes
 CONFIG = "config.json"
 
 
-def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def save_quantized(model: nn.Module, path: str | os.PathLike[str], *, files: Mapping[str, bytes] | None = None) -> None:
     """Write a quantized model into the new folder `path`, for transformers, vLLM, and `load_quantized`.
 
     Every rank makes the call. The folder has safetensors files in the form of compressed-tensors, and a config.json:
     that of the model, if it has one as models of transformers do, with the quantization added. It appears complete, or
-    not at all.
+    not at all. `files` are further files of the folder by name, such as those of a tokenizer.
 
     Raises:
         QuantizeError: no layer is quantized, or compressed-tensors does not know the numbers.
@@ -56,21 +56,23 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
     config: dict[str, Any] = own.to_dict() if hasattr(own, "to_dict") else {}
     text = json.dumps(config | {"quantization_config": config_of(model)}, indent=2)
     tensors = {name: _held(x) for name, x in _state(model)}
-    save(path, tensors, {}, _WithConfig(format_of("safetensors"), text + "\n")).wait()
+    beside = {**(files or {}), CONFIG: (text + "\n").encode()}
+    save(path, tensors, {}, _WithFiles(format_of("safetensors"), beside)).wait()
 
 
 @dataclass(frozen=True, slots=True)
-class _WithConfig:
-    """The format of model hubs, and a config.json."""
+class _WithFiles:
+    """The format of model hubs, and files beside it, such as config.json."""
 
     files: Format
-    config: str
+    beside: Mapping[str, bytes]
 
     def prepared(self, job: SaveJob) -> Callable[[], JsonValue]:
         return self.files.prepared(job)
 
     def finish(self, job: SaveJob, reports: Sequence[JsonValue]) -> None:
-        write_new(job.folder / CONFIG, self.config.encode())
+        for name, content in self.beside.items():
+            write_new(job.folder / name, content)
         self.files.finish(job, reports)
 
 

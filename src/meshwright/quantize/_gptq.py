@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._errors import CalibrationError
-from ._rounding import FLOAT8, FLOAT8_LARGEST, code_dtype, code_range
+from ._rounding import FLOAT8, FLOAT8_LARGEST, code_dtype, code_range, float4_codes, float4_values
 from ._scheme import NumberFormat, Scheme
 
 PANEL = 32
@@ -123,6 +123,9 @@ def _round_block(
 def _rounded(x: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberFormat) -> tuple[Tensor, Tensor]:
     """Return the codes of one column as floats, and their values."""
     ratio = x / scale
+    if numbers.is_float4:
+        code = float4_codes(ratio)
+        return code.float(), float4_values(code) * scale
     if numbers.type == "float":
         code = ratio.clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(FLOAT8).float()
         return code, code * scale

@@ -24,22 +24,32 @@ _CONTENTS = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules
 def layers_of(model: nn.Module, scheme: Scheme) -> Layers:
     """Return the linear layers that the scheme quantizes.
 
-    A layer whose weight another module uses too, such as an output layer that is tied to the embedding, is left out.
-
     Raises:
         QuantizeError: there is none, the model is quantized already, or the weight of a layer does not fit.
     """
+    found = select_layers(model, scheme)
+    for name, layer in found.items():
+        _check_weight(name, layer)
+    return found
+
+
+def select_layers(model: nn.Module, scheme: Scheme) -> Layers:
+    """Return the linear layers that the scheme quantizes; their weights may be on the meta device.
+
+    A layer whose weight another module uses too, such as an output layer that is tied to the embedding, is left out.
+
+    Raises:
+        QuantizeError: there is none, the model is quantized already, or the rows of a layer do not fit.
+    """
     refuse_quantized(model)
-    shared = _shared_weights(model)
+    shared = shared_weights(model)
     found: Layers = {
         name: module
         for name, module in model.named_modules()
-        if is_linear(module) and id(module.weight) not in shared and _is_target(name, module, scheme)
+        if is_linear(module) and id(module.weight) not in shared and is_target(name, module, scheme)
     }
     if not found:
         raise _no_layer(model, scheme)
-    for name, layer in found.items():
-        _check_weight(name, layer)
     _check_groups(found, scheme)
     return found
 
@@ -49,7 +59,7 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return isinstance(module, nn.Linear) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-def _shared_weights(model: nn.Module) -> set[int]:
+def shared_weights(model: nn.Module) -> set[int]:
     """Return the ids of parameters that several modules use."""
     seen: set[int] = set()
     shared: set[int] = set()
@@ -60,7 +70,7 @@ def _shared_weights(model: nn.Module) -> set[int]:
     return shared
 
 
-def _is_target(name: str, module: nn.Module, scheme: Scheme) -> bool:
+def is_target(name: str, module: nn.Module, scheme: Scheme) -> bool:
     return matches(name, module, scheme.targets) and not matches(name, module, scheme.ignore)
 
 

@@ -1,7 +1,8 @@
 """Codes of few bits, packed into int32 without gaps along a row, as compressed-tensors stores them.
 
 Code i of a row begins at bit i * bits of the row. The lowest bits of a word come first. Codes are stored without a
-sign: 0 is the smallest. Plain torch, so that packed tensors are sharded between words.
+sign: 0 is the smallest. Two floats of 4 bits share a byte, the first one in its lower bits. Plain torch, so that packed
+tensors are sharded between words.
 """
 
 from __future__ import annotations
@@ -90,3 +91,25 @@ def _crossing(words: Tensor, bits: int, mask: int) -> Tensor:
     low = (runs[..., word] >> shift) & ((1 << left.clamp(max=bits)) - 1)
     high = runs[..., (word + 1).clamp(max=bits - 1)] << left.clamp(max=WORD - 1)
     return torch.where(left < bits, low | (high & mask), low)
+
+
+def pack_float4(codes: Tensor) -> Tensor:
+    """Return the bytes of float4 codes -7 to 7 [..., k], k even: a magnitude has 3 bits, and its sign one.
+
+    >>> pack_float4(torch.tensor([[1, -7]], dtype=torch.int8)).tolist()
+    [[241]]
+    """
+    bits = codes.abs().to(torch.uint8) | torch.where(codes < 0, 8, 0).to(torch.uint8)
+    pairs = bits.unflatten(-1, (bits.shape[-1] // 2, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_float4(words: Tensor) -> Tensor:
+    """Return the int8 codes: the inverse of `pack_float4`.
+
+    >>> unpack_float4(torch.tensor([[241]], dtype=torch.uint8)).tolist()
+    [[1, -7]]
+    """
+    bits = torch.stack((words & 15, words >> 4), -1).flatten(-2)
+    magnitude = (bits & 7).to(torch.int8)
+    return torch.where(bits > 7, -magnitude, magnitude)

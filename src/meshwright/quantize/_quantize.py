@@ -12,7 +12,7 @@ from meshwright.tensor import DistTensor, distribute_as
 
 from ._calibration import Calibration
 from ._errors import CalibrationError, QuantizeError
-from ._layers import convert_layers, layers_of
+from ._layers import Layers, convert_layers, layers_of
 from ._quantized_linear import QuantizedLinear
 from ._rounding import scales_of, to_codes
 from ._scheme import Scheme
@@ -33,7 +33,7 @@ def quantize(
     plain, or distributed: then every rank makes the call, and gets its part of the very same codes and scales as one
     device. `calibration` yields batches: tensors, tuples of positional arguments, or dicts of keyword arguments. Every
     rank gets the same batches. `progress` gets a line for each block that is calibrated, with the relative error of its
-    outputs.
+    outputs; without calibration data, one for each layer, with the relative error of its weight.
 
     Raises:
         QuantizeError: the scheme does not exist or does not fit a layer. The model is unchanged.
@@ -47,7 +47,7 @@ def quantize(
     _check_module(model)
     layers = layers_of(model, chosen)
     if not chosen.is_calibrated:
-        return convert_layers(model, {name: nearest_layer(layer, chosen) for name, layer in layers.items()})
+        return convert_layers(model, _nearest_layers(layers, chosen, progress or (lambda text: None)))
     if calibration is None:
         raise _no_calibration(chosen)
     done = Calibration(model, layers, chosen, progress)
@@ -57,6 +57,14 @@ def quantize(
         is_distributed = isinstance(parameter, DistTensor)
         parameter.copy_(distribute_as(whole, parameter.mesh, parameter.spec.layout) if is_distributed else whole)
     return convert_layers(model, new)
+
+
+def _nearest_layers(layers: Layers, scheme: Scheme, progress: Callable[[str], None]) -> dict[str, QuantizedLinear]:
+    found: dict[str, QuantizedLinear] = {}
+    for name, layer in layers.items():
+        found[name] = nearest_layer(layer, scheme)
+        progress(f"{name or 'the model'}: relative error {found[name].error:.2g}")
+    return found
 
 
 def _scheme(scheme: object) -> Scheme:

@@ -39,7 +39,7 @@ class QuantizedLinear(nn.Module):
         self.register_parameter("bias", bias)
 
     def dequantized(self) -> Tensor:
-        """Return the weight as numbers, in the dtype of the scales."""
+        """Return the weight as numbers, in the dtype of the scales; float32 for floats of 4 bits."""
         stored = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
         return values_in(stored, self.scheme, self.in_features)
 

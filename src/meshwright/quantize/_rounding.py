@@ -14,6 +14,14 @@ from ._scheme import NumberFormat
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_LARGEST = torch.finfo(FLOAT8).max
+FLOAT8_SMALLEST = 2.0**-9
+"""The smallest positive float8_e4m3fn, a subnormal number."""
+EXPONENT_BITS = 0x7F800000
+"""The bits of the exponent of a float32."""
+SMALLEST_POWER = 2.0**-126
+"""The smallest normal float32; a scale of mxfp4 is at least this."""
+SMALLEST_SCALE = 2.0**-100
+"""Lower bound of the largest nvfp4 scale of a tensor, so that its divisor is finite."""
 
 NORMAL_FLOAT4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -24,6 +32,12 @@ NORMAL_FLOAT4 = (
 _NUMBERS = torch.tensor(NORMAL_FLOAT4, device="cpu")
 _BOUNDS = (_NUMBERS[1:] + _NUMBERS[:-1]) / 2
 """The bounds between neighbours."""
+_FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")
+"""The magnitudes of floats of 4 bits (e2m1)."""
+FLOAT4_LARGEST = 6.0
+_FLOAT4_BOUNDS = (_FLOAT4[1:] + _FLOAT4[:-1]) / 2
+_FLOAT4_BOUNDS[1::2] = torch.nextafter(_FLOAT4_BOUNDS[1::2], torch.zeros(1, device="cpu"))
+"""The bounds between neighbours: a tie goes to the even code, so every other bound belongs to the upper one."""
 
 
 def code_range(numbers: NumberFormat) -> tuple[int, int]:
@@ -37,17 +51,20 @@ def code_range(numbers: NumberFormat) -> tuple[int, int]:
 
 
 def code_dtype(numbers: NumberFormat) -> torch.dtype:
-    return FLOAT8 if numbers.type == "float" else torch.int8
+    return FLOAT8 if numbers.type == "float" and numbers.num_bits == 8 else torch.int8
 
 
 def scales_of(x: Tensor, numbers: NumberFormat, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
     """Return the scales of `x` in `dtype` (that of `x` by default), and the zero points, or None if symmetric.
 
     Scales are computed in float32. Values that are all zero get the scale eps, so that nothing is divided by zero.
+    Scales of floats of 4 bits stay in float32.
     """
     dtype = dtype or x.dtype
     values = _shared(x.float(), numbers)
     low, high = _bounds(values, numbers)
+    if numbers.is_float4:
+        return float4_scales(torch.maximum(high, -low), numbers), None
     if numbers.symmetric:
         scale, zero = torch.maximum(high, -low) / _half_range(numbers), None
     else:
@@ -68,6 +85,34 @@ def _half_range(numbers: NumberFormat) -> float:
     return 1.0 if numbers.type == "nf" else ((1 << numbers.num_bits) - 1) / 2
 
 
+def float4_scales(largest: Tensor, numbers: NumberFormat) -> Tensor:
+    """Return the float32 scales of groups [n, g] with these largest magnitudes.
+
+    Scales of mxfp4 are powers of two with which at most 7, which is rounded to 6, is reached. Those of nvfp4 are float8
+    numbers over a power of two, `float4_divisor`, which depends on all groups.
+    """
+    if numbers.strategy == "group":
+        return (power_of_two(largest * (8 / 7)) / 4).clamp(min=SMALLEST_POWER)
+    wanted = largest / FLOAT4_LARGEST
+    divisor = float4_divisor(wanted)
+    scale = (wanted * divisor).to(FLOAT8).float()
+    return torch.where(scale == 0, FLOAT8_SMALLEST, scale) / divisor
+
+
+def float4_divisor(scale: Tensor) -> Tensor:
+    """Return the largest power of two, of shape [1], that multiplies nvfp4 scales to float8 numbers."""
+    return power_of_two(FLOAT8_LARGEST / scale.amax().reshape(1).clamp(min=SMALLEST_SCALE))
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """Return the largest power of two that is at most x, for positive float32 numbers; exact on every device.
+
+    >>> power_of_two(torch.tensor([3.9, 4.0]))
+    tensor([2., 4.])
+    """
+    return (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+
+
 def _not_zero(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
 
@@ -77,7 +122,7 @@ def _bounds(values: Tensor, numbers: NumberFormat) -> tuple[Tensor, Tensor]:
     if numbers.strategy == "tensor":
         low, high = values.amin().reshape(1), values.amax().reshape(1)
     else:
-        keep = numbers.strategy != "group"
+        keep = numbers.group_size is None
         low, high = values.amin(-1, keepdim=keep), values.amax(-1, keepdim=keep)
     return low.clamp(max=0), high.clamp(min=0)
 
@@ -97,7 +142,9 @@ def _beside(scale: Tensor, numbers: NumberFormat) -> Tensor:
 def to_codes(x: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberFormat) -> Tensor:
     """Return the codes of the numbers nearest to `x`; ties go to the even code."""
     ratio = _shared(x.float(), numbers) / _beside(scale.float(), numbers)
-    if numbers.type == "float":
+    if numbers.is_float4:
+        found = float4_codes(ratio).to(torch.int8)
+    elif numbers.type == "float":
         found = ratio.clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(FLOAT8)
     elif numbers.type == "nf":
         found = torch.bucketize(ratio, _BOUNDS.to(x.device)).to(torch.int8) - 8
@@ -108,11 +155,25 @@ def to_codes(x: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberForma
     return found if numbers.group_size is None else found.flatten(-2)
 
 
+def float4_codes(ratio: Tensor) -> Tensor:
+    """Return the codes -7 to 7 of the nearest floats of 4 bits: a magnitude's number, with a sign."""
+    magnitude = torch.bucketize(ratio.abs(), _FLOAT4_BOUNDS.to(ratio.device))
+    return torch.where(ratio < 0, -magnitude, magnitude)
+
+
+def float4_values(codes: Tensor) -> Tensor:
+    """Return the float32 numbers of the codes -7 to 7."""
+    magnitude = _FLOAT4.to(codes.device)[codes.abs().long()]
+    return torch.where(codes < 0, -magnitude, magnitude)
+
+
 def to_values(codes: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberFormat) -> Tensor:
     """Return the numbers of the codes, in the dtype of the scale."""
     dtype = scale.dtype
     if numbers.type == "nf":
         values = _NUMBERS.to(codes.device, dtype)[codes.long() + 8]
+    elif numbers.is_float4:
+        values = float4_values(codes).to(dtype)
     else:
         values = codes.to(dtype)
     values = _shared(values, numbers)
@@ -129,4 +190,4 @@ def nearest(x: Tensor, numbers: NumberFormat) -> Tensor:
     tensor([[0.0000, 0.6667]])
     """
     scale, zero = scales_of(x, numbers)
-    return to_values(to_codes(x, scale, zero, numbers), scale, zero, numbers)
+    return to_values(to_codes(x, scale, zero, numbers), scale, zero, numbers).to(x.dtype)

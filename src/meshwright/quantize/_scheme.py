@@ -9,20 +9,24 @@ from typing import Literal
 
 from ._errors import QuantizeError
 
-Strategy = Literal["tensor", "channel", "group", "token"]
+Strategy = Literal["tensor", "channel", "group", "tensor_group", "token"]
 Method = Literal["nearest", "gptq", "awq", "smoothquant"]
 
 MOST_BITS = 8
 """Most bits of a quantized number."""
+FLOAT4_GROUPS = {"group": 32, "tensor_group": 16}
+"""The group size of floats of 4 bits, by strategy: mxfp4 (OCP Microscaling Formats 1.0) and nvfp4."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
     """A set of numbers to which values are rounded, and the values that share a scale.
 
-    `type` is "int", "float" (8 bits: float8_e4m3fn) or "nf" (4 bits: the quantiles of a normal distribution). Values
-    share a scale by `strategy`: all of a "tensor", a row of a weight ("channel"), `group_size` neighbours in a row
-    ("group"), or the features of a "token". If `dynamic`, the scales of activations are computed at each call.
+    `type` is "int", "float" (8 bits: float8_e4m3fn; 4 bits: e2m1) or "nf" (4 bits: the quantiles of a normal
+    distribution). Values share a scale by `strategy`: all of a "tensor", a row of a weight ("channel"), `group_size`
+    neighbours in a row ("group"), or the features of a "token". If `dynamic`, the scales of activations are computed at
+    each call. Floats of 4 bits are those of mxfp4 (strategy "group" of 32, scales are powers of two) or of nvfp4
+    (strategy "tensor_group" of 16, scales are float8 numbers, and the tensor has one scale more).
 
     Raises:
         QuantizeError: there is no such format.
@@ -40,21 +44,25 @@ class NumberFormat:
 
     def __post_init__(self) -> None:
         asked = f"a number format of {self.num_bits} bits and type {self.type!r}"
-        widths = {"int": range(2, MOST_BITS + 1), "float": (8,), "nf": (4,)}.get(self.type, ())
+        widths = {"int": range(2, MOST_BITS + 1), "float": (4, 8), "nf": (4,)}.get(self.type, ())
         if self.num_bits not in widths:
             raise QuantizeError(
                 asked,
                 f"num_bits={self.num_bits}",
-                "integers have 2 to 8 bits, floats have 8, and normal floats have 4",
+                "integers have 2 to 8 bits, floats have 4 or 8, and normal floats have 4",
                 'write NumberFormat(4), NumberFormat(8, "float") or NumberFormat(4, "nf")',
             )
-        if (self.strategy == "group") != (self.group_size is not None) or (self.group_size or 1) < 1:
+        has_groups = self.strategy in ("group", "tensor_group")
+        if has_groups != (self.group_size is not None) or (self.group_size or 1) < 1:
             raise QuantizeError(
                 asked,
                 f"strategy={self.strategy!r} and group_size={self.group_size}",
                 'a group size belongs to the strategy "group", which needs one',
                 'write NumberFormat(4, strategy="group", group_size=128)',
             )
+        is_odd = FLOAT4_GROUPS.get(self.strategy) != self.group_size or self.group_size is None
+        if is_odd if self.is_float4 else self.strategy == "tensor_group":
+            raise _no_float4(asked, self.strategy, self.group_size)
         if not self.symmetric and self.type != "int":
             raise QuantizeError(
                 asked,
@@ -63,10 +71,24 @@ class NumberFormat:
                 "leave out symmetric=False",
             )
 
+    @property
+    def is_float4(self) -> bool:
+        """True for the numbers of mxfp4 and nvfp4."""
+        return self.type == "float" and self.num_bits == 4
+
     def __repr__(self) -> str:
         words = [f"{self.type}{self.num_bits}", self.strategy + (f" {self.group_size}" if self.group_size else "")]
         words += ["asymmetric"] * (not self.symmetric) + ["dynamic"] * self.dynamic
         return ", ".join(words)
+
+
+def _no_float4(asked: str, strategy: str, group_size: int | None) -> QuantizeError:
+    return QuantizeError(
+        asked,
+        f"strategy={strategy!r} and group_size={group_size}",
+        'floats of 4 bits have the strategy "group" with groups of 32 (mxfp4), or "tensor_group" of 16 (nvfp4)',
+        'write NumberFormat(8, "float"), or NumberFormat(4, "float", "group", 32)',
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +140,13 @@ class Scheme:
                 "each call has other tokens, so a stored scale is one for all of them",
                 'use NumberFormat(8, strategy="tensor"), or dynamic=True',
             )
+        if inputs is not None and inputs.strategy == "tensor_group":
+            raise QuantizeError(
+                f"inputs as {inputs!r}",
+                "nvfp4 inputs",
+                "they need a scale of the whole tensor, which is not computed at each call",
+                'use NumberFormat(4, "float", "group", 32, dynamic=True), or leave inputs as they are',
+            )
         if self.method == "gptq" and self.weights.type == "nf":
             raise QuantizeError(
                 "nf4 weights by gptq",
@@ -166,7 +195,7 @@ class Scheme:
 
 
 def _with_group(name: str, weights: NumberFormat, size: int) -> NumberFormat:
-    if weights.strategy != "group":
+    if weights.group_size is None:
         raise QuantizeError(
             f"the scheme {name!r} with group_size={size}",
             f"weights {weights!r}",
@@ -179,6 +208,7 @@ def _with_group(name: str, weights: NumberFormat, size: int) -> NumberFormat:
 _INT8 = NumberFormat(8)
 _INT4 = NumberFormat(4, strategy="group", group_size=128)
 _FP8 = NumberFormat(8, "float")
+_MXFP4 = NumberFormat(4, "float", "group", 32)
 _INT8_TOKENS = NumberFormat(8, strategy="token", dynamic=True)
 
 PRESETS: dict[str, Callable[[], Scheme]] = {
@@ -189,6 +219,9 @@ PRESETS: dict[str, Callable[[], Scheme]] = {
     "w4a16-awq": lambda: Scheme(_INT4, method="awq"),
     "w8a8-smoothquant": lambda: Scheme(_INT8, _INT8_TOKENS, method="smoothquant"),
     "nf4": lambda: Scheme(NumberFormat(4, "nf", "group", 64)),
+    "mxfp4": lambda: Scheme(_MXFP4),
+    "mxfp4-dynamic": lambda: Scheme(_MXFP4, replace(_MXFP4, dynamic=True)),
+    "nvfp4": lambda: Scheme(NumberFormat(4, "float", "tensor_group", 16)),
     "fp8": lambda: Scheme(_FP8, NumberFormat(8, "float", "tensor")),
     "fp8-dynamic": lambda: Scheme(_FP8, NumberFormat(8, "float", "token", dynamic=True)),
 }

@@ -4,6 +4,8 @@ form              tensors
 pack-quantized    weight_packed: int32 words of a row; weight_scale; weight_shape; weight_zero_point if asymmetric
 int-quantized     weight: int8 codes; weight_scale; weight_zero_point if asymmetric
 float-quantized   weight: float8 codes; weight_scale
+mxfp4-pack-…      weight_packed: two codes a byte; weight_scale: the exponents of powers of two, as bytes
+nvfp4-pack-…      weight_packed: two codes a byte; weight_scale: float8; weight_global_scale, which divides the scales
 
 Integers have the form "int-quantized" if the inputs are quantized too, else "pack-quantized". nf4 is packed in the same
 way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an `input_scale`. A
@@ -21,17 +23,22 @@ from torch import Tensor
 from meshwright.layout import Dim, Layout, Product, Spec, axes_of
 from meshwright.tensor import DistTensor, distribute_as
 
-from ._packing import pack, packed_length, unpack
-from ._rounding import code_dtype, to_values
+from ._packing import pack, pack_float4, packed_length, unpack, unpack_float4
+from ._rounding import FLOAT8, code_dtype, float4_divisor, to_values
 from ._scheme import Scheme
 
 Stored = dict[str, Tensor]
 INPUT_SCALE = "input_scale"
 PACKED, SCALE, ZERO, SHAPE, WEIGHT = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight"
+GLOBAL_SCALE = "weight_global_scale"
+EXPONENT_SHIFT = 23
+"""Position of the exponent in a float32."""
 
 
 def stored_form(scheme: Scheme) -> str:
     """Return the form in which the weights of a scheme are stored."""
+    if scheme.weights.is_float4:
+        return f"{'mxfp4' if scheme.weights.strategy == 'group' else 'nvfp4'}-pack-quantized"
     if scheme.weights.type == "float":
         return "float-quantized"
     return "int-quantized" if scheme.input_activations is not None else "pack-quantized"
@@ -44,6 +51,8 @@ def is_packed(scheme: Scheme) -> bool:
 def store(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Stored:
     """Return the tensors that hold a quantized weight."""
     bits = scheme.weights.num_bits
+    if scheme.weights.is_float4:
+        return {PACKED: pack_float4(codes), **_store_float4_scale(scale, scheme)}
     if not is_packed(scheme):
         found = {WEIGHT: codes, SCALE: scale}
     else:
@@ -52,15 +61,34 @@ def store(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> 
     return found if zero is None else {**found, ZERO: zero}
 
 
+def _store_float4_scale(scale: Tensor, scheme: Scheme) -> Stored:
+    """Return the tensors that hold float32 scales of mxfp4 or nvfp4, without rounding."""
+    if scheme.weights.strategy == "group":
+        return {SCALE: (scale.view(torch.int32) >> EXPONENT_SHIFT).to(torch.uint8)}
+    divisor = float4_divisor(scale)
+    return {SCALE: (scale * divisor).to(FLOAT8), GLOBAL_SCALE: divisor}
+
+
+def _float4_scale(stored: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
+    """Return the float32 scales: the inverse of `_store_float4_scale`."""
+    if scheme.weights.strategy == "group":
+        return (stored[SCALE].to(torch.int32) << EXPONENT_SHIFT).view(torch.float32)
+    return stored[SCALE].float() / stored[GLOBAL_SCALE]
+
+
 def codes_in(stored: Mapping[str, Tensor], scheme: Scheme, length: int) -> Tensor:
     """Return the codes of a stored weight with rows of `length`."""
+    if scheme.weights.is_float4:
+        return unpack_float4(stored[PACKED])
     if not is_packed(scheme):
         return stored[WEIGHT]
     return unpack(stored[PACKED], scheme.weights.num_bits, length)
 
 
 def values_in(stored: Mapping[str, Tensor], scheme: Scheme, length: int) -> Tensor:
-    """Return the weight [n, k] that is stored, in the dtype of its scale."""
+    """Return the weight [n, k] that is stored, in the dtype of its scale; float32 for floats of 4 bits."""
+    if scheme.weights.is_float4:
+        return to_values(codes_in(stored, scheme, length), _float4_scale(stored, scheme), None, scheme.weights)
     zero = stored.get(ZERO)
     if zero is not None and is_packed(scheme):
         rows = stored[PACKED].shape[0]
@@ -74,7 +102,10 @@ def stored_shapes(rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[in
     groups = columns // weights.group_size if weights.group_size else 1
     scale = (1,) if weights.strategy == "tensor" else (rows, groups)
     found: dict[str, tuple[int, ...]]
-    if not is_packed(scheme):
+    if weights.is_float4:
+        found = {PACKED: (rows, columns // 2), SCALE: scale}
+        found |= {GLOBAL_SCALE: (1,)} if weights.strategy == "tensor_group" else {}
+    elif not is_packed(scheme):
         found = {WEIGHT: (rows, columns), SCALE: scale}
     else:
         found = {PACKED: (rows, packed_length(columns, weights.num_bits)), SCALE: scale, SHAPE: (2,)}
@@ -95,6 +126,9 @@ def stored_dtypes(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes of the tensors that may hold a weight of `dtype`."""
     zero = torch.int32 if is_packed(scheme) else torch.int8
     codes = code_dtype(scheme.weights)
+    if scheme.weights.is_float4:
+        scale = torch.uint8 if scheme.weights.strategy == "group" else FLOAT8
+        return {PACKED: torch.uint8, SCALE: scale, GLOBAL_SCALE: torch.float32, INPUT_SCALE: dtype}
     return {PACKED: torch.int32, WEIGHT: codes, SCALE: dtype, INPUT_SCALE: dtype, SHAPE: torch.int64, ZERO: zero}
 
 

@@ -7,6 +7,7 @@ run                 run a script on several ranks, simulated or as processes
 plan                `plan` finds the best plan for a cluster; `predict` predicts a given plan
 explain             costs of a training step and their reasons
 parallelize         suggest a plan by module names for a model
+quantize            quantize a language model
 profile             measure this machine, and write a cluster file
 schedule            check and draw a pipeline schedule
 checkpoint          inspect, verify, compare or convert checkpoints

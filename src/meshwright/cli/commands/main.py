@@ -17,7 +17,7 @@ COMMAND_FUNCTIONS = {
     "plan": ("plan", "plan"), "predict": ("plan", "predict_step"), "explain": ("explain", "explain"),
     "checkpoint": ("checkpoint", "checkpoint"), "doctor": ("doctor", "doctor"),
     "parallelize": ("parallelize", "parallelize"), "profile": ("profile", "profile"),
-    "conformance": ("conformance", "conformance"),
+    "conformance": ("conformance", "conformance"), "quantize": ("quantize", "quantize"),
 }  # fmt: skip
 """Command → its module and function. It is imported only when the command runs, because most of them need torch."""
 

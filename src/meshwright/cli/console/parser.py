@@ -20,6 +20,7 @@ COMMANDS = {
     "predict": "predict a training step under a plan: seconds, share of peak performance, memory of the fullest rank",
     "checkpoint": "show the contents of a checkpoint, verify it, compare two, or convert it to another format",
     "parallelize": "find the best plan for a model, and print the lines that make the model parallel",
+    "quantize": "quantize a language model by the work of several ranks, and write it as compressed-tensors",
     "profile": "measure this machine, and write a cluster file for plan, predict and explain",
     "doctor": "show what this machine has and lacks, and compare two ranks with one device",
     "conformance": "check a device: operators, simulated ranks, transport and training; say what it may be used for",
@@ -33,6 +34,7 @@ FAILS = {
     "predict": "the model, the plan or the cluster is invalid",
     "checkpoint": "a checkpoint is damaged or missing, or two checkpoints differ",
     "parallelize": "no plan fits, or the model's file or function fails",
+    "quantize": "the model, the scheme or the data does not fit, or the folder cannot be written",
     "profile": "the measuring ranks failed",
     "doctor": "a required part is missing, or two ranks differ from one device",
     "conformance": "a check failed, or no check was run",
@@ -348,6 +350,34 @@ def parallelize_parser() -> Parser:
     return parser
 
 
+def quantize_parser() -> Parser:
+    parser = Parser("meshwright quantize", f"{COMMANDS['quantize'].capitalize()}.", exit_codes("quantize"))
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a model's folder, or file.py:function, which returns a module",
+    )
+    scheme = parser.add_argument_group("scheme")
+    scheme.add_argument("--scheme", default="int8", metavar="NAME", help="a preset, such as w4a16-gptq (int8)")
+    scheme.add_argument("--group-size", type=positive, metavar="N", help="weights that share a scale (of the preset)")
+    scheme.add_argument(
+        "--ignore", action="append", metavar="NAME", help="leave out layers, as often as needed (lm_head)"
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", metavar="FILE", help="a text, or file.py:function, which returns batches")
+    data.add_argument("--sequence", type=positive, default=512, metavar="N", help="tokens per sequence of a text (512)")
+    data.add_argument("--samples", type=positive, default=128, metavar="N", help="most batches for calibration (128)")
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument("--ranks", type=local_ranks, default=1, metavar="N", help="number of ranks (1)")
+    ranks.add_argument("--processes", action="store_true", help="run one process per rank, not simulated ranks")
+    answer = parser.add_argument_group("answer")
+    answer.add_argument("--out", metavar="DIR", help="write the quantized model to this new folder")
+    answer.add_argument("--dry-run", action="store_true", help="show the layers and the sizes; quantize nothing")
+    answer.add_argument("--html", metavar="FILE", help="write a self-contained HTML page")
+    answer.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def profile_parser() -> Parser:
     parser = Parser("meshwright profile", f"{COMMANDS['profile'].capitalize()}.", exit_codes("profile"))
     parser.add_argument("--ranks", type=local_ranks, metavar="N", help="number of processes (one per GPU, or per core)")
@@ -385,7 +415,8 @@ PARSERS = {
     "train": train_parser, "run": run_parser, "schedule": schedule_parser, "plan": plan_parser,
     "predict": predict_parser, "explain": explain_parser,
     "checkpoint": checkpoint_parser, "doctor": doctor_parser,
-    "parallelize": parallelize_parser, "profile": profile_parser, "conformance": conformance_parser,
+    "parallelize": parallelize_parser, "quantize": quantize_parser,
+    "profile": profile_parser, "conformance": conformance_parser,
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def plan(
 
 
 def states_of(optimizer: Optimizer | None) -> float:
-    """Return the size of an optimizer's states, in multiples of the size of their parameter.
+    """Return the bytes of an optimizer's states, in multiples of the bytes of their parameter.
 
     It is measured by one step of an optimizer of the same class on a small parameter.
     """
@@ -84,7 +84,16 @@ def states_of(optimizer: Optimizer | None) -> float:
         twin.step()
     except (TypeError, ValueError, RuntimeError):  # created or called in another way: assume Adam's
         return ADAM
-    return sum(x.numel() for x in twin.state[weight].values() if isinstance(x, Tensor) and x.dim()) / weight.numel()
+    states = [x for x in twin.state[weight].values() if isinstance(x, Tensor) and x.dim()]
+    return sum(map(_stored_bytes, states)) / weight.nbytes
+
+
+def _stored_bytes(x: Any) -> int:
+    """Return the bytes that hold a tensor; a subclass, such as a quantized state, may hold them in other tensors."""
+    if not hasattr(x, "__tensor_flatten__"):
+        return x.nbytes
+    names, _ = x.__tensor_flatten__()
+    return sum(_stored_bytes(getattr(x, name)) for name in names)
 
 
 def resolve_cluster(cluster: Cluster | str | None) -> Cluster:

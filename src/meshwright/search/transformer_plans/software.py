@@ -44,6 +44,8 @@ class Software:
     """Number of a stage's results that are kept per microbatch in flight."""
     logit: float = 6.0
     """Bytes per logit that are held at the peak of the loss."""
+    moments: float = 12.0
+    """Bytes of the optimizer's states and of a master copy, per parameter: 12 for Adam, 6 with moments of 8 bits."""
     reduced: float = 4.0
     """Bytes of a gradient in communication."""
     streams: float = 1.0

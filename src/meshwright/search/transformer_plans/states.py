@@ -18,8 +18,6 @@ from .layer_time import HALF
 from .sizes import Transformer
 from .software import Software
 
-MOMENTS = 12.0
-"""Bytes of Adam's moments and of a master copy, per parameter."""
 SINGLE = 4.0
 """Bytes of a parameter or a gradient in single precision."""
 
@@ -89,11 +87,11 @@ def state_bytes(model: Transformer, plan: Degrees, software: Software, layers: R
     share, used = whole / copies(plan), _layer_in_use(model, plan, layers)
     zero, gradient, hosted = plan.zero, software.gradient, software.hosted is not None
     summed = np.where(zero >= 2, share.total * gradient, whole.total * gradient)
-    moments = 0.0 if hosted else np.where(zero >= 1, share.total, whole.total) * MOMENTS
+    moments = 0.0 if hosted else np.where(zero >= 1, share.total, whole.total) * software.moments
     bucket = np.minimum(used * gradient, np.maximum(whole.total - share.total, 0.0) * gradient)
     weights, bucket = whole.total * HALF + summed, np.where(zero >= 2, bucket, 0.0)
     sharded = share.total * (HALF + gradient if hosted else 2 * SINGLE)
-    states = share.total * (0.0 if hosted else MOMENTS - SINGLE)
+    states = share.total * (0.0 if hosted else software.moments - SINGLE)
     spare = np.maximum(weights + moments + bucket - sharded - states, 0.0)
     gathered = np.minimum(_gathered_bytes(model, plan, software, used), spare)
     return StateBytes(

@@ -1,0 +1,94 @@
+"""Logits of quantized models that transformers loads from our files, and that we load from theirs.
+
+transformers reads what `mw.save_quantized` writes, by the package compressed-tensors, and computes logits. It writes
+the model too, and `mw.load_quantized` reads these files. The value is the largest difference from our logits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.quantize import NumberFormat, Scheme
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+MODELS = ("Llama", "Qwen2", "Mistral")
+SCHEMES = {
+    "int8": Scheme.preset("int8"),
+    "w4a16": Scheme.preset("w4a16", group_size=32),
+    "w4a16-gptq": Scheme.preset("w4a16-gptq", group_size=32),
+    "w4a16-awq": Scheme.preset("w4a16-awq", group_size=32),
+    "int3": Scheme(NumberFormat(3, strategy="group", group_size=32)),
+    "fp8": Scheme.preset("fp8"),
+    "fp8-dynamic": Scheme.preset("fp8-dynamic"),
+    "mxfp4": Scheme.preset("mxfp4"),
+    "nvfp4": Scheme.preset("nvfp4"),
+}
+"""Schemes whose products transformers computes as we do; it multiplies the codes of `int8-dynamic` as floats."""
+IDS = torch.arange(16, device="cpu").view(2, 8)
+
+
+def make(name: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **HEADS)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def differences(name: str, scheme: Scheme, folder: Path) -> tuple[float, float]:
+    """Return the largest differences of their logits for our files, and of our logits for their files."""
+    dtype = torch.bfloat16 if scheme.weights.is_float4 else torch.float32  # the other one unpacks float4 to bfloat16
+    model = mw.quantize(make(name, dtype), scheme, [{"input_ids": IDS}])
+    wanted = logits(model)
+    mw.save_quantized(model, folder / "ours")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours", dtype=dtype)
+    theirs.save_pretrained(folder / "theirs")  # its first call unpacks the weights for good
+    read = largest(wanted, logits(theirs))
+    again = mw.load_quantized(make(name, dtype), folder / "theirs")
+    return read, largest(wanted, logits(again))
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(IDS).logits
+
+
+def largest(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).abs().max())
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """Return the figure: the largest difference of logits."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers.utils.logging.disable_progress_bar()
+    found: dict[str, tuple[float, float]] = {}
+    for model in MODELS[: 1 if quick else None]:
+        for name, scheme in SCHEMES.items():
+            with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+                warnings.simplefilter("ignore")
+                found[f"{model}, {name}"] = differences(model, scheme, Path(folder))
+    value = max(max(pair) for pair in found.values())
+    return {
+        "name": "quantize_interop",
+        "value": value,
+        "goal": "0.0, in the same dtype",
+        "ok": value == 0,
+        "details": {
+            "models": list(MODELS[: 1 if quick else None]),
+            "schemes": list(SCHEMES),
+            "different": {name: pair for name, pair in found.items() if any(pair)},
+        },
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))

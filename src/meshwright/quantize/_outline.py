@@ -1,0 +1,80 @@
+"""The outline of a quantized model: its layers, the layers that are left out, and bytes. No number is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor, nn
+
+from ._layers import is_linear, is_target, select_layers, shared_weights
+from ._scheme import Scheme
+from ._stored_weight import stored_dtypes, stored_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The layers that a scheme quantizes, and the bytes of a model before and after.
+
+    `layers` has the bytes of the weight of each quantized layer, before and after. `left_out` has the reason for each
+    linear layer that stays. `others` counts the bytes of all tensors that stay.
+    """
+
+    layers: dict[str, tuple[int, int]]
+    left_out: dict[str, str]
+    others: int
+
+    @property
+    def before(self) -> int:
+        """Return the bytes of the model before its quantization."""
+        return self.others + sum(before for before, _ in self.layers.values())
+
+    @property
+    def after(self) -> int:
+        """Return the bytes of the quantized model."""
+        return self.others + sum(after for _, after in self.layers.values())
+
+
+def outline(model: nn.Module, scheme: Scheme) -> Outline:
+    """Return the layers that a scheme quantizes, and the bytes before and after. The model may be on the meta device.
+
+    Raises:
+        QuantizeError: there is no layer, the model is quantized already, or the rows of a layer do not fit.
+
+    >>> found = outline(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), Scheme.preset("int8"))
+    >>> found.layers, found.before, found.after
+    ({'0': (16384, 4368), '2': (2048, 560)}, 18720, 5216)
+    """
+    layers = select_layers(model, scheme)
+    quantized = {id(layer.weight) for layer in layers.values()}
+    shared = shared_weights(model)
+    left_out = {
+        name: _reason(name, module, scheme, shared)
+        for name, module in model.named_modules()
+        if is_linear(module) and name not in layers
+    }
+    sizes = {name: (_nbytes(layer.weight), stored_bytes(layer, scheme)) for name, layer in layers.items()}
+    return Outline(sizes, left_out, sum(_nbytes(x) for x in _tensors(model) if id(x) not in quantized))
+
+
+def _reason(name: str, layer: nn.Linear, scheme: Scheme, shared: set[int]) -> str:
+    if is_target(name, layer, scheme) and id(layer.weight) in shared:
+        return "another module uses its weight"
+    return "the scheme leaves it out"
+
+
+def stored_bytes(layer: nn.Linear, scheme: Scheme) -> int:
+    """Return the bytes of the tensors that hold the quantized weight of a layer."""
+    dtypes = stored_dtypes(scheme, layer.weight.dtype)
+    shapes = stored_shapes(layer.out_features, layer.in_features, scheme)
+    return sum(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
+
+
+def _tensors(model: nn.Module) -> Iterable[Tensor]:
+    """Return each parameter and buffer of a model once."""
+    return {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
