@@ -40,7 +40,7 @@ from meshwright.engine import (
     TrainingError,
 )
 from meshwright.fixed_order import SameNumbersError
-from meshwright.generate import GenerationError
+from meshwright.generate import EagerStepWarning, GenerationError
 from meshwright.graph import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from meshwright.layout import InputError, LayoutError, MeshError, MeshwrightError, PlacementError, PlatformError
 from meshwright.models import ModelError
@@ -84,6 +84,7 @@ __all__ = [
     "DeadlockError",
     "DifferenceError",
     "DisagreementError",
+    "EagerStepWarning",
     "ExpertsError",
     "FolderInUseError",
     "GenerationError",
