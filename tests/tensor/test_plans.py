@@ -6,9 +6,16 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.tensor.core.dist_tensor import PLANS
+from meshwright.tensor.core.dist_tensor import PLANS, signature
 
 MESH = mw.ProcessMesh([0, 1], ["a"])
+
+
+def test_sequences_that_compare_equal_are_different_signatures() -> None:
+    sizes = [(1, 2), [1, 2], torch.Size((1, 2)), (True, 2), (1.0, 2), ((1, 2),)]
+    keys = [signature(Tensor.view, (size,), None) for size in sizes]
+    assert None not in keys
+    assert len({*keys, signature(Tensor.view, (1, 2), None)}) == len(sizes) + 1
 
 
 def test_a_float_that_changes_the_rule_makes_another_plan() -> None:

@@ -73,7 +73,7 @@ class gradients_kept_up:  # entered in every step: a class is faster than a gene
 
     def __enter__(self) -> None:
         self._views: list[DistView] = _assigned() if _state.leaves else []
-        self._before = before_call(self._views)
+        self._before = before_call(self._views) if self._views else []
 
     def __exit__(self, *error: object) -> None:
         if self._views:

@@ -18,7 +18,7 @@ from .._errors import OperationError
 from .._torch_call import TorchFunction
 from ..conversion.convert import convert_local
 from ..conversion.local_parts import whole_local
-from ..conversion.pending_gradients import deferring, flush, flush_read, forget
+from ..conversion.pending_gradients import deferring, flush, flush_read, forget, pending
 from ..conversion.saved_operands import keep_up
 from ..core.computation_numbers import add_number
 from ..core.dist_tensor import DistTensor, as_part
@@ -48,7 +48,7 @@ def _local_seed(output: Tensor, grad: Tensor | None) -> Tensor:
         if grad is None:
             if spec.shape.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
-            ones = torch.ones(current_communicator().local_shape(spec), dtype=spec.dtype, device=output.device)
+            ones = torch.ones_like(output)
             if not spec.layout.varying:
                 return ones  # only the dual of a varying replica is a sum
             grad = ones
@@ -257,7 +257,9 @@ def _read_gradient(x: DistTensor) -> Tensor | None:
 
 def _write_gradient(x: DistTensor, grad: TorchValue) -> None:
     if grad is None:
-        forget(x)
+        gradients = pending.state
+        if gradients.waiting or gradients.in_flight:
+            forget(x)
         call_plain(_SET_PLAIN, _TYPES, (x, None), _NOTHING)
     elif interception_on():
         _set_grad(_SET_PLAIN, _TYPES, (x, grad), _NOTHING)

@@ -7,6 +7,7 @@ number of derivatives is right by construction.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property, lru_cache, partial
 
 import torch
@@ -94,19 +95,19 @@ class Move:
 
     def _converted(self, x: Tensor) -> Tensor:
         """Convert `x`; between meshes, a checkpointed call that runs again takes what its first run got."""
-        if self.src.mesh is self.dst.mesh or isinstance(x, FakeTensor):
+        if self.src.mesh is not self.dst.mesh and not isinstance(x, FakeTensor):
+            return across_stages(partial(self._run, x))
+        if modes_active() or _is_neg(x) or _is_conj(x):
             return self._run(x)
-        return across_stages(partial(self._run, x))
+        return current_communicator().convert(self.plan, x)
 
     def _run(self, x: Tensor) -> Tensor:
         """Run the steps on `x` hidden from dispatch modes, since ranks need not convert by the same calls."""
-        here = current_communicator()
-        if modes_active() and not isinstance(x, FakeTensor):
-            with no_modes():
-                return keep_bits(partial(here.convert, self.plan), x)
-        if (_is_neg(x) or _is_conj(x)) and not isinstance(x, FakeTensor):
-            return keep_bits(partial(here.convert, self.plan), x)
-        return here.convert(self.plan, x)
+        steps = partial(current_communicator().convert, self.plan)
+        if isinstance(x, FakeTensor):
+            return steps(x)
+        with no_modes() if modes_active() else nullcontext():
+            return keep_bits(steps, x)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's part after the conversion of its part `x`; call it with interception off."""

@@ -54,6 +54,11 @@ def _may_be_shared(x: DistTensor) -> bool:
     return not (wants_grad(x) or x.is_inference())
 
 
+def may_be_reduced(x: Tensor) -> bool:
+    """True if a conversion of `x` is shared, so that `reduced_before` may return its result."""
+    return "_shared" in x.__dict__
+
+
 def reduced_before(x: DistTensor) -> DistTensor | None:
     """Return the value of `x`, a pending sum, if it was reduced before, else None; call it with interception off."""
     found: Any = x.__dict__.get("_shared")

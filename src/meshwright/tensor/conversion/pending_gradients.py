@@ -30,7 +30,11 @@ Keep = Callable[[Tensor, Spec, Tensor], None]
 """Function that stores the terms of a parameter's gradient."""
 
 
-class _State(threading.local):
+class _State:
+    """The gradients of one thread that are not reduced yet, and the function that stores more of them."""
+
+    __slots__ = ("early", "in_flight", "keep", "waiting")
+
     def __init__(self) -> None:
         self.keep: Keep | None = None
         self.waiting: dict[tuple[int, Spec], PendingTerms] = {}
@@ -38,7 +42,14 @@ class _State(threading.local):
         self.early: EarlyBuckets | None = None
 
 
-_state = _State()
+class _Thread(threading.local):
+    """The gradients of the calling thread; each attribute of a `threading.local` takes 0.1 us, so there is only one."""
+
+    def __init__(self) -> None:
+        self.state = _State()
+
+
+pending = _Thread()
 
 
 class _Deferred(torch.autograd.Function):
@@ -63,7 +74,7 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def _back(ctx: TorchValue, back: Move, grad: Tensor) -> tuple[Tensor | None, None]:
-        keep = _state.keep
+        keep = pending.state.keep
         if keep is None or torch.is_grad_enabled() or _is_watched(ctx.leaf):
             return back(grad), None
         keep(ctx.leaf, back.src, grad)
@@ -81,7 +92,7 @@ def defer_reduction(x: Tensor, how: Move) -> Tensor:
 
 def may_come_later(leaves: Sequence[Tensor]) -> bool:
     """True if the gradients of these parameters may be added after the backward pass that is running."""
-    return _state.keep is not None and not torch.is_grad_enabled() and not any(map(_is_watched, leaves))
+    return pending.state.keep is not None and not torch.is_grad_enabled() and not any(map(_is_watched, leaves))
 
 
 def add_later(leaves: Sequence[Tensor], sums: Callable[[], Sequence[Tensor]]) -> None:
@@ -89,13 +100,14 @@ def add_later(leaves: Sequence[Tensor], sums: Callable[[], Sequence[Tensor]]) ->
 
     Each reduction in flight holds the terms of its gradients. Call `finish_in_flight` first to limit that memory.
     """
-    _state.in_flight.append(Reduction(leaves, sums))
+    pending.state.in_flight.append(Reduction(leaves, sums))
 
 
 def finish_in_flight() -> None:
     """Wait for the reductions in flight, and add their gradients."""
-    while _state.in_flight:
-        _state.in_flight.pop(0).finish()
+    in_flight = pending.state.in_flight
+    while in_flight:
+        in_flight.pop(0).finish()
 
 
 def _is_watched(leaf: Tensor) -> bool:
@@ -105,9 +117,10 @@ def _is_watched(leaf: Tensor) -> bool:
 
 
 def _keep(leaf: Tensor, spec: Spec, grad: Tensor) -> None:
-    found = _state.waiting.get((id(leaf), spec))
+    waiting = pending.state.waiting
+    found = waiting.get((id(leaf), spec))
     if found is None:
-        _state.waiting[id(leaf), spec] = PendingTerms(leaf, spec, grad.detach(), call_purpose.what[0])
+        waiting[id(leaf), spec] = PendingTerms(leaf, spec, grad.detach(), call_purpose.what[0])
     else:
         found.terms = found.take() + grad
         found.number = hash((found.number, call_purpose.what[0]))
@@ -115,7 +128,8 @@ def _keep(leaf: Tensor, spec: Spec, grad: Tensor) -> None:
 
 def _keep_and_start(leaf: Tensor, spec: Spec, grad: Tensor) -> None:
     """Store terms, and start the reduction of a bucket that they fill, if they are on a device with streams."""
-    found = _state.waiting.get((id(leaf), spec))
+    state = pending.state
+    found = state.waiting.get((id(leaf), spec))
     is_other = found is not None and not isinstance(found, CountedTerms)
     if is_other or isinstance(grad, FakeTensor) or not platform_of(grad.device).has_streams:
         _keep(leaf, spec, grad)
@@ -124,10 +138,10 @@ def _keep_and_start(leaf: Tensor, spec: Spec, grad: Tensor) -> None:
         found.add(grad, call_purpose.what[0])
     else:
         found = CountedTerms(leaf, spec, grad.detach(), call_purpose.what[0])
-        _state.waiting[id(leaf), spec] = found
-    if _state.early is None:
-        _state.early = EarlyBuckets()
-    _state.early.note_terms(found)
+        state.waiting[id(leaf), spec] = found
+    if state.early is None:
+        state.early = EarlyBuckets()
+    state.early.note_terms(found)
 
 
 @cache
@@ -146,31 +160,35 @@ class deferring:  # entered in every step: a class is faster than a generator
         self._wanted = wanted
 
     def __enter__(self) -> None:
-        self._before, _state.keep = _state.keep, _keep_here() if self._wanted else None
+        self._state = state = pending.state
+        self._before, state.keep = state.keep, _keep_here() if self._wanted else None
         self._threads = torch.autograd.set_multithreading_enabled(False)
 
     def __exit__(self, *error: object) -> None:
         self._threads.__exit__(*error)
-        _state.keep = self._before
+        self._state.keep = self._before
 
 
 def forget(leaf: Tensor) -> None:
     """Drop the terms of `leaf`, whose gradient is replaced."""
-    for reduction in _state.in_flight:
+    state = pending.state
+    for reduction in state.in_flight:
         reduction.forget(leaf)
-    if not _state.waiting:
+    waiting = state.waiting
+    if not waiting:
         return
-    dropped = [_state.waiting.pop(key) for key in [k for k in _state.waiting if k[0] == id(leaf)]]
-    if _state.early is not None:
-        _state.early.forget(leaf, dropped)
+    dropped = [waiting.pop(key) for key in [k for k in waiting if k[0] == id(leaf)]]
+    if state.early is not None:
+        state.early.forget(leaf, dropped)
 
 
 def flush() -> None:
     """Reduce every pending gradient, in buckets of equal reductions, and add it to `.grad` in place."""
     finish_in_flight()
-    if _state.waiting:
-        waiting, _state.waiting = list(_state.waiting.values()), {}
-        add_up(waiting if _state.early is None else _state.early.reduce(waiting))
+    state = pending.state
+    if state.waiting:
+        waiting, state.waiting = list(state.waiting.values()), {}
+        add_up(waiting if state.early is None else state.early.reduce(waiting))
 
 
 def flush_read() -> None:
@@ -178,19 +196,23 @@ def flush_read() -> None:
 
     The program may hold that tensor.
     """
-    _finish_read()
+    state = pending.state
+    if state.in_flight:
+        _finish_read(state.in_flight)
+    if not state.waiting:
+        return
     with no_interception():
-        read = {key: item for key, item in _state.waiting.items() if item.leaf.grad is not None}
+        read = {key: item for key, item in state.waiting.items() if item.leaf.grad is not None}
     if read:
-        _state.waiting = {key: item for key, item in _state.waiting.items() if key not in read}
+        state.waiting = {key: item for key, item in state.waiting.items() if key not in read}
         items = list(read.values())
-        add_up(items if _state.early is None else _state.early.reduce(items))
+        add_up(items if state.early is None else state.early.reduce(items))
 
 
-def _finish_read() -> None:
+def _finish_read(in_flight: list[Reduction]) -> None:
     """Finish the reductions in flight of parameters that already have a `.grad`."""
     with no_interception():
-        read = [r for r in _state.in_flight if any(leaf is not None and leaf.grad is not None for leaf in r.leaves)]
+        read = [r for r in in_flight if any(leaf is not None and leaf.grad is not None for leaf in r.leaves)]
     for reduction in read:
-        _state.in_flight.remove(reduction)
+        in_flight.remove(reduction)
         reduction.finish()

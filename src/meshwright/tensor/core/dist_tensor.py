@@ -282,13 +282,21 @@ def signature(func: TorchFunction, args: Sequence[TorchValue], kwargs: NamedArgu
                 parts.append(value)
             elif kind is float:
                 parts.append(float)
-            elif kind is tuple and _INTEGERS.issuperset(map(type, value)):
-                parts.append((tuple, *value))
+            elif kind is tuple and _are_integers(value):
+                parts.append(value)  # no mark begins with an integer
             else:
                 parts.append(_mark(value))
     except _NoSignature:
         return None
     return tuple(parts)
+
+
+def _are_integers(values: tuple[object, ...]) -> bool:
+    """True if all values are of the class `int`; for a few values a loop is faster than a set of their classes."""
+    for n in values:
+        if type(n) is not int:
+            return False
+    return True
 
 
 class _NoSignature(Exception):

@@ -16,7 +16,7 @@ from meshwright.layout import TorchValue
 
 from .._torch_call import TorchFunction
 from ..capture.call_capture import Captured
-from ..conversion.local_parts import reduced_before
+from ..conversion.local_parts import may_be_reduced, reduced_before
 from ..core.dist_tensor import DistTensor
 from ..planning.call_plan import OperatorPlan, Step, is_written, makes_views
 from ..torch_hooks import no_interception
@@ -61,6 +61,9 @@ def _is_pending(x: Tensor) -> bool:
 
 def reduced_arguments(places: Sequence[int], args: TorchValue) -> list[TorchValue] | None:
     """Return the arguments with reduced values at `places`; None unless all of them were reduced before."""
+    for at in places:
+        if not may_be_reduced(args[at]):
+            return None
     new = [*args]
     with no_interception():
         for at in places:
