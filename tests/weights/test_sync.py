@@ -275,6 +275,7 @@ def test_a_refused_sync_changes_nothing() -> None:
     on_four(go)
 
 
-def test_processes(tmp_path: Path) -> None:
+def test_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
     assert launch([str(Path(__file__).with_name("_program.py")), str(tmp_path)], 2, timeout=90) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
