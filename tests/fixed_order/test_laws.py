@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,9 @@ CALLS: dict[str, tuple[Call, Shapes]] = {
     "elementwise": (lambda x: F.silu(x) * F.gelu(x) + torch.rsqrt(x.sigmoid()), ("bsk",)),
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), ("bsk",)),
     "softplus": (lambda x: F.softplus(x) * torch.linalg.vector_norm(x), ("bsk",)),
+    "bounds": (lambda x, low, high: x.clamp(low, high).clamp_min(low), ("bsk", "k", "s1")),
+    "square root": (lambda x: (x.abs() + 1) ** 0.5, ("bsk",)),
+    "axis": (lambda x: x.sum(axis=1) * x.mean(axis=1), ("bsk",)),
     "expand_as": (lambda x, w: w.expand_as(x) * w.broadcast_to(x.shape), ("bsk", "k")),
 }  # fmt: skip
 """Name → a function, and the letters of the dims of its operands."""
@@ -170,6 +174,36 @@ def test_trained_parameters_have_the_same_bits_on_every_mesh(name: str) -> None:
         assert all(map(torch.equal, found, wanted))
 
 
+SPECIAL = [0.0, -0.0, 2.0, -40.0, float("inf")]
+VALUES: dict[str, Call] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "norm": lambda x: torch.linalg.vector_norm(x * 0),
+    "norm of rows": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "logsumexp": lambda x: torch.logsumexp(-x.unsqueeze(0), 0),
+    "last row": lambda x: F.embedding(torch.tensor([0, 4]), x.unsqueeze(1), -1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", VALUES)
+def test_special_values_have_the_results_and_gradients_of_torch(name: str, dtype: torch.dtype) -> None:
+    found: list[list[Tensor]] = []
+    for context in (contextlib.nullcontext, mw.same_numbers):
+        x = torch.tensor(SPECIAL if "norm" not in name else SPECIAL[:-1], dtype=dtype, requires_grad=True)
+        with context():
+            out = VALUES[name](x)
+            (gradient,) = torch.autograd.grad(out.sum(), x)
+        found.append([out.detach(), gradient])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def test_numbers_that_are_not_floating_point_have_no_mean() -> None:
+    with mw.same_numbers(), pytest.raises(RuntimeError, match="dtype"):
+        torch.ones(3, dtype=torch.long).mean()
+
+
 REFUSED: dict[str, Call] = {
     "einsum": lambda x: torch.einsum("ab,ab->a", x, x),
     "cumsum": lambda x: x.cumsum(0),
@@ -178,7 +212,18 @@ REFUSED: dict[str, Call] = {
     "norm": lambda x: torch.linalg.vector_norm(x, 3),
     "rows twice": lambda x: x[torch.tensor([0, 0])],
     "reflection": lambda x: F.pad(x, (1, 1), "reflect"),
+    "list of rows": lambda x: x[[0, 0]],
     "write": lambda x: (x * 1).add_(x[:1]),
+    "copy": lambda x: (x * 1).copy_(x[:1]),
+    "fill": lambda x: (x * 1).fill_(x[0, 0]),
+    "item": lambda x: (x * 1).__setitem__(slice(2), x[0]),
+    "masked fill": lambda x: x.masked_fill(x > 0, x[0, 0]),
+    "amax": lambda x: x.amax(0),
+    "max": lambda x: torch.max(input=x),
+    "alpha of a number": lambda x: x.add(0.3, alpha=0.7),
+    "gradient of a gradient": lambda x: torch.autograd.grad((x * x).sum(), x, create_graph=True)[0],
+    "loss of different shapes": lambda x: F.mse_loss(x, x[0]),
+    "two masks": lambda x: F.scaled_dot_product_attention(x, x, x, x > 0, is_causal=True),
     "alpha": lambda x: x.bfloat16().add(x.bfloat16(), alpha=0.3),
     "smoothing": lambda x: F.cross_entropy(x, x.argmax(-1), label_smoothing=0.1),
     "probabilities": lambda x: F.cross_entropy(x, x.detach().abs()),
