@@ -41,13 +41,13 @@ def _scaled(x: Tensor, like: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() == 1:
         return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
-    _check_no_autocast("linear", input)
+    _check_product("linear", input)
     out = Product.of(input, weight, True)
     return out if bias is None else out + spread(bias, out)
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    _check_no_autocast("matmul", x)
+    _check_product("matmul", x)
     if x.dim() == 1:
         return matmul(x.unsqueeze(0), y).squeeze(-1 if y.dim() == 1 else -2)
     if y.dim() == 1:
@@ -240,6 +240,9 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return attention: scores, softmax and a product whose contraction is in blocks of 32 keys."""
+    if query.dim() == 2:
+        q, k, v = (x.unsqueeze(0) for x in (query, key, value))
+        return attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
     if enable_gqa:
         key, value = (_repeated(x, query.shape[-3] // x.shape[-3]) for x in (key, value))
     scores = matmul(query, key.mT) * (1 / sqrt(query.shape[-1]) if scale is None else scale)
@@ -316,7 +319,9 @@ def rsqrt(input: Tensor) -> Tensor:
     return (1 / accurate(input).sqrt()).to(input.dtype)
 
 
-def _check_no_autocast(name: str, x: Tensor) -> None:
+def _check_product(name: str, x: Tensor) -> None:
+    if x.dtype in (torch.float64, torch.complex64, torch.complex128):
+        raise refusal(f"{name} in {x.dtype}", "its kernels compute an element from other columns too; use float32")
     if torch.is_autocast_enabled(x.device.type):
         raise refusal(f"{name} under autocast", "its replacement does not convert operands; convert the model instead")
 
