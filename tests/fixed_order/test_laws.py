@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,9 @@ CALLS: dict[str, tuple[Call, Shapes]] = {
     "elementwise": (lambda x: F.silu(x) * F.gelu(x) + torch.rsqrt(x.sigmoid()), ("bsk",)),
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), ("bsk",)),
     "softplus": (lambda x: F.softplus(x) * torch.linalg.vector_norm(x), ("bsk",)),
+    "bounds": (lambda x, low, high: x.clamp(low, high).clamp_min(low), ("bsk", "k", "s1")),
+    "square root": (lambda x: (x.abs() + 1) ** 0.5, ("bsk",)),
+    "axis": (lambda x: x.sum(axis=1) * x.mean(axis=1), ("bsk",)),
     "expand_as": (lambda x, w: w.expand_as(x) * w.broadcast_to(x.shape), ("bsk", "k")),
 }  # fmt: skip
 """Name → a function, and the letters of the dims of its operands."""
@@ -119,6 +123,13 @@ def test_a_row_has_the_same_bits_in_every_batch(rows: int, dtype: torch.dtype) -
         assert torch.equal(layer(x)[5 : 5 + rows], layer(x[5 : 5 + rows]))
 
 
+def test_columns_in_float16_do_not_depend_on_each_other() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(80, 1024).half(), torch.randn(130, 1024).half()
+    with mw.same_numbers():
+        assert torch.equal(F.linear(x, w[2:]), F.linear(x, w)[:, 2:])
+
+
 def test_a_decode_step_has_the_bits_of_the_whole_pass() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 70, 8), torch.randn(2, 2, 70, 8), torch.randn(2, 2, 70, 8)
@@ -128,6 +139,7 @@ def test_a_decode_step_has_the_bits_of_the_whole_pass() -> None:
             seen = k[:, :, : at + 1], v[:, :, : at + 1]
             step = F.scaled_dot_product_attention(q[:, :, at : at + 1], *seen, enable_gqa=True)
             assert torch.equal(step, whole[:, :, at : at + 1])
+        assert torch.equal(F.scaled_dot_product_attention(q[1, 2], k[1, 1], v[1, 1], is_causal=True), whole[1, 2])
 
 
 def parameters_after_training(mesh: mw.ProcessMesh | None, batch: list[mw.Placement], cuts: list[Any]) -> list[Tensor]:
@@ -170,15 +182,57 @@ def test_trained_parameters_have_the_same_bits_on_every_mesh(name: str) -> None:
         assert all(map(torch.equal, found, wanted))
 
 
+SPECIAL = [0.0, -0.0, 2.0, -40.0, float("inf")]
+VALUES: dict[str, Call] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "norm": lambda x: torch.linalg.vector_norm(x * 0),
+    "norm of rows": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "logsumexp": lambda x: torch.logsumexp(-x.unsqueeze(0), 0),
+    "last row": lambda x: F.embedding(torch.tensor([0, 4]), x.unsqueeze(1), -1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", VALUES)
+def test_special_values_have_the_results_and_gradients_of_torch(name: str, dtype: torch.dtype) -> None:
+    found: list[list[Tensor]] = []
+    for context in (contextlib.nullcontext, mw.same_numbers):
+        x = torch.tensor(SPECIAL if "norm" not in name else SPECIAL[:-1], dtype=dtype, requires_grad=True)
+        with context():
+            out = VALUES[name](x)
+            (gradient,) = torch.autograd.grad(out.sum(), x)
+        found.append([out.detach(), gradient])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def test_numbers_that_are_not_floating_point_have_no_mean() -> None:
+    with mw.same_numbers(), pytest.raises(RuntimeError, match="dtype"):
+        torch.ones(3, dtype=torch.long).mean()
+
+
 REFUSED: dict[str, Call] = {
     "einsum": lambda x: torch.einsum("ab,ab->a", x, x),
     "cumsum": lambda x: x.cumsum(0),
     "power": lambda x: x**1.7,
     "power of a number": lambda x: 2**x,
+    "float64": lambda x: x.double() @ x.double(),
     "norm": lambda x: torch.linalg.vector_norm(x, 3),
     "rows twice": lambda x: x[torch.tensor([0, 0])],
     "reflection": lambda x: F.pad(x, (1, 1), "reflect"),
+    "list of rows": lambda x: x[[0, 0]],
     "write": lambda x: (x * 1).add_(x[:1]),
+    "copy": lambda x: (x * 1).copy_(x[:1]),
+    "fill": lambda x: (x * 1).fill_(x[0, 0]),
+    "item": lambda x: (x * 1).__setitem__(slice(2), x[0]),
+    "masked fill": lambda x: x.masked_fill(x > 0, x[0, 0]),
+    "amax": lambda x: x.amax(0),
+    "max": lambda x: torch.max(input=x),
+    "alpha of a number": lambda x: x.add(0.3, alpha=0.7),
+    "gradient of a gradient": lambda x: torch.autograd.grad((x * x).sum(), x, create_graph=True)[0],
+    "loss of different shapes": lambda x: F.mse_loss(x, x[0]),
+    "two masks": lambda x: F.scaled_dot_product_attention(x, x, x, x > 0, is_causal=True),
     "alpha": lambda x: x.bfloat16().add(x.bfloat16(), alpha=0.3),
     "smoothing": lambda x: F.cross_entropy(x, x.argmax(-1), label_smoothing=0.1),
     "probabilities": lambda x: F.cross_entropy(x, x.detach().abs()),

@@ -6,7 +6,8 @@ wherever it is in memory. Functions that are not known are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
@@ -21,31 +22,29 @@ from .functions import spread
 BROADCASTING = frozenset(
     """
     add sub mul div true_divide radd rsub rmul rdiv iadd isub imul itruediv add_ sub_ mul_ div_ maximum minimum max min
-    where pow masked_fill masked_fill_ lerp lerp_ addcmul addcmul_ addcdiv addcdiv_
+    where masked_fill masked_fill_ lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ clamp clamp_ clamp_min clamp_max clip
+    copy_ fill_
     """.split()
 )
 """Exact elementwise functions of several tensors. The gradient of an operand that broadcasts is a sum."""
 
 EXACT = frozenset(
     """
-    neg abs sign exp log log1p sqrt sin cos tanh erf relu square reciprocal clamp clamp_min clamp_max clip floor ceil
+    neg abs sign exp log log1p sqrt sin cos tanh erf relu square reciprocal floor ceil
     round trunc to float double half bfloat16 type type_as contiguous clone detach detach_ isnan isinf isfinite
-    isneginf isposinf nan_to_num sqrt_ neg_ exp_ zero_ fill_ copy_ clamp_ logical_and logical_or logical_not
+    isneginf isposinf nan_to_num nextafter sqrt_ neg_ exp_ zero_ logical_and logical_or logical_not
     amax amin argmax argmin any all topk sort argsort isin equal allclose isclose eq ne lt le gt ge
     view reshape flatten unflatten permute transpose t unsqueeze squeeze select narrow split chunk unbind cat concat
     concatenate stack hstack vstack roll flip tril triu diagonal movedim swapaxes swapdims view_as reshape_as pad
     cumsum gather index_select take_along_dim tensor_split split_with_sizes getitem setitem index_copy_
-    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward item tolist numpy cpu numel dim
-    size stride storage_offset data_ptr is_contiguous element_size nelement is_floating_point is_complex is_same_size
-    get_device len repr format bool int deepcopy reduce_ex iter array untyped_storage
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward grad item tolist numpy cpu
+    numel dim size stride storage_offset data_ptr is_contiguous element_size nelement is_floating_point is_complex
+    is_same_size get_device len repr format bool int deepcopy reduce_ex iter array untyped_storage
     zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
     dropout normal_ uniform_ bernoulli_ bernoulli multinomial _foreach_mul_ _foreach_add_ _foreach_zero_ is_inference
     """.split()
 )
-"""Functions without sums, whose gradients have none for most arguments (`SUMMING`)."""
-
-EXPONENTS = (0.5, 1, 2, 3)
-"""Exponents for which kernels of `pow` round all elements alike."""
+"""Functions without sums, whose gradients have none for most arguments (`GRADIENTS`)."""
 
 
 def name_of(func: Any) -> str:
@@ -88,49 +87,95 @@ def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
 
 def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
     """Raise SameNumbersError for arguments with which a known function has a sum, or rounds in several ways."""
-    if name in ("pow", "rpow") and not _is_exact_power(name, args, kwargs):
-        raise refusal(f"{name} with this exponent", "kernels round it in several ways; 0.5, 1, 2 and 3 are exact")
-    if kwargs.get("alpha", 1) != 1 and any(_is_half(x) for x in args):
-        raise refusal(f"{name} with alpha in half precision", "kernels round it in several ways")
-    if name == "cumsum" and any(isinstance(x, DistTensor) or x.requires_grad for x in _tensors(args)):
+    if kwargs.get("alpha", 1) != 1 and not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))):
+        raise refusal(f"{name} with alpha, of a number or in half precision", "kernels round it in several ways")
+    if name == "cumsum" and any(isinstance(x, DistTensor) or x.requires_grad for x in _floats(args)):
         raise refusal("cumsum of a distributed tensor, or with a gradient", "it is a sum without a fixed order")
-    why = SUMMING.get(name)
-    if why is not None and torch.is_grad_enabled() and _sums_gradient(name, args, kwargs):
+    if kwargs.get("create_graph"):
+        raise refusal(f"{name} with create_graph", "gradients of gradients have no fixed order yet")
+    check = GRADIENTS.get(name)
+    if check is None or not torch.is_grad_enabled():
+        return
+    does_sum, why = check
+    if does_sum(*args, **kwargs):
         raise refusal(name, why)
 
 
-def _is_exact_power(name: str, args: TorchValue, kwargs: TorchValue) -> bool:
-    exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
-    return name == "pow" and isinstance(exponent, (int, float)) and exponent in EXPONENTS
+def _repeats(input: TorchValue, *index: TorchValue, **named: TorchValue) -> bool:
+    """True if a call that reads elements by numbers may read one twice."""
+    return _has_gradient(input) and any(map(_may_repeat, leaves_in((index, named))))
 
 
-SUMMING = dict.fromkeys(
-    ("getitem", "gather", "index_select", "take_along_dim"), "the gradient of an element that is read twice is a sum"
-) | {"pad": "the gradient of an element that is repeated is a sum"}
-"""Function whose gradient may have a sum → why."""
+def _key_repeats(x: TorchValue, key: TorchValue) -> bool:
+    """True if `x[key]` may read an element twice."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return _has_gradient(x) and any(map(_may_repeat, parts))
 
 
-def _sums_gradient(name: str, args: TorchValue, kwargs: TorchValue) -> bool:
-    """True if the gradient of the first operand may add up elements."""
-    x, *rest = args
-    if not isinstance(x, Tensor) or not x.requires_grad:
-        return False
-    if name == "pad":
-        return (rest[1] if len(rest) > 1 else kwargs.get("mode", "constant")) != "constant"
-    if name == "gather" and len(rest) > 1:
-        return rest[1].shape[rest[0]] != 1
-    indices = [i for i in leaves_in((rest, kwargs)) if isinstance(i, Tensor)]
-    return any(i.dtype != torch.bool and i.numel() > 1 for i in indices)
+def _may_repeat(index: TorchValue) -> bool:
+    if isinstance(index, Tensor):
+        return index.dtype != torch.bool and index.numel() > 1
+    return not isinstance(index, (int, slice, EllipsisType, NoneType))
 
 
-def _is_half(x: TorchValue) -> bool:
-    return isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
+def _gather_repeats(input: TorchValue, dim: int, index: Tensor, **named: TorchValue) -> bool:
+    return _has_gradient(input) and index.shape[dim] != 1
+
+
+def _padding_repeats(input: TorchValue, pad: TorchValue, mode: str = "constant", value: TorchValue = None) -> bool:
+    return _has_gradient(input) and mode != "constant"
+
+
+def _written_spreads(x: Tensor, key: TorchValue, value: TorchValue) -> bool:
+    """True if `x[key] = value` writes an element of `value` twice."""
+    return _has_gradient(value) and value.shape != x.detach()[key].shape
+
+
+def _filling_has_gradient(input: TorchValue, mask: TorchValue, value: TorchValue) -> bool:
+    return _has_gradient(value)
+
+
+def _shares_among_ties(input: TorchValue, *rest: TorchValue, **named: TorchValue) -> bool:
+    return _has_gradient(input)
+
+
+def _is_of_all(input: TorchValue, *rest: TorchValue, **named: TorchValue) -> bool:
+    """True for the `max` of all elements, not along a dim, and not of two tensors."""
+    return not rest and not named and _has_gradient(input)
+
+
+_READ_TWICE = "the gradient of an element that is read twice is a sum"
+_TIES = "the gradient is divided among equal elements; max and min along a dim have a gradient in a fixed order"
+GRADIENTS: dict[str, tuple[Callable[..., bool], str]] = {
+    "getitem": (_key_repeats, _READ_TWICE),
+    "gather": (_gather_repeats, _READ_TWICE),
+    "index_select": (_repeats, _READ_TWICE),
+    "take_along_dim": (_repeats, _READ_TWICE),
+    "pad": (_padding_repeats, "the gradient of an element that is repeated is a sum"),
+    "setitem": (_written_spreads, "the gradient of an element that is written twice is a sum"),
+    "masked_fill": (_filling_has_gradient, "the gradient of the number is a sum; write torch.where"),
+    "masked_fill_": (_filling_has_gradient, "the gradient of the number is a sum; write torch.where"),
+    "amax": (_shares_among_ties, _TIES),
+    "amin": (_shares_among_ties, _TIES),
+    "max": (_is_of_all, _TIES),
+    "min": (_is_of_all, _TIES),
+}
+"""Function whose gradient may have a sum → whether a call has one, and why."""
+
+
+def _has_gradient(x: TorchValue) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _is_full_precision(x: TorchValue) -> bool:
+    return isinstance(x, Tensor) and x.dtype not in (torch.bfloat16, torch.float16)
 
 
 def is_of_numbers(args: TorchValue, kwargs: Mapping[str, TorchValue]) -> bool:
     """True if a tensor of floating-point numbers is among the arguments."""
-    return any(x.dtype.is_floating_point or x.dtype.is_complex for x in _tensors(args, kwargs))
+    return any(True for _ in _floats(args, kwargs))
 
 
-def _tensors(*values: TorchValue) -> Iterator[Tensor]:
-    return (x for x in leaves_in(values) if isinstance(x, Tensor))
+def _floats(*values: TorchValue) -> Iterator[Tensor]:
+    tensors = (x for x in leaves_in(values) if isinstance(x, Tensor))
+    return (x for x in tensors if x.dtype.is_floating_point or x.dtype.is_complex)

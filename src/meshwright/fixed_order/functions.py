@@ -41,13 +41,13 @@ def _scaled(x: Tensor, like: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.dim() == 1:
         return linear(input, weight.unsqueeze(0), bias).squeeze(-1)
-    _check_no_autocast("linear", input)
+    _check_product("linear", input)
     out = Product.of(input, weight, True)
     return out if bias is None else out + spread(bias, out)
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    _check_no_autocast("matmul", x)
+    _check_product("matmul", x)
     if x.dim() == 1:
         return matmul(x.unsqueeze(0), y).squeeze(-1 if y.dim() == 1 else -2)
     if y.dim() == 1:
@@ -82,7 +82,7 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     _check_absent("embedding", max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-    padding = None if padding_idx is None or padding_idx == -1 else padding_idx % weight.shape[0]
+    padding = None if padding_idx is None else padding_idx % weight.shape[0]
     return Embedding.of(weight, input, padding)
 
 
@@ -97,6 +97,8 @@ def sum_of(input: Tensor, dim: TorchValue = None, keepdim: bool = False, *, dtyp
 
 def mean(input: Tensor, dim: TorchValue = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     x = input if dtype is None else input.to(dtype)
+    if not x.dtype.is_floating_point:
+        return torch.mean(x, dim, keepdim)
     count = prod(x.shape[d] for d in _dims(x, dim))
     return (sum_of(accurate(x), dim, keepdim) / count).to(x.dtype)
 
@@ -106,8 +108,10 @@ def vector_norm(
 ) -> Tensor:
     if ord != 2:
         raise refusal(f"a norm of order {ord}", "sums of other powers than squares have no fixed order yet")
-    x = accurate(x if dtype is None else x.to(dtype))
-    return sum_of(x * x, dim, keepdim).sqrt()
+    out = x.dtype if dtype is None else dtype
+    x = accurate(x.to(out))
+    squares = sum_of(x * x, dim, keepdim)
+    return torch.where(squares == 0, 0, squares).sqrt().to(out)  # a norm of zero has the gradient zero
 
 
 def foreach_norm(tensors: Sequence[Tensor], ord: float = 2, *rest: TorchValue) -> list[Tensor]:
@@ -147,6 +151,7 @@ def logsumexp(input: Tensor, dim: TorchValue, keepdim: bool = False) -> Tensor:
     dims = _dims(input, dim)
     x = accurate(input)
     top = x.detach().amax(dims, keepdim=True)
+    top = torch.where(top.isinf(), 0, top)
     out = (total(_scaled(top, x, torch.sub).exp(), dims).log() + top).to(input.dtype)
     return out if keepdim else _without(out, dims)
 
@@ -192,6 +197,8 @@ def nll_loss(
 
 def mse_loss(input: Tensor, target: Tensor, *rest: TorchValue, reduction: str = "mean", **kwargs: TorchValue) -> Tensor:
     _check_absent("mse_loss", positional=rest, **kwargs)
+    if input.shape != target.shape:
+        raise refusal("mse_loss of different shapes", "the gradient of an operand that broadcasts is a sum; expand it")
     off = input - target
     squares = off * off
     if reduction == "none":
@@ -233,9 +240,14 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return attention: scores, softmax and a product whose contraction is in blocks of 32 keys."""
+    if query.dim() == 2:
+        q, k, v = (x.unsqueeze(0) for x in (query, key, value))
+        return attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
     if enable_gqa:
         key, value = (_repeated(x, query.shape[-3] // x.shape[-3]) for x in (key, value))
     scores = matmul(query, key.mT) * (1 / sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal and attn_mask is not None:
+        raise refusal("attention with is_causal and a mask", "torch allows one of both")
     if is_causal:
         rows, keys = scores.shape[-2:]
         attn_mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril()
@@ -264,8 +276,13 @@ def expand(x: Tensor, *sizes: TorchValue, size: TorchValue = None, implicit: boo
 
 def sigmoid(input: Tensor) -> Tensor:
     x = accurate(input)
-    e = (-x.abs()).exp()
+    e = _minus_magnitude(x).exp()
     return (torch.where(x >= 0, 1, e) / (1 + e)).to(input.dtype)
+
+
+def _minus_magnitude(x: Tensor) -> Tensor:
+    """Return `-x.abs()`, with the gradient -1 at zero; that of `abs` is 0 there."""
+    return torch.where(x >= 0, -x, x)
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -276,7 +293,7 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     x = accurate(input) * beta
-    smooth = x.clamp_min(0) + (-x.abs()).exp().log1p()
+    smooth = x.clamp_min(0) + _minus_magnitude(x).exp().log1p()
     return (torch.where(x > threshold, x, smooth) / beta).to(input.dtype)
 
 
@@ -288,11 +305,23 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     return (x * ((1 + (x * sqrt(0.5)).erf()) * 0.5)).to(input.dtype)
 
 
+EXPONENTS = (0.5, 1, 2, 3)
+"""Exponents of `power`."""
+
+
+def power(input: TorchValue, exponent: TorchValue) -> Tensor:
+    if not isinstance(input, Tensor) or not isinstance(exponent, (int, float)) or exponent not in EXPONENTS:
+        raise refusal("pow with this exponent", "kernels round it in several ways; 0.5, 1, 2 and 3 are exact")
+    return input.sqrt() if exponent == 0.5 else torch.pow(input, exponent)
+
+
 def rsqrt(input: Tensor) -> Tensor:
     return (1 / accurate(input).sqrt()).to(input.dtype)
 
 
-def _check_no_autocast(name: str, x: Tensor) -> None:
+def _check_product(name: str, x: Tensor) -> None:
+    if x.dtype in (torch.float64, torch.complex64, torch.complex128):
+        raise refusal(f"{name} in {x.dtype}", "its kernels compute an element from other columns too; use float32")
     if torch.is_autocast_enabled(x.device.type):
         raise refusal(f"{name} under autocast", "its replacement does not convert operands; convert the model instead")
 
@@ -334,5 +363,8 @@ REPLACED: dict[str, Callable[..., TorchValue]] = {
     "softplus": softplus,
     "gelu": gelu,
     "rsqrt": rsqrt,
+    "pow": power,
 }
 """Name of a function → its replacement."""
+ALIASES = {"axis": "dim", "keepdims": "keepdim"}
+"""NumPy's name of an argument → torch's; torch knows both."""

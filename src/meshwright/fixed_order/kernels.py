@@ -71,6 +71,8 @@ def accurate(x: Tensor) -> Tensor:
 
 def product_of_pieces(x: Tensor, w: Tensor, pieces: int) -> Tensor:
     """Return `x @ w`, for `x` (..., m, k) and `w` (..., k, n) of equal leading dims; k has `pieces` pieces here."""
+    if x.dtype == torch.float16:
+        x, w = x.float(), w.float()  # kernels of float16 compute an element from other columns too
     (m, k), n = x.shape[-2:], w.shape[-1]
     size = k // pieces
     rest = -size % CONTRACTED

@@ -13,7 +13,7 @@ from meshwright.tensor import DistTensor, backward_running, interception_on
 
 from . import calls
 from ._errors import refusal
-from .functions import REPLACED
+from .functions import ALIASES, REPLACED
 from .kernel_check import check_kernels
 from .operators import settled
 
@@ -28,13 +28,13 @@ class SameNumbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: TorchValue, args: TorchValue = (), kwargs: TorchValue = None
     ) -> TorchValue:
-        named = kwargs or {}
+        named: dict[str, Any] = kwargs or {}
         if _is_internal() or calls.is_attribute(func):
             return func(*args, **named)
         name = calls.name_of(func)
         replacement = REPLACED.get(name)
         if replacement is not None:
-            return replacement(*args, **named)
+            return replacement(*args, **{ALIASES.get(key, key): value for key, value in named.items()})
         calls.check_exact(name, args, named)
         if name in calls.BROADCASTING:
             args, named = calls.spread_operands(name, args, named)
