@@ -158,6 +158,48 @@ def test_memory_that_is_assigned_to_a_parameter_is_noticed_at_the_same_address_t
         assert model.up.weight[0, 0] == value
 
 
+def _double(trainer: Any, model: Any) -> None:
+    model.double()
+
+
+def _assign_to_sampler(trainer: Any, model: Any) -> None:
+    model.up.weight.data = model.up.weight.data.clone()
+
+
+def _wrap_layer(trainer: Any, model: Any) -> None:
+    trainer.up = nn.Sequential(trainer.up)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (_double, r"words\.weight was replaced in the sampler, and 4 more"),
+        (_assign_to_sampler, r"up\.weight was replaced in the sampler\n"),
+        (_wrap_layer, r"up\.0\.bias has changed, and 3 more"),
+    ],
+)
+def test_a_sampler_that_no_longer_shares_the_memory_is_stale(act: Callable[[Any, Any], None], message: str) -> None:
+    trainer, model = Decoder(), Decoder()
+    sampler = mw.sampler(model)
+    assert not mw.weights.sync(trainer, sampler).copied
+    act(trainer, model)
+    train(trainer)
+    with pytest.raises(StaleWeightsError, match=message):
+        sampler.generate(PROMPTS, 1)
+
+
+def test_a_write_through_data_counts_after_increment_version() -> None:
+    trainer, model = Decoder(), Decoder().double()
+    sampler = mw.sampler(model)
+    mw.weights.sync(trainer, sampler)
+    trainer.up.weight.data.mul_(2)
+    torch.autograd.graph.increment_version(trainer.up.weight)
+    with pytest.raises(StaleWeightsError, match=r"up\.weight"):
+        sampler.generate(PROMPTS, 1)
+    mw.weights.sync(trainer, sampler)
+    assert torch.equal(model.up.weight, trainer.up.weight.double())
+
+
 def test_weights_are_rounded_and_a_written_copy_is_repaired() -> None:
     def go() -> None:
         trainer, model = marked(SQUARE), marked(LINE).bfloat16()
@@ -222,6 +264,21 @@ def test_tied_weights_stay_tied() -> None:
             mw.weights.sync(trainer, model)
 
     on_four(go)
+
+
+def test_a_tied_weight_that_the_trainer_unties_is_stale() -> None:
+    def tied() -> Any:
+        model: Any = Decoder()
+        model.other = nn.Linear(16, 30)
+        model.other.weight = model.up.weight
+        return model
+
+    trainer, model = tied(), tied().double()
+    sampler = mw.sampler(model)
+    mw.weights.sync(trainer, sampler)
+    trainer.other.weight = nn.Parameter(torch.ones(30, 16))
+    with pytest.raises(StaleWeightsError, match=r"other\.weight has changed"):
+        sampler.generate(PROMPTS, 1)
 
 
 def _wider() -> nn.Module:

@@ -122,7 +122,7 @@ def _step_layer() -> Any:
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             for memory, new in ((self.keys, key_states), (self.values, value_states)):
-                memory.scatter_(2, self.places_r1[:, None, :, None].expand(new.shape), new)
+                memory.scatter_(2, self.places_r1[:, None, :, None].expand(new.shape), new.to(memory.dtype))
             return self.keys, self.values
 
     return StepLayer

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import current_world
 from meshwright.engine import check_equal_options, unshard_dtensor
+from meshwright.fixed_order import SameNumbers
+from meshwright.graph import modes_on
 from meshwright.tensor import DistTensor
 from meshwright.weights import release, restore, version_to_sample
 
@@ -145,9 +147,13 @@ class Sampler:
         restore(self.model)
 
     def _in_slots(self, request: GenerationRequest, count: int) -> tuple[Tensor, Tensor] | None:
-        """Return tokens and log-probabilities by decode steps; None if these do not fit the model, or gain nothing."""
+        """Return tokens and log-probabilities by decode steps; None if these do not fit the model, or gain nothing.
+
+        `same_numbers` refuses the write of a step at positions that differ between rows.
+        """
         may_record = self._is_distributed and self.static_after is not None
-        if not may_record and request.n == 1 and count == len(request.rows):
+        gains_nothing = not may_record and request.n == 1 and count == len(request.rows)
+        if gains_nothing or any(isinstance(mode, SameNumbers) for mode in modes_on()):
             return None
         slots = slots_for(self.model, _device_of(self.model), self._runs, request, count)
         return None if slots is None else SlotLoop(slots, request, self.ask_every).run()
@@ -274,7 +280,7 @@ class _Loop:
         tokens_rt, log_probs_rt = torch.stack(self.tokens, -1), torch.stack(self.log_probs, -1)
         packed_r2t = torch.stack([tokens_rt.double(), log_probs_rt.double()], 1)  # one collective for both
         tokens_rt, log_probs_rt = unshard_dtensor(rows.joined(packed_r2t)).unbind(1)
-        return tokens_rt.long(), log_probs_rt.float()
+        return tokens_rt.to(torch.int64), log_probs_rt.to(torch.float32)
 
     def _all_ended(self, step: int, ended_r: Tensor) -> bool:
         """True if every row has ended; the ranks ask each other after every `ask_every` tokens."""

@@ -37,6 +37,8 @@ class StepRun:
     step: DecodeStep
     runs: int = 0
     program: DistModel | None = None
+    is_ready: bool = False
+    """True if the program has the present setting, such as hooks, modes and parameters."""
     is_checked: bool = False
     """True if the step gave the logits of a call with the cache of transformers."""
 
@@ -66,6 +68,7 @@ class StepRuns:
         self._records = is_distributed and self.static_after is not None
         with ExitStack() as self._inside:
             for run in self.known:
+                run.is_ready = False
                 if run.program is not None:
                     self._inside.enter_context(run.program.unchanged())
             yield
@@ -87,11 +90,18 @@ class StepRuns:
 
     def logits(self, run: StepRun, tokens_r1: Tensor, places_r1: Tensor) -> Tensor:
         """Return the logits [r, v] after these tokens at these positions."""
-        if run.program is None and not self.eager_because and self._is_due(run.runs):
-            run.program = self._recorded(run.step, tokens_r1, places_r1)
+        if not run.is_ready:
+            self._prepare(run, tokens_r1, places_r1)
         run.runs += 1
         (run.program or run.step)(tokens_r1, places_r1)
         return run.step.logits
+
+    def _prepare(self, run: StepRun, tokens_r1: Tensor, places_r1: Tensor) -> None:
+        """Record the step, if that is due, unless there is a program for the present setting."""
+        if run.program is None or not run.program.has_program(tokens_r1, places_r1):
+            is_recorded = not self.eager_because and self._is_due(run.runs)
+            run.program = self._recorded(run, tokens_r1, places_r1) if is_recorded else None
+        run.is_ready = run.program is not None
 
     def refuse(self, why: str, new_tokens: int) -> None:
         """Warn that calls for so many tokens take no steps, if a program was expected."""
@@ -109,9 +119,12 @@ class StepRuns:
             if current_communicator().rank == 0:
                 warn_user(f"the decode step of the sampler runs eagerly: {why}", EagerStepWarning)
 
-    def _recorded(self, step: DecodeStep, tokens_r1: Tensor, places_r1: Tensor) -> DistModel | None:
-        """Return the program of a step, or None if it cannot be recorded or gives other logits on any rank."""
-        program = to_static(step, strategy=STRATEGY)
+    def _recorded(self, run: StepRun, tokens_r1: Tensor, places_r1: Tensor) -> DistModel | None:
+        """Return a program of a step, or None if it cannot be recorded or gives other logits on any rank."""
+        step, program = run.step, run.program
+        if program is None:
+            program = to_static(step, strategy=STRATEGY)
+            self._inside.enter_context(program.unchanged())
         try:
             program.compile(tokens_r1, places_r1)
         except Exception as error:
@@ -121,7 +134,6 @@ class StepRuns:
         wanted_rv = step.rows.logits_here(step.logits).clone()
         program(tokens_r1, places_r1)  # writes the same keys and values again
         if same_logits(step.rows, step.rows.logits_here(step.logits), wanted_rv):
-            self._inside.enter_context(program.unchanged())
             return program
         self.stay_eager("its program gives other logits")
         return None

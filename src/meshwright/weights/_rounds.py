@@ -142,8 +142,8 @@ def _count(parts: Sequence[Tensor]) -> int:
 def _packed(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return one flat message with these parts."""
     message = torch.empty(_count(parts), dtype=dtype, device=parts[0].device)
-    for part, room in zip(parts, message.split([part.numel() for part in parts]), strict=True):
-        room.view(part.shape).copy_(part)
+    for part, target in zip(parts, message.split([part.numel() for part in parts]), strict=True):
+        target.view(part.shape).copy_(part)
     return message
 
 

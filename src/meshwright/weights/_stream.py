@@ -99,17 +99,17 @@ def _wholes(
 def _buckets(named: dict[str, Tensor], cap: int, world: World) -> list[list[str]]:
     """Return the names in order, in buckets of whole tensors that leave a third of the cap for messages."""
     found: list[list[str]] = [[]]
-    held, room = 0, cap - cap // 3
+    held, most = 0, cap - cap // 3
     for name, x in named.items():
         size = spec_of(x, world).nbytes if isinstance(x, DistTensor) else 0
-        if size > room:
+        if size > most:
             raise WeightError(
                 f"{ASKED} with whole=True and memory_cap={cap}",
                 f"{name} has {size} bytes",
                 "two thirds of the cap are for whole tensors, and the rest is for messages",
                 f"pass memory_cap={size + -(-size // 2)} or more",
             )
-        if held + size > room:
+        if held + size > most:
             found.append([])
             held = 0
         found[-1].append(name)

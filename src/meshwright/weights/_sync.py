@@ -64,7 +64,9 @@ class Link:
     asleep: bool = False
     shared: frozenset[str] = frozenset()
     copied: dict[str, Mark] = field(default_factory=dict[str, Mark])
-    """Name of a tensor with memory of its own → its mark after the last copy."""
+    """Name of a tensor with memory of its own → its mark after the last copy. Tied weights have an entry for each."""
+    places: dict[str, tuple[object, int]] = field(default_factory=dict[str, tuple[object, int]])
+    """Name of a tensor of the sampler → its memory and its address after the last sync."""
 
     def refresh(self, number: int | None = None) -> Synced:
         """Bring all weights to the current version, of which the caller may know the number."""
@@ -78,7 +80,9 @@ class Link:
         late = self._late(copies, world)
         received, rounds = _moved(late, self.memory_cap, world)
         self.version, self.asleep = number, False
-        self.shared, self.copied = frozenset(shared), {pair.names[0]: mark_of(pair.target) for pair in copies}
+        self.shared = frozenset(shared)
+        self.copied = {name: mark_of(pair.target) for pair in copies for name in pair.names}
+        self.places = {name: mark_of(x)[:2] for name, x in named_tensors(model).items()}
         return Synced(number, shared, _names(late), received, rounds)
 
     def _with_memory(self, model: nn.Module, copies: Sequence[TensorPair]) -> list[TensorPair]:
@@ -108,7 +112,7 @@ class Link:
 
         Raises:
             WeightError: the sampler sleeps.
-            StaleWeightsError: the trainer has newer weights, and nothing was said to sync them.
+            StaleWeightsError: the trainer has newer weights, or the sampler has others, and `when_stale` is "error".
         """
         if self.asleep:
             raise WeightError(
@@ -118,24 +122,39 @@ class Link:
                 "call sampler.wake(), or mw.weights.sync(trainer, sampler), before",
             )
         number = observed_version(self.trainer)
-        stale = self._stale_names()
+        changed, replaced = self._changed_names(), self._replaced_names()
+        stale = changed + [name for name in replaced if name not in changed]
         if stale and self.when_stale == "sync":
             self.refresh(number)
         elif stale:
             raise StaleWeightsError(
                 "tokens of a sampler",
-                f"weights of version {self.version}, and the trainer has version {number}: {stale[0]} has changed"
+                f"weights of version {self.version}, and the trainer has version {number}: {stale[0]} "
+                + ("has changed" if changed else "was replaced in the sampler")
                 + (f", and {len(stale) - 1} more" if len(stale) > 1 else ""),
-                "the tokens would be those of weights that the trainer no longer has",
+                "the tokens would be those of weights that the trainer does not have",
                 'call mw.weights.sync(trainer, sampler) after each step, or once with when_stale="sync"',
             )
         self.version = number
         return number
 
-    def _stale_names(self) -> list[str]:
+    def _changed_names(self) -> list[str]:
+        """Return the tensors that changed in the trainer after the last sync, or that one model alone has now."""
         versions = versions_of(self.trainer)
         copied = [name for name in self.copied if versions.written[name] > self.version]
-        return copied + [name for name in sorted(self.shared) if versions.moved[name] > self.version]
+        shared = [name for name in sorted(self.shared) if versions.moved[name] > self.version]
+        known = self.copied.keys() | self.shared
+        new = dict(self.trainer.named_parameters(remove_duplicate=False)).keys() - known
+        return list(dict.fromkeys([*copied, *shared, *sorted(new), *sorted(known - versions.marks.keys())]))
+
+    def _replaced_names(self) -> list[str]:
+        """Return the sampler's parameters that have other memory than after the last sync, as after `model.to(dtype)`.
+
+        Buffers are left out: a model may compute them anew in a call.
+        """
+        targets = dict(self._model().named_parameters(remove_duplicate=False))
+        known = [name for name in self.places if name in targets]
+        return [name for name in known if mark_of(targets[name])[:2] != self.places[name]]
 
     def release(self) -> None:
         """Free the memory of the copies."""

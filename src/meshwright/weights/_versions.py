@@ -2,7 +2,8 @@
 
 A version is a state of the weights that somebody observed. Each observation compares the address of each tensor and the
 number of writes to its memory with the last ones, which is a few microseconds for each tensor. So an optimizer's step,
-a static program, a load of a checkpoint and any other write are noticed, and a step that nobody observes costs nothing.
+a static program and a load of a checkpoint are noticed, and a step that nobody observes costs nothing. torch does not
+count writes through `x.data` of a plain tensor: `torch.autograd.graph.increment_version(x)` makes them known.
 """
 
 from __future__ import annotations

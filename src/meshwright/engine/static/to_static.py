@@ -204,6 +204,10 @@ class DistModel:
         """Return the program for a batch, recorded but not run; tensors may be on the meta device."""
         return self._program_for(batch, list(leaves_in(batch))).program
 
+    def has_program(self, *batch: TorchValue) -> bool:
+        """True if a program for a batch was recorded in the present setting, so that a call records nothing."""
+        return self._variants.find(self._key(batch), list(leaves_in(batch))) is not None
+
     def _program_for(self, batch: Sequence[Any], leaves: Sequence[Any]) -> CompiledProgram:
         """Return the program for the batch, recorded now if there is none."""
         key = self._key(batch)
