@@ -48,7 +48,7 @@ def _local_seed(output: Tensor, grad: Tensor | None) -> Tensor:
         if grad is None:
             if spec.shape.numel() != 1:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
-            ones = torch.ones_like(output)
+            ones = torch.ones(output.shape, dtype=spec.dtype, device=output.device)  # no program reads the loss for it
             if not spec.layout.varying:
                 return ones  # only the dual of a varying replica is a sum
             grad = ones
