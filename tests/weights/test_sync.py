@@ -68,7 +68,7 @@ def test_equal_parts_share_memory_and_others_are_copied() -> None:
         assert local(model.words.weight).data_ptr() == local(trainer.words.weight).data_ptr()
         assert isinstance(model.words.weight, nn.Parameter)
         assert not model.words.weight.requires_grad
-        assert not mw.weights.sync(trainer, LAYOUTS["second half"]()).copied
+        assert not mw.weights.sync(trainer, LAYOUTS["second half"]()).shared  # other ranks
         other = marked(SQUARE)
         found = mw.weights.sync(trainer, other)
         assert not found.copied

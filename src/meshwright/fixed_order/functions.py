@@ -251,14 +251,18 @@ def attention(
     if is_causal:
         rows, keys = scores.shape[-2:]
         attn_mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        scores = scores + spread(attn_mask, scores)
-    weights = softmax(scores, -1)
-    if attn_mask is not None:
-        weights = torch.where(weights.isnan(), 0, weights)  # rows that attend to nothing
+    weights = softmax(scores, -1) if attn_mask is None else _masked_softmax(scores, attn_mask)
     return matmul(torch.dropout(weights, dropout_p, dropout_p > 0), value)
+
+
+def _masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Return the softmax of masked scores; a row that attends to nothing is zero."""
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    else:
+        scores = scores + spread(mask, scores)
+    weights = softmax(scores, -1)
+    return torch.where(weights.isnan(), 0, weights)
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:

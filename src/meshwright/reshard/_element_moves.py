@@ -48,9 +48,11 @@ class ElementMoves:
 
     @cached_property
     def same_parts(self) -> bool:
-        """True if every rank of the target holds the same elements before and after, and so can share the memory."""
+        """True if both sides have the same ranks, and each rank holds the same elements on both."""
         ranks = self.dst.mesh.process_ids
-        return all(rank in self.src.mesh and box_of(self.src, rank) == box_of(self.dst, rank) for rank in ranks)
+        return {*ranks} == {*self.src.mesh.process_ids} and all(
+            box_of(self.src, rank) == box_of(self.dst, rank) for rank in ranks
+        )
 
     @cached_property
     def most_pieces(self) -> int:

@@ -28,7 +28,7 @@ class TensorPair:
     Attributes:
         names: All names of the pair: tied weights have several.
         moves: The moves of the elements between both layouts.
-        is_shared: True if every rank of the sampler has the same part on both sides, and uses the trainer's memory.
+        is_shared: True if each rank has equal parts on both sides, and the sampler uses the trainer's memory.
     """
 
     names: tuple[str, ...]
