@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from zlib import crc32
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TASKS = "SLURM_STEP_NUM_TASKS"
@@ -30,7 +31,7 @@ def variables_of_task(env: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": env["SLURM_LOCALID"],
         "WORLD_SIZE": env[TASKS],
         "MASTER_ADDR": LOOPBACK[0] if on_one_node else first_host(env["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": str(FIRST_PORT + (int(job) + int(step)) % PORTS),
+        "MASTER_PORT": str(FIRST_PORT + crc32(f"{job}.{step}".encode()) % PORTS),
         "TORCHELASTIC_RUN_ID": f"{job}.{step}",
         "TORCHELASTIC_RESTART_COUNT": env.get("SLURM_RESTART_COUNT", "0"),
     }
