@@ -219,7 +219,7 @@ def sync(trainer: Any, sampler: Any, *, memory_cap: int = MEMORY_CAP, when_stale
     """Give `sampler` the weights of `trainer` in the sampler's layouts, and return what was done.
 
     Every rank makes the call. Both models have the same parameters and buffers, on one mesh with any two layouts, or on
-    two meshes of any ranks. A tensor of which each rank of the sampler has the same part on both sides is not copied:
+    two meshes of any ranks. If both have the same ranks, a tensor with equal parts on each rank is not copied:
     the sampler uses the trainer's memory, so it has each update at once. Every other tensor is copied if it has changed
     since the last call, such as only the adapters of LoRA. A rank receives exactly the elements that it does not hold,
     in messages of at most `memory_cap` bytes at a time. A sampler on the meta device gets memory for the copies only.
