@@ -59,7 +59,7 @@ def _latest(level: int, on: str, facts: Facts, results: Sequence[Result]) -> Lat
 
 
 def latest_results(device: str) -> list[LatestResult]:
-    """Return the latest results of a type of device on this machine, by level; levels without a readable file lack."""
+    """Return the latest results of a type of device on this machine, by level, for levels that have a readable file."""
     found: list[LatestResult] = []
     for level in _LEVELS:
         with suppress(InputError, TypeError, ValueError, KeyError, AttributeError):  # a file of another program
