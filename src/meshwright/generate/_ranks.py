@@ -27,8 +27,8 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
     return tuple(sorted(ranks)) or current_world().ranks
 
 
-def made_by(ranks: tuple[int, ...], make: Callable[[], Tokens], rows: int, new_tokens: int) -> Tokens:
-    """Return the tokens [rows, new_tokens] that `make` returns on `ranks`, on every rank of the world.
+def made_by(ranks: tuple[int, ...], make: Callable[[], Tokens], shape: tuple[int, int], device: torch.device) -> Tokens:
+    """Return the tokens of this shape that `make` returns on `ranks`, on every rank of the world.
 
     An error of `make` is raised on every rank; on the other ranks as a GenerationError.
     """
@@ -43,18 +43,17 @@ def made_by(ranks: tuple[int, ...], make: Callable[[], Tokens], rows: int, new_t
     for rank, other in zip(world.ranks, told, strict=True):
         if isinstance(other, list):
             raise error if error is not None else _told_error(other, rank)
-    return *_sent(made, world, (2, rows, new_tokens), ranks[0]), told[world.ranks.index(ranks[0])]
+    tokens_rt, log_probs_rt = _sent(made, world, (2, *shape), ranks[0]).to(device).unbind(0)
+    return tokens_rt.long(), log_probs_rt.float(), told[world.ranks.index(ranks[0])]
 
 
-def _sent(made: Tokens | None, world: World, shape: tuple[int, ...], source: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens and log-probabilities of the rank `source`, on every rank."""
+def _sent(made: Tokens | None, world: World, shape: tuple[int, ...], source: int) -> Tensor:
+    """Return the tokens and log-probabilities of the rank `source`, stacked on the host of every rank."""
     assert world.communicator is not None
-    empty = torch.zeros(0, dtype=torch.float64)
-    mine = torch.stack([x.double() for x in made[:2]]) if made and world.rank == source else empty
+    empty = torch.zeros(0, dtype=torch.float64, device="cpu")
+    mine = torch.stack([x.double().cpu() for x in made[:2]]) if made and world.rank == source else empty
     shapes = [shape if rank == source else (0,) for rank in world.ranks]
-    found = world.communicator.all_gather(mine, world.ranks, shapes)[world.ranks.index(source)]
-    tokens_rt, log_probs_rt = found.unbind(0)
-    return tokens_rt.long(), log_probs_rt.float()
+    return world.communicator.all_gather(mine, world.ranks, shapes)[world.ranks.index(source)]
 
 
 def _attempt(make: Callable[[], Tokens]) -> tuple[Tokens | None, Exception | None]:

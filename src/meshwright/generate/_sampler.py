@@ -134,8 +134,8 @@ class Sampler:
         tokens = made_by(
             ranks_of(self.model),
             lambda: self._tokens(request, batch_size, version),
-            len(request.rows),
-            request.max_new_tokens,
+            (len(request.rows), request.max_new_tokens),
+            _device_of(self.model),
         )
         return _generated(request, *tokens)
 
