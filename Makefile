@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt
 	$(BIN)/python -m pip install setuptools -c constraints.txt
-	$(BIN)/python -m pip install --no-build-isolation -e '.[dev,solver,models,docs]' -c constraints.txt
+	$(BIN)/python -m pip install --no-build-isolation -e '.[dev,solver,models,rl,docs]' -c constraints.txt
 	touch $(STAMP)
 
 # What continuous integration runs.
@@ -44,7 +44,7 @@ out/torch-%: FORCE
 	test -x $@/bin/python || $(PYTHON) -m venv $@
 	grep -v "^torch==\|^setuptools==" constraints.txt > $@/constraints.txt
 	echo torch==$* >> $@/constraints.txt
-	$@/bin/python -m pip install -e '.[dev,solver,models,docs]' -c $@/constraints.txt
+	$@/bin/python -m pip install -e '.[dev,solver,models,rl,docs]' -c $@/constraints.txt
 	$@/bin/pytest -q --hypothesis-profile=ci -n logical --maxprocesses 8 --dist worksteal
 
 FORCE:

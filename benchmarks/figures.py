@@ -26,7 +26,7 @@ ORDER = (
     *("opdb", "fuzz", "overhead", "reshard", "train", "guard", "all_reduce", "randomness", "products"),
     *("context", "attention_memory"),
     *("aliases", "mutations", "optimizers", "escapes", "plans", "experts"),
-    *("generate", "generate_speed", "same_numbers"),
+    *("generate", "generate_speed", "rlhf", "same_numbers"),
     *("capture_paths", "static_equals_eager", "stale", "first_static_step", "one_program", "communications"),
     *("static_speed", "same_transport", "collectives_per_step", "replayable", "compile_scale"),
     *("rewrites", "rmsnorm", "llama_block"),

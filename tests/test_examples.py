@@ -14,6 +14,9 @@ from meshwright.cli import main
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 PARALLEL = [path for path in EXAMPLES if "import meshwright" in path.read_text()]
 PLAIN = "mlp_by_marks"
+WORDS = {"grpo": [["2"], ["3", "apart"]]}
+"""Name of an example → arguments other than a folder, with which it takes less time or does something else."""
+RUNS = [(path, words) for path in PARALLEL for words in WORDS.get(path.stem, [[]])]
 LONGEST = 100
 
 
@@ -33,15 +36,17 @@ def test_an_example_is_short(example: Path) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("example", PARALLEL, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("example", "words"), RUNS, ids=["-".join([path.stem, *words]) for path, words in RUNS])
 def test_an_example_prints_on_ranks_the_output_of_one_device(
-    example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    example: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for library in re.findall(r"^from (transformers|diffusers)", example.read_text(), re.MULTILINE):
         pytest.importorskip(library)
     shown: list[list[list[float]]] = []
     for ranks in (1, ranks_of(example)):
-        code = main(["run", "--all-ranks", "--ranks", str(ranks), str(example), str(tmp_path / f"{ranks}")])
+        code = main(
+            ["run", "--all-ranks", "--ranks", str(ranks), str(example), *(words or [str(tmp_path / f"{ranks}")])]
+        )
         told = capsys.readouterr()
         assert code == 0, told.err[-2000:]
         shown.append(numbers(re.sub(r"^\[\d+\] ", "", told.out, flags=re.MULTILINE))[::ranks])

@@ -28,6 +28,7 @@ CALLS: dict[str, tuple[Call, Shapes]] = {
     "addmm": (torch.addmm, ("n", "sk", "kn")),
     "sum": (lambda x: x.sum(1) * x.sum(), ("bsk",)),
     "mean": (lambda x: x.mean((0, 2), True) * x.mean(), ("bsk",)),
+    "var": (lambda x: x.var(1, keepdim=True) * x.std((0, 2), keepdim=True) * torch.var(x, correction=0), ("bsk",)),
     "softmax": (lambda x: x.softmax(-1) * x.softmax(0), ("bsk",)),
     "log_softmax": (lambda x: x.log_softmax(-1) * torch.logsumexp(x, 1, True), ("bsk",)),
     "cross_entropy": (lambda x: F.cross_entropy(x, torch.arange(len(x)) % x.shape[1]), ("sk",)),

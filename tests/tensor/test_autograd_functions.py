@@ -315,6 +315,55 @@ def test_a_backward_pass_may_make_plain_tensors(style: str) -> None:
     check(go, STYLES[style])
 
 
+class SavesMade(torch.autograd.Function):
+    """A user-defined function that saves plain tensors that it made: one with the values of a distributed tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        largest = torch.full((x.shape[0],), -9.0)
+        largest.copy_(x.amax(-1))
+        ctx.save_for_backward(x, largest)
+        ctx.scale = torch.arange(x.shape[1]).float()
+        return (x * largest[:, None] * ctx.scale).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, largest = ctx.saved_tensors
+        is_first = torch.arange(x.shape[1]) == 0
+        return grads[0][:, None] * largest[:, None] * ctx.scale * (is_first.float() + 1)
+
+
+class WritesToBuffers(torch.autograd.Function):
+    """A user-defined function whose result and gradients are plain tensors that it made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        out = torch.empty(x.shape[0], w.shape[1])
+        torch.mm(x, w, out=out)
+        ctx.save_for_backward(x, w)
+        return out.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, w = ctx.saved_tensors
+        slope = torch.empty(x.shape[0], w.shape[1])
+        slope.copy_(grads[0] * (1 - (x @ w).tanh().square()))
+        return torch.mm(slope, w.t(), out=torch.empty(x.shape)), torch.zeros(w.shape).addmm_(x.t(), slope)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_plain_tensors_that_a_function_made_are_whole(style: str) -> None:
+    def go(lay: Any) -> Any:
+        x = lay(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), grad=True)
+        w = lay(torch.randn(6, 6, generator=torch.Generator().manual_seed(1)), grad=True)
+        y = SavesMade.apply(WritesToBuffers.apply(x.sin(), w) * 2)
+        assert isinstance(y, Tensor)
+        (SavesMade.apply(x) * y).sum().backward()
+        return mw.shard_tensor(y, x.mesh, [mw.Replicate()] * x.mesh.ndim) if hasattr(x, "mesh") else y, x.grad, w.grad
+
+    check(go, STYLES[style])
+
+
 NAMED_BEFORE = """
 import torch
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from tests.weights.models import PROMPTS, equal, marked, train, wholes
+from tests.weights.models import PROMPTS, Decoder, equal, marked, train, wholes
 
 
 def main(folder: Path) -> None:
@@ -24,6 +24,12 @@ def main(folder: Path) -> None:
         assert mw.weights.sync(trainer, model, memory_cap=2000).version == 2
         assert equal(trainer, model)
     assert sampler.generate(PROMPTS, 2).weight_version == 2
+    alone = marked(mw.ProcessMesh([0], ["tp"]))
+    mw.weights.sync(alone, mw.sampler(apart), when_stale="keep")
+    for _ in range(3):
+        train(alone)  # on rank 0, while rank 1 generates
+        found = mw.sampler(apart).generate(PROMPTS, 12, seed=1)
+    assert torch.equal(found.tokens, mw.sampler(Decoder()).generate(PROMPTS, 12, seed=1).tokens)
     values = wholes(trainer)
     for name, x, _ in mw.weights.stream(sampler, whole=True):
         assert torch.equal(x, values[name])

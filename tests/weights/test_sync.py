@@ -306,7 +306,7 @@ def _in_integers() -> nn.Module:
         (_in_integers, {}, "but not quantized"),
         (Decoder, {"memory_cap": 0}, "positive whole number of bytes"),
         (Decoder, {"memory_cap": "1 GB"}, "a str"),
-        (Decoder, {"when_stale": "never"}, 'when_stale="error" or'),
+        (Decoder, {"when_stale": "never"}, 'when_stale="error", "sync" or'),
         (lambda: 3, {}, "pass the model"),
     ],
 )

@@ -28,12 +28,14 @@ from .communicators.call_purpose import call_purpose, is_compared, note_fact, wh
 from .communicators.communicator import Communicator, FinishedConversion, PendingConversion, Receive
 from .communicators.counters import Counters
 from .communicators.current_communicator import (
+    among_ranks,
     communicator_lookups,
     current_communicator,
     get_rank,
     install_communicator,
     installed_communicator,
     using_communicator,
+    world_ranks,
 )
 from .communicators.delayed import DelayedCommunicator
 from .communicators.peerless import PeerlessCommunicator
@@ -75,6 +77,7 @@ __all__ = [
     "Straggler",
     "StragglerWarning",
     "WatchedType",
+    "among_ranks",
     "call_purpose",
     "communicator_lookups",
     "current_communicator",
@@ -92,4 +95,5 @@ __all__ = [
     "stragglers",
     "using_communicator",
     "when_compared",
+    "world_ranks",
 ]

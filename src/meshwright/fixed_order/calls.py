@@ -30,18 +30,18 @@ BROADCASTING = frozenset(
 
 EXACT = frozenset(
     """
-    neg abs sign exp log log1p sqrt sin cos tanh erf relu square reciprocal floor ceil
-    round trunc to float double half bfloat16 type type_as contiguous clone detach detach_ isnan isinf isfinite
-    isneginf isposinf nan_to_num nextafter sqrt_ neg_ exp_ zero_ logical_and logical_or logical_not
-    amax amin argmax argmin any all topk sort argsort isin equal allclose isclose eq ne lt le gt ge
-    view reshape flatten unflatten permute transpose t unsqueeze squeeze select narrow split chunk unbind cat concat
-    concatenate stack hstack vstack roll flip tril triu diagonal movedim swapaxes swapdims view_as reshape_as pad
-    cumsum gather index_select take_along_dim tensor_split split_with_sizes getitem setitem index_copy_
-    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward grad item tolist numpy cpu
-    numel dim size stride storage_offset data_ptr is_contiguous element_size nelement is_floating_point is_complex
-    is_same_size get_device len repr format bool int deepcopy reduce_ex iter array untyped_storage
-    zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
-    dropout normal_ uniform_ bernoulli_ bernoulli multinomial _foreach_mul_ _foreach_add_ _foreach_zero_ is_inference
+    neg abs sign exp log log1p sqrt sin cos tanh erf relu square reciprocal floor ceil round trunc to float double half
+    bfloat16 long short type type_as contiguous clone detach detach_ isnan isinf isfinite isneginf isposinf nan_to_num
+    nextafter sqrt_ neg_ exp_ zero_ logical_and logical_or logical_not amax amin argmax argmin any all topk sort argsort
+    isin equal allclose isclose eq ne lt le gt ge view reshape flatten unflatten permute transpose t unsqueeze squeeze
+    select narrow split chunk unbind cat concat concatenate stack hstack vstack roll flip tril triu diagonal movedim
+    swapaxes swapdims view_as reshape_as pad cumsum gather index_select take_along_dim repeat_interleave repeat tile
+    tensor_split split_with_sizes getitem setitem index_copy_ requires_grad_ retain_grad register_hook
+    register_post_accumulate_grad_hook backward grad item tolist numpy cpu numel dim size stride storage_offset data_ptr
+    is_contiguous element_size nelement is_floating_point is_complex is_same_size get_device len repr format bool int
+    deepcopy reduce_ex iter array untyped_storage zeros_like ones_like empty_like full_like rand_like randn_like
+    new_zeros new_ones new_empty new_full new_tensor dropout normal_ uniform_ bernoulli_ bernoulli multinomial
+    _foreach_mul_ _foreach_add_ _foreach_zero_ is_inference
     """.split()
 )
 """Functions without sums, whose gradients have none for most arguments (`GRADIENTS`)."""
@@ -135,7 +135,7 @@ def _filling_has_gradient(input: TorchValue, mask: TorchValue, value: TorchValue
     return _has_gradient(value)
 
 
-def _shares_among_ties(input: TorchValue, *rest: TorchValue, **named: TorchValue) -> bool:
+def _is_graded(input: TorchValue, *rest: TorchValue, **named: TorchValue) -> bool:
     return _has_gradient(input)
 
 
@@ -151,12 +151,15 @@ GRADIENTS: dict[str, tuple[Callable[..., bool], str]] = {
     "gather": (_gather_repeats, _READ_TWICE),
     "index_select": (_repeats, _READ_TWICE),
     "take_along_dim": (_repeats, _READ_TWICE),
+    "repeat_interleave": (_is_graded, _READ_TWICE),
+    "repeat": (_is_graded, _READ_TWICE),
+    "tile": (_is_graded, _READ_TWICE),
     "pad": (_padding_repeats, "the gradient of an element that is repeated is a sum"),
     "setitem": (_written_spreads, "the gradient of an element that is written twice is a sum"),
     "masked_fill": (_filling_has_gradient, "the gradient of the number is a sum; write torch.where"),
     "masked_fill_": (_filling_has_gradient, "the gradient of the number is a sum; write torch.where"),
-    "amax": (_shares_among_ties, _TIES),
-    "amin": (_shares_among_ties, _TIES),
+    "amax": (_is_graded, _TIES),
+    "amin": (_is_graded, _TIES),
     "max": (_is_of_all, _TIES),
     "min": (_is_of_all, _TIES),
 }

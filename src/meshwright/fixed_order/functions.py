@@ -103,6 +103,28 @@ def mean(input: Tensor, dim: TorchValue = None, keepdim: bool = False, *, dtype:
     return (sum_of(accurate(x), dim, keepdim) / count).to(x.dtype)
 
 
+def var(
+    input: Tensor,
+    dim: TorchValue = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Tensor:
+    if isinstance(dim, bool):  # var(x, unbiased)
+        dim, unbiased = None, dim
+    x, dims = accurate(input), _dims(input, dim)
+    x = _scaled(mean(x, dims, True), x, torch.sub)
+    lost = float(unbiased) if correction is None else correction
+    count = max(prod(x.shape[d] for d in dims) - lost, 0.0)
+    squares = sum_of(x * x, dims, keepdim)
+    return (squares / count if count else squares * torch.inf).to(input.dtype)
+
+
+def std(input: Tensor, *args: TorchValue, **kwargs: TorchValue) -> Tensor:
+    return var(accurate(input), *args, **kwargs).sqrt().to(input.dtype)
+
+
 def vector_norm(
     x: Tensor, ord: float = 2, dim: TorchValue = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -347,6 +369,8 @@ REPLACED: dict[str, Callable[..., TorchValue]] = {
     "embedding": embedding,
     "sum": sum_of,
     "mean": mean,
+    "var": var,
+    "std": std,
     "vector_norm": vector_norm,
     "linalg_vector_norm": vector_norm,
     "_foreach_norm": foreach_norm,

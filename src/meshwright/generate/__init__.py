@@ -7,6 +7,7 @@ _choice       choice of a token from logits: temperature, top_k, top_p
 _rows         the rows of a batch that a rank holds: logits in, tokens out
 _cache        caches of transformers that are written in place
 _calls        calls of a model: with a cache, as encoder and decoder, or on whole sequences
+_ranks        generation on the ranks that a model is on
 _decode_step  the step for one token as a module, with memory for all positions
 _step_runs    runs of decode steps: eager at first, then as a program
 _slots        slots for rows, which prompts enter and leave

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.comm import current_communicator
+from meshwright.comm import current_communicator, world_ranks
 from meshwright.engine import dtensor_from_local, reshard, shard_tensor, unshard_dtensor
 from meshwright.layout import Placement, ProcessMesh, Replicate, Shard
 from meshwright.tensor import DistTensor
@@ -75,7 +75,7 @@ class Rows:
 def rows_of(logits_rv: Tensor) -> Rows:
     """Return the distribution of rows that the logits of a first pass have."""
     count = logits_rv.shape[0]
-    if not isinstance(logits_rv, DistTensor) or logits_rv.mesh.size < current_communicator().size:
+    if not isinstance(logits_rv, DistTensor) or logits_rv.mesh.size < len(world_ranks()):
         return Rows(count, 0, count)
     return _rows(count, logits_rv.mesh, tuple(p if p == Shard(0) else Replicate() for p in logits_rv.placements))
 

@@ -19,12 +19,13 @@ from meshwright.engine import check_equal_options, unshard_dtensor
 from meshwright.fixed_order import SameNumbers
 from meshwright.graph import modes_on
 from meshwright.tensor import DistTensor
-from meshwright.weights import release, restore, version_to_sample
+from meshwright.weights import is_compared, release, restore, version_to_sample
 
 from ._cache import write_in_place
 from ._calls import TokenCalls, has_encoder, token_calls
 from ._choice import choose_rows
 from ._errors import GenerationError
+from ._ranks import Tokens, made_by, ranks_of
 from ._request import GenerationRequest, Prompts, check_whole, request_of
 from ._slot_loop import SlotLoop
 from ._slots import slots_for
@@ -129,13 +130,14 @@ class Sampler:
         )
         if batch_size is not None:
             check_whole("batch_size", batch_size, 1)
-        self._check(request, batch_size)
-        version = version_to_sample(self.model)
-        count = min(batch_size or len(request.rows), len(request.rows))
-        with torch.no_grad(), _evaluating(self.model), self._runs.call(self._is_distributed):
-            found = self._in_slots(request, count)
-            found = self._in_batches(request, count) if found is None else found
-            return _generated(request, *found, version)
+        version = version_to_sample(self.model) if is_compared(self.model) else None
+        tokens = made_by(
+            ranks_of(self.model),
+            lambda: self._tokens(request, batch_size, version),
+            (len(request.rows), request.max_new_tokens),
+            _device_of(self.model),
+        )
+        return _generated(request, *tokens)
 
     def sleep(self) -> None:
         """Free the memory of decode steps, and the weights that `mw.weights.sync` copied; shared weights stay."""
@@ -145,6 +147,15 @@ class Sampler:
     def wake(self) -> None:
         """Get the weights back that `sleep` freed, as the trainer has them now; every rank makes the call."""
         restore(self.model)
+
+    def _tokens(self, request: GenerationRequest, batch_size: int | None, version: int | None) -> Tokens:
+        """Return the tokens; every rank of the model makes the call."""
+        self._check(request, batch_size)
+        version = version_to_sample(self.model) if version is None else version
+        count = min(batch_size or len(request.rows), len(request.rows))
+        with torch.no_grad(), _evaluating(self.model), self._runs.call(self._is_distributed):
+            found = self._in_slots(request, count)
+            return *(self._in_batches(request, count) if found is None else found), version
 
     def _in_slots(self, request: GenerationRequest, count: int) -> tuple[Tensor, Tensor] | None:
         """Return tokens and log-probabilities by decode steps; None if these do not fit the model, or gain nothing.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import current_communicator
+from meshwright.comm import world_ranks
 from meshwright.tensor import DistTensor
 
 from ._calls import CachedCalls, decoder_cache
@@ -102,7 +102,7 @@ def slots_for(
         runs.refuse("the model is no decoder of transformers that takes a cache, a mask and positions", new_tokens)
         return None
     is_distributed = any(isinstance(p, DistTensor) for p in model.parameters())
-    ranks = current_communicator().size if is_distributed else 1
+    ranks = len(world_ranks()) if is_distributed else 1
     probe = CachedCalls(model, [[0]] * ranks, device, cache_name, new_tokens)
     logits_rv, capacity = probe.first(), max(map(len, request.prompts)) + new_tokens
     request.check_stop(logits_rv.shape[-1])

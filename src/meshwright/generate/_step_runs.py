@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import current_communicator
+from meshwright.comm import get_rank, world_ranks
 from meshwright.engine import DistModel, Strategy, to_static, unshard_dtensor
 from meshwright.layout import warn_user
 from meshwright.passes import OneRowProducts
@@ -116,7 +116,7 @@ class StepRuns:
         """Record no step from now on, and warn with the reason."""
         if not self.eager_because:
             self.eager_because = why
-            if current_communicator().rank == 0:
+            if get_rank() == world_ranks()[0]:
                 warn_user(f"the decode step of the sampler runs eagerly: {why}", EagerStepWarning)
 
     def _recorded(self, run: StepRun, tokens_r1: Tensor, places_r1: Tensor) -> DistModel | None:

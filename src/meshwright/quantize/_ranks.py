@@ -28,7 +28,7 @@ class Ranks:
     """The ranks that quantize a model together: those of the world, or the caller alone."""
 
     def __init__(self, alone: bool) -> None:
-        self._world = World(0, 1, None) if alone else current_world()
+        self._world = World() if alone else current_world()
         self._loads = [0.0] * self.size
 
     @property

@@ -12,13 +12,14 @@ _stream      stream: names, parts and layouts for other engines
 
 from ._errors import StaleWeightsError, WeightError
 from ._stream import StreamedWeight, stream
-from ._sync import Synced, release, restore, sync, version_to_sample
+from ._sync import Synced, is_compared, release, restore, sync, version_to_sample
 
 __all__ = [
     "StaleWeightsError",
     "StreamedWeight",
     "Synced",
     "WeightError",
+    "is_compared",
     "release",
     "restore",
     "stream",

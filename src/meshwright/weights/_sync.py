@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -29,7 +29,7 @@ from ._tensors import (
 )
 from ._versions import largest_on_ranks, observed_version, versions_of
 
-WhenStale = Literal["error", "sync"]
+WhenStale = Literal["error", "sync", "keep"]
 MEMORY_CAP = 256 << 20
 
 
@@ -73,6 +73,8 @@ class Link:
         number = observed_version(self.trainer) if number is None else number
         world, model = current_world(), self._model()
         pairs = pairs_of(self.trainer, model, world)
+        if self.when_stale == "keep":
+            pairs = [replace(pair, is_shared=False) for pair in pairs]
         _check_rounds(pairs, self.memory_cap)
         self.asleep, _links[model] = True, self  # until all is done, so that half of it is not used
         shared = _share(model, [pair for pair in pairs if pair.is_shared])
@@ -121,6 +123,8 @@ class Link:
                 "it does not have all of its weights",
                 "call sampler.wake(), or mw.weights.sync(trainer, sampler), before",
             )
+        if self.when_stale == "keep":
+            return self.version
         number = observed_version(self.trainer)
         changed, replaced = self._changed_names(), self._replaced_names()
         stale = changed + [name for name in replaced if name not in changed]
@@ -208,7 +212,7 @@ def move_all(moves: Sequence[Move], cap: int, world: World, asked: str) -> tuple
         return 0, 0
     before = world.communicator.seen.total_received
     for found in rounds:
-        run_round(found, world.communicator, tuple(range(world.size)))
+        run_round(found, world.communicator, world.ranks)
     return world.communicator.seen.total_received - before, len(rounds)
 
 
@@ -231,7 +235,8 @@ def sync(trainer: Any, sampler: Any, *, memory_cap: int = MEMORY_CAP, when_stale
         sampler: A model, or a `mw.sampler` of it.
         memory_cap: Upper bound of the bytes of all messages that a rank holds at once.
         when_stale: "error" makes `generate` raise a StaleWeightsError after the trainer has changed, until the next
-            call; "sync" makes it call `sync` itself.
+            call; "sync" makes it call `sync` itself; "keep" makes it sample with the weights of the last call. Then
+            no memory is shared, and ranks that hold a part of the sampler only need not wait for the trainer.
 
     Raises:
         WeightError: the models have other names, shapes, dtypes or devices; or a row of a tensor exceeds the cap.
@@ -249,6 +254,13 @@ def sync(trainer: Any, sampler: Any, *, memory_cap: int = MEMORY_CAP, when_stale
     source, model = module_of(trainer), module_of(sampler)
     _check_options(memory_cap, when_stale)
     if source is model:
+        if when_stale == "keep":
+            raise WeightError(
+                f'{ASKED} with when_stale="keep"',
+                "one model as trainer and sampler",
+                "it has one set of weights, so none can be older",
+                "pass a second model for the sampler, which may be on the meta device",
+            )
         return Synced(observed_version(model), tuple(named_tensors(model)), (), 0, 0)
     link = _links.get(model)
     if link is None or link.trainer is not source:
@@ -263,8 +275,8 @@ def _check_options(memory_cap: object, when_stale: object) -> None:
         raise WeightError(
             ASKED,
             f"when_stale={when_stale!r}",
-            "a sampler with older weights than the trainer either raises an error or gets the new ones",
-            'pass when_stale="error" or when_stale="sync"',
+            "a sampler with older weights than the trainer raises an error, gets the new ones or keeps its own",
+            'pass when_stale="error", "sync" or "keep"',
         )
 
 
@@ -287,6 +299,12 @@ def version_to_sample(model: nn.Module) -> int:
     """
     link = _links.get(model)
     return observed_version(model) if link is None else link.ready_version()
+
+
+def is_compared(model: nn.Module) -> bool:
+    """True if `model` gets its weights from a trainer, and their versions are compared before it samples."""
+    link = _links.get(model)
+    return link is not None and link.when_stale != "keep"
 
 
 def release(model: nn.Module) -> None:

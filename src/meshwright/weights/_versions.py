@@ -66,7 +66,7 @@ def largest_on_ranks(codes: Sequence[int], world: World) -> list[int]:
     if world.communicator is None or world.size == 1:
         return list(codes)
     mine = torch.tensor(codes, dtype=torch.uint8, device="cpu")
-    found = world.communicator.all_gather(mine, tuple(range(world.size)), [(len(codes),)] * world.size)
+    found = world.communicator.all_gather(mine, world.ranks, [(len(codes),)] * world.size)
     return torch.stack(found).amax(0).tolist()
 
 

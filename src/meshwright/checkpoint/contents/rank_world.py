@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshwright.comm import Communicator, NoCommunicatorError, current_communicator
+from meshwright.comm import Communicator, NoCommunicatorError, current_communicator, world_ranks
 from meshwright.layout import JsonValue, ProcessMesh
 
 from .._errors import error_from_text, error_text
@@ -22,34 +22,39 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The caller's rank, the number of ranks, and the communicator."""
+    """The caller's rank, all ranks, and the communicator."""
 
-    rank: int
-    size: int
-    communicator: Communicator | None
+    rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    communicator: Communicator | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
 
     @property
     def mesh(self) -> ProcessMesh:
         """Return the mesh of all ranks in a row."""
-        return ProcessMesh(range(self.size), ["world"])
+        return ProcessMesh(self.ranks, ["world"])
 
     def gathered(self, value: JsonValue) -> list[Any]:
         """Return the values of all ranks in rank order; any JSON value."""
         if self.communicator is None or self.size == 1:
             return [value]
-        group = tuple(range(self.size))
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self.communicator.all_gather(torch.tensor([data.numel()], device="cpu"), group, [(1,)] * self.size)
-        texts = self.communicator.all_gather(data, group, [(int(n),) for n in lengths])
+        length = torch.tensor([data.numel()], device="cpu")
+        lengths = self.communicator.all_gather(length, self.ranks, [(1,)] * self.size)
+        texts = self.communicator.all_gather(data, self.ranks, [(int(n),) for n in lengths])
         return [json.loads(text.numpy().tobytes()) for text in texts]
 
     def all_gather_distinct(self, text: str, digest: str) -> dict[str, list[int]]:
         """Return the distinct texts of all ranks, each with its ranks; each text is sent once."""
         digests: list[str] = self.gathered(digest)
-        first = digests.index(digest) == self.rank
+        first = self.ranks[digests.index(digest)] == self.rank
         texts = self.gathered(text if first else None)
         return {
-            texts[digests.index(d)]: [r for r, other in enumerate(digests) if other == d]
+            texts[digests.index(d)]: [r for r, other in zip(self.ranks, digests, strict=True) if other == d]
             for d in dict.fromkeys(digests)
         }
 
@@ -68,10 +73,11 @@ class World:
         except Exception as caught:
             error, told = caught, {"error": error_text(caught)}
         everyone = self.gathered(told)
-        for rank, other in enumerate(everyone):
+        for rank, other in zip(self.ranks, everyone, strict=True):
             if "error" in other:
                 raise error if error is not None else _noted(error_from_text(other["error"]), rank)
-        return everyone[self.rank]["value"] if mine is None else mine, [other["value"] for other in everyone]  # pyright: ignore[reportReturnType] - as `act` gives it
+        values = [other["value"] for other in everyone]
+        return values[self.ranks.index(self.rank)] if mine is None else mine, values
 
 
 def current_world() -> World:
@@ -79,8 +85,8 @@ def current_world() -> World:
     try:
         communicator = current_communicator()
     except NoCommunicatorError:
-        return World(0, 1, None)
-    return World(communicator.rank, communicator.size, communicator)
+        return World()
+    return World(communicator.rank, world_ranks(), communicator)
 
 
 def _noted(error: Exception, rank: int) -> Exception:

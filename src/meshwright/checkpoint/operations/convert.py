@@ -42,7 +42,7 @@ def convert(source: Catalogue, path: str | os.PathLike[str], format: Format, onl
             f"no name begins with {prefix!r}",
             f"use one of {', '.join([*source.entries][:3])}",
         )
-    here = World(0, 1, None)
+    here = World()
     specs: dict[str, Spec] = {}
     for name, old in names.items():
         entry = source.entries[old]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 from .._errors import NoCommunicatorError
@@ -11,12 +11,16 @@ from .communicator import Communicator
 
 
 class _Thread:
-    """The communicator of a thread, and the number of times that it was asked for."""
+    """The communicator of a thread, the ranks of its world, and the number of times that it was asked for.
 
-    __slots__ = ("communicator", "reads")
+    Without ranks, the world has all ranks of the communicator.
+    """
+
+    __slots__ = ("communicator", "reads", "world")
 
     def __init__(self) -> None:
         self.communicator: Communicator | None = None
+        self.world: tuple[int, ...] | None = None
         self.reads = 0
 
 
@@ -69,6 +73,29 @@ def current_communicator() -> Communicator:
 def get_rank() -> int:
     """Return the number of this rank in the world."""
     return current_communicator().rank
+
+
+def world_ranks() -> tuple[int, ...]:
+    """Return the ranks that make the same calls as this one: all ranks, or those of `among_ranks`.
+
+    Collectives that no mesh names are calls of these ranks, such as the gather of a whole value.
+    """
+    world = _here.thread.world
+    return tuple(range(current_communicator().size)) if world is None else world
+
+
+@contextmanager
+def among_ranks(ranks: Iterable[int]) -> Generator[None]:
+    """Make `ranks` the world of this thread inside the block, while other ranks do something else.
+
+    Enter it on exactly these ranks, for code whose tensors are all on them.
+    """
+    before = _here.thread.world
+    _here.thread.world = tuple(sorted(ranks))
+    try:
+        yield
+    finally:
+        _here.thread.world = before
 
 
 @contextmanager

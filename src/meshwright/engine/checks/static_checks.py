@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.comm import current_communicator, is_compared
+from meshwright.comm import current_communicator, is_compared, world_ranks
 from meshwright.graph import InspectedStep
 from meshwright.layout import generator_states, set_generator_states
 from meshwright.tensor import DistTensor, collectives_of_call, map_tensors, tensors_in
@@ -58,7 +58,7 @@ class StaticChecks:
         """
         if not is_compared():
             return step.run(*given)
-        checks, group = current_checks(), tuple(range(current_communicator().size))
+        checks, group = current_checks(), world_ranks()
         number, name = self.rhythm.step, f"step {self.rhythm.step} of a static model"
         with collectives_of_call("the check of a step"):
             compare_replicas(self.rhythm, checks, self._named, name, group)
@@ -95,7 +95,7 @@ class StaticChecks:
 
 def _replay(program: Callable[..., Result], given: Sequence[Any], name: str) -> None:
     """Run a step twice on copies of its inputs. Raises ReplicaError on all ranks if the results differ on a rank."""
-    state, group = generator_states(), tuple(range(current_communicator().size))
+    state, group = generator_states(), world_ranks()
     runs = [_once(program, given, state) for _ in range(2)]
     told = torch.tensor([float(_differ(*runs))], device="cpu")
     if current_communicator().all_reduce(told, "max", group).item():
@@ -120,7 +120,7 @@ def _replay_error(name: str, runs: Sequence[Result]) -> ReplicaError:
     """Return the error about a step that gave other numbers when it was repeated; every rank makes the call."""
     a, b, c = runs
     kind = _SAME if not _differ(a, b) else _TRANSIENT if not (_differ(a, c) and _differ(b, c)) else _LASTING
-    here, group = current_communicator(), tuple(range(current_communicator().size))
+    here, group = current_communicator(), world_ranks()
     kinds = [int(x) for x in here.all_gather(torch.tensor([kind], device="cpu"), group, [(1,)] * len(group))]
     ranks = ", ".join(str(rank) for rank, kind in zip(group, kinds, strict=True) if kind != _SAME)
     return ReplicaError(

@@ -12,7 +12,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from meshwright.comm import SimulatedCommunicator, current_communicator
+from meshwright.comm import SimulatedCommunicator, current_communicator, world_ranks
 from meshwright.tensor import DistTensor, captured_whole, largest_anywhere, local_parts
 
 from .._errors import BatchError
@@ -57,10 +57,11 @@ class SameInputs:
 
     def _same_as_before(self, here: SimulatedCommunicator, digest: int) -> bool:
         """True if the simulated ranks that made this call before had the same inputs."""
-        if self._calls == 1:  # ranks make their models in the same order
-            made = here.shared[_MADE, here.rank] = here.shared.get((_MADE, here.rank), 0) + 1
-            self._number = made
-        return here.shared.setdefault((_MADE, self._number, "call", self._calls), digest) == digest
+        ranks = world_ranks()
+        if self._calls == 1:  # ranks of one world make their models in the same order
+            key = _MADE, ranks, here.rank
+            self._number = here.shared[key] = here.shared.get(key, 0) + 1
+        return here.shared.setdefault((_MADE, ranks, self._number, "call", self._calls), digest) == digest
 
 
 _MADE = "inputs of parallel models"

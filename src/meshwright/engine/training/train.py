@@ -441,9 +441,7 @@ def _largest(*numbers: float) -> list[float]:
     here = current_world()
     if here.communicator is None or here.size == 1:
         return list(numbers)
-    found = here.communicator.all_reduce(
-        torch.tensor(numbers, dtype=torch.float64, device="cpu"), "max", tuple(range(here.size))
-    )
+    found = here.communicator.all_reduce(torch.tensor(numbers, dtype=torch.float64, device="cpu"), "max", here.ranks)
     return found.tolist()
 
 

@@ -26,7 +26,7 @@ from .._torch_call import TorchFunction
 from ..conversion.convert import convert_local
 from ..conversion.distribute import as_dist_tensor
 from ..conversion.local_parts import spec_of, whole_local
-from ..core.dist_tensor import DistTensor, plain_view
+from ..core.dist_tensor import DistTensor, local_reads, plain_view
 from ..core.tree import tensors_in
 from ..core.write_counts import version_of
 from ..torch_hooks import (
@@ -128,8 +128,9 @@ def _with_whole_gradients(function: type[Function]) -> type[Function]:
 
     def forward(ctx: TorchValue, *args: TorchValue) -> TorchValue:
         with interception():
+            before = local_reads.count
             out = _aliased_results(partial(function.forward, ctx), args)
-            _note_layouts(ctx, args, out)
+            _note_layouts(ctx, args, out, reads_parts=local_reads.count > before)
         return out
 
     def forward_alone(*args: TorchValue) -> TorchValue:
@@ -138,15 +139,19 @@ def _with_whole_gradients(function: type[Function]) -> type[Function]:
 
     def setup_context(ctx: TorchValue, inputs: tuple[TorchValue, ...], output: TorchValue) -> None:
         with interception():
+            before = local_reads.count
             function.setup_context(ctx, inputs, output)
-            _note_layouts(ctx, inputs, output)
+            _note_layouts(ctx, inputs, output, reads_parts=local_reads.count > before)
 
     def backward(ctx: TorchValue, *grads: TorchValue) -> TorchValue:
         ins, outs = ctx.meshwright
         given = [_whole_gradient(g, spec) for g, spec in zip(grads, outs, strict=True)]
+        before = local_reads.count
         with _on_whole_tensors(ctx, given):
             found = getattr(function, name)(ctx, *given)
         found = found if isinstance(found, tuple) else (found,)
+        if not (ctx.meshwright_reads_parts or local_reads.count > before):
+            found = tuple(_replicated_gradient(g, spec) for g, spec in zip(found, ins, strict=False))
         return tuple(_local_gradient(function, g, spec) for g, spec in zip(found, ins, strict=False))
 
     def jvp(ctx: TorchValue, *tangents: TorchValue) -> TorchValue:
@@ -182,21 +187,26 @@ def _aliased_results(function: Callable[..., TorchValue], args: Sequence[TorchVa
     return tuple(map(aliased, cast(tuple[TorchValue, ...], out))) if isinstance(out, tuple) else aliased(out)
 
 
-def _note_layouts(ctx: TorchValue, args: Sequence[TorchValue], out: TorchValue) -> None:
+def _note_layouts(ctx: TorchValue, args: Sequence[TorchValue], out: TorchValue, reads_parts: bool) -> None:
+    """Store the layouts of arguments, results and saved tensors.
+
+    A saved plain tensor is whole on every rank, unless it may come from `to_local` or from a backward pass around.
+    """
     ctx.meshwright = _specs_of(args), _specs_of(out if isinstance(out, tuple) else (out,))
     saved: Sequence[TorchValue] = getattr(ctx, "to_save", None) or ()
-    ctx.meshwright_saved = specs = _specs_saved(args, saved)
+    ctx.meshwright_reads_parts = reads_parts or plain_may_be_part()
+    ctx.meshwright_saved = specs = _specs_saved(args, saved, ctx.meshwright_reads_parts)
     ctx.meshwright_saves_plain = any(isinstance(x, Tensor) and s is None for x, s in zip(saved, specs, strict=True))
     type(ctx).saved_tensors = property(_saved_tensors)
 
 
-def _specs_saved(args: Sequence[TorchValue], saved: Sequence[TorchValue]) -> list[Spec | None]:
-    """Return the specs of saved tensors. A plain argument is whole on every rank, unless a backward pass gave it."""
+def _specs_saved(args: Sequence[TorchValue], saved: Sequence[TorchValue], reads_parts: bool) -> list[Spec | None]:
+    """Return the specs of saved tensors; those of whole plain tensors are replicated."""
     if plain_may_be_part():
         return _specs_of(saved)
     like = next(x._spec for x in args if isinstance(x, DistTensor))
-    given = {id(x) for x in args if isinstance(x, Tensor) and is_dense(x)}
-    return [spec_of(x, like) if id(x) in given else spec for x, spec in zip(saved, _specs_of(saved), strict=True)]
+    whole = {id(x) for x in (args if reads_parts else saved) if isinstance(x, Tensor) and is_dense(x)}
+    return [spec_of(x, like) if id(x) in whole else spec for x, spec in zip(saved, _specs_of(saved), strict=True)]
 
 
 def _saved_tensors(ctx: TorchValue) -> tuple[TorchValue, ...]:
@@ -207,7 +217,9 @@ def _saved_tensors(ctx: TorchValue) -> tuple[TorchValue, ...]:
 
 
 def _has_plain(ctx: TorchValue, grads: Sequence[TorchValue]) -> bool:
-    """True if the function gets a plain gradient, or saved a plain tensor that was no argument of its forward pass."""
+    """True if a plain tensor may be a part: a gradient, or a saved tensor that was no argument of the forward pass."""
+    if not ctx.meshwright_reads_parts:
+        return False
     held = {key: value for key, value in vars(ctx).items() if key != "to_save"}
     plain = any(not isinstance(x, DistTensor) for x in tensors_in((list(grads), held)))
     return plain or ctx.meshwright_saves_plain
@@ -242,6 +254,13 @@ def _local_tangent(tangent: TorchValue, spec: Spec | None) -> TorchValue:
     local = convert_local(tangent, have, spec.with_dtype(have.dtype))
     with no_interception():
         return plain_view(local)
+
+
+def _replicated_gradient(grad: TorchValue, spec: Spec | None) -> TorchValue:
+    """Return a plain gradient, which every rank has whole, as the gradient of a distributed argument."""
+    if spec is None or not isinstance(grad, Tensor) or isinstance(grad, DistTensor):
+        return grad
+    return as_dist_tensor(alias_of(grad), spec_of(grad, spec))
 
 
 def _local_gradient(function: type[Function], grad: TorchValue, spec: Spec | None) -> TorchValue:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.comm import current_communicator
+from meshwright.comm import current_communicator, world_ranks
 from meshwright.layout import Layout, ProcessMesh, Spec, TorchValue, replicated
 
 from .._torch_call import Arguments, NamedArguments, TorchFunction
@@ -30,12 +30,12 @@ def gather_everywhere(x: Tensor) -> Tensor:
 
 
 def _everywhere(x: DistTensor) -> Tensor:
-    communicator = current_communicator()
-    if x._spec.mesh.size == communicator.size:
+    ranks = world_ranks()
+    if x._spec.mesh.size == len(ranks):
         return whole_local(x)
-    world = ProcessMesh(range(communicator.size), ["world"])
+    world = ProcessMesh(ranks, ["world"])
     spec = x._spec.with_layout(replicated(x._spec.ndim))
-    local = convert_local(x, x._spec, spec) if communicator.rank in x._spec.mesh else x
+    local = convert_local(x, x._spec, spec) if current_communicator().rank in x._spec.mesh else x
     out = convert_local(local, spec, Spec(world, spec.layout, spec.shape, spec.dtype))
     with no_interception():
         return plain_view(out)
@@ -102,7 +102,7 @@ def not_finite_anywhere(tensors: Iterable[Tensor], device: torch.device) -> Tens
 
 def largest_anywhere(number: Tensor) -> Tensor:
     """Return the largest of all ranks' numbers, each a plain tensor of one element; every rank makes the call."""
-    world = ProcessMesh(range(current_communicator().size), ["world"])
+    world = ProcessMesh(world_ranks(), ["world"])
     spec = Spec(world, Layout(((),), (("world", "max"),)), (1,), number.dtype)
     out = convert_local(number.reshape(1), spec, spec.with_layout(replicated(1)))
     with no_interception():

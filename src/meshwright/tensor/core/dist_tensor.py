@@ -6,6 +6,7 @@ calls `__torch_function__`, which looks up the call's signature among the known 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn, TypeVar
@@ -121,6 +122,7 @@ class DistTensor(Tensor):
     def to_local(self) -> Tensor:
         """Return this rank's part as a plain tensor that shares its memory and takes part in autograd."""
         self._read_again()
+        local_reads.count += 1
         with no_interception():
             return self.as_subclass(Tensor).view_as(self)
 
@@ -297,6 +299,16 @@ def _are_integers(values: tuple[object, ...]) -> bool:
         if type(n) is not int:
             return False
     return True
+
+
+class _LocalReads(threading.local):
+    """Number of the calls of `to_local` in this thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+local_reads = _LocalReads()
 
 
 class _NoSignature(Exception):
