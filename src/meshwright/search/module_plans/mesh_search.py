@@ -107,10 +107,9 @@ def _no_plan(replicas: Sequence[Replicas], pipelines: Pipelines | None, stages: 
 
 def _plans_without_pipeline(own: Replicas, pipelines: Pipelines | None) -> list[MeshPlan]:
     """Return the fastest plan without a pipeline, for this number of replicas and ranks, if any fits."""
-    try:
-        cuts, saving = own.found
-    except SearchError:
+    if own.found is None:
         return []
+    cuts, saving = own.found
     mesh = ProcessMesh(np.arange(own.dp * own.tp).reshape(own.dp, own.tp), [REPLICAS, SHARES])
     layouts = _layouts(own.of.program, cuts, mesh, saving.accumulate)
     notes = _notes(own.of, cuts, saving.accumulate)

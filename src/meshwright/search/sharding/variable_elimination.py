@@ -26,8 +26,7 @@ ROUNDS = 4
 """Number of rounds in which a choice is improved that is not known to be the best."""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Costs, one dimension per variable, in the order of `variables`."""
 
     variables: tuple[int, ...]
