@@ -56,6 +56,8 @@ def plan_mesh(
     for n, own in enumerate(replicas):
         tell(n, len(replicas) + 1)
         found += plans_of(own, pipelines)
+        if pipelines is None or pipelines.why_not:
+            own.forget()
     tell(len(replicas), len(replicas) + 1)
     if pipelines is not None and stages is None:
         piped = pipelines.best(replicas, min((plan.seconds for plan in found), default=inf))

@@ -120,6 +120,12 @@ class Replicas:
             self.known[alike] = ShardingProblem(self.of.facts, prices, self.shared)
         return self.known[alike].saving(saving)
 
+    def forget(self) -> None:
+        """Release the problems that were stated, after the last search for these replicas."""
+        self.known.clear()
+        self.shared.clear()
+        self.__dict__.pop("about", None)
+
     @cached_property
     def about(self) -> SavingEstimates:
         return SavingEstimates(self.problem(NOTHING))

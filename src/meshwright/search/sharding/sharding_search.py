@@ -223,8 +223,8 @@ class ShardingProblem:
     def solved(self, byte: float) -> Shardings:
         """Return the best cuts if a held byte costs `byte` seconds."""
         priced = {key: byte * costs for key, costs in self._distinct_held.items()}
-        worth = [Table(variables, priced[id(costs)]) for variables, costs in self.held]
-        value, chosen, bound = least(self.sizes, [*self.tables, *worth], self._steps, MOST)
+        costs = [costs for _, costs in self.tables] + [priced[id(costs)] for _, costs in self.held]
+        value, chosen, bound = least(self.sizes, [*self.tables, *self.held], self._steps, MOST, costs)
         nbytes = total_cost(self.held, chosen)
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
         forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}

@@ -48,26 +48,35 @@ class Least(NamedTuple):
     bound: float
 
 
-def least(sizes: Sequence[int], tables: Sequence[Table], steps: Elimination | None = None, most: int = MOST) -> Least:
+def least(
+    sizes: Sequence[int],
+    tables: Sequence[Table],
+    steps: Elimination | None = None,
+    most: int = MOST,
+    costs: Sequence[Costs] | None = None,
+) -> Least:
     """Return the least sum over all choices of one of `sizes[v]` values for each variable v, and the choice.
 
-    `steps` are the steps of the elimination, if they are known (`elimination`). If a table would have more than `most`
-    entries, its variable is eliminated in parts, each with its own best value (mini-buckets, Dechter and Rish 2003).
-    This gives a lower bound and a choice, which is then improved for up to `ROUNDS` rounds.
+    `steps` are the steps of the elimination, if they are known (`elimination`). `costs` replace those of the tables,
+    one for each. If a table would have more than `most` entries, its variable is eliminated in parts, each with its
+    own best value (mini-buckets, Dechter and Rish 2003). This gives a lower bound and a choice, which is then improved
+    for up to `ROUNDS` rounds.
 
     >>> pair = Table((0, 1), np.array([[3.0, 1.0], [0.0, 5.0]]))
     >>> least((2, 2), [pair, Table((1,), np.array([2.0, 0.0]))]).chosen
     (0, 1)
     """
     steps = steps or elimination(sizes, tables, most)
-    bound, chosen = steps.carried_out(tables)
+    bound, chosen = steps.carried_out(costs or [table.costs for table in tables])
     if not steps.parted:
         return Least(bound, chosen, bound)
+    if costs is not None:
+        tables = [Table(variables, own) for (variables, _), own in zip(tables, costs, strict=True)]
     value, parted, most = total_cost(tables, chosen), steps.parted, steps.most
     for _ in range(ROUNDS):
         fixed = [_with_fixed_values(table, {v: chosen[v] for v in parted}) for table in tables]
         left = [1 if v in parted else n for v, n in enumerate(sizes)]
-        _, again = elimination(left, fixed, most).carried_out(fixed)
+        _, again = elimination(left, fixed, most).carried_out([table.costs for table in fixed])
         again = tuple(chosen[v] if v in parted else n for v, n in enumerate(again))
         again = _improved_by_descent(sizes, tables, min(chosen, again, key=lambda c: total_cost(tables, c)))
         if not (now := total_cost(tables, again)) < value:
@@ -250,13 +259,15 @@ class Elimination:
         """Variables that are eliminated in parts; if there are none, the result is the minimum."""
         return {step.v for step in self.steps if len(step.parts) > 1}
 
-    def carried_out(self, tables: Sequence[Table]) -> tuple[float, tuple[int, ...]]:
+    def carried_out(self, given: Sequence[Costs]) -> tuple[float, tuple[int, ...]]:
         """Return a lower bound, and a choice that attains it if no variable is eliminated in parts.
+
+        `given` are the costs of the tables.
 
         Parts of one kind over the same tables have the same result, as the same object. Repeated layers are therefore
         computed once.
         """
-        costs, total = [table.costs for table in tables], 0.0
+        costs, total = [*given], 0.0
         seen: dict[tuple[int, ...], tuple[Any, Costs]] = {}
         best: list[list[Any]] = []
         for step in self.steps:
@@ -332,7 +343,7 @@ class _RemainingTables:
         place = {u: n for n, u in enumerate(order)}
         places = tuple([tuple([place[u] for u in self.variables[n]]) for n in group])
         shape = tuple([self.sizes[u] for u in order])
-        kind = self._kinds.setdefault((places, shape), len(self._kinds))
+        places, shape, kind = self._kinds.setdefault((places, shape), (places, shape, len(self._kinds)))
         return _Part(order[1:], tuple(group), places, shape, kind)
 
     def _variables_around(self, v: int, group: Iterable[int]) -> set[int]:
