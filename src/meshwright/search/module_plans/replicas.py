@@ -48,6 +48,8 @@ class PlanRequest:
     saving: bool
     batch: Sequence[Any]
     states: float
+    shared: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], repr=False, compare=False)
+    """Orders of elimination, which numbers of ranks and memory-saving options share if their tables are alike."""
 
     @cached_property
     def memory_limit(self) -> float:
@@ -102,7 +104,6 @@ class Replicas:
     known: dict[MemorySaving, ShardingProblem] = field(
         default_factory=dict[MemorySaving, ShardingProblem], repr=False, compare=False
     )
-    shared: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], repr=False, compare=False)
 
     @property
     def prices(self) -> Prices:
@@ -117,13 +118,12 @@ class Replicas:
         alike = replace(saving, zero=0)
         if alike not in self.known:
             prices = replace(self.prices, saving=alike)
-            self.known[alike] = ShardingProblem(self.of.facts, prices, self.shared)
+            self.known[alike] = ShardingProblem(self.of.facts, prices, self.of.shared)
         return self.known[alike].saving(saving)
 
     def forget(self) -> None:
         """Release the problems that were stated, after the last search for these replicas."""
         self.known.clear()
-        self.shared.clear()
         self.__dict__.pop("about", None)
 
     @cached_property

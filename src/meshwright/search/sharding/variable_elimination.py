@@ -236,13 +236,13 @@ class _Step:
     parts: tuple[_Part, ...]
     tables: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
-    def value(self, found: Mapping[int, int], best: Sequence[Any], costs: Sequence[Costs]) -> int:
+    def value(self, found: Mapping[int, int], best: Any, costs: Sequence[Costs]) -> int:
         """Return the best value of the variable, given the values of the variables around it.
 
-        `best` are the best values of each part.
+        `best` are the best values of its last part, which are read if it is the only one.
         """
         if len(self.parts) == 1:
-            return int(best[0][tuple([found[u] for u in self.parts[0].around])])
+            return int(best[tuple([found[u] for u in self.parts[0].around])])
         tables = [Table(variables, costs[n]) for n, variables in self.tables]
         return int(np.argmin(_costs_along(self.v, tables, found)))
 
@@ -269,9 +269,9 @@ class Elimination:
         """
         costs, total = [*given], 0.0
         seen: dict[tuple[int, ...], tuple[Any, Costs]] = {}
-        best: list[list[Any]] = []
+        best: list[Any] = []
         for step in self.steps:
-            best.append([])
+            chosen = None
             for part in step.parts:
                 own = [costs[n] for n in part.tables]
                 key = (part.kind, *map(id, own))
@@ -279,11 +279,11 @@ class Elimination:
                     added = part.added(own)
                     seen[key] = np.argmin(added, axis=0), np.min(added, axis=0)
                 chosen, left = seen[key]
-                best[-1].append(chosen)
                 if part.around:
                     costs.append(left)
                 else:
                     total += float(left)
+            best.append(chosen)
         found: dict[int, int] = {}
         for step, chosen in zip(reversed(self.steps), reversed(best), strict=True):
             found[step.v] = step.value(found, chosen, costs)
