@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from unittest import mock
 
@@ -160,6 +162,20 @@ def test_equal_layers_are_analysed_once() -> None:
             found(model, [torch.empty(8, 64, device="meta")])
         counts.append(looked_up.call_count)
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("memory", [80e9, 1e3])
+def test_no_cycles_are_collected_during_a_search(memory: float) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
+        program = capture(model, lambda x: model(x).sum(), [torch.empty(8, 64)]).program
+    machines = cluster("4xA100")
+    machines = replace(machines, device=replace(machines.device, memory=memory))
+    before = sum(row["collections"] for row in gc.get_stats())
+    with nullcontext() if memory > 1e9 else pytest.raises(SearchError):
+        plan_mesh(program, machines, 4)
+    assert sum(row["collections"] for row in gc.get_stats()) <= before + 1  # one may start when the search has ended
+    assert gc.isenabled()
 
 
 def test_the_memory_that_is_missing_is_only_computed_if_no_plan_fits() -> None:

@@ -59,7 +59,8 @@ class OptionColumns:
         every = tuple(options)
         needs, gives = zip(*((option.needs, option.gives) for option in every), strict=True)
         seconds = np.array([option.seconds for option in every])
-        return cls(every, *(tuple(map(interned, zip(*side, strict=True))) for side in (needs, gives)), seconds)
+        needs, gives = (tuple(map(interned, zip(*side, strict=True))) for side in (needs, gives))
+        return cls(every, needs, gives, seconds)
 
 
 Options = Mapping[Node, Option]

@@ -22,6 +22,8 @@ MOST = 20_000_000
 """Largest number of entries of a table in an exact elimination."""
 PARTS = 2**14
 """Largest number of entries of a table if variables have to be eliminated in parts."""
+DIMS = 64
+"""Largest number of dimensions of a numpy array."""
 ROUNDS = 4
 """Number of rounds in which a choice is improved that is not known to be the best."""
 
@@ -72,6 +74,17 @@ def least(
         return Least(bound, chosen, bound)
     if costs is not None:
         tables = [Table(variables, own) for (variables, _), own in zip(tables, costs, strict=True)]
+    value, chosen = _improved_in_rounds(sizes, tables, steps, chosen)
+    return Least(value, chosen, min(bound, value))
+
+
+def _improved_in_rounds(
+    sizes: Sequence[int], tables: Sequence[Table], steps: Elimination, chosen: tuple[int, ...]
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least sum that was found, and its choice.
+
+    In each round, the variables that are eliminated in parts keep their values, and the others are eliminated.
+    """
     value, parted, most = total_cost(tables, chosen), steps.parted, steps.most
     for _ in range(ROUNDS):
         fixed = [_with_fixed_values(table, {v: chosen[v] for v in parted}) for table in tables]
@@ -82,7 +95,7 @@ def least(
         if not (now := total_cost(tables, again)) < value:
             break
         value, chosen = now, again
-    return Least(value, chosen, min(bound, value))
+    return value, chosen
 
 
 def elimination(
@@ -195,11 +208,11 @@ def _kinds(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
 
     Variables in the same places of the same costs are of one kind.
     """
-    own: list[list[tuple[int, int]]] = [[] for _ in sizes]
-    for table in tables:
-        for place, v in enumerate(table.variables):
-            own[v].append((id(table.costs), place))
-    kinds: dict[tuple[tuple[int, int], ...], int] = {}
+    own: list[list[int]] = [[] for _ in sizes]
+    for variables, costs in tables:
+        for place, v in enumerate(variables):
+            own[v].append(id(costs) * DIMS + place)
+    kinds: dict[tuple[int, ...], int] = {}
     return [kinds.setdefault(tuple(sorted(rows)), len(kinds)) for rows in own]
 
 
@@ -276,8 +289,7 @@ class Elimination:
                 own = [costs[n] for n in part.tables]
                 key = (part.kind, *map(id, own))
                 if key not in seen:
-                    added = part.added(own)
-                    seen[key] = np.argmin(added, axis=0), np.min(added, axis=0)
+                    seen[key] = _least_along_first(part.added(own))
                 chosen, left = seen[key]
                 if part.around:
                     costs.append(left)
@@ -290,6 +302,18 @@ class Elimination:
         return total, tuple(found[v] for v in range(len(found)))
 
 
+def _least_along_first(costs: Costs) -> tuple[NDArray[np.int32], Costs]:
+    """Return the index of the first least entry along the first dimension, and the entry.
+
+    A loop over this short dimension is several times as fast as `numpy.argmin` along it.
+    """
+    chosen, least = np.zeros(costs.shape[1:], np.int32), costs[0]
+    for n in range(1, len(costs)):
+        np.copyto(chosen, n, where=costs[n] < least)
+        least = np.minimum(least, costs[n])
+    return chosen, least
+
+
 class _RemainingTables:
     """The variables of the tables that are left, and the tables of each variable."""
 
@@ -300,7 +324,7 @@ class _RemainingTables:
         for n, variables in enumerate(self.variables):
             for v in variables:
                 self.of[v].add(n)
-        self._kinds: dict[Any, int] = {}
+        self._kinds: dict[Any, tuple[tuple[tuple[int, ...], ...], tuple[int, ...], int]] = {}
 
     def without(self, v: int) -> _Step:
         """Return the step that eliminates a variable, and replace its tables by the new ones.
@@ -341,13 +365,13 @@ class _RemainingTables:
     def _part(self, v: int, group: Sequence[int], around: set[int]) -> _Part:
         order = (v, *sorted(around))
         place = {u: n for n, u in enumerate(order)}
-        places = tuple([tuple([place[u] for u in self.variables[n]]) for n in group])
+        places = tuple([tuple(map(place.__getitem__, self.variables[n])) for n in group])
         shape = tuple([self.sizes[u] for u in order])
         places, shape, kind = self._kinds.setdefault((places, shape), (places, shape, len(self._kinds)))
         return _Part(order[1:], tuple(group), places, shape, kind)
 
     def _variables_around(self, v: int, group: Iterable[int]) -> set[int]:
-        return {u for n in group for u in self.variables[n]} - {v}
+        return set[int]().union(*[self.variables[n] for n in group]) - {v}
 
 
 def aligned(table: Table, order: tuple[int, ...]) -> Costs:
