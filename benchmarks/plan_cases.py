@@ -13,8 +13,7 @@ import numpy as np
 
 from meshwright.cost import Cluster, cluster
 from meshwright.search import (
-    Plan,
-    PlanChoice,
+    PricedPlan,
     Transformer,
     account,
     choose,
@@ -24,6 +23,7 @@ from meshwright.search import (
     usable_memory,
 )
 from meshwright.search.plan_data.account import slower_parts
+from meshwright.search.plan_data.units import signed, size
 
 from ._known_recipes import KNOWN, Known
 
@@ -47,32 +47,32 @@ def run(quick: bool = False) -> dict[str, Any]:
 
 def case(known: Known) -> dict[str, Any]:
     """Return the plan of the search and the known plan, both with their prices, and why they differ."""
-    there, theirs = cluster(known.cluster), known.plan
+    there, plan = cluster(known.cluster), known.plan
     begin = time.perf_counter()
-    found = choose(known.model, there, theirs.ranks, theirs.batch, theirs.sequence, theirs.precision)
+    found = choose(known.model, there, plan.ranks, plan.batch, plan.sequence, plan.precision)
     seconds = time.perf_counter() - begin
     ours, limit = found.best, usable_memory(there)
-    price, nbytes = simulate_step(known.model, theirs, there), float(np.asarray(hold(known.model, theirs).nbytes))
-    fits = nbytes <= limit
-    broken = ours.nbytes > limit or (fits and ours.seconds > price * (1 + SLOWER))
+    nbytes = float(np.asarray(hold(known.model, plan).nbytes))
+    theirs = PricedPlan(plan, simulate_step(known.model, plan, there), nbytes)
+    is_slower = theirs.nbytes <= limit and ours.seconds > theirs.seconds * (1 + SLOWER)
     return {
         "ours": f"{ours}",
-        "theirs": f"{price:.3g} s, {nbytes / 1e9:.1f} GB: {theirs}",
+        "theirs": f"{theirs}",
         "their source": known.source,
-        "our time, relative": round(ours.seconds / price, 3),
+        "our time, relative": round(ours.seconds / theirs.seconds, 3),
         "a simpler one": str(found.simpler) if found.simpler else None,
-        "because": why(known.model, ours.plan, theirs, there, found, fits),
+        "because": why(known.model, ours, theirs, there),
         "seconds of the search": round(seconds, 1),
-        "broken": broken,
+        "broken": ours.nbytes > limit or is_slower,
     }
 
 
-def why(model: Transformer, ours: Plan, theirs: Plan, there: Cluster, found: PlanChoice, fits: bool) -> str:
-    """Return the difference between two plans and its reason, in one sentence."""
-    changed = differences(ours, theirs)
+def why(model: Transformer, ours: PricedPlan, theirs: PricedPlan, there: Cluster) -> str:
+    """Return the difference between two plans, and its price in memory and in time, in one sentence."""
+    changed, limit = differences(ours.plan, theirs.plan), usable_memory(there)
     if not changed:
         return "both are the same plan"
-    if not fits:
-        return f"theirs has {changed} and needs more memory than a device has by our account"
-    parts = [account(model, plan, there).spent for plan in (ours, theirs)]
-    return f"theirs has {changed}, and takes longer by {slower_parts(*parts, most=3) or 'nothing'}"
+    spent = [account(model, priced.plan, there).spent for priced in (ours, theirs)]
+    parts = slower_parts(*spent, most=3) or "no part differs"
+    needs = f", needs {size(theirs.nbytes)} of the {size(limit)} that a rank may use" if theirs.nbytes > limit else ""
+    return f"theirs has {changed}{needs}, and takes {signed(theirs.seconds - ours.seconds)}: {parts}"

@@ -40,6 +40,13 @@ class Net(nn.Module):
         return self.scaled(x, {})
 
 
+def test_a_program_that_is_only_read_takes_one_pass() -> None:
+    with mock.patch.object(passes, "_capture_once", wraps=passes._capture_once) as made:
+        read = capture(net := Net(), net, [torch.ones(2)], is_run=False)
+        assert made.call_count == 1
+    assert read.program.text() == capture(net, net, [torch.ones(2)]).program.text()
+
+
 def _passes(net: Net, known: set[str]) -> int:
     """Return the number of passes of a capture, and add its checksum to the known calls."""
     with mock.patch.object(passes, "_capture_once", wraps=passes._capture_once) as made:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ from meshwright.cost import cluster
 from meshwright.graph import capture
 from meshwright.layout import LayoutError, MeshwrightError
 from meshwright.search import MemorySaving, MeshPlan, Plan, SearchError, parse_mesh_plan, parse_plan, plan_mesh
+from meshwright.search.module_plans.replicas import Replicas
+from meshwright.search.sharding import program_facts
 
 TEXT = """
 [mesh]
@@ -145,3 +150,39 @@ def test_a_parameter_with_the_name_of_an_input_is_another_tensor() -> None:
     model, batch = Odd(["batch_0"]), [torch.ones(8, 8)]
     plan = found(model, batch)[0]
     assert len(plan.layouts) == len(plan.specs(capture(model, model, batch).program)) == 2
+
+
+def test_equal_layers_are_analysed_once() -> None:
+    """The number of calls that are looked up does not depend on the number of layers."""
+    counts = list[int]()
+    for depth in (3, 9):
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(depth)))
+        with mock.patch.object(program_facts, "call_of", wraps=program_facts.call_of) as looked_up:
+            found(model, [torch.empty(8, 64, device="meta")])
+        counts.append(looked_up.call_count)
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("memory", [80e9, 1e3])
+def test_no_cycles_are_collected_during_a_search(memory: float) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
+        program = capture(model, lambda x: model(x).sum(), [torch.empty(8, 64)]).program
+    machines = cluster("4xA100")
+    machines = replace(machines, device=replace(machines.device, memory=memory))
+    before = sum(row["collections"] for row in gc.get_stats())
+    with nullcontext() if memory > 1e9 else pytest.raises(SearchError):
+        plan_mesh(program, machines, 4)
+    assert sum(row["collections"] for row in gc.get_stats()) <= before + 1  # one may start when the search has ended
+    assert gc.isenabled()
+
+
+def test_the_memory_that_is_missing_is_only_computed_if_no_plan_fits() -> None:
+    """Replicas of one rank do not fit, and larger ones do: no error text is needed."""
+    with torch.device("meta"):
+        model = nn.Linear(8192, 8192, bias=False)
+        program = capture(model, lambda x: model(x).sum(), [torch.empty(4, 8192)]).program
+    small = replace(cluster("4xA100"), device=replace(cluster("4xA100").device, memory=0.5e9))
+    with mock.patch.object(Replicas, "nothing", side_effect=AssertionError):
+        assert [plan.dp for plan in plan_mesh(program, small, 4)] == [1, 2]

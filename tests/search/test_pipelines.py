@@ -349,7 +349,7 @@ def frontier(problem: ShardingProblem) -> Iterator[Shardings]:
         chosen = np.unravel_index(n, problem.sizes)
         options = {node: ways[chosen[at]] for at, (node, ways) in enumerate(problem.options.items())}
         forms = {v: each[chosen[problem.number[v]]] for v, each in problem.forms.items()}
-        yield problem.with_conversions(Shardings(float(seconds[n]), float(nbytes[n]), problem.program, options, forms))
+        yield problem.with_conversions(Shardings(float(seconds[n]), float(nbytes[n]), problem.facts, options, forms))
 
 
 def test_shardings_of_stages_take_the_least_memory_if_needed() -> None:
@@ -362,7 +362,7 @@ def test_shardings_of_stages_take_the_least_memory_if_needed() -> None:
     for pieces in asked.pieces(2):
         saving = MemorySaving(accumulate=pieces)
         problem, prices = own.problem(saving), replace(own.prices, replicas=1, saving=saving)
-        chain, every = chain_of(program, problem.trains), frontier(problem.holding(replace(prices, alive=2.0)))
+        chain, every = chain_of(program, problem.facts.trains), frontier(problem.holding(replace(prices, alive=2.0)))
         staged += [(layer_costs(cuts, prices, chain), 2 * pieces) for cuts in every]
     forms, beside = set[str](), list[float]()
     for memory in (11e6, 11.5e6, 12e6, 13e6, 14e6, 16e6, 20e6, 26e6, 40e6):

@@ -15,6 +15,7 @@ from meshwright.cost import cluster_of
 from meshwright.graph import capture
 from meshwright.models import Llama, LlamaConfig
 from meshwright.search import AxisForm, Prices, SearchError, Shardings, best_shardings, least_by_enumeration
+from meshwright.search.sharding.program_facts import ProgramFacts
 from meshwright.search.sharding.sharding_search import ShardingProblem
 from meshwright.search.sharding.variable_elimination import _Part
 
@@ -214,7 +215,7 @@ def test_sharding_by_heads_is_an_option_if_they_divide(
 
     program = capture(nn.Module(), attend, given).program
     prices = Prices(cluster_of("A100"), 4, 4)
-    problem = ShardingProblem(program, prices)
+    problem = ShardingProblem(ProgramFacts(program), prices)
     (ways,) = (ways for node, ways in problem.options.items() if "attention" in str(node.op))
     along = [way for way in ways if all(form.kind == "cut" and form.dim == 2 for form in way.needs[:3])]
     assert len(along) == count
@@ -237,7 +238,7 @@ def attention(kv_heads: int, causal: bool = True) -> ShardingProblem:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared).sum()
 
     program = capture(model, attend, [torch.empty(1, device="meta")]).program
-    return ShardingProblem(program, Prices(cluster_of("A100"), 4, 4))
+    return ShardingProblem(ProgramFacts(program), Prices(cluster_of("A100"), 4, 4))
 
 
 def of_queries(problem: ShardingProblem) -> tuple[Any, Any]:
@@ -255,18 +256,19 @@ def test_keys_and_values_that_are_gathered_are_kept(kv_heads: int, causal: bool)
     lying = {v: along if v.dtype == torch.float32 and v.shape else WHOLE for v in problem.forms}
     gathered = sum(v.nbytes for v in node.ins[1:3])
     result = node.ins[0].nbytes / 4
-    assert problem.kept.made_at(node, way, lying) == gathered + result
+    (row,) = (row for row in problem.facts.rows if row.node is node)
+    assert problem.kept.made_at(row, way, lying) == gathered + result
     together = {v: way.needs[node.ins.index(v)] if v in node.ins else form for v, form in lying.items()}
-    assert problem.kept.made_at(node, way, together) == result
+    assert problem.kept.made_at(row, way, together) == result
 
 
 def test_values_without_a_backward_read_are_not_kept() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         program = capture(model, lambda x: (model(x) + 1.0).sum(), [torch.empty(4, 8)]).program
-    kept = ShardingProblem(program, Prices(cluster_of("A100"), 2, 2)).kept
+    kept = ShardingProblem(ProgramFacts(program), Prices(cluster_of("A100"), 2, 2)).kept
     names = {node.outs[0]: node.op.name().partition(".")[0] for node in program.nodes}
-    assert sorted(names[v] for v in kept.late) == ["aten::gelu", "aten::linear"]
+    assert sorted(names[v] for v in kept.dropped.late) == ["aten::gelu", "aten::linear"]
 
 
 def test_sharding_saves_no_launch_overhead() -> None:

@@ -113,7 +113,7 @@ def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor
     def call(*args: TorchValue) -> TorchValue:
         return model(*args) if loss is None else loss(model(*args[:-1]), args[-1])
 
-    return capture(model, call, batch, most=MOST).program
+    return capture(model, call, batch, most=MOST, is_run=False).program
 
 
 def auto(

@@ -83,7 +83,9 @@ class _Planner:
     def _distribute_module(self, module: nn.Module, args: TorchValue, kwargs: TorchValue) -> Mapping[int, Spec]:
         """Distribute the module as its plan says; return the layouts of its inputs by their numbers."""
         memory = ModuleMemory(module, f"distributing {type(module).__name__} without marks")
-        program = capture(module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs), most=MOST).program
+        program = capture(
+            module, lambda args, kwargs: module(*args, **kwargs), (args, kwargs), most=MOST, is_run=False
+        ).program
         plan = self._sharding_plan(program)
         if current_communicator().rank == 0:
             print(f"{type(module).__name__} on {str(plan).splitlines()[0]}; {CUTS_ALONE}", file=sys.stderr)

@@ -101,6 +101,7 @@ def capture(
     others: Sequence[Any] = (),
     is_known: Callable[[str], bool] | None = None,
     beside: Mapping[str, Any] | None = None,
+    is_run: bool = True,
 ) -> Capture:
     """Return the capture of `call(*batch)`, which runs `module` and `others`.
 
@@ -110,7 +111,7 @@ def capture(
     is no tensor. What only the first pass sets may stay: then the second one is captured, if it changes nothing and is
     the same program. `beside` are objects by name that count for the places of the capture, such as the optimizer.
     `is_known` tells by its checksum whether an earlier pass was like the first one; then that one is
-    captured.
+    captured. A program that is only read, and never run (`is_run=False`), needs no second pass either.
     """
 
     roots, reads = {"network": module, **{f"call{at}": x for at, x in enumerate(others)}}, communicator_lookups()
@@ -120,7 +121,7 @@ def capture(
     def known(first: Capture, ran: Executed) -> bool:
         nonlocal checksum
         checksum = None if is_known is None else _checksum(first.program, ran)
-        return checksum is not None and is_known is not None and is_known(checksum)
+        return not is_run or (checksum is not None and is_known is not None and is_known(checksum))
 
     def run() -> Capture:
         return _capture_once(module, call, batch, dynamic or {}, most)

@@ -17,8 +17,8 @@ def memory_curve(cuts: Shardings, prices: Prices, seconds: float) -> MemoryCurve
 
     Communication is spread over the step: operators give the relative times, and the plan's account gives the total.
     """
-    kept = MemoryModel(cuts.program, prices, make_anew)
-    base = sum(kept.held(v, cuts.forms[v]) for v in kept.given if v in cuts.forms)
+    kept = MemoryModel(cuts.facts, prices, make_anew)
+    base = sum(kept.held(v, cuts.forms[v]) for v in cuts.forms if v in cuts.facts.given)
     recomputed = kept.of_layers(cuts.options, cuts.forms).values()
     base += kept.temporary_bytes(cuts.options, cuts.forms) - max(recomputed, default=0.0)
     now, at, points = base, 0.0, [(0.0, base)]
@@ -32,12 +32,13 @@ def memory_curve(cuts: Shardings, prices: Prices, seconds: float) -> MemoryCurve
 def _changes(cuts: Shardings, kept: MemoryModel) -> Iterator[tuple[float, float]]:
     """Yield the seconds of each operator, and the change of the held bytes after it."""
     layers, made = kept.of_layers(cuts.options, cuts.forms), dict[Node, float]()
-    for node, option in cuts.options.items():
-        made[node] = kept.made_at(node, option, cuts.forms)
+    for row in cuts.facts.rows:
+        option, node = cuts.options[row.node], row.node
+        made[node] = kept.made_at(row, option, cuts.forms)
         yield option.seconds * (1 / relative_passes(node, kept)), made[node]
     inside = ""
     for node, option in reversed([*cuts.options.items()]):
-        layer = kept.dropped.layer(node) or ""
+        layer = kept.dropped.layers.get(node) or ""
         if layer != inside:
             yield 0.0, layers.get(layer, 0.0) - layers.get(inside, 0.0)
         inside = layer

@@ -17,7 +17,7 @@ from meshwright.cost import Numbers
 
 from ..plan_data.units import size_rounded_up
 from ..sharding.conversion_prices import Prices
-from ..sharding.memory_saving import NOTHING, MemorySaving
+from ..sharding.memory_saving import MemorySaving
 from ..sharding.sharding_search import Shardings
 from ..stages.balance import Balanced, balance, fits
 from ..stages.layer_chain import Chain, chain_of
@@ -78,7 +78,7 @@ class Pipelines:
     @cached_property
     def chain(self) -> Chain:
         first = self.replicas[0]
-        return chain_of(first.of.program, first.problem(NOTHING).trains)
+        return chain_of(first.of.program, first.of.program.trained)
 
     @property
     def why_not(self) -> str:

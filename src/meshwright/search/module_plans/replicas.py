@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -17,6 +17,7 @@ from ..plan_data.units import size, size_rounded_up
 from ..sharding.accumulation_check import AccumulationCheck, check_accumulation
 from ..sharding.conversion_prices import Prices
 from ..sharding.memory_saving import NOTHING, MemorySaving, blocks_of, patterns_of
+from ..sharding.program_facts import ProgramFacts
 from ..sharding.saving_estimates import SavingEstimates
 from ..sharding.sharding_search import ShardingProblem, Shardings
 from ..transformer_plans.choose import usable_memory
@@ -47,11 +48,17 @@ class PlanRequest:
     saving: bool
     batch: Sequence[Any]
     states: float
+    shared: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], repr=False, compare=False)
+    """Orders of elimination, which numbers of ranks and memory-saving options share if their tables are alike."""
 
     @cached_property
     def memory_limit(self) -> float:
         """Bytes that a rank may hold."""
         return usable_memory(self.cluster) or inf
+
+    @cached_property
+    def facts(self) -> ProgramFacts:
+        return ProgramFacts(self.program)
 
     @cached_property
     def rows(self) -> int:
@@ -110,35 +117,38 @@ class Replicas:
         """
         alike = replace(saving, zero=0)
         if alike not in self.known:
-            self.known[alike] = ShardingProblem(self.of.program, replace(self.prices, saving=alike))
+            prices = replace(self.prices, saving=alike)
+            self.known[alike] = ShardingProblem(self.of.facts, prices, self.of.shared)
         return self.known[alike].saving(saving)
+
+    def forget(self) -> None:
+        """Release the problems that were stated, after the last search for these replicas."""
+        self.known.clear()
+        self.__dict__.pop("about", None)
 
     @cached_property
     def about(self) -> SavingEstimates:
         return SavingEstimates(self.problem(NOTHING))
 
     @cached_property
-    def found(self) -> tuple[Shardings, MemorySaving]:
-        """The fastest cuts that fit, and their memory-saving option.
+    def found(self) -> tuple[Shardings, MemorySaving] | None:
+        """The fastest cuts that fit, and their memory-saving option; None if nothing fits.
 
         Options are tried in the order of their estimated seconds.
         """
         plain, memory_limit = self.problem(NOTHING), self.of.memory_limit
         if plain.fastest.nbytes <= memory_limit or not self.of.saving:
-            return plain.within(memory_limit), NOTHING
+            cuts = plain.fitting(memory_limit)
+            return None if cuts is None else (cuts, NOTHING)
         best: tuple[float, Shardings, MemorySaving] | None = None
         for about, saving in self._in_order():
             if best is not None and about * (1 + CLOSE) >= best[0]:
                 break
-            try:
-                cuts = self.problem(saving).within(memory_limit)
-            except SearchError:
-                continue
-            seconds = cuts.seconds + self.sync(cuts, saving)
-            best = (seconds, cuts, saving) if best is None or seconds < best[0] else best
-        if best is None:
-            raise self.nothing()
-        return best[1:]
+            cuts = self.problem(saving).fitting(memory_limit)
+            if cuts is not None:
+                seconds = cuts.seconds + self.sync(cuts, saving)
+                best = (seconds, cuts, saving) if best is None or seconds < best[0] else best
+        return None if best is None else best[1:]
 
     def _in_order(self) -> list[tuple[float, MemorySaving]]:
         """Return the memory-saving options that may fit, with estimated seconds of a step, fastest first."""

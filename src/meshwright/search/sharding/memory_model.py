@@ -10,14 +10,15 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from meshwright.graph import BackwardReads, Node, Program, Value, alias_pairs
+from meshwright.graph import Value
 from meshwright.layout import hint
 from meshwright.passes import Bucket
 
 from .conversion_prices import Prices
 from .forms import AxisForm, collective
-from .memory_saving import LEAST, NOTHING, MemorySaving, RecomputedValues
-from .operator_options import Forms, Option, Options, PossibleForms, tensors_of
+from .memory_saving import LEAST, NOTHING, MemorySaving
+from .operator_options import Column, Forms, Option, OptionColumns, Options, PossibleForms
+from .program_facts import OperatorRow, ProgramFacts, RecomputedValues
 from .variable_elimination import Costs, Table
 
 T = TypeVar("T")
@@ -46,13 +47,13 @@ def make_anew(key: Hashable, make: Callable[[], T]) -> T:
 class MemoryModel:
     """Bytes of a program's values by their forms; `once` returns one object for all equal keys."""
 
-    program: Program
+    facts: ProgramFacts
     prices: Prices
     once: Once
 
     def tables(
         self,
-        options: Mapping[Node, Sequence[Option]],
+        columns: Sequence[OptionColumns],
         forms_of: PossibleForms,
         number: Mapping[Value, int],
     ) -> Iterator[Table]:
@@ -64,95 +65,84 @@ class MemoryModel:
         of ZeRO.
         """
         for v, forms in forms_of.items():
-            yield Table((number[v],), self._bytes_by_form(forms, self._held_bytes(v)))
-        for n, (node, ways) in enumerate(options.items()):
-            if self.reads[node].inside and self.dropped.layer(node) is None:
-                key = "inside", id(ways), self.reads[node]
-                yield Table(
-                    (n,), self.once(key, lambda at=node, of=ways: np.array([self._bytes_inside(at, w) for w in of]))
-                )
-            for v, costs in self._sent_results(node, ways, forms_of):
-                if costs.any():
-                    yield Table((n, number[v]), costs)
-            for v, costs in self._sent_operands(node, ways, forms_of):
-                if costs.any():
-                    yield Table((number[v], n), costs)
+            yield Table((number[v],), self._bytes_by_form(forms, self._held[v]))
+        for n, (row, own) in enumerate(zip(self.facts.rows, columns, strict=True)):
+            yield from self._tables_inside(n, row, own)
+            for v, given in zip(row.outs, own.gives, strict=True):
+                if self._is_sent_out(v):
+                    costs = self._sent_by_form(v, given, forms_of[v], into=True)
+                    yield from () if costs is None else (Table((n, number[v]), costs),)
+            for place, (v, needed) in enumerate(zip(row.ins, own.needs, strict=True)):
+                if self._is_sent_in(v, row, place):
+                    costs = self._sent_by_form(v, forms_of[v], needed)
+                    yield from () if costs is None else (Table((number[v], n), costs),)
 
-    def _sent_results(
-        self, node: Node, options: Sequence[Option], forms_of: PossibleForms
-    ) -> Iterator[tuple[Value, Costs]]:
-        """Yield the results whose conversion from the forms that options give is kept, with its bytes."""
-        for place, v in enumerate(tensors_of(node.outs)):
-            if self._is_sent_out(v):
-                given = tuple(option.gives[place] for option in options)
-                yield v, self._sent_bytes(v, given, forms_of[v], into=True)
+    def _tables_inside(self, n: int, row: OperatorRow, own: OptionColumns) -> Iterator[Table]:
+        """Yield the bytes inside an operator that its backward pass reads, if there are any."""
+        if row.reads.inside and row.node not in self.dropped.layers:
+            key = "inside", id(own), row.reads.inside
+            yield Table((n,), self.once(key, lambda: np.array([self._bytes_inside(row, way) for way in own.options])))
 
-    def _sent_operands(
-        self, node: Node, options: Sequence[Option], forms_of: PossibleForms
-    ) -> Iterator[tuple[Value, Costs]]:
-        """Yield the operands whose conversion to the forms that options need is kept, with its bytes."""
-        for place, v in enumerate(tensors_of(node.ins)):
-            if self._is_sent_in(v, node, place):
-                needed = tuple(option.needs[place] for option in options)
-                yield v, self._sent_bytes(v, forms_of[v], needed)
-
-    def made_at(self, node: Node, option: Option, forms: Forms) -> float:
-        """Return the bytes that live from a node until the backward pass: its results, and what is sent for it."""
-        made, read = tensors_of(node.outs), tensors_of(node.ins)
-        pairs = [(v, give, forms[v]) for v, give in zip(made, option.gives, strict=True) if self._is_sent_out(v)]
-        needs = enumerate(zip(read, option.needs, strict=True))
-        pairs += [(v, forms[v], need) for n, (v, need) in needs if self._is_sent_in(v, node, n)]
-        sent = sum(float(self._sent_bytes(v, (have,), (need,))[0, 0]) for v, have, need in pairs)
-        inside = 0.0 if self.dropped.layer(node) else self._bytes_inside(node, option)
-        return sent + inside + sum(self.held(v, forms[v]) for v in made)
+    def made_at(self, row: OperatorRow, option: Option, forms: Forms) -> float:
+        """Return the bytes that live from an operator until the backward pass: its results, and what is sent for it."""
+        pairs = [(v, give, forms[v]) for v, give in zip(row.outs, option.gives, strict=True) if self._is_sent_out(v)]
+        needs = enumerate(zip(row.ins, option.needs, strict=True))
+        pairs += [(v, forms[v], need) for n, (v, need) in needs if self._is_sent_in(v, row, n)]
+        sent = sum(self._sent_bytes(v, have, need) for v, have, need in pairs)
+        inside = 0.0 if row.node in self.dropped.layers else self._bytes_inside(row, option)
+        return sent + inside + sum(self.held(v, forms[v]) for v in row.outs)
 
     def held(self, v: Value, form: AxisForm) -> float:
         """Return the bytes of a value that a rank holds beyond a single operator or layer."""
-        return self._held_bytes(v) / self._ranks(form)
+        return self._held[v] / self._ranks(form)
 
     def _is_sent_out(self, v: Value) -> bool:
         """True if the result of a communication that makes a value is kept, though the value is recomputed."""
-        return v in self.late and v in self.dropped.values
+        return v in self.dropped.values and v in self.dropped.late
 
-    def _is_sent_in(self, v: Value, node: Node, place: int) -> bool:
-        """True if an operand that was communicated for a node is kept."""
-        if v in self.given:
-            return v in self.trains and self.prices.saving.zero != 3
-        return place in self.reads[node].ins or (v in self.trains and self.dropped.layer(node) is not None)
+    def _is_sent_in(self, v: Value, row: OperatorRow, place: int) -> bool:
+        """True if an operand that was communicated for an operator is kept."""
+        if v in self.facts.given:
+            return v in self.facts.trains and self.prices.saving.zero != 3
+        return place in row.reads.ins or (row.node in self.dropped.layers and v in self.facts.trains)
 
-    def fewest_inside(self, node: Node, ways: Sequence[Option]) -> float:
+    def fewest_inside(self, row: OperatorRow, ways: Sequence[Option]) -> float:
         """Return the bytes inside an operator, under the option that holds least."""
-        return min(self._bytes_inside(node, way) for way in ways) if self.reads[node].inside else 0.0
+        return min(self._bytes_inside(row, way) for way in ways) if row.reads.inside else 0.0
 
-    def _bytes_inside(self, node: Node, way: Option) -> float:
+    def _bytes_inside(self, row: OperatorRow, way: Option) -> float:
         """Return the bytes that an operator's backward pass reads and that are in no value of the program.
 
         Ranks that have parts of the operator share them.
         """
-        return self.reads[node].inside * self.share / (self.prices.ranks if is_cut(way) else 1)
+        return row.reads.inside * self.share / (self.prices.ranks if is_cut(way) else 1)
 
-    def _sent_bytes(
-        self, v: Value, have: tuple[AxisForm, ...], need: tuple[AxisForm, ...], into: bool = False
-    ) -> Costs:
-        """Return the bytes of a value after each conversion, as a matrix; 0 if ranks do not communicate for it."""
+    def _sent_by_form(self, v: Value, have: Column, need: Column, into: bool = False) -> Costs | None:
+        """Return the bytes of a value after each conversion, as a matrix; None if ranks communicate for none."""
 
-        def costs() -> Costs:
-            whole = self._bytes_by_form(need, self._bytes_in_flight(v))
-            return np.array([[float(collective(a, b) is not None) for b in need] for a in have]) * whole
+        def costs() -> Costs | None:
+            found = np.array([[self._sent_bytes(v, a, b) for b in need] for a in have])
+            return found if found.any() else None
 
-        return self.once(("sent", have, need, self._bytes_in_flight(v), into), costs)
+        return self.once(("sent", id(have), id(need), self._bytes_in_flight(v), into), costs)
 
-    def _bytes_by_form(self, forms: tuple[AxisForm, ...], nbytes: float) -> Costs:
-        ranks = self.prices.ranks
-        return self.once(
-            ("held", forms, nbytes),
-            lambda: np.array([nbytes / (ranks if form.kind == "cut" else 1) for form in forms]),
-        )
+    def _sent_bytes(self, v: Value, have: AxisForm, need: AxisForm) -> float:
+        """Return the bytes of a value after a conversion; 0 if ranks do not communicate for it."""
+        return 0.0 if collective(have, need) is None else self._bytes_in_flight(v) / self._ranks(need)
+
+    def _bytes_by_form(self, forms: Column, nbytes: float) -> Costs:
+        return self.once(("held", id(forms), nbytes), lambda: np.array([nbytes / self._ranks(form) for form in forms]))
+
+    @cached_property
+    def _held(self) -> Mapping[Value, float]:
+        """Bytes of each whole value that a rank holds beyond a single operator or layer."""
+        return {v: self._held_bytes(v) for v in self.facts.columns}
 
     def _held_bytes(self, v: Value) -> float:
-        if v in self.given:
-            return v.nbytes * self._bytes_per_parameter_byte(v) if v in self.trains else float(v.nbytes)
-        return self._bytes_in_flight(v) if v in self.late and v not in self.dropped.values else 0.0
+        if v in self.facts.given:
+            nbytes = self.facts.nbytes[v]
+            return nbytes * self._bytes_per_parameter_byte(v) if v in self.facts.trains else float(nbytes)
+        return self._bytes_in_flight(v) if v in self.dropped.late and v not in self.dropped.values else 0.0
 
     def _bytes_per_parameter_byte(self, v: Value) -> float:
         """Return the bytes of a parameter, its gradient and its states on a rank, per byte of the parameter."""
@@ -165,10 +155,11 @@ class MemoryModel:
 
     def temporary_bytes(self, options: Options, forms: Forms) -> float:
         """Return the temporary bytes of a recomputed layer, and of parameters and gradients in communication."""
-        cut = [v for v in self.given & self.trains & forms.keys() if self.is_cut_by_zero(v)]
-        whole = [v.nbytes / self._ranks(forms[v]) for v in cut]
+        buckets = self._buckets_in_flight
+        cut = (v for v in self.parameters if self.is_cut_by_zero(v)) if buckets else ()
+        whole = [self.facts.nbytes[v] / self._ranks(forms[v]) for v in cut]
         row = max(max(whole, default=0.0), min(Bucket.bytes, sum(whole)))
-        return max(self.of_layers(options, forms).values(), default=0.0) + self._buckets_in_flight * row
+        return max(self.of_layers(options, forms).values(), default=0.0) + buckets * row
 
     @property
     def _buckets_in_flight(self) -> int:
@@ -185,48 +176,54 @@ class MemoryModel:
         These gradients live while all results are kept; the loss makes several of the size of its largest operand.
         Gradients of parameters and the values of an update come later, when the kept results are gone.
         """
+        ranks = {v: self._ranks(form) for v, form in forms.items()}
         later = most = 0.0
-        for read, kept, inside in self._backward_order:
-            most = max(most, inside * self.share + sum(self.nbytes(v) / self._ranks(forms[v]) for v in read) - later)
-            later += sum(self.held(v, forms[v]) for v in kept)
-        return max(0.0, most - sum(self._update_bytes(v) / self._ranks(forms[v]) for v in self.given & self.trains))
+        for read, kept, inside in self.dropped.backward_order:
+            most = max(most, inside * self.share + sum([self._nbytes[v] / ranks[v] for v in read]) - later)
+            later += sum([self._held[v] / ranks[v] for v in kept])
+        return max(0.0, most - sum(self._update_bytes(v) / ranks[v] for v in self.parameters))
 
     @cached_property
-    def _backward_order(self) -> list[tuple[tuple[Value, ...], tuple[Value, ...], int]]:
-        """Operators in the order of the backward pass, as (values with gradients, kept results, bytes inside)."""
-        own, late, found = self.trains - self.given, self.late, list[tuple[tuple[Value, ...], tuple[Value, ...], int]]()
-        for node, read in reversed([*self.reads.items()]):
-            around = tuple(v for v in dict.fromkeys((*node.ins, *node.outs)) if v in own)
-            found.append((around, tuple(v for v in node.outs if v in late), read.inside))
-        return found
+    def parameters(self) -> tuple[Value, ...]:
+        """The parameters that get a gradient and that an operator reads, in order."""
+        return tuple(v for v in self.facts.columns if v in self.facts.given and v in self.facts.trains)
 
     def _update_bytes(self, v: Value) -> float:
         """Return the bytes of the gradient of a whole parameter and of its update."""
         saving = self.prices.saving if self.is_cut_by_zero(v) else NOTHING
         _, gradient, state = saving.parameter(self.prices.replicas)
-        return v.nbytes * (gradient + UPDATE * state)
+        return self.facts.nbytes[v] * (gradient + UPDATE * state)
 
     def of_layers(self, options: Options, forms: Forms) -> Mapping[str, float]:
         """Return the bytes of each recomputed layer while it is recomputed."""
         layers: dict[str, float] = {}
         for v, layer in self.dropped.values.items():
-            if v in self.late:
-                layers[layer] = layers.get(layer, 0.0) + self.nbytes(v) / self._ranks(forms[v])
-        for node, option in options.items() if layers else ():
-            if (layer := self.dropped.layer(node)) is not None and self.reads[node].inside:
-                layers[layer] = layers.get(layer, 0.0) + self._bytes_inside(node, option)
+            if v in self.dropped.late:
+                layers[layer] = layers.get(layer, 0.0) + self._nbytes[v] / self._ranks(forms[v])
+        for row in self._rows_with_bytes_inside if layers else ():
+            if (layer := self.dropped.layers.get(row.node)) is not None:
+                layers[layer] = layers.get(layer, 0.0) + self._bytes_inside(row, options[row.node])
         return layers
+
+    @cached_property
+    def _rows_with_bytes_inside(self) -> list[OperatorRow]:
+        return [row for row in self.facts.rows if row.reads.inside]
 
     def _ranks(self, form: AxisForm) -> int:
         return self.prices.ranks if form.kind == "cut" else 1
 
     def nbytes(self, v: Value) -> float:
         """Return the bytes of a whole value; if it depends on the batch, of a replica's part of one piece."""
-        return v.nbytes * (1.0 if v in self.given else self.share)
+        return self._nbytes[v]
+
+    @cached_property
+    def _nbytes(self) -> Mapping[Value, float]:
+        given, share = self.facts.given, self.share
+        return {v: nbytes * (1.0 if v in given else share) for v, nbytes in self.facts.nbytes.items()}
 
     def _bytes_in_flight(self, v: Value) -> float:
         """Return the bytes of a whole value; if it depends on the batch, of all microbatches in flight."""
-        return self.nbytes(v) * (1.0 if v in self.given else self.prices.alive)
+        return self._nbytes[v] * (1.0 if v in self.facts.given else self.prices.alive)
 
     @property
     def share(self) -> float:
@@ -235,42 +232,7 @@ class MemoryModel:
 
     @cached_property
     def dropped(self) -> RecomputedValues:
-        return RecomputedValues(self.program, self.prices.saving)
-
-    @cached_property
-    def given(self) -> set[Value]:
-        """Parameters and buffers."""
-        return {i.value for i in self.program.inputs if i.role in ("parameter", "buffer")}
-
-    @cached_property
-    def late(self) -> set[Value]:
-        """Results whose memory the backward pass reads, or that are inputs of recomputed layers."""
-        views = {v: x for node in self.program.nodes for v, x in alias_pairs(node)}
-        found, made = set[Value](), {v for node in self.program.nodes for v in node.outs}
-        for v in self._values_read_back():
-            root = v
-            while root in views:
-                root = views[root]
-            found.add(root)
-        return found & made
-
-    def _values_read_back(self) -> Iterator[Value]:
-        for node, read in self.reads.items():
-            ins, outs = tensors_of(node.ins), tensors_of(node.outs)
-            yield from (ins[n] for n in read.ins)
-            yield from (outs[n] for n in read.outs)
-            if self.dropped.layer(node) is not None:
-                yield from (v for v in ins if v not in self.dropped.values)
-
-    @cached_property
-    def reads(self) -> Mapping[Node, BackwardReads]:
-        """Values that each operator's backward pass reads."""
-        return self.program.reads_back
-
-    @cached_property
-    def trains(self) -> frozenset[Value]:
-        """Values that get a gradient."""
-        return self.program.trained
+        return self.facts.recomputed(self.prices.saving.recompute)
 
 
 def is_cut(way: Option) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from functools import cached_property
 
-from meshwright.graph import Node, Program, Value, alias_pairs, is_assertion, is_random_call, writes_to
-from meshwright.passes import layer_of
+from meshwright.graph import Program
 
 LEAST = 1024
 """Elements of the smallest parameter that ZeRO shards: the default of `Sharding`."""
@@ -82,39 +80,3 @@ def patterns_of(blocks: Collection[str]) -> tuple[str, ...]:
     """
     lists = dict.fromkeys(block.rpartition(".")[0] for block in blocks)
     return tuple(f"{path}.*" if path else "[0-9]*" for path in lists)
-
-
-@dataclass(frozen=True)
-class RecomputedValues:
-    """Values that a program does not keep for its backward pass if the layers of `saving` are recomputed.
-
-    As in the pass `Recompute`, these are values made in a layer and read by that layer alone, except random and
-    communicated ones.
-    """
-
-    program: Program
-    saving: MemorySaving
-
-    def layer(self, node: Node) -> str | None:
-        """Return the recomputed layer of a node that runs again, or None."""
-        if not self.saving.recompute or is_random_call(node) or writes_to(node.op) or is_assertion(node.op):
-            return None
-        return layer_of(node.origin.layer, self.saving.recompute)
-
-    @cached_property
-    def values(self) -> Mapping[Value, str]:
-        """Value → the layer in which it is recomputed."""
-        if not self.saving.recompute:
-            return {}
-        made = {v: layer for n in self.program.nodes if (layer := self.layer(n)) is not None for v in n.outs}
-        held = set(self.program.results)
-        inside = {v: layer for v, layer in made.items() if v not in held and self._is_read_inside(v, layer)}
-        for node in reversed(self.program.nodes):  # a value is kept if a view of it is kept
-            for v, x in alias_pairs(node):
-                if x in inside and v not in inside:
-                    del inside[x]
-        return inside
-
-    def _is_read_inside(self, v: Value, layer: str) -> bool:
-        policy = self.saving.recompute
-        return all(layer_of(n.origin.layer, policy) == layer for n in self.program.users.get(v, ()))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from meshwright.graph import Node, Operator, Value, map_values
@@ -24,6 +25,7 @@ from meshwright.spmd import (
 )
 
 from .forms import AXIS, PENDING, VARYING, WHOLE, AxisForm
+from .variable_elimination import Costs
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,34 @@ class Option:
     seconds: float
 
 
+Column = tuple[AxisForm, ...]
+"""The forms of one operand or result by option, or the possible forms of a value."""
+
+
+@dataclass(frozen=True, eq=False)
+class OptionColumns:
+    """The options of an operator, and by column their seconds and the forms of each operand and of each result."""
+
+    options: tuple[Option, ...]
+    needs: tuple[Column, ...]
+    gives: tuple[Column, ...]
+    seconds: Costs
+
+    @classmethod
+    def of(cls, options: Iterable[Option], interned: Callable[[Column], Column]) -> OptionColumns:
+        """Return the columns of the options; `interned` returns the same object for equal columns."""
+        every = tuple(options)
+        needs, gives = zip(*((option.needs, option.gives) for option in every), strict=True)
+        seconds = np.array([option.seconds for option in every])
+        needs, gives = (tuple(map(interned, zip(*side, strict=True))) for side in (needs, gives))
+        return cls(every, needs, gives, seconds)
+
+
 Options = Mapping[Node, Option]
 """The option of each operator."""
 Forms = Mapping[Value, AxisForm]
 """The form of each value."""
-PossibleForms = Mapping[Value, tuple[AxisForm, ...]]
+PossibleForms = Mapping[Value, Column]
 
 
 def tensors_of(values: Sequence[Value]) -> tuple[Value, ...]:

@@ -11,16 +11,17 @@ chain of narrow layers, so variable elimination minimises the sum exactly (`vari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
 
-from meshwright.graph import Node, Operator, Program, Value, map_values, work_of
+from meshwright.graph import Node, Operator, Program, Value, work_of
 from meshwright.layout import Shard
 from meshwright.reshard import transposed
 from meshwright.spmd import OperatorCall
@@ -32,7 +33,8 @@ from .conversion_prices import EXPOSED, Prices
 from .forms import VARYING, WHOLE, AxisForm, collective
 from .memory_model import MemoryModel
 from .memory_saving import MemorySaving
-from .operator_options import Forms, Option, Options, call_of, choices, gives_of, needs_of, tensors_of
+from .operator_options import Column, Forms, Option, OptionColumns, Options, choices, gives_of, needs_of, tensors_of
+from .program_facts import OperatorRow, ProgramFacts
 from .variable_elimination import MOST, Costs, Elimination, Table, aligned, elimination, least, order_of, total_cost
 
 T = TypeVar("T")
@@ -79,12 +81,16 @@ class Shardings:
 
     seconds: float
     nbytes: float
-    program: Program = field(repr=False)
+    facts: ProgramFacts = field(repr=False)
     options: Options = field(repr=False)
     forms: Forms = field(repr=False)
     meetings: tuple[PricedConversion, ...] = field(default=(), repr=False)
     gap: float = 0.0
     held: float = 0.0
+
+    @property
+    def program(self) -> Program:
+        return self.facts.program
 
     def worth(self, byte: float) -> float:
         """Return the Lagrangian: the seconds plus the price of the held bytes, at `byte` seconds each."""
@@ -121,7 +127,7 @@ def best_shardings(program: Program, prices: Prices, memory_limit: float = inf) 
     Raises:
         SearchError: no cuts fit.
     """
-    return ShardingProblem(program, prices).within(memory_limit)
+    return ShardingProblem(ProgramFacts(program), prices).within(memory_limit)
 
 
 def least_by_enumeration(program: Program, prices: Prices) -> float:
@@ -129,29 +135,27 @@ def least_by_enumeration(program: Program, prices: Prices) -> float:
 
     The enumeration is for programs of few operators.
     """
-    return ShardingProblem(program, prices).smallest(prices.byte)
+    return ShardingProblem(ProgramFacts(program), prices).smallest(prices.byte)
 
 
 class ShardingProblem:
     """Variables and tables of the search: an option for each operator, then a form for each value.
 
-    Equal tables are computed once.
+    Equal tables are computed once. Problems of the same operators may share the order of elimination and its steps,
+    which depend on the variables of the tables alone (`shared`).
     """
 
-    def __init__(self, program: Program, prices: Prices) -> None:
-        self.program, self.prices = program, prices
+    def __init__(self, facts: ProgramFacts, prices: Prices, shared: dict[Hashable, Any] | None = None) -> None:
+        self.facts, self.prices, self.shared = facts, prices, {} if shared is None else shared
         self._memo: dict[Hashable, Any] = {}
-        self.kept = MemoryModel(program, prices, self._memoized)
-        self.trains, self.dropped = self.kept.trains, self.kept.dropped
-        self.options = {
-            node: self._memoized(self._signature(node), lambda n=node: list(self._options(n))) for node in program.nodes
-        }
-        self.forms = self._forms()
+        self.kept = MemoryModel(facts, prices, self._memoized)
+        self.columns = [self._columns(row) for row in facts.rows]
+        self.options = {row.node: own.options for row, own in zip(facts.rows, self.columns, strict=True)}
+        self.forms = {v: self._forms(places) for v, places in facts.columns.items()}
         self.number = {v: len(self.options) + n for n, v in enumerate(self.forms)}
         self.sizes = [len(options) for options in self.options.values()] + [len(forms) for forms in self.forms.values()]
         self.tables = list(self._tables())
-        self.held = list(self.kept.tables(self.options, self.forms, self.number))
-        self.order = order_of(self.sizes, self.tables, MOST)
+        self.held = list(self.kept.tables(self.columns, self.forms, self.number))
 
     def saving(self, how: MemorySaving) -> ShardingProblem:
         """Return the same problem with another stage of ZeRO."""
@@ -162,11 +166,11 @@ class ShardingProblem:
         if prices == self.prices:
             return self
         other = copy(self)
-        for name in ("fastest", "_steps"):
+        for name in ("fastest", "_steps", "_distinct_held"):
             other.__dict__.pop(name, None)
         other.prices = prices
-        other.kept = MemoryModel(self.program, prices, self._memoized)
-        other.held = list(other.kept.tables(self.options, self.forms, self.number))
+        other.kept = MemoryModel(self.facts, prices, self._memoized)
+        other.held = list(other.kept.tables(self.columns, self.forms, self.number))
         return other
 
     def within(self, memory_limit: float) -> Shardings:
@@ -175,7 +179,7 @@ class ShardingProblem:
         Raises:
             SearchError: no cuts fit.
         """
-        found = self.best_of(lambda cuts: cuts if cuts.nbytes <= memory_limit else None, self.fewest <= memory_limit)
+        found = self.fitting(memory_limit)
         if found is None:
             least = max(self.fewest, self.solved(DEAR).nbytes if self.fewest <= memory_limit else 0.0)
             raise SearchError(
@@ -184,7 +188,12 @@ class ShardingProblem:
                 f"{size_rounded_up(least - memory_limit)} are missing with every sharding",
                 "use more ranks, or a smaller batch",
             )
-        return self.with_conversions(found)
+        return found
+
+    def fitting(self, memory_limit: float) -> Shardings | None:
+        """Return the fastest cuts that take no more than `memory_limit` bytes, or None if no cuts fit."""
+        found = self.best_of(lambda cuts: cuts if cuts.nbytes <= memory_limit else None, self.fewest <= memory_limit)
+        return None if found is None else self.with_conversions(found)
 
     def best_of(self, fits: Callable[[Shardings], T | None], may: bool = True) -> T | None:
         """Return `fits(cuts)` for the fastest cuts for which it is not None; None if it is None for all.
@@ -213,9 +222,9 @@ class ShardingProblem:
 
     def solved(self, byte: float) -> Shardings:
         """Return the best cuts if a held byte costs `byte` seconds."""
-        priced = {id(table.costs): byte * table.costs for table in self.held}
-        worth = [Table(table.variables, priced[id(table.costs)]) for table in self.held]
-        value, chosen, bound = least(self.sizes, [*self.tables, *worth], self._steps, MOST)
+        priced = {key: byte * costs for key, costs in self._distinct_held.items()}
+        costs = [costs for _, costs in self.tables] + [priced[id(costs)] for _, costs in self.held]
+        value, chosen, bound = least(self.sizes, [*self.tables, *self.held], self._steps, MOST, costs)
         nbytes = total_cost(self.held, chosen)
         options = {node: options[chosen[n]] for n, (node, options) in enumerate(self.options.items())}
         forms = {v: forms[chosen[self.number[v]]] for v, forms in self.forms.items()}
@@ -223,7 +232,7 @@ class ShardingProblem:
         return Shardings(
             value - byte * nbytes,
             total,
-            self.program,
+            self.facts,
             options,
             forms,
             gap=value / bound - 1 if bound > 0 else 0.0,
@@ -231,8 +240,22 @@ class ShardingProblem:
         )
 
     @cached_property
+    def _distinct_held(self) -> dict[int, Costs]:
+        """The costs of `held`, each once, by id."""
+        return {id(table.costs): table.costs for table in self.held}
+
+    @cached_property
     def _steps(self) -> Elimination:
-        return elimination(self.sizes, [*self.tables, *self.held], MOST, self.order)
+        numbers: dict[int, int] = {}
+        kinds = tuple([numbers.setdefault(id(costs), len(numbers)) for _, costs in self.tables])
+        key = tuple(self.sizes), kinds
+        if key not in self.shared:
+            self.shared[key] = order_of(self.sizes, self.tables, MOST)
+        order = self.shared[key]
+        held = id(order), tuple([variables for variables, _ in self.held])
+        if held not in self.shared:
+            self.shared[held] = elimination(self.sizes, [*self.tables, *self.held], MOST, order)
+        return self.shared[held]
 
     @property
     def smallest_bytes(self) -> float:
@@ -242,7 +265,8 @@ class ShardingProblem:
     @property
     def fewest(self) -> float:
         """A lower bound on the held bytes of every solution."""
-        return sum(float(table.costs.min()) for table in self.held)
+        least = {key: float(costs.min()) for key, costs in self._distinct_held.items()}
+        return sum(least[id(costs)] for _, costs in self.held)
 
     def with_conversions(self, found: Shardings) -> Shardings:
         """Return a solution with its conversions in `meetings`."""
@@ -250,22 +274,23 @@ class ShardingProblem:
 
     def _costly_conversions(self, options: Options, forms: Forms) -> Iterator[PricedConversion]:
         """Yield the conversions of a solution that take time."""
-        for given in self.program.inputs:
+        for given in self.facts.program.inputs:
             if given.value in forms:
                 form = forms[given.value]
                 yield from self._conversion_if_costly(given.value, _given_form(form), form, given.name)
-        for node, option in options.items():
-            for v, have in zip(tensors_of(node.outs), option.gives, strict=True):
+        for row in self.facts.rows:
+            node, option = row.node, options[row.node]
+            for v, have in zip(row.outs, option.gives, strict=True):
                 yield from self._conversion_if_costly(v, have, forms[v], node.origin.layer, node)
-            for v, need in zip(tensors_of(node.ins), option.needs, strict=True):
+            for v, need in zip(row.ins, option.needs, strict=True):
                 yield from self._conversion_if_costly(v, forms[v], need, node.origin.layer, node)
-        for v in self._results & set(forms):
+        for v in self._results:
             yield from self._conversion_if_costly(v, forms[v], WHOLE, "the end")
 
     def _conversion_if_costly(
         self, v: Value, have: AxisForm, need: AxisForm, layer: str, node: Node | None = None
     ) -> Iterator[PricedConversion]:
-        seconds = float(self._conversion_costs(v, (have,), (need,))[0, 0])
+        seconds = self._times(v) * self._conversion_seconds(v, have, need)
         if seconds > 0:
             source = node.origin.where if node else ""
             yield PricedConversion(v, have, need, self.kept.nbytes(v), seconds, layer, source, node)
@@ -286,24 +311,25 @@ class ShardingProblem:
 
     # --- options
 
-    def _signature(self, node: Node) -> Hashable:
-        """Return everything that the options of an operator depend on, as a key."""
-        place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
-        args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
-        again = self.dropped.layer(node) is not None
-        return ("options", node.op, repr(args), repr(kwargs), tuple(v in self.trains for v in node.outs), again)
+    def _columns(self, row: OperatorRow) -> OptionColumns:
+        again = row.node in self.kept.dropped.layers
+        key = "options", row.signature, again
+        return self._memoized(key, lambda: OptionColumns.of(self._options(row), self._interned))
 
-    def _options(self, node: Node) -> Iterator[Option]:
+    def _interned(self, column: Column) -> Column:
+        """Return the same object for all equal columns, which may then be compared by identity."""
+        return self._memoized(column, lambda: column)
+
+    def _options(self, row: OperatorRow) -> Iterator[Option]:
         """Yield the options of an operator by its rule; without a rule, it runs on whole values."""
-        work = work_of(node)
+        node, work = row.node, work_of(row.node)
         device, share = self.prices.cluster.device, self.kept.share
         times = relative_passes(node, self.kept) * self.prices.saving.accumulate
         begun = device.overhead * times if work.nbytes else 0.0
         whole = times * device.seconds(work.flops * share, work.nbytes * share, work.dtype) if work.nbytes else 0.0
-        operands, made = tensors_of(node.ins), tensors_of(node.outs)
-        yield Option((WHOLE,) * len(operands), (WHOLE,) * len(made), whole)
-        call = call_of(node)
-        if call is None or len(call.bound.outs) != len(made):
+        yield Option((WHOLE,) * len(row.ins), (WHOLE,) * len(row.outs), whole)
+        call = self.facts.call(row)
+        if call is None or len(call.bound.outs) != len(row.outs):
             return
         ways = list(self._options_by_rule(node, call, whole, begun))
         yield from ways
@@ -312,7 +338,7 @@ class ShardingProblem:
 
     def _exchange_seconds(self, v: Value) -> float:
         """Return the seconds of resharding an operand or result along another dim, for all pieces of a batch."""
-        return self.prices.exchanged(self.kept.nbytes(v), v in self.trains) * self.prices.saving.accumulate
+        return self.prices.exchanged(self.kept.nbytes(v), v in self.facts.trains) * self.prices.saving.accumulate
 
     def _options_by_rule(self, node: Node, call: OperatorCall, whole: float, begun: float) -> Iterator[Option]:
         operands, ranks = tensors_of(node.ins), self.prices.ranks
@@ -328,68 +354,65 @@ class ShardingProblem:
 
     # --- forms
 
-    def _forms(self) -> dict[Value, tuple[AxisForm, ...]]:
-        """Return the forms of each value: whole, and those that an option gives or needs."""
-        found: dict[Value, dict[AxisForm, None]] = {}
-        for given in self.program.inputs:
-            if given.value.is_tensor:
-                found[given.value] = {WHOLE: None}
-        for node, options in self.options.items():
-            operands, made = tensors_of(node.ins), tensors_of(node.outs)
-            for option in options:
-                for v, form in zip((*made, *operands), (*option.gives, *option.needs), strict=True):
-                    found.setdefault(v, {WHOLE: None})[form] = None
-        return {v: tuple(forms) for v, forms in found.items()}
+    def _forms(self, places: Sequence[tuple[int, str, int]]) -> Column:
+        """Return the forms of a value: whole, and those that an option gives or needs."""
+        columns = [getattr(self.columns[n], side)[at] for n, side, at in places]
+        key = "forms", *map(id, columns)
+        return self._memoized(key, lambda: self._interned(tuple(dict.fromkeys((WHOLE, *chain(*columns))))))
 
     def _tables(self) -> Iterator[Table]:
-        for n, (node, options) in enumerate(self.options.items()):
-            yield Table(
-                (n,),
-                self._memoized(("seconds", id(options)), lambda w=options: np.array([option.seconds for option in w])),
-            )
-            for place, v in enumerate(tensors_of(node.outs)):
-                given = tuple(option.gives[place] for option in options)
+        for n, (row, own) in enumerate(zip(self.facts.rows, self.columns, strict=True)):
+            yield Table((n,), own.seconds)
+            for v, given in zip(row.outs, own.gives, strict=True):
                 yield Table((n, self.number[v]), self._conversion_costs(v, given, self.forms[v]))
-            for place, v in enumerate(tensors_of(node.ins)):
-                needed = tuple(option.needs[place] for option in options)
+            for v, needed in zip(row.ins, own.needs, strict=True):
                 yield Table((self.number[v], n), self._conversion_costs(v, self.forms[v], needed))
         yield from self._tables_of_inputs()
         for v in self._results:
-            if v in self.forms:
-                yield Table((self.number[v],), self._conversion_costs(v, self.forms[v], (WHOLE,))[:, 0])
+            yield Table((self.number[v],), self._conversion_costs(v, self.forms[v], ONLY_WHOLE)[:, 0])
 
     def _tables_of_inputs(self) -> Iterator[Table]:
         """Yield the seconds of converting the inputs of the program from their given forms."""
-        for given in self.program.inputs:
+        for given in self.facts.program.inputs:
             v = given.value
             if v in self.forms:
-                costs = self._conversion_costs(v, tuple(map(_given_form, self.forms[v])), self.forms[v])
+                forms = self.forms[v]
+                have = self._memoized(
+                    ("given", id(forms)), lambda forms=forms: self._interned(tuple(map(_given_form, forms)))
+                )
+                costs = self._conversion_costs(v, have, forms)
                 yield Table(
                     (self.number[v],), self._memoized(("given", id(costs)), lambda costs=costs: np.diagonal(costs))
                 )
 
-    def _conversion_costs(self, v: Value, have: tuple[AxisForm, ...], need: tuple[AxisForm, ...]) -> Costs:
+    def _conversion_costs(self, v: Value, have: Column, need: Column) -> Costs:
         """Return the seconds from each form in `have` to each in `need`, forward and backward, as a matrix."""
-        nbytes, trains = self.kept.nbytes(v), v in self.trains
+        times = self._times(v)
+        key = "converted", id(have), id(need), self.kept.nbytes(v), v in self.facts.trains, times
+        return self._memoized(
+            key, lambda: times * np.array([[self._conversion_seconds(v, a, b) for b in need] for a in have])
+        )
 
-        shown = EXPOSED if v in self.kept.given else float(self.prices.saving.accumulate)
+    def _conversion_seconds(self, v: Value, have: AxisForm, need: AxisForm) -> float:
+        """Return the seconds of one conversion, forward and backward."""
+        nbytes, trains = self.kept.nbytes(v), v in self.facts.trains
+        return self._memoized((have, need, nbytes, trains), lambda: self.prices.convert(have, need, nbytes, trains))
 
-        def one(a: AxisForm, b: AxisForm) -> float:
-            return self._memoized((a, b, nbytes, trains), lambda: self.prices.convert(a, b, nbytes, trains))
-
-        key = (have, need, nbytes, trains, shown)
-        return self._memoized(key, lambda: shown * np.array([[one(a, b) for b in need] for a in have]))
+    def _times(self, v: Value) -> float:
+        """Return how often a value is converted in a step; for a value of the model, the part that is not hidden."""
+        return EXPOSED if v in self.facts.given else float(self.prices.saving.accumulate)
 
     @cached_property
-    def _results(self) -> set[Value]:
-        return set(self.program.results)
+    def _results(self) -> tuple[Value, ...]:
+        """The results of the program that are tensors, each once."""
+        return tuple(v for v in dict.fromkeys(self.facts.program.results) if v in self.forms)
 
 
 def relative_passes(node: Node, kept: MemoryModel) -> float:
     """Return the seconds of all passes of an operator, relative to its forward pass."""
-    if not any(v in kept.trains for v in node.outs):
+    if kept.facts.trains.isdisjoint(node.outs):
         return 1.0
-    return 1.0 + BACKWARD + (kept.dropped.layer(node) is not None)
+    return 1.0 + BACKWARD + (node in kept.dropped.layers)
 
 
 def _given_form(form: AxisForm) -> AxisForm:
@@ -402,6 +425,7 @@ WRITTEN = frozenset({"aten::scaled_dot_product_attention"})
 
 Their form for cut sums writes values to memory that the operator itself does not, which is never worth it.
 """
+ONLY_WHOLE = (WHOLE,)
 DEAR, ENOUGH, GAP = 1e-3, 1e-9, 1e-3
 """Constants of the search for a price of bytes.
 

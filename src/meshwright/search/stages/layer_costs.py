@@ -105,7 +105,7 @@ class LayerCosts:
 
 def layer_costs(cuts: Shardings, prices: Prices, chain: Chain) -> LayerCosts:
     """Return the costs of a chain's layers under these cuts; a microbatch is a piece of the batch of `prices`."""
-    return _Costs(cuts, MemoryModel(cuts.program, prices, make_anew), prices, chain).costs()
+    return _Costs(cuts, MemoryModel(cuts.facts, prices, make_anew), prices, chain).costs()
 
 
 class _Costs:
@@ -127,16 +127,17 @@ class _Costs:
         return 0 if node is None else self.chain.of_node.get(node, 0)
 
     def _add_operators(self) -> None:
-        kept = self.kept
-        for node, option in self.cuts.options.items():
+        kept, facts = self.kept, self.cuts.facts
+        weights = facts.given & facts.trains
+        for row in facts.rows:
+            node, option = row.node, self.cuts.options[row.node]
             at, each = self._layer_number(node), option.seconds / self.pieces
-            self.rows["held"][at] += kept.made_at(node, option, self.cuts.forms)
-            if not any(v in kept.trains for v in node.outs):
+            self.rows["held"][at] += kept.made_at(row, option, self.cuts.forms)
+            if facts.trains.isdisjoint(node.outs):
                 self.rows["forward"][at] += each
                 continue
             forward = each / relative_passes(node, kept)
-            has_weight = any(v in kept.given and v in kept.trains for v in node.ins)
-            weight = forward * BACKWARD / 2 if has_weight else 0.0
+            weight = 0.0 if weights.isdisjoint(node.ins) else forward * BACKWARD / 2
             self._add_passes(at, forward, each - forward - weight, weight)
 
     def _add_passes(self, at: int, forward: float, backward: float, weight: float = 0.0) -> None:
@@ -150,20 +151,20 @@ class _Costs:
         """
         for m in self.cuts.meetings:
             at = self._first_layer(m.value) if m.node is None else self._layer_number(m.node)
-            if m.value in self.kept.given:
+            if m.value in self.cuts.facts.given:
                 self.rows["gathers"][at] += m.seconds
                 continue
             each = m.seconds / self.pieces
-            part = 0.5 if m.value in self.kept.trains else 1.0
+            part = 0.5 if m.value in self.cuts.facts.trains else 1.0
             self._add_passes(at, part * each, (1 - part) * each)
 
     def _add_weights(self) -> None:
         """Add the weights; the stage of each layer that uses a shared weight holds it and computes its gradient."""
-        for v in self.kept.given & self.cuts.forms.keys():
+        for v in (v for v in self.cuts.forms if v in self.cuts.facts.given):
             for n, at in enumerate(self._using_layers(v) or [0]):
                 part = v.nbytes / self._ranks(v)
                 self.rows["static"][at] += self.kept.held(v, self.cuts.forms[v])
-                self.rows["reduced"][at] += part if v in self.kept.trains else 0.0
+                self.rows["reduced"][at] += part if v in self.cuts.facts.trains else 0.0
                 self.rows["shared"][at] += part if n else 0.0
 
     def _add_made_again(self) -> None:
