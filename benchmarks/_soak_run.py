@@ -136,11 +136,13 @@ def _cut(net: Net, mesh: mw.ProcessMesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Length of a run, and the number of loads between new models; 0 if the model stays."""
+    """Length of a run, loads between new models (0 if the model stays), and steps between saves and between loads."""
 
     steps: int
     remake: int = 0
     seed: int = 0
+    save: int = SAVE
+    load: int = LOAD
 
     @property
     def warm(self) -> int:
@@ -153,8 +155,8 @@ class Plan:
         every = max(1, self.warm // 2 // SIZES)
         pool = [(draw.randint(*ROWS), draw.randint(*LENGTHS)) for _ in range(max(1, min(SIZES, self.warm // 2)))]
         for step in range(self.warm):
-            block, inside = divmod(step, LOAD)
-            yield pool[(block // 2 * LOAD + inside) // every % len(pool)]
+            block, inside = divmod(step, self.load)
+            yield pool[(block // 2 * self.load + inside) // every % len(pool)]
         size = pool[0]
         for step in range(self.warm, self.steps):
             size = draw.choice(pool) if step % SAME == 0 else size
@@ -172,7 +174,7 @@ def soak(folder: Path, plan: Plan, mesh: mw.ProcessMesh, at_sample: Callable[[in
     trainers = [Trainer(mesh, static) for static in (False, True)]
     tokens, last = torch.empty(0), (0, 0)
     for step, (rows, length) in enumerate(plan.sizes()):
-        block, inside = divmod(step, LOAD)
+        block, inside = divmod(step, plan.load)
         static = block % 2 == 1
         if inside == 0 and block:
             if plan.remake and block % plan.remake == 0:
@@ -184,19 +186,19 @@ def soak(folder: Path, plan: Plan, mesh: mw.ProcessMesh, at_sample: Callable[[in
             tokens = mw.shard_tensor(torch.randint(0, VOCABULARY, last), mesh, [mw.Shard(0)])
         trainers[static].step(tokens)
         done = step + 1
-        if done % SAVE == 0:
-            trainers[static].save(folder, done, background=done % LOAD != 0)
+        if done % plan.save == 0:
+            trainers[static].save(folder, done, background=done % plan.load != 0)
         if plan.is_sampled(done):
             found.append(at_sample(done))
     return found
 
 
-def on_processes(folder: str, steps: str) -> None:
+def on_processes(folder: str, steps: str, save: str = str(SAVE), load: str = str(LOAD)) -> None:
     """Run as one of several processes; write the samples."""
     mw.init_process(backend="gloo")
     mesh = mw.init_mesh(dp=-1)
     begin = time.perf_counter()
-    found = soak(Path(folder) / "run", Plan(int(steps)), mesh, sample)
+    found = soak(Path(folder) / "run", Plan(int(steps), save=int(save), load=int(load)), mesh, sample)
     _write(Path(folder) / f"seen.{mw.get_rank()}", found, begin)
 
 

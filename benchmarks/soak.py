@@ -59,8 +59,8 @@ def figure(steps: int) -> dict[str, Any]:
     }
 
 
-def samples_of_processes(function: str, processes: int, steps: int) -> list[dict[str, Any]]:
-    """Return the samples of each process. RuntimeError if one of them failed."""
+def samples_of_processes(function: str, processes: int, steps: int, *intervals: int) -> list[dict[str, Any]]:
+    """Return the samples of each process, with steps between saves and loads if given. RuntimeError if one failed."""
     found: list[dict[str, Any]] = []
 
     def read(run: Any) -> None:
@@ -68,7 +68,8 @@ def samples_of_processes(function: str, processes: int, steps: int) -> list[dict
         found.extend(summary(json.loads(path.read_text())) for path in with_samples)
 
     limit = _START + steps * _PER_STEP
-    ended = run_ranks(f"{_HERE}:{function}", processes, arguments=[str(steps)], limit=limit, also=read)
+    arguments = [str(number) for number in (steps, *intervals)]
+    ended = run_ranks(f"{_HERE}:{function}", processes, arguments=arguments, limit=limit, also=read)
     for rank in ended:
         if rank.status:
             raise RuntimeError(f"rank {rank.rank}: status {rank.status}\n{rank.output[-3000:]}")

@@ -15,9 +15,12 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.device.fixture import mesh_device, pytest_collection_finish, pytest_runtest_protocol, pytest_unconfigure
+from tests.forked.popen import fork_server, forked_processes
 
 # for pytest, which finds hooks and fixtures by name
 __all__ = [
+    "fork_server",
+    "forked_processes",
     "mesh_device",
     "pytest_collection_finish",
     "pytest_collection_modifyitems",

@@ -11,6 +11,8 @@ import pytest
 
 from meshwright.cli import main
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 PARALLEL = [path for path in EXAMPLES if "import meshwright" in path.read_text()]
 PLAIN = "mlp_by_marks"

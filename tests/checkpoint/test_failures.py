@@ -21,6 +21,8 @@ from meshwright.checkpoint.formats import safetensors_file
 from meshwright.checkpoint.operations import folder_lock
 from meshwright.engine.training.background_saves import BackgroundSaves
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 HOLD = """
 import fcntl, os, sys
 fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)

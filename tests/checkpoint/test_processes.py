@@ -12,6 +12,8 @@ import meshwright as mw
 from meshwright.checkpoint import verify
 from meshwright.comm import launch
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SCRIPT = str(Path(__file__).parent / "_program.py")
 WHOLE = torch.arange(70.0).reshape(7, 10)
 

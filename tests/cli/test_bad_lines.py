@@ -9,6 +9,8 @@ import pytest
 from benchmarks.cli import LINES, Line, fault_of, make_files, process_faults
 from meshwright.cli.console.parser import COMMANDS
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 FEWEST = 60
 
 

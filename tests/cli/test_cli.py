@@ -22,6 +22,8 @@ from meshwright.cli.console.parser import AXES, parse
 from meshwright.models import AXES as MODEL_AXES
 from meshwright.models import Job, LlamaConfig
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 TINY = ["train", "--steps", "3", "--hidden", "32", "--layers", "2", "--batch", "4", "--seq", "16"]
 
 

@@ -16,6 +16,8 @@ from meshwright.cli.ranks import measure
 from meshwright.comm import current_communicator
 from meshwright.cost import cluster
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:

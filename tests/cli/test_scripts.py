@@ -10,6 +10,8 @@ import pytest
 
 from meshwright.cli import main
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 COMMUNICATORS = [[], ["--processes"]]
 FAILS = """
 import sys

@@ -21,6 +21,8 @@ from meshwright.comm.checking.call_forecast import CallForecast
 from meshwright.comm.checking.comparison_order import ComparisonOrder, Order
 from meshwright.comm.transport.control_links import ControlLinks
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SCRIPT = str(Path(program.__file__))
 OVER_GLOO = {"MESHWRIGHT_SHARED_MEMORY": "off"}
 CALLS = st.lists(st.integers(0, 3), max_size=60)

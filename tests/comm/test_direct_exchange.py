@@ -17,6 +17,8 @@ from meshwright.comm.torch_hooks import Backend
 from meshwright.comm.transport import direct_exchange
 from meshwright.comm.transport.direct_exchange import DirectExchange
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SCRIPT = str(Path(programs.__file__))
 SIZE = 3
 

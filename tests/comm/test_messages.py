@@ -30,6 +30,8 @@ from meshwright.comm import (
     simulate,
 )
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SCRIPT = str(Path(programs.__file__))
 X = torch.ones(2)
 

@@ -17,6 +17,8 @@ from meshwright.comm import NoCommunicatorError, current_communicator, init_proc
 from meshwright.comm.launcher.rendezvous import read_rank_address
 from meshwright.comm.process.process_communicator import flat, flat_joined
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SCRIPT = str(Path(programs.__file__))
 
 

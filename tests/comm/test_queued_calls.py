@@ -16,6 +16,8 @@ import _queued_calls_program as program
 from meshwright.comm import launch
 from meshwright.tensor.core.computation_numbers import _writes
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SCRIPT = str(Path(program.__file__))
 
 

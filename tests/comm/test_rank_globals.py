@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib import reload
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -106,3 +108,45 @@ def test_a_failure_leaves_no_values_of_other_ranks() -> None:
     except ValueError:
         pass
     assert STEP in (before, before + 1)
+
+
+SOURCE = """
+COUNT = {}
+
+def read():
+    return COUNT
+{}
+"""
+ASSIGNS = """
+def count():
+    global COUNT
+    COUNT += 1
+"""
+
+
+def test_globals_of_a_module_that_changed_or_was_loaded_again_belong_to_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "module_that_changes.py"
+    path.write_text(SOURCE.format(0, "def count(): pass"))
+    import module_that_changes as module  # pyright: ignore[reportMissingImports]
+
+    def go() -> int:
+        for _ in range(3):
+            module.count()
+            meet()
+        return module.read()
+
+    assert simulate(go, 2) == [0, 0]
+    path.write_text(SOURCE.format(5, ASSIGNS))
+    reload(module)
+    assert simulate(go, 2) == [8, 8]
+    exec("def add():\n    global MORE\n    MORE = globals().get('MORE', 0) + 1\n    return MORE", vars(module))
+
+    def more() -> int:
+        meet()
+        return module.add()
+
+    module.MORE = 1
+    assert simulate(more, 2) == [2, 2]

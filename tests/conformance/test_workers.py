@@ -11,6 +11,8 @@ from meshwright.conformance.workers import supervisor
 
 from ._broken_checks import CHECKS
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 TABLE = "tests.conformance._broken_checks:CHECKS"
 
 

@@ -18,6 +18,8 @@ from tests.device import _process_program as program
 from tests.device.build import build
 from tests.device.inspection import Devices
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 @pytest.mark.parametrize("backend", [[], ["gloo"]], ids=["its own backend", "through the host"])
 def test_bits_and_calls_are_those_on_the_cpu(

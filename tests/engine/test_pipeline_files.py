@@ -18,6 +18,8 @@ from meshwright.engine import DistModel, StaticError
 from meshwright.graph import ProgramFileError
 from tests.pipeline.oracle import Chain, batch, laid, loss_of
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 ROWS, STEPS = 4, 3
 RECOMPUTED = """\
 1F1B with R: 2 microbatches

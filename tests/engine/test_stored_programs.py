@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 HELPER = """
 SCALE = 2.0
 

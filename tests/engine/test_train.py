@@ -21,6 +21,8 @@ import meshwright as mw
 from meshwright.engine import NonFiniteGradientError, TrainingError, stop_signals
 from meshwright.search import MeshPlan
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 STEPS = 6
 SCRIPT = str(Path(__file__).parent / "_train_program.py")
 

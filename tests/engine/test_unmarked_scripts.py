@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.cli import main
 from meshwright.cost import cluster
 from meshwright.engine import unmarked
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -65,20 +67,12 @@ def test_a_module_with_marks_is_not_planned() -> None:
 SCRIPT = str(EXAMPLES / "llama_one_device.py")
 
 
-def words_printed(*command: str) -> set[str]:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
-@pytest.fixture(scope="module")
-def printed_alone() -> set[str]:
-    """Return the words that the script prints on one device."""
-    return words_printed(SCRIPT)
-
-
-@pytest.mark.parametrize("options", [["--ranks", "2", "--auto"], ["--ranks", "2", "--auto", "--processes"]])
-def test_a_script_for_one_device_runs_on_many(options: list[str], printed_alone: set[str]) -> None:
-    assert words_printed("-m", "meshwright", "run", *options, SCRIPT) == printed_alone
+@pytest.mark.parametrize("options", [[], ["--processes"]])
+def test_a_script_for_one_device_runs_on_many(options: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(SCRIPT, run_name="__main__")
+    printed_alone = capfd.readouterr().out
+    assert main(["run", "--ranks", "2", "--auto", *options, SCRIPT]) == 0
+    assert capfd.readouterr().out == printed_alone
 
 
 def test_options_that_a_script_does_not_get_are_reported(capfd: pytest.CaptureFixture[str]) -> None:

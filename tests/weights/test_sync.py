@@ -18,6 +18,8 @@ from meshwright.weights import StaleWeightsError, Synced, WeightError
 
 from .models import BATCH, LINE, PROMPTS, SQUARE, Decoder, equal, loss_of, marked, train
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 LAYOUTS: dict[str, Callable[[], nn.Module]] = {
     "plain": Decoder,
     "dp x tp": lambda: marked(SQUARE),

@@ -121,8 +121,15 @@ def is_of_program(name: str) -> bool:
 
 
 def _members_of(module: ModuleType) -> object:
-    """Return a fingerprint of the members of a module."""
-    return tuple(map(id, vars(module).values()))
+    """Return a fingerprint of the members of a module.
+
+    Of an imported module it is the number of names, since a later definition adds one, and the spec, which a reload
+    replaces. A script, or a module made without an import, may give a name to another function at any time.
+    """
+    spec = getattr(module, "__spec__", None)
+    if spec is None or module.__name__ == "__main__":
+        return tuple(map(id, vars(module).values()))
+    return id(spec), spec, len(vars(module))  # the spec too, so that no other object gets its id
 
 
 def _is_constant(name: str, module: ModuleType) -> bool:
