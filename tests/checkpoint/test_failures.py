@@ -125,6 +125,31 @@ def test_a_failed_save_is_reported_once_and_the_next_one_succeeds(
     assert mw.latest_checkpoint(tmp_path) == tmp_path / "step_00000002"
 
 
+def test_a_failed_save_leaves_nothing_when_another_rank_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmdir = os.rmdir
+
+    def write_late(*args: Any, **more: Any) -> None:
+        """Remove a folder, after another rank has written a file into the folder of the checkpoint."""
+        for folder in folders:
+            if folder.is_dir():
+                (folder / "late").touch()
+        rmdir(*args, **more)
+
+    def full(_: int) -> None:
+        folders.extend(tmp_path.glob("*.writing"))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folders: list[Path] = []
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "rmdir", write_late)
+    with pytest.raises(CheckpointError, match="No space"):
+        mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "step_00000001")
+    assert folders
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("choice", ["stop", "continue"])
 def test_a_run_stops_or_continues_after_a_failed_save_as_configured(choice: str) -> None:
     said: list[Any] = []

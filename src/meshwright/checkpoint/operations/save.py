@@ -306,7 +306,10 @@ class Saving:
         with suppress(OSError):
             _write_json(folder / REPORTS / f"{rank}.failed", told)
         if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            gone = temporary_path(self.path)
+            with suppress(OSError):  # under the old name, other ranks could write while the folder is removed
+                folder.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
 
     def _commit(self) -> None:
         """Describe the whole and give the folder its name, once all ranks have written."""
