@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha1
 from itertools import accumulate
@@ -294,6 +294,11 @@ class ProcessCommunicator(QueuedCommunicator):
         """Return the entries of the record beside the calls."""
         peers = self._guard.waits.by_peer().values()
         return {"state": str(self._guard.state()), "waits": {each.rank: round(each.share, 4) for each in peers}}
+
+    def has_ended(self, rank: int) -> bool:
+        with suppress(RuntimeError):  # the store has ended before this rank needed the address
+            return self._links.life(rank) is ProcessState.GONE
+        return False
 
     def stragglers(self) -> list[Straggler]:
         """Return the ranks that this rank waits for although they wait for nobody; the slowest first."""
