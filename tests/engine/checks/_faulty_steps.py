@@ -133,6 +133,15 @@ def not_zeroed(cut: mw.Placement) -> None:
     run.step(zero=not is_other())
 
 
+def frozen() -> None:
+    run = Run(mw.Shard(0))
+    run.step()
+    run.first().requires_grad_(not is_other())
+    run.optimizer.zero_grad()
+    ((run.net(run.data) - run.data) ** 2).mean().backward()
+    run.optimizer.step()
+
+
 def replayed() -> None:
     mw.check_steps(replay=1)
     run = Run(mw.Replicate(), static=True)
@@ -174,6 +183,7 @@ CASES: dict[str, Callable[[], object]] = {
     "other whole": lambda: other_whole(static=False),
     "other whole, static": lambda: other_whole(static=True),
     "written over": written_over,
+    "frozen": frozen,
     "not zeroed, whole": lambda: not_zeroed(mw.Replicate()),
     "not zeroed, cut": lambda: not_zeroed(mw.Shard(0)),
     "replayed": replayed,

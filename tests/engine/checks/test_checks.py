@@ -25,6 +25,7 @@ ERRORS = {
     "other start": ("ReplicaError", "step 0 of AdamW", "0.weight differs on rank 0, 1"),
     "other whole": ("ReplicaError", "step 0 of AdamW", "0.weight with checksum", "on rank 1", "dtensor_from_local"),
     "other whole, static": ("ReplicaError", "step 0 of a static model", "0.weight with checksum"),
+    "frozen": ("DisagreementError", "the check of a step"),
     "not zeroed, whole": ("DisagreementError", "the check of a step", "left from the step before in group 0"),
     "not zeroed, cut": ("DisagreementError", "is 0 on rank 0 and 4 on rank 1"),
     "replayed": ("ReplicaError", "rank 1 gives other numbers", "transient"),

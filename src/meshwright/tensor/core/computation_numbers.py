@@ -120,7 +120,9 @@ def renumber_parameters(optimizer: Optimizer) -> None:
     if _Numbering.on:
         for at, group in enumerate(optimizer.param_groups):
             kept = _renumber(group["params"], _hash_of_text(_options(optimizer, at)))
-            note_fact(f"number of gradients left from the step before in group {at} of {type(optimizer).__name__}", kept)
+            note_fact(
+                f"number of gradients left from the step before in group {at} of {type(optimizer).__name__}", kept
+            )
 
 
 def values_equal_on_ranks(optimizer: Optimizer | None) -> tuple[object, ...]:
@@ -158,7 +160,7 @@ def _renumber(parameters: Iterable[Tensor], step: int) -> int:
             grad = p.grad
             made = getattr(grad, "_number", 0)
             kept += made != 0 and made == p._number
-            p._number = hash((p._number, made, step))
+            p._number = hash((p._number, made, p.requires_grad, step))
             if isinstance(grad, DistTensor):
                 grad._number = p._number
     return kept
