@@ -185,6 +185,19 @@ def test_a_background_save_completes_or_reports_at_exit(tmp_path: Path, how: str
     assert ("No space left on device" in done.stderr) == (how == "fails")
 
 
+def test_ranks_that_load_other_paths_are_refused(tmp_path: Path) -> None:
+    def program() -> str:
+        rank = mw.get_rank()
+        for name in ("a", "b"):
+            mw.save_state_dict({"x": torch.ones(2)}, tmp_path / name)
+        with pytest.raises(CheckpointError) as found:
+            mw.load_state_dict({"x": torch.zeros(2)}, tmp_path / "ab"[rank])
+        return found.value.found
+
+    told = mw.simulate(program, 2)
+    assert told == [f"{tmp_path / 'a'} on rank 0; {tmp_path / 'b'} on rank 1"] * 2
+
+
 def test_everything_that_does_not_fit_is_listed_at_once(tmp_path: Path) -> None:
     saved = {"w": torch.ones(3, 4), "b": torch.ones(2), "i": torch.ones(2), "old": torch.ones(7), "step": 1}
     mw.save_state_dict(saved, tmp_path / "one")
