@@ -1,4 +1,4 @@
-"""Rows 2 and 10 to 14: runs that are killed or asked to stop, and resume, also on other meshes."""
+"""Rows 2 and 10 to 13: runs that are killed or asked to stop, and resume, also on other meshes."""
 
 from __future__ import annotations
 
@@ -182,5 +182,4 @@ ROWS = {
     11: bitwise_on_the_same_mesh,
     12: every_sample_once,
     13: asked_to_stop,
-    14: asked_to_stop_again,
 }
