@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.comm import Communicator, Group
 from meshwright.engine.checks.comparison_steps import MOST_STEPS, SHARE, WARM_STEPS, Rhythm
 from meshwright.engine.checks.finite_gradients import first_bad
+from meshwright.engine.checks.known_answers import diagnosis
 from meshwright.engine.checks.named_tensors import NamedTensor
 from meshwright.engine.checks.replicas import replicas_of, sums
 from meshwright.errors import StrategyError
@@ -135,3 +137,14 @@ def test_the_interval_of_comparisons_keeps_their_share_of_the_fastest_step() -> 
 def test_an_unknown_check_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(StrategyError, match="no such check"):
         mw.check_steps(**wrong)  # pyright: ignore[reportArgumentType] - wrong on purpose
+
+
+def test_a_rank_whose_sums_are_always_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_reduce = Communicator.all_reduce
+
+    def wrong(self: Communicator, x: Tensor, op: str, group: Group) -> Tensor:
+        return all_reduce(self, x, op, group) + self.rank
+
+    monkeypatch.setattr(Communicator, "all_reduce", wrong)
+    told = mw.simulate(lambda: diagnosis((0, 1)), 2)
+    assert told == ["known sums between ranks are wrong on rank 1: the fault persists"] * 2
