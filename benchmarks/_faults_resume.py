@@ -39,7 +39,7 @@ class _Numbered(Dataset[Any]):
         return x, at % 4
 
 
-def _model(way: str) -> tuple[nn.Module, mw.ProcessMesh | None]:
+def _model(way: str) -> tuple[nn.Module, mw.ProcessMesh]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
     ranks = int(os.environ["WORLD_SIZE"])
