@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks._fault_runs import ROOT, Verdict
+from benchmarks._faults_resume import asked_to_stop_again
 from benchmarks.faults import MOST_SECONDS, Row
 
 SCRIPT = """
@@ -107,12 +108,17 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def signals_to_the_launcher() -> Verdict:
-    """No process of a run is left 5 s after SIGTERM twice or SIGKILL of the launcher, and the save is complete."""
+def signalled_twice() -> Verdict:
+    """SIGTERM many times to ranks and to their launcher: the save is complete, and no process is left after 5 s."""
+    ranks, launcher = asked_to_stop_again(), _signals_to_the_launcher()
+    return Verdict(ranks.passed and launcher.passed, f"{ranks.found}; {launcher.found}", launcher.seconds)
+
+
+def _signals_to_the_launcher() -> Verdict:
     found = {name: launch_case(*case) for name, case in CASES.items()}
     worst = max(seconds for _, _, seconds in found.values())
     said = "; ".join(f"{name}: {text}, {seconds} s" for name, (_, text, seconds) in found.items())
     return Verdict(all(good for good, *_ in found.values()) and worst <= MOST_SECONDS, said, worst)
 
 
-ROWS: dict[int, Row] = {14: signals_to_the_launcher}
+ROWS: dict[int, Row] = {14: signalled_twice}

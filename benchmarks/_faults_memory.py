@@ -53,7 +53,7 @@ def no_memory() -> Verdict:
     ended = run_ranks("benchmarks._faults_memory:run_out", 2, limit=120.0)
     clean = all(e.status > 0 and "Error" in e.output for e in ended)
     text = _refused()
-    named = "largest tensors" in text and "[16384, 4096]" in text
+    named = "largest whole tensors" in text and "[16384, 4096]" in text
     return Verdict(
         clean and named,
         f"both ranks ended with an error: {clean}; tensors named: {named}",

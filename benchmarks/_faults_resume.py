@@ -1,4 +1,4 @@
-"""Rows 2 and 10 to 14: runs that are killed or asked to stop, and resume, also on other meshes."""
+"""Rows 2 and 10 to 13: runs that are killed or asked to stop, and resume, also on other meshes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Numbered(Dataset[Any]):
         return x, at % 4
 
 
-def _model(way: str) -> tuple[nn.Module, mw.ProcessMesh | None]:
+def _model(way: str) -> tuple[nn.Module, mw.ProcessMesh]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
     ranks = int(os.environ["WORLD_SIZE"])
@@ -182,5 +182,4 @@ ROWS = {
     11: bitwise_on_the_same_mesh,
     12: every_sample_once,
     13: asked_to_stop,
-    14: asked_to_stop_again,
 }

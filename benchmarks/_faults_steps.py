@@ -31,7 +31,7 @@ def train(folder: str, case: str) -> None:
     model = mw.to_static(net, None, nn.functional.mse_loss, optimizer) if "static" in case else None
     for step in range(STEPS):
         fault = here.rank == 1 and (step == FAULT_AT or ("lasting" in case and step > FAULT_AT))
-        if fault and "collective" in case:
+        if fault and "collective" in case and step == FAULT_AT:
             mark_fault(folder)
             _damage_sums("lasting" in case)
         if model is not None:
@@ -127,7 +127,7 @@ SUMS = ("dp collective", "dp collective lasting", "dp static replay collective")
 def _names_the_tensor(case: str, e: Ended) -> bool:
     if "skip" in case:
         return e.status == 0 and "finished" in e.output and "nan" not in e.output.splitlines()[-1]
-    return e.status != 0 and "NonFiniteGradientError" in e.output and "rank" in e.output
+    return e.status > 0 and "NonFiniteGradientError" in e.output and "rank" in e.output
 
 
 def bad_numbers() -> Verdict:
@@ -138,7 +138,7 @@ def bad_numbers() -> Verdict:
 def flipped() -> Verdict:
     """A bit flips in one replica of a parameter: the next comparison names tensor and rank."""
     return _verdict_on(
-        "train", FLIPS, lambda _, e: e.status != 0 and "ReplicaError" in e.output and "0.weight" in e.output
+        "train", FLIPS, lambda _, e: e.status > 0 and "ReplicaError" in e.output and "0.weight" in e.output
     )
 
 
@@ -148,7 +148,7 @@ def corrupted() -> Verdict:
 
 
 def _is_classified(case: str, e: Ended) -> bool:
-    return e.status != 0 and ("persists" if "lasting" in case else "transient") in e.output
+    return e.status > 0 and ("the fault persists" if "lasting" in case else "fault was transient") in e.output
 
 
 LAYOUTS = ("parts", "parameter", "duplicate", "negative", "too many", "dim", "overlapping", "uneven")
@@ -157,14 +157,14 @@ LAYOUTS = ("parts", "parameter", "duplicate", "negative", "too many", "dim", "ov
 def wrong_sizes() -> Verdict:
     """Sizes that do not fit the mesh: an error before any collective, or the right uneven result."""
     return _verdict_on(
-        "layouts", ("parts", "too many", "dim", "uneven"), lambda _, e: e.status != 0 and "fix:" in e.output
+        "layouts", ("parts", "too many", "dim", "uneven"), lambda _, e: e.status > 0 and "fix:" in e.output
     )
 
 
 def wrong_meshes() -> Verdict:
     """Duplicate ranks, negative ones, pending parameters, overlapping meshes: a clear error for each."""
     cases = ("parameter", "duplicate", "negative", "overlapping")
-    return _verdict_on("layouts", cases, lambda _, e: e.status != 0 and "fix:" in e.output)
+    return _verdict_on("layouts", cases, lambda _, e: e.status > 0 and "fix:" in e.output)
 
 
 ROWS: dict[int, Callable[[], Verdict]] = {

@@ -32,7 +32,9 @@ def rows() -> dict[int, Row]:
     modules = sorted(path.stem for path in Path(__file__).parent.glob("_faults_*.py"))
     found: dict[int, Row] = {}
     for module in modules:
-        found |= importlib.import_module(f"benchmarks.{module}").ROWS
+        more: dict[int, Row] = importlib.import_module(f"benchmarks.{module}").ROWS
+        assert not found.keys() & more.keys(), f"{module} has rows of another module"
+        found |= more
     return dict(sorted(found.items()))
 
 

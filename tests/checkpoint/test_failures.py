@@ -127,6 +127,31 @@ def test_a_failed_save_is_reported_once_and_the_next_one_succeeds(
     assert mw.latest_checkpoint(tmp_path) == tmp_path / "step_00000002"
 
 
+def test_a_failed_save_leaves_nothing_when_another_rank_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmdir = os.rmdir
+
+    def write_late(*args: Any, **more: Any) -> None:
+        """Remove a folder, after another rank has written a file into the folder of the checkpoint."""
+        for folder in folders:
+            if folder.is_dir():
+                (folder / "late").touch()
+        rmdir(*args, **more)
+
+    def full(_: int) -> None:
+        folders.extend(tmp_path.glob("*.writing"))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folders: list[Path] = []
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "rmdir", write_late)
+    with pytest.raises(CheckpointError, match="No space"):
+        mw.save_state_dict({"x": torch.ones(3)}, tmp_path / "step_00000001")
+    assert folders
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("choice", ["stop", "continue"])
 def test_a_run_stops_or_continues_after_a_failed_save_as_configured(choice: str) -> None:
     said: list[Any] = []
@@ -160,6 +185,19 @@ def test_a_background_save_completes_or_reports_at_exit(tmp_path: Path, how: str
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (tmp_path / "one" / "manifest.json").exists() == (how == "well")
     assert ("No space left on device" in done.stderr) == (how == "fails")
+
+
+def test_ranks_that_load_other_paths_are_refused(tmp_path: Path) -> None:
+    def program() -> str:
+        rank = mw.get_rank()
+        for name in ("a", "b"):
+            mw.save_state_dict({"x": torch.ones(2)}, tmp_path / name)
+        with pytest.raises(CheckpointError) as found:
+            mw.load_state_dict({"x": torch.zeros(2)}, tmp_path / "ab"[rank])
+        return found.value.found
+
+    told = mw.simulate(program, 2)
+    assert told == [f"{tmp_path / 'a'} on rank 0; {tmp_path / 'b'} on rank 1"] * 2
 
 
 def test_everything_that_does_not_fit_is_listed_at_once(tmp_path: Path) -> None:

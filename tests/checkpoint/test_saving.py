@@ -22,6 +22,7 @@ from meshwright.checkpoint import (
     steps_in,
 )
 from meshwright.checkpoint.formats import format_interface
+from meshwright.comm import Communicator
 from meshwright.layout import ProcessMesh, parse_layout
 
 from .oracle import laid, numbered
@@ -151,6 +152,30 @@ def test_a_folder_that_is_removed_during_a_save_is_the_reported_cause(
                 saving.wait()
 
         mw.simulate(program, ranks, removed, go)
+
+
+def test_no_rank_waits_for_the_report_of_a_dead_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, go = format_interface.write_file, threading.Event()
+
+    def write(path: Path, *args: Any) -> Any:
+        assert path.name != "rank_00001.safetensors" or go.wait(20)
+        return real(path, *args)
+
+    monkeypatch.setattr(format_interface, "write_file", write)
+    monkeypatch.setattr(Communicator, "has_ended", lambda self, rank: rank == 1)
+
+    def program() -> str:
+        x = mw.shard_tensor(torch.ones(4), PAIR, [mw.Shard(0)])
+        saving = mw.save_state_dict({"x": x}, tmp_path / "one", async_save=True)
+        if current_world().rank == 0:
+            saving._thread.join(10)
+            go.set()
+        with pytest.raises(CheckpointError) as found:
+            saving.wait()
+        return found.value.found
+
+    assert mw.simulate(program, 2) == ["no report from rank 1"] * 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_step_in_a_newer_format_is_not_damaged(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import _programs as programs
 
 from meshwright.comm import NoCommunicatorError, current_communicator, init_process, launch, simulate
 from meshwright.comm.launcher.rendezvous import read_rank_address
-from meshwright.comm.process.process_communicator import flat, flat_joined
+from meshwright.comm.process.process_communicator import Check, ProcessCommunicator, flat, flat_joined
+from meshwright.errors import DisagreementError
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -164,3 +166,17 @@ def test_complex_numbers_travel_as_pairs_of_reals() -> None:
         assert pairs.dim() == flat(x, "prod").dim() == 1
         pairs.add_(1)
         assert torch.equal(x, torch.full(shape, 1 + 1j, dtype=torch.complex64))
+
+
+def test_ranks_that_compare_other_calls_are_refused_at_the_start() -> None:
+    values: dict[str, bytes] = {}
+    store = SimpleNamespace(set=lambda key, text: values.update({key: text.encode()}), get=values.get)
+
+    def start(rank: int, every: int) -> None:
+        own: Any = SimpleNamespace(rank=rank, _store=store, _guard=SimpleNamespace(check=Check(every=every)))
+        ProcessCommunicator.compare_settings(own)
+
+    start(0, 1)
+    start(1, 1)
+    with pytest.raises(DisagreementError, match="check is 1 on rank 0 and 0 on rank 2"):
+        start(2, 0)

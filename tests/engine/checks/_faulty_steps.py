@@ -30,12 +30,13 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.net.named_parameters(), lr=0.01)
         self.static = mw.to_static(self.net, None, nn.functional.mse_loss, self.optimizer) if static else None
 
-    def step(self, damage: Callable[[], object] = lambda: None) -> float:
-        """Return the loss of one step; `damage` happens before the update."""
+    def step(self, damage: Callable[[], object] = lambda: None, zero: bool = True) -> float:
+        """Return the loss of one step; `damage` happens before the update. Without `zero`, gradients are kept."""
         if self.static is not None:
             damage()
             return float(self.static(self.data, self.data))
-        self.optimizer.zero_grad()
+        if zero:
+            self.optimizer.zero_grad()
         loss = ((self.net(self.data) - self.data) ** 2).mean()
         loss.backward()
         grads = [p.grad for p in self.net.parameters()]
@@ -126,6 +127,21 @@ def written_over() -> None:
         run.step()
 
 
+def not_zeroed(cut: mw.Placement) -> None:
+    run = Run(cut)
+    run.step()
+    run.step(zero=not is_other())
+
+
+def frozen() -> None:
+    run = Run(mw.Shard(0))
+    run.step()
+    run.first().requires_grad_(not is_other())
+    run.optimizer.zero_grad()
+    ((run.net(run.data) - run.data) ** 2).mean().backward()
+    run.optimizer.step()
+
+
 def replayed() -> None:
     mw.check_steps(replay=1)
     run = Run(mw.Replicate(), static=True)
@@ -167,6 +183,9 @@ CASES: dict[str, Callable[[], object]] = {
     "other whole": lambda: other_whole(static=False),
     "other whole, static": lambda: other_whole(static=True),
     "written over": written_over,
+    "frozen": frozen,
+    "not zeroed, whole": lambda: not_zeroed(mw.Replicate()),
+    "not zeroed, cut": lambda: not_zeroed(mw.Shard(0)),
     "replayed": replayed,
 }
 

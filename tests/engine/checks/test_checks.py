@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.comm import Communicator, Group
 from meshwright.engine.checks.comparison_steps import MOST_STEPS, SHARE, WARM_STEPS, Rhythm
 from meshwright.engine.checks.finite_gradients import first_bad
+from meshwright.engine.checks.known_answers import diagnosis
 from meshwright.engine.checks.named_tensors import NamedTensor
 from meshwright.engine.checks.replicas import replicas_of, sums
 from meshwright.errors import StrategyError
@@ -25,6 +27,9 @@ ERRORS = {
     "other start": ("ReplicaError", "step 0 of AdamW", "0.weight differs on rank 0, 1"),
     "other whole": ("ReplicaError", "step 0 of AdamW", "0.weight with checksum", "on rank 1", "dtensor_from_local"),
     "other whole, static": ("ReplicaError", "step 0 of a static model", "0.weight with checksum"),
+    "frozen": ("DisagreementError", "the check of a step"),
+    "not zeroed, whole": ("DisagreementError", "the check of a step", "left from the step before in group 0"),
+    "not zeroed, cut": ("DisagreementError", "is 0 on rank 0 and 4 on rank 1"),
     "replayed": ("ReplicaError", "rank 1 gives other numbers", "transient"),
 }
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
@@ -132,3 +137,14 @@ def test_the_interval_of_comparisons_keeps_their_share_of_the_fastest_step() -> 
 def test_an_unknown_check_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(StrategyError, match="no such check"):
         mw.check_steps(**wrong)  # pyright: ignore[reportArgumentType] - wrong on purpose
+
+
+def test_a_rank_whose_sums_are_always_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_reduce = Communicator.all_reduce
+
+    def wrong(self: Communicator, x: Tensor, op: str, group: Group) -> Tensor:
+        return all_reduce(self, x, op, group) + self.rank
+
+    monkeypatch.setattr(Communicator, "all_reduce", wrong)
+    told = mw.simulate(lambda: diagnosis((0, 1)), 2)
+    assert told == ["known sums between ranks are wrong on rank 1: the fault persists"] * 2

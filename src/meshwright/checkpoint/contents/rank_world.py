@@ -38,6 +38,10 @@ class World:
         """Return the mesh of all ranks in a row."""
         return ProcessMesh(self.ranks, ["world"])
 
+    def has_ended(self, rank: int) -> bool:
+        """True if the process of `rank` is known to have ended."""
+        return self.communicator is not None and self.communicator.has_ended(rank)
+
     def gathered(self, value: JsonValue) -> list[Any]:
         """Return the values of all ranks in rank order; any JSON value."""
         if self.communicator is None or self.size == 1:

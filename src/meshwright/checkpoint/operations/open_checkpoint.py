@@ -22,6 +22,7 @@ from ..formats.manifest import MANIFEST, check_sizes, read_manifest
 from .save import finish_earlier, warn_of_earlier_failure
 from .step_folders import latest_step
 
+_SHOWN_PATHS = 4
 FORMATS: dict[str, Format] = {"meshwright": MeshwrightFormat(), "safetensors": HubFormat(), "dcp": DcpFormat()}
 """Every format that can be written; all of them are read."""
 
@@ -106,14 +107,21 @@ def open_together(path: str | os.PathLike[str]) -> Catalogue:
     warn_of_earlier_failure(finish_earlier(ranks))
     found: list[Catalogue] = []
 
-    def act() -> str:
+    def act() -> list[str]:
         found.append(open_checkpoint(path))
-        return str(found[0].folder)
+        return [os.path.abspath(path), str(found[0].folder)]
 
-    folder, folders = ranks.agreed(act)
-    if folder == folders[0]:
+    (asked, folder), told = ranks.agreed(act)
+    if any(asked != other for other, _ in told):
+        raise CheckpointError(
+            "to load a checkpoint on all ranks",
+            "; ".join(f"{other} on rank {rank}" for rank, (other, _) in enumerate(told[:_SHOWN_PATHS])),
+            "all ranks load one checkpoint together",
+            "give every rank the same path",
+        )
+    if folder == told[0][1]:
         return found[0]
-    return open_checkpoint(folders[0])  # rank 0 found another step: one was completed in the meantime
+    return open_checkpoint(told[0][1])  # rank 0 found another step: one was completed in the meantime
 
 
 def verify(path: str | os.PathLike[str]) -> Catalogue:

@@ -306,7 +306,10 @@ class Saving:
         with suppress(OSError):
             _write_json(folder / REPORTS / f"{rank}.failed", told)
         if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            gone = temporary_path(self.path)
+            with suppress(OSError):  # under the old name, other ranks could write while the folder is removed
+                folder.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
 
     def _commit(self) -> None:
         """Describe the whole and give the folder its name, once all ranks have written."""
@@ -329,8 +332,9 @@ class Saving:
 
     def _report(self, rank: int) -> JsonValue:
         """Return the report of a rank, once it has written its part. Raises CheckpointError if the rank failed."""
-        path = self._job.folder / REPORTS / f"{rank}.json"
+        path, has_ended = self._job.folder / REPORTS / f"{rank}.json", self._job.ranks.has_ended
         pause, end = 0.001, None
+        ended = False
         while not write_operation(path, path.exists):
             failed = path.with_suffix(".failed")
             if write_operation(failed, failed.exists):
@@ -341,7 +345,7 @@ class Saving:
                 end = time.monotonic() + GRACE
             if self._told is not None:
                 raise error_from_text(self._told)
-            if end is not None and time.monotonic() > end:
+            if ended or (end is not None and time.monotonic() > end):
                 raise CheckpointError(
                     f"to save {self.path}",
                     f"no report from rank {rank}",
@@ -349,7 +353,7 @@ class Saving:
                     "read the output of that rank",
                 )
             time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+            pause, ended = min(2 * pause, 0.1), has_ended(rank)  # its report may have come just before its end
         return json.loads(write_operation(path, path.read_text))
 
 

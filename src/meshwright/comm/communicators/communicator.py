@@ -287,6 +287,10 @@ class Communicator(ABC):
         """
         return nullcontext()
 
+    def has_ended(self, rank: int) -> bool:
+        """True if the process of `rank` has ended. False on simulated ranks, and if only another host knows."""
+        return False
+
     def stragglers(self) -> list[Straggler]:
         """Return the ranks that this rank waits for although they wait for nobody; always empty for simulated ranks."""
         return []

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha1
 from itertools import accumulate
@@ -39,7 +39,7 @@ from meshwright.layout import (
 )
 from meshwright.reshard import ConversionPlan
 
-from .._errors import CommError, StragglerWarning
+from .._errors import CommError, DisagreementError, StragglerWarning
 from ..checking.call_guard import Guard
 from ..checking.check_settings import Check
 from ..checking.rank_facts import RankFacts
@@ -95,6 +95,21 @@ class ProcessCommunicator(QueuedCommunicator):
         self._messages.connect(self._links)
         self._guard.connect(self._links)
         self._watchdog = Watchdog(self._guard, self._links, self._store, self._end_at_once)
+
+    def compare_settings(self) -> None:
+        """Raise DisagreementError if rank 0 compares other calls than this rank: then one would wait for frames."""
+        mine = str(self._guard.check.every)
+        if self.rank == 0:
+            self._store.set("check", mine)
+            return
+        other = self._store.get("check").decode()
+        if other != mine:
+            raise DisagreementError(
+                f"the start of rank {self.rank}",
+                f"check is {other} on rank 0 and {mine} on rank {self.rank}",
+                "ranks compare the same calls of a group: every N-th one, or none for 0",
+                "set MESHWRIGHT_CHECK, or init_process(check=...), to the same value on every rank",
+            )
 
     @contextmanager
     def checking(self, check: Check | str | int) -> Generator[None]:
@@ -294,6 +309,11 @@ class ProcessCommunicator(QueuedCommunicator):
         """Return the entries of the record beside the calls."""
         peers = self._guard.waits.by_peer().values()
         return {"state": str(self._guard.state()), "waits": {each.rank: round(each.share, 4) for each in peers}}
+
+    def has_ended(self, rank: int) -> bool:
+        with suppress(RuntimeError):  # the store has ended before this rank needed the address
+            return self._links.life(rank) is ProcessState.GONE
+        return False
 
     def stragglers(self) -> list[Straggler]:
         """Return the ranks that this rank waits for although they wait for nobody; the slowest first."""
@@ -496,6 +516,7 @@ def init_process(
     communicator = ProcessCommunicator(place, transport, check, timedelta(seconds=transfer_limit))
     install_communicator(communicator)
     atexit.register(communicator.close)
+    communicator.compare_settings()
     if place.size > 1 and check.every:
         calls_are_compared()
     return communicator

@@ -12,7 +12,7 @@ from meshwright.tensor import collectives_of_call, flush, renumber_parameters
 
 from .comparison_steps import Rhythm, compare_replicas
 from .finite_gradients import should_skip_update
-from .named_tensors import parameters_of, ranks_of, states_of
+from .named_tensors import on_all, parameters_of, ranks_of, states_of
 from .step_checks import current_checks
 
 _rhythms: WeakKeyDictionary[Optimizer, Rhythm] = WeakKeyDictionary()
@@ -35,7 +35,7 @@ def before_step(optimizer: Optimizer) -> bool:
         return False
     checks, rhythm = current_checks(), _rhythms.setdefault(optimizer, Rhythm())
     step = f"step {rhythm.step} of {type(optimizer).__name__}"
-    with torch.no_grad(), collectives_of_call("the check of a step"):
+    with torch.no_grad(), collectives_of_call("the check of a step", on_all(parameters, group)):
         compare_replicas(rhythm, checks, lambda: [*parameters, *states_of(optimizer, parameters)], step, group)
         grads = {f"the gradient of {each.name}": each.tensor.grad for each in parameters}
         return should_skip_update(grads, checks, step, group)

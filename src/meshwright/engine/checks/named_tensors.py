@@ -57,3 +57,8 @@ def ranks_of(tensors: Sequence[NamedTensor]) -> Group:
     """Return the ranks of all meshes that the tensors are on."""
     meshes = {id(x.tensor.spec.mesh): x.tensor.spec.mesh for x in tensors if isinstance(x.tensor, DistTensor)}
     return tuple(sorted({rank for mesh in meshes.values() for rank in mesh.process_ids}))
+
+
+def on_all(tensors: Sequence[NamedTensor], group: Group) -> list[Tensor]:
+    """Return the tensors whose mesh has all ranks of `group`, the ranks of all meshes."""
+    return [x.tensor for x in tensors if isinstance(x.tensor, DistTensor) and x.tensor.spec.mesh.size == len(group)]

@@ -113,10 +113,16 @@ def note_drawing(device: torch.device, generator: torch.Generator | None) -> Non
 
 
 def renumber_parameters(optimizer: Optimizer) -> None:
-    """Give new numbers to the parameters that an optimizer is about to change."""
+    """Give new numbers to the parameters that an optimizer is about to change, and the same to their gradients.
+
+    A gradient that is not zeroed after the step keeps its number, which then counts in the next step.
+    """
     if _Numbering.on:
         for at, group in enumerate(optimizer.param_groups):
-            _renumber(group["params"], _hash_of_text(_options(optimizer, at)))
+            kept = _renumber(group["params"], _hash_of_text(_options(optimizer, at)))
+            note_fact(
+                f"number of gradients left from the step before in group {at} of {type(optimizer).__name__}", kept
+            )
 
 
 def values_equal_on_ranks(optimizer: Optimizer | None) -> tuple[object, ...]:
@@ -146,10 +152,18 @@ def renumber_gradients(parameters: Iterable[Tensor], name: str, value: float) ->
                 p.grad._number = hash((p.grad._number, step))
 
 
-def _renumber(parameters: Iterable[Tensor], step: int) -> None:
+def _renumber(parameters: Iterable[Tensor], step: int) -> int:
+    """Give new numbers to parameters and gradients; return how many gradients are left from the step before."""
+    kept = 0
     for p in parameters:
         if isinstance(p, DistTensor) and not isinstance(p, FakeTensor):
-            p._number = hash((p._number, getattr(p.grad, "_number", 0), step))
+            grad = p.grad
+            made = getattr(grad, "_number", 0)
+            kept += made != 0 and made == p._number
+            p._number = hash((p._number, made, p.requires_grad, step))
+            if isinstance(grad, DistTensor):
+                grad._number = p._number
+    return kept
 
 
 def pass_number(x: DistTensor, y: DistTensor) -> None:
