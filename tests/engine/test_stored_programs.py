@@ -7,6 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.engine.static import program_builder
 
 import pytest
 
@@ -95,3 +102,20 @@ def test_a_second_start_records_nothing_without_a_change(tmp_path: Path) -> None
     assert (scale[0], code[0]) == ("[1, 1]", "[1, 1]")
     assert len({first[1], rate[1], scale[1], code[1]}) == 4
     assert ranks[0] == "[1, 1, 1]"
+
+
+def test_a_stored_program_needs_no_rules_for_the_captured_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_PROGRAMS", str(tmp_path))
+
+    def recordings() -> int:
+        step = mw.to_static(torch.nn.Linear(4, 4), strategy=mw.Strategy.of(fused_passes={"enable": True}))
+        step(torch.ones(2, 4))
+        return step.recordings
+
+    assert mw.simulate(recordings, 1) == [1]
+    passes = "meshwright.engine.static.program_builder.apply_passes"
+    with patch(passes, side_effect=program_builder.apply_passes) as applied:
+        assert mw.simulate(recordings, 1) == [0]
+    assert not any(given.args[1] for given in applied.call_args_list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import meshwright as mw
 from meshwright.comm import DisagreementError
 from meshwright.generate import GenerationError
 from meshwright.generate._calls import CachedCalls
+from meshwright.tensor.core.dist_tensor import PLANS
 from tests.generate.test_decode_step import PROMPTS, WithoutLargeMasks, llama, mistral, on_mesh, programs
 from tests.generate.test_sampler import Decoder
 from tests.generate.test_sampler import on_mesh as on_plain_mesh
@@ -66,7 +68,7 @@ def test_one_program_serves_rows_that_come_and_go() -> None:
 
 def test_rows_that_end_are_replaced_and_samples_share_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight prompts of one new length each, in two slots, take fewer steps than four padded batches."""
-    computed: list[tuple[int, int]] = []
+    computed: list[tuple[int, ...]] = []
     first = CachedCalls.first
 
     def count(calls: CachedCalls) -> Tensor:
@@ -83,6 +85,27 @@ def test_rows_that_end_are_replaced_and_samples_share_their_prompt(monkeypatch: 
     sampler.generate(MANY, NEW, seed=1, stop=range(0, 48, 4), batch_size=2)
     padded = sum(max(pair) - 1 for pair in zip(lengths[::2], lengths[1::2], strict=True))
     assert sampler._runs.known[-1].runs < padded
+    assert computed[3] == (2, 3)  # only the first call of a sampler has a pass that finds the distribution of rows
+
+
+def test_calls_of_later_tokens_and_prompts_are_planned_once_on_several_ranks() -> None:
+    """Eager steps have the same sizes for each token, and prompts that enter later are padded to few sizes."""
+
+    def call(model: Any) -> tuple[int, Tensor]:
+        sampler = mw.sampler(model, static_after=None)
+        sampler.generate(PROMPTS, 3, temperature=0)
+        before = len(PLANS)
+        tokens = sampler.generate(PROMPTS, 20, temperature=0).tokens
+        made = len(PLANS) - before
+        sampler.generate(MANY * 2, NEW, stop=range(0, 48, 4), batch_size=4)
+        return made, tokens
+
+    with patch.object(CachedCalls, "first", autospec=True, side_effect=CachedCalls.first) as first:
+        made, tokens = on_mesh("tp", call)
+    lengths = {given.args[0].ids_rs.shape[1] for given in first.call_args_list}
+    assert made == 0
+    assert max(lengths) == 16  # no prompt has more than 5 tokens
+    assert torch.equal(tokens, mw.sampler(llama()).generate(PROMPTS, 20, temperature=0).tokens)
 
 
 @pytest.mark.parametrize("make", [mistral, lambda: llama(WithoutLargeMasks), Decoder])

@@ -73,9 +73,16 @@ def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(model.forward).parameters)
 
 
-def _padded(prompts: Sequence[Sequence[int]], device: torch.device, left: bool) -> tuple[Tensor, Tensor]:
-    """Return token ids [r, s] with zeros as padding on one side, and the mask that is 0 there."""
+def _padded(
+    prompts: Sequence[Sequence[int]], device: torch.device, left: bool, multiple: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return token ids [r, s] with zeros as padding on one side, and the mask that is 0 there.
+
+    If any row is padded, `s` is rounded up to a multiple.
+    """
     longest = max(map(len, prompts))
+    if min(map(len, prompts)) < longest:
+        longest = -(-longest // multiple) * multiple
     ids, mask = [], []
     for prompt in prompts:
         pad = longest - len(prompt)
@@ -85,15 +92,24 @@ def _padded(prompts: Sequence[Sequence[int]], device: torch.device, left: bool) 
 
 
 class CachedCalls:
-    """Calls of a decoder with a cache. Prompts are padded on the left, and positions count from their first token."""
+    """Calls of a decoder with a cache. Prompts are padded on the left, and positions count from their first token.
+
+    Prompts of different lengths are padded to a `multiple` of tokens.
+    """
 
     rows: Rows
 
     def __init__(
-        self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, cache: str, new_tokens: int
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        device: torch.device,
+        cache: str,
+        new_tokens: int,
+        multiple: int = 1,
     ) -> None:
         self.model, self.cache_name, self.names = model, cache, _parameters(model)
-        self.ids_rs, self.mask_rs = _padded(prompts, device, left=True)
+        self.ids_rs, self.mask_rs = _padded(prompts, device, left=True, multiple=multiple)
         self.capacity = self.ids_rs.shape[1] + new_tokens
         self.is_even = bool(self.mask_rs.all())
         self.cache: Any = None

@@ -160,10 +160,12 @@ class Sampler:
     def _in_slots(self, request: GenerationRequest, count: int) -> tuple[Tensor, Tensor] | None:
         """Return tokens and log-probabilities by decode steps; None if these do not fit the model, or gain nothing.
 
+        On several ranks a step has tensors of the same sizes for each token. A cache that grows has others, and the
+        calls of each size are planned anew.
+
         `same_numbers` refuses the write of a step at positions that differ between rows.
         """
-        may_record = self._is_distributed and self.static_after is not None
-        gains_nothing = not may_record and request.n == 1 and count == len(request.rows)
+        gains_nothing = not self._is_distributed and request.n == 1 and count == len(request.rows)
         if gains_nothing or any(isinstance(mode, SameNumbers) for mode in modes_on()):
             return None
         slots = slots_for(self.model, _device_of(self.model), self._runs, request, count)

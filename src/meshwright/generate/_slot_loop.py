@@ -26,7 +26,9 @@ class SlotLoop:
 
     def __init__(self, slots: Slots, request: GenerationRequest, ask_every: int) -> None:
         self.slots, self.rows, self.request, self.ask_every = slots, slots.rows, request, ask_every
-        count, device = len(request.rows), slots.device
+        self.numbered = request.rows
+        """The prompt and the sample of each row; the property of the request makes the tuple for each read."""
+        count, device = len(self.numbered), slots.device
         self.waiting = deque(range(count))
         self.row_of: list[int | None] = [None] * self.rows.count
         self.lengths = [0] * self.rows.count
@@ -43,7 +45,8 @@ class SlotLoop:
         while True:
             self._release()
             if self.waiting and None in self.row_of:
-                self._refill()
+                if not self._refill():
+                    return None
                 continue
             if all(row is None for row in self.row_of):
                 return self._result()
@@ -63,14 +66,17 @@ class SlotLoop:
             if has_ended or self.lengths[slot] == self.request.max_new_tokens:
                 self.row_of[slot] = None
 
-    def _refill(self) -> None:
-        """Move rows that wait into free slots, and choose their first tokens."""
+    def _refill(self) -> bool:
+        """Move rows that wait into free slots, and choose their first tokens; False if steps do not fit the model."""
         free = [slot for slot, row in enumerate(self.row_of) if row is None][: len(self.waiting)]
         for slot in free:
             self.row_of[slot], self.lengths[slot] = self.waiting.popleft(), 0
         self.ended_r[self._held(free)] = False
         logits_av = self.slots.admit({slot: self._prompt(slot) for slot in free})
+        if logits_av is None:
+            return False
         self._choose(free, logits_av, are_all=False)
+        return True
 
     def _choose(self, slots: Sequence[int], logits_rv: Tensor, are_all: bool = True) -> None:
         """Choose a token in each of these slots; the logits are those of all slots of this rank, or of these only."""
@@ -78,7 +84,7 @@ class SlotLoop:
         rows = [self._row(slot) for slot in own]
         steps = [self.lengths[slot] for slot in own]
         logits_rv = logits_rv[mine] if are_all else logits_rv
-        chosen_r, log_probs_r = choose_rows(logits_rv, self.request, [self.request.rows[row] for row in rows], steps)
+        chosen_r, log_probs_r = choose_rows(logits_rv, self.request, [self.numbered[row] for row in rows], steps)
         ended_r = self.ended_r[mine]
         chosen_r = chosen_r.masked_fill(ended_r, 0)
         self.tokens_nt[rows, steps] = chosen_r
@@ -103,7 +109,7 @@ class SlotLoop:
         ]
 
     def _prompt(self, slot: int) -> tuple[int, ...]:
-        return self.request.prompts[self.request.rows[self._row(slot)][0]]
+        return self.request.prompts[self.numbered[self._row(slot)][0]]
 
     def _row(self, slot: int) -> int:
         row = self.row_of[slot]

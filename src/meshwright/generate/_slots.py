@@ -24,6 +24,8 @@ from ._rows import Rows
 from ._step_runs import StepRun, StepRuns, rounded, same_logits
 
 Prompt = tuple[int, ...]
+LENGTHS = 16
+"""Prompts of different lengths are padded to a multiple of so many tokens: the calls of each size are planned anew."""
 
 
 @dataclass(slots=True)
@@ -34,27 +36,53 @@ class Slots:
     device: torch.device
     cache_name: str
     runs: StepRuns
-    run: StepRun
     rows: Rows
-    new_tokens: int
+    request: GenerationRequest
+    run: StepRun | None = None
+    """The step, which the first prompts choose by their cache."""
     first_calls: tuple[CachedCalls, dict[int, int]] | None = None
     """The first prompts in their own cache, and the slot of this rank for each of its rows there, for a comparison."""
 
-    def admit(self, prompts: Mapping[int, Prompt]) -> Tensor:
-        """Fill slots, by their numbers among all slots; return the logits after the prompts in this rank's slots."""
+    def admit(self, prompts: Mapping[int, Prompt]) -> Tensor | None:
+        """Fill slots, by their numbers among all slots; return the logits after the prompts in this rank's slots.
+
+        None if steps do not fit the model.
+        """
         of_ranks = self._different(prompts)
-        most = max(map(len, of_ranks))
+        most = self._padded_count(max(map(len, of_ranks)))
         batch = [prompt for each in of_ranks for prompt in (*each, *[(0,)] * (most - len(each)))]
-        calls = CachedCalls(self.model, batch, self.device, self.cache_name, self.new_tokens)
-        logits_rv = calls.rows_after(calls.first())
+        multiple = 1 if self.rows.mesh is None else LENGTHS
+        new_tokens = self.request.max_new_tokens
+        calls = CachedCalls(self.model, batch, self.device, self.cache_name, new_tokens, multiple)
+        all_logits_rv = calls.first()
+        run = self.run = self.run or self._first_run(calls, all_logits_rv)
+        if run is None:
+            return None
+        logits_rv = calls.rows_after(all_logits_rv)
         held, first = self.rows.held, self.rows.first
         mine = {slot - first: prompt for slot, prompt in prompts.items() if first <= slot < first + held}
         sources = [of_ranks[first // held].index(prompt) for prompt in mine.values()]
         starts = [calls.ids_rs.shape[1] - len(prompt) for prompt in mine.values()]
-        self.run.step.fill(calls.layers, list(mine), sources, starts)
-        if not self.run.is_checked and self.first_calls is None:
+        run.step.fill(calls.layers, list(mine), sources, starts)
+        if not run.is_checked and self.first_calls is None:
             self.first_calls = calls, dict(zip(sources, mine, strict=True))
         return logits_rv[torch.tensor(sources, dtype=torch.int64, device=logits_rv.device)]
+
+    def _first_run(self, calls: CachedCalls, logits_rv: Tensor) -> StepRun | None:
+        """Return the step for the cache of the first prompts; None if no step fits it, or its rows are elsewhere."""
+        self.request.check_stop(logits_rv.shape[-1])
+        positions = _positions(self.request)
+        why = why_no_steps(calls.layers, calls.rows, rounded(positions))
+        if why:
+            self.runs.refuse(why, self.request.max_new_tokens)
+        if why or calls.rows.resized(self.rows.count) != self.rows:
+            self.runs.rows = None
+            return None
+        return self.runs.take(self.model, calls.layers, self.rows, positions, logits_rv)
+
+    def _padded_count(self, count: int) -> int:
+        """Return the rows of each rank for so many prompts: few different numbers on several ranks."""
+        return count if self.rows.mesh is None else min(self.rows.held, 1 << (count - 1).bit_length())
 
     def _different(self, prompts: Mapping[int, Prompt]) -> list[list[Prompt]]:
         """Return the different prompts of the slots of each rank with rows of its own."""
@@ -68,16 +96,18 @@ class Slots:
 
         `places` are the positions of the tokens in all slots.
         """
+        run = self.run
+        assert run is not None
         places_r1 = self.rows.spread(torch.tensor(places, device=self.device)[:, None])
-        logits_rv = self.runs.logits(self.run, self.rows.joined(tokens_r[:, None]), places_r1)
+        logits_rv = self.runs.logits(run, self.rows.joined(tokens_r[:, None]), places_r1)
         logits_rv = self.rows.logits_here(logits_rv)
-        if not self.run.is_checked and not self._is_equal(logits_rv, tokens_r):
+        if not run.is_checked and not self._is_equal(run, logits_rv, tokens_r):
             self.runs.is_off = True
-            self.runs.refuse("a step with a mask of four dims gives other logits", self.new_tokens)
+            self.runs.refuse("a step with a mask of four dims gives other logits", self.request.max_new_tokens)
             return None
         return logits_rv
 
-    def _is_equal(self, logits_rv: Tensor, tokens_r: Tensor) -> bool:
+    def _is_equal(self, run: StepRun, logits_rv: Tensor, tokens_r: Tensor) -> bool:
         """True if the model with its own cache gives the logits of the first step; all ranks agree."""
         assert self.first_calls is not None
         calls, slot_of = self.first_calls
@@ -85,9 +115,9 @@ class Slots:
         is_filler_r1 = torch.tensor([[row not in slot_of] for row in range(calls.rows.held)], device=self.device)
         found_rv = logits_rv[slots]
         wanted_rv = calls.rows_after(calls.after(calls.rows.joined(tokens_r[slots][:, None])))
-        self.run.is_checked = same_logits(calls.rows, found_rv, torch.where(is_filler_r1, found_rv, wanted_rv))
+        run.is_checked = same_logits(calls.rows, found_rv, torch.where(is_filler_r1, found_rv, wanted_rv))
         self.first_calls = None
-        return self.run.is_checked
+        return run.is_checked
 
 
 def slots_for(
@@ -95,7 +125,8 @@ def slots_for(
 ) -> Slots | None:
     """Return at least `count` slots, the same number on each rank with rows of its own; None if no step fits the model.
 
-    A pass over one token for each rank finds the distribution of rows and the kind of the cache.
+    In the first call, a pass over one token for each rank finds the distribution of rows and the kind of the cache.
+    Later calls expect the same, and compare it with their first prompts.
     """
     cache_name, new_tokens = decoder_cache(model), request.max_new_tokens
     if cache_name is None or runs.is_off:
@@ -103,14 +134,19 @@ def slots_for(
         return None
     is_distributed = any(isinstance(p, DistTensor) for p in model.parameters())
     ranks = len(world_ranks()) if is_distributed else 1
-    probe = CachedCalls(model, [[0]] * ranks, device, cache_name, new_tokens)
-    logits_rv, capacity = probe.first(), max(map(len, request.prompts)) + new_tokens
-    request.check_stop(logits_rv.shape[-1])
-    why = why_no_steps(probe.layers, probe.rows, rounded(capacity))
-    if why:
-        runs.refuse(why, new_tokens)
-        return None
-    blocks = ranks // probe.rows.held
-    rows = probe.rows.resized(-(-count // blocks) * blocks)
-    run = runs.take(model, probe.layers, rows, capacity, logits_rv)
-    return Slots(model, device, cache_name, runs, run, rows, new_tokens)
+    if runs.rows is None:
+        probe = CachedCalls(model, [[0]] * ranks, device, cache_name, new_tokens)
+        request.check_stop(probe.first().shape[-1])
+        why = why_no_steps(probe.layers, probe.rows, rounded(_positions(request)))
+        if why:
+            runs.refuse(why, new_tokens)
+            return None
+        runs.rows = probe.rows.resized(ranks)
+    blocks = ranks // runs.rows.held
+    rows = runs.rows.resized(-(-count // blocks) * blocks)
+    return Slots(model, device, cache_name, runs, rows, request)
+
+
+def _positions(request: GenerationRequest) -> int:
+    """Return the number of positions that the longest row may need."""
+    return max(map(len, request.prompts)) + request.max_new_tokens

@@ -52,6 +52,8 @@ class StepRuns:
 
     static_after: int | None
     known: list[StepRun] = field(default_factory=list[StepRun])
+    rows: Rows | None = None
+    """The distribution of the rows that a first pass had; None before, and after a call that had another one."""
     eager_because: str = ""
     """The reason why no step is recorded; "" if steps are."""
     _records: bool = False

@@ -18,6 +18,7 @@ from meshwright.graph import (
     Layouts,
     Pass,
     Program,
+    RulePass,
     Run,
     StateKey,
     Value,
@@ -246,9 +247,23 @@ class Builder:
             if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
                 layouts = completed_once(current_communicator(), program, {**uncut, **given})
         forward = with_layouts(program, layouts)
-        captured = replace(captured, program=apply_passes(forward, strategy.passes_on("captured")))
+        first = () if self._rules else strategy.passes_on("captured")
+        captured = replace(captured, program=apply_passes(forward, first))
         refuse_shared_new_layouts(captured)
         return captured, layouts
+
+    @property
+    def _rules(self) -> tuple[Pass, ...]:
+        """Return the passes for the captured model if all of them are rules; a stored program does not need these.
+
+        Rules leave the inputs of the captured model as they are, and the digest covers the names of the passes.
+        """
+        passes = self.model.strategy.passes_on("captured")
+        return passes if all(isinstance(p, RulePass) for p in passes) else ()
+
+    def _rewritten(self, captured: Capture) -> Capture:
+        """Return the captured model after the rules for it."""
+        return replace(captured, program=apply_passes(captured.program, self._rules))
 
     def _capture(self, batch: Sequence[Any], dynamic: Dynamic, roots: Roots, steady: SteadyCalls) -> Capture:
         """Return the captured call of the model."""
@@ -315,6 +330,7 @@ class Builder:
         if saved is not None:
             self._apply_layouts(captured, layouts)
             return self._loaded(saved.of_call(self._constants([captured, *others])), digest), saved.holds, captured
+        captured, *others = map(self._rewritten, (captured, *others))
         self.recordings += 1
         with self.phases.phase("record"):
             found = pipeline_step([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
@@ -390,6 +406,7 @@ class Builder:
 
     def _recorded_with_passes(self, captured: Capture, batch: Sequence[Any]) -> Program:
         """Return the program of this rank, after all passes."""
+        captured = self._rewritten(captured)
         with self.phases.phase("record"):
             program = verify(self._recorded(captured, batch)).with_changes(*captured.program.changes)
         with self.phases.phase("passes"):
