@@ -55,7 +55,7 @@ def test_a_past_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 class Links:
     """Links of rank 0 over a connection."""
 
-    rank = 0
+    rank, has_wire = 0, True
 
     def needs_round_trip(self, peer: int) -> bool:
         return peer != 0

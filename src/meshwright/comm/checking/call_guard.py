@@ -119,9 +119,7 @@ class Guard:
         """
         self._call, self._is_aside, self._present = call, self._side.is_here(), Order.FIRST
         self._calls += 1
-        if self.check.every == 0:
-            return
-        frame = self._frame_of(call)
+        frame = self._frame_of(call) if self.check.every else None
         if frame is None:
             return
         order = self._order.of_call(call, frame.common) if self.check.every == 1 else Order.FIRST
