@@ -128,8 +128,9 @@ class Guard:
             frame = frame._replace(took=self._transfer_waits.begin(call.group))
         limits = (self.check.limit, self.check.patience)
         try:
-            self.meetings.begin(call, frame, limits, waits=not lags, reads=not self.is_behind)
-            if not self.is_behind:
+            is_first = self._present is not Order.BEHIND
+            self.meetings.begin(call, frame, limits, waits=not lags, reads=is_first)
+            if is_first:
                 self.meetings.look() if lags else self.meetings.settle()
         except DisagreementError:
             self.after()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cmath import isfinite
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,7 +106,8 @@ def _are_finite(totals: Sequence[Tensor]) -> bool:
     A device is asked once. On the CPU, reading each number is faster than two operators, which no step has in cache.
     """
     read = totals if totals[0].device.type == CPU else [torch.stack(list(totals)).sum()]
-    return all(isfinite(x.item()) for x in read)
+    numbers: list[Any] = [x.tolist() for x in read]  # `item` calls a kernel in Python (`guard_operator`)
+    return all(map(isfinite, numbers))
 
 
 def non_finite_error(step: str, bad: str, group: Group) -> NonFiniteGradientError:
