@@ -57,10 +57,26 @@ def test_a_past_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 class Links:
     """Links of rank 0 over a connection."""
 
-    rank = 0
+    rank, has_wire = 0, True
 
     def needs_round_trip(self, peer: int) -> bool:
         return peer != 0
+
+
+class LinksInMemory(Links):
+    """Links of rank 0 through shared memory."""
+
+    has_wire = False
+
+    def open_to(self, group: tuple[int, ...]) -> object:
+        return ()
+
+
+def test_a_rank_whose_links_share_memory_keeps_no_past() -> None:
+    order = ComparisonOrder(cast(ControlLinks, LinksInMemory()))
+    call = CommCall("all_reduce", "sum", torch.float32, ((4,),), ((4,),), (0, 1))
+    assert {order.of_call(call, 1) for _ in range(40)} == {Order.FIRST}
+    assert not order._of_groups
 
 
 def test_pieces_are_compared_first() -> None:

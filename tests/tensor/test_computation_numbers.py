@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.tensor.core.computation_numbers import follow
+from meshwright.tensor.core.computation_numbers import follow, values_equal_on_ranks
 from meshwright.tensor.core.dist_tensor import DistTensor
 from meshwright.tensor.core.function_names import name_of
 
@@ -29,6 +29,20 @@ def numbering() -> Iterator[None]:
     follow()
     yield
     follow(False)
+
+
+@pytest.mark.usefixtures("numbering")
+def test_a_changed_option_or_setting_changes_the_values_of_a_step() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    before = values_equal_on_ranks(optimizer)
+    assert values_equal_on_ranks(optimizer) == before
+    optimizer.param_groups[0]["lr"] = 0.2
+    other_rate = values_equal_on_ranks(optimizer)
+    torch.set_default_dtype(torch.float64)
+    other_dtype = values_equal_on_ranks(optimizer)
+    torch.set_default_dtype(torch.float32)
+    assert len({before, other_rate, other_dtype}) == 3
+    assert values_equal_on_ranks(optimizer) == other_rate
 
 
 def call_methods() -> dict[str, Call]:

@@ -24,7 +24,7 @@ from ._errors import (
 )
 from .checking.check_settings import Check
 from .communicators.call import CommCall, Group
-from .communicators.call_purpose import call_purpose, is_compared, note_fact, when_compared
+from .communicators.call_purpose import call_purpose, is_compared, is_noted, note_fact, when_compared
 from .communicators.communicator import Communicator, FinishedConversion, PendingConversion, Receive
 from .communicators.counters import Counters
 from .communicators.current_communicator import (
@@ -87,6 +87,7 @@ __all__ = [
     "install_communicator",
     "installed_communicator",
     "is_compared",
+    "is_noted",
     "launch",
     "note_fact",
     "prefix_prints",

@@ -108,6 +108,15 @@ def test_non_finite_numbers_are_found_in_every_dtype(dtype: torch.dtype) -> None
             assert first_bad({"x": x, "y": y}) == "y"
 
 
+@pytest.mark.parametrize(("at", "bad"), [(None, None), (2, "a"), (40, "b"), (90, None)])
+def test_views_of_a_bucket_are_read_together(at: int | None, bad: str | None) -> None:
+    """A number beside the views, as that of a loss in the same bucket, is no bad gradient."""
+    bucket = torch.ones(100)
+    if at is not None:
+        bucket[at] = float("nan")
+    assert first_bad({"a": bucket[:30].view(5, 6), "b": bucket[30:90]}) == bad
+
+
 def test_replicas_are_compared_first_and_then_at_the_chosen_interval() -> None:
     rhythm, due = Rhythm(), list[bool]()
     for _ in range(8):

@@ -12,13 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .._errors import CommError
 from ..communicators.call import CommCall
 from ..communicators.stragglers import Waits
-from ..transport.control_links import ConnectionClosedError, ControlLinks, Frame
+from ..transport.control_links import ConnectionClosedError, ControlLinks, Frame, OpenLinks
 from .peer_examiner import Examiner
 from .wait_timer import WaitTimer
 
@@ -76,23 +76,26 @@ class PendingCallFrames:
     def begin(
         self, call: CommCall, frame: Frame, limits: tuple[float, float], waits: bool, reads: bool = True
     ) -> Mapping[int, Frame]:
-        """Send the frame of a call to its peers, and return their frames; the call is open until these are read.
+        """Send the frame of a call to its peers, and return the peers' frames, without those of the same bytes.
 
-        Nearly always all peers send the same bytes at nearly the same time, so these are compared first, unless `reads`
-        is False. With `waits`, wait for them as long as this process need not sleep. `limits` are those of `WaitTimer`.
+        The call is open until all frames are read. Nearly always all peers send the same bytes at nearly the same time,
+        so these are compared first, unless `reads` is False. With `waits`, wait for them as long as this process need
+        not sleep. `limits` are those of `WaitTimer`.
         """
         with self._lock:
-            self._raise_failed()
+            if self.failed is not None:
+                self._raise_failed()
             self._given_up = ()
-            rank, data = self._links.rank, frame.packed()
-            peers = [peer for peer in call.group if peer != rank]
-            unsent = [peer for peer in peers if not self._send(call, peer, data)]
-            waited = dict.fromkeys(peers, 0.0)
-            if reads and not (self._open or unsent or frame.balance):
-                waited = self._without_same(waited, data, waits)
-            found = {peer: frame for peer in peers if peer not in waited}
-            if waited:
-                self._open.append(CallFrames(call, frame, WaitTimer(*limits), list(waited), unsent, waited, found))
+            data, links = frame.packed(), self._links.open_to(call.group)
+            if links is not None and reads and not (self._open or self._unsent or frame.balance):
+                waited, unsent = self._swap(links, data, waits), []
+                if not waited:
+                    return {}
+            else:
+                waited = {peer: 0.0 for peer in call.group if peer != self._links.rank}
+                unsent = [peer for peer in waited if not self._send(call, peer, data)]
+            found = {peer: frame for peer, _ in links or () if peer not in waited}
+            self._open.append(CallFrames(call, frame, WaitTimer(*limits), list(waited), unsent, waited, found))
             return found
 
     def settle(self) -> None:
@@ -101,6 +104,8 @@ class PendingCallFrames:
         Raises:
             CommError: a peer makes another call, or none. The error is raised once; all open calls are over then.
         """
+        if not self._open and self.failed is None:
+            return
         with self._lock:
             self._raise_failed()
             while self._open:
@@ -131,12 +136,20 @@ class PendingCallFrames:
             self._lock.release()
         return self.failed
 
-    def _without_same(self, peers: Iterable[int], data: bytes, waits: bool) -> dict[int, float]:
-        """Read the frames that consist of these bytes; return the other peers, with the seconds waited for each."""
+    def _swap(self, links: OpenLinks, data: bytes, waits: bool) -> dict[int, float]:
+        """Send a frame to peers, and read theirs that consist of the same bytes.
+
+        Returns the other peers, with the seconds waited for each.
+        """
         others: dict[int, float] = {}
+        for _, link in links:
+            try:
+                link.send(data)
+            except ConnectionClosedError:
+                continue  # the last frames of the peer are still unread, and may say why
         begin = time.perf_counter()
-        for peer in peers:
-            same = self._links.has_read(peer, data, waits)
+        for peer, link in links:
+            same = link.has_read(data, waits)
             end = time.perf_counter()
             if same:
                 self._waits.note(peer, end - begin)
@@ -199,9 +212,10 @@ class PendingCallFrames:
 
     def _send(self, call: CommCall, peer: int, data: bytes) -> bool:
         try:
-            is_sent = self._links.send(peer, self._unsent.get(peer, b"") + data)
-            if is_sent:
-                self._unsent.pop(peer, None)
+            before = self._unsent.get(peer)
+            is_sent = self._links.send(peer, data if before is None else before + data)
+            if is_sent and before is not None:
+                del self._unsent[peer]
             return is_sent
         except ConnectionClosedError:
             if not self._links.is_open(peer):

@@ -119,9 +119,7 @@ class Guard:
         """
         self._call, self._is_aside, self._present = call, self._side.is_here(), Order.FIRST
         self._calls += 1
-        if self.check.every == 0:
-            return
-        frame = self._frame_of(call)
+        frame = self._frame_of(call) if self.check.every else None
         if frame is None:
             return
         order = self._order.of_call(call, frame.common) if self.check.every == 1 else Order.FIRST
@@ -130,8 +128,9 @@ class Guard:
             frame = frame._replace(took=self._transfer_waits.begin(call.group))
         limits = (self.check.limit, self.check.patience)
         try:
-            self.meetings.begin(call, frame, limits, waits=not lags, reads=not self.is_behind)
-            if not self.is_behind:
+            is_first = self._present is not Order.BEHIND
+            self.meetings.begin(call, frame, limits, waits=not lags, reads=is_first)
+            if is_first:
                 self.meetings.look() if lags else self.meetings.settle()
         except DisagreementError:
             self.after()

@@ -42,6 +42,8 @@ class ComparisonOrder:
 
         `kind` is a hash of the part of the call that all ranks of the group have in common.
         """
+        if self._is_in_memory(call.group):
+            return Order.FIRST
         group = self._of_groups.get(call.group)
         if group is None:
             group = self._of_groups[call.group] = CallForecast()
@@ -53,6 +55,14 @@ class ComparisonOrder:
     def forget(self, group: Group) -> None:
         """Forget the past of a group whose ranks have made different calls, because their pasts differ."""
         self._of_groups.pop(group, None)
+
+    def _is_in_memory(self, group: Group) -> bool:
+        """True if every link of this rank, and thus of the group, has shared memory: then no past is needed.
+
+        A rank without any other link never compares behind a transfer. The past of a group begins with its first call,
+        since the links of the group are not open then.
+        """
+        return not self._links.has_wire and self._links.open_to(group) is not None
 
     def _needs_round_trip(self, group: Group) -> bool:
         return any(self._links.needs_round_trip(peer) for peer in group if peer != self._links.rank)

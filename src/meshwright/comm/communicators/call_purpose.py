@@ -35,6 +35,11 @@ def note_fact(name: str, value: object) -> None:
         del facts[next(iter(facts))]
 
 
+def is_noted(name: str) -> bool:
+    """True if there is a fact of this name."""
+    return name in facts
+
+
 class _Compared:
     """State of the comparison of calls between ranks.
 

@@ -292,15 +292,16 @@ class ProcessCommunicator(QueuedCommunicator):
                 self._watchdog.end()
                 self._guard.after()
 
-    @contextmanager
-    def _noted(self, call: CommCall) -> Generator[Noted]:
-        """Add a call to the record, which is written if the call fails."""
-        noted = self._record.begin(call)
-        try:
-            yield noted
-        except CommError as error:
+    def _noted(self, call: CommCall) -> _NotedCall:
+        """Return a context for a call, which is added to the record. The record is written if the call fails."""
+        return _NotedCall(self, self._record.begin(call))
+
+    def _ended(self, noted: Noted, error: BaseException | None) -> None:
+        """Complete the record of a call."""
+        if isinstance(error, CommError):
             self._record.name_in(error, self._about())
-            raise
+        if error is not None:
+            return
         noted.ended = time.time()
         if self._guard.waits.is_suspicious():
             self._warn_of_stragglers()
@@ -482,6 +483,21 @@ class ProcessCommunicator(QueuedCommunicator):
                 return shared
         opened = open_backend(backend, store, place, size, self._limit, self._place.loopback)
         return DirectExchange(opened, place, size) if is_for_cpu else opened
+
+
+class _NotedCall:
+    """Context of a call that is in the record of its rank."""
+
+    __slots__ = ("_communicator", "_noted")
+
+    def __init__(self, communicator: ProcessCommunicator, noted: Noted) -> None:
+        self._communicator, self._noted = communicator, noted
+
+    def __enter__(self) -> Noted:
+        return self._noted
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._communicator._ended(self._noted, error)
 
 
 def init_process(

@@ -28,12 +28,13 @@ class BackgroundThread:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._latest: Future[Tensor] | None = None
-        self._name = f"meshwright side {id(self)}"
+        self._identity = 0
+        """Identity of the thread; 0 before it is started."""
 
     def begin(self, work: Callable[[], Tensor]) -> BackgroundWork:
         """Queue work for the thread, after all earlier work."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, self._name)
+            self._thread = ThreadPoolExecutor(1, "meshwright side", self._note_identity)
         self._latest = self._thread.submit(_without_gradients, work)
         return BackgroundWork(self._latest)
 
@@ -51,7 +52,10 @@ class BackgroundThread:
 
     def is_here(self) -> bool:
         """True if the calling thread is the background thread."""
-        return threading.current_thread().name.startswith(self._name)
+        return self._identity == threading.get_ident()
+
+    def _note_identity(self) -> None:
+        self._identity = threading.get_ident()
 
 
 def _without_gradients(work: Callable[[], Tensor]) -> Tensor:

@@ -58,10 +58,13 @@ class Frame(NamedTuple):
 
     def packed(self) -> bytes:
         """Return the frame as bytes."""
-        return _HEADER.pack(len(self.text), *self[:5], self.took) + self.text
+        group, number, common, identity, balance, text, took = self
+        return _HEADER.pack(len(text), group, number, common, identity, balance, took) + text
 
 
-class _Link:
+class Link:
+    """A connection to a peer for frames, with shared memory if both ranks can share some."""
+
     def __init__(self, wire: socket.socket, ring: Ring | None = None) -> None:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wire = wire
@@ -91,7 +94,10 @@ class _Link:
         return self._ring is not None
 
     def has_read(self, data: bytes, waits: bool) -> bool:
-        """Read the next frame if it consists of these bytes; False if it does not, or if it is not in memory."""
+        """Read the next frame if it consists of these bytes; False if it does not, or if it is not in memory.
+
+        With `waits`, wait for it as long as this process need not sleep. The fast path of `receive`.
+        """
         return self._ring is not None and not self._rest and self._ring.has_read(data, waits)
 
     def receive(self, limit: float) -> Frame | None:
@@ -135,6 +141,10 @@ class _Link:
         return Frame(group, number, common, what, balance, text, took)
 
 
+OpenLinks = tuple[tuple[int, Link], ...]
+"""Ranks, and the links to them."""
+
+
 class _Opening(NamedTuple):
     """A link that the other rank has not yet accepted."""
 
@@ -142,7 +152,7 @@ class _Opening(NamedTuple):
     name: str
     memory: mmap | None
 
-    def accepted(self, limit: float) -> _Link | None:
+    def accepted(self, limit: float) -> Link | None:
         """Return the link once the other rank reports whether it shares memory; None before that.
 
         Raises OSError if the other rank has closed the connection.
@@ -153,7 +163,7 @@ class _Opening(NamedTuple):
         if not answer:
             raise ConnectionResetError
         shared = self.memory is not None and answer == _YES
-        return _Link(self.wire, Ring(self.memory, first=True) if self.memory is not None and shared else None)
+        return Link(self.wire, Ring(self.memory, first=True) if self.memory is not None and shared else None)
 
     def end(self) -> None:
         """Remove the name of the shared memory: both ranks have opened it, or never will."""
@@ -184,7 +194,10 @@ class ControlLinks:
         self.rank, self._size = place.rank, place.size
         self._store = store
         self._answer, self._take = answer, welcome
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
+        self._open_groups: dict[tuple[int, ...], OpenLinks] = {}
+        self.has_wire = False
+        """True once there is a link without shared memory."""
         self._opening: dict[int, _Opening] = {}
         self._peers: dict[int, _Peer] = {}
         self._arrived = threading.Condition()
@@ -214,6 +227,16 @@ class ControlLinks:
         """True if there was ever a link to `peer`, open or closed."""
         return peer in self._links
 
+    def open_to(self, group: tuple[int, ...]) -> OpenLinks | None:
+        """Return the other ranks of a group with the links to them; None if one of the links is not open yet."""
+        found = self._open_groups.get(group)
+        if found is None:
+            peers = [peer for peer in group if peer != self.rank]
+            if not all(peer in self._links for peer in peers):
+                return None
+            found = self._open_groups[group] = tuple((peer, self._links[peer]) for peer in peers)
+        return found
+
     def needs_round_trip(self, peer: int) -> bool:
         """True if there is a link to `peer` whose frames arrive through the connection."""
         link = self._links.get(peer)
@@ -230,14 +253,6 @@ class ControlLinks:
             return peer in self._links
         with self._arrived:
             return self._arrived.wait_for(lambda: peer in self._links, limit)
-
-    def has_read(self, peer: int, data: bytes, waits: bool) -> bool:
-        """Read the next frame from `peer` if it consists of these bytes; False otherwise. The fast path of `receive`.
-
-        With `waits`, wait for it as long as this process need not sleep.
-        """
-        link = self._links.get(peer)
-        return link is not None and link.has_read(data, waits)
 
     def receive(self, peer: int, limit: float) -> Frame | None:
         """Return the next frame from `peer`; None after the limit.
@@ -316,7 +331,7 @@ class ControlLinks:
             return unsealed(self._token, key, self._store.get(key))
         return None
 
-    def _open(self, peer: int, limit: float) -> _Link | None:
+    def _open(self, peer: int, limit: float) -> Link | None:
         """Return a new link to a lower rank if it accepts within the limit.
 
         Raises ConnectionClosedError if it never will.
@@ -336,8 +351,13 @@ class ControlLinks:
             raise ConnectionClosedError from error
         if link is not None:
             self._end_opening(peer)
-            self._links[peer] = link
+            self._add(peer, link)
         return link
+
+    def _add(self, peer: int, link: Link) -> None:
+        self.has_wire = self.has_wire or not link.has_memory
+        self._links[peer] = link
+        self._open_groups.clear()
 
     def _begin(self, peer: int) -> _Opening:
         """Request a link, with shared memory if this rank can share some."""
@@ -439,7 +459,7 @@ class ControlLinks:
         wire.sendall(_NO if memory is None else _YES)
         wire.settimeout(None)
         with self._arrived:
-            self._links[hello.rank] = _Link(wire, None if memory is None else Ring(memory, first=False))
+            self._add(hello.rank, Link(wire, None if memory is None else Ring(memory, first=False)))
             self._arrived.notify_all()
 
     def _leave(self) -> None:

@@ -37,20 +37,21 @@ class _Direction:
         return _ROOM - (self.done - self.counts[_READ])
 
     def write(self, data: bytes) -> None:
-        at, left = self.done % _ROOM, _ROOM - self.done % _ROOM
-        self.data[at : at + min(left, len(data))] = data[:left]
-        if left < len(data):
-            self.data[: len(data) - left] = data[left:]
-        self.done += len(data)
+        at, length = self.done % _ROOM, len(data)
+        left = _ROOM - at
+        if length <= left:
+            self.data[at : at + length] = data
+        else:
+            self.data[at:], self.data[: length - left] = data[:left], data[left:]
+        self.done += length
         self.counts[_WRITTEN] = self.done  # becomes visible after the bytes
 
     def has_read(self, data: bytes) -> bool:
         """Read `data` if the unread bytes begin with it; False otherwise, and if it crosses the end of the ring."""
-        at = self.done % _ROOM
+        at, end = self.done % _ROOM, self.done + len(data)
         if bytes(self.data[at : at + len(data)]) != data:
             return False
-        self.done += len(data)
-        self.counts[_READ] = self.done
+        self.done = self.counts[_READ] = end
         return True
 
     def read(self) -> bytes:

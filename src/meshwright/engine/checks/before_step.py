@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright.comm import current_communicator, is_compared
-from meshwright.tensor import collectives_of_call, flush, renumber_parameters
+from meshwright.tensor import collectives_of_call, flush, local_parts, renumber_parameters
 
 from .comparison_steps import Rhythm, compare_replicas
 from .finite_gradients import should_skip_update
@@ -37,5 +37,6 @@ def before_step(optimizer: Optimizer) -> bool:
     step = f"step {rhythm.step} of {type(optimizer).__name__}"
     with torch.no_grad(), collectives_of_call("the check of a step", on_all(parameters, group)):
         compare_replicas(rhythm, checks, lambda: [*parameters, *states_of(optimizer, parameters)], step, group)
-        grads = {f"the gradient of {each.name}": each.tensor.grad for each in parameters}
+        with local_parts():
+            grads = {each.name: each.tensor.grad for each in parameters}
         return should_skip_update(grads, checks, step, group)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,8 +12,7 @@ from meshwright.comm import Group
 from meshwright.tensor import DistTensor
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTensor:
+class NamedTensor(NamedTuple):
     """A tensor and its name for people: that of the parameter, and the key of a state."""
 
     name: str

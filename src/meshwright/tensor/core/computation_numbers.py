@@ -12,24 +12,26 @@ Simulated ranks, and a process that is alone, have no numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from operator import is_
 from pathlib import PurePath
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshwright.comm import call_purpose, current_communicator, note_fact, when_compared
+from meshwright.comm import call_purpose, current_communicator, is_noted, note_fact, when_compared
 from meshwright.layout import TorchValue, user_frame
 
 from .._torch_call import Arguments, NamedArguments, TorchFunction
-from ..torch_hooks import FakeTensor, Operator, written_arguments
+from ..torch_hooks import FakeTensor, Operator, no_interception, written_arguments
 from .dist_tensor import DistTensor
 from .environment_hash import checksum, environment_hash, random_state
 from .function_names import name_of
 from .initial_checksum import initial_checksum_of, note_initial_checksum
+from .tree import tensors_in
 
 _MOST_FUNCTIONS = _MOST_LABELS = 8192
 _functions: dict[TorchFunction, tuple[int, str, bool]] = {}
@@ -42,12 +44,36 @@ class _Numbering:
     on = False
 
 
+class _NotedOptions(NamedTuple):
+    """The options of a group of parameters at one time, and the text of the plain ones.
+
+    `fact` is the oldest of their facts, and so the first that may have been dropped.
+    """
+
+    keys: tuple[str, ...]
+    values: tuple[object, ...]
+    text: str
+    fact: str = ""
+
+    def holds(self, group: Mapping[str, object]) -> bool:
+        """True if the group has the same options, which are the same objects."""
+        return (
+            len(group) == len(self.keys) + 1  # the parameters are no option
+            and all(map(is_, self.values, map(group.get, self.keys)))
+            and is_noted(self.fact)
+        )
+
+
 class _MadeTensors(threading.local):
-    """The number of tensors that each line has made, and the names of tensors by their numbers."""
+    """The number of tensors that each line has made, the names of tensors by their numbers, and optimizers' options.
+
+    The options are those of each group of parameters, as they were noted last.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.labels: dict[int, str] = {}
+        self.options: dict[tuple[type, int], _NotedOptions] = {}
 
 
 _made = _MadeTensors()
@@ -136,10 +162,19 @@ def values_equal_on_ranks(optimizer: Optimizer | None) -> tuple[object, ...]:
 def _options(optimizer: Optimizer, at: int) -> str:
     """Return the plain options of a group of parameters, and note them as facts."""
     group = optimizer.param_groups[at]
+    known = _made.options.get((type(optimizer), at))
+    if known is not None and known.holds(group):
+        return known.text
     options = {k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple))}
-    for name, value in options.items():
-        note_fact(f"{name} of group {at} of {type(optimizer).__name__}", value)
-    return repr(options)
+    names = [f"{name} of group {at} of {type(optimizer).__name__}" for name in options]
+    for name, value in zip(names, options.values(), strict=True):
+        note_fact(name, value)
+    if len(_made.options) >= _MOST_LABELS:
+        _made.options.clear()
+    keys, text = tuple(name for name in group if name != "params"), repr(options)
+    if next(tensors_in(options), None) is None:  # a tensor may change in place
+        _made.options[type(optimizer), at] = _NotedOptions(keys, tuple(map(group.get, keys)), text, *names[:1])
+    return text
 
 
 def renumber_gradients(parameters: Iterable[Tensor], name: str, value: float) -> None:
@@ -155,14 +190,15 @@ def renumber_gradients(parameters: Iterable[Tensor], name: str, value: float) ->
 def _renumber(parameters: Iterable[Tensor], step: int) -> int:
     """Give new numbers to parameters and gradients; return how many gradients are left from the step before."""
     kept = 0
-    for p in parameters:
-        if isinstance(p, DistTensor) and not isinstance(p, FakeTensor):
-            grad = p.grad
-            made = getattr(grad, "_number", 0)
-            kept += made != 0 and made == p._number
-            p._number = hash((p._number, made, p.requires_grad, step))
-            if isinstance(grad, DistTensor):
-                grad._number = p._number
+    with no_interception():
+        for p in parameters:
+            if isinstance(p, DistTensor) and not isinstance(p, FakeTensor):
+                grad = p.grad
+                made = getattr(grad, "_number", 0)
+                kept += made != 0 and made == p._number
+                p._number = hash((p._number, made, p.requires_grad, step))
+                if isinstance(grad, DistTensor):
+                    grad._number = p._number
     return kept
 
 

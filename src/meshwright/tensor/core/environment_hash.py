@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.comm import note_fact
+from meshwright.comm import is_noted, note_fact
 from meshwright.layout import generator_state
 
 from .dist_tensor import DistTensor
@@ -19,24 +19,38 @@ from .dist_tensor import DistTensor
 _VARIABLES = ("MESHWRIGHT_CHECK", "MESHWRIGHT_DEBUG")
 """Environment variables that change the messages between ranks."""
 
+_PYTHON = "python"
+_NAMES = (
+    _PYTHON, "torch", "numpy", "torch.get_default_dtype()", "torch.are_deterministic_algorithms_enabled()",
+    "torch.get_float32_matmul_precision()", *_VARIABLES,
+)  # fmt: skip
+"""Names of the versions and settings. The first is the oldest fact, and so the first that may have been dropped."""
+
 _SMALL = 1 << 20
 """Most bytes of an input whose checksum is computed in every run."""
 
 
+class _Latest:
+    """The settings of the latest hash, and the hash."""
+
+    settings: tuple[object, ...] = ()
+    found = 0
+
+
 def environment_hash() -> int:
     """Return a hash of the versions and settings of this process, and note them as facts."""
-    held = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
-        **{name: os.environ.get(name, "") for name in _VARIABLES},
-    }
-    for name, value in held.items():
-        note_fact(name, value)
-    return crc32(repr(list(held.values())).encode())
+    settings = (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        *[os.environ.get(name, "") for name in _VARIABLES],
+    )
+    if settings != _Latest.settings or not is_noted(_PYTHON):
+        values = [platform.python_version(), torch.__version__, np.__version__, *settings]
+        for name, value in zip(_NAMES, values, strict=True):
+            note_fact(name, value)
+        _Latest.settings, _Latest.found = settings, crc32(repr(values).encode())
+    return _Latest.found
 
 
 def random_state(device: torch.device, generator: torch.Generator | None) -> int:
