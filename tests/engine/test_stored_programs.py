@@ -15,8 +15,6 @@ import torch
 import meshwright as mw
 from meshwright.engine.static import program_builder
 
-import pytest
-
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 HELPER = """
