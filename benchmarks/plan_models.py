@@ -24,7 +24,7 @@ from ._matrix_subject import Task
 from ._own_process import own_process, peak_gibibytes
 
 MACHINES = "{}xH100, 8 per node, 400G"
-SECONDS = 60.0
+SECONDS = 30.0
 LENGTH = 1024
 
 

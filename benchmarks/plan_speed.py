@@ -21,7 +21,7 @@ from meshwright.search import Transformer, choose
 
 from ._own_process import own_process, peak_gibibytes
 
-SECONDS, GIBIBYTES, LARGE = 10.0, 1.5, 60.0
+SECONDS, GIBIBYTES, LARGE = 5.0, 1.5, 60.0
 MODULE = "Llama-3-8B, module, 64 ranks"
 SIZES = {
     "Llama-3.1-405B, 16,384 ranks": (Transformer(126, 16384, 128, 8, 128, 53248, 128256), "16384xH100", 2048, 8192),

@@ -7,6 +7,7 @@ when the last process is ready, and ends `latency + bytes / bandwidth` later (`t
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -47,6 +48,13 @@ class QueuedBackend:
         self._queue = _DeviceQueue(self._core)
         self._leaving: list[Any] = []
         """Messages that may not have left yet."""
+        atexit.register(self._send_all)
+
+    def _send_all(self) -> None:
+        """Wait until all messages have left: the process that receives them may need them after the end of this one."""
+        self._queue.finish()
+        for work in self._leaving:
+            work.wait()
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> _Queued:
         (x,) = tensors
@@ -142,7 +150,7 @@ class _DeviceQueue:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self._ahead: SimpleQueue[tuple[torch.Stream, int]] = SimpleQueue()
+        self._ahead: SimpleQueue[tuple[torch.Stream, int] | threading.Event] = SimpleQueue()
         self._errors: list[Exception] = []
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -153,11 +161,20 @@ class _DeviceQueue:
         self._core.launch(stream, name, reads, writes, run)
         self._ahead.put((stream, self._core.position(stream)))
 
+    def finish(self) -> None:
+        """Wait until all that is queued has run, at most ten seconds."""
+        done = threading.Event()
+        self._ahead.put(done)
+        done.wait(10)
+
     def _run(self) -> None:
         while True:
-            stream, position = self._ahead.get()
+            following = self._ahead.get()
+            if isinstance(following, threading.Event):
+                following.set()
+                continue
             try:
-                self._core.run_to(stream, position)
+                self._core.run_to(*following)
             except Exception as error:
                 self._errors.append(error)
 

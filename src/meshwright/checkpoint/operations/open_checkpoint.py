@@ -102,7 +102,11 @@ def _opened_file(file: Path) -> Catalogue:
 
 
 def open_together(path: str | os.PathLike[str]) -> Catalogue:
-    """Return the same checkpoint on all ranks, once the saves in progress are complete; every rank calls it."""
+    """Return the same checkpoint on all ranks, once the saves in progress are complete; every rank calls it.
+
+    Raises:
+        CheckpointError: the ranks give different paths.
+    """
     ranks = current_world()
     warn_of_earlier_failure(finish_earlier(ranks))
     found: list[Catalogue] = []
