@@ -72,9 +72,7 @@ class Link:
         """Bring all weights to the current version, of which the caller may know the number."""
         number = observed_version(self.trainer) if number is None else number
         world, model = current_world(), self._model()
-        pairs = pairs_of(self.trainer, model, world)
-        if self.when_stale == "keep":
-            pairs = [replace(pair, is_shared=False) for pair in pairs]
+        pairs = self._pairs(model, world)
         _check_rounds(pairs, self.memory_cap)
         self.asleep, _links[model] = True, self  # until all is done, so that half of it is not used
         shared = _share(model, [pair for pair in pairs if pair.is_shared])
@@ -86,6 +84,11 @@ class Link:
         self.copied = {name: mark_of(pair.target) for pair in copies for name in pair.names}
         self.places = {name: mark_of(x)[:2] for name, x in named_tensors(model).items()}
         return Synced(number, shared, _names(late), received, rounds)
+
+    def _pairs(self, model: nn.Module, world: World) -> list[TensorPair]:
+        """Return the pairs of tensors; weights that are kept share no memory."""
+        pairs = pairs_of(self.trainer, model, world)
+        return [replace(pair, is_shared=False) for pair in pairs] if self.when_stale == "keep" else list(pairs)
 
     def _with_memory(self, model: nn.Module, copies: Sequence[TensorPair]) -> list[TensorPair]:
         """Return the pairs, of which each has memory of its own."""
