@@ -87,6 +87,8 @@ def test_an_error_on_the_ranks_of_the_model_is_raised_on_all_ranks() -> None:
             mw.sampler(model).generate(PROMPTS, 2)
         with pytest.raises(mw.errors.GenerationError, match="99"):
             mw.sampler(marked(SECOND)).generate(PROMPTS, 2, stop=99)
+        with pytest.raises(mw.errors.DisagreementError, match="seed is 0 on rank 0 and 1 on rank 1"):
+            mw.sampler(marked(SECOND)).generate(PROMPTS, 2, seed=int(mw.get_rank() == 1))
 
     calls_on_four(go)
 

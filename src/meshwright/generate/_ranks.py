@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import World, current_world
 from meshwright.comm import among_ranks
+from meshwright.engine import check_equal_options
 from meshwright.layout import MeshwrightError
 from meshwright.tensor import DistTensor
 
 from ._errors import GenerationError
 
+ASKED = "tokens of a model on several ranks"
 Tokens = tuple[Tensor, Tensor, int]
 """Tokens and log-probabilities [r, t] of all rows, and the number of the weights."""
 
@@ -27,10 +29,19 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
     return tuple(sorted(ranks)) or current_world().ranks
 
 
-def made_by(ranks: tuple[int, ...], make: Callable[[], Tokens], shape: tuple[int, int], device: torch.device) -> Tokens:
+def made_by(
+    ranks: tuple[int, ...],
+    make: Callable[[], Tokens],
+    shape: tuple[int, int],
+    device: torch.device,
+    options: Mapping[str, object],
+) -> Tokens:
     """Return the tokens of this shape that `make` returns on `ranks`, on every rank of the world.
 
     An error of `make` is raised on every rank; on the other ranks as a GenerationError.
+
+    Raises:
+        DisagreementError: the options of the call differ between ranks.
     """
     world = current_world()
     if world.ranks == ranks:
@@ -39,10 +50,12 @@ def made_by(ranks: tuple[int, ...], make: Callable[[], Tokens], shape: tuple[int
     if world.rank in ranks:
         with among_ranks(ranks):
             made, error = _attempt(make)
-    told: list[Any] = world.gathered(_parts_of(error) if error else made and made[2])
+    version = None if made is None else made[2]
+    told: list[Any] = world.gathered(version if error is None else _parts_of(error))
     for rank, other in zip(world.ranks, told, strict=True):
         if isinstance(other, list):
             raise error if error is not None else _told_error(other, rank)
+    check_equal_options(ASKED, options, world)
     tokens_rt, log_probs_rt = _sent(made, world, (2, *shape), ranks[0]).to(device).unbind(0)
     return tokens_rt.long(), log_probs_rt.float(), told[world.ranks.index(ranks[0])]
 

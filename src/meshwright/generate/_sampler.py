@@ -25,7 +25,7 @@ from ._cache import write_in_place
 from ._calls import TokenCalls, has_encoder, token_calls
 from ._choice import choose_rows
 from ._errors import GenerationError
-from ._ranks import Tokens, made_by, ranks_of
+from ._ranks import ASKED, Tokens, made_by, ranks_of
 from ._request import GenerationRequest, Prompts, check_whole, request_of
 from ._slot_loop import SlotLoop
 from ._slots import slots_for
@@ -136,6 +136,7 @@ class Sampler:
             lambda: self._tokens(request, batch_size, version),
             (len(request.rows), request.max_new_tokens),
             _device_of(self.model),
+            self._options(request, batch_size),
         )
         return _generated(request, *tokens)
 
@@ -213,12 +214,15 @@ class Sampler:
     def _is_distributed(self) -> bool:
         return any(isinstance(p, DistTensor) for p in self.model.parameters())
 
+    def _options(self, request: GenerationRequest, batch_size: int | None) -> dict[str, object]:
+        """Return the options of a call, which are the same on every rank."""
+        options: dict[str, object] = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
+        return options | {"ask_every": self.ask_every, "static_after": self.static_after, "batch_size": batch_size}
+
     def _check(self, request: GenerationRequest, batch_size: int | None) -> None:
         """Raise an error for a request that differs between ranks, or that the model cannot carry out."""
         if self._is_distributed:
-            options = {name: getattr(request, name) for name in GenerationRequest.__dataclass_fields__}
-            options |= {"ask_every": self.ask_every, "static_after": self.static_after, "batch_size": batch_size}
-            check_equal_options("tokens of a model on several ranks", options, current_world())
+            check_equal_options(ASKED, self._options(request, batch_size), current_world())
         is_pair = has_encoder(self.model)
         config: Any = getattr(self.model, "config", None)
         if hasattr(config, "get_text_config") and not is_pair:  # of a pair, this would be the decoder's

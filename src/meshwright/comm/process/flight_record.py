@@ -15,7 +15,7 @@ import stat
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,21 @@ class Noted:
         """Return the call as a JSON value; times are seconds since 1970, or null."""
         times = {"began": self.began, "agreed": self.agreed, "ended": self.ended}
         return {"number": self.number, "call": str(self.call)} | times
+
+
+class NotedCall:
+    """Context of a call in the record; `ended` is called with the call and the error that ended it, if there is one."""
+
+    __slots__ = ("_ended", "_noted")
+
+    def __init__(self, noted: Noted, ended: Callable[[Noted, BaseException | None], None]) -> None:
+        self._noted, self._ended = noted, ended
+
+    def __enter__(self) -> Noted:
+        return self._noted
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._ended(self._noted, error)
 
 
 class Record:

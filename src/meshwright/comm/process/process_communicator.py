@@ -62,7 +62,7 @@ from ..transport.host_transport import HostTransport
 from ..transport.messages import Message, Messages
 from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
 from .device_choice import CPU_BACKEND, Opener, default_transport, use_device
-from .flight_record import Noted, Record
+from .flight_record import Noted, NotedCall, Record
 from .retained_memory import keep_memory
 
 T = TypeVar("T")
@@ -292,9 +292,9 @@ class ProcessCommunicator(QueuedCommunicator):
                 self._watchdog.end()
                 self._guard.after()
 
-    def _noted(self, call: CommCall) -> _NotedCall:
+    def _noted(self, call: CommCall) -> NotedCall:
         """Return a context for a call, which is added to the record. The record is written if the call fails."""
-        return _NotedCall(self, self._record.begin(call))
+        return NotedCall(self._record.begin(call), self._ended)
 
     def _ended(self, noted: Noted, error: BaseException | None) -> None:
         """Complete the record of a call."""
@@ -483,21 +483,6 @@ class ProcessCommunicator(QueuedCommunicator):
                 return shared
         opened = open_backend(backend, store, place, size, self._limit, self._place.loopback)
         return DirectExchange(opened, place, size) if is_for_cpu else opened
-
-
-class _NotedCall:
-    """Context of a call that is in the record of its rank."""
-
-    __slots__ = ("_communicator", "_noted")
-
-    def __init__(self, communicator: ProcessCommunicator, noted: Noted) -> None:
-        self._communicator, self._noted = communicator, noted
-
-    def __enter__(self) -> Noted:
-        return self._noted
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._communicator._ended(self._noted, error)
 
 
 def init_process(
