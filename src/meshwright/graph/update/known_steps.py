@@ -6,7 +6,7 @@ torch's state. It does not depend on their numbers. So equal steps are recorded 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.layout import Cache
-from meshwright.tensor import attention_algorithm, current_random_source
+from meshwright.tensor import current_random_source
 
 from ..guards import OWN, STEP_HOOKS, global_hooks
 from ..program.program import Input, Program
@@ -40,15 +40,16 @@ def step_key(
     check_step(vars(optimizer).get("step"))
     hooks = [hook for hook in _hooks(optimizer) if type(hook) is not FunctionType]
     groups = [_group(group, names) for group in optimizer.param_groups]
-    held = {i.name: state for i in trained if (state := _states(i.name, states)) is not None}
+    held = _kinds_of_states({i.name for i in trained}, states)
     has_attributes = any(vars(p).keys() - OWN for group in optimizer.param_groups for p in group["params"])
-    if hooks or has_attributes or None in groups or len(held) < len(trained) or is_autocast_on() or modes_on():
+    if hooks or has_attributes or None in groups or held is None or is_autocast_on() or modes_on():
         return None
     inputs = [(i.name, i.value.name, i.value.shape, i.value.dtype, i.value.device, i.spec) for i in trained]
     if not all(type(n) is int for i in trained for n in i.value.shape):
         return None
-    setting = torch.get_default_dtype(), current_random_source(), attention_algorithm(), backend_flags()
-    return type(optimizer), tuple(_hooks(optimizer)), tuple(groups), tuple(inputs), tuple(held.items()), setting
+    code = type(optimizer), type(optimizer).step, tuple(_hooks(optimizer))
+    setting = torch.get_default_dtype(), current_random_source(), backend_flags()
+    return code, tuple(groups), tuple(inputs), held, setting
 
 
 def _hooks(optimizer: Optimizer) -> Iterator[Any]:
@@ -69,9 +70,9 @@ def _is_plain(x: object) -> bool:
     return all(map(_is_plain, x)) if type(x) is tuple else type(x) in _PLAIN
 
 
-def _states(name: str, states: Mapping[StateKey, Any]) -> Hashable | None:
-    """Return the kinds of the states of a parameter; None for a state that is no tensor and no number."""
-    held = [(key, value) for (owner, key), value in states.items() if owner == name]
+def _kinds_of_states(owners: Collection[str], states: Mapping[StateKey, Any]) -> Hashable | None:
+    """Return the kinds of the states of these parameters; None for a state that is no tensor and no number."""
+    held = [(key, value) for key, value in states.items() if key[0] in owners]
     if not all(isinstance(value, (Tensor, Input)) or is_number(value) for _, value in held):
         return None
     return tuple((key, state_kind(value), value if is_number(value) else None) for key, value in held)
