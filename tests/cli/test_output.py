@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
-
 LINES = ("schedule list", "schedule 1F1B --json", "run many.py")
 
 
