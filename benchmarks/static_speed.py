@@ -213,7 +213,7 @@ def rope(stage: Stage) -> tuple[Tensor, Tensor]:
 RIVALS: dict[str, Callable[[Stage], Step]] = {"eager": eager_step, "by hand": by_hand_step, "DTensor": dtensor_step}
 GLOO_ONLY = os.environ.get("MESHWRIGHT_SHARED_MEMORY") == "off"
 """True if this process uses no shared memory, so that the trace of torch shows all collectives."""
-UNCOMPILED = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+UNCOMPILED = os.environ.get("STATIC_SPEED_UNCOMPILED") == "1"
 """True if no contender is compiled, to compare losses only."""
 COMPILED: dict[str, Any] = PLAIN if UNCOMPILED else {"compiler": "inductor"}
 CONTENDERS = {"ours": static_step(COMPILED), **RIVALS}
@@ -266,7 +266,9 @@ def set_up(case: Case) -> Stage:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     mw.init_process(backend="gloo")
-    if not UNCOMPILED:
+    if UNCOMPILED:
+        torch._dynamo.config.disable = True
+    else:
         torch.compile(lambda x: x + 1)(torch.ones(1))
     size = SMALLEST if case.size == "smallest" else SIZES[case.size]
     shape = (1, 2, case.ranks // 2) if case.nodes else (1, case.dp, case.tp)

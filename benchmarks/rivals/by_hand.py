@@ -61,7 +61,7 @@ def one_graph(step: Callable[..., Tensor], cpp_wrapper: bool) -> Callable[..., T
         "alignment_asserts": False,
         "guard_filter_fn": lambda guards: [False] * len(guards),
     }
-    whole = not torch._dynamo.config.disable  # False under TORCH_COMPILE_DISABLE=1, which disables compilation
+    whole = not torch._dynamo.config.disable  # False if nothing is compiled
     return torch.compile(step, fullgraph=whole, dynamic=False, options=options)
 
 

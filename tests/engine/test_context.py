@@ -24,6 +24,8 @@ from meshwright.search import MeshPlan, parse_mesh_plan
 Tensors = list[Tensor]
 NAMES = ("gather", "ring", "ulysses")
 BATCH, HEADS, CHANNELS = 2, 4, 8
+LENGTHS = {2: (24, 18, 13), 3: (24, 20, 13), 4: (24, 20, 18, 13)}
+"""Ranks → lengths that leave different remainders when they are divided into one or two parts for each rank."""
 
 
 def tensors(length: int, key_heads: int = HEADS, out: int = CHANNELS) -> Tensors:
@@ -84,8 +86,8 @@ def forms_of_all_ranks(ranks: int, name: str, given: Tensors, **options: Any) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_has_the_numbers_of_one_device(name: str, causal: bool) -> None:
     """On two to four ranks; with heads that share a key; if a name does not fit, the call runs in its usual form."""
-    for ranks in (2, 3, 4):
-        for length in (24, 20, 18, 13):
+    for ranks, lengths in LENGTHS.items():
+        for length in lengths:
             for key_heads in (HEADS, 2):
                 fits = {
                     "gather": False,

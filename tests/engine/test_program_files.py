@@ -77,6 +77,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with states and few operators to compile."""
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
 @dataclass(frozen=True)
 class Setup:
     """The arguments that make a model."""
@@ -237,7 +242,7 @@ def test_a_loaded_model_continues_with_states(tmp_path: Path) -> None:
 
 
 def test_kernels_are_loaded_or_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(marks=lambda model: model, strategy=mw.Strategy(compiler="inductor"))
+    setup = Setup(marks=lambda model: model, optimizer=momentum, strategy=mw.Strategy(compiler="inductor"))
 
     def go() -> list[Any]:
         model = setup.model()

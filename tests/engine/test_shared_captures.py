@@ -135,8 +135,10 @@ def test_values_of_one_rank_are_in_its_program(name: str) -> None:
         torch.testing.assert_close(static, eager)
 
 
-def test_equal_ranks_capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = list[int]()
+@pytest.mark.parametrize("marked", [False, True])
+def test_equal_ranks_capture_once(marked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the hooks of `shard_layer` and `reshard`, which have other numbers on each rank."""
+    ranks, mesh = list[int](), mw.ProcessMesh([0, 1, 2, 3], ["dp"])
     plain = program_builder.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -147,12 +149,17 @@ def test_equal_ranks_capture_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def go() -> Any:
         model = Scaled(_one)
+        if marked:
+            mw.shard_layer(model, mesh, input_fn=lambda given, on: tuple(mw.reshard(x, on, ROWS) for x in given))
         return mw.to_static(model, None, F.mse_loss, torch.optim.AdamW(model.parameters()))(
-            torch.ones(2, 4), torch.ones(2, 4)
+            torch.ones(4, 4), torch.ones(4, 4)
         )
 
     mw.simulate(go, 4)
     assert len(ranks) == 1
+
+
+ROWS = [mw.Shard(0)]
 
 
 SHARED = {

@@ -13,6 +13,7 @@ from torch import nn
 import meshwright as mw
 from meshwright.graph import Program, capture, map_values, name_of, record_update
 from meshwright.graph.update import optimizer_update
+from meshwright.graph.update.known_steps import KNOWN_STEPS
 
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {})
@@ -66,6 +67,19 @@ def test_a_repeated_update_equals_that_of_all_parameters(name: str, monkeypatch:
     assert [(i.role, i.name, i.first) for i in repeated.inputs if i.role != "constant"] == [
         (i.role, i.name, i.first) for i in whole.inputs if i.role != "constant"
     ]
+
+
+def test_an_equal_step_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    KNOWN_STEPS.clear()
+    first = _update_of("NAdam", True, monkeypatch)
+    known = list(KNOWN_STEPS)
+    again = _update_of("NAdam", True, monkeypatch)
+    assert list(KNOWN_STEPS) == known
+    assert str(again) == str(first)
+    constants = [[id(i.source) for i in found.inputs if i.role == "constant"] for found in (first, again)]
+    assert set(constants[0]).isdisjoint(constants[1])
+    _update_of("Adam", True, monkeypatch)
+    assert len(KNOWN_STEPS) > len(known)
 
 
 @pytest.mark.parametrize("name", sorted(_CASES.keys() - REFUSED))

@@ -8,7 +8,9 @@ import pytest
 
 from benchmarks import same_transport, static_speed
 
-UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+UNCOMPILED = {"STATIC_SPEED_UNCOMPILED": "1"}
 
 
 def test_no_contender_makes_fewer_collectives_than_ours() -> None:

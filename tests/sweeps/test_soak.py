@@ -11,10 +11,10 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def test_a_short_run_saves_loads_and_resizes() -> None:
-    """One save in the background, one at the end of the eager steps, and a load before the static steps."""
-    found = samples_of_processes("on_processes", 2, 60, 20, 40)
+    """A save in the background, one at the end of each block of steps, and a load before the static steps."""
+    found = samples_of_processes("on_processes", 2, 40, 10, 20)
     assert len(found) == 2
-    assert all(about["caches"] and about["last"]["step"] == 60 for about in found)
+    assert all(about["caches"] and about["last"]["step"] == 40 for about in found)
 
 
 def test_every_size_comes_before_memory_is_sampled() -> None:

@@ -36,6 +36,7 @@ from .communicators.current_communicator import (
     installed_communicator,
     using_communicator,
     world_ranks,
+    world_size,
 )
 from .communicators.delayed import DelayedCommunicator
 from .communicators.peerless import PeerlessCommunicator
@@ -97,4 +98,5 @@ __all__ = [
     "using_communicator",
     "when_compared",
     "world_ranks",
+    "world_size",
 ]

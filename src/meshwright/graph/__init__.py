@@ -84,7 +84,7 @@ from .program.node import (
     tensor_dtype,
     values_in,
 )
-from .program.node_text import node_text, numbered, type_text
+from .program.node_text import node_text, type_text
 from .program.program import Change, Input, Program, communication, communication_text, count_ops
 from .program.shape_inference import FreshNames
 from .recording.dynamic_sizes import BatchPredicate, SizeConditions, read_size_conditions
@@ -226,7 +226,6 @@ __all__ = [
     "new_state",
     "node_text",
     "note_step",
-    "numbered",
     "observed",
     "overwriting",
     "parse_layouts",

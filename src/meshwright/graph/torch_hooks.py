@@ -44,6 +44,10 @@ FakeTensor: type[torch.Tensor] = fake_tensor.FakeTensor
 """A tensor that has a shape, a dtype and a device, but no data."""
 
 
+METADATA: Mapping[OpOverload, Callable[..., Any]] = fake_tensor._DISPATCH_META_HANDLERS
+"""Operator → function of its arguments that returns metadata of a fake tensor: autograd asks for devices very often."""
+
+
 def forget_numbers(x: TorchValue) -> None:
     """Remove the constant elements that a fake tensor may know."""
     x.constant = None

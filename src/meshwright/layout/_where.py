@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -76,9 +77,13 @@ def _path(frames: Iterable[FrameType]) -> str:
 
 
 def _is_users(frame: FrameType) -> bool:
-    if frame.f_code.co_filename.startswith(_GENERATED):
+    return _is_users_code(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
+
+
+@lru_cache(maxsize=4096)
+def _is_users_code(filename: str, module: str) -> bool:
+    if filename.startswith(_GENERATED):
         return False
-    module = str(frame.f_globals.get("__name__", ""))
     if module.startswith(_OURS + "models"):
         return True
     return not f"{module}.".startswith(_BELOW)

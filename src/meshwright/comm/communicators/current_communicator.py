@@ -70,6 +70,16 @@ def current_communicator() -> Communicator:
     return communicator
 
 
+def world_size() -> int:
+    """Return the number of ranks in the world; no look-up is counted, because it is equal on all ranks.
+
+    Raises:
+        NoCommunicatorError: there is no communicator.
+    """
+    communicator = _here.thread.communicator or _Everywhere.communicator
+    return (communicator or current_communicator()).size
+
+
 def get_rank() -> int:
     """Return the number of this rank in the world."""
     return current_communicator().rank

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from meshwright.comm import current_communicator, init_process
+from meshwright.comm import init_process, world_size
 from meshwright.layout import MeshError, ProcessMesh
 
 
@@ -91,7 +91,7 @@ def resolve_mesh(mesh: ProcessMesh | None) -> ProcessMesh:
             "the mesh says which ranks take part",
             "call mw.set_mesh(mw.ProcessMesh(…)) once, or pass the mesh as an argument",
         )
-    size = current_communicator().size
+    size = world_size()
     last = max(_checked(found).process_ids)
     if last >= size:
         raise MeshError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.layout import ProcessMesh
+from meshwright.layout import ProcessMesh, TorchValue
 from meshwright.tensor import DistTensor, TraceError
 
 from .default_mesh import resolve_mesh
@@ -43,10 +44,26 @@ def shard_layer(
     with keep_shared_memory(layer, f"shard_layer of {type(layer).__name__}"):
         _distribute_modules(layer, mesh, shard_fn)
     if input_fn is not None:
-        layer.register_forward_pre_hook(lambda _, inputs: input_fn(inputs, mesh))
+        layer.register_forward_pre_hook(partial(_with_marked_inputs, input_fn, mesh))
     if output_fn is not None:
-        layer.register_forward_hook(lambda _, inputs, outputs: output_fn(outputs, mesh))
+        layer.register_forward_hook(partial(_with_marked_outputs, output_fn, mesh))
     return layer
+
+
+# Hooks are partial functions and no closures of this package: a capture cannot compare what a closure of ours holds,
+# and simulated ranks would not share it.
+
+
+def _with_marked_inputs(
+    input_fn: Callable[[Any, ProcessMesh], Any], mesh: ProcessMesh, _: object, inputs: TorchValue
+) -> TorchValue:
+    return input_fn(inputs, mesh)
+
+
+def _with_marked_outputs(
+    output_fn: Callable[[Any, ProcessMesh], Any], mesh: ProcessMesh, _: object, inputs: TorchValue, outputs: TorchValue
+) -> TorchValue:
+    return output_fn(outputs, mesh)
 
 
 def _distribute_modules(layer: nn.Module, mesh: ProcessMesh, shard_fn: ShardFn | None) -> None:

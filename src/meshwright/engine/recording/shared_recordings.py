@@ -24,9 +24,9 @@ from meshwright.graph import (
     complete,
     is_lifted,
     is_plain,
-    numbered,
     runner,
     specs_in,
+    with_layouts,
 )
 from meshwright.layout import Cache, Spec
 from meshwright.tensor import leaves_in
@@ -63,11 +63,12 @@ def recorded_once(
     """
     if not isinstance(here, SimulatedCommunicator):
         return record(), captured.fits()
-    text = numbered(captured.program.text(where=True))
     specs = tuple((i.name, i.spec and i.spec.concrete) for i in captured.program.inputs)
     modes = tuple((n.origin.grad, n.origin.autocast, n.origin.context) for n in captured.program.nodes)
     number = nth_request(here, "program")
-    known: list[_Recorded] = _shared_results(here).setdefault(("programs", number, text, specs, modes, repr(how)), [])
+    known: list[_Recorded] = _shared_results(here).setdefault(
+        ("programs", number, captured.program.numbered_text, specs, modes, repr(how)), []
+    )
     for found in known:
         fits_here = are_alike(specs_in(found.program), found.rank, here.rank)
         if fits_here and is_shared(found.program, found.constants, alike):
@@ -147,6 +148,12 @@ def completed_once(here: Communicator, program: Program, given: Mapping[str, Spe
     return made_once(here, key, lambda: complete(program, given))
 
 
+def laid_once(here: Communicator, program: Program, layouts: Layouts) -> Program:
+    """Return the program with the layouts; simulated ranks that share both share it, with all that it remembers."""
+    key = ("laid out", id(program), id(layouts))
+    return made_once(here, key, lambda: (program, layouts, with_layouts(program, layouts)))[2]
+
+
 def searched_once(here: Communicator, program: Program, how: object, search: Callable[[], T]) -> T:
     """Return `search()`, or its result on a simulated rank with the same program; `how` is what it depends on besides.
 
@@ -154,7 +161,7 @@ def searched_once(here: Communicator, program: Program, how: object, search: Cal
     """
     if not isinstance(here, SimulatedCommunicator):
         return search()
-    return made_once(here, ("searches", numbered(program.text()), repr(how)), search)
+    return made_once(here, ("searches", program.numbered_text, repr(how)), search)
 
 
 def made_once(here: Communicator, key: object, make: Callable[[], T]) -> T:

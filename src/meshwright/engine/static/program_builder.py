@@ -40,7 +40,6 @@ from meshwright.graph import (
     split_before_update,
     tensor_dtype,
     verify,
-    with_layouts,
     with_stage_sends,
 )
 from meshwright.layout import Spec
@@ -63,6 +62,7 @@ from ..recording.shared_recordings import (
     constant_numbers,
     constants_of,
     is_shared,
+    laid_once,
     recorded_once,
     runner_once,
 )
@@ -246,7 +246,7 @@ class Builder:
             layouts = completed_once(current_communicator(), program, given)
             if self.mode == "train" and (uncut := self._uncut(program, layouts, batch)):
                 layouts = completed_once(current_communicator(), program, {**uncut, **given})
-        forward = with_layouts(program, layouts)
+        forward = laid_once(current_communicator(), program, layouts)
         first = () if self._rules else strategy.passes_on("captured")
         captured = replace(captured, program=apply_passes(forward, first))
         refuse_shared_new_layouts(captured)

@@ -18,7 +18,6 @@ from meshwright.layout import TorchValue
 
 from ..program.effects import is_needed, is_pure
 from ..program.node import Node, Value, bind_values, map_values, name_of, tensor_dtype, values_in
-from ..program.node_text import numbered
 from ..program.program import Input, Program
 from ..torch_hooks import Operator
 
@@ -48,7 +47,7 @@ def folded(program: Program, buffers: Mapping[str, Tensor]) -> Folded:
     given = [i for i in program.inputs if i.value not in known] + [Input(v, "constant", "") for v in read]
     bare = Program(tuple(given), tuple(nodes), program.outputs, program.writes)
     constants = tuple(known[v] for v in read if isinstance(known[v], Tensor))
-    return Folded(numbered(_renamed(bare).text(where=True)), constants)
+    return Folded(_renamed(bare).numbered_text, constants)
 
 
 def constant_values(program: Program, buffers: Mapping[str, Tensor]) -> dict[Value, Any]:

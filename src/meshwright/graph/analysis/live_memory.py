@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, product
 
 from meshwright.layout import TorchValue
@@ -101,24 +101,30 @@ def _pairs_by_schema(op: Operator, node: Node) -> Iterator[tuple[Value, Value]]:
     if op._schema.name in SECRET_VIEWS or (secret is not None and secret(*node.args, **node.kwargs)):
         yield from product(node.outs, values_in(node.args))
         return
-    returns = op._schema.returns
-    results: Sequence[TorchValue] = [node.out] if len(returns) == 1 else node.out or ()
-    for result, declared in zip(results, returns, strict=True):
-        if declared.alias_info is not None:
-            arguments = _arguments_at(node, _aliased_places(op, declared.alias_info.before_set))
-            yield from product(values_in(result), values_in(arguments))
+    places = _aliased_places(op)
+    results: Sequence[TorchValue] = [node.out] if len(places) == 1 else node.out or ()
+    for result, aliased in zip(results, places, strict=True):
+        if aliased:
+            yield from product(values_in(result), values_in(_arguments_at(node, aliased)))
 
 
-def _aliased_places(op: Operator, names: set[str]) -> list[int | str]:
+@lru_cache(maxsize=4096)
+def _aliased_places(op: Operator) -> tuple[tuple[int | str, ...], ...]:
+    """Return, for each result of an operator, the arguments whose memory it may share by the schema."""
+    infos = [r.alias_info for r in op._schema.returns]
+    return tuple(() if info is None else _places_in_memory(op, info.before_set) for info in infos)
+
+
+def _places_in_memory(op: Operator, names: set[str]) -> tuple[int | str, ...]:
     """Return the arguments in a memory of one of these names; all with a named memory if there are no names.
 
     The schema has no names for the result if it is a list of tensors.
     """
-    return [
+    return tuple(
         a.name if a.kwarg_only else at
         for at, a in enumerate(op._schema.arguments)
         if a.alias_info is not None and (a.alias_info.before_set & names or not names)
-    ]
+    )
 
 
 def _arguments_at(node: Node, places: Sequence[int | str]) -> list[TorchValue]:

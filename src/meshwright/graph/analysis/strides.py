@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.layout import Cache, TorchValue, hint
 from meshwright.reshard import View
-from meshwright.tensor import map_leaves, map_tensors
+from meshwright.tensor import key_of_tree, map_tensors
 
 from ..program.node import Conversion, Node, Start, Value, Wait, bind_values
 from ..program.program import Input, Program
@@ -31,12 +31,12 @@ def strides_of(program: Program) -> dict[Value, tuple[int, ...]]:
     known: dict[Value, Any] = {}
     with no_modes(), torch.no_grad():
         for given in program.inputs:
-            known[given.value] = _meta_input(given, program)
+            known[given.value] = _metadata_of(_meta_input(given, program))
         for node in program.nodes:
             if all(v in known for v in node.ins):
                 with suppress(ValueError):
                     bind_values(node.out, _result_of(node, known, program.rank), known)
-    return {v: x.stride() for v, x in known.items() if isinstance(x, Tensor)}
+    return {v: x.strides for v, x in known.items() if isinstance(x, _Metadata)}
 
 
 def _meta_input(given: Input, program: Program) -> TorchValue:
@@ -70,22 +70,26 @@ _results: Cache[Hashable, TorchValue] = Cache(4096)
 
 
 def _result_of(node: Node, known: dict[Value, Any], rank: int) -> TorchValue:
-    """Return the results of a node; those of operators are memoized."""
+    """Return the results of a node, tensors as metadata; those of operators are memoized."""
     if not isinstance(node.op, Operator):
-        return _run(node, known, rank)
-    given = node.mapped_arguments(lambda v: _metadata_of(known[v]))
-    key = node.op, repr(given), torch.get_default_dtype(), *(v.device for v in node.outs if v.is_tensor)
+        return map_tensors(_metadata_of, _run(node, known, rank))
+    given = key_of_tree(node.mapped_arguments(known.__getitem__), lambda x: (type(x), x))
+    key = node.op, given, torch.get_default_dtype(), *(v.device for v in node.outs if v.is_tensor)
     if key not in _results:
         _results[key] = map_tensors(_metadata_of, _run(node, known, rank))
-    return map_leaves(lambda x: x.tensor() if isinstance(x, _Metadata) else x, _results[key])
+    return _results[key]
 
 
 def _metadata_of(x: TorchValue) -> TorchValue:
     return _Metadata(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
 
 
+def _tensor_of(x: TorchValue) -> TorchValue:
+    return x.tensor() if isinstance(x, _Metadata) else x
+
+
 def _run(node: Node, known: dict[Value, Any], rank: int) -> TorchValue:
-    args, kwargs = node.mapped_arguments(known.__getitem__)
+    args, kwargs = node.mapped_arguments(lambda v: _tensor_of(known[v]))
     if isinstance(node.op, Wait):
         return args[0]
     if isinstance(node.op, Start):

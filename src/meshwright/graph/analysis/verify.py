@@ -16,9 +16,13 @@ from .live_memory import overwritten
 def verify(program: Program, by: str = "", deep: bool = False) -> Program:
     """Return `program` if it is valid. `deep` runs every operator on fake tensors and compares shapes and dtypes.
 
+    A program does not change, so it is checked once.
+
     Raises:
         ProgramError: the program is invalid; the message names the node, and `by`, the maker of the program.
     """
+    if not deep and _VERIFIED in vars(program):
+        return program
     checks = [_order_violations, _result_violations, overwritten]
     if deep:
         checks.append(_type_violations)
@@ -30,7 +34,12 @@ def verify(program: Program, by: str = "", deep: bool = False) -> Program:
             why,
             "in the pass, add values before their readers, and replace values before removal (Draft does both)",
         )
+    vars(program)[_VERIFIED] = True
     return program
+
+
+_VERIFIED = "_verified"
+"""Attribute of a program that was found valid."""
 
 
 def _order_violations(program: Program) -> Iterator[tuple[str, str, str]]:

@@ -25,7 +25,6 @@ from ..analysis.constant_folding import constant_values, folded
 from ..files.canonical_text import canonical_text_or_none
 from ..guards import Executed, PassComparison, ReadSlots, check_repeatable, code_text
 from ..program.node import Value
-from ..program.node_text import numbered
 from ..program.program import Program
 from ..recording.detached_writes import check_late_writes
 from ..recording.dynamic_sizes import BatchPredicate, BatchSize, DynamicSizes, size_conditions
@@ -177,7 +176,7 @@ def _same_program(first: Capture, second: Capture) -> bool:
     """
     one, other = first.program, second.program
     pairs = [(a.source, b.source) for a, b in zip(one.inputs, other.inputs, strict=False) if a.role == "constant"]
-    if numbered(one.text(where=True)) == numbered(other.text(where=True)):
+    if one.numbered_text == other.numbered_text:
         return all(torch.equal(a, b) for a, b in pairs)
     return folded(one, buffers_of(first)).equals(folded(other, buffers_of(second)))
 

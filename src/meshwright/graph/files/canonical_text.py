@@ -37,7 +37,22 @@ def canonical_text(program: Program) -> str:
 
 
 def canonical_text_or_none(program: Program) -> str | None:
-    """Return `canonical_text(program)`; None if the program has operators of other libraries or cannot be saved."""
+    """Return `canonical_text(program)`; None if the program has operators of other libraries or cannot be saved.
+
+    The text is computed once, unless the program has constants, whose numbers may change.
+    """
+    if any(i.role == "constant" for i in program.inputs):
+        return _text_or_none(program)
+    known = vars(program)
+    if _TEXT not in known:
+        known[_TEXT] = _text_or_none(program)
+    return known[_TEXT]
+
+
+_TEXT = "_canonical_text"
+
+
+def _text_or_none(program: Program) -> str | None:
     if any(isinstance(n.op, Operator) and n.op.namespace not in _NAMESPACES for n in program.nodes):
         return None
     try:

@@ -89,7 +89,7 @@ class Encoder:
             return [self._add_value(given.value), given.role, given.name, spec, self.tree(given.source), given.first]
 
     def _node(self, node: Node) -> list[JsonValue]:
-        with _naming_place(node_text(node, where=True)):
+        with _naming_place(node):
             args, kwargs = self.tree(list(node.args)), {k: self.tree(v) for k, v in node.kwargs.items()}
             for v in node.outs:
                 self._add_value(v)
@@ -197,14 +197,14 @@ class _UnknownError(Exception):
 
 
 @contextmanager
-def _naming_place(what: str) -> Generator[None]:
-    """Convert errors for unrepresentable objects inside the context to ProgramFileError, with `what` as the place."""
+def _naming_place(part: Node | str) -> Generator[None]:
+    """Convert errors for unrepresentable objects inside the context to ProgramFileError, with `part` as the place."""
     try:
         yield
     except (_UnknownError, ExpressionError) as error:
         raise ProgramFileError(
             "saving a program",
-            what,
+            node_text(part, where=True) if isinstance(part, Node) else part,
             str(error),
             "operators of torch.ops in its place (torch.library.custom_op makes one of a function), and the program "
             "as it is before kernels are compiled",

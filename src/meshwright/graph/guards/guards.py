@@ -22,7 +22,7 @@ from .._errors import SideEffectError
 from ..torch_hooks import FakeTensor
 from .executed import Executed, executed_code, writes
 from .object_equivalence import are_twins
-from .reachable_slots import LAYER_HOOKS, Reach, any_name
+from .reachable_slots import LAYER_HOOKS, NUMBERED_HOOKS, Reach, any_name
 from .slots import Change, ContainerSlot, NamespaceSlot, Slot
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def _layer_slots(reach: Reach) -> Iterator[Slot]:
             held: dict[Any, Any] | None = layer.__dict__.get(table)
             if held is not None:
                 unordered = table in ("_parameters", "_buffers")
-                yield ContainerSlot(f"{label}{table}", held, unordered)
+                yield ContainerSlot(f"{label}{table}", held, unordered, numbered=table in NUMBERED_HOOKS)
 
 
 class _Restored:

@@ -70,8 +70,9 @@ from .slots import (
 )
 from .trusted_libraries import is_installed_file, is_trusted, is_trusted_file, is_trusted_module
 
+NUMBERED_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LAYER_HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *NUMBERED_HOOKS,
     *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"),
 )
 _ALL_ITEMS = frozenset({"items", "keys", "values", "copy"})

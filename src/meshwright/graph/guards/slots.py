@@ -175,10 +175,13 @@ OF_FUNCTION = {kind: attrgetter(kind) for kind in ("__code__", "__defaults__", "
 
 
 class ContainerSlot:
-    """Content of a list, dict, set, deque or array. The order of an `unordered` dict is ignored."""
+    """Content of a list, dict, set, deque or array. The order of an `unordered` dict is ignored.
 
-    def __init__(self, label: str, value: object, unordered: bool = False) -> None:
-        self.label, self.value, self.unordered = label, value, unordered
+    The keys of a `numbered` dict are numbers of hooks, which torch counts in the whole process.
+    """
+
+    def __init__(self, label: str, value: object, unordered: bool = False, numbered: bool = False) -> None:
+        self.label, self.value, self.unordered, self.numbered = label, value, unordered, numbered
         self.known = content(value)
 
     def holds(self) -> bool:

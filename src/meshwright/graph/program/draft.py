@@ -27,6 +27,8 @@ class Spot:
     before: Spot | None = field(default=None, repr=False)
     after: Spot | None = field(default=None, repr=False)
     gone: bool = False
+    original: Node | None = field(default=None, repr=False)
+    """The node of the program that this one was before the draft."""
 
     @property
     def ins(self) -> tuple[Value, ...]:
@@ -40,7 +42,10 @@ class Spot:
 
     @property
     def node(self) -> Node:
-        """The node as it is now, as a part of a program."""
+        """The node as it is now, as a part of a program: the original one if it did not change."""
+        was = self.original
+        if was is not None and was.op is self.op and was.args is self.args and was.kwargs == self.kwargs:
+            return was
         return Node(self.op, self.args, self.kwargs, self.out, self.origin)
 
     @property
@@ -67,7 +72,8 @@ class Draft:
         self._ends = (_end(), _end())
         self._ends[0].after, self._ends[1].before = self._ends[1], self._ends[0]
         for node in program.nodes:
-            self._link(Spot(node.op, node.args, dict(node.kwargs), node.out, node.origin), self._ends[1])
+            spot = Spot(node.op, node.args, dict(node.kwargs), node.out, node.origin, original=node)
+            self._link(spot, self._ends[1])
 
     def __iter__(self) -> Iterator[Spot]:
         """Yield the nodes in order, including nodes that are added after the current one during the iteration."""

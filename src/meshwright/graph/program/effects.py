@@ -34,7 +34,12 @@ def is_random_operator(op: Op) -> bool:
     """True if `op` draws random numbers. Such operators keep their order."""
     if isinstance(op, (WriteToCopies, Overwrite)):
         return is_random_operator(op.op)
-    return isinstance(op, Operator) and torch.Tag.nondeterministic_seeded in op.tags
+    return isinstance(op, Operator) and _draws(op)
+
+
+@lru_cache(maxsize=4096)
+def _draws(op: Operator) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def is_random_call(node: Node) -> bool:
@@ -66,9 +71,13 @@ def is_view(op: Op) -> bool:
     """True if results may share memory with arguments."""
     if isinstance(op, Conversion):
         return not op.communicates
-    if not isinstance(op, Operator):
-        return False
-    return any(r.alias_info is not None for r in op._schema.returns) or op._schema.name == "aten::reshape"
+    return isinstance(op, Operator) and (returns_memory_of_arguments(op) or op._schema.name == "aten::reshape")
+
+
+@lru_cache(maxsize=4096)
+def returns_memory_of_arguments(op: Operator) -> bool:
+    """True if, by the schema, results are arguments or share memory with them."""
+    return any(r.alias_info is not None for r in op._schema.returns)
 
 
 def is_needed(op: Op, args: Sequence[Any], outs: Sequence[Value], needed: Container[Value]) -> bool:

@@ -17,7 +17,7 @@ from meshwright.layout import Spec, TorchValue
 from .backward_reads import BackwardReads, backward_reads_of
 from .layouts import Layouts
 from .node import Conversion, Node, Start, Value, name_of, tensor_dtype, values_in
-from .node_text import node_text, tree_text, type_text
+from .node_text import node_text, numbered, tree_text, type_text
 
 Role = Literal["saved", "parameter", "gradient", "buffer", "state", "batch", "constant", "scalar", "number", "size"]
 
@@ -138,6 +138,11 @@ class Program:
         lines += [f"  {x!r} <- {v!r}" for x, v in self.writes]
         lines.append(f"  return {tree_text(self.outputs)}")
         return "\n".join(lines)
+
+    @cached_property
+    def numbered_text(self) -> str:
+        """The text with source lines, and with numbered symbols: equal for two recordings of the same code."""
+        return numbered(self.text(where=True))
 
     def with_changes(self, *changes: Change) -> Program:
         return replace(self, changes=(*self.changes, *changes))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from meshwright.layout import TorchValue, user_frame
 
 from .._errors import CaptureError
-from ..program.effects import writes_to
+from ..program.effects import returns_memory_of_arguments, writes_to
 from ..program.node import Op, Overwrite, Value
 from ..torch_hooks import Operator
 
@@ -236,6 +237,7 @@ IDENTITIES = frozenset({"detach", "alias", "lift_fresh", "detach_"})
 """Operators whose result is the argument itself, once gradients are explicit."""
 
 
+@lru_cache(maxsize=4096)
 def functional(op: Operator) -> Operator | None:
     """Return the out-of-place form of an in-place operator (`add` for `add_`) with the same arguments, or None."""
     namespace, name = op._schema.name.split("::")
@@ -260,7 +262,12 @@ def _same_arguments(found: Operator, op: Operator) -> bool:
 
 def overwriting(op: Op) -> Operator | Overwrite | None:
     """Return the in-place form of an operator (`add_` for `add`) with the same arguments, or None."""
-    if not isinstance(op, Operator) or any(r.alias_info is not None for r in op._schema.returns):
+    return _overwriting(op) if isinstance(op, Operator) else None
+
+
+@lru_cache(maxsize=4096)
+def _overwriting(op: Operator) -> Operator | Overwrite | None:
+    if returns_memory_of_arguments(op):
         return None
     namespace, name = op._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import permutations
 from typing import Any
 
@@ -14,7 +15,7 @@ from meshwright.layout import Spec, TorchValue, user_frame
 from meshwright.tensor import DistTensor, tensors_in
 
 from .._errors import CaptureError
-from ..program.effects import is_random_operator, writes_to
+from ..program.effects import is_random_operator, returns_memory_of_arguments, writes_to
 from ..program.node import ArgumentPosition, Node, Op, Origin, Value, WriteToCopies, argument_at, values_in
 from ..program.program import Input, Role
 from ..program.shape_inference import FreshNames, as_values, stem_of
@@ -278,7 +279,7 @@ class Recording:
 
     def _viewed_cell(self, op: Op, args: Sequence[TorchValue]) -> Cell | None:
         """Return the cell of the first argument if results of `op` may be views of it, otherwise None."""
-        if not isinstance(op, Operator) or not any(r.alias_info is not None for r in op._schema.returns):
+        if not isinstance(op, Operator) or not returns_memory_of_arguments(op):
             return None
         return self._find(args[0]) if args and isinstance(args[0], Tensor) else None
 
@@ -353,6 +354,7 @@ class Recording:
                 self._bind(t, Cell(v, TensorMemory(), t))
 
 
+@lru_cache(maxsize=4096)
 def _gives_arguments(op: Operator) -> bool:
     """True if all results of `op` are arguments that it wrote to."""
     infos = [r.alias_info for r in op._schema.returns]

@@ -23,6 +23,7 @@ from meshwright.layout import ProcessMesh, Spec, TorchValue, axes_of
 from meshwright.reshard import ConversionPlan, Exchange, Relabel
 from meshwright.tensor import (
     RandomSource,
+    ReshardMark,
     absent,
     as_part,
     current_random_source,
@@ -45,7 +46,9 @@ from ..program.program import Input, Program
 from ..program.rank_numbers import Offset, RankNumber, RankPlace, end_ranks, is_everywhere
 from ..recording.recording import Recording, written_by
 from ..torch_hooks import (
+    METADATA,
     FakeMode,
+    FakeTensor,
     Modes,
     Operator,
     conditions,
@@ -113,6 +116,8 @@ class Recorder(Modes):
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: TorchValue = (), kwargs: TorchValue = None
     ) -> TorchValue:
+        if func in METADATA and isinstance(args[0], FakeTensor):
+            return METADATA[func](args)
         with interception_off():
             out = self._run(func, args, kwargs or {})
             self._note(func, args, kwargs or {}, out)
@@ -375,7 +380,7 @@ def _check_written_buffers(captured: Capture, step: Program) -> None:
 def _has_users_code(captured: Capture) -> bool:
     """True if the user's functions run while the gradients of the captured call are recorded."""
     hooked = any(slot.tensor._backward_hooks for slot in captured.slots)
-    return hooked or not all(isinstance(node.op, Operator) for node in captured.program.nodes)
+    return hooked or not all(isinstance(node.op, (Operator, ReshardMark)) for node in captured.program.nodes)
 
 
 def record_forward(captured: Capture, rank: int, size: int) -> Program:

@@ -6,6 +6,7 @@ In reading order:
     parameter_redirection   uses of the model's parameters are redirected to the fake ones, for hooks
     step_effects            check that a step with user code changes only tensors
     optimizer_states        states as inputs of the program, and a key for equal kinds of states
+    known_steps             recorded steps for later models with equal parameters and options
     recorded_step           the recorded step of some parameters
     repeated_update         the update of one parameter, repeated for all parameters of its kind
     first_states            states that can be created before the first step

@@ -60,7 +60,7 @@ def optimizer_copy(
     """Return a copy of `optimizer` with fake parameters and states; learning rates are inputs of the program."""
     twin = object.__new__(type(optimizer))  # copy.copy omits attributes and hooks that __getstate__ omits
     twin.__dict__ |= optimizer.__dict__
-    _check_step(twin.__dict__.pop("step", None))
+    check_step(twin.__dict__.pop("step", None))
     twin.param_groups = [
         _copied_group(group, at, names, parameters, recorder) for at, group in enumerate(optimizer.param_groups)
     ]
@@ -71,7 +71,7 @@ def optimizer_copy(
     return twin
 
 
-def _check_step(step: object) -> None:
+def check_step(step: object) -> None:
     """Raise CaptureError for a `step` set on the optimizer object, unless a learning rate scheduler set it."""
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise CaptureError(

@@ -23,6 +23,7 @@ from ..program.program import Input, Program
 from ..replay.loss_scale import HELD, Scaling, Unscaled, scale_input, skip_writes_on_overflow, unscale_gradients
 from ..replay.recorder import Recorder
 from ..torch_hooks import decided_outside
+from .known_steps import KNOWN_STEPS, can_be_known, step_key, with_own_constants
 from .optimizer_copy import StateKey, optimizer_copy, run_step
 from .optimizer_states import add_state_input, is_number
 from .parameter_redirection import redirect_parameters
@@ -85,6 +86,21 @@ class OptimizerStep:
         return given.name in self.held and getattr(self.held[given.name][1], "_spec", None) is not given.spec
 
     def recorded(self, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Recorded:
+        """Return the update of the parameters `trained`, recorded now or for another model."""
+        key = None if self.is_users else step_key(self.optimizer, self.names, trained, states)
+        if key is None:
+            return self._recorded_now(trained, states)
+        layouts = [(self.shards.get(i.name), self.is_moved(i)) for i in trained]
+        key = key, self.rank, self.size, tuple(layouts), self.scaling
+        if key not in KNOWN_STEPS:
+            found = self._recorded_now(trained, states)
+            if not can_be_known(found.program):
+                return found
+            KNOWN_STEPS[key] = found
+        known: Recorded = KNOWN_STEPS[key]
+        return replace(known, program=with_own_constants(known.program))
+
+    def _recorded_now(self, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Recorded:
         """Record the update of the parameters `trained`."""
         recorder = Recorder(self.rank, self.size)
         recorder.recording.forgets = True

@@ -269,7 +269,7 @@ def _short_signature(func: TorchFunction, args: Arguments) -> Signature | None:
 def signature(func: TorchFunction, args: Sequence[TorchValue], kwargs: NamedArguments | None) -> Signature | None:
     """Return a key that is equal for two calls with the same plan; None if there is none.
 
-    Floats count by their type: a learning rate that changes every step is one signature.
+    Floats, also symbolic ones, count by their type: a learning rate that changes every step is one signature.
     """
     parts: list[Hashable] = [func]
     if kwargs:
@@ -339,6 +339,8 @@ def _mark_other(value: object) -> Hashable:
         return _mark_tensor(value)
     if isinstance(value, torch.SymInt):
         return (torch.SymInt, value.node.shape_env, value.node.expr)
+    if isinstance(value, torch.SymFloat):
+        return torch.SymFloat
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)) or value is Ellipsis:
         return value
     raise _NoSignature

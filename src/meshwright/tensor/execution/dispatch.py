@@ -23,7 +23,7 @@ from ..core.dist_tensor import PLANS, DistTensor, Run, floats_in
 from ..core.function_names import name_of
 from ..core.handler_registry import DIRECT, HANDLERS
 from ..core.rank_ownership import check_maker
-from ..core.tree import tensors_in
+from ..core.tree import leaves_in, tensors_in
 from ..handlers import list_arguments, memory_access, random_functions, tensor_attributes
 from ..handlers.out_targets import into_targets, targets_in
 from ..handlers.torch_distributed import handler_of
@@ -244,6 +244,9 @@ def _plan_operators(
 
 
 def _remember(key: Hashable, args: TorchValue, kwargs: TorchValue, plan: CallPlan, by_value: bool) -> None:
+    """Store the plan of calls with the signature `key`; a plan that depends on a symbolic float is for one call."""
+    if by_value and any(isinstance(x, torch.SymFloat) for x in leaves_in((args, kwargs))):
+        return
     floats = floats_in(args, kwargs)
     if floats and (by_value or key in _VALUED):
         _VALUED[key] = True
