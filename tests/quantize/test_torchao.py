@@ -20,16 +20,16 @@ class Int8Tensor(Tensor):
     __module__ = "torchao.quantization"
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Int8Tensor:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    def __new__(cls: type, held: Tensor) -> Int8Tensor:
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return Int8Tensor(args[0].inner)
+            return Int8Tensor(args[0].held)
         raise NotImplementedError(str(func))
 
 

@@ -70,7 +70,7 @@ class GptqForm:
         }
         if f"{name}.{INDEX}" in catalogue.entries:
             found[INDEX] = FileTensor((columns,), torch.int32)
-        if layer.bias is None and f"{name}.bias" in catalogue.entries:
+        if layer._parameters["bias"] is None and f"{name}.bias" in catalogue.entries:
             found["bias"] = FileTensor((rows,), catalogue.entries[f"{name}.bias"].dtype)
         return found
 
