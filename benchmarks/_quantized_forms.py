@@ -149,7 +149,7 @@ class Nf4:
 
 FORMS: dict[str, Gptq | Awq | Nf4] = {
     "gptq": Gptq(),
-    "gptq, symmetric, 8 bits": Gptq(8, symmetric=True),
+    "gptq, symmetric, 8 bits": Gptq(8, symmetric=True, dtype=torch.float32),
     "gptq, act-order": Gptq(act_order=True),
     "gptq, symmetric, act-order": Gptq(symmetric=True, act_order=True),
     "gptq, a scale per row": Gptq(group=-1),
