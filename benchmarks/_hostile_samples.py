@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from benchmarks._quantized_forms import Nf4, write
 from meshwright.checkpoint import HeldTensor
 from meshwright.cli.commands.explain import _measured
 from meshwright.cli.commands.plan import read_model
@@ -250,7 +251,7 @@ def find_kept(place: Path) -> Any:
 
 STATE: Callable[[], dict[str, Any]] = lambda: {"w": torch.ones(64, 4), "b": {"c": torch.zeros(3)}, "step": 3}  # noqa: E731
 TRAINED = "trained"
-QUANTIZED = "quantized model"
+QUANTIZED, NF4 = "quantized model", "nf4 model"
 
 
 def _network() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -262,6 +263,9 @@ def save_checkpoint(name: str, place: Path) -> None:
     """Write a checkpoint in one of the forms."""
     if name == QUANTIZED:
         mw.save_quantized(mw.quantize(_plain_layers(), "int8"), place)
+        return
+    if name == NF4:
+        write(_plain_layers(), Nf4(8, nested=True), place)
         return
     if name == TRAINED:
         network, optimizer = _network()
@@ -309,7 +313,8 @@ CHECKPOINTS: tuple[tuple[str, Callable[[Path], Any], tuple[str, ...]], ...] = (
             *SHARDS,
         ),
     ),
-    (QUANTIZED, _load_quantized, ("quantize._files:_read",)),
+    (QUANTIZED, _load_quantized, ("quantize.checkpoints.load:_read",)),
+    (NF4, _load_quantized, ("quantize.checkpoints.bitsandbytes_form:_state",)),
     ("dcp", _load, ("checkpoint.formats.dcp_reader:read_dcp", "checkpoint.formats.dcp_reader:_open")),
     (TRAINED, _resume, ()),
 )

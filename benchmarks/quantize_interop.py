@@ -1,7 +1,9 @@
-"""Logits of quantized models that transformers loads from our files, and that we load from theirs.
+"""Logits of quantized models that transformers loads from our files, and that we load from those of other libraries.
 
 transformers reads what `mw.save_quantized` writes, by the package compressed-tensors, and computes logits. It writes
-the model too, and `mw.load_quantized` reads these files. The value is the largest difference from our logits.
+the model too, and `mw.load_quantized` reads these files. Files in the forms of GPTQ, AWQ and bitsandbytes are written
+here as these forms are published; their logits are those of a model with the numbers that the files stand for. The
+value is the largest difference of logits.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import transformers
 from torch import Tensor
 
 import meshwright as mw
+from benchmarks._quantized_forms import FORMS, Awq, Gptq, Nf4, write
 from meshwright.quantize import NumberFormat, Scheme
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
@@ -57,6 +60,22 @@ def differences(name: str, scheme: Scheme, folder: Path) -> tuple[float, float]:
     return read, largest(wanted, logits(again))
 
 
+def differences_of_form(name: str, form: Gptq | Awq | Nf4, folder: Path) -> tuple[float, float]:
+    """Return the largest differences of logits for a file in another form: on one device, and saved again by us.
+
+    The second one is that of transformers, 0 for numbers that it does not load: nf4, packed zero points, and groups
+    that are not neighbours, which compressed-tensors 0.20 refuses.
+    """
+    exact = write(make(name, torch.float32), form, folder / "theirs", without=("lm_head",))
+    model = mw.load_quantized(make(name, torch.float32), folder / "theirs")
+    read = largest(logits(exact), logits(model))
+    if not isinstance(form, Gptq) or not form.symmetric or form.act_order:
+        return read, 0.0
+    mw.save_quantized(model, folder / "ours")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours", dtype=torch.float32)
+    return read, largest(logits(exact), logits(theirs))
+
+
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
     return model(IDS).logits
@@ -72,10 +91,14 @@ def run(quick: bool = False) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     found: dict[str, tuple[float, float]] = {}
     for model in MODELS[: 1 if quick else None]:
-        for name, scheme in SCHEMES.items():
-            with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-                warnings.simplefilter("ignore")
-                found[f"{model}, {name}"] = differences(model, scheme, Path(folder))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, scheme in SCHEMES.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    found[f"{model}, {name}"] = differences(model, scheme, Path(folder))
+            for name, form in FORMS.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    found[f"{model}, {name}"] = differences_of_form(model, form, Path(folder))
     value = max(max(pair) for pair in found.values())
     return {
         "name": "quantize_interop",
@@ -85,6 +108,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         "details": {
             "models": list(MODELS[: 1 if quick else None]),
             "schemes": list(SCHEMES),
+            "forms of other libraries": list(FORMS),
             "different": {name: pair for name, pair in found.items() if any(pair)},
         },
     }

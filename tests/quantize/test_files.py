@@ -90,7 +90,7 @@ def with_config(path: Path, **changes: Any) -> Path:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "another library": {"quant_method": "gptq"},
+    "another library": {"quant_method": "gguf"},
     "no groups": {"config_groups": None},
     "a block strategy": {"config_groups": {"g": {"targets": ["Linear"], "weights": {"strategy": "block"}}}},
     "other numbers": {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 9}}}},

@@ -113,3 +113,30 @@ def test_a_norm_that_cannot_be_divided_stays(make: Any) -> None:
         )
         == []
     )
+
+
+class Sometimes(nn.Module):
+    """A block whose norm has a second reader for some inputs only: for these, its weight cannot be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.layer = nn.RMSNorm(64), nn.Linear(64, 64)
+        with torch.no_grad():
+            self.norm.weight[::32] *= 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.layer(y) + y * (x.sum() > 0)
+
+
+def test_a_norm_is_divided_on_a_mesh_where_one_device_divides_it() -> None:
+    batches = [x - x.mean() + sign for x, sign in zip(inputs(), (-1, -1, 1, 1), strict=True)]
+    one = mw.quantize(Sometimes(), SMOOTHQUANT, batches)
+    assert not torch.equal(one.get_parameter("norm.weight"), Sometimes().norm.weight)
+
+    def program() -> list[str]:
+        model = mw.shard_layer(Sometimes(), mw.ProcessMesh([0, 1], ["dp"]))
+        return differences(state_of(one), state_of(mw.quantize(model, SMOOTHQUANT, batches)))
+
+    assert mw.simulate(program, 2) == [[], []]

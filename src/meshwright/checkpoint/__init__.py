@@ -26,7 +26,7 @@ from .operations.folder_lock import hold_folder
 from .operations.load import load, read_whole
 from .operations.open_checkpoint import FORMATS, format_of, open_checkpoint, open_together, verify
 from .operations.save import Saving, save
-from .operations.state_differences import LoadReport
+from .operations.state_differences import LoadReport, difference_of
 from .operations.step_folders import is_step, latest_step, step_name, steps_in
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "convert",
     "current_world",
     "decode_value",
+    "difference_of",
     "encode_value",
     "format_of",
     "hold_folder",

@@ -1,4 +1,4 @@
-"""Quantization: schemes, methods, quantized layers, and checkpoints in the form of compressed-tensors.
+"""Quantization: schemes, methods, quantized layers, and checkpoints of quantized models.
 
 _scheme             NumberFormat, Scheme: which layers become which numbers, by which method; presets
 _rounding           scales, codes and values: plain torch, equal on one device and on every mesh
@@ -16,17 +16,17 @@ _smoothing          AWQ and SmoothQuant: factors between a norm and the layers b
 _gptq               GPTQ: factors, and the rounding of rows
 _calibration        observe inputs, choose numbers, stage by stage
 _quantize           `quantize`: all of it for a model
-_config             schemes as the `quantization_config` of config.json
-_files              save and load: safetensors files and config.json
 _errors             the errors of quantization
+checkpoints         save and load: safetensors files and config.json, in the forms of several libraries
 """
 
 from ._errors import CalibrationError, QuantizeError
-from ._files import load_quantized, save_quantized
 from ._outline import Outline, outline
 from ._quantize import quantize
 from ._quantized_linear import QuantizedLinear
 from ._scheme import PRESETS, NumberFormat, Scheme
+from .checkpoints.load import load_quantized
+from .checkpoints.save import save_quantized
 
 __all__ = [
     "PRESETS",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, tensors_in
 
-from ._batches import calls_of, piece
+from ._batches import calls_of, first_batch, piece
 from ._errors import CalibrationError
 from ._gptq import PANEL, factor, round_rows
 from ._layers import Layers
@@ -47,6 +47,8 @@ class Calibration:
         """The scales of the inputs of the layers of the stage, if they are stored."""
         self.parameters: dict[str, Tensor] = {}
         """Parameters of norms that smoothing changes, whole, by name."""
+        self.checks = 0
+        """Number of checks of smoothed stages."""
         self.progress = progress or (lambda text: None)
 
     def run(self, calibration: Iterable[TorchValue]) -> dict[str, QuantizedLinear]:
@@ -146,8 +148,7 @@ class Calibration:
             k, weight = self._features(group), weights[group[0]]
             upper = self.ranks.broadcast(None if pair is None else pair[0], (k, k), weight, owner)
             diagonal = self.ranks.broadcast(None if pair is None else pair[1], (k,), weight, owner)
-            for name in group:
-                self._round(name, weights[name], upper, diagonal)
+            self._round(group, weights, upper, diagonal)
 
     def _input_scales(self, layers: Mapping[str, str], seen: Observed) -> dict[str, Tensor]:
         """Return the scale of the inputs of each layer, from the largest input of all batches."""
@@ -196,8 +197,10 @@ class Calibration:
         module = self.model.get_submodule(stage)
         producers = {tuple(g): norm for told in self.ranks.gathered(list(seen.producers.items())) for g, norm in told}
         for group in self._groups(layers, seen):
+            if group not in producers:
+                continue
             factors = self._factors(group, [state[_weight_of(layers[name])] for name in group], seen)
-            if group not in producers or factors is None:
+            if factors is None:
                 continue
             norm = producers[group]
             changed = _scaled(state, [f"{norm}.weight", f"{norm}.bias"], torch.div, factors)
@@ -225,11 +228,15 @@ class Calibration:
         return awq_factors(diagonal, best) if best else None
 
     def _is_same(self, module: nn.Module, trial: Mapping[str, Tensor], calls: Calls, seen: Observed) -> bool:
-        """True if a stage has the same outputs with another state, but for rounding, on each rank's first batch."""
+        """True if a stage has the same outputs with another state, but for rounding, on one batch.
+
+        The batch does not depend on the number of ranks. Each check takes another one, so that ranks take turns.
+        """
+        i = first_batch(self.checks, self.count)
+        self.checks += 1
 
         def mine() -> bool:
-            i = next(iter(calls), None)
-            if i is None:
+            if i not in calls:
                 return True
             exact = seen.outputs[i]
             dtype = next(x.dtype for x in tensors_in(exact) if x.is_floating_point())
@@ -245,16 +252,19 @@ class Calibration:
             return None
         return factor(total, self.scheme, ", ".join(group)), total.diagonal().clone()
 
-    def _round(self, name: str, weight: Tensor, upper: Tensor, diagonal: Tensor) -> None:
-        """Quantize a whole weight: each rank rounds its rows."""
-        numbers = self.scheme.weights
-        scale, zero = scales_of(weight, numbers)
-        rows = self.ranks.rows_of(self.ranks.rank, len(weight), PANEL)
+    def _round(self, group: Group, weights: Mapping[str, Tensor], upper: Tensor, diagonal: Tensor) -> None:
+        """Quantize the whole weights of a group, stacked: each rank rounds its rows of the stack."""
+        scales = {name: scales_of(weights[name], self.scheme.weights) for name in group}
+        stack = torch.cat([weights[name] for name in group])
+        scale = torch.cat([_for_rows(scales[name][0], weights[name]) for name in group])
+        zeros = [_for_rows(zero, weights[name]) for name in group if (zero := scales[name][1]) is not None]
+        rows = self.ranks.rows_of(self.ranks.rank, len(stack), PANEL)
         mine = slice(rows.start, rows.stop)
-        zero_of_rows = None if zero is None else _rows_of(zero, mine, weight)
-        part = round_rows(weight[mine], _rows_of(scale, mine, weight), zero_of_rows, upper, diagonal, self.scheme)
-        codes = self.ranks.gather_rows(part, len(weight), PANEL)
-        self._put(name, codes, scale, zero)
+        zero_of_rows = torch.cat(zeros)[mine] if zeros else None
+        part = round_rows(stack[mine], scale[mine], zero_of_rows, upper, diagonal, self.scheme)
+        codes = self.ranks.gather_rows(part, len(stack), PANEL)
+        for name, own in zip(group, codes.split([len(weights[name]) for name in group]), strict=True):
+            self._put(name, own.contiguous(), *scales[name])
 
     def _put(self, name: str, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
         """Make the new layer, with whole tensors and with those of this rank."""
@@ -302,9 +312,9 @@ def _scaled(
     return {name: scale(state[name].float(), factors).to(state[name].dtype) for name in names if name in state}
 
 
-def _rows_of(scale: Tensor, rows: slice, weight: Tensor) -> Tensor:
-    """Return the scales of some rows; one scale for all rows stays."""
-    return scale[rows] if len(scale) == len(weight) else scale
+def _for_rows(scale: Tensor, weight: Tensor) -> Tensor:
+    """Return the scales [n, g] of the rows of a weight; one scale for the whole weight is repeated."""
+    return scale if scale.dim() == weight.dim() else scale.expand(len(weight), 1)
 
 
 def _weight_of(inner: str) -> str:

@@ -167,8 +167,13 @@ def float4_values(codes: Tensor) -> Tensor:
     return torch.where(codes < 0, -magnitude, magnitude)
 
 
-def to_values(codes: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberFormat) -> Tensor:
-    """Return the numbers of the codes, in the dtype of the scale."""
+def to_values(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberFormat, group_of: Tensor | None = None
+) -> Tensor:
+    """Return the numbers of the codes, in the dtype of the scale.
+
+    `group_of` has the group of each column [k]; without it, groups are neighbours.
+    """
     dtype = scale.dtype
     if numbers.type == "nf":
         values = _NUMBERS.to(codes.device, dtype)[codes.long() + 8]
@@ -176,6 +181,9 @@ def to_values(codes: Tensor, scale: Tensor, zero: Tensor | None, numbers: Number
         values = float4_values(codes).to(dtype)
     else:
         values = codes.to(dtype)
+    if group_of is not None:
+        values = values if zero is None else values - zero.to(dtype).index_select(-1, group_of)
+        return values * scale.index_select(-1, group_of)
     values = _shared(values, numbers)
     if zero is not None:
         values = values - _beside(zero.to(dtype), numbers)

@@ -7,14 +7,15 @@ float-quantized   weight: float8 codes; weight_scale
 mxfp4-pack-…      weight_packed: two codes a byte; weight_scale: the exponents of powers of two, as bytes
 nvfp4-pack-…      weight_packed: two codes a byte; weight_scale: float8; weight_global_scale, which divides the scales
 
-Integers have the form "int-quantized" if the inputs are quantized too, else "pack-quantized". nf4 is packed in the same
-way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an `input_scale`. A
-layer holds these tensors as buffers, so a checkpoint is its state.
+Packed integers whose groups are not neighbours, as GPTQ with act-order makes them, have a `weight_g_idx` too: the group
+of each column. Integers have the form "int-quantized" if the inputs are quantized too, else "pack-quantized". nf4 is
+packed in the same way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an
+`input_scale`. A layer holds these tensors as buffers, so a checkpoint is its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -31,6 +32,7 @@ Stored = dict[str, Tensor]
 INPUT_SCALE = "input_scale"
 PACKED, SCALE, ZERO, SHAPE, WEIGHT = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight"
 GLOBAL_SCALE = "weight_global_scale"
+GROUP_OF = "weight_g_idx"
 EXPONENT_SHIFT = 23
 """Position of the exponent in a float32."""
 
@@ -93,7 +95,7 @@ def values_in(stored: Mapping[str, Tensor], scheme: Scheme, length: int) -> Tens
     if zero is not None and is_packed(scheme):
         rows = stored[PACKED].shape[0]
         zero = unpack(zero.t(), scheme.weights.num_bits, rows).t()
-    return to_values(codes_in(stored, scheme, length), stored[SCALE], zero, scheme.weights)
+    return to_values(codes_in(stored, scheme, length), stored[SCALE], zero, scheme.weights, stored.get(GROUP_OF))
 
 
 def stored_shapes(rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[int, ...]]:
@@ -129,15 +131,26 @@ def stored_dtypes(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
     if scheme.weights.is_float4:
         scale = torch.uint8 if scheme.weights.strategy == "group" else FLOAT8
         return {PACKED: torch.uint8, SCALE: scale, GLOBAL_SCALE: torch.float32, INPUT_SCALE: dtype}
-    return {PACKED: torch.int32, WEIGHT: codes, SCALE: dtype, INPUT_SCALE: dtype, SHAPE: torch.int64, ZERO: zero}
+    found = {PACKED: torch.int32, WEIGHT: codes, SCALE: dtype, INPUT_SCALE: dtype, SHAPE: torch.int64, ZERO: zero}
+    return found | {GROUP_OF: torch.int32}
 
 
-def stored_layout(name: str, shape: tuple[int, ...], weight: Spec) -> Layout:
-    """Return the layout of a stored tensor: that of the weight, where their elements correspond.
+def stored_layouts(shapes: Mapping[str, Sequence[int]], weight: Spec) -> dict[str, Layout]:
+    """Return the layouts of stored tensors: that of the weight, where their elements correspond.
 
     A packed row is sharded like the weight, between words. The scales of a row are sharded if every rank has the same
-    number of groups, else whole.
+    number of groups, else whole. If the groups are not neighbours, each rank has the scales of all groups.
     """
+    found = {name: _stored_layout(name, tuple(shape), weight) for name, shape in shapes.items()}
+    if GROUP_OF not in shapes:
+        return found
+    groups_whole = {name: Layout((found[name].dims[0], ())) for name in (SCALE, ZERO) if name in shapes}
+    return found | groups_whole
+
+
+def _stored_layout(name: str, shape: tuple[int, ...], weight: Spec) -> Layout:
+    if name == GROUP_OF:
+        return Layout((weight.layout.dims[1],))
     if len(shape) != weight.ndim:
         return Layout(((),) * len(shape))
     rows, columns = weight.layout.dims
@@ -160,8 +173,5 @@ def placed_like(weight: Tensor, stored: Stored) -> Stored:
     """Return the stored tensors in layouts that follow from the weight's; plain tensors if the weight is plain."""
     if not isinstance(weight, DistTensor):
         return stored
-    spec = weight.spec
-    return {
-        name: distribute_as(tensor, spec.mesh, stored_layout(name, tuple(tensor.shape), spec))
-        for name, tensor in stored.items()
-    }
+    layouts = stored_layouts({name: tensor.shape for name, tensor in stored.items()}, weight.spec)
+    return {name: distribute_as(tensor, weight.spec.mesh, layouts[name]) for name, tensor in stored.items()}

@@ -67,6 +67,7 @@ from .core.computation_numbers import (
 from .core.dist_tensor import DistTensor, as_part
 from .core.environment_hash import input_numbers
 from .core.initial_checksum import initial_checksum_of
+from .core.other_libraries import check_library
 from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_in
 from .core.write_counts import writes_to
 from .execution import dispatch as dispatch
@@ -123,6 +124,7 @@ __all__ = [
     "can_gather_jointly",
     "captured_whole",
     "capturing",
+    "check_library",
     "collectives_of_call",
     "current_random_source",
     "decide",

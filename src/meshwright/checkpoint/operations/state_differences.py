@@ -87,7 +87,7 @@ def _differences(
         if held.spec is not None:
             check_whole(name, held.spec, "to load")
         if name in catalogue.entries:
-            if told := _difference_of(catalogue, name, held):
+            if told := difference_of(catalogue, name, held):
                 mismatched[name] = told
         elif name in catalogue.values:
             mismatched[name] = "a value in the checkpoint, a tensor in the state"
@@ -101,7 +101,7 @@ def _differences(
     return {"missing": missing, "mismatched": mismatched}
 
 
-def _difference_of(catalogue: Catalogue, name: str, held: HeldTensor) -> str:
+def difference_of(catalogue: Catalogue, name: str, held: HeldTensor) -> str:
     """Return the difference of a tensor from the saved one as text; "" if there is none."""
     shape, dtype = _shape(held), held.part.dtype if held.spec is None else held.spec.dtype
     entry = catalogue.entries[name]

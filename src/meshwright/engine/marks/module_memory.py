@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Spec, TorchValue
-from meshwright.tensor import DistTensor, shared_memory
+from meshwright.tensor import DistTensor, check_library, shared_memory
 
 from .._errors import SharedMemoryError
 
@@ -74,12 +74,13 @@ def keep_shared_memory(model: nn.Module, asked: str) -> Generator[None]:
 class ModuleMemory:
     """The tensors of a module that share memory.
 
-    Raises SharedMemoryError if they share it in a way that parts cannot.
+    Raises SharedMemoryError if they share it in a way that parts cannot, and OperationError for a tensor of torchao.
     """
 
     def __init__(self, model: nn.Module, asked: str) -> None:
         self._asked = asked
         by_object = _by_object(sorted(_slots(model), key=lambda slot: not slot.is_held))
+        check_library(asked, "", (slots[0].tensor for slots in by_object))
         held = sum(slots[0].is_held for slots in by_object)
         groups, pairs = shared_memory([slots[0].tensor for slots in by_object], held)
         self._pairs = [(by_object[one][0], by_object[other][0]) for one, other in pairs]

@@ -17,6 +17,7 @@ from ..core.absent_tensor import absent, make_absent
 from ..core.capture_marks import captured_whole
 from ..core.computation_numbers import collectives_of_call, pass_number, with_new_number
 from ..core.dist_tensor import DistTensor, as_part, plain_view
+from ..core.other_libraries import check_library
 from ..core.rank_ownership import check_maker, mark_maker
 from ..torch_hooks import (
     has_tangent,
@@ -89,6 +90,7 @@ def _placed_outside(x: Tensor, mesh: ProcessMesh, layout: Layout) -> DistTensor:
 
 def _placed(x: Tensor, src: Spec, dst: Spec) -> DistTensor:
     """Return the plain tensor `x` in the layout and with the strides of `dst`."""
+    check_library(f"to distribute a tensor of shape {tuple(x.shape)}", "", (x,))
     mesh = dst.mesh
     if (not x.is_leaf and x.requires_grad) or has_tangent(x):
         return as_dist_tensor(convert_local(x, src, dst) if current_communicator().rank in mesh else x, dst)

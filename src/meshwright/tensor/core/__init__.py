@@ -13,5 +13,6 @@ rank_ownership        error if a simulated rank uses a tensor that another simul
 environment_hash      checksums of versions, settings, random states and tensors, equal on all ranks
 initial_checksum      checksum of the whole tensor that a part was taken from, valid until the first write
 computation_numbers   numbers of the calls that made a tensor, equal on all ranks that run one program
+other_libraries       refusal of tensors and operators of torchao
 call_sites            user lines of conversions, to attribute the communication of their gradients
 """

@@ -22,6 +22,7 @@ from ..core.absent_tensor import Absent
 from ..core.dist_tensor import PLANS, DistTensor, Run, floats_in
 from ..core.function_names import name_of
 from ..core.handler_registry import DIRECT, HANDLERS
+from ..core.other_libraries import check_library
 from ..core.rank_ownership import check_maker
 from ..core.tree import leaves_in, tensors_in
 from ..handlers import list_arguments, memory_access, random_functions, tensor_attributes
@@ -88,6 +89,7 @@ def dispatch(
     if _is_below(func):
         return call_plain(func, types, args, kwargs)
     tensors = list(tensors_in((args, kwargs)))
+    check_library(name_of(func), str(getattr(func, "__module__", "")), tensors)
     _check_unbatched(func, tensors)
     targets = targets_in(func, kwargs)
     if len(tensors) > 1 and not targets and not is_of_lists(func):

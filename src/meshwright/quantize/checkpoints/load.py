@@ -1,0 +1,155 @@
+"""Load quantized checkpoints in several forms: config.json says which, and the loader of checkpoints reads the tensors.
+
+Each rank reads its slices, for any mesh and layout. Tensors in other forms are converted by operators with rules.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint import Catalogue, HeldTensor, difference_of, load, open_together
+from meshwright.layout import InputError, JsonValue, read_file, read_json
+
+from .._errors import QuantizeError
+from .._layers import convert_layers, refuse_quantized
+from .._quantized_linear import QuantizedLinear
+from .._scheme import Scheme
+from .._stored_weight import placed_like
+from .awq_form import AwqForm
+from .bitsandbytes_form import BitsandbytesForm
+from .compressed_tensors_form import CompressedTensorsForm
+from .file_tensor import CONFIG, Form, held, refused
+from .gptq_form import GptqForm
+
+FORMS: dict[str, Callable[[Mapping[str, Any], str], Form]] = {
+    "compressed-tensors": CompressedTensorsForm.read,
+    "gptq": GptqForm.read,
+    "awq": AwqForm.read,
+    "bitsandbytes": BitsandbytesForm.read,
+}
+"""The `quant_method` of a configuration → the form that it describes."""
+Layers = dict[str, tuple[nn.Linear, Scheme, dict[str, Tensor]]]
+"""Name → the layer, its scheme, and its tensors in the files."""
+
+
+@torch.no_grad()
+def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Fill a model with a quantized checkpoint, and return the model.
+
+    The checkpoint has the form of compressed-tensors, GPTQ, AWQ (gemm) or bitsandbytes (nf4). `model` is the model
+    before its quantization, plain or distributed; its weights may be on the meta device if the checkpoint has them
+    quantized. Every rank makes the call, and reads the slices that it holds. Quantized layers are those that the
+    config.json names, or those for which the files have codes.
+
+    Raises:
+        QuantizeError: the folder has no such checkpoint, or one with numbers that this package does not have; nothing
+            was loaded, and the model is unchanged.
+        CheckpointError: the model does not fit; nothing was loaded, and the model is unchanged.
+    """
+    folder = Path(path)
+    refuse_quantized(model)
+    form = _form_in(_read(folder / CONFIG), str(folder))
+    catalogue = open_together(folder)
+    layers = dict(_layers_in(model, form, catalogue))
+    scratch = {f"{name}.{key}": held(x) for name, (_, _, files) in layers.items() for key, x in files.items()}
+    inside = tuple(f"{name}." for name in layers)
+    load(
+        catalogue,
+        dict(_others(model, layers, catalogue)),
+        whole=lambda name: name.startswith(inside) and name not in scratch,
+        others=_mismatches(catalogue, scratch),
+        scratch=scratch,
+        accept=lambda: _check(form, layers, scratch),
+    )
+    scratch.clear()
+    return convert_layers(model, {name: _converted(form, *layers.pop(name)) for name in list(layers)})
+
+
+def _form_in(config: JsonValue, where: str) -> Form:
+    """Return the form of a checkpoint. Raises QuantizeError if there is none, or an unknown one."""
+    told = config.get("quantization_config") if isinstance(config, Mapping) else None
+    if not isinstance(told, Mapping):
+        raise refused(where, "no quantization_config", "config.json does not describe quantized layers")
+    method = told.get("quant_method")
+    if not isinstance(method, str) or method not in FORMS:
+        raise refused(where, f"quant_method {method!r}", "this form is unknown")
+    return FORMS[method](told, where)
+
+
+def _read(path: Path) -> JsonValue:
+    try:
+        return read_json(read_file(path))
+    except InputError as error:
+        raise QuantizeError(
+            f"load quantized weights from {path.parent}",
+            f"{path.name}: {error.found}",
+            error.why,
+            "pass the folder that mw.save_quantized wrote, or one with config.json and safetensors files",
+        ) from error
+
+
+def _layers_in(
+    model: nn.Module, form: Form, catalogue: Catalogue
+) -> Iterator[tuple[str, tuple[nn.Linear, Scheme, dict[str, Tensor]]]]:
+    """Yield each quantized layer with empty tensors for what is read."""
+    for name, layer, scheme in form.layers_of(model, catalogue):
+        _check_groups(name, layer, scheme)
+        files = form.files_of(name, layer, scheme, catalogue)
+        yield name, (layer, scheme, {key: file.zeros(layer.weight) for key, file in files.items()})
+
+
+def _check_groups(name: str, layer: nn.Linear, scheme: Scheme) -> None:
+    if scheme.weights.group_size is not None and layer.in_features % scheme.weights.group_size:
+        raise QuantizeError(
+            f"load {name} in groups of {scheme.weights.group_size}",
+            f"a layer with {layer.in_features} inputs",
+            "the rows of the layer are no multiple of the group size",
+            "build the model with the sizes that the checkpoint's config.json has",
+        )
+
+
+def _mismatches(catalogue: Catalogue, scratch: Mapping[str, HeldTensor]) -> dict[str, str]:
+    """Return the difference of each tensor of a layer that is not in the files as it should be."""
+    found = {
+        name: difference_of(catalogue, name, x) if name in catalogue.entries else "no such tensor in the checkpoint"
+        for name, x in scratch.items()
+    }
+    return {name: difference for name, difference in found.items() if difference}
+
+
+def _check(form: Form, layers: Layers, scratch: Mapping[str, HeldTensor]) -> None:
+    for name, (layer, scheme, files) in layers.items():
+        form.check(name, layer, scheme, {key: scratch[f"{name}.{key}"].part for key in files})
+
+
+def _converted(form: Form, layer: nn.Linear, scheme: Scheme, files: dict[str, Tensor]) -> QuantizedLinear:
+    stored = placed_like(layer.weight, form.stored(layer, scheme, files))
+    return QuantizedLinear((layer.out_features, layer.in_features), scheme, stored, layer.bias)
+
+
+def _others(model: nn.Module, layers: Layers, catalogue: Catalogue) -> Iterator[tuple[str, HeldTensor]]:
+    """Yield the state that stays as it is: that of other layers, and the biases of quantized ones.
+
+    A tensor with several names is read under one that was saved.
+    """
+    names: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        layer, _, key = name.rpartition(".")
+        if isinstance(x, Tensor) and (layer not in layers or key == "bias"):
+            names.setdefault(id(x), []).append((name, x))
+    for same in names.values():
+        name, x = next(((n, x) for n, x in same if n in catalogue.entries), same[0])
+        if x.is_meta:
+            raise QuantizeError(
+                f"load {name}",
+                "a tensor on the meta device",
+                "it has no memory, and the checkpoint does not have it quantized",
+                "call mw.materialize(model) first",
+            )
+        yield name, held(x)
