@@ -25,6 +25,8 @@ from ._own_process import own_process, peak_gibibytes
 
 MACHINES = "{}xH100, 8 per node, 400G"
 SECONDS = 30.0
+SECONDS_OF = {"BigBird-base": 60.0, "Longformer-base": 60.0}
+"""Goal of models whose attention has blocks of its own for each text."""
 LENGTH = 1024
 
 
@@ -54,6 +56,7 @@ class Large:
         ]
 
 
+LONG = {"input_ids": (4096,), "labels": (4096,)}
 IMAGES = {"pixel_values": (3, 224, 224), "labels": ()}
 MODELS = {
     "BERT-large": Large(
@@ -70,6 +73,10 @@ MODELS = {
         "T5ForConditionalGeneration", "T5Config",
         {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32, "decoder_start_token_id": 0},
         {"input_ids": (512,), "labels": (512,)},
+    ),
+    "BigBird-base": Large("BigBirdForMaskedLM", "BigBirdConfig", {}, LONG, {}),
+    "Longformer-base": Large(
+        "LongformerForMaskedLM", "LongformerConfig", {"max_position_embeddings": 4098, "vocab_size": 50265}, LONG, {}
     ),
     "GPT-2 XL": Large("GPT2LMHeadModel", "GPT2Config", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "Mixtral-8x7B": Large("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 8}),
@@ -88,12 +95,14 @@ MODELS = {
 def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: seconds of the slowest model; each model is in the details."""
     found = {name: own_process("plan_models", name) for name in ([*MODELS][:2] if quick else MODELS)}
+    late = [name for name, case in found.items() if case["seconds"] > SECONDS_OF.get(name, SECONDS)]
     slowest = max(case["seconds"] for case in found.values())
     return {
         "name": "plan_models",
         "value": slowest,
-        "goal": f"s from module to plan of the slowest of {len(found)} models, at most {SECONDS:g}",
-        "ok": slowest <= SECONDS,
+        "goal": f"s from module to plan of the slowest of {len(found)} models, at most {SECONDS:g};"
+        f" at most {max(SECONDS_OF.values()):g} for {' and '.join(SECONDS_OF)}",
+        "ok": not late,
         "details": found,
     }
 

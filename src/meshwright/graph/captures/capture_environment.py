@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from math import prod
 from traceback import walk_tb
 from typing import Any
 
@@ -36,10 +37,18 @@ from ..program.program import Role
 from ..recording.dynamic_sizes import DynamicSizes
 from ..recording.recording import Recording, written_by
 from ..torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
-from .external_writes import ExternalTensors
+from .external_writes import ExternalTensors, takes_view
 from .interception import intercepted
 
 WITHOUT_NUMBERS = "use tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
+
+LARGE = 2**27
+"""Bytes above which a value is not computed, even if it depends on constants alone. Python cannot read such a value.
+
+Masks of block-sparse attention (BigBird, Longformer) have gigabytes for a batch of many long sequences.
+"""
+WIDEST = 16
+"""Bytes of the widest number."""
 
 _READERS = {
     "torch.distributions": "pass validate_args=False to the distribution, whose check of its arguments reads numbers",
@@ -199,7 +208,7 @@ class CaptureEnvironment:
         self.path.pop()
 
     def run(self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> TorchValue:
-        """Run an operator. Random operators, and operators with symbolic sizes, return fake tensors."""
+        """Run an operator. Random operators, and those with symbolic sizes or large results, return fake tensors."""
         leaves = list(leaves_in((args, kwargs)))
         _check_whole(leaves)
         with interception_off():
@@ -210,9 +219,24 @@ class CaptureEnvironment:
             return self.outside.lifted(args[0])
         if is_random_operator(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # its content is unknown before the program runs
-        is_sized = not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves))
-        with self._in_one_node(), nullcontext() if is_sized and not is_random_operator(op) else self.mode:
+        with self._in_one_node(), self.mode if self._is_faked(op, args, kwargs, leaves) else nullcontext():
             return unobserved_if_torchs(op)(*args, **kwargs)
+
+    def _is_faked(
+        self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue], leaves: Sequence[Any]
+    ) -> bool:
+        """True if an operator on real tensors returns fake tensors."""
+        if is_random_operator(op) or (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
+            return True
+        is_faked, is_in_place = any(isinstance(a, FakeTensor) for a in leaves), writes_to(op) or takes_view(op, args)
+        if is_faked or is_in_place or not _may_be_large(leaves):
+            return False
+        with unrecorded(), self.mode, torch.no_grad():
+            try:
+                out = op(*args, **kwargs)
+            except DataDependent:
+                return False
+            return any(x.untyped_storage().nbytes() > LARGE for x in tensors_in(out))
 
     @contextmanager
     def _in_one_node(self) -> Generator[None]:
@@ -292,6 +316,12 @@ class CaptureEnvironment:
         with interception_off():
             self.recording.note(op, args, {}, out)
         return out
+
+
+def _may_be_large(leaves: Sequence[Any]) -> bool:
+    """True if a result may have more than `LARGE` bytes; all sizes and numbers of elements bound it."""
+    sizes = (x.numel() if isinstance(x, Tensor) else abs(x) if type(x) is int else 1 for x in leaves)
+    return prod(max(size, 1) for size in sizes) * WIDEST > LARGE
 
 
 def _needs_numbers(op: Operator, args: TorchValue, kwargs: TorchValue) -> bool:
