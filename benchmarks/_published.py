@@ -272,12 +272,9 @@ def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
         base = replace(base, exposed=1.0, tensor=1.0, messages=1.0)
     if plan.zero == 0:
         base = replace(base, exposed=1.0)
-    if source == TITAN and train.get("compile") and _year_of_page(row) >= 2025:
-        base = replace(base, **COMPILED_LOSS)
+    base = _as_compiled(base, row, source, plan)
     if train.get("fsdp_mixed_precision") == "PURE":
         base = replace(base, reduced=2.0)
-    if plan.zero == 3 and not train.get("compile", source in COMPILED):
-        base = replace(base, streams=EAGER)
     if "rowwise" in str(train.get("fp8_recipe")):
         base = replace(base, casts=base.casts * ROWWISE, casts_first=False)
     if train.get("offload"):
@@ -286,6 +283,16 @@ def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
     if train["recompute"] in REPEATED:
         base = replace(base, selective=None, repeated=REPEATED[train["recompute"]])
     return replace(base, tensor=0.5) if train.get("async_tp") else base
+
+
+def _as_compiled(base: Software, row: Mapping[str, Any], source: str, plan: Plan) -> Software:
+    """Return the program with what the row says about its compilation."""
+    compiles = row["train"].get("compile")
+    if compiles and source == TITAN and _year_of_page(row) >= 2025:
+        base = replace(base, **COMPILED_LOSS)
+    if plan.zero == 3 and not (source in COMPILED if compiles is None else compiles):
+        base = replace(base, streams=EAGER)
+    return replace(base, compiled=bool(compiles))
 
 
 def _year_of_page(row: Mapping[str, Any]) -> int:

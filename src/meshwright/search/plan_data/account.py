@@ -127,7 +127,7 @@ class Account:
     `what` names the model, `how` the plan, `where` the ranks. `memory_limit` is the number of bytes that a rank may
     hold. `why` names the bottleneck, in lines. `spent` are the seconds by part. `held` are the bytes by kind, rank by
     rank. `assumed` says what the price takes for granted. `changes` would make a token faster, the best one first.
-    `recipes` are the plans of others for similar models. These three are empty for a module or a program.
+    `recipes` are the plans of others for similar models. Modules and programs have no changes and recipes.
     """
 
     what: str

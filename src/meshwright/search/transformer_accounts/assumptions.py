@@ -13,7 +13,7 @@ from ..transformer_plans.predict import StepTime
 from ..transformer_plans.sizes import Transformer
 from ..transformer_plans.software import MESHWRIGHT, Software
 
-TERA, GIBI = 1e12, 2**30
+GIBI = 2**30
 
 
 def assumptions(model: Transformer, plan: Plan, cluster: Cluster, software: Software = MESHWRIGHT) -> tuple[str, ...]:
@@ -34,10 +34,15 @@ def _sentences(model: Transformer, plan: Plan, cluster: Cluster, software: Softw
     slower = float(StepTime(model, plan, cluster, software, Habits()).slowest) - 1
     if slower > 0:
         yield f"devices: the slowest of {plan.ranks:,} takes {100 * slower:.2g} % longer than the slowest of 8"
-    left = (1 - USABLE) * device.available / GIBI
-    yield f"memory: {left:.1f} GiB of each device are left to contexts, communicators and the allocator"
+    yield memory_left(cluster)
     if model.experts is not None and plan.ep > 1:
         yield f"experts: the fullest rank has {model.experts.fullest(plan.ep):.3g} times the average number of tokens"
+
+
+def memory_left(cluster: Cluster) -> str:
+    """Return a sentence on the memory of a device that no plan takes."""
+    left = (1 - USABLE) * cluster.device.available / GIBI
+    return f"memory: {left:.1f} GiB of each device are left to contexts, communicators and the allocator"
 
 
 def _exposed(plan: Plan, software: Software) -> Iterator[str]:
