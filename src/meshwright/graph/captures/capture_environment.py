@@ -36,7 +36,16 @@ from ..program.node import Node, Origin
 from ..program.program import Role
 from ..recording.dynamic_sizes import DynamicSizes
 from ..recording.recording import Recording, written_by
-from ..torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
+from ..torch_hooks import (
+    DataDependent,
+    FakeMode,
+    FakeTensor,
+    Operator,
+    failures_told,
+    faked,
+    interception_off,
+    unrecorded,
+)
 from .external_writes import ExternalTensors, takes_view
 from .interception import intercepted
 
@@ -219,24 +228,33 @@ class CaptureEnvironment:
             return self.outside.lifted(args[0])
         if is_random_operator(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # its content is unknown before the program runs
-        with self._in_one_node(), self.mode if self._is_faked(op, args, kwargs, leaves) else nullcontext():
+        is_sized = not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves))
+        is_large = self._is_large(op, args, kwargs, leaves)
+        if is_large:
+            args, kwargs = map_tensors(self._faked, (args, kwargs))
+        is_real = is_sized and not is_large and not is_random_operator(op)
+        with self._in_one_node(), nullcontext() if is_real else self.mode:
             return unobserved_if_torchs(op)(*args, **kwargs)
 
-    def _is_faked(
+    def _is_large(
         self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue], leaves: Sequence[Any]
     ) -> bool:
-        """True if an operator on real tensors returns fake tensors."""
-        if is_random_operator(op) or (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves)):
-            return True
-        is_faked, is_in_place = any(isinstance(a, FakeTensor) for a in leaves), writes_to(op) or takes_view(op, args)
-        if is_faked or is_in_place or not _may_be_large(leaves):
+        """True if an operator on real tensors would make a value of more than `LARGE` bytes."""
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if any(isinstance(x, FakeTensor) or x.requires_grad for x in tensors) or not _may_be_large(leaves):
             return False
+        if writes_to(op) or takes_view(op, args):
+            return False
+        fake_args, fake_kwargs = map_tensors(self._faked, (args, kwargs))
         with unrecorded(), self.mode, torch.no_grad():
             try:
-                out = op(*args, **kwargs)
+                out = op(*fake_args, **fake_kwargs)
             except DataDependent:
                 return False
             return any(x.untyped_storage().nbytes() > LARGE for x in tensors_in(out))
+
+    def _faked(self, x: Tensor) -> Tensor:
+        return faked(self.mode, x)
 
     @contextmanager
     def _in_one_node(self) -> Generator[None]:
