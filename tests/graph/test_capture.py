@@ -52,7 +52,7 @@ def test_shapes_that_do_not_fit_are_reported_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_large_value_of_constants_alone_is_not_computed() -> None:
-    """The masks of BigBird and Longformer for 64 texts of 4,096 tokens took 51 GB."""
+    """The masks of BigBird for 64 texts of 4,096 tokens took 51 GB."""
 
     def masked(x: torch.Tensor) -> torch.Tensor:
         rows, columns = torch.ones(2**22, 1), torch.arange(2**22).unsqueeze(0)

@@ -2,7 +2,7 @@
 
 Parameters, buffers and batches are neither allocated nor computed with. Small tensors that the forward pass creates
 without operands (`torch.arange`) are real, and so are small values computed from them alone, so that a model may keep
-or read them. Values of more than 128 MiB are never computed.
+or read them. Values of more than 1 GiB are never computed.
 """
 
 from __future__ import annotations

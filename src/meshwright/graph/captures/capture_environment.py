@@ -51,10 +51,10 @@ from .interception import intercepted
 
 WITHOUT_NUMBERS = "use tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
 
-LARGE = 2**27
+LARGE = 2**30
 """Bytes above which a value is not computed, even if it depends on constants alone. Python cannot read such a value.
 
-Masks of block-sparse attention (BigBird, Longformer) have gigabytes for a batch of many long sequences.
+Masks of block-sparse attention (BigBird) have gigabytes for a batch of many long sequences.
 """
 WIDEST = 16
 """Bytes of the widest number."""

@@ -1,4 +1,4 @@
-"""What the price of a plan takes for granted: overlap, kernels, the clock of devices, and memory that is left free."""
+"""Assumptions of the price of a plan: overlap, kernels, the clock of devices, and memory that is left free."""
 
 from __future__ import annotations
 
